@@ -1,6 +1,6 @@
 """Count the bytes that a cache occupies and what its layers report to the record."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,6 +32,14 @@ class MemoryMeter:
 
 
 ZERO = torch.tensor(0)  # no rows
+
+
+def find_largest(counts: Iterable[Tensor]) -> int:
+    """Return the largest of some counts, tensors without dimensions. The host waits for each device only once."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for own in counts:
+        found.setdefault(own.device, []).append(own)
+    return max(int(torch.stack(own).max()) for own in found.values())
 
 
 @dataclass(frozen=True)

@@ -194,17 +194,17 @@ class StoredRows:
             else:
                 total = lengths.numel() * each
             index = kept_indices(present, total)
-        spread = replace(self, lengths=lengths, longest=each, even=even)
         narrow = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
         keys = rows.keys if self.rotate is None else self._held()[0]
-        return StoredRows(
+        kept = StoredRows(
             self.shape, self.seen,
             stored=Plain(*gather_rows(index, keys, rows.values)),
             places=rows.places.take(index).int(),
             mass=rows.mass.take(index).to(narrow) if merged else None,
-            columns={name: spread._spread(column.take(index)) for name, column in rows.columns.items()},
             lengths=lengths, longest=each, even=even, rotate=self.rotate,
         )  # fmt: skip
+        columns = {name: kept._spread(column.take(index)) for name, column in rows.columns.items()}
+        return kept.with_columns(columns) if columns else kept
 
     def pack(self, codec: Packer) -> "StoredRows":
         """Let a codec pack all rows, the tail's too. Called when the prefill has ended and no cut follows."""
@@ -363,19 +363,30 @@ class StoredRows:
         """Return how many tokens each of one head's rows stands for, (n,)."""
         return self._head(self.view().mass, sample, head)
 
-    def rank_of(self, places: Sequence[int]) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        """The device of the rows. The layer must have read a block."""
+        like = self.tail_keys if self.places is None else self.places
+        assert like is not None  # the layer has read a block
+        return like.device
+
+    def rank_of(self, places: Tensor) -> Tensor:
         """Return how many rows each head holds before each of m positions, (B, H, m) int64.
 
         It needs at most 13 bytes of memory per row.
+
+        Args:
+            places: The positions, (m,) int32 on the device of the rows.
         """
-        like = self.tail_keys if self.places is None else self.places
-        assert like is not None  # the layer has read a block
-        wanted = torch.tensor(places, dtype=torch.int32, device=like.device).expand(*self.shape, -1)
+        wanted = places.expand(*self.shape, -1)
+        cut = None
+        if self.places is not None and self.lengths is not None:
+            cut = torch.searchsorted(self._spread(self.places, absent=-1), wanted.contiguous())
+            cut = cut if self.even else cut - (self.longest - self.lengths)[..., None]
+        if cut is not None and not self.tail:
+            return cut
         tail = (wanted - (self.seen - self.tail)).clamp(0, self.tail).long()
-        if self.places is None or self.lengths is None:
-            return tail
-        cut = torch.searchsorted(self._spread(self.places, absent=-1), wanted.contiguous())
-        return tail + cut - (self.longest - self.lengths)[..., None]
+        return tail if cut is None else tail + cut
 
     def bytes(self) -> "Bytes":
         """Return the bytes that the rows occupy, counted by the storages of their tensors."""

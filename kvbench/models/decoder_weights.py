@@ -104,10 +104,10 @@ def collect_weights(model: Any) -> DecoderWeights | None:
     # the rotations of a whole answer are computed at once, so the frequencies must not change with its length
     if copy_frequencies(model) is not None:
         return None
-    one_place = len({parameter.device for parameter in model.parameters()}) == 1
-    plain = all(type(own) is torch.nn.Parameter and own.is_contiguous() for own in model.parameters())
+    parameters = list(model.parameters())
+    plain = all(type(own) is torch.nn.Parameter and own.is_contiguous() for own in parameters)
     # on several GPUs, quantised in place, or not contiguous
-    if not (one_place and plain) or len({own.dtype for own in model.parameters()}) > 1:
+    if len({(own.device, own.dtype) for own in parameters}) > 1 or not plain:
         return None
     inner, head, layout = find_text_decoder(model), model.lm_head, read_layout(model)
     activation = ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)

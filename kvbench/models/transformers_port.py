@@ -326,11 +326,12 @@ def make_cache(model: torch.nn.Module, layers: Sequence[AttentionLayer | None]) 
     config = text_config(model)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     own = copy_frequencies(model)
+    rotations = {kind: make_rotation(model, kind, own) for kind in set(kinds)}
     return ContextCache(
         [
             SlidingWindowLayer(sliding_window=config.sliding_window)
             if layer is None
-            else CacheLayerPort(layer, make_rotation(model, kind, own))
+            else CacheLayerPort(layer, rotations[kind])
             for layer, kind in zip(layers, kinds, strict=True)
         ],
         own,

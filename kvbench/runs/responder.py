@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.cache.accounting import find_largest
 from kvbench.cache.guard import ask
 from kvbench.engine.compressed_cache import trim
 from kvbench.engine.generation import Answer, GenerationContext
@@ -431,9 +432,11 @@ class Responder:
         held, layers, batch = context.bytes(), context.own_layers, len(context.seeds)
         return {
             "quota": context.budget.rows(context.progress.prompt, context.progress.prompt),
-            "protected": max(int(layer.tally.protected) for layer in layers),
+            "protected": find_largest(layer.tally.protected for layer in layers),
             # protected rows that the quota had no room for, in the head and at the eviction with most of them
-            "given_up": {kind: max(int(own.tally.given_up[kind]) for own in layers) for kind in ("sinks", "recents")},
+            "given_up": {
+                kind: find_largest(layer.tally.given_up[kind] for layer in layers) for kind in ("sinks", "recents")
+            },
             "allocation": layers[0].state.shared.get("allocation"),  # the rule that the allocator says it followed
             "resident_bytes": held.rows // batch, "full_bytes": context.full_bytes() // batch,
             "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,

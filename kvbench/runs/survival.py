@@ -31,7 +31,9 @@ def measure_survival(layers: Sequence[StoredRows], tokens: int) -> list[str]:
     """
     bins = min(BINS, tokens)
     edges = [-(-number * tokens // bins) for number in range(bins + 1)]
-    parts = [rows.rank_of(edges).diff().sum(1) for rows in layers]  # (B, bins) each
+    devices = {rows.device for rows in layers}
+    places = {device: torch.tensor(edges, dtype=torch.int32, device=device) for device in devices}
+    parts = [rows.rank_of(places[rows.device]).diff().sum(1) for rows in layers]  # (B, bins) each
     held = torch.stack([part.to(parts[0].device) for part in parts]).sum(0).tolist()
     heads = sum(rows.shape[1] for rows in layers)
     most = [heads * (stop - start) for start, stop in zip(edges, edges[1:], strict=False)]

@@ -51,26 +51,22 @@ class Ada(Allocator):
         return top_k_mask(scores[None], least[None])[0] & (scores > -torch.inf)
 
     def _sample(self, scores: Tensor, protected: Tensor, quota: int) -> list[int]:
-        heads = scores.shape[0]
-        available = (scores > -torch.inf).sum(-1).tolist()
-        own = protected.sum(-1).tolist()
-        least = [max(1, rows) for rows in own]
-        if self.mode == "interpolate":
+        heads, interpolates = scores.shape[0], self.mode == "interpolate"
+        safe = protected if interpolates else self._safe(scores, quota, protected)
+        winners = count_winners(scores.masked_fill(safe, -torch.inf), heads * quota - safe.sum())
+        counts = torch.stack([winners, safe.sum(-1), (scores > -torch.inf).sum(-1)])
+        won, own, available = counts.tolist()  # all at once, because the host waits for the device
+        targets = [float(c + low) for c, low in zip(won, own, strict=True)]
+        if interpolates:
             share = quota - sum(own) / heads
-            won = winners(scores.masked_fill(protected, -torch.inf), heads * quota - sum(own))
             targets = [c * (1 - self.alpha) + share * self.alpha + p for c, p in zip(won, own, strict=True)]
-        else:
-            safe = self._safe(scores, quota, protected)
-            least = safe.sum(-1).tolist()
-            won = winners(scores.masked_fill(safe, -torch.inf), heads * quota - sum(least))
-            targets = [float(c + low) for c, low in zip(won, least, strict=True)]
-        return apportion(targets, least, available, heads * quota)
+        return apportion(targets, [max(1, rows) for rows in own], available, heads * quota)
 
 
-def winners(scores: Tensor, total: int) -> list[int]:
-    """Return how many of the `total` largest scores (H, n) each head has.
+def count_winners(scores: Tensor, total: Tensor) -> Tensor:
+    """Return how many of the `total` largest scores (H, n) each head has, (H,). `total` has no dimensions.
 
     Ties go to the lower head, then to the lower position.
     """
-    won = top_k_mask(scores.flatten()[None, None], total).view_as(scores) & (scores > -torch.inf)
-    return won.sum(-1).tolist()
+    won = top_k_mask(scores.flatten()[None, None], total.view(1, 1)).view_as(scores) & (scores > -torch.inf)
+    return won.sum(-1)

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ from kvbench.config.compose import compose_config
 from kvbench.engine import shared_prefill
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Observation, State
+from kvbench.interfaces.rows import Rows
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.configuration import read_config_layout
 from kvbench.runs import shared_runs
@@ -229,6 +234,32 @@ def test_a_run_that_fails_is_left_to_its_own_cell(where, runs, bench, alone, tmp
     assert [strip_circumstances(folders[index].records()) for index in others] == alone(
         [runs[index] for index in others]
     )
+
+
+def test_writing_later_into_what_contexts_are_shown_together_is_an_error():
+    """Contexts that hold the same rows see one view of them, and no guard of another context watches the writer."""
+    kept: list[torch.Tensor] = []
+
+    @dataclass(frozen=True)
+    class Keeper(Method):
+        def score(self, observation: Observation, rows: Rows, state: State) -> torch.Tensor:
+            kept.append(rows.mass)
+            return rows.mass
+
+    @dataclass(frozen=True)
+    class Writer(Allocator):
+        def layer(
+            self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]
+        ) -> int | tuple[int, ...]:
+            kept[-1].mul_(2)
+            return quota
+
+    uniform, codec = build_policy("knorm", "uniform", "llama", "raw")[1:]
+    policies = [CachePolicy(Keeper("keeper"), own, codec) for own in (uniform, Writer("writer"))]
+    contexts = [GenerationContext(tiny("llama"), policy, Budget(0.2), None, (1,)) for policy in policies]
+    with pytest.raises(shared_prefill.ContextFailed, match="^1$") as failed:
+        shared_prefill.prefill(contexts, ids(60))
+    assert isinstance(failed.value.__cause__, ContractError) and "rows.mass" in str(failed.value.__cause__)
 
 
 @pytest.mark.full

@@ -68,7 +68,8 @@ def looped(places: list[list[list[list[int]]]], tokens: int, bins: int) -> list[
 def test_ragged_rows_by_hand(monkeypatch):
     monkeypatch.setattr(survival, "BINS", 4)
     rows = layer([[[0, 1, 2, 7], [8]]], read=10, tail=2)  # both heads hold 10 and 11
-    assert rows.rank_of([0, 3, 8, 10, 12]).tolist() == [[[0, 3, 4, 4, 6], [0, 0, 0, 1, 3]]]
+    places = torch.tensor([0, 3, 8, 10, 12], dtype=torch.int32)
+    assert rows.rank_of(places).tolist() == [[[0, 3, 4, 4, 6], [0, 0, 0, 1, 3]]]
     assert percents(measure_survival([rows], 12)) == [[50, 0, 33, 67]]  # 3, 0, 2 and 4 of six rows
     assert measure_survival([rows, layer(None, read=12, tail=0)], 12) == ["4b324353"]  # 9, 6, 8 and 10 of twelve
     assert measure_survival([layer(None, read=3, tail=0)], 3) == ["646464"]  # fewer tokens than bins
