@@ -198,7 +198,7 @@ def make_held(**change: torch.Tensor) -> RaggedRows:
         ({"tail_keys": torch.zeros(1, 2, 9, 16), "tail_values": torch.zeros(1, 2, 9, 16)}, "tails"),
         ({"tail": 10}, "10 rows in a tail with room for 9"),
         ({"tail_keys": torch.zeros(1, 1, 9, 16, dtype=torch.bfloat16)}, "rows are torch.float32"),
-        ({"tail_keys": torch.zeros(1, 1, 9, 32)[..., :16]}, "one behind the other"),
+        ({"tail_keys": torch.zeros(1, 1, 9, 32, device=DEVICE)[..., :16]}, "one behind the other"),
         ({"held": make_held(values=torch.zeros(4, 16, device=DEVICE))}, "held rows"),
         ({"held": make_held(mass=torch.ones(4, device=DEVICE))}, "held rows"),
         ({"held": make_held(keys=torch.zeros(16, 5, device=DEVICE).mT)}, "one behind the other"),
