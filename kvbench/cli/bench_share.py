@@ -2,7 +2,7 @@
 
 Examples:
   kvbench bench-share task.length=4096 limit=1 rounds=3
-  kvbench bench-share model=smollm2 task.length=4096 limit=4 sweep.share_decoding=true
+  kvbench bench-share model=smollm2 task.length=4096 limit=4 sweep.share_decoding=false
 """
 
 from collections.abc import Sequence

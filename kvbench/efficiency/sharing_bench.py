@@ -2,7 +2,7 @@
 
 Without given methods and budgets it runs METHODS at BUDGETS, and the full cache as in a sweep. In a round, all runs are
 executed twice into new folders, first together and then one after the other, from the same prompts with the same loaded
-weights. Together they share prefills and, with sweep.share_decoding=true, the decoding of answers. Before the first
+weights. Together they share prefills and, unless sweep.share_decoding=false, the decoding of answers. Before the first
 round all runs read a sample together: a short one on a CPU. On a GPU they read it alone too, and nothing has to be
 compiled or rehearsed in the rounds. The ratio is seconds alone / seconds together, with medians over the rounds. A line
 is appended to <results>/efficiency/share-<machine>.csv, and what the last round's seconds were spent on is printed.

@@ -1,7 +1,7 @@
 """Answer the samples of several runs on one prefill.
 
 Runs that differ only in method, allocator, codec or budget read the same prompts. A prompt is read once for all of
-them, and each run then generates from its own compressed cache. With sweep.share_decoding=true their answers are
+them, and each run then generates from its own compressed cache. Unless sweep.share_decoding=false, their answers are
 decoded as one batch.
 
 If the group does not fit in memory, it is split in half and retried. A run that fails is dropped with a warning, and

@@ -344,7 +344,14 @@ def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, lse
 
 
 def test_runs_of_one_prefill_write_the_records_of_lone_ones(tmp_path):
-    small = ["task.subtasks=[niah_single_2]", "task.length=2048", "limit=2", "device=cuda", "budget=0.2"]
+    small = [
+        "task.subtasks=[niah_single_2]",
+        "task.length=2048",
+        "limit=2",
+        "device=cuda",
+        "budget=0.2",
+        "sweep.share_decoding=false",
+    ]
     runs = [RunSpec.from_config(compose_config([*small, f"method={name}"])) for name in ("snapkv", "keydiff", "sink")]
     bench = Resources(runs[0])
     shared = [folder.records() for folder in execute_runs(runs, tmp_path / "shared", bench)]
