@@ -21,7 +21,7 @@ from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 
 WORTH_TOGETHER = 2  # a graph of several answers is captured for this many tokens or more
-STREAMS = 16  # most streams on which contexts attend side by side, the current one included
+STREAMS = 8  # most streams on which contexts attend side by side, the current one included
 T = TypeVar("T")
 Session = Generator[Answer, None, T]
 """Work that yields an answer when it needs the next token, and once more when the answer is over (`Answer.end`).
