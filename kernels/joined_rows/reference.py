@@ -20,7 +20,7 @@ def append_joined_reference(
     found = [
         append_reference(
             queries[sample, None], keys[sample, None], values[sample, None], cos[place:], sin[place:], *tail, step,
-            None, None, norms,
+            None, None, None, norms,
         )
         for sample, (tail, place) in enumerate(zip(tails, places.tolist(), strict=True))
     ]  # fmt: skip

@@ -23,6 +23,7 @@ def append(
     *,
     slots: Tensor | None = None,
     starts: Tensor | None = None,
+    offsets: Tensor | None = None,
     norms: tuple[Tensor, Tensor, float] | None = None,
     implementation: str | None = None,
 ) -> Tensor:
@@ -35,7 +36,7 @@ def append(
         queries: As projected, (B·T, Hq·d).
         keys: As projected, (B·T, H·d).
         values: As projected, (B·T, H·d).
-        cos: (P, r), with r at most d. The rows from step to step + T belong to these tokens.
+        cos: (P, r), with r at most d. The rows from step to step + T belong to these tokens, if there are no `offsets`.
         sin: (P, r)
         tail_keys: (B, H, m, d), written in place; with `starts` (R, d).
         tail_values: Like `tail_keys`.
@@ -44,6 +45,8 @@ def append(
         slots: The row of each head that the token is written to, (B, H) whole numbers, for T = 1; None for the next.
         starts: Where each head's rows begin in the tail if heads have room for different numbers of rows, (B, H) int64.
             It requires `slots`.
+        offsets: For each sample the row of cos and sin that belongs to step 0, (B,) whole numbers; None if that is row
+            0 for all.
         norms: The weights (d,) of the queries' and the keys' RMS norm, of one dtype (see
             `kernels.fused_linear.rms_norm`), and its ε; None for no norm.
         implementation: "reference" or "triton"; None chooses.
@@ -66,7 +69,9 @@ def append(
         raise ValueError(f"append: {len(queries)} queries, {len(keys)} keys, batch {batch}, cos {tuple(cos.shape)}")
     if slots is not None and (slots.shape != (batch, heads) or len(keys) != batch):
         raise ValueError(f"append: slots {tuple(slots.shape)} of {heads} heads for {len(keys)} tokens")
-    given = queries, keys, values, cos, sin, tail_keys, tail_values, tail, step, slots, starts, norms
+    if offsets is not None and offsets.shape != (batch,):
+        raise ValueError(f"append: offsets {tuple(offsets.shape)} for batch {batch}")
+    given = queries, keys, values, cos, sin, tail_keys, tail_values, tail, step, slots, starts, offsets, norms
     if choose_implementation("append", implementation, queries) == "reference":
         return append_reference(*given)
     from kvbench.kernels.rope_append.triton import append_triton

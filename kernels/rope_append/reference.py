@@ -1,5 +1,6 @@
 """Norm, rotation and write in PyTorch."""
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.fused_linear.reference import rms_norm_reference
@@ -8,11 +9,11 @@ from kvbench.kernels.rerotation.reference import rotate_reference
 
 def append_reference(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
-    tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None,
+    tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None, offsets: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
     batch, dim = len(tail_keys) if starts is None else len(starts), tail_keys.shape[-1]
-    queries, keys, values = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms)
+    queries, keys, values = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms, offsets)
     if slots is None:
         here = slice(tail + int(step), tail + int(step) + keys.shape[2])
         tail_keys[:, :, here], tail_values[:, :, here] = keys, values
@@ -28,11 +29,14 @@ def append_reference(
 
 def rotate_projected(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, batch: int, dim: int, step: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None,
+    norms: tuple[Tensor, Tensor, float] | None, offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return queries and keys, normed and rotated, and values by head: (B, heads, T, d) each."""
-    first, tokens = int(step), len(keys) // batch
-    angles = cos[first : first + tokens].to(queries.dtype), sin[first : first + tokens].to(queries.dtype)
+    tokens = len(keys) // batch
+    places = step + torch.arange(tokens, device=step.device)
+    if offsets is not None:
+        places = (offsets[:, None] + places)[:, None]  # (B, 1, T)
+    angles = cos[places].to(queries.dtype), sin[places].to(queries.dtype)
     queries, keys, values = (x.view(batch, tokens, -1, dim).transpose(1, 2) for x in (queries, keys, values))
     if norms is not None:
         queries, keys = (

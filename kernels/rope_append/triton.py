@@ -40,9 +40,10 @@ def rotate_head(
 
 @triton.jit(do_not_specialize=["tail", "tokens"])
 def _append(
-    queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step, slots, starts,
+    queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step, slots, starts, offsets,
     tail, tokens, heads, query_heads, dim, turning, epsilon, s_q, s_k, s_v, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-    NORM: tl.constexpr, SLOTS: tl.constexpr, STARTS: tl.constexpr, D: tl.constexpr,
+    NORM: tl.constexpr, SLOTS: tl.constexpr, STARTS: tl.constexpr, OFFSETS: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
     b, t = (token // tokens).to(tl.int64), token % tokens
@@ -50,6 +51,9 @@ def _append(
     column = tl.arange(0, D)
     there = column < dim
     row = tail + first + t
+    at = first + t
+    if OFFSETS:
+        at += tl.load(offsets + b).to(tl.int32)
     if SLOTS and head >= query_heads:
         row = tl.load(slots + b * heads + (head - query_heads) % heads).to(tl.int32)
         if STARTS:
@@ -67,7 +71,7 @@ def _append(
         if is_key:
             source = keys + token.to(tl.int64) * s_k + h * dim
             scale = key_norm
-        found = rotate_head(source, scale, cos, sin, first + t, column, turning, dim, epsilon, out, NORM)
+        found = rotate_head(source, scale, cos, sin, at, column, turning, dim, epsilon, out, NORM)
         if is_key:
             place = tail_keys + b * sk_b + h.to(tl.int64) * sk_h + row.to(tl.int64) * sk_n
             tl.store(place + column, found, mask=there)
@@ -77,7 +81,7 @@ def _append(
 
 def append_triton(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
-    tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None,
+    tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None, offsets: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
     (batch, heads), dim = tail_keys.shape[:2] if starts is None else starts.shape, tail_keys.shape[-1]
@@ -88,9 +92,10 @@ def append_triton(
     _append[(len(keys), query_heads + 2 * heads)](
         queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step,
         step if slots is None else slots, step if starts is None else starts,
+        step if offsets is None else offsets,
         tail, tokens, heads, query_heads, dim, cos.shape[1], epsilon,
         queries.stride(0), keys.stride(0), values.stride(0), *into[0], *into[1],
-        NORM=norms is not None, SLOTS=slots is not None, STARTS=starts is not None, D=triton.next_power_of_2(dim),
-        num_warps=1 if dim <= 64 else 2,
+        NORM=norms is not None, SLOTS=slots is not None, STARTS=starts is not None, OFFSETS=offsets is not None,
+        D=triton.next_power_of_2(dim), num_warps=1 if dim <= 64 else 2,
     )  # fmt: skip
     return out

@@ -42,7 +42,7 @@ def replace_row(
             index.
         order: The slot of each rank, (B, H, n) int64, updated. The next token's is the last of those in use.
         free: The next token's slots, (B, H) int64, written.
-        position: Position of the token that was read last, a whole number without dimensions.
+        position: Position of the token of each sample that was read last, whole numbers that broadcast to (B, 1, 1).
         invalid: Set if a score is NaN, bool without dimensions.
         tally: For each head the rows that it protected at its last cut, and the largest numbers of sinks and of other
             protected rows that its quota had no room for at a cut, (3, B, H) int64, updated.

@@ -24,10 +24,10 @@ def _count(mask, places, rows, low, high, TILE: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "never", "s_b", "s_h", "q_b", "q_h"])
+@triton.jit(do_not_specialize=["rows", "heads", "never", "s_b", "s_h", "q_b", "q_h", "p_b", "between"])
 def _replace(
     scores, sinks, recents, places, ranks, order, free, position, invalid, tally, lengths, quotas, mass,
-    rows, heads, never, s_b, s_h, s_n, q_b, q_h,
+    rows, heads, never, s_b, s_h, s_n, q_b, q_h, p_b, between,
     SINKS: tl.constexpr, RECENTS: tl.constexpr, GROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
@@ -44,7 +44,7 @@ def _replace(
         used = tl.load(lengths + head).to(tl.int32)
         quota = tl.load(quotas + head // heads * q_b + head % heads * q_h).to(tl.int32)
         looked = tl.where(quota < never, used, 0)
-    now = tl.load(position).to(tl.int32)
+    now = tl.load(position + head // heads * p_b).to(tl.int32)
     last_sink, first_recent = now, tl.zeros((), tl.int32)  # protected sinks lie up to here, recent rows from here on
     left = tl.maximum(quota - 1, 1)
     protected = tl.zeros((), tl.int32)
@@ -57,7 +57,7 @@ def _replace(
                 fits = _count(sinks, places, looked, 0, middle, TILE) <= left
                 low, high = tl.where(fits, middle, low), tl.where(fits, high, middle)
             last_sink = low
-            tl.store(tally + tl.num_programs(0), tl.maximum(tl.load(tally + tl.num_programs(0)), count - left))
+            tl.store(tally + between, tl.maximum(tl.load(tally + between), count - left))
         protected += tl.minimum(count, left)
         left -= protected
     if RECENTS:
@@ -83,7 +83,7 @@ def _replace(
                 fits = fitting <= left
                 low, high = tl.where(fits, low, middle), tl.where(fits, middle, high)
             first_recent = high
-            tl.store(tally + 2 * tl.num_programs(0), tl.maximum(tl.load(tally + 2 * tl.num_programs(0)), count - left))
+            tl.store(tally + 2 * between, tl.maximum(tl.load(tally + 2 * between), count - left))
         protected += tl.minimum(count, left)
     tl.store(tally, protected.to(tl.int64), mask=looked > 0)
     least = tl.full((), float("inf"), tl.float32)
@@ -141,9 +141,10 @@ def replace_row_triton(
         ranks if mask is None else mask.expand_as(scores).contiguous().view(torch.uint8) for mask in (sinks, recents)
     ]
     lengths, quotas, mass = growth or (free, free, places)
-    quotas = quotas.expand_as(free)
+    quotas, position = quotas.expand_as(free), position.expand(len(scores), 1, 1)
     _replace[scores.shape[0] * scores.shape[1],](
         scores, *masks, places, ranks, order, free, position, invalid.view(torch.uint8), tally, lengths, quotas, mass,
         scores.shape[-1], scores.shape[1], never, *scores.stride(), *quotas.stride(),
+        position.stride(0), tally.stride(0),
         SINKS=sinks is not None, RECENTS=recents is not None, GROWS=growth is not None, TILE=TILE, num_warps=8,
     )  # fmt: skip

@@ -62,6 +62,21 @@ class AnswerQuotas:
         return begin + 1 + int(cuts[-1]) if len(cuts) else None
 
 
+def join_answer_quotas(plans: Sequence[AnswerQuotas], sizes: Sequence[int]) -> AnswerQuotas:
+    """Return the quotas of several contexts as those of one batch.
+
+    Args:
+        plans: Those of each context, for equally many tokens and layers.
+        sizes: Number of its samples.
+    """
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        heads = max(part.shape[3] for part in parts)
+        return torch.cat([part.expand(-1, -1, size, heads) for part, size in zip(parts, sizes, strict=True)], 2)
+
+    return AnswerQuotas(join([plan.quotas for plan in plans]), join([plan.rows for plan in plans]))
+
+
 def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> AnswerQuotas:
     """Return the quotas for as many tokens as no head gives up more than one row at.
 

@@ -1,14 +1,16 @@
 """Decode answers of several contexts as one batch, which reads the model's weights once per step for all of them.
 
 A step computes the layers' linear parts for all samples together. Contexts whose rows only grow append and attend to
-them together too (`JoinedGrowingRows`). Any other context appends to and attends to its own rows (`StepRows`), as it
-would alone. The contexts need not hold equally many rows, and their answers end on their own.
+them together too (`JoinedGrowingRows`). So do contexts whose method, the same for all, cuts at every token
+(`JoinedReplacedRows`). Any other context appends to and attends to its own rows (`StepRows`), as it would alone. The
+contexts need not hold equally many rows, and their answers end on their own.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from functools import cache, partial
-from typing import TypeVar
+from itertools import chain
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from kvbench.cache.guard import without_gradients
 from kvbench.engine.generation import Answer, GenerationContext, PlannedRows, count_read, make_rows, plan_rows
 from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, Norms, StepRows, read_token
 from kvbench.engine.joined_growing_rows import JoinedGrowingRows
+from kvbench.engine.joined_replaced_rows import JoinedReplacedRows, find_shared_kind
+from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 
@@ -132,8 +136,7 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
         parts.append((answer, planned))
     if len(parts) > 1:
         with spend("capturing"):
-            first_growing = sorted(parts, key=lambda part: part[1].make is not GrowingRows)
-            JointDecoder(first_growing)
+            JointDecoder(parts)
     return [answer for answer, _ in parts] if len(parts) > 1 else []
 
 
@@ -164,31 +167,56 @@ def make_streams(gpu: torch.device) -> list[torch.cuda.Stream]:
     return [torch.cuda.Stream(gpu) for _ in range(STREAMS - 1)]
 
 
+def find_kind(rows: StepRows) -> object | None:
+    """Return what is equal for contexts whose rows share their kernel calls, or None for rows that share none."""
+    if type(rows) is GrowingRows:
+        return GrowingRows
+    return find_shared_kind(rows) if type(rows) is ReplacedRows else None
+
+
+def group_alike(rows: Sequence[StepRows]) -> list[list[int]]:
+    """Return the numbers of the contexts whose rows share their kernel calls, group by group."""
+    groups: list[list[int]] = []
+    kinds: list[object | None] = []  # of each group
+    for number, kind in enumerate(map(find_kind, rows)):
+        if kind is not None and kind in kinds:
+            groups[kinds.index(kind)].append(number)
+        else:
+            groups.append([number])
+            kinds.append(kind)
+    return groups
+
+
+def join_alike(parts: Sequence[StepRows]) -> StepRows:
+    """Join the rows of one group of `group_alike`."""
+    if len(parts) == 1:
+        return parts[0]
+    growing = [part for part in parts if isinstance(part, GrowingRows)]
+    return JoinedGrowingRows(growing) if growing else JoinedReplacedRows(cast(Sequence[ReplacedRows], parts))
+
+
 class JoinedRows(StepRows):
     """The rows of several contexts, each for its own samples of a batch."""
 
-    def __init__(self, parts: Sequence[StepRows], sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, parts: Sequence[StepRows], sizes: Sequence[int], groups: Sequence[int], device: torch.device
+    ) -> None:
         """Join rows that are never cut (`StepRows.cuts`) and have read none of their tokens.
-
-        The `GrowingRows` before any others share their kernel calls. Each of the others reads on its own.
 
         Args:
             parts: The rows of each context.
             sizes: Number of its samples.
+            groups: How many contexts after each other share their kernel calls (`group_alike`), in order.
             device: Where they are.
         """
         self.parts, self.sizes = parts, list(sizes)
         self.kept = set(range(len(parts)))  # numbers of the contexts that get rows while answers go on
         self.running = set(self.kept)  # numbers of the contexts whose answers are not over
-        growing: list[GrowingRows] = []
-        for part in parts:
-            if type(part) is not GrowingRows:
-                break
-            growing.append(part)
-        self.pieces, self.piece_sizes = list(parts), list(sizes)  # what reads tokens, and its samples
-        if len(growing) > 1:
-            self.pieces[: len(growing)] = [JoinedGrowingRows(growing)]
-            self.piece_sizes[: len(growing)] = [sum(sizes[: len(growing)])]
+        self.pieces, self.piece_sizes, begin = [], [], 0  # what reads tokens, and its samples
+        for count in groups:
+            self.pieces.append(join_alike(parts[begin : begin + count]))
+            self.piece_sizes.append(sum(sizes[begin : begin + count]))
+            begin += count
         count = len(self.pieces) - 1 if device.type == "cuda" else 0
         self.streams = make_streams(device)[:count] if count else []
 
@@ -229,8 +257,8 @@ class JoinedRows(StepRows):
             piece.advance(False)
 
     def marked(self, tokens: Tensor) -> Tensor:
-        own = zip(self.parts, tokens.split(self.sizes), strict=True)
-        return torch.cat([part.marked(some) for part, some in own])
+        own = zip(self.pieces, tokens.split(self.piece_sizes), strict=True)
+        return torch.cat([piece.marked(some) for piece, some in own])
 
     def check(self) -> None:
         for number in sorted(self.running):
@@ -262,10 +290,13 @@ class JointDecoder:
         weights, device = first.context.weights, first.context.last_logits.device
         assert weights is not None  # `plan_rows`
         begin, tokens = now(device.type), planned.tokens
-        answers = [answer for answer, _ in parts]
+        made = [make_rows(answer.context, own) for answer, own in parts]
+        groups = group_alike(made)
+        order = list(chain(*groups))
+        answers = [parts[number][0] for number in order]
         sizes = [len(answer.token) for answer in answers]
         self.weights = weights
-        self.rows = JoinedRows([make_rows(answer.context, own) for answer, own in parts], sizes, device)
+        self.rows = JoinedRows([made[number] for number in order], sizes, [len(group) for group in groups], device)
         self.rows.kept -= {number for number, answer in enumerate(answers) if answer.context.forgets}
         samplings = [answer.sampling for answer in answers]
         alike = all(own == samplings[0] for own in samplings)

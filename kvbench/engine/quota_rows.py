@@ -70,13 +70,17 @@ def release_state(layer: Layer, captured: State, since: int) -> None:
 
 def show(
     weights: DecoderWeights, layer: Layer, state: State, rows: Rows, queries: Tensor, outputs: Tensor,
-    lse: Tensor | None, first: Tensor, each: int | None,
+    lse: Tensor | None, first: Tensor, each: int | None, prompt: Tensor | None = None,
 ) -> tuple[Observation, Rows]:  # fmt: skip
-    """Show a layer's block to the method inside a graph (`QuotaRows.show`). `state` is what `update` gets."""
+    """Show a layer's block to the method inside a graph (`QuotaRows.show`).
+
+    `state` is what `update` gets. `prompt` is `Observation.prompt` if the layer does not know that of all samples.
+    """
     progress = layer.progress
     observation = Observation(
         queries, outputs, lse, weights.scaling, weights.blocks[layer.index].output, weights.rotation,
-        layer.index, layer.layers, cast(int, first), progress.prompt, False, progress.decoding, layer.cut_layers,
+        layer.index, layer.layers, cast(int, first),
+        progress.prompt if prompt is None else cast(int, prompt), False, progress.decoding, layer.cut_layers,
         progress.prefix, each=each,
     )  # fmt: skip
     if layer.choice.method.overrides("update"):
@@ -121,7 +125,8 @@ class QuotaRows(StepRows):
         """
         self.weights, self.layers, self.implementation, self.seen = weights, layers, implementation, seen
         self.states = [layer.state for layer in layers]  # that the method's hooks get
-        self.held, self.device = layers[0].rows.shape, weights.embed.device
+        self.held, self.device = capacities[0].shape, weights.embed.device
+        self.prompt: Tensor | None = None  # tokens of each sample's prompt, (B, 1, 1), if the layers do not know them
         dim = len(weights.blocks[0].project[1]) // self.held[1]
         shapes = [(*self.held, int(own.max())) for own in capacities]
         self.rows = [weights.embed.new_zeros(2, int(own.sum()), dim) for own in capacities]  # keys and values
@@ -190,13 +195,16 @@ class QuotaRows(StepRows):
             queries: (B, Hq, T, d), rotated as the model rotates them.
             outputs: The attention outputs, (B, Hq, T, d).
             lse: Their log-sum-exps, if the method wants them.
-            first: The position of the block's first token.
+            first: The position of the block's first token, or those of the samples, (B, 1, 1).
             each: Number of rows that every head holds with the block; None if it changes.
 
         Returns:
             The observation, and the rows with the columns that the method has updated.
         """
-        return show(self.weights, self.layers[index], self.states[index], rows, queries, outputs, lse, first, each)
+        state = self.states[index]
+        return show(
+            self.weights, self.layers[index], state, rows, queries, outputs, lse, first, each, self.prompt
+        )  # fmt: skip
 
     def marked(self, tokens: Tensor) -> Tensor:
         """Return `tokens` (B,), or -1 for all of them after a NaN score. The host reads the tokens anyway."""

@@ -6,6 +6,9 @@ it. The method must take rows in any order (`Method.order_free`).
 
 A head whose rows fit its quota gives up none, and the next row takes the next unused slot. A head's slots in use are
 therefore its first ones. Attention and the method see no others. Layers that the method spares only append.
+
+A token of all samples needs the same kernel calls, wherever in its text each sample is. Contexts with the same method
+can therefore be read as one batch (`kvbench.engine.joined_replaced_rows`).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +20,7 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.cache.storage import StoredRows
 from kvbench.engine.answer_quotas import AnswerQuotas
-from kvbench.engine.graph_decoding import GrowingRows, Norms
+from kvbench.engine.graph_decoding import AppendedRows, GrowingRows, Norms
 from kvbench.engine.quota_rows import QuotaRows
 from kvbench.interfaces.codec import Plain
 from kvbench.interfaces.rows import Rows
@@ -28,21 +31,24 @@ from kvbench.kernels.row_selection import gather_rows
 from kvbench.models.decoder_weights import DecoderWeights
 
 
-class ReplacedRows(QuotaRows):
+class SlotRows(QuotaRows):
     """The rows of all layers, with a slot for each row of the longest head and one for the next token."""
 
+    growing: AppendedRows | None
+    """The rows of the layers that the method spares, or None if it spares none."""
+
     def __init__(
-        self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, plan: AnswerQuotas, seen: int,
+        self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, plan: AnswerQuotas, seen: Sequence[int],
         implementation: str | None = None,
     ) -> None:  # fmt: skip
-        """Allocate memory. `back` copies the layers' rows into it.
+        """Allocate memory.
 
         Args:
             weights: The model's weights.
-            layers: The layers.
+            layers: The layers, whose hooks are called.
             tokens: Number of tokens that will be read.
             plan: What the heads may keep and do hold after each of these tokens.
-            seen: Number of tokens read so far.
+            seen: Number of tokens of each sample that were read so far.
             implementation: Name of the kernels' implementation; None chooses one.
         """
         method = layers[0].choice.method
@@ -50,34 +56,28 @@ class ReplacedRows(QuotaRows):
         own = [
             plan.is_cut(number) or (looks and layer.index in layer.cut_layers) for number, layer in enumerate(layers)
         ]
-        capacities = [rows.expand(layers[0].rows.shape) + 1 for rows in plan.rows[-1]]
+        capacities = [rows.expand(len(seen), layers[0].rows.shape[1]) + 1 for rows in plan.rows[-1]]
         if not method.streams:  # it sees keys and values, which are padded to the longest head
             capacities = [torch.full_like(count, int(count.max())) for count in capacities]
         capacities = [count * cut for count, cut in zip(capacities, own, strict=True)]
-        super().__init__(weights, layers, capacities, seen, seen + tokens, implementation)
+        super().__init__(weights, layers, capacities, min(seen), max(seen) + tokens, implementation)
         self.ragged = [bool((count != count.max()).any()) for count in capacities]
         self.plan, self.cut = plan, [index for index, cut in enumerate(own) if cut]
         self.quotas = plan.quotas.to(self.device)
         self.grows = [cut and not plan.is_constant(index) for index, cut in enumerate(own)]
         shape, device = self.held, self.device
         self.ranks = [torch.zeros_like(own) for own in self.places]  # of each slot's row
-        sizes = [own.numel() for own in self.places]
-        self.every_order = torch.zeros(sum(sizes), dtype=torch.int64, device=device)  # of all layers
-        parts = self.every_order.split(sizes)
-        self.order = [part.view_as(own) for part, own in zip(parts, self.places, strict=True)]  # the slot of each rank
+        self.order = [torch.zeros_like(own) for own in self.places]  # the slot of each rank
         self.free = torch.zeros(len(layers), *shape, dtype=torch.int64, device=device)  # the next token's slot
         self.lengths = torch.zeros_like(self.free)  # slots in use, the next token's included
-        self.kept_tally = self.tally.clone()  # when the layers got their rows last
         self.mass = [torch.zeros_like(own) if grows else own for own, grows in zip(self.mass, self.grows, strict=True)]
         # a new row's rank in a layer that does not grow
         self.last = torch.tensor([int(count.max()) - 1 for count in capacities], device=device)
         self.step = torch.zeros((), dtype=torch.int32, device=device)  # number of tokens read
-        # `every_order` when the layers got their rows last; None for that of the text
-        self.kept_order: Tensor | None = None
+        self.begins = torch.tensor(seen, device=device)[:, None, None]  # each sample's position at step 0, (B, 1, 1)
+        self.offsets = (self.begins - min(seen)).flatten()  # of `angles`
         spared = [index for index, cut in enumerate(own) if not cut]
         self.spared = {index: number for number, index in enumerate(spared)}
-        appended = [layers[index] for index in spared]
-        self.growing = GrowingRows(weights, appended, tokens, seen, implementation) if spared else None
 
     def cuts(self, number: int) -> bool:
         """Return False: every token needs the same graph."""
@@ -86,7 +86,7 @@ class ReplacedRows(QuotaRows):
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
         """Return the function that replaces a row and attends in one layer, for `forward_step`."""
         cos, sin = self.angles
-        position = self.step.long() + self.seen  # as `places`, so that comparing them needs no conversion
+        position = self.begins + self.step  # int64 as `places`, so that comparing them needs no conversion
         quotas = self.quotas.index_select(0, self.step[None])[0] if any(self.grows) else self.quotas[0]
         implementation, lse = self.implementation, self.layers[0].choice.method.wants_lse
 
@@ -98,7 +98,8 @@ class ReplacedRows(QuotaRows):
             keys, values = (self.rows[index] if self.ragged[index] else self.padded(index)).unbind()
             queries = append(
                 queries, new_keys, new_values, cos, sin, keys, values, 0, self.step, slots=self.free[index],
-                starts=self.starts[index] if self.ragged[index] else None, norms=norms, implementation=implementation,
+                starts=self.starts[index] if self.ragged[index] else None, offsets=self.offsets, norms=norms,
+                implementation=implementation,
             )  # fmt: skip
             asking, held = queries, keys
             if self.table is not None:
@@ -113,7 +114,10 @@ class ReplacedRows(QuotaRows):
         return attend
 
     def rotate(self, index: int, queries: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate a layer's queries and keys by their ranks. Returns queries (B, Hq, 1, d) and keys (B, H, n, d)."""
+        """Rotate a layer's queries and keys by their ranks. `position` is that of each sample, (B, 1, 1).
+
+        Returns queries (B, Hq, 1, d) and keys (B, H, n, d).
+        """
         asking, ranks = queries.view(*self.held, -1, queries.shape[3]), self.ranks[index]
         newest = self.lengths[index][..., None] - 1 if self.grows[index] else self.last[index]
         asking, keys = self.rotate_by_slot(index, asking, position, newest, ranks)
@@ -134,7 +138,10 @@ class ReplacedRows(QuotaRows):
     def replace(
         self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, position: Tensor, quotas: Tensor
     ) -> None:
-        """Let the method see the token, and choose the row of each head that leaves. `quotas` broadcast to (B, H)."""
+        """Let the method see the token, and choose the row of each head that leaves.
+
+        `position` is that of each sample, (B, 1, 1). `quotas` broadcast to (B, H).
+        """
         layer, columns, places, free = self.layers[index], self.columns[index], self.places[index], self.free[index]
         order, mass, method, grows = self.order[index], self.mass[index], layer.method, self.grows[index]
         capacity = places.shape[2]
@@ -145,7 +152,7 @@ class ReplacedRows(QuotaRows):
         quota = cast(int, quotas[..., None]) if grows else capacity - 1
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
             observation, rows = self.show(index, rows, queries, outputs, lse, position, each)
-            scores = method.score(observation, rows, layer.state)
+            scores = method.score(observation, rows, self.states[index])
             masks = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
         layer.guard.release()
         replace_row(
@@ -162,14 +169,41 @@ class ReplacedRows(QuotaRows):
         if self.growing is not None:
             self.growing.advance(cuts)
 
+
+class ReplacedRows(SlotRows):
+    """The rows of a context's layers."""
+
+    def __init__(
+        self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, plan: AnswerQuotas, seen: int,
+        implementation: str | None = None,
+    ) -> None:  # fmt: skip
+        """Allocate memory. `back` copies the layers' rows into it.
+
+        Args:
+            weights: The model's weights.
+            layers: The layers.
+            tokens: Number of tokens that will be read.
+            plan: What the heads may keep and do hold after each of these tokens.
+            seen: Number of tokens read so far.
+            implementation: Name of the kernels' implementation; None chooses one.
+        """
+        super().__init__(weights, layers, tokens, plan, [seen] * layers[0].rows.shape[0], implementation)
+        appended = [layers[index] for index in self.spared]
+        self.growing = GrowingRows(weights, appended, tokens, seen, implementation) if appended else None
+        self.kept_tally = self.tally.clone()  # when the layers got their rows last
+        self.kept_order: Tensor | None = None  # of all layers at that time, flat; None for that of the text
+
     def back(self, step: int) -> int:
         """Copy the rows from the layers and return how many tokens have been read by then: `step` or fewer."""
         seen = self.layers[0].rows.seen
         read = seen - self.seen
-        for order in self.order:
-            order.copy_(torch.arange(order.shape[2], device=self.device).expand_as(order))
-        if self.kept_order is not None:  # back into the same slots, so that sums are done in the same order again
-            self.every_order.copy_(self.kept_order)
+        if self.kept_order is None:
+            for order in self.order:
+                order.copy_(torch.arange(order.shape[2], device=self.device).expand_as(order))
+        else:  # back into the same slots, so that sums are done in the same order again
+            kept = self.kept_order.split([order.numel() for order in self.order])
+            for order, before in zip(self.order, kept, strict=True):
+                order.copy_(before.view_as(order))
         for index in self.cut:
             self.take_rows(index, read)
         self.invalid.zero_()
@@ -204,7 +238,7 @@ class ReplacedRows(QuotaRows):
             return
         for index in self.cut:
             self.give_rows(index, before, read)
-        self.kept_order, self.kept_tally = self.every_order.clone(), self.tally.clone()
+        self.kept_order, self.kept_tally = torch.cat([order.flatten() for order in self.order]), self.tally.clone()
         if self.growing is not None:
             self.growing.keep(read)
 

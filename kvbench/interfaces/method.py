@@ -120,10 +120,10 @@ class Method(Hooks):
 
         Such hooks run the same operations on tensors at every token, remember nothing in the state (but see
         `capture_state`), and never wait for the device. `update` returns the same columns for every block. While a
-        graph is captured, `Observation.first` is a tensor without dimensions on the device, so hooks may calculate with
-        it and compare it with `Rows.places`, but not use it as a Python number. So is the quota of `protect` and
-        `protect_sinks`, which broadcasts to `Rows.places`, if it changes during the answer. Between two cuts, `update`
-        gets rows of which some are absent and stand on the right.
+        graph is captured, `Observation.first` is a tensor on the device that broadcasts to `Rows.places`, so hooks may
+        calculate with it and compare it with them, but not use it as a Python number. So is the quota of `protect` and
+        `protect_sinks`, if it changes during the answer. Between two cuts, `update` gets rows of which some are absent
+        and stand on the right. The samples of a batch may be at different positions and follow different prompts.
         """
         return False
 

@@ -88,9 +88,13 @@ class Observation:
     layers: int
     """Number of layers."""
     first: int
-    """Position of the block's first token. Inside a CUDA graph, a tensor without dimensions (`Method.capturable`)."""
+    """Position of the block's first token. Inside a CUDA graph, a tensor without dimensions, or (B, 1, 1) if every
+    token is cut (`Method.capturable`).
+    """
     prompt: int
-    """Tokens of the prompt, or of the context if the question is hidden."""
+    """Tokens of the prompt, or of the context if the question is hidden. Inside a CUDA graph, a tensor (B, 1, 1) if the
+    samples follow prompts of different lengths.
+    """
     last: bool
     """Whether this is the last block of the prompt."""
     decoding: bool

@@ -5,9 +5,10 @@ from itertools import combinations
 import pytest
 import torch
 
-from kvbench.engine import joined_growing_rows
+from kvbench.engine import joined_growing_rows, joint_decoding
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
+from kvbench.engine.joined_replaced_rows import JoinedReplacedRows
 from kvbench.engine.joint_decoding import (
     Session,
     finish_answer,
@@ -25,6 +26,7 @@ from kvbench.methods.keydiff import KeyDiff
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
 from tests.support.answer_paths import assert_same, make_contexts
+from tests.support.method_files import make_method_args
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import ids, make_double, make_fresh
 
@@ -68,9 +70,9 @@ def tell(context, tokens, stop=(), after=None, sampling=None) -> Session[torch.T
     return torch.stack(found)
 
 
-def forget(context, tokens) -> Session[torch.Tensor]:
+def forget(context, tokens, **more) -> Session[torch.Tensor]:
     with context.branch():
-        return (yield from tell(context, tokens))
+        return (yield from tell(context, tokens, **more))
 
 
 def answer_all(pairs, **more) -> list[list[torch.Tensor]]:
@@ -111,6 +113,110 @@ def test_contexts_whose_rows_only_grow_share_a_call(monkeypatch):
             assert own.decoded_together == len(pairs)
             assert_same(modules, own)
     assert set(calls) == {3 + 1 + 2}
+
+
+CUTTING = {
+    "cake": {},
+    "dropkv": {"p_dtype": "fp32"},
+    "h2o": {"norm": "count", "recent": 0.5},
+    "keydiff": {"recent": 0.2},
+    "knorm": {"skip_layers": [0]},  # where the keys of a repeated token have the same norm, apart from rounding
+    "qfilters": {"recent": 4},
+    "sink": {"positions": "rolling"},
+    "snapkv": {},
+    "tova": {"recent": 2},
+}
+SLOW = ("cake", "dropkv", "qfilters", "tova")
+CONTEXTS = [(0.3, 60, 1), (0.2, 75, 2), (GROWING, 41, 1), (0.3, 60, 1)]  # budget, tokens of the prompt, samples
+LIKE = [(0.3, 60, 1), (0.3, 60, 2)]  # all heads hold the same number of rows
+
+
+def make_cutting_pairs(model, method, contexts, **more):
+    args = make_method_args(method, "joint", model, [ids(100, seed)[0] for seed in range(4)])
+    chosen = choose(method, decoding=True, **{**CUTTING.get(method, {}), **args, **more})
+    return [make_contexts(model, chosen, budget, batch, prompt=prompt) for budget, prompt, batch in contexts]
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """The number of contexts of each batch of replaced rows, and whether any of its layers grows."""
+    made = []
+
+    def join(parts):
+        joined = JoinedReplacedRows(parts)
+        made.append((len(parts), any(joined.grows)))
+        return joined
+
+    monkeypatch.setattr(joint_decoding, "JoinedReplacedRows", join)
+    return made
+
+
+@pytest.mark.parametrize("method", [only_in_full(own) if own in SLOW else own for own in CUTTING])
+def test_contexts_that_cut_at_every_token_share_their_calls(pieces, method):
+    """They differ in budget, prompt and samples, and other contexts stand between them."""
+    model = make_double("llama")
+    pairs = make_cutting_pairs(model, method, CONTEXTS)
+    pairs[1:1] = make_pairs(model, ["snapkv"])
+    pairs[3:3] = make_cutting_pairs(model, "tova", [(0.3, 60, 1)], recent=3)
+    for tokens in (CHUNK + 9, 12):
+        alone, joined = answer_all(pairs, tokens=tokens)
+        assert all(map(torch.equal, alone, joined))
+        for modules, own in pairs:
+            assert own.decoded_together == len(pairs)
+            assert_same(modules, own)
+    assert pieces == 2 * [(len(CONTEXTS), True)]
+
+
+@pytest.mark.parametrize("contexts", [CONTEXTS, LIKE])
+@pytest.mark.parametrize("method", ["h2o", only_in_full("keydiff"), "sink"])
+def test_contexts_that_share_their_calls_end_on_their_own(pieces, method, contexts):
+    """Some forget their answers. The others go on with the rows that their own tokens left."""
+    pairs = make_cutting_pairs(make_double("llama"), method, contexts)
+    expected, found = [], []
+    for number, (modules, own) in enumerate(pairs):
+        end = {"tokens": 2 * CHUNK + 4, "after": (None, CHUNK + 3, 5, None)[number]}
+        if number == len(pairs) - 1:
+            expected.append(run_alone(forget(modules, **end)))
+            found.append(forget(own, **end))
+        else:
+            expected.append(run_alone(tell(modules, **end)))
+            found.append(tell(own, **end))
+    assert all(map(torch.equal, expected, run_together(found)))
+    more = ids(3, 9)
+    for modules, own in pairs:
+        assert_same(modules, own)
+        assert torch.allclose(
+            modules.extend(more.expand(len(own.logits), -1)), own.extend(more.expand(len(own.logits), -1)), atol=1e-4
+        )
+    assert all(map(torch.equal, *answer_all(pairs, tokens=12)))
+    assert [count for count, _ in pieces] == 2 * [len(pairs)] and pieces[0][1] == (contexts is CONTEXTS)
+
+
+def test_contexts_with_other_settings_or_layers_do_not_share_calls(pieces):
+    model = make_double("llama")
+    pairs = make_cutting_pairs(model, "knorm", LIKE) + make_cutting_pairs(model, "knorm", LIKE[:1], skip_layers=[])
+    pairs += make_pairs(model, ["streaming heads", "streaming heads", "columns"])
+    alone, joined = answer_all(pairs, tokens=12)
+    assert all(map(torch.equal, alone, joined)) and pieces == [(2, False)]
+    for modules, own in pairs:
+        assert own.decoded_together == len(pairs)
+        assert_same(modules, own)
+
+
+def test_a_score_that_is_not_a_number_stops_all_contexts_of_its_batch(pieces, monkeypatch):
+    pairs = make_cutting_pairs(make_fresh("llama"), "keydiff", CONTEXTS)
+    score = KeyDiff.score
+
+    def fail(self, observation, rows, state):
+        scores = score(self, observation, rows, state)
+        return scores.masked_fill((rows.places >= 80).any(-1, keepdim=True), torch.nan)
+
+    monkeypatch.setattr(KeyDiff, "score", fail)
+    with pytest.raises(ContractError, match="keydiff: score returned NaN"):
+        run_together([forget(own, 30) for _, own in pairs])
+    assert pieces == [(len(CONTEXTS), True)]
+    monkeypatch.setattr(KeyDiff, "score", score)
+    assert all(map(torch.equal, *answer_all(pairs, tokens=12)))
 
 
 def test_samples_of_a_batch_and_windows():

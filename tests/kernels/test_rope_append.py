@@ -82,6 +82,21 @@ def test_heads_may_have_room_for_different_numbers_of_rows(implementation):
     assert all(torch.equal(one[here], other) for one, other in zip(padded, ragged, strict=True))
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_samples_may_be_at_different_positions(implementation):
+    projected = [made(4, n * 16, dtype=torch.float32) for n in (6, 3, 3)]  # two tokens of each sample
+    angles = made(9, 16, dtype=torch.float32)
+    step, offsets = torch.tensor(2, dtype=torch.int32, device=DEVICE), torch.tensor([4, 1], device=DEVICE)
+    room = [torch.zeros(2, 3, 5, 16, device=DEVICE) for _ in range(2)]
+    table, more = (angles.cos(), angles.sin()), {"implementation": implementation}
+    found = append(*projected, *table, *room, 1, step, offsets=offsets, **more)
+    for b, offset in enumerate(offsets.tolist()):
+        own, alone = [x.view(2, 2, -1)[b] for x in projected], [torch.zeros(1, 3, 5, 16, device=DEVICE) for _ in room]
+        queries = append(*own, *(part[offset:] for part in table), *alone, 1, step, **more)
+        assert torch.equal(queries[0], found[b])
+        assert all(torch.equal(one[0], other[b]) for one, other in zip(alone, room, strict=True))
+
+
 def test_channels_beyond_the_rotation_stay():
     projected = [made(1, n * 24, dtype=torch.float32) for n in (4, 2, 2)]
     angles = made(3, 8, dtype=torch.float32)
@@ -105,18 +120,25 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"starts \(1, 2\) in rows \(1, 2, 5, 24\)"):
         slots = torch.zeros(1, 2, dtype=torch.int64)
         append(x, x, x, angles, angles, room, room, 0, step, slots=slots, starts=slots)
+    with pytest.raises(ValueError, match=r"offsets \(2,\) for batch 1"):
+        append(x, x, x, angles, angles, room, room, 0, step, offsets=torch.zeros(2))
 
 
 def ahead():
     from kvbench.kernels.rope_append.triton import _append
 
-    real = {"step": "*i32", "slots": "*i64", "starts": "*i64", "epsilon": "fp32"}
+    real = {"step": "*i32", "slots": "*i64", "starts": "*i64", "offsets": "*i64", "epsilon": "fp32"}
     real |= {"query_norm": "*fp32", "key_norm": "*fp32"}
-    real |= dict.fromkeys(("NORM", "SLOTS", "STARTS", "D"), "constexpr")
+    real |= dict.fromkeys(("NORM", "SLOTS", "STARTS", "OFFSETS", "D"), "constexpr")
     whole = ("tail", "tokens", "heads", "query_heads", "dim", "turning")
     types = {
         name: real.get(name, "i32" if name in whole or name[:2] in ("s_", "sk", "sv") else "*bf16")
         for name in _append.arg_names
     }
     for own in (False, True):
-        yield _append, types, {"NORM": own, "SLOTS": not own, "STARTS": not own, "D": 128}, {"num_warps": 2}
+        yield (
+            _append,
+            types,
+            {"NORM": own, "SLOTS": not own, "STARTS": not own, "OFFSETS": not own, "D": 128},
+            {"num_warps": 2},
+        )

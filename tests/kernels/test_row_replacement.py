@@ -34,9 +34,9 @@ def leave(given, tables, implementation, growth=None):
     tables = [own.clone() for own in tables]
     growth = growth and tuple(own.clone() for own in growth)
     free = torch.full((2, 3), -1, dtype=torch.int64, device=DEVICE)
-    position = torch.tensor(int(tables[0].max()) + 5, dtype=torch.int64, device=DEVICE)
+    position = tables[0].amax((1, 2), keepdim=True) + torch.tensor([5, 9], device=DEVICE)[:, None, None]  # of samples
     invalid = torch.zeros((), dtype=torch.bool, device=DEVICE)
-    tally = torch.ones(3, 2, 3, dtype=torch.int64, device=DEVICE)
+    tally = torch.ones(3, 4, 3, dtype=torch.int64, device=DEVICE)[:, 1:3]  # samples of a larger batch
     given = *given, *tables, free, position, invalid, tally
     replace_row(*given, growth=growth, implementation=implementation)
     return [*tables, free, position, invalid, tally, *(growth or ())]
@@ -76,7 +76,7 @@ def test_the_reference_takes_the_worst_row_that_may_leave(kind, rows):
         for h in range(3):
             own = [None if mask is None else mask[b, h] for mask in given]
             after = places[b, h], ranks[b, h], order[b, h], free[b, h], tally[:, b, h]
-            check_head(own, [table[b, h] for table in tables], after, rows, rows - 1, position + 1)
+            check_head(own, [table[b, h] for table in tables], after, rows, rows - 1, position[b] + 1)
 
 
 def growing(kind, rows, seed=0):
@@ -122,7 +122,7 @@ def test_a_head_below_its_quota_keeps_its_rows(kind, rows):
             count, quota = int(used[b, h]), int(quotas[b, h])
             own = [None if mask is None else mask[b, h] for mask in given]
             after = places[b, h], ranks[b, h], order[b, h], free[b, h], tally[:, b, h]
-            check_head(own, [table[b, h] for table in tables], after, count, quota, position + 1)
+            check_head(own, [table[b, h] for table in tables], after, count, quota, position[b] + 1)
             assert lengths[b, h] == count + (count <= quota)
             assert after_mass[b, h].tolist() == [1.0] * int(lengths[b, h]) + [0.0] * (rows - int(lengths[b, h]))
     assert {int(own) for own in (used > quotas).flatten()} == {0, 1}
