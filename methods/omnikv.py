@@ -172,8 +172,11 @@ class FilterReader:
                 return None
             if layer == chooser:
                 scores = method.score_rows(queries, keys[:, :, :prompt], answer.scaling)
-                self.chosen = top_k_indices(scores[:, None], quota)
-                looks["rows"] = ListedRows(self.chosen, after=prompt)
+                found = top_k_indices(scores[:, None], quota)
+                if self.chosen is None:  # before a graph is captured: other graphs use what a graph allocates
+                    self.chosen = torch.empty_like(found)
+                self.chosen.copy_(found)
+                looks["rows"] = ListedRows(found, after=prompt)
             if layer <= chooser + method.wait:
                 return None
             return looks.get("rows")

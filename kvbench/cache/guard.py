@@ -9,8 +9,8 @@ PyTorch counts the in-place writes to a tensor (`Tensor._version`), through whic
 Reading that number takes the host a tenth of a microsecond and never waits for a GPU. `torch.inference_mode` has no
 such count, so the engine runs `without_gradients`. Writes that bypass PyTorch (`.data`, NumPy, DLPack, a custom kernel)
 are not counted. Guards that are `exact` find them too: they copy each tensor before a hook and compare it afterwards.
-The runner does so once for every cell, before its first sample, and `kvbench.runs.method_checks` does so in all its
-checks. A method that bypasses PyTorch later, for some prompts only, is not found.
+The runner does so once for every method, allocator and codec, before a first sample, and `kvbench.runs.method_checks`
+does so in all its checks. A method that bypasses PyTorch later, for some prompts only, is not found.
 
 Some faults can be seen only on the device (NaN, a wrong count). On a CPU the guard raises at once. On a GPU it notes
 the fault and raises after the block has passed all layers, when the engine synchronises with the device anyway.

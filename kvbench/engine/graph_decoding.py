@@ -10,7 +10,7 @@ are cut after every few tokens. `SlidingRows` (sliding_rows) hold the windows of
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Protocol
 
@@ -116,21 +116,33 @@ def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Capture a CUDA graph of `work`, which runs once before.
 
     `torch.cuda.graph` would first return all free memory to the GPU, which takes longer than to capture a step, and has
-    to be asked for again.
+    to be asked for again. Here this is done only if memory does not suffice otherwise, because PyTorch does not do so
+    itself during a capture.
     """
-    gpu = torch.cuda.current_device()
-    side, graph = capture_stream(gpu), torch.cuda.CUDAGraph()
+    side = capture_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         work()
     torch.cuda.synchronize()
-    with torch.cuda.stream(side), collect_later():
+    graph = None
+    with suppress(torch.cuda.OutOfMemoryError):
+        graph = record_launches(work)
+    if graph is None:  # not in an except block, whose error would keep tensors alive
+        torch.cuda.empty_cache()
+        graph = record_launches(work)
+    torch.cuda.current_stream().wait_stream(side)
+    return graph
+
+
+def record_launches(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph of what `work` launches, which does not run."""
+    gpu, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(capture_stream(gpu)), collect_later():
         graph.capture_begin(keep_pool(gpu).pool())
         try:
             work()
         finally:
             graph.capture_end()
-    torch.cuda.current_stream().wait_stream(side)
     return graph
 
 

@@ -250,14 +250,16 @@ class ReplacedRows(SlotRows):
                 self.give_tally(index)
 
     def forget(self, read: int) -> None:
-        """Let the layers count the first `read` tokens, whatever rows these leave. The rows are not used any more."""
+        """Let the layers count the first `read` tokens, and give them that many rows of no meaning."""
         before = self.layers[0].rows.seen - self.seen
         for index in self.cut if read > before else ():
             layer, numbers = self.layers[index], self.plan.rows[read, index].expand(self.held)
-            some, longest, lengths = slice(int(numbers.sum())), int(numbers.max()), layer.rows.lengths
+            count, longest, lengths = int(numbers.sum()), int(numbers.max()), layer.rows.lengths
             if lengths is None or self.grows[index] or layer.rows.tail:
                 lengths = numbers.to(self.device)
-            stored, places = Plain(*self.rows[index][:, some]), self.places[index].flatten()[some].int()
+            like = self.rows[index]
+            stored = Plain(*(like.new_empty(count, like.shape[2]) for _ in range(2)))
+            places = like.new_empty(count, dtype=torch.int32)
             rows = layer.rows.replace_all(read - before, stored, places, lengths, longest, layer.even, {}, None)
             self.hand_over(index, before, read, rows)
         if self.growing is not None:

@@ -80,8 +80,9 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]], joins:
     device = context.last_logits.device
     ids = pad_sequence([torch.tensor(own, dtype=torch.int64) for own in answers], batch_first=True).to(device)
     longest, method = ids.shape[1], context.choice.method
-    if joins:
-        ids = pad(ids, (0, -longest % FILL))
+    if joins := joins and context.weights is not None:
+        room = FILL if context.window is None else context.window - context.seen - longest  # the modules refuse more
+        ids = pad(ids, (0, min(-longest % FILL, max(0, room))))
     with context.branch():
         if ids.shape[1] == 1:
             logits = context.last_logits[:, None]

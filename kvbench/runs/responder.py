@@ -138,7 +138,7 @@ class Responder:
                 self._extend(context, [prompt.rest if number or hidden else () for _, prompt in some])
                 sample = some[0][0]
                 if self.run.fidelity and any(answers := [self._right_answer(*own) for own in some]):
-                    yield from predict(context, answers, self.run.shares_decoding)
+                    yield from predict(context, answers, self._joins)
                 context.reserve(sample.max_new_tokens)
                 answer = Answer(
                     context, sample.max_new_tokens, self.run.sampling, frozenset(), min_new_tokens=sample.min_new_tokens
@@ -218,6 +218,11 @@ class Responder:
                     self._extend(context, [(last,)])
         return found
 
+    @property
+    def _joins(self) -> bool:
+        """Whether other runs may answer together with this one, because they have read the same prompt."""
+        return self.run.shares_decoding and self.shared > 1
+
     def has_read(self, batch: Sequence[tuple[Sample, Prompt]]) -> bool:
         """Whether the batch's shared prefix was read last."""
         return self.opening == self.find_prefix(batch)
@@ -289,11 +294,11 @@ class Responder:
             For each sample the answer and its costs, and the tokens, shape (B, n).
         """
         looked = self._inspect_context(context, batch)
+        before, shared = self.peak, self.shared  # this responder may read another batch meanwhile
         if self.run.fidelity:
             compared = yield from self._compare(context, batch)
             looked = [own | more for own, more in zip(looked, compared, strict=True)]
         forget_peak(self.run.device)
-        before, shared = self.peak, self.shared  # this responder may read another batch meanwhile
         context.reserve(batch[0][0].max_new_tokens)
         counted = self._count(context) | {"batch": len(batch)}
         answers = yield from self._tokens(context, [sample for sample, _ in batch])
@@ -368,7 +373,7 @@ class Responder:
         answers = [self._right_answer(sample, prompt) for sample, prompt in batch]
         if not any(answers):
             return [{"fidelity": {}} for _ in batch]
-        predictions = yield from predict(context, answers, self.run.shares_decoding)
+        predictions = yield from predict(context, answers, self._joins)
         with spend("comparing"):
             found = [
                 self._compare_one(sample, answer, predicted, batch) if answer else {"fidelity": {}}

@@ -125,7 +125,9 @@ def disturb(sweep, monkeypatch, work) -> tuple:
     score = KeyDiff.score
 
     def disturbed(self, observation, rows, state):
-        if observation.tokens > 200 and observation.queries.shape[2] == 1:  # while an answer is decoded
+        if (
+            torch.as_tensor(observation.tokens).min() > 200 and observation.queries.shape[2] == 1
+        ):  # while an answer is decoded
             work(observation)
         return score(self, observation, rows, state)
 
