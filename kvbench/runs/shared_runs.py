@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from operator import itemgetter
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -31,6 +32,7 @@ from kvbench.store.run_folder import RunFolder
 from kvbench.validation import ContractError
 
 Batch = Sequence[tuple[Sample, Prompt]]
+T = TypeVar("T")
 SAMPLES = 4  # most batches of samples whose answers are decoded as one batch
 
 
@@ -115,21 +117,25 @@ class RunGroup:
         """How many batches `answer` should get at once."""
         return max(1, self.most_answers // max(1, len(self.readers)))
 
-    def rehearse(self, batch: Batch) -> None:
-        """Read a batch in all runs and begin its answers, together if they will be decoded so, and keep nothing.
+    def rehearse(self, batches: Sequence[Batch]) -> None:
+        """Read batches in all runs and begin their answers, together if they will be decoded so, and keep nothing.
 
         If memory does not suffice, the samples' records will say so.
+
+        Args:
+            batches: Batches as `answer` gets them. Only the first one is read if answers are decoded alone.
         """
-        self._open(list(self.readers), batch)
-        together = self.most_answers > 1 and not batch[0][0].conversation
+        batch, together = batches[0], self.most_answers > 1 and not batches[0][0][0].conversation
         if together:
+            pairs = [(folder, number) for number in range(len(batches)) for folder in self.readers]
             try:
-                run_together([reader.rehearse(batch) for reader in self.readers.values()])
+                run_together(self._begin(pairs, batches, [], Responder.rehearse))
             except Exception as error:  # one after the other, they say whose it is
                 together = False
                 if spoils_model(error):
                     self._renew_model(error)
-        if not together:
+        if not together or len(self.readers) == 1:  # the last sample of a run may be answered alone
+            self._open(list(self.readers), batch)
             for folder, reader in list(self.readers.items()):
                 with self._leave_on_failure(folder), suppress(torch.cuda.OutOfMemoryError):
                     run_alone(reader.rehearse(batch))
@@ -177,7 +183,7 @@ class RunGroup:
             begun: list[tuple[RunFolder, int]] = []
             try:
                 with suppress(torch.cuda.OutOfMemoryError):
-                    measured = run_together(self._begin(some, batches, begun))
+                    measured = run_together(self._begin(some, batches, begun, Responder.begin))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 tqdm.write(f"kvbench: {len(some)} answers are decoded alone: {reason}", file=sys.stderr)
@@ -201,14 +207,16 @@ class RunGroup:
                     yield folder, number, records
 
     def _begin(
-        self, pairs: Sequence[tuple[RunFolder, int]], batches: Sequence[Batch], begun: list[tuple[RunFolder, int]]
-    ) -> Iterator[Session[list[dict]]]:
+        self, pairs: Sequence[tuple[RunFolder, int]], batches: Sequence[Batch], begun: list[tuple[RunFolder, int]],
+        begin: Callable[[Responder, Batch], Session[T]],
+    ) -> Iterator[Session[T]]:  # fmt: skip
         """Read each batch into the contexts of its runs, and yield a session of each run before the next batch is read.
 
         Args:
             pairs: Runs, and the numbers of their batches in ascending order.
             batches: The batches.
             begun: Gets the pair of each session.
+            begin: Makes the session of a run: `Responder.begin` or `Responder.rehearse`.
 
         Raises:
             torch.cuda.OutOfMemoryError: Memory does not suffice.
@@ -228,7 +236,7 @@ class RunGroup:
                 separate_memory(context, used)
             for folder, _ in contexts:
                 begun.append((folder, number))
-                yield self.readers[folder].begin(batches[number])
+                yield begin(self.readers[folder], batches[number])
 
     def _answer(self, folder: RunFolder, batch: Batch, alone: bool) -> list[dict] | None:
         """Return a run's records: none if it is dropped, None if memory does not suffice beside the other runs."""

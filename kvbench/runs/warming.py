@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 
 import torch
 from tqdm import tqdm
@@ -65,7 +66,7 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
         clear(device)
         group = RunGroup(runs, make, bench.reload_model)
         for some in examples:
-            group.rehearse(some)
+            group.rehearse([some, *find_companion(some, bench.prompts)])
         forget_peak(device)
     if len(group.readers) == len(runs):
         bench.rehearsed |= needs
@@ -115,6 +116,13 @@ def choose_examples(prompts: Mapping[str, tuple[Sample, Prompt]], run: RunSpec) 
             same = [pair for pair in prompts.values() if not pair[0].conversation and batch_key(*pair) == key]
             chosen.append(same[: run.max_batch])
     return chosen
+
+
+def find_companion(batch: Batch, prompts: Mapping[str, tuple[Sample, Prompt]]) -> list[Batch]:
+    """Return another batch, of one sample, whose answers may be decoded together with those of `batch`, if any may."""
+    groups = {sample.group or sample.uid for sample, _ in batch}
+    others = (own for uid, own in prompts.items() if not own[0].conversation and (own[0].group or uid) not in groups)
+    return [[own] for own in islice(others, 1)]
 
 
 def list_sizes(prompt: Prompt, run: RunSpec) -> list[Hashable]:

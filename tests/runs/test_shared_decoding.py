@@ -12,7 +12,7 @@ from kvbench.methods.keydiff import KeyDiff
 from kvbench.runs import runner, shared_runs
 from kvbench.runs.responder import Responder
 from kvbench.runs.spec import RunSpec
-from kvbench.runs.warming import choose_examples, make_warm_group
+from kvbench.runs.warming import choose_examples, find_companion, make_warm_group
 from kvbench.store.run_folder import RunFolder
 from kvbench.store.runs import load_runs
 from kvbench.validation import ContractError
@@ -32,7 +32,7 @@ def sweep(kvbench, monkeypatch, tmp_path):
     def rehearse(runs, bench):
         group = shared_runs.RunGroup(runs, partial(Responder, bench=bench), bench.reload_model)
         for batch in choose_examples(bench.prompts, next(iter(runs.values()))):
-            group.rehearse(batch)
+            group.rehearse([batch, *find_companion(batch, bench.prompts)])
         return group
 
     monkeypatch.setattr(runner, "make_warm_group", rehearse)
@@ -66,7 +66,7 @@ def test_a_rehearsal_decodes_together_too(sweep, monkeypatch):
 
     monkeypatch.setattr(shared_runs, "run_together", run)
     assert sweep(*CELLS, together=True)[0] == 0
-    assert counts == [9, 18]  # an example, and both samples
+    assert counts == [18, 18]  # an example with another sample, and both samples
 
 
 @pytest.mark.cover

@@ -81,7 +81,7 @@ def test_records_are_the_same_after_a_rehearsal(kvbench, monkeypatch, tmp_path, 
         group = RunGroup(runs, partial(Responder, bench=bench), bench.reload_model)
         state = torch.random.get_rng_state()
         for batch in choose_examples(bench.prompts, next(iter(runs.values()))):
-            group.rehearse(batch)
+            group.rehearse([batch])
             calls.append(batch)
         assert torch.equal(torch.random.get_rng_state(), state)
         assert all(reader.context is None and reader.opening is None for reader in group.readers.values())
