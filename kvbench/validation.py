@@ -1,6 +1,7 @@
-"""Errors that a user sees in one line, the checks of settings that raise them, and the handling of signals."""
+"""Errors that a user sees in one line, the checks that raise them, and the handling of signals and garbage."""
 
 import errno
+import gc
 import json
 import math
 import os
@@ -79,6 +80,18 @@ def ignore_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """Collect no cyclic garbage inside."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager

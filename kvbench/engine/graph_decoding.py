@@ -8,9 +8,8 @@ rows, `PackedRows` (packed_rows) append and pack, `WatchedRows` (watched_rows) a
 are cut after every few tokens. `SlidingRows` (sliding_rows) hold the windows of some layers beside any of these.
 """
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Protocol
 
@@ -26,6 +25,7 @@ from kvbench.kernels.dispatch import is_announcing
 from kvbench.kernels.fused_linear import rms_norm, rms_norm_glu, rms_norm_linear
 from kvbench.kernels.rope_append import append
 from kvbench.models.decoder_weights import DecoderWeights
+from kvbench.validation import pause_garbage_collection
 
 CHUNK = 16  # tokens that are decoded before the host reads them
 
@@ -93,23 +93,11 @@ def keep_pool(gpu: int) -> torch.cuda.CUDAGraph:
     No graph needs anything of what another one, or its own last replay, left in this memory.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(capture_stream(gpu)), collect_later():
+    with torch.cuda.stream(capture_stream(gpu)), pause_garbage_collection():
         graph.capture_begin()
         torch.zeros(1, device=gpu)
         graph.capture_end()
     return graph
-
-
-@contextmanager
-def collect_later() -> Iterator[None]:
-    """Collect no garbage inside, because freeing a graph while another one is captured ends the capture."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -135,9 +123,12 @@ def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def record_launches(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of what `work` launches, which does not run."""
+    """Return a CUDA graph of what `work` launches, which does not run.
+
+    No garbage is collected meanwhile, because freeing another graph would end the capture.
+    """
     gpu, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(capture_stream(gpu)), collect_later():
+    with torch.cuda.stream(capture_stream(gpu)), pause_garbage_collection():
         graph.capture_begin(keep_pool(gpu).pool())
         try:
             work()

@@ -8,10 +8,8 @@ Records are read when they are needed. They are parsed in chunks into Arrow colu
 a million dicts. This module does not import torch.
 """
 
-import gc
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -23,7 +21,7 @@ from pyarrow import parquet
 
 from kvbench.atomic import replace_file
 from kvbench.store.runs import NAMED_GROUPS, FoundRuns, RunRecords, StoredRun, check_folder, find_runs
-from kvbench.validation import SettingError, require_choice, require_writable
+from kvbench.validation import SettingError, pause_garbage_collection, require_choice, require_writable
 
 CHUNK = 20_000  # records parsed at a time
 RUN_COLUMNS = ("model", "task", "method", "allocator", "codec", "question")  # settings of its run that a record gets
@@ -67,7 +65,7 @@ class LoadedRuns:
         wanted = None if columns is None else list(dict.fromkeys(columns))
         parts = [pyarrow.table({"run": pyarrow.nulls(0), "uid": pyarrow.nulls(0)})]
         damage = FoundRuns()
-        with gc_paused():
+        with pause_garbage_collection():
             for run in self.runs.index:
                 about = {"run": run, **{key: self.runs[key][run] for key in RUN_COLUMNS}}
                 found = RunRecords(self.folder / "runs" / run)
@@ -81,18 +79,6 @@ class LoadedRuns:
         if wanted is not None and (missing := [name for name in wanted if name not in table.column_names]):
             raise SettingError(f"columns={missing[0]}: choose from {', '.join(sorted(self.table().column_names))}")
         return table if wanted is None else table.select(wanted)
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector. Parsed records have no cycles, and scanning them takes most of the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def load(results: str | Path = "results", **filters: Any) -> LoadedRuns:

@@ -81,6 +81,16 @@ def answer_all(pairs, **more) -> list[list[torch.Tensor]]:
     return [alone, run_together([tell(joined, **more) for _, joined in pairs])]
 
 
+def assert_alike(pairs) -> None:
+    """Both contexts of each pair answer twice alike, those that may do so together, and leave the same behind."""
+    for tokens in (CHUNK + 9, 12):
+        alone, joined = answer_all(pairs, tokens=tokens)
+        assert all(map(torch.equal, alone, joined))
+        for modules, own in pairs:
+            assert own.decoded_together == len(pairs)
+            assert_same(modules, own)
+
+
 def test_every_kind_of_rows_answers_with_the_others():
     pairs = make_pairs(make_double("llama"), KINDS, [60 + 7 * number for number in range(len(KINDS))])
     for tokens in (CHUNK + 9, 2 * CHUNK):
@@ -106,12 +116,7 @@ def test_contexts_whose_rows_only_grow_share_a_call(monkeypatch):
         return attend_joined(queries, *given, **more)
 
     monkeypatch.setattr(joined_growing_rows, "attend_joined", attend)
-    for tokens in (CHUNK + 9, 12):
-        alone, joined = answer_all(pairs, tokens=tokens)
-        assert all(map(torch.equal, alone, joined))
-        for modules, own in pairs:
-            assert own.decoded_together == len(pairs)
-            assert_same(modules, own)
+    assert_alike(pairs)
     assert set(calls) == {3 + 1 + 2}
 
 
@@ -158,12 +163,7 @@ def test_contexts_that_cut_at_every_token_share_their_calls(pieces, method):
     pairs = make_cutting_pairs(model, method, CONTEXTS)
     pairs[1:1] = make_pairs(model, ["snapkv"])
     pairs[3:3] = make_cutting_pairs(model, "tova", [(0.3, 60, 1)], recent=3)
-    for tokens in (CHUNK + 9, 12):
-        alone, joined = answer_all(pairs, tokens=tokens)
-        assert all(map(torch.equal, alone, joined))
-        for modules, own in pairs:
-            assert own.decoded_together == len(pairs)
-            assert_same(modules, own)
+    assert_alike(pairs)
     assert pieces == 2 * [(len(CONTEXTS), True)]
 
 
