@@ -201,10 +201,8 @@ class QuotaRows(StepRows):
         Returns:
             The observation, and the rows with the columns that the method has updated.
         """
-        state = self.states[index]
-        return show(
-            self.weights, self.layers[index], state, rows, queries, outputs, lse, first, each, self.prompt
-        )  # fmt: skip
+        layer, state = self.layers[index], self.states[index]
+        return show(self.weights, layer, state, rows, queries, outputs, lse, first, each, self.prompt)
 
     def marked(self, tokens: Tensor) -> Tensor:
         """Return `tokens` (B,), or -1 for all of them after a NaN score. The host reads the tokens anyway."""

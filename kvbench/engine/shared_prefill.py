@@ -93,8 +93,9 @@ class FanOutLayer:
             shown.add_rows(found)
             return found
 
-        views = {id(layer.rows): Lazy(partial(view, layer.rows)) for layer in self.layers}
-        for number, (layer, own) in enumerate([(layer, views[id(layer.rows)]) for layer in self.layers]):
+        views: dict[int, Lazy] = {}  # of the same rows
+        own_views = [views.setdefault(id(own.rows), Lazy(partial(view, own.rows))) for own in self.layers]
+        for number, (layer, own) in enumerate(zip(self.layers, own_views, strict=True)):
             with attribute_errors_to(number):
                 layer.after_attention(queries, outputs, lse, scaling, output_weight, rotation, own)
                 self.watched.check(f"method={layer.choice.method.name}", shown)

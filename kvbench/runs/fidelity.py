@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.joint_decoding import Session, finish_answer
+from kvbench.engine.spending import spend
 
 TOKENS = 16  # tokens of an answer that are read: few, because some methods read them one by one
 FILL = 8  # given answers that are read together have a multiple of so many tokens
@@ -80,7 +81,8 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]], joins:
     device = context.last_logits.device
     ids = pad_sequence([torch.tensor(own, dtype=torch.int64) for own in answers], batch_first=True).to(device)
     longest, method = ids.shape[1], context.choice.method
-    if joins := joins and context.weights is not None:
+    joins = joins and context.weights is not None
+    if joins:
         room = FILL if context.window is None else context.window - context.seen - longest  # the modules refuse more
         ids = pad(ids, (0, min(-longest % FILL, max(0, room))))
     with context.branch():
@@ -91,8 +93,8 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]], joins:
             answer = Answer(context, ids.shape[1], ForcedTokens(ids, logits), frozenset())
             yield from finish_answer(answer, lambda _: True)
         else:
-            first = context.last_logits[:, None]
-            logits = torch.cat([first, context.extend(ids[:, :-1])], dim=1)
+            with spend("comparing"):
+                logits = torch.cat([context.last_logits[:, None], context.extend(ids[:, :-1])], dim=1)
     return logits[:, :longest].float().log_softmax(-1)
 
 

@@ -74,10 +74,14 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
 
 
 def list_needs(runs: Collection[RunSpec], prompts: Mapping[str, tuple[Sample, Prompt]]) -> set[Hashable]:
-    """List what the samples of a group of runs may need: each run with each size of a prompt, together or alone."""
-    sizes = {size for own in prompts.values() for size in list_sizes(own[1], next(iter(runs)))}
-    together = len(runs) > 1 and next(iter(runs)).shares_decoding
-    return {(name_kind(run), str(run.budget), together, size) for run in runs for size in sizes}
+    """List what the samples of a group of runs may need: each run with each size of a prompt.
+
+    It matters whether answers are decoded together, and if so whether those of several runs are (`RunGroup.rehearse`).
+    """
+    first = next(iter(runs))
+    sizes = {size for own in prompts.values() for size in list_sizes(own[1], first)}
+    how = first.shares_decoding, first.shares_decoding and len(runs) > 1
+    return {(name_kind(run), str(run.budget), how, size) for run in runs for size in sizes}
 
 
 def name_kind(run: RunSpec) -> str:

@@ -223,3 +223,4 @@ def test_what_a_group_may_need_follows_from_its_runs_and_sizes():
     pair = [run, replace(run, budget=Budget(0.5))]
     together = list_needs([replace(own, shares_decoding=True) for own in pair], prompts)
     assert not together & list_needs(pair, prompts)
+    assert not together & list_needs([replace(run, shares_decoding=True)], prompts)  # whose last sample is alone
