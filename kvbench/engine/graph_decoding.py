@@ -154,8 +154,12 @@ class StepRows(Protocol):
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
         """Return the function that appends and attends in one layer, for `forward_step`."""
 
+    def settle(self) -> None:
+        """Let the current stream wait for what reading the token still does on others."""
+        return
+
     def advance(self, cuts: bool) -> None:
-        """Count a token after all layers have read it."""
+        """Count a token after all layers have read it, and `settle`."""
 
     def marked(self, tokens: Tensor) -> Tensor:
         """Return `tokens` (B,), or -1 for all of them after an error, which `check` raises."""
@@ -281,6 +285,7 @@ def read_token(
     x = forward_step(weights, tokens[:, None], rows.reader(cuts), implementation)
     norm = (weights.norm, weights.epsilon)
     (logits,) = rms_norm_linear(x, [weights.head], norm=norm, implementation=implementation)
+    rows.settle()
     return logits
 
 

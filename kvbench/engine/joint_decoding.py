@@ -8,7 +8,7 @@ contexts need not hold equally many rows, and their answers end on their own.
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import TypeVar, cast
 
@@ -20,12 +20,12 @@ from kvbench.engine.generation import Answer, GenerationContext, PlannedRows, co
 from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, Norms, StepRows, read_token
 from kvbench.engine.joined_growing_rows import JoinedGrowingRows
 from kvbench.engine.joined_replaced_rows import JoinedReplacedRows, find_shared_kind
-from kvbench.engine.replaced_rows import ReplacedRows
+from kvbench.engine.replaced_rows import ReplacedRows, SlotRows
 from kvbench.engine.spending import spend
+from kvbench.engine.streams import STREAMS, make_streams
 from kvbench.engine.timing import now
 
 WORTH_TOGETHER = 2  # a graph of several answers is captured for this many tokens or more
-STREAMS = 8  # most streams on which contexts attend side by side, the current one included
 T = TypeVar("T")
 Session = Generator[Answer, None, T]
 """Work that yields an answer when it needs the next token, and once more when the answer is over (`Answer.end`).
@@ -161,12 +161,6 @@ def list_memory(context: GenerationContext) -> set[int]:
     return {tail.untyped_storage().data_ptr() for tail in tails if tail is not None and tail.numel()}
 
 
-@cache
-def make_streams(gpu: torch.device) -> list[torch.cuda.Stream]:
-    """Make streams for work beside the current stream: once for each GPU, because cuBLAS keeps a workspace for each."""
-    return [torch.cuda.Stream(gpu) for _ in range(STREAMS - 1)]
-
-
 def find_kind(rows: StepRows) -> object | None:
     """Return what is equal for contexts whose rows share their kernel calls, or None for rows that share none."""
     if type(rows) is GrowingRows:
@@ -217,8 +211,10 @@ class JoinedRows(StepRows):
             self.pieces.append(join_alike(parts[begin : begin + count]))
             self.piece_sizes.append(sum(sizes[begin : begin + count]))
             begin += count
-        count = len(self.pieces) - 1 if device.type == "cuda" else 0
-        self.streams = make_streams(device)[:count] if count else []
+        for number, piece in enumerate(self.pieces):
+            if isinstance(piece, SlotRows):
+                piece.beside.lane = number % STREAMS
+        self.streams = make_streams(device)[: min(STREAMS, len(self.pieces)) - 1] if device.type == "cuda" else []
 
     def cuts(self, number: int) -> bool:
         return False
@@ -251,6 +247,10 @@ class JoinedRows(StepRows):
         for other in self.streams:
             here.wait_stream(other)
         return torch.cat(results)
+
+    def settle(self) -> None:
+        for piece in self.pieces:
+            piece.settle()
 
     def advance(self, cuts: bool) -> None:
         for piece in self.pieces:

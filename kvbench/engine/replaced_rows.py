@@ -22,6 +22,7 @@ from kvbench.cache.storage import StoredRows
 from kvbench.engine.answer_quotas import AnswerQuotas
 from kvbench.engine.graph_decoding import AppendedRows, GrowingRows, Norms
 from kvbench.engine.quota_rows import QuotaRows
+from kvbench.engine.streams import Beside
 from kvbench.interfaces.codec import Plain
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import RaggedRows, attend_ragged
@@ -62,6 +63,11 @@ class SlotRows(QuotaRows):
         capacities = [count * cut for count, cut in zip(capacities, own, strict=True)]
         super().__init__(weights, layers, capacities, min(seen), max(seen) + tokens, implementation)
         self.ragged = [bool((count != count.max()).any()) for count in capacities]
+        self.in_memory = [  # of all heads' slots, padded to the longest head, those that a ragged layer has memory for
+            (torch.arange(int(count.max())) < count[..., None]).flatten().nonzero()[:, 0].to(weights.embed.device)
+            if ragged else None
+            for count, ragged in zip(capacities, self.ragged, strict=True)
+        ]  # fmt: skip
         self.plan, self.cut = plan, [index for index, cut in enumerate(own) if cut]
         self.quotas = plan.quotas.to(self.device)
         self.grows = [cut and not plan.is_constant(index) for index, cut in enumerate(own)]
@@ -78,6 +84,7 @@ class SlotRows(QuotaRows):
         self.offsets = (self.begins - min(seen)).flatten()  # of `angles`
         spared = [index for index, cut in enumerate(own) if not cut]
         self.spared = {index: number for number, index in enumerate(spared)}
+        self.beside = Beside(device)  # rows are replaced there, while the next layers read the token
 
     def cuts(self, number: int) -> bool:
         """Return False: every token needs the same graph."""
@@ -108,7 +115,8 @@ class SlotRows(QuotaRows):
             outputs, sums = attend_ragged(
                 asking, in_use, *tail, self.weights.scaling, lse=lse, implementation=implementation
             )
-            self.replace(index, queries, outputs, sums, position, quotas[index])
+            with self.beside.work(queries, outputs, sums, position, quotas):
+                self.replace(index, queries, outputs, sums, position, quotas[index])
             return outputs
 
         return attend
@@ -163,6 +171,9 @@ class SlotRows(QuotaRows):
             column.copy_(rows.columns[name])
             column.scatter_(-1, free[..., None], 0)
 
+    def settle(self) -> None:
+        self.beside.settle()
+
     def advance(self, cuts: bool) -> None:
         """Count a token after all layers have read it."""
         self.step += 1
@@ -204,8 +215,9 @@ class ReplacedRows(SlotRows):
             kept = self.kept_order.split([order.numel() for order in self.order])
             for order, before in zip(self.order, kept, strict=True):
                 order.copy_(before.view_as(order))
+        counts = self.plan.rows[read].to(self.device)  # once for all layers, because the host waits for it
         for index in self.cut:
-            self.take_rows(index, read)
+            self.take_rows(index, counts[index].expand(self.held)[..., None])
         self.invalid.zero_()
         self.tally.copy_(self.kept_tally)
         self.step.fill_(read)
@@ -213,21 +225,32 @@ class ReplacedRows(SlotRows):
             self.growing.back(read)
         return read
 
-    def take_rows(self, index: int, read: int) -> None:
-        """Copy a layer's rows after `read` tokens into the slots that `order` says."""
-        layer, places, ranks = self.layers[index], self.places[index], self.ranks[index]
+    def take_rows(self, index: int, count: Tensor) -> None:
+        """Copy a layer's rows into the slots that `order` says. The host does not wait for the GPU.
+
+        Slots that are not in use get some row.
+
+        Args:
+            index: The layer.
+            count: Number of rows of each head, (B, H, 1).
+        """
+        layer, places, ranks, order = self.layers[index], self.places[index], self.ranks[index], self.order[index]
         held, slots = layer.rows.view(), torch.arange(places.shape[2], device=self.device)
-        count = self.plan.rows[read, index].to(self.device).expand(self.held)[..., None]
-        ranks.scatter_(-1, self.order[index], slots.expand_as(places))
-        here = (self.order[index] + self.starts[index][..., None])[slots < count]  # in the order of the text
+        longest, dim = held.keys.shape[2:]
+        ranks.scatter_(-1, order, slots.expand_as(places))
+        first = (ranks + longest - count).clamp(min=0, max=longest - 1)  # the row of each slot
+        heads = torch.arange(count.numel(), device=self.device).view_as(count)
+        source = (first + longest * heads).flatten()  # in all heads' rows
+        if self.ragged[index]:
+            source = source[self.in_memory[index]]
         for into, old in zip(self.rows[index], (held.keys, held.values), strict=True):
-            into.index_copy_(0, here, old[held.present])
-        first = (ranks + held.present.shape[2] - count).clamp(min=0, max=held.present.shape[2] - 1)
-        places.copy_(held.places.gather(-1, first).masked_fill(ranks >= count, -1))
-        self.free[index] = self.order[index].gather(-1, count)[..., 0]
-        places.scatter_(-1, self.free[index][..., None], layer.rows.seen)
+            torch.index_select(old.reshape(-1, dim), 0, source, out=into)
+        absent, free = ranks >= count, order.gather(-1, count)
+        places.copy_(held.places.gather(-1, first).masked_fill(absent, -1))
+        places.scatter_(-1, free, layer.rows.seen)
+        self.free[index] = free[..., 0]
         for name, column in self.columns[index].items():
-            column.copy_(held.columns[name].gather(-1, first).masked_fill(ranks >= count, 0))
+            column.copy_(held.columns[name].gather(-1, first).masked_fill(absent, 0))
         self.lengths[index] = count[..., 0] + 1
         self.mass[index].copy_(slots <= count)
 

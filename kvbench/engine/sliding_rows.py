@@ -117,6 +117,9 @@ class SlidingRows(StepRows):
 
         return attend
 
+    def settle(self) -> None:
+        self.others.settle()
+
     def advance(self, cuts: bool) -> None:
         self.step += self.block
         self.others.advance(cuts)

@@ -4,6 +4,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
@@ -210,7 +211,6 @@ def describe_process(run: RunSpec) -> dict[str, Any]:
 
 def describe_machine(device: str) -> dict[str, Any]:
     """Describe the machine, for people. It is no part of the run's hash."""
-    packages = ("torch", "transformers", "tokenizers", "triton", "numpy")
     return {
         "code": find_revision(),
         "replay": replay_hash(),
@@ -218,5 +218,12 @@ def describe_machine(device: str) -> dict[str, Any]:
         "processor": platform.machine(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if device != "cpu" else None,
-        "versions": {name: version(name) for name in packages if find_spec(name)},
+        "versions": find_versions(),
     }
+
+
+@cache
+def find_versions() -> dict[str, str]:
+    """Return the versions of the packages that scores and times depend on. Looking them up takes 10 ms."""
+    packages = ("torch", "transformers", "tokenizers", "triton", "numpy")
+    return {name: version(name) for name in packages if find_spec(name)}

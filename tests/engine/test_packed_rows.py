@@ -66,6 +66,9 @@ class DefinedRows:
         layer.rows = layer.rows.pack_tail()
         return outputs
 
+    def settle(self):
+        pass
+
     def advance(self, cuts):
         self.step += 1
         self.history[int(self.step) :] = [[layer.rows for layer in self.layers]]
