@@ -9,8 +9,8 @@ The tiers are in conf/measured.yaml: sweeps of kvbench run -m, and files that th
 the same command goes on after a stop. A folder of results with runs of a tier from another kind of GPU, other versions
 or other code is refused.
 
-With --workers, so many processes share the samples of each sweep, and the GPUs too if there are fewer. The results are
-the same, apart from times, which the files do not hold.
+With --workers, so many processes share the samples of each sweep, and the GPUs too if there are fewer. Times of records
+then say nothing about cost; the files hold none.
 
 A tier ends with RESULTS/measured/<machine>/<tier>.csv, one line for each finished run. The exit code is 1 if a cell is
 refused or a run is not finished. With --page, the command measures nothing: it writes docs/results.md and its pictures

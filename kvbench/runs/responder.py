@@ -30,7 +30,7 @@ from kvbench.runs.prompt import Prompt
 from kvbench.runs.resources import Resources
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.survival import find_evidence, measure_survival
-from kvbench.store.record import Record
+from kvbench.store.record import ABSENT, Record
 from kvbench.validation import ContractError, is_number
 
 UNGRADED: dict[str, Any] = {"score": None, "answer": None, "also": {}}
@@ -167,12 +167,13 @@ class Responder:
             seconds: Time that it took. Scoring is added.
         """
         records, started = [], time.perf_counter() - seconds
-        sharing = {"gpu_processes": self.bench.gpu_processes} if self.bench.gpu_processes > 1 else {}
+        processes = self.bench.gpu_processes if self.bench.gpu_processes > 1 else ABSENT
         for (sample, prompt), found in zip(batch, measured, strict=True):
             grade = None if found["error"] else self._grade(sample, found["output"])
             graded = {"score": grade.score, "answer": grade.answer, "also": dict(grade.also)} if grade else UNGRADED
             spent = time.perf_counter() - started
-            record = Record(**self._identity(sample, prompt), **found, **graded, **sharing, seconds=spent)
+            identity = self._identity(sample, prompt)
+            record = Record(**identity, **found, **graded, gpu_processes=processes, seconds=spent)
             records.append(record.to_json())
         return records
 
