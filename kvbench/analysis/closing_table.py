@@ -15,8 +15,8 @@ which each subtask weighs the same. The last row may be the average over the sub
 (kvbench.analysis.answer_metrics).
 
 If one side of a pair failed (`error`), the pair is left out and counted. Without a method the table shows the full
-cache alone. Notes say so if several runs shared the prefill of a prompt (`shared_prefill`) or were decoded as one batch
-(`decoded_together`).
+cache alone. Notes say so if several runs shared the prefill of a prompt (`shared_prefill`), were decoded as one batch
+(`decoded_together`), or were made while several processes used the GPU (`gpu_processes`).
 """
 
 import math
@@ -69,6 +69,15 @@ SHARED_DECODING_NOTE = (
     "Time per token of the {}: answers of several cells that were decoded as one batch are left out. "
     "sweep.share_decoding=false measures each cell alone."
 )
+SHARED_GPU_NOTE = (
+    "Times of the {}: answers that were made while several processes shared a GPU are left out. workers=auto starts "
+    "one process on each GPU."
+)
+SHARED_NOTES = {  # field of a record that counts who shared something -> the note if several did
+    "shared_prefill": SHARED_PREFILL_NOTE,
+    "decoded_together": SHARED_DECODING_NOTE,
+    "gpu_processes": SHARED_GPU_NOTE,
+}
 NO_INTERVAL_NOTE = (
     "There is no interval if a subtask has only one context, because one context says nothing about others."
 )
@@ -285,10 +294,12 @@ def _draft_row(subtask: str, pairs: Sequence[Pair]) -> RowDraft:
     full, method = [both[0] for both in kept], [both[1] for both in kept]
     times = {}
     for name, own in (("_full", full), ("", method)):
-        times[f"ttft{name}"] = [record["ttft_ms"] for record in own]
+        timed = [record for record in own if record.get("gpu_processes", 1) == 1]
+        times[f"ttft{name}"] = [record["ttft_ms"] for record in timed]
         times[f"tpot{name}"] = [
-            divide(record["decode_ms"], record["tokens_out"] - 1) if record.get("decoded_together", 1) == 1 else None
-            for record in own
+            divide(record["decode_ms"], record["tokens_out"] - 1)
+            for record in timed
+            if record.get("decoded_together", 1) == 1
         ]
     shares = [divide(record["resident_bytes"], record["full_bytes"]) for record in method]
     costs: dict[str, Any] = {
@@ -420,7 +431,7 @@ def _collect_notes(
             count = f"{failures.total()} of {len(pairs)} samples"
             notes.append(f"{count} failed in the {name} run ({kinds}) and are left out on both sides.")
     sides = ("full cache", "method")[: 1 + with_method]
-    for field, note in (("shared_prefill", SHARED_PREFILL_NOTE), ("decoded_together", SHARED_DECODING_NOTE)):
+    for field, note in SHARED_NOTES.items():
         if shared := [name for side, name in enumerate(sides) if any(both[side].get(field, 1) > 1 for both in pairs)]:
             notes.append(note.format(" and the ".join(shared)))
     for records, name in ((full, "full cache's"), (method, "method's")):

@@ -2,12 +2,15 @@
 
 Examples:
   kvbench measured a
-  kvbench measured a b c --results /data/measured
+  kvbench measured a b c --results /data/measured --workers 8
   kvbench measured --page
 
 The tiers are in conf/measured.yaml: sweeps of kvbench run -m, and files that they need. Finished runs are skipped, so
 the same command goes on after a stop. A folder of results with runs of a tier from another kind of GPU, other versions
 or other code is refused.
+
+With --workers, so many processes share the samples of each sweep, and the GPUs too if there are fewer. Times of records
+then say nothing about cost; the files hold none.
 
 A tier ends with RESULTS/measured/<machine>/<tier>.csv, one line for each finished run. The exit code is 1 if a cell is
 refused or a run is not finished. With --page, the command measures nothing: it writes docs/results.md and its pictures
@@ -28,10 +31,18 @@ def make_parser() -> CommandParser:
     parser.add_argument("tiers", nargs="*", metavar="TIER", help="keys of conf/measured.yaml")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of results (default: results)")
     parser.add_argument("--file", type=Path, help="another file with tiers (default: conf/measured.yaml)")
+    parser.add_argument(
+        "--workers", type=parse_workers, metavar="N", help="the setting workers of the sweeps: a number, or auto"
+    )
     parser.add_argument("--page", action="store_true", help="write the page from the files of --machine")
     parser.add_argument("--machine", help="folder below RESULTS/measured, such as nvidia-h200 (default: the only one)")
     parser.add_argument("--out", type=Path, help="folder of the page (default: docs)")
     return parser
+
+
+def parse_workers(text: str) -> int | str:
+    """Return the number of processes if the text is one, otherwise the text."""
+    return int(text) if text.isascii() and text.isdecimal() else text
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
@@ -41,7 +52,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         SettingError: An option is missing, or belongs to the other way of calling the command.
     """
     options = make_parser().parse_args(arguments)
-    if options.page and (options.tiers or options.file):
+    if options.page and (options.tiers or options.file or options.workers is not None):
         raise SettingError("--page: measures no tier; call the command twice")
     if not options.page and (options.machine or options.out):
         raise SettingError("--machine and --out: only with --page")
@@ -54,22 +65,25 @@ def measure(options: Namespace) -> int:
     """Run the tiers, and write the lines of each. Return 1 if a run is not finished, otherwise 0."""
     from kvbench.config.catalogue import translate_errors
     from kvbench.config.tiers import TIERS, choose_tiers
+    from kvbench.runs.checks import check_workers
 
+    check_workers(options.workers, "--workers")
     tiers = choose_tiers(options.tiers, options.file or TIERS)
     require_writable("--results", options.results)
     code = 0
     with translate_errors():
         for tier in tiers:
-            code = max(code, measure_tier(tier, options.results))
+            code = max(code, measure_tier(tier, options.results, options.workers))
     return code
 
 
-def measure_tier(tier: Any, results: Path) -> int:
+def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> int:
     """Make the files of a tier, run its sweeps, and write its lines.
 
     Args:
         tier: A `kvbench.config.tiers.Tier`.
         results: The folder of results.
+        workers: The setting `workers` of the sweeps; None leaves it as it is.
 
     Returns:
         1 if a cell is refused or has no finished run, otherwise 0.
@@ -85,7 +99,9 @@ def measure_tier(tier: Any, results: Path) -> int:
     from kvbench.sweeps.plan import Sweep
     from kvbench.sweeps.tier_store import check_store, list_values
 
-    sweeps, missing = tier.list_sweeps(results), tier.list_files(results)
+    own_settings = [f"workers={workers}"] if workers is not None else []
+    sweeps = [[*given, *own_settings] for given in tier.list_sweeps(results)]
+    missing = tier.list_files(results)
     if missing:  # the runs that need them are not known yet, but the others are
         known = [own for own in sweeps if not any(path.name in text for path in missing for text in own)]
         check_store(tier.name, list_values(map(Sweep.plan, known)), results)

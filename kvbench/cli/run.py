@@ -247,6 +247,7 @@ def execute_cell(
 
     results = Path(config.results)
     if run.measures:
+        executor.close()  # processes that earlier cells left would use the GPU too
         print(measure.summarize_lines(*measure.measure_once(run, results)))
         return
     base = run.baseline()

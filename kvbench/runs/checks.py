@@ -92,10 +92,10 @@ def check_results(results: object) -> None:
         raise SettingError(f"results={format_value(results)}: a folder that can be written")
 
 
-def check_workers(workers: object) -> None:
-    """Raise a SettingError unless `workers` is null, auto or a number of processes."""
+def check_workers(workers: object, name: str = "workers") -> None:
+    """Raise a SettingError that begins with `name`, unless `workers` is null, auto or a number of processes."""
     if workers not in (None, "auto"):
-        require_int("workers", workers, 1)
+        require_int(name, workers, 1)
 
 
 def keep_settings(config: DictConfig) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def compose_configs(options: Namespace) -> list[DictConfig]:
 
 
 def score_subtasks(
-    runs: Sequence[Any], results: Path, workers: object
+    runs: Sequence[Any], results: Path, workers: int | str | None
 ) -> Iterator[tuple[int, Mapping[str, list[float]]]]:
     """Execute the runs. Yield for each its length and, by subtask, the scores of its samples in points."""
     from kvbench.runs.executor import Executor

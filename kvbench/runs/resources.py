@@ -26,6 +26,7 @@ class Resources:
         predictions: The full cache's predictions that this process has made, by uid.
         rehearsed: What was tried before a first sample and need not be tried again with this model: the choices of
             responders, and what a group of runs may need (`kvbench.runs.warming.list_needs`).
+        gpu_processes: The number of processes of the sweep that use this one's GPU, this one included; 1 on a CPU.
     """
 
     run: RunSpec
@@ -33,6 +34,7 @@ class Resources:
     full: RunFolder | None = None
     predictions: dict[str, str] = field(default_factory=dict)
     rehearsed: set[Hashable] = field(default_factory=set)
+    gpu_processes: int = 1
 
     def renew(self, run: RunSpec) -> "Resources":
         """Return the resources of another run, with what it can use of these.
@@ -49,7 +51,8 @@ class Resources:
             loaded["prompts"] = self.loaded["prompts"]
             run = replace(run, task=before.task)  # only the task that made the samples can score them
         alike = run.baseline().value == before.baseline().value
-        return Resources(run, loaded, predictions=self.predictions if alike else {}, rehearsed=rehearsed)
+        predictions = self.predictions if alike else {}
+        return Resources(run, loaded, predictions=predictions, rehearsed=rehearsed, gpu_processes=self.gpu_processes)
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self.loaded:
@@ -63,13 +66,20 @@ class Resources:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model with its weights on the run's device."""
+        """The model with its weights on the run's device.
+
+        Raises:
+            SettingError: The GPU's memory does not suffice.
+            torch.cuda.OutOfMemoryError: The same, but other processes of the sweep use the GPU too.
+        """
 
         @spend("loading")
         def load() -> torch.nn.Module:
             try:
                 return self.run.checkpoint.weights(self.run.torch_dtype, self.run.device)
             except torch.cuda.OutOfMemoryError:
+                if self.gpu_processes > 1:
+                    raise
                 raise SettingError(
                     f"model={self.run.checkpoint.name}: its weights do not fit into the GPU's memory; a smaller model, "
                     "a smaller dtype, or model.device_map=auto"

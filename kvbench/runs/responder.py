@@ -30,7 +30,7 @@ from kvbench.runs.prompt import Prompt
 from kvbench.runs.resources import Resources
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.survival import find_evidence, measure_survival
-from kvbench.store.record import Record
+from kvbench.store.record import ABSENT, Record
 from kvbench.validation import ContractError, is_number
 
 UNGRADED: dict[str, Any] = {"score": None, "answer": None, "also": {}}
@@ -104,6 +104,10 @@ class Responder:
 
         Returns:
             One record for each sample.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: A sample does not fit alone, and other processes of the sweep use the GPU too.
+                It gets no record, because it may fit without them.
         """
         started, found = time.perf_counter(), self.attempt(batch)
         if found is None:
@@ -111,6 +115,8 @@ class Responder:
             torch.cuda.empty_cache()
             if len(batch) > 1 and not batch[0][0].conversation:  # each may fit alone
                 return [record for one in batch for record in self.answer([one])]
+            if self.bench.gpu_processes > 1:
+                raise torch.cuda.OutOfMemoryError("no memory beside the other processes of the GPU")
             measured = [{"output": "", "stop": "error", "error": "out_of_memory"} for _ in batch]
             found = self.make_records(batch, measured, time.perf_counter() - started)
         return found
@@ -161,11 +167,13 @@ class Responder:
             seconds: Time that it took. Scoring is added.
         """
         records, started = [], time.perf_counter() - seconds
+        processes = self.bench.gpu_processes if self.bench.gpu_processes > 1 else ABSENT
         for (sample, prompt), found in zip(batch, measured, strict=True):
             grade = None if found["error"] else self._grade(sample, found["output"])
             graded = {"score": grade.score, "answer": grade.answer, "also": dict(grade.also)} if grade else UNGRADED
             spent = time.perf_counter() - started
-            record = Record(**self._identity(sample, prompt), **found, **graded, seconds=spent)
+            identity = self._identity(sample, prompt)
+            record = Record(**identity, **found, **graded, gpu_processes=processes, seconds=spent)
             records.append(record.to_json())
         return records
 

@@ -1,4 +1,4 @@
-"""Execute runs in several processes that share the samples; on GPUs each process has one.
+"""Execute runs in several processes that share the samples. On GPUs each process uses one, which others may share.
 
 The store's claims make sure that every sample is answered once. If a process dies, the others answer the samples that
 it had claimed.
@@ -15,9 +15,10 @@ from threading import Thread
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from kvbench.engine.spending import spend, start_counting
-from kvbench.runs.checks import check_workers
+from kvbench.engine.timing import clear
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_runs, make_records_folder
 from kvbench.runs.spec import RunSpec
@@ -34,15 +35,26 @@ from kvbench.validation import (
 PATIENCE = 10  # seconds that a process may take to close its files before it is killed
 
 
-def count_workers(workers: object, device: str) -> int:
-    """Return the number of processes; ``auto`` is one for each GPU. SettingError if there are fewer GPUs."""
-    if workers == "auto":
-        return max(1, torch.cuda.device_count()) if device == "cuda" else 1
-    check_workers(workers)
-    assert isinstance(workers, int)
-    if device == "cuda" and workers > torch.cuda.device_count():
-        raise SettingError(f"workers={workers}: a GPU each, and there are {torch.cuda.device_count()}")
-    return workers
+def count_workers(workers: int | str, device: str) -> int:
+    """Return the number of processes for the setting `workers`; ``auto`` is one for each GPU, and one on a CPU."""
+    if isinstance(workers, int):
+        return workers
+    return max(1, torch.cuda.device_count()) if device == "cuda" else 1
+
+
+def choose_gpus(count: int, visible: str | None, found: int) -> list[str]:
+    """Return the GPU of each process. The GPUs take turns, so that they have equally many processes, or one more.
+
+    Args:
+        count: The number of processes.
+        visible: CUDA_VISIBLE_DEVICES, which names GPUs; None or "" if it is not set.
+        found: The number of GPUs that CUDA finds. It ignores names from the first unknown one on.
+
+    Returns:
+        What CUDA_VISIBLE_DEVICES must be in each process.
+    """
+    names = visible.split(",")[:found] if visible else list(map(str, range(found)))
+    return [names[number % len(names)] for number in range(count)]
 
 
 class Workers:
@@ -54,12 +66,17 @@ class Workers:
     Args:
         results: The results folder.
         count: The number of processes.
-        device: "cpu" or "cuda". On GPUs each process has one.
+        device: "cpu" or "cuda".
+
+    Attributes:
+        gpus: The GPU of each process (`choose_gpus`); empty on a CPU.
     """
 
     def __init__(self, results: Path, count: int, device: str) -> None:
         self.results, self.device = results, device
         self.processes: list[tuple[Any, Connection] | None] = [None] * count
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.gpus = choose_gpus(count, visible, torch.cuda.device_count()) if device == "cuda" else []
 
     def execute(self, groups: Sequence[Sequence[RunSpec]]) -> None:
         """Execute runs and wait for them. The records are on disk then.
@@ -85,12 +102,12 @@ class Workers:
 
     def _start(self, index: int) -> tuple[Any, Connection]:
         """Start a process."""
-        context, gpus = get_context("spawn"), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        gpus = gpus if gpus != [""] else list(map(str, range(len(self.processes))))
-        own = {"CUDA_VISIBLE_DEVICES": gpus[index]} if self.device == "cuda" else {}
+        context, own, sharing = get_context("spawn"), {}, 1
+        if self.gpus:
+            own, sharing = {"CUDA_VISIBLE_DEVICES": self.gpus[index]}, self.gpus.count(self.gpus[index])
         own |= {"TQDM_DISABLE": "1"} if index else {}
         here, there = context.Pipe()
-        process = context.Process(target=run_worker, args=(there, self.results), daemon=True)
+        process = context.Process(target=run_worker, args=(there, self.results, sharing), daemon=True)
         with set_environment(own), ignore_interrupts():  # before the new process imports tqdm, which reads it
             process.start()
         there.close()  # so that `recv` fails if the process dies
@@ -142,7 +159,7 @@ def set_environment(own: dict[str, str]) -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if name in own})
 
 
-def run_worker(connection: Connection, results: Path) -> None:
+def run_worker(connection: Connection, results: Path, gpu_processes: int) -> None:
     """Execute the runs that arrive, and answer when they are done; the main function of a process.
 
     It is silent about invalid settings, broken contracts and a disk that cannot be written. The process that asks for
@@ -151,6 +168,7 @@ def run_worker(connection: Connection, results: Path) -> None:
     Args:
         connection: Gives lists of groups of runs, and None at the end.
         results: The results folder.
+        gpu_processes: The number of processes that use the GPU, this one included; 1 on a CPU.
     """
     Thread(target=exit_with_parent, daemon=True).start()
     bench, say_spending = None, start_counting(" of a worker")
@@ -158,9 +176,9 @@ def run_worker(connection: Connection, results: Path) -> None:
         while (groups := receive(connection)) is not None:
             try:
                 for runs in groups:
-                    bench = Resources(runs[0]) if bench is None else bench.renew(runs[0])
+                    bench = Resources(runs[0], gpu_processes=gpu_processes) if bench is None else bench.renew(runs[0])
                     with suppress(ContractError):
-                        execute_runs(runs, results, bench)
+                        execute_beside_others(runs, results, bench)
             except SettingError:
                 pass
             except OSError as error:
@@ -168,6 +186,21 @@ def run_worker(connection: Connection, results: Path) -> None:
                     raise
             connection.send(None)
         say_spending()
+
+
+def execute_beside_others(runs: Sequence[RunSpec], results: Path, bench: Resources) -> None:
+    """Execute runs like `execute_runs`, and leave what is left of them if the others need the memory of the GPU.
+
+    The process that asks for the records executes what all have left, with the GPU to itself.
+    """
+    fits = False
+    with suppress(torch.cuda.OutOfMemoryError):
+        execute_runs(runs, results, bench)
+        fits = True
+    if not fits:  # not in an except block, whose error would keep tensors alive
+        clear(runs[0].device)
+        line = f"kvbench: no memory beside the other processes of the GPU, which get {len(runs)} runs of this one"
+        tqdm.write(line, file=sys.stderr)
 
 
 @spend("waiting")

@@ -25,6 +25,7 @@ ANSWERED = "records without `error`"
 COMPARED = "runs with `fidelity=true`, records without `error`"
 PREDICTED = "the same, where `fidelity` is not empty"
 REFERENCE = "the same, of the full cache"
+SHARED_GPU = "records made beside other processes of the sweep on the same GPU"
 
 
 def described(meaning: str, unit: str = "", held_by: str = ALWAYS, since: int = 1, default: object = ABSENT) -> Any:
@@ -33,7 +34,8 @@ def described(meaning: str, unit: str = "", held_by: str = ALWAYS, since: int = 
     Args:
         meaning: One or two sentences for the table of fields.
         unit: Unit of the value, "" if it has none.
-        held_by: Which records have the field: `ALWAYS`, `ANSWERED`, `COMPARED`, `PREDICTED` or `REFERENCE`.
+        held_by: Which records have the field: `ALWAYS`, `ANSWERED`, `COMPARED`, `PREDICTED`, `REFERENCE` or
+            `SHARED_GPU`.
         since: Version of the record that introduced the field.
         default: Value of a record that is built without the field.
 
@@ -143,6 +145,12 @@ class Record:
     peak_rows_attended: int = described("Largest number of rows that one head attended to at once.", "rows", ANSWERED)
     prefill_ms: float = described("Time to read the prompt and evict rows.", "ms", ANSWERED)
     shared_prefill: int = described("Number of runs that shared the prefill of this prompt.", "runs", ANSWERED)
+    gpu_processes: int = described(
+        "Number of processes of the sweep that shared the GPU. Times of such a record say nothing about cost.",
+        "processes",
+        SHARED_GPU,
+        since=3,
+    )
     ttft_ms: float = described("Time to first token: `prefill_ms` plus the decoding of one token.", "ms", ANSWERED)
     peak_bytes: int = described("Peak memory. `peak_of` says which memory is counted.", "bytes", ANSWERED)
     peak_of: str = described(

@@ -290,7 +290,7 @@ def estimate_baselines(
 
 
 class SampleTimes:
-    """The seconds that samples took, from the records of a store."""
+    """The seconds that samples took, from the records of a store that were made by one process on a GPU."""
 
     def __init__(self, results: Path) -> None:
         self.seconds: dict[tuple[str, ...], list[tuple[float, float]]] = {}  # of a sample with and without its prefill
@@ -301,7 +301,7 @@ class SampleTimes:
                 known = [
                     (record["seconds"], max(0.0, record["seconds"] - record.get("prefill_ms", 0.0) / 1000))
                     for record in islice(RunRecords(run.folder.path), TIMED_RECORDS)
-                    if record.get("seconds") is not None
+                    if record.get("seconds") is not None and record.get("gpu_processes", 1) == 1
                 ]
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue

@@ -10,6 +10,7 @@ import pytest
 from kvbench.analysis.closing_table import (
     EMBEDDED_NOTE,
     MINIATURE_NOTE,
+    SHARED_GPU_NOTE,
     SHARED_PREFILL_NOTE,
     build_closing_table,
     median_error,
@@ -250,6 +251,25 @@ def test_a_time_to_first_token_of_shared_prompts_says_so():
     for sides, table in said.items():
         found = [note for note in table.notes if note.startswith("Time to first token")]
         assert found == ([SHARED_PREFILL_NOTE.format(sides)] if sides else [])
+
+
+def test_times_of_processes_that_shared_a_gpu_are_left_out():
+    full, method = records(FULL), records(METHOD)
+    plain = build_closing_table(full, method, HEADING)
+    shared = build_closing_table(full, records(METHOD, gpu_processes=4), HEADING)
+    method["vt/1"]["gpu_processes"] = 2
+    some = build_closing_table(full, method, HEADING)
+    for table in (shared, some):
+        assert SHARED_GPU_NOTE.format("method") in table.notes
+    for own, alone in zip(shared.rows, plain.rows, strict=True):
+        assert (own.ttft, own.tpot, own.ttft_error, own.tpot_error) == (None,) * 4
+        assert (own.ttft_full, own.tpot_full) == (alone.ttft_full, alone.tpot_full)
+        assert (own.held, own.attended, own.interval) == (alone.held, alone.attended, alone.interval)
+    assert (some.rows[0].ttft, some.rows[0].tpot) == (statistics.median([95, 104]), statistics.median([36 / 4, 18 / 3]))
+    both = build_closing_table(records(FULL, gpu_processes=4), records(METHOD, gpu_processes=4), HEADING)
+    assert SHARED_GPU_NOTE.format("full cache and the method") in both.notes
+    (line,) = [line for line in both.to_text(200).splitlines() if line.startswith("vt ")]
+    assert line.split()[-4:] == ["n/a"] * 4
 
 
 def test_runs_on_other_prompts_are_refused():

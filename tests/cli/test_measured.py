@@ -34,8 +34,9 @@ def test_a_tier_becomes_a_file_and_a_page(tiers, tmp_path, capsys):
     assert [line.split(",")[-1] for line in text.splitlines()[1:]] == sorted(
         (run.hash for run in find_runs(results).runs), key=lambda name: text.index(name)
     )
-    assert main(given) == 0  # nothing is left to run
-    assert path.read_text() == text
+    capsys.readouterr()
+    assert main([*given, "--workers", "3"]) == 0  # nothing is left to run
+    assert path.read_text() == text and " workers=3\n" in capsys.readouterr().out
     assert main(["--page", "--results", str(results), "--out", str(tmp_path / "docs")]) == 0
     page = (tmp_path / "docs" / "results.md").read_text()
     assert "| random |" in page and "| sink |" in page
@@ -81,6 +82,11 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
         ([], "name a tier of conf/measured.yaml, such as a; or --page"),
         (["nosuch"], "tier=nosuch: choose one of a, b, c"),
         (["a", "--page"], "--page: measures no tier"),
+        (["--page", "--workers", "2"], "--page: measures no tier"),
+        (["a", "--workers", "0"], "--workers=0: a whole number of at least 1"),
+        (["a", "--workers", "-1"], "--workers=-1: a whole number of at least 1"),
+        (["a", "--workers", "1.5"], "--workers=1.5: a whole number of at least 1"),
+        (["a", "--workers", "many"], "--workers=many: a whole number of at least 1"),
         (["a", "--machine", "x"], "--machine and --out: only with --page"),
         (["--page", "--results", "/nowhere"], "/nowhere/measured: no results there; kvbench measured a"),
         (["a", "--results", "/dev/null/x"], "--results=/dev/null/x: a folder that can be written"),

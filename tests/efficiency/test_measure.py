@@ -10,7 +10,7 @@ import yaml
 from kvbench.cli import efficiency
 from kvbench.config.catalogue import build, load_settings, methods_available
 from kvbench.config.compose import compose_config, expand_cells
-from kvbench.efficiency import plan
+from kvbench.efficiency import measure, plan
 from kvbench.efficiency.caches import KVBenchCache, TransformersDynamic, TransformersStatic
 from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, load_needs, prefill_ms
 from kvbench.efficiency.scoring_time import prepare_score
@@ -23,6 +23,7 @@ from kvbench.engine.timing import fits, spread
 from kvbench.interfaces.budget import Budget
 from kvbench.models.loading import make_random_model
 from kvbench.models.random_weights import RandomCheckpoint, list_shapes
+from kvbench.runs.executor import Executor
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines, find_whole_cells, read_lines
 from kvbench.validation import SettingError
@@ -71,6 +72,14 @@ def test_a_sweep_gives_lines_and_measures_no_cell_twice(kvbench, monkeypatch):
     )
     code, out, _ = kvbench("method=snapkv", *QUICK[:3], "budget=2.5e-1")
     assert code == 0 and "measured already" in out and path.read_bytes() == before
+
+
+def test_a_measurement_is_alone(kvbench, monkeypatch):
+    """Processes that other cells of a sweep left end before it, and `workers` starts none."""
+    order = []
+    monkeypatch.setattr(Executor, "close", lambda executor, at_once=False: order.append("end"))
+    monkeypatch.setattr(measure, "measure_once", lambda run, results: order.append("measure") or (results, []))
+    assert kvbench("method=snapkv", "workers=2", *QUICK)[0] == 0 and order[:2] == ["end", "measure"]
 
 
 def test_baselines_and_throughput(kvbench):

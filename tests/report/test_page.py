@@ -17,7 +17,7 @@ import yaml
 from scipy.special import stdtrit
 
 from kvbench import report
-from kvbench.analysis.closing_table import SHARED_PREFILL_NOTE
+from kvbench.analysis.closing_table import SHARED_GPU_NOTE, SHARED_PREFILL_NOTE
 from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks
 from kvbench.analysis.run_labels import shorten
@@ -527,6 +527,16 @@ def test_the_costs_say_that_prompts_were_shared(tmp_path):
     write_run(tmp_path, make_records(0.1, 55, shared_prefill=12), budget=0.1)
     [panel] = data_of(write_report(tmp_path, NOW))["panels"]
     assert panel["costs"] and [note for note in panel["notes"] if note == SHARED_PREFILL_NOTE.format("method")]
+
+
+def test_the_costs_leave_out_times_of_processes_that_shared_a_gpu(tmp_path):
+    write_run(tmp_path, make_records(1.0, 100, gpu_processes=2), method={"name": "full"})
+    write_run(tmp_path, make_records(0.1, 55, gpu_processes=2), budget=0.1)
+    [panel] = data_of(write_report(tmp_path, NOW))["panels"]
+    assert SHARED_GPU_NOTE.format("full cache and the method") in panel["notes"]
+    for row in (*panel["costs"], *panel["free"]):
+        assert row["held"] is not None and row["ttft"] is row["tpot"] is row["ttft_low"] is None
+    assert {own["cost"] for own in panel["front"]} == {"held"}
 
 
 def test_a_large_study_stays_small(tmp_path, monkeypatch):

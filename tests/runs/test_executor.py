@@ -6,14 +6,18 @@ import signal
 from multiprocessing import get_context
 
 import pytest
+import torch
 
 from kvbench.config.compose import compose_config
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs.checks import check_settings
 from kvbench.runs.executor import Executor
 from kvbench.runs.resources import Resources
+from kvbench.runs.responder import Responder
+from kvbench.runs.runner import execute_run
 from kvbench.runs.spec import RunSpec, SharedParts
-from kvbench.validation import ContractError
+from kvbench.runs.workers import Workers, choose_gpus, count_workers
+from kvbench.validation import ContractError, SettingError
 from tests.support.selection import only_in_full
 
 TASK = ("task=niah", "task.lengths=[200]", "task.depths=[50]", "method=knorm", "device=cpu")
@@ -101,3 +105,76 @@ def test_finished_runs_need_no_workers(make_run, tmp_path):
     with Executor(tmp_path) as executor:
         assert executor.execute([run], [[run]], count=2) == made
         assert executor.workers.processes == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "found", "gpus"),
+    [
+        (1, None, 2, "0"),
+        (2, "", 2, "0 1"),
+        (5, None, 2, "0 1 0 1 0"),
+        (3, "5", 1, "5 5 5"),
+        (3, "GPU-7f,3", 2, "GPU-7f 3 GPU-7f"),
+        (2, "1,9", 1, "1 1"),  # CUDA finds no GPU 9
+    ],
+)
+def test_processes_are_spread_over_the_gpus(count, visible, found, gpus):
+    assert choose_gpus(count, visible, found) == gpus.split()
+
+
+def test_workers_may_be_more_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    counts = [count_workers(*given) for given in (("auto", "cuda"), ("auto", "cpu"), (5, "cuda"), (3, "cpu"))]
+    assert counts == [2, 1, 5, 3]
+
+
+def test_a_worker_gets_a_gpu_and_knows_how_many_share_it(make_run, tmp_path, monkeypatch):
+    def describe(runs, results, bench):
+        (results / str(os.getpid())).write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {bench.gpu_processes}")
+
+    monkeypatch.setattr("kvbench.runs.workers.get_context", lambda method: get_context("fork"))
+    monkeypatch.setattr("kvbench.runs.workers.execute_runs", describe)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    workers = Workers(tmp_path, 3, "cuda")
+    workers.execute([[make_run("budget=0.3")]])
+    workers.close()
+    assert sorted(file.read_text() for file in tmp_path.iterdir() if file.is_file()) == ["4 2", "4 2", "7 1"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
+
+
+def test_records_say_that_processes_shared_the_gpu(make_run, tmp_path):
+    run = make_run("budget=0.3")
+    alone, shared = Resources(run), Resources(run, gpu_processes=3).renew(run)
+    [one] = execute_run(run, tmp_path / "alone", alone).values()
+    [other] = execute_run(run, tmp_path / "shared", shared).values()
+    assert "gpu_processes" not in one and other["gpu_processes"] == 3
+    assert one.keys() | {"gpu_processes"} == other.keys() and one["output"] == other["output"]
+
+
+def test_what_has_no_memory_beside_others_is_answered_alone(make_run, tmp_path, monkeypatch, capfd):
+    parent, attempt = os.getpid(), Responder.attempt
+    monkeypatch.setattr(
+        Responder, "attempt", lambda self, batch: attempt(self, batch) if os.getpid() == parent else None
+    )
+    monkeypatch.setattr("kvbench.runs.workers.get_context", lambda method: get_context("fork"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("kvbench.runs.executor.Workers", lambda results, count, _: Workers(results, count, "cuda"))
+    with Executor(tmp_path) as executor:
+        [records] = executor.execute([make_run("budget=0.3")], count=2)
+        assert executor.workers is None
+    [record] = records.values()
+    assert record["error"] is None and "gpu_processes" not in record
+    said = capfd.readouterr().err
+    assert said.count("no memory beside the other processes of the GPU") == 2 and "ended with code" not in said
+
+
+def test_weights_without_memory_are_a_wrong_setting_only_alone(make_run, monkeypatch):
+    def load(*given):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Checkpoint, "weights", load)
+    run = make_run("budget=0.3")
+    for processes, error in ((1, SettingError), (2, torch.cuda.OutOfMemoryError)):
+        with pytest.raises(error):
+            _ = Resources(run, gpu_processes=processes).model

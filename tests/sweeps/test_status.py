@@ -131,6 +131,11 @@ def test_damaged_runs_say_nothing_of_times(tmp_path):
     assert vars(status.SampleTimes(tmp_path)) == vars(known) and known.seconds
 
 
+def test_a_gpu_that_was_shared_says_nothing_of_times(tmp_path):
+    begun(tmp_path, value(), 2, gpu_processes=4)
+    assert not any(status.SampleTimes(tmp_path).seconds.values())
+
+
 def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
     full, folder = value("full", budget=1.0), tmp_path / "sweeps" / "one"
     cells = [status.SweepCell("answered", value(), full), status.SweepCell("not begun", value(budget=0.2), full)]
