@@ -22,6 +22,11 @@ from kvbench.kernels.row_selection import top_k_indices
 
 SCORE = "score"  # the column with a block's scores, while the layer may be cut again
 
+ScoreSharing = Callable[[Observation, Rows, State, Callable[[Observation], Tensor]], Tensor]
+"""Returns the scores of rows, (B, H, n). It gets what a method scores by, and a function that computes the scores from
+an observation like the one given. It may call that function, or return what an equal call has returned.
+"""
+
 
 @dataclass(frozen=True)
 class LayerPolicy:
@@ -31,6 +36,8 @@ class LayerPolicy:
     allocator: GuardedAllocator
     state: State
     """The method's state."""
+    share_scores: ScoreSharing | None = None
+    """How the layer shares scores with other contexts; None if it does not."""
 
     @property
     def keeps_best(self) -> bool:
@@ -106,10 +113,16 @@ def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quot
 
 
 def score_rows(observation: Observation, rows: Rows, policy: LayerPolicy) -> Tensor:
-    """Return finite scores of the rows, (B, H, n)."""
-    guarded = policy.method
-    scores = guarded.score(observation, rows, policy.state).to(rows.mass.dtype) if guarded.method.scores else rows.mass
-    return bound_scores(scores)
+    """Return finite scores of the rows, (B, H, n). Other contexts may share them, so they must not be written to."""
+    guarded, state = policy.method, policy.state
+
+    def compute(shown: Observation) -> Tensor:
+        scores = guarded.score(shown, rows, state).to(rows.mass.dtype) if guarded.method.scores else rows.mass
+        return bound_scores(scores)
+
+    if policy.share_scores is None:
+        return compute(observation)
+    return policy.share_scores(observation, rows, state, compute)
 
 
 def bound_scores(scores: Tensor) -> Tensor:

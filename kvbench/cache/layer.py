@@ -14,7 +14,16 @@ from weakref import proxy, ref
 from torch import Tensor, empty, zeros_like
 
 from kvbench.cache.accounting import LayerTally, MemoryMeter
-from kvbench.cache.eviction import SCORE, HeadShares, LayerPolicy, Quota, evict, score_rows, without_tensors
+from kvbench.cache.eviction import (
+    SCORE,
+    HeadShares,
+    LayerPolicy,
+    Quota,
+    ScoreSharing,
+    evict,
+    score_rows,
+    without_tensors,
+)
 from kvbench.cache.guard import Guard, Handed, copy_containers, find_tensors, is_spared
 from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedMethod, GuardedRows
 from kvbench.cache.policy import CachePolicy, Progress
@@ -77,6 +86,7 @@ class Layer:
         self.tally = LayerTally()
         self.shares: HeadShares | None = None  # how heads shared the quota at the last uneven cut
         self.shown: Observation | None = None  # of this block, while a later layer may cut this one
+        self.share_scores: ScoreSharing | None = None  # while contexts that read a prompt together cut this layer
         self.stamped = Handed(choice.exact)  # tensors that a hook may have kept a reference to
         self.output_weight: ref[Tensor] | None = None  # W_o of the model's layer, after a hook has seen it
         self.inputs: LayerInputs | None = None  # of this block, until the hooks have seen it
@@ -321,8 +331,8 @@ class Layer:
 
     @property
     def policy(self) -> LayerPolicy:
-        """The method and the allocator, guarded, and the method's state."""
-        return LayerPolicy(self.method, self.allocator, self.state)
+        """The method and the allocator, guarded, the method's state, and how scores are shared."""
+        return LayerPolicy(self.method, self.allocator, self.state, self.share_scores)
 
     def cut_again(self, samples: tuple[int, ...]) -> None:
         """Cut to fewer rows per head by the scores of this block. `samples` has one quota per sample."""

@@ -1,13 +1,15 @@
 """Read a prompt once for several contexts that differ only in the rows they keep.
 
 The model reads the prompt once, as one block. At every layer, attention is computed once. Then the layers of the
-contexts, which share the same rows, are cut one after the other, each as it would be alone. Either all methods need the
-log-sum-exps or none does, because the two attention kernels round differently.
+contexts, which share the same rows, are cut one after the other, each as it would be alone. Contexts that differ only
+in the budget share the scores too (`kvbench.engine.shared_scores`). Either all methods need the log-sum-exps or none
+does, because the two attention kernels round differently.
 
 If a method writes into rows that other contexts share, the check after its layer names the context. The rows are then
 wrong for all contexts, so the caller must read the prompt again without that context.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +22,7 @@ from kvbench.cache.guard import Handed, count_writes, without_gradients
 from kvbench.cache.layer import Layer, Lazy
 from kvbench.cache.storage import StoredRows
 from kvbench.engine.generation import GenerationContext
+from kvbench.engine.shared_scores import SharedScores, group_by_scores
 from kvbench.engine.spending import move
 from kvbench.engine.timing import Stamps, now
 from kvbench.interfaces.observation import LayerInputs
@@ -42,10 +45,17 @@ class ContextFailed(Exception):
 class FanOutLayer:
     """The layers with the same index in several contexts, as one layer for the model."""
 
-    def __init__(self, layers: Sequence[Layer], watched: "SharedTensors") -> None:
-        """Combine the layers; `watched` holds the tensors that they share."""
-        self.layers, self.watched = layers, watched
+    def __init__(self, layers: Sequence[Layer], watched: "SharedTensors", groups: Sequence[int]) -> None:
+        """Combine the layers.
+
+        Args:
+            layers: The layers.
+            watched: The tensors that they share.
+            groups: A number for each layer. Layers with the same number may share scores.
+        """
+        self.layers, self.watched, self.groups = layers, watched, groups
         self.stamps: Stamps | None = None  # the time after attention, and after each of the layers
+        self.scores: list[SharedScores] = []
 
     @property
     def wants_unrotated_keys(self) -> bool:
@@ -95,11 +105,18 @@ class FanOutLayer:
 
         views: dict[int, Lazy] = {}  # of the same rows
         own_views = [views.setdefault(id(own.rows), Lazy(partial(view, own.rows))) for own in self.layers]
-        for number, (layer, own) in enumerate(zip(self.layers, own_views, strict=True)):
+        groups = [(group, id(own.rows)) for group, own in zip(self.groups, self.layers, strict=True)]
+        scores = {group: SharedScores(queries.device.type, shown) for group, n in Counter(groups).items() if n > 1}
+        for number, (layer, own, group) in enumerate(zip(self.layers, own_views, groups, strict=True)):
             with attribute_errors_to(number):
+                layer.share_scores = partial(scores[group].find, number) if group in scores else None
                 layer.after_attention(queries, outputs, lse, scaling, output_weight, rotation, own)
+                layer.share_scores = None
                 self.watched.check(f"method={layer.choice.method.name}", shown)
             self.stamps.put()
+        self.scores = list(scores.values())
+        for shared in self.scores:
+            shared.release()
         return outputs
 
 
@@ -142,7 +159,8 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
         ids: Token ids, (B, n).
 
     Returns:
-        Milliseconds of each context: the time of the shared part plus its own.
+        Milliseconds of each context: the time of the shared part plus its own. Scores that it took from another
+        context count as its own, as if it had computed them.
 
     Raises:
         ContextFailed: A context failed.
@@ -153,7 +171,10 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
         context.begin(tokens)
         context.expect(tokens)
     watched = SharedTensors()
-    layers = [FanOutLayer(own, watched) for own in zip(*(context.own_layers for context in contexts), strict=True)]
+    groups = group_by_scores(contexts)
+    layers = [
+        FanOutLayer(own, watched, groups) for own in zip(*(context.own_layers for context in contexts), strict=True)
+    ]
     cache = make_cache(model, layers)
     with kvbench_attention(model):
         logits = forward(model, ids, cache, keep=1)[:, -1]
@@ -169,6 +190,10 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
             context.lent = [(index, reference) for reference, _, index in watched.tensors]
         own[number] += 1000 * (now(device) - begin)
     move("reading", "cutting", sum(own) / 1000)
+    for scores in (scores for layer in layers for scores in layer.scores if scores.borrowers):
+        saved = scores.saved()
+        for number in scores.borrowers:
+            own[number] += saved
     return [common + times for times in own]
 
 

@@ -1,6 +1,7 @@
 """One prefill for several contexts, runs and cells: their records are those of each alone."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -234,6 +235,46 @@ def test_a_run_that_fails_is_left_to_its_own_cell(where, runs, bench, alone, tmp
     assert [strip_circumstances(folders[index].records()) for index in others] == alone(
         [runs[index] for index in others]
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "scored"),
+    [("pure", [1, 1, 1]), ("budget", [4, 4, 4]), ("memory", [4, 4, 4]), ("settings", [2, 2, 2]), ("seeds", [2, 2, 2])],
+)
+def test_equal_methods_score_the_same_rows_once(kind, scored):
+    """Unless a method asks for the budget or remembers something. Each context's time contains the scores."""
+    calls = [0] * 3
+
+    @dataclass(frozen=True)
+    class Counting(Method):
+        power: int = 1
+
+        def score(self, observation: Observation, rows: Rows, state: State) -> torch.Tensor:
+            calls[observation.layer] += 1
+            time.sleep(0.005)
+            if kind == "memory":
+                state.layer["seen"] = observation.tokens
+            factor = float(observation.share) if kind == "budget" else 1.0
+            return factor * rows.keys.norm(dim=-1) ** self.power + state.seeds[0] * (rows.places % 3)
+
+    allocators = [build_policy("knorm", own, "llama")[1] for own in ("uniform", "ada")]
+    codec = build_policy("knorm", "uniform", "llama")[2]
+
+    def some() -> list[GenerationContext]:
+        powers, seeds = (1, 2) if kind == "settings" else (1, 1), (1, 2) if kind == "seeds" else (1, 1)
+        own = [(Counting("counting", power=powers[i % 2]), allocators[i // 2], seeds[i % 2]) for i in range(4)]
+        return [
+            GenerationContext(tiny("llama"), CachePolicy(method, allocator, codec), Budget(0.1 + i / 10), None, (seed,))
+            for i, (method, allocator, seed) in enumerate(own)
+        ]
+
+    shared = some()
+    milliseconds = shared_prefill.prefill(shared, ids(60))
+    assert calls == scored and min(milliseconds) > 3 * 5
+    for alone, context in zip(some(), shared, strict=True):
+        alone.prefill(ids(60))
+        expected, found = facts(alone), facts(context)
+        assert all(equal(expected[name], found[name]) for name in expected)
 
 
 def test_writing_later_into_what_contexts_are_shown_together_is_an_error():

@@ -1,0 +1,88 @@
+"""Compute scores once for several contexts whose methods are equal.
+
+Contexts that read a prompt together hold the same rows until their first cut. If they differ only in the budget, their
+methods give these rows the same scores. That is certain if the method remembers nothing (its state is empty before and
+after the call) and does not ask for the budget. Otherwise every context computes its own scores.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvbench.cache.guard import Handed
+from kvbench.engine.context import PromptContext
+from kvbench.engine.timing import Stamps
+from kvbench.interfaces.observation import Observation, State
+from kvbench.interfaces.rows import Rows
+
+
+class WatchedObservation(Observation):
+    """An observation that notes in the list `asked` that a hook asked for the budget, which differs among contexts."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "share":
+            vars(self).get("asked", []).append(name)  # a copy that a hook has made has no list; making it asked
+        return super().__getattribute__(name)
+
+
+class SharedScores:
+    """The scores of the rows that one layer holds in several contexts with equal methods.
+
+    Attributes:
+        borrowers: The numbers of the contexts that took the scores that another one had computed.
+    """
+
+    def __init__(self, device: str, shown: Handed) -> None:
+        """Share scores on a device. `shown` watches them as soon as they may be shared."""
+        self.borrowers: list[int] = []
+        self.shown, self.stamps = shown, Stamps(device)
+        self.found: tuple[Rows, Tensor] | None = None
+
+    def find(
+        self, number: int, observation: Observation, rows: Rows, state: State, compute: Callable[[Observation], Tensor]
+    ) -> Tensor:
+        """Return the scores of the rows, (B, H, n), for the context with this number.
+
+        The other arguments are those of `kvbench.cache.eviction.ScoreSharing`.
+        """
+        if state.layer or state.shared or (self.found and self.found[0] is not rows):
+            return compute(observation)
+        if self.found:
+            self.borrowers.append(number)
+            return self.found[1]
+        asked: list[str] = []
+        watched = object.__new__(WatchedObservation)
+        vars(watched).update(vars(observation), asked=asked)
+        self.stamps = Stamps(self.stamps.device)
+        self.stamps.put()
+        scores = compute(watched)
+        self.stamps.put()
+        if not (asked or state.layer or state.shared):
+            self.found = rows, scores
+            self.shown.add("scores", scores)
+        return scores
+
+    def release(self) -> None:
+        """Release the rows and the scores, because all contexts have cut the layer."""
+        self.found = None
+
+    def saved(self) -> float:
+        """Return the milliseconds that the scores took, which each borrower has saved."""
+        return sum(self.stamps.between())
+
+
+def group_by_scores(contexts: Sequence[PromptContext]) -> list[int]:
+    """Return for each context the number of the first one whose method, seeds and prefix are equal."""
+    found: list[int] = []
+    for number, own in enumerate(contexts):
+        equal = (first for first in range(number) if scores_alike(contexts[first], own))
+        found.append(next(equal, number))
+    return found
+
+
+def scores_alike(one: PromptContext, other: PromptContext) -> bool:
+    """Return whether hooks of two contexts get the same settings, seeds and prefix."""
+    methods = [own.choice.method for own in (one, other)]
+    same = methods[0] == methods[1] and repr(methods[0]) == repr(methods[1])  # 1 == 1.0 == True
+    return same and (one.seeds, one.prefix) == (other.seeds, other.prefix)
