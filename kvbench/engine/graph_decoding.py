@@ -83,7 +83,7 @@ def add_projected(
 @cache
 def capture_stream(gpu: int) -> torch.cuda.Stream:
     """Return the stream on which graphs are captured: one per GPU, because cuBLAS keeps a workspace for each stream."""
-    return torch.cuda.Stream(gpu)
+    return torch.cuda.Stream(gpu, priority=-1)  # before what is done beside it
 
 
 @cache
@@ -153,6 +153,10 @@ class StepRows(Protocol):
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
         """Return the function that appends and attends in one layer, for `forward_step`."""
+
+    def prepare(self) -> None:
+        """Make memory ready to read a token, which capturing a graph does. Nothing of it is kept."""
+        self.back(0)
 
     def settle(self) -> None:
         """Let the current stream wait for what reading the token still does on others."""
@@ -322,7 +326,10 @@ class GraphDecoder:
         waits = implementation == "reference" or is_announcing()  # the reference waits for the host
         if device.type == "cuda" and not waits:
             for cuts in sorted({rows.cuts(number) for number in range(tokens)}):
-                self.back(0)  # capturing reads a token, which the rows have room for
+                if self.graphs:
+                    self.back(0)
+                else:
+                    self.rows.prepare()
                 self.graphs[cuts] = capture(partial(self.one, cuts))
         self.back(0)
 

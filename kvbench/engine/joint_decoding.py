@@ -248,6 +248,10 @@ class JoinedRows(StepRows):
             here.wait_stream(other)
         return torch.cat(results)
 
+    def prepare(self) -> None:
+        for piece in self.pieces:
+            piece.prepare()
+
     def settle(self) -> None:
         for piece in self.pieces:
             piece.settle()

@@ -75,7 +75,7 @@ class SlotRows(QuotaRows):
         self.ranks = [torch.zeros_like(own) for own in self.places]  # of each slot's row
         self.order = [torch.zeros_like(own) for own in self.places]  # the slot of each rank
         self.free = torch.zeros(len(layers), *shape, dtype=torch.int64, device=device)  # the next token's slot
-        self.lengths = torch.zeros_like(self.free)  # slots in use, the next token's included
+        self.lengths = torch.ones_like(self.free)  # slots in use, the next token's included
         self.mass = [torch.zeros_like(own) if grows else own for own, grows in zip(self.mass, self.grows, strict=True)]
         # a new row's rank in a layer that does not grow
         self.last = torch.tensor([int(count.max()) - 1 for count in capacities], device=device)
@@ -170,6 +170,9 @@ class SlotRows(QuotaRows):
         for name, column in columns.items():
             column.copy_(rows.columns[name])
             column.scatter_(-1, free[..., None], 0)
+
+    def prepare(self) -> None:
+        """Do nothing: each head has a slot for a token, and its other slots hold zeros."""
 
     def settle(self) -> None:
         self.beside.settle()

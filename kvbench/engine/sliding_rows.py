@@ -117,6 +117,9 @@ class SlidingRows(StepRows):
 
         return attend
 
+    def prepare(self) -> None:
+        self.others.prepare()
+
     def settle(self) -> None:
         self.others.settle()
 

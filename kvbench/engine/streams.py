@@ -12,8 +12,11 @@ STREAMS = 8  # most streams on which contexts attend side by side; as many settl
 
 @cache
 def make_streams(gpu: torch.device) -> list[torch.cuda.Stream]:
-    """Make two times `STREAMS` streams: once for each GPU, because cuBLAS keeps a workspace for each."""
-    return [torch.cuda.Stream(gpu) for _ in range(2 * STREAMS)]
+    """Make two times `STREAMS` streams: once for each GPU, because cuBLAS keeps a workspace for each.
+
+    What runs in the first half comes before what runs in the second one.
+    """
+    return [torch.cuda.Stream(gpu, priority=priority) for priority in (-1, 0) for _ in range(STREAMS)]
 
 
 class Beside:
