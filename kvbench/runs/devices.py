@@ -1,5 +1,6 @@
 """Choose the device and the dtype of a run. This imports torch only if it is built for GPUs."""
 
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,21 @@ def choose_device(asked: str) -> str:
 def choose_dtype(asked: str, device: str) -> str:
     """Return the name of a dtype for the setting `dtype`: "auto" is float32 on a CPU and bfloat16 on a GPU."""
     return asked if asked != "auto" else "float32" if device == "cpu" else "bfloat16"
+
+
+def count_device_bytes(device: str, all_gpus: bool) -> int:
+    """Return the bytes of memory that the device has in all.
+
+    Args:
+        device: "cpu" or "cuda".
+        all_gpus: Whether to count the memory of all GPUs.
+    """
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import torch
+
+    count = torch.cuda.device_count() if all_gpus else 1
+    return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))
 
 
 def name_gpu() -> str:

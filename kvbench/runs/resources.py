@@ -27,6 +27,7 @@ class Resources:
         rehearsed: What was tried before a first sample and need not be tried again with this model: the choices of
             responders, and what a group of runs may need (`kvbench.runs.warming.list_needs`).
         gpu_processes: The number of processes of the sweep that use this one's GPU, this one included; 1 on a CPU.
+        processes: The number of processes that share the samples, this one included.
     """
 
     run: RunSpec
@@ -35,6 +36,7 @@ class Resources:
     predictions: dict[str, str] = field(default_factory=dict)
     rehearsed: set[Hashable] = field(default_factory=set)
     gpu_processes: int = 1
+    processes: int = 1
 
     def renew(self, run: RunSpec) -> "Resources":
         """Return the resources of another run, with what it can use of these.
@@ -52,7 +54,10 @@ class Resources:
             run = replace(run, task=before.task)  # only the task that made the samples can score them
         alike = run.baseline().value == before.baseline().value
         predictions = self.predictions if alike else {}
-        return Resources(run, loaded, predictions=predictions, rehearsed=rehearsed, gpu_processes=self.gpu_processes)
+        return Resources(
+            run, loaded, predictions=predictions, rehearsed=rehearsed, gpu_processes=self.gpu_processes,
+            processes=self.processes,
+        )  # fmt: skip
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self.loaded:

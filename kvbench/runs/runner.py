@@ -19,6 +19,7 @@ from kvbench.config.provenance import find_revision, replay_hash, source_hashes
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
+from kvbench.runs.joint_samples import limit_claim
 from kvbench.runs.prompt import Prompt, batch_key
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import list_turns
@@ -102,7 +103,9 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
             turns = list_turns(uid, prompts)
             batches = [turns or [uid, *claim_companions(uid, prompts, runs[0], free)]]
             if not turns:
-                batches += claim_batches(uid, prompts, runs[0], free, company.most_batches - 1)
+                left = sum(not all(folder.is_recorded(other) for folder in free) for other in prompts)
+                most = limit_claim(company.most_batches, left, bench.processes)
+                batches += claim_batches(uid, prompts, runs[0], free, most - 1)
             every = list(chain(*batches))
             own = {folder: [uid, *filter(folder.claim, turns)] if turns else every for folder in free}
             asked = [[prompts[other] for other in batch] for batch in batches]

@@ -25,6 +25,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.transformers_port import use_first_layers
+from kvbench.runs.joint_samples import choose_joint_samples
 from kvbench.runs.prompt import Prompt, batch_key
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import WARM_UP, Responder, list_turns
@@ -49,10 +50,13 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
         runs: Runs that differ only in method, allocator, codec or budget, by the folders of their records.
         bench: Their tokenizer, model and prompts.
     """
-    make, first = partial(Responder, bench=bench), next(iter(runs.values()))
+    first = next(iter(runs.values()))
+    longest = max(len(prompt.ids) + prompt.unknown for _, prompt in bench.prompts.values())
+    samples = choose_joint_samples(runs.values(), longest, bench.gpu_processes) if first.shares_decoding else 1
+    make_group = partial(RunGroup, runs, partial(Responder, bench=bench), bench.reload_model, samples)
     device, needs = first.device, list_needs(runs.values(), bench.prompts)
     if device == "cpu" or bench.rehearsed.issuperset(needs):
-        return RunGroup(runs, make, bench.reload_model)
+        return make_group()
     examples = choose_examples(bench.prompts, first)
     kinds = {name_kind(run): run for run in runs.values()}.values()  # the same kernels serve all budgets
     gpu = next(bench.model.parameters()).device  # the model is loaded before the time begins
@@ -64,7 +68,7 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
             say_not_ahead("all methods", error)
         done.seconds += time.perf_counter() - begin
         clear(device)
-        group = RunGroup(runs, make, bench.reload_model)
+        group = make_group()
         for some in examples:
             group.rehearse([some, *find_companion(some, bench.prompts)])
         forget_peak(device)

@@ -107,7 +107,8 @@ class Workers:
             own, sharing = {"CUDA_VISIBLE_DEVICES": self.gpus[index]}, self.gpus.count(self.gpus[index])
         own |= {"TQDM_DISABLE": "1"} if index else {}
         here, there = context.Pipe()
-        process = context.Process(target=run_worker, args=(there, self.results, sharing), daemon=True)
+        arguments = there, self.results, sharing, len(self.processes)
+        process = context.Process(target=run_worker, args=arguments, daemon=True)
         with set_environment(own), ignore_interrupts():  # before the new process imports tqdm, which reads it
             process.start()
         there.close()  # so that `recv` fails if the process dies
@@ -159,7 +160,7 @@ def set_environment(own: dict[str, str]) -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if name in own})
 
 
-def run_worker(connection: Connection, results: Path, gpu_processes: int) -> None:
+def run_worker(connection: Connection, results: Path, gpu_processes: int, processes: int) -> None:
     """Execute the runs that arrive, and answer when they are done; the main function of a process.
 
     It is silent about invalid settings, broken contracts and a disk that cannot be written. The process that asks for
@@ -169,14 +170,19 @@ def run_worker(connection: Connection, results: Path, gpu_processes: int) -> Non
         connection: Gives lists of groups of runs, and None at the end.
         results: The results folder.
         gpu_processes: The number of processes that use the GPU, this one included; 1 on a CPU.
+        processes: The number of processes that share the samples, this one included.
     """
     Thread(target=exit_with_parent, daemon=True).start()
-    bench, say_spending = None, start_counting(" of a worker")
+    bench: Resources | None = None
+    say_spending = start_counting(" of a worker")
     with suppress(Terminated), raise_on_sigterm():
         while (groups := receive(connection)) is not None:
             try:
                 for runs in groups:
-                    bench = Resources(runs[0], gpu_processes=gpu_processes) if bench is None else bench.renew(runs[0])
+                    if bench is None:
+                        bench = Resources(runs[0], gpu_processes=gpu_processes, processes=processes)
+                    else:
+                        bench = bench.renew(runs[0])
                     with suppress(ContractError):
                         execute_beside_others(runs, results, bench)
             except SettingError:

@@ -7,10 +7,10 @@ of the machine. A sliding-window layer counts with all tokens. What a prefill ne
 passes may still be too large.
 """
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
+from kvbench.runs.devices import count_device_bytes
 from kvbench.validation import SettingError
 
 
@@ -24,13 +24,7 @@ def count_needed_bytes(run: Any) -> int:
 
 def count_available_bytes(run: Any) -> int:
     """Bytes that there are for them."""
-    if run.device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    import torch
-
-    spread = run.checkpoint.device_map is not None
-    count = torch.cuda.device_count() if spread else 1
-    return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))
+    return count_device_bytes(run.device, run.checkpoint.device_map is not None)
 
 
 def select_largest(runs: Iterable[Any]) -> list[Any]:
