@@ -2,9 +2,11 @@
 
 Triton compiles a variant of a kernel at its first launch, one after the other. `compile_ahead` lets a computation
 announce its launches (`kvbench.kernels.dispatch.announce_launches`), and compiles what it would launch on all
-processors at once. Triton keeps the results on disk, so this takes time only once on a machine.
+processors at once. Triton keeps the results on disk, so this takes time only once on a machine. Of several processes,
+such as the workers of a sweep, one compiles while the others wait, and they find its results.
 """
 
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,13 +55,29 @@ def count_compilations() -> Iterator[Compilations]:
         knobs.compilation.listener = before
 
 
+@contextmanager
+def hold_compiler() -> Iterator[None]:
+    """Let only one process at a time compile into Triton's cache. The others wait here."""
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "kvbench.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def compile_ahead(work: Callable[[], None]) -> None:
     """Compile the kernels that `work` launches on the current GPU, as many at once as there are processors.
 
-    None of them runs. A kernel that cannot be compiled is left out, and its first launch raises the error.
+    None of them runs. A kernel that cannot be compiled is left out, and its first launch raises the error. Other
+    processes wait meanwhile if they want to compile with the same cache.
 
     Args:
         work: The computation. Its operations take their reference implementations.
+
+    Raises:
+        OSError: The folder of Triton's cache cannot be written.
     """
     from triton import AsyncCompileMode
     from triton.runtime import JITFunction
@@ -71,7 +90,7 @@ def compile_ahead(work: Callable[[], None]) -> None:
             found.result(ignore_errors=True)  # now Triton knows the variant, and finds it sooner
 
     threads, gpu = len(os.sched_getaffinity(0)), torch.cuda.current_device()
-    with ThreadPoolExecutor(threads, initializer=partial(torch.cuda.set_device, gpu)) as pool:
+    with hold_compiler(), ThreadPoolExecutor(threads, initializer=partial(torch.cuda.set_device, gpu)) as pool:
         compiling = AsyncCompileMode(pool, ignore_errors=True)
         JITFunction.run = announce
         try:

@@ -72,8 +72,8 @@ def draw_samples(asked: SampleRequest) -> list[Sample]:
     subtask, length, samples, folder, cache = asked
     model = Checkpoint("", folder)
     longest = length if subtask != LEDGER else model.longest()
-    task = make_task(subtask, length, samples, cache)
-    return list(task.samples(model.tokenizer(), 1, longest))  # type: ignore[union-attr]  # not the InitVar `samples`
+    task: Any = make_task(subtask, length, samples, cache)  # mypy may take `samples` for the InitVar of this name
+    return list(task.samples(model.tokenizer(), 1, longest))
 
 
 @torch.inference_mode()

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Thread
 
 import pytest
 import torch
 
 from kvbench.config.compose import compose_config
+from kvbench.engine.warming import hold_compiler
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Sample
 from kvbench.methods.knorm import Knorm
@@ -224,3 +226,21 @@ def test_what_a_group_may_need_follows_from_its_runs_and_sizes():
     together = list_needs([replace(own, shares_decoding=True) for own in pair], prompts)
     assert not together & list_needs(pair, prompts)
     assert not together & list_needs([replace(run, shares_decoding=True)], prompts)  # whose last sample is alone
+
+
+def test_processes_compile_one_after_the_other(tmp_path, monkeypatch):
+    """A second thread stands for a second process: `flock` tells them apart by the file that each opens."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    order = []
+
+    def compile_too():
+        with hold_compiler():
+            order.append("other")
+
+    other = Thread(target=compile_too)
+    with hold_compiler():
+        other.start()
+        other.join(0.05)
+        order.append("own")
+    other.join()
+    assert order == ["own", "other"]
