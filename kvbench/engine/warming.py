@@ -2,8 +2,9 @@
 
 Triton compiles a variant of a kernel at its first launch, one after the other. `compile_ahead` lets a computation
 announce its launches (`kvbench.kernels.dispatch.announce_launches`), and compiles what it would launch on all
-processors at once. Triton keeps the results on disk, so this takes time only once on a machine. Of several processes,
-such as the workers of a sweep, one compiles while the others wait, and they find its results.
+processors at once. Triton keeps the results on disk, and beside them kvbench notes what was compiled ahead, so this
+takes time only once on a machine. Of several processes, such as the workers of a sweep, one compiles while the others
+wait.
 """
 
 import fcntl
@@ -56,29 +57,45 @@ def count_compilations() -> Iterator[Compilations]:
 
 
 @contextmanager
-def hold_compiler() -> Iterator[None]:
-    """Let only one process at a time compile into Triton's cache. The others wait here."""
+def hold_compiler(key: str) -> Iterator[Path]:
+    """Let only one process at a time compile into Triton's cache. The others wait here.
+
+    Args:
+        key: Identifies what is compiled.
+
+    Yields:
+        The file that notes that it was compiled. Whoever has compiled it makes this file.
+    """
     from triton import knobs
 
     folder = Path(knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "kvbench.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield folder / f"kvbench-{key}.compiled"
 
 
-def compile_ahead(work: Callable[[], None]) -> None:
+def compile_ahead(key: str, work: Callable[[], None]) -> None:
     """Compile the kernels that `work` launches on the current GPU, as many at once as there are processors.
 
     None of them runs. A kernel that cannot be compiled is left out, and its first launch raises the error. Other
-    processes wait meanwhile if they want to compile with the same cache.
+    processes wait meanwhile if they want to compile into the same cache. If that was done before, nothing happens.
 
     Args:
+        key: Identifies `work`, the sources of its kernels, the GPU and the versions.
         work: The computation. Its operations take their reference implementations.
 
     Raises:
         OSError: The folder of Triton's cache cannot be written.
     """
+    with hold_compiler(key) as note:
+        if not note.exists():
+            compile_announced(work)
+            note.touch()
+
+
+def compile_announced(work: Callable[[], None]) -> None:
+    """Compile what `work` would launch, as `compile_ahead` says."""
     from triton import AsyncCompileMode
     from triton.runtime import JITFunction
 
@@ -90,7 +107,7 @@ def compile_ahead(work: Callable[[], None]) -> None:
             found.result(ignore_errors=True)  # now Triton knows the variant, and finds it sooner
 
     threads, gpu = len(os.sched_getaffinity(0)), torch.cuda.current_device()
-    with hold_compiler(), ThreadPoolExecutor(threads, initializer=partial(torch.cuda.set_device, gpu)) as pool:
+    with ThreadPoolExecutor(threads, initializer=partial(torch.cuda.set_device, gpu)) as pool:
         compiling = AsyncCompileMode(pool, ignore_errors=True)
         JITFunction.run = announce
         try:

@@ -2,7 +2,8 @@
 
 First all runs read the beginnings of some prompts while their kernels are only announced, and compiled on all
 processors at once. Then they read these prompts whole and begin the answers as they will with samples, and keep
-nothing. This compiles what is left, and does what libraries do once for a length.
+nothing. This compiles what is left, and does what libraries do once for a length. Processes that share a GPU leave it
+out, because no table shows their times.
 """
 
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib.metadata import version
 from itertools import islice
 
 import torch
@@ -31,7 +33,7 @@ from kvbench.runs.resources import Resources
 from kvbench.runs.responder import WARM_UP, Responder, list_turns
 from kvbench.runs.shared_runs import Batch, RunGroup, clear_frames, spoils_model
 from kvbench.runs.spec import RunSpec
-from kvbench.store.run_folder import RunFolder
+from kvbench.store.run_folder import RunFolder, run_hash
 from kvbench.validation import ContractError
 
 BEGINNING = 8192  # most tokens of a block that the first layers read: almost all kernels are those of longer prompts
@@ -63,13 +65,14 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
     with report_compilations() as done, torch.random.fork_rng([gpu]):
         begin = time.perf_counter()
         try:
-            compile_ahead(partial(read_beginnings, kinds, bench, [some[0] for some in examples]))
+            key = run_hash({"runs": sorted(folder.hash for folder in runs), "triton": version("triton")})
+            compile_ahead(key, partial(read_beginnings, kinds, bench, [some[0] for some in examples]))
         except Exception as error:  # of Triton; what follows compiles them too
             say_not_ahead("all methods", error)
         done.seconds += time.perf_counter() - begin
         clear(device)
         group = make_group()
-        for some in examples:
+        for some in examples if bench.gpu_processes == 1 else ():
             group.rehearse([some, *find_companion(some, bench.prompts)])
         forget_peak(device)
     if len(group.readers) == len(runs):

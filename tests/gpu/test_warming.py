@@ -88,3 +88,11 @@ def test_a_run_after_the_command_compiles_nothing(tmp_path):
     assert "kvbench: compiled " in warmed.stderr and not list((tmp_path / "results").glob("runs/*"))
     done = run(tmp_path, "-m", "kvbench", "run", "-m", *settings)
     assert done.returncode == 0 and "kvbench: compiled " not in done.stderr, done.stderr
+
+
+def test_processes_that_share_a_gpu_compile_once(tmp_path):
+    done = run(tmp_path, "-m", "kvbench", "run", "-m", *MODEL, *TASK, "budget=0.2", "method=snapkv,knorm", "workers=2")
+    assert done.returncode == 0, done.stderr
+    records = [record for file in tmp_path.glob("results/runs/*/records*.jsonl") for record in file.open()]
+    assert len(records) == 30 and all(json.loads(record)["gpu_processes"] == 2 for record in records)
+    assert len(list((tmp_path / "triton").glob("kvbench-*.compiled"))) == 1

@@ -182,12 +182,15 @@ def work():
     results.append(similarity(keys, keys[:, :, 0], "dot"))
 
 with count_compilations() as done:
-    compile_ahead(work)
+    compile_ahead("one", work)
 assert done.kernels == 2 * ["compare_kernel"] and done.seconds == 0.0, done
 assert torch.allclose(results[0], keys.norm(dim=-1))
 with count_compilations() as done:
-    compile_ahead(work)
+    compile_ahead("other", work)
 assert done.kernels == [], done
+results.clear()
+compile_ahead("one", work)
+assert results == [], "compiled before"
 """
 
 
@@ -234,13 +237,14 @@ def test_processes_compile_one_after_the_other(tmp_path, monkeypatch):
     order = []
 
     def compile_too():
-        with hold_compiler():
-            order.append("other")
+        with hold_compiler("key") as note:
+            order.append("other" if note.exists() else "too early")
 
     other = Thread(target=compile_too)
-    with hold_compiler():
+    with hold_compiler("key") as note:
         other.start()
         other.join(0.05)
         order.append("own")
+        note.touch()
     other.join()
     assert order == ["own", "other"]
