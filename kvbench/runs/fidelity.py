@@ -75,8 +75,8 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]], joins:
             filled up to a multiple of `FILL`, because only answers of one length are decoded together.
 
     Returns:
-        A session with the log-probabilities of the next token in front of each token of the answers, float32, shape
-        (B, longest, vocab).
+        A session with the log-probabilities of the next token in front of each token of the answers, shape
+        (B, longest, vocab), float32 or wider.
     """
     device = context.last_logits.device
     ids = pad_sequence([torch.tensor(own, dtype=torch.int64) for own in answers], batch_first=True).to(device)
@@ -95,7 +95,8 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]], joins:
         else:
             with spend("comparing"):
                 logits = torch.cat([context.last_logits[:, None], context.extend(ids[:, :-1])], dim=1)
-    return logits[:, :longest].float().log_softmax(-1)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits[:, :longest].to(wide).log_softmax(-1)
 
 
 def mean_nll(predicted: Tensor, answer: Sequence[int]) -> float:
