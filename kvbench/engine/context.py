@@ -34,6 +34,7 @@ from kvbench.engine.graph_decoding import only_appends
 from kvbench.engine.graph_prefill import SHORT, GraphPrefill
 from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
 from kvbench.engine.read_rows import reads_in_graph
+from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
@@ -441,6 +442,7 @@ class PromptContext:
             if found := written.written():
                 self.own_layers[0].guard.report(self.choice.owners, hook, found)
 
+    @spend("restoring")
     def snapshot(self) -> ContextSnapshot:
         """Return everything that `restore` needs. Rows are shared, not copied."""
         frequencies = self.cache.frequencies
@@ -453,6 +455,7 @@ class PromptContext:
             shared=copy_containers(self.own_layers[0].state.shared),
         )  # fmt: skip
 
+    @spend("restoring")
     def restore(self, snapshot: ContextSnapshot) -> None:
         """Return to a snapshot, also during an answer."""
         self.path = None
@@ -472,6 +475,7 @@ class PromptContext:
         shared.clear()
         shared.update(snapshot.shared)
 
+    @spend("restoring")
     def _lent(self) -> Handed:
         """Return the shared keys and values that other contexts still hold, watched."""
         found = self.own_layers[0].guard.handed()

@@ -67,6 +67,7 @@ class GenerationContext(PromptContext):
         assert self.logits is not None
         return self.logits
 
+    @spend("capturing")
     @without_gradients
     def reserve(self, tokens: int) -> None:
         """Reserve memory for an answer of `tokens` tokens, or up to its first cut, so that `bytes` counts it."""
@@ -208,6 +209,7 @@ def open_path(answer: Answer) -> DecodePath:
         return GraphPath(answer, planned)
 
 
+@spend("capturing")
 def plan_rows(context: GenerationContext, left: int, worth: int = WORTH) -> PlannedRows | None:
     """Choose the rows with which a graph can read the next tokens, or None if the modules must read.
 

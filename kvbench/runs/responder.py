@@ -440,6 +440,7 @@ class Responder:
             record = self.made[uid]
         return record.get("predictions")
 
+    @spend("comparing")
     def _count(self, context: GenerationContext) -> dict:
         """Return what one sample of the batch holds when the answer begins."""
         held, layers, batch = context.bytes(), context.own_layers, len(context.seeds)

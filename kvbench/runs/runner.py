@@ -88,8 +88,9 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
         for folder, run in open_.items():
             with spend("starting"):
                 process = describe_process(run)
-            stack.enter_context(folder.open(process, len(prompts)))
-            folder.refresh()
+            with spend("writing"):
+                stack.enter_context(folder.open(process, len(prompts)))
+                folder.refresh()
 
         def made_so_far() -> int:
             """Count the records on disk, whichever process made them."""

@@ -234,8 +234,9 @@ class RunGroup:
             contexts = [
                 (folder, self.readers[folder].open(batches[number])) for folder in own if folder in self.readers
             ]
-            for _, context in contexts:
-                separate_memory(context, used)
+            with spend("reading"):
+                for _, context in contexts:
+                    separate_memory(context, used)
             for folder, _ in contexts:
                 begun.append((folder, number))
                 yield begin(self.readers[folder], batches[number])
