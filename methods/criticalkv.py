@@ -49,6 +49,10 @@ class CriticalKV(Method):
         super().__post_init__()
         if not self.base.overrides("score") or self.base.streams:
             raise SettingError(f"method.base={self.base.name}: {self.name} needs a method that scores rows")
+        if self.base.budget_setting is not None:
+            raise SettingError(
+                f"method.base={self.base.name}: it decides itself how many rows stay; choose another method"
+            )
         if self.base.weighs_values:
             raise SettingError(f"method.base={self.base.name}: values would count twice; use it without its value norm")
         base = replace(

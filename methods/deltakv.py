@@ -7,13 +7,16 @@ it, up to the next observation layer. Layers before the first full layer attend 
 
     s_j = max_h q_h·k_j        over all query heads h, without softmax and factor
 
+With `smoothing` a > 0, a candidate that the layer has scored before gets a·(its last s_j) + (1 - a)·s_j, which is then
+its last one. The source has a = 0.5 with omnikv_score_method=exp.
+
 The budget is the ratio r; a whole number is the number of rows itself. Candidates are the rows that the codec has
 compressed, which is codec=delta in the paper's system. The other rows, sinks and the newest, are always attended to.
 With a codec that does not tell what it has packed, such as raw, all rows are candidates but for the first `sinks` and
 the last `recent`: the system's selection without its compression.
 
-A block of several tokens, such as a question, attends to all rows, and so does the prefill. The source can also select
-for each chunk of a prompt, and can smooth scores over tokens; both are off by default and left out.
+A block of several tokens, such as a question, attends to all rows and scores none, and so does the prefill. The source
+can also select for each chunk of a prompt; that is off by default and left out.
 """
 
 from collections.abc import Callable
@@ -44,6 +47,8 @@ class DeltaKV(Method):
     """First rows that are always attended to."""
     recent: int = setting(minimum=1)
     """Newest rows that are always attended to, the token's own included."""
+    smoothing: float = setting(minimum=0, below=1)
+    """Share of a candidate's last score in its next one, a."""
 
     scores = False
     attends_subset = True
@@ -70,13 +75,13 @@ class DeltaKV(Method):
         shared, heads = state.shared, request.queries.shape[1]
         if request.layer in full:
             if request.layer + 1 < request.layers and request.layer + 1 not in full:
-                shared |= {"look": self.choose(request, rows), "token": request.first}
+                shared |= {"look": self.choose(request, rows, state), "token": request.first}
             return None
         if shared.get("token") != request.first or shared["look"] is None:  # no observation layer has seen this token
             return None
         return shared["look"].to(request.queries.device)[:, None].expand(-1, heads, -1)
 
-    def choose(self, request: ReadRequest, rows: Callable[[], Rows]) -> Tensor | None:
+    def choose(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
         """Return the rows to attend to, (B, n) bool, or None for all."""
         held = request.first + 1
         start, stop = request.packed or (0, held)
@@ -84,8 +89,15 @@ class DeltaKV(Method):
         candidates = max(0, stop - start)
         quota = request.quota if request.fraction is None else int(request.fraction * candidates)
         assert quota is not None  # `read`
-        if quota >= candidates:
+        if quota >= candidates and not (candidates and self.smoothing):
             return None
         scores = max_logits(request.queries[:, :, -1], rows().keys[:, :, start:stop], 1.0)
+        if self.smoothing:
+            last = state.layer.get("scores", scores[:, :0])
+            known = last.shape[1]  # candidates only grow in number
+            smoothed = last * self.smoothing + scores[:, :known] * (1 - self.smoothing)
+            scores = state.layer["scores"] = torch.cat([smoothed, scores[:, known:]], 1)
+        if quota >= candidates:
+            return None
         chosen = top_k_mask(scores[:, None], quota)[:, 0]
         return torch.cat([chosen.new_ones(len(chosen), start), chosen, chosen.new_ones(len(chosen), held - stop)], 1)

@@ -1,4 +1,4 @@
-"""Group runs that differ only in their budget, on the samples that all of them and the full cache answered."""
+"""Group runs that differ only in how many rows stay, on the samples that all of them and the full cache answered."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,7 +111,7 @@ class BudgetSeries:
         sides = [[scored.method_values for scored in own] for own in scores]
         *means, full = compute_means([(own, weights) for own in (*sides, [own.full_values for own in scores[0]])])
         changes = compare_averages([(own, weights) for own in scores])
-        budgets = [str(run.value["budget"]) for run in self.runs]
+        budgets = [run.budget_name for run in self.runs]
         kept = map(float, curve.points[0])
         found = [Point(*own) for own in zip(budgets, kept, means, changes, strict=True)]
         shares = [[compute_kept_share(self.full.records[self.uids[at]], self.against) for at in own] for own in places]
@@ -163,7 +163,8 @@ def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice:
             answered by all runs.
     """
     # differing averages follow from another setting, so a message names that setting first
-    if found := find_differences(runs, ("budget", "averages")) or find_differences(runs, ("budget",)):
+    varied = runs[0].budget_setting
+    if found := find_differences(runs, (varied, "averages")) or find_differences(runs, (varied,)):
         said = "; ".join(f"{name} is {' and '.join(values)}" for name, values in found.items())
         raise SettingError(f"runs of different protocols do not form a curve: {said}")
     full = find_baseline(runs[0], stored, choice.full)
@@ -186,7 +187,7 @@ def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice:
         weights=weights,
         uids=tuple(uids),
         left_out=len(every) - len(uids),
-        unfinished=tuple((str(run.value["budget"]), len(run.records)) for run in runs if not run.finished),
+        unfinished=tuple((run.budget_name, len(run.records)) for run in runs if not run.finished),
         skipped=skipped,
     )
     try:
@@ -220,7 +221,7 @@ def skip_obstacles(
         else:
             reasons[run.hash] = reason
     kept = [run for run in runs if run.hash not in reasons]
-    skipped = tuple((str(run.value["budget"]), reasons[run.hash]) for run in runs if run.hash in reasons)
+    skipped = tuple((run.budget_name, reasons[run.hash]) for run in runs if run.hash in reasons)
     if not kept:
         raise SettingError("; ".join(f"budget {budget} {reason}" for budget, reason in skipped))
     return kept, skipped

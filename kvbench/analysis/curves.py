@@ -7,6 +7,7 @@ share (kvbench.analysis.budget_curve). Any setting of a run works as a filter: `
 which they differ.
 """
 
+import json
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from math import inf, isfinite
@@ -152,12 +153,14 @@ def report_curves(options: Namespace, width: int) -> tuple[list[str], list[str]]
         require_choice("subtask", options.choice.subtask, list_subtasks(runs))
     groups: dict[tuple[str, str], list[StoredRun]] = {}
     for run in runs:
-        groups.setdefault((label_run(run, []), run.cache), []).append(run)
+        cache = {name: own for name, own in run.settings.items() if name.split(".")[0] in CACHE_GROUPS}
+        cache.pop(run.budget_setting, None)
+        groups.setdefault((label_run(run, []), json.dumps(cache, sort_keys=True)), []).append(run)
     curves, refused = {}, []
     for (name, _), own in sorted(groups.items()):
         beside = [other[0] for (label, _), other in groups.items() if label == name]
-        differ = [key for key in find_differences(beside, ()) if key.split(".")[0] in CACHE_GROUPS]
-        label = label_run(own[0], differ)
+        differ = find_differences(beside, (own[0].budget_setting,))
+        label = label_run(own[0], [key for key in differ if key.split(".")[0] in CACHE_GROUPS])
         try:
             curves[label] = build_all_series(own, stored, options.choice)
         except SettingError as error:

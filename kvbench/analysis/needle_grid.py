@@ -57,6 +57,7 @@ def _list_cells(run: StoredRun) -> Iterator[dict[str, Any]]:
             depth = -1 if meta["depth"] is None else meta["depth"]  # depths drawn for each sample form one cell
             cells.setdefault((meta["length"], depth, meta.get("data", "")), []).append(record)
     about = {name: run.settings.get(f"{name}.name", run.settings.get(name)) for name in RUN_COLUMNS[2:]}
+    about["budget"] = run.budget_name
     for (length, depth, data), records in sorted(cells.items()):
         cell = {"data": data, "length": length, "depth": "" if depth == -1 else depth}
         yield {"run": run.hash, "finished": run.finished, **about, **cell, **_average_records(records)}

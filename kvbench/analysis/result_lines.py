@@ -67,7 +67,7 @@ def make_lines(runs: Sequence[StoredRun]) -> list[Line]:
             line = {"model": block.model, "task": block.task, "question": block.question}
             line |= {"protocol": ", ".join(block.also), "average": block.average, "label": label}
             line |= {group: cell.run.value[group]["name"] for group in CACHE_GROUPS}
-            line |= {"budget": cell.run.value["budget"]}
+            line |= {"budget": cell.run.value["budget"] or cell.run.budget_name}
             line |= {key: read(cell) for column in COLUMNS.values() for key, read in column.numbers.items()}
             line["warnings"] = " ".join(block.warnings)
             line |= fidelity[name] | {"rank_first": first, "rank_last": last} | gains.get(name, NO_GAINS)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from kvbench.analysis.intervals import Mean
@@ -22,14 +23,19 @@ def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredR
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         if not run.full:
-            groups.setdefault(run_hash({key: own for key, own in run.value.items() if key != "budget"}), []).append(run)
+            rest = {key: own for key, own in run.settings.items() if key != run.budget_setting}
+            groups.setdefault(run_hash(rest), []).append(run)
     found = []
     dashes: dict[str, int] = {}
     ordered = sorted(groups.values(), key=lambda own: (label_cache(own[0].value), own[0].hash))
     for own in ordered:
         label = label_cache(own[0].value)
         beside = [other[0] for other in ordered if label_cache(other[0].value) == label]
-        differ = [name for name in find_differences(beside, ()) if name.split(".")[0] in (*CACHE_GROUPS, "sources")]
+        differ = [
+            name
+            for name in find_differences(beside, (own[0].budget_setting,))
+            if name.split(".")[0] in (*CACHE_GROUPS, "sources")
+        ]
         differ = [name for name in differ if name != "sources"] or differ
         more = [f"{name.removeprefix('method.')}={shorten(str(own[0].settings.get(name)))}" for name in differ]
         method = own[0].value["method"]["name"]
@@ -97,14 +103,29 @@ def describe_mean(own: Mean) -> dict[str, Any]:
     return {"score": own.value, "score_low": own.low, "score_high": own.high, "n": own.samples}
 
 
-def rank_budget(run: StoredRun) -> tuple[bool, float]:
-    """Return a key that sorts budgets: fractions first, then rows."""
-    return isinstance(run.value["budget"], int), float(run.value["budget"])
+def rank_budget(run: StoredRun) -> tuple[int, float]:
+    """Return a key that sorts budgets: fractions first, then rows, then measured shares."""
+    own = run.value["budget"]
+    if own is None:
+        return 2, measure_share(run) or 0.0
+    return int(isinstance(own, int)), float(own)
+
+
+def measure_share(run: StoredRun) -> float | None:
+    """Return the mean share of the full cache's bytes that a run's samples held. None if no sample was answered."""
+    held = [own["resident_bytes"] / own["full_bytes"] for own in run.records.values() if own.get("full_bytes")]
+    return fmean(held) if held else None
 
 
 def format_budget(run: StoredRun) -> str:
-    """Return a run's budget as a percentage or a number of rows."""
+    """Return a run's budget as a percentage or a number of rows.
+
+    Where the method decides how many rows stay, this is the measured share of bytes and the setting that led to it.
+    """
     own = run.value["budget"]
+    if own is None:
+        share = measure_share(run)
+        return run.budget_name if share is None else f"{100 * share:.1f}\u202f% ({run.budget_name})"
     return f"{own} rows" if isinstance(own, int) else f"{100 * own:g}\u202f%"
 
 

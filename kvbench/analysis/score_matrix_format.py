@@ -186,7 +186,7 @@ def format_csv(blocks: Sequence[ScoreBlock], columns: Columns = IN_CSV, decimals
         about = [block.model, block.task, block.question, ", ".join(block.also), block.average]
         groups = [write_setting(cell.run.settings.get(name)) for name in names]
         own = [write(read(cell)) for read in numbers.values()]
-        line = [*map(escape, about), *groups, escape(label), cell.run.value["budget"], *own, cell.run.hash]
+        line = [*map(escape, about), *groups, escape(label), cell.run.budget_name, *own, cell.run.hash]
         writer.writerow(line)
     return text.getvalue()
 

@@ -36,7 +36,7 @@ def sort_rows(blocks: Sequence[ScoreBlock], by: str) -> list[ScoreBlock]:
     name, _, budget = by.rpartition("@")
     sortable = [own.name for own in COLUMNS.values() if len(own.numbers) == 1]
     known = sorted(
-        {cell.run.value["budget"] for block in blocks for own in block.rows.values() for cell in own.values()}
+        {cell.run.value["budget"] for block in blocks for own in block.rows.values() for cell in own.values()} - {None}
     )
     if "@" in by:
         require_choice(f"--sort={by}: column", name, sortable)
@@ -71,11 +71,13 @@ def group_blocks(blocks: Sequence[ScoreBlock], names: Sequence[str]) -> list[Sco
         names: The settings, as in `kvbench.store.runs.filter_runs`. The first one is the outermost.
 
     Raises:
-        SettingError: No run has such a setting, a name is given twice, or it is the budget, which the columns show.
+        SettingError: No run has such a setting, a name is given twice, or the setting decides how many rows stay, which
+            the columns show.
     """
-    found = {name for _, _, cell in list_cells(blocks) for name in cell.run.settings}
+    runs = [cell.run for _, _, cell in list_cells(blocks)]
+    found = {name for run in runs for name in run.settings} - {run.budget_setting for run in runs}
     for name in names if blocks else ():
-        require_choice("--group-by", name, [*NAMED_GROUPS, *sorted(found - {"budget"})])
+        require_choice("--group-by", name, [*NAMED_GROUPS, *sorted(found)])
     if len(set(names)) < len(names):
         raise SettingError(f"--group-by={','.join(names)}: give each setting once")
     keys = {name: f"{name}.name" if name in NAMED_GROUPS else name for name in names}

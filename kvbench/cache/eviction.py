@@ -159,6 +159,9 @@ def share_among_heads(scores: Tensor, protected: Tensor, rows: Rows, policy: Lay
     The method decides if it shares rows out itself. Otherwise the heads keep their earlier proportions, or the
     allocator decides.
     """
+    if policy.method.method.budget_setting is not None:
+        counts = policy.method.count_rows(scores).minimum(rows.present.sum(-1))
+        return for_each_quota(quota, lambda own, size: counts[own].clamp(1, size))
     if quota.heads is not None:
         return rows.present.sum(-1).minimum(quota.heads.to(rows.mass.device))
     if quota.shares is not None:

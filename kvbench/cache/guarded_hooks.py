@@ -66,6 +66,12 @@ class GuardedMethod:
         self.guard.note(lambda: (found < 1).any(), self._said("head_quotas", "less than one row for a head"))
         return found
 
+    def count_rows(self, scores: Tensor) -> Tensor:
+        handed = self.guard.handed(scores=scores)
+        found = self.guard.call(self.owner, "count_rows", handed, lambda: self.method.count_rows(scores))
+        self.guard.expect(self.owner, "count_rows", found, scores.shape[:2], "int", scores.device)
+        return found
+
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None) -> Rows:
         """Return the rows that stay: the result of the method's `cut`, or of its `select` and `merge`."""
         if not self.own & {"select", "merge", "cut"}:

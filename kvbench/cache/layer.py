@@ -34,6 +34,7 @@ from kvbench.interfaces.observation import LayerInputs, Observation, ReadRequest
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend, attend_ragged
 from kvbench.kernels.dispatch import FAST
+from kvbench.validation import SettingError
 
 
 class Layers(list["Layer | None"]):
@@ -263,6 +264,11 @@ class Layer:
             self.cut(observation, view, progress.quota)
         elif method.needs_extra_reads and progress.last:
             self.shown = without_tensors(observation)
+        elif method.budget_setting is not None and not (progress.decoding or method.attends_subset):
+            raise SettingError(
+                f"budget=1.0: it keeps all rows, but {method.name} decides by method.{method.budget_setting} how many "
+                "stay; use None, or a limit below 1"
+            )
         if progress.last:
             self.method.forget(self.state)
             self.update_memory()
@@ -305,14 +311,16 @@ class Layer:
 
     def find_quota(self, observation: Observation, view: Callable[[], Rows], nominal: int) -> Quota:
         """Return how many rows the heads of this layer may keep."""
-        samples = self.allocator.layer(nominal, observation, view, self.state.shared)
-        if self.choice.method.sets_head_quotas:
+        samples, method = self.allocator.layer(nominal, observation, view, self.state.shared), self.choice.method
+        if method.sets_head_quotas and method.budget_setting is None:
             heads = self.method.head_quotas(nominal, observation, self.state, self.rows.shape[1]).cpu()
             return Quota(samples, heads)
         return Quota(samples, shares=self.shares if observation.decoding else None)
 
     def exceeds(self, quota: Quota) -> bool:
         """Return whether a head may hold more rows than it may keep."""
+        if self.choice.method.budget_setting is not None:
+            return True
         if quota.heads is not None:
             return bool((self.rows.counts().cpu() > quota.heads).any())
         return not (self.rows.even and self.rows.longest_head <= min(quota.samples))

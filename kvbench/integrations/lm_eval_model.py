@@ -39,7 +39,7 @@ from tqdm import tqdm
 from kvbench.cache.guard import check_shape
 from kvbench.config.catalogue import load_settings
 from kvbench.engine.generation import GenerationContext
-from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.budget import Budget, check_budget
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.models.chat_template import TODAY
 from kvbench.models.checkpoint import Checkpoint, find_model
@@ -106,7 +106,7 @@ class KVBenchLM(TemplateLM):
         model: Any,
         tokenizer: Any = None,
         method: str = "full",
-        budget: float | int = 1.0,
+        budget: float | int | None = 1.0,
         block_size: int | None = None,
         allocator: str = "uniform",
         codec: str = "raw",
@@ -151,6 +151,7 @@ class KVBenchLM(TemplateLM):
             block_size=block_size, question=question, seed=seed, temperature=0.0, top_p=1.0, task=LmEvalTask(),
             task_settings={}, device=device, dtype=dtype, max_batch=1,
         )  # fmt: skip
+        check_budget(self.run.budget, method, groups["method"].get("budget_setting"))
         self.choice = self.run.choice()  # refuses what does not go together before weights are loaded
         config = checkpoint.config() if isinstance(model, str) else model.config
         self.max_length = find_max_tokens(config) if max_length is None else max_length

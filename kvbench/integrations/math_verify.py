@@ -195,6 +195,6 @@ def grade_all(results: Path, seconds: float) -> None:
     """Judge the answers of every run of a results folder and print the notes."""
     for run in load_runs(results):
         grade(run.folder.path, seconds)
-        named = (run.hash, run.settings["task.name"], run.settings["method.name"], run.settings["budget"])
+        named = (run.hash, run.settings["task.name"], run.settings["method.name"], run.budget_name)
         for note in describe_verdicts(" ".join(map(str, named)), run.folder.path):
             print(note)

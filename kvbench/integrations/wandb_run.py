@@ -25,6 +25,7 @@ from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.closing_table import build_run_table
 from kvbench.analysis.closing_table_format import COST_NAMES, ClosingTable, TableRow
 from kvbench.store.run_folder import RunFolder, run_hash
+from kvbench.store.runs import name_budget
 from kvbench.validation import escape
 
 MARK = "wandb.jsonl"  # file in the run's folder: what was logged, and where
@@ -171,7 +172,7 @@ def send_run(subject: LoggedRun, settings: Mapping[str, Any]) -> None:
         tags=settings["tags"],
         dir=str(kept),
         id=subject.folder.hash,
-        name=f"{value['model']['name']} {value['task']['name']} {value['method']['name']} {value['budget']}",
+        name=f"{value['model']['name']} {value['task']['name']} {value['method']['name']} {name_budget(value)}",
         job_type=value["method"]["name"],
         config=dict(value),
         resume="allow",

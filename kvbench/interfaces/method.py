@@ -11,7 +11,7 @@ has fewer rows (kvbench.interfaces.rows).
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from kvbench.interfaces.row_reader import CapturedAnswer, RowReader
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_settings, setting
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError
+from kvbench.validation import SettingError, require_choice
 
 LINE = 1024  # marks that are counted in one piece
 
@@ -42,11 +42,23 @@ class Method(Hooks):
     """Number of tokens between two evictions while decoding."""
     decode_size: int | None = setting(minimum=2, default=None, kw_only=True)
     """Rows per layer and KV head that an eviction while decoding leaves. `None` leaves as many as the budget allows."""
+    budget_setting: str | None = setting(default=None, kw_only=True)
+    """Name of the setting that decides how many rows stay (`count_rows`), such as a threshold, as the method's file in
+    conf/method/ states it. Its runs have budget=null. Such a method is not `capturable`. `None`: the budget decides.
+    """
 
     def __post_init__(self) -> None:
         check_settings(self, "method")
         if self.decode_size is not None and not self.decoding:
             raise SettingError(f"method.decode_size={self.decode_size}: only with method.decoding=true")
+        if self.budget_setting is not None:
+            own = [field.name for field in fields(self) if field.name not in Method.__dataclass_fields__]
+            require_choice("method.budget_setting", self.budget_setting, own)
+            if self.capturable or self.needs_extra_reads:
+                raise SettingError(
+                    f"method.budget_setting={self.budget_setting}: {self.name} must not be capturable or need extra "
+                    "reads; use null"
+                )
 
     # Properties of a method. A subclass sets those that differ, as a class attribute or as a property.
 
@@ -57,10 +69,10 @@ class Method(Hooks):
 
     @property
     def sets_head_quotas(self) -> bool:
-        """Whether the method decides how many rows each head keeps (`head_quotas`). It then requires
-        allocator=uniform.
+        """Whether the method decides how many rows each head keeps, by `head_quotas` within the budget or by
+        `count_rows` if there is none. It then requires allocator=uniform.
         """
-        return False
+        return self.budget_setting is not None
 
     @property
     def streams(self) -> bool:
@@ -247,7 +259,8 @@ class Method(Hooks):
         return ()
 
     def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
-        """Return how many rows each KV head of this layer may keep. Called only if `sets_head_quotas`.
+        """Return how many rows each KV head of this layer may keep. Called only if `sets_head_quotas`, and the budget
+        decides.
 
         Args:
             quota: The mean over all layers and heads, which the result must respect.
@@ -258,6 +271,17 @@ class Method(Hooks):
             (H,) or (B, H). A head with fewer rows keeps what it has.
         """
         raise NotImplementedError(f"{self.name} leaves the shares to the allocator")
+
+    def count_rows(self, scores: Tensor) -> Tensor:
+        """Return how many rows each head keeps, (B, H) int64. Called at every cut if there is a `budget_setting`.
+
+        A head keeps at least one row, and no more than the quota if there is one.
+
+        Args:
+            scores: (B, H, n), with -inf for absent rows and +inf for protected ones. The scores of all other rows are
+                finite.
+        """
+        raise NotImplementedError(f"{self.name} leaves the number of rows to the budget")
 
     def steps(self, tokens: int, quota: int | None) -> int:
         """Return how many of the `decode_interval` steps it counts to read several tokens at once after the prompt.

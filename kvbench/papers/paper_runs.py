@@ -2,11 +2,11 @@
 
 Both are derived from conf/papers/. `preset=dropkv_table5` stands for every run that a cell of that table needs.
 `row=dropkv_snapkv` stands for the method, allocator and codec of one line of that paper's tables, with the settings
-that the paper gives them. Rows that need a file, such as a trained pattern, are in no preset.
+that the paper gives them. Rows that need a file, such as trained compressors, are in no preset.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvbench.papers.table_spec import (
 from kvbench.validation import format_value, require_choice
 
 Settings = dict[str, str]  # setting of the command line -> its value as it is typed
+FILES = tuple(f"{group}.path" for group in GROUPS)  # settings whose values in conf/papers/ stand for a user's files
 FULL = "full"  # the row of the full cache, which all papers share
 
 
@@ -60,7 +61,7 @@ def expand_preset(preset: str) -> tuple[Settings, ...]:
     runs = [merge_parts(spec, row, column).get("run") for row in expand_each(spec["rows"]) for column in columns]
     found = {}
     for run in runs:
-        if run is not None and "method.path" not in run:
+        if run is not None and not needs_file(run):
             settings = {name: format_value(value) for name, value in drop_unused(run).items()}
             found[tuple(sorted(settings.items()))] = settings
     return tuple(found.values())
@@ -89,17 +90,22 @@ def read_rows() -> Mapping[str, Settings]:
 
 def find_methods(own: object) -> Iterator[Mapping[str, Any]]:
     """The lines of a paper's table, however deep, that name a method, how much of the cache it keeps, and nothing else
-    of a run. A method that needs a file is left out.
+    of a run. Lines that need a file are left out.
     """
     if isinstance(own, Mapping):
         run = own.get("run")
         names = run.keys() if "label" in own and isinstance(run, Mapping) else ()
-        if "method" in names and "method.path" not in names and all(is_of_cache(k) or k == "budget" for k in names):
+        if "method" in names and not needs_file(names) and all(is_of_cache(k) or k == "budget" for k in names):
             yield own
         own = list(own.values())
     if isinstance(own, list):
         for part in own:
             yield from find_methods(part)
+
+
+def needs_file(names: Collection[str]) -> bool:
+    """Whether a run with these settings needs a file for its method or codec."""
+    return any(name in names for name in FILES)
 
 
 def is_of_cache(name: str) -> bool:

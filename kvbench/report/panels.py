@@ -316,7 +316,7 @@ class Panel:
             return {"refused": describe_error(error)}
         points = {point.budget: point for point in swept.points}
         for run in swept.runs:
-            point = points[str(run.value["budget"])]
+            point = points[run.budget_name]
             if point.interval:
                 key = make_sample_key(run, swept.full, swept.uids, swept.weights)
                 self.numbers[key] = point.score, point.interval
@@ -332,7 +332,7 @@ class Panel:
         skipped = dict(swept.skipped)
         lines = []
         for run in (own for own in runs if not own.finished):
-            reason = skipped.get(str(run.value["budget"]))
+            reason = skipped.get(run.budget_name)
             end = f", left out: {shorten(reason)}" if reason else ""
             lines.append(f"{format_budget(run)} ({self._describe_progress(run)}{end})")
         return lines
@@ -340,7 +340,7 @@ class Panel:
     def _add_points(
         self, swept: BudgetSeries, runs: Sequence[StoredRun], series: int, tables: Mapping[str, list]
     ) -> None:
-        named_budget = {str(run.value["budget"]): format_budget(run) for run in runs}
+        named_budget = {run.budget_name: format_budget(run) for run in runs}
         *points, full = swept.points
         for point in points:
             own = {"s": series, "budget": named_budget[point.budget], "share": point.share}
@@ -489,11 +489,11 @@ def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
 
 
 def classify_column(block: ScoreBlock, budget: str) -> str:
-    """Return the class of a column of the matrix: that of the budget, or of the bytes held if the budget is in rows."""
+    """Return the class of a column of the matrix: that of the budget if it is a share, otherwise of the bytes held."""
     cells = [own[budget] for own in block.rows.values() if budget in own] or [block.full]
     asked = cells[0].run.value["budget"]
     held = [cell.held for cell in cells if cell.held is not None]
-    return classify_share(fmean(held) if isinstance(asked, int) and held else float(asked))
+    return classify_share(fmean(held) if held and not isinstance(asked, float) else float(asked or 0))
 
 
 def classify_share(share: float) -> str:

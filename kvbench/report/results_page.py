@@ -308,7 +308,8 @@ def count_signs(cells: Sequence[Line], gain: str) -> dict[int, int]:
 
 def list_budgets(cells: Sequence[Line]) -> list[Any]:
     """Return the budgets of cells that are cut, the largest first."""
-    return sorted({line["budget"] for line in cells if not is_full(line)}, reverse=True)
+    found = {line["budget"] for line in cells if not is_full(line)}
+    return sorted(found, key=lambda own: (not isinstance(own, str), own), reverse=True)
 
 
 def list_methods(cells: Sequence[Line]) -> list[Line]:
@@ -321,8 +322,10 @@ def is_full(line: Line) -> bool:
     return (line["method"], line["codec"]) == ("full", "raw")
 
 
-def format_budget(budget: float | int) -> str:
-    """Return a budget as a percentage or a number of rows."""
+def format_budget(budget: float | int | str) -> str:
+    """Return a budget as a percentage or a number of rows, or the setting that decides in its place as it is."""
+    if isinstance(budget, str):
+        return budget
     return f"{budget} rows" if isinstance(budget, int) and budget > 1 else f"{100 * budget:g} %"
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.analysis import solvable_subtasks
 from kvbench.config import catalogue
-from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.budget import Budget, check_budget
 from kvbench.interfaces.task import Task
 from kvbench.models.model_kinds import ModelKind
 from kvbench.validation import SettingError, check_sampling, format_value, require_choice, require_int
@@ -69,7 +69,8 @@ def check_settings(config: DictConfig, tasks: dict[str, Task] | None = None) -> 
     require_choice("dtype", config.dtype, ("auto", *DTYPES))
     check_workers(config.workers)
     check_sampling(config.temperature, config.top_p)
-    budget = Budget(config.budget, config.budget_of)
+    budget, method = Budget(config.budget, config.budget_of), groups["method"]
+    check_budget(budget, method["name"], method.get("budget_setting"))
     solvable_subtasks.check_card(config.model)
     find_model_kind(kept["model"]).check()
     tasks, key = {} if tasks is None else tasks, repr(settings)
@@ -80,6 +81,11 @@ def check_settings(config: DictConfig, tasks: dict[str, Task] | None = None) -> 
     require_choice("fidelity", fidelity := OmegaConf.select(config, "fidelity", default=False), (True, False))
     if fidelity and not hasattr(task, "reference"):
         raise SettingError(f"fidelity=true: task={settings['name']} has no reference answers; use fidelity=false")
+    if getattr(task, "measures", False) and method.get("budget_setting") is not None:
+        raise SettingError(
+            f"method={method['name']}: task={settings['name']} reads random tokens, whose scores say nothing about how "
+            "many rows stay; choose a method with a budget"
+        )
     if key not in tasks:
         task.check()
         tasks[key] = task

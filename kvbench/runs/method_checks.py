@@ -109,6 +109,12 @@ def build_named(group: str, name: str) -> Any:
     return catalogue.build(group, catalogue.load_settings(group, name))
 
 
+def require_budget(subject: MethodUnderTest) -> None:
+    """Raise NotApplicable if the method decides how many rows stay, so that no budget keeps all of them."""
+    if subject.method.budget_setting is not None:
+        raise NotApplicable(f"method.{subject.method.budget_setting} decides how many rows stay, whatever the budget")
+
+
 def check_guards(subject: MethodUnderTest) -> str:
     """Check that no hook writes into its arguments, in prompt, blocks, questions and decoding."""
     rehearse(subject.model, subject.choice(), subject.words, subject.prompt())
@@ -123,6 +129,7 @@ def check_guards(subject: MethodUnderTest) -> str:
 
 def check_full_budget(subject: MethodUnderTest) -> str:
     """Check that a full budget gives the model's own logits, also for tokens that follow."""
+    require_budget(subject)
     more, most = subject.prompt(3, 9), 0.0
     with torch.no_grad():
         own = subject.model(input_ids=torch.cat([subject.prompt(), more], 1)).logits[0]
@@ -211,6 +218,7 @@ def check_blocks(subject: MethodUnderTest) -> str:
     """Check that blocks give what one block gives, as long as nothing is evicted."""
     if subject.method.one_block:
         raise NotApplicable("it needs the prompt as one block")
+    require_budget(subject)
     one = subject.read(TOKENS).last_logits
     for block in BLOCKS[1:]:
         most = (subject.read(TOKENS, block).last_logits - one).abs().max().item()

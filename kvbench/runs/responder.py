@@ -444,8 +444,9 @@ class Responder:
     def _count(self, context: GenerationContext) -> dict:
         """Return what one sample of the batch holds when the answer begins."""
         held, layers, batch = context.bytes(), context.own_layers, len(context.seeds)
+        prompt = context.progress.prompt
         return {
-            "quota": context.budget.rows(context.progress.prompt, context.progress.prompt),
+            "quota": None if self.run.budget.value is None else context.budget.rows(prompt, prompt),
             "protected": find_largest(layer.tally.protected for layer in layers),
             # protected rows that the quota had no room for, in the head and at the eviction with most of them
             "given_up": {

@@ -98,15 +98,15 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
 
         bar = tqdm(total=len(prompts) * len(open_), initial=made_so_far(), desc=f"{name:>10}", file=sys.stderr)
         stack.enter_context(bar)
-        claims = claim_samples(company.readers, list(prompts))
+        claims, size = claim_samples(company.readers, list(prompts)), find_batch_size(runs)
         while (claimed := wait_for(claims)) is not None:
             uid, free = claimed
             turns = list_turns(uid, prompts)
-            batches = [turns or [uid, *claim_companions(uid, prompts, runs[0], free)]]
+            batches = [turns or [uid, *claim_companions(uid, prompts, size, free)]]
             if not turns:
                 left = sum(not all(folder.is_recorded(other) for folder in free) for other in prompts)
                 most = limit_claim(company.most_batches, left, bench.processes)
-                batches += claim_batches(uid, prompts, runs[0], free, most - 1)
+                batches += claim_batches(uid, prompts, size, free, most - 1)
             every = list(chain(*batches))
             own = {folder: [uid, *filter(folder.claim, turns)] if turns else every for folder in free}
             asked = [[prompts[other] for other in batch] for batch in batches]
@@ -170,14 +170,21 @@ def check_extra_reads(run: RunSpec, bench: Resources, longest: int) -> None:
             )
 
 
-def claim_companions(
-    uid: str, prompts: dict[str, tuple[Sample, Prompt]], run: RunSpec, folders: Sequence[RunFolder]
-) -> Iterator[str]:
-    """Claim further samples with the same lengths in all `folders`, up to `max_batch` together with the first one.
+def find_batch_size(runs: Sequence[RunSpec]) -> int:
+    """Return how many samples of one length are read as one batch.
 
-    On a CPU there are none, because a sample would give other results in a batch than alone.
+    A CPU reads samples one by one, because a sample would give other results in a batch than alone. So does a method
+    that decides how many rows stay, because records divide the bytes of a batch evenly.
     """
-    room = run.max_batch - 1 if run.device != "cpu" else 0
+    alone = runs[0].device == "cpu" or any(run.budget.value is None for run in runs)
+    return 1 if alone else runs[0].max_batch
+
+
+def claim_companions(
+    uid: str, prompts: dict[str, tuple[Sample, Prompt]], size: int, folders: Sequence[RunFolder]
+) -> Iterator[str]:
+    """Claim further samples with the same lengths in all `folders`, up to `size` together with the first one."""
+    room = size - 1
     own = batch_key(*prompts[uid])
     for other, (another, its) in prompts.items():
         if room == 0:
@@ -188,7 +195,7 @@ def claim_companions(
 
 
 def claim_batches(
-    uid: str, prompts: dict[str, tuple[Sample, Prompt]], run: RunSpec, folders: Sequence[RunFolder], most: int
+    uid: str, prompts: dict[str, tuple[Sample, Prompt]], size: int, folders: Sequence[RunFolder], most: int
 ) -> list[list[str]]:
     """Claim up to `most` further batches of samples in all `folders`, in the task's order after the sample `uid`.
 
@@ -203,7 +210,7 @@ def claim_batches(
         if len(found) >= most or sample.conversation or (sample.group or other) == group:
             break
         if claim_all(folders, other):
-            found.append([other, *claim_companions(other, prompts, run, folders)])
+            found.append([other, *claim_companions(other, prompts, size, folders)])
         group = sample.group or other
     return found
 

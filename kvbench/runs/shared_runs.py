@@ -29,7 +29,7 @@ from kvbench.runs.prompt import Prompt
 from kvbench.runs.responder import Responder
 from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
-from kvbench.validation import ContractError
+from kvbench.validation import ContractError, format_value
 
 Batch = Sequence[tuple[Sample, Prompt]]
 T = TypeVar("T")
@@ -291,7 +291,7 @@ class RunGroup:
             return
         groups = self.runs[folder].groups
         label = " ".join(f"{group}={own['name']}" for group, own in groups.items())
-        budget = self.runs[folder].budget.value
+        budget = format_value(self.runs[folder].budget.value)
         reason = f"{type(error).__name__}: {error}"
         tqdm.write(f"kvbench: {label} budget={budget} is left to its own cell: {reason}", file=sys.stderr)
 

@@ -67,9 +67,9 @@ class Record:
     asked: str = described("Question and answer prefix. A long text is shortened in the middle.")
     tokens_in: int = described("Length of the prompt.", "tokens")
     tokens_context: int = described("Length of the part of the prompt before the question.", "tokens")
-    budget: int | float = described(
+    budget: int | float | None = described(
         "Budget of the run: an int is the number of rows in each layer and KV head, a float is a share of the rows. "
-        "The full cache has 1.0.",
+        "The full cache has 1.0. null if the method decides how many rows stay.",
         "rows or share",
     )
     meta: dict[str, Any] = described("What the task says about the sample, for example `data`, `length` or `depth`.")
@@ -78,7 +78,9 @@ class Record:
 
     # The cache when the answer begins
     quota: int | None = described(
-        "Rows of the prompt that each head of a layer may keep. null for the full cache.", "rows", ANSWERED
+        "Rows of the prompt that each head of a layer may keep. null for the full cache, and if the method decides.",
+        "rows",
+        ANSWERED,
     )
     protected: int = described("Largest number of rows that the method protected in one head.", "rows", ANSWERED)
     given_up: dict[str, int] = described(

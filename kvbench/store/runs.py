@@ -134,6 +134,17 @@ class StoredRun:
         return flatten(self.value)
 
     @property
+    def budget_setting(self) -> str:
+        """The dotted name of the setting that decides how many rows stay: the budget, or one of the method."""
+        own = self.value["method"].get("budget_setting")
+        return "budget" if own is None else f"method.{own}"
+
+    @property
+    def budget_name(self) -> str:
+        """The budget as given, such as "0.05", or the setting that decides in its place, such as "threshold=-2.0"."""
+        return name_budget(self.value)
+
+    @property
     def full(self) -> bool:
         """Whether this is an unchanged full cache, which other runs are compared with."""
         return (self.value["method"]["name"], self.value["codec"]["name"]) == ("full", "raw")
@@ -162,6 +173,12 @@ def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[key] = item
     return flat
+
+
+def name_budget(value: Mapping[str, Any]) -> str:
+    """Return the name of a run's budget (`StoredRun.budget_name`)."""
+    own = value["method"].get("budget_setting")
+    return str(value["budget"]) if own is None else escape(f"{own}={value['method'][own]}")
 
 
 @dataclass
@@ -237,7 +254,9 @@ def check_value(value: Mapping[str, Any]) -> None:
     try:
         for group in NAMED_GROUPS:
             str(value[group]["name"])
-        float(value["budget"]), str(value["question"])
+        own = value["method"].get("budget_setting")
+        float(value["budget"]) if own is None else value["method"][own]
+        str(value["question"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"run.yaml lacks a setting ({error})") from None
 
@@ -374,7 +393,7 @@ def find_differences(runs: Iterable[StoredRun], without: Sequence[str]) -> dict[
     """
     runs = list(runs)
     skipped = {*without, "fidelity"}
-    names = {name for run in runs for name in run.settings if name.split(".")[0] not in skipped}
+    names = {name for run in runs for name in run.settings if not skipped & {name, name.split(".")[0]}}
     found = {name: {json.dumps(run.settings.get(name)) for run in runs} for name in sorted(names)}
     return {name: sorted(values) for name, values in found.items() if len(values) > 1}
 

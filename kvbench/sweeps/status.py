@@ -19,7 +19,7 @@ from typing import Any
 from kvbench.atomic import replace_file
 from kvbench.store.audit import comparison_key
 from kvbench.store.run_folder import read_seal, run_hash
-from kvbench.store.runs import RunRecords, find_runs
+from kvbench.store.runs import RunRecords, find_runs, name_budget
 from kvbench.validation import SettingError
 
 TIMED_RECORDS = 50  # records of a run from which the time of a sample is estimated
@@ -333,7 +333,7 @@ def list_timing_keys(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     task = {key: item for key, item in value["task"].items() if key not in ("limit", "samples", "seed", "subtasks")}
     about = (value["model"]["name"], json.dumps(task, sort_keys=True), value["device"]["type"])
     method = value["method"]["name"]
-    return (*about, method, str(value["block_size"]), str(value["budget"])), (*about, method), about
+    return (*about, method, str(value["block_size"]), name_budget(value)), (*about, method), about
 
 
 def print_states(results: Path, folder: Path, with_done: bool = True) -> None:

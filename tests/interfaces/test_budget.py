@@ -54,7 +54,7 @@ def test_rows_of_whole_numbers(value, prompt):
 
 @pytest.mark.parametrize(
     "value",
-    [1, 0, -1, -7, 0.0, -0.0, -0.5, 1.0000001, 2.0, 1.5, math.nan, math.inf, -math.inf, True, False, "0.5", "10", None]
+    [1, 0, -1, -7, 0.0, -0.0, -0.5, 1.0000001, 2.0, 1.5, math.nan, math.inf, -math.inf, True, False, "0.5", "10"]
     + [[0.5], (2,), 0.5j, Decimal("0.5"), torch.tensor(0.5), np.array([0.5, 0.5])],
     ids=repr,
 )
@@ -65,6 +65,13 @@ def test_what_is_no_budget_is_refused(value):
     assert "\n" not in str(error.value)
     if isinstance(value, int) and value == 1 and value is not True:
         assert "1.0" in str(error.value)
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_without_a_budget_there_is_no_limit(prompt, seen):
+    free = Budget(None)
+    assert (free.rows(prompt, seen), free.share(prompt, seen)) == (seen, seen)
+    assert free.fraction is None and not free.everything
 
 
 def test_numpy_shares_are_floats():

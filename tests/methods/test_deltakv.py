@@ -30,6 +30,9 @@ class Oracle(DenseEngine):
     """Number of rows held, the token's own included -> rows to choose among."""
     count: Callable[[int], int] | None = None
     """Number of candidates -> rows to choose."""
+    smoothing: float = 0.0
+    last: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Layer -> row -> its last score."""
     look: list[int] | None = None
     looked: list[int] = field(default_factory=list)
 
@@ -42,6 +45,12 @@ class Oracle(DenseEngine):
             rows = self.candidates(held)
             heads = [(q, self.held[layer][head // group].keys) for head, q in enumerate(query[0, :, 0].numpy())]
             scores = {row: max(q @ keys[row] for q, keys in heads) for row in rows}
+            last = self.last.get(layer, {})
+            scores = {
+                row: own if row not in last else self.smoothing * last[row] + (1 - self.smoothing) * own
+                for row, own in scores.items()
+            }
+            self.last[layer] = scores
             chosen = sorted(rows, key=lambda row: (-scores[row], row))[: self.count(len(rows))]
             self.look = sorted({*range(held)} - {*rows} | {*chosen})
         if not selects or layer in self.full or layer < self.full[0]:
@@ -96,6 +105,51 @@ def test_deltakv(model, full, codec, budget, block):
     attended = np.array([layer.attended for layer in held.contexts[0].own_layers]).T.ravel()
     assert attended.tolist() == oracle.looked and min(oracle.looked) < 40
     assert held.evicted(0, 0) == 0 and not decodes_in_graph(held.contexts[0].choice)
+
+
+@pytest.mark.parametrize("budget", [0.3, 9, 44])
+@pytest.mark.parametrize("codec", ["raw", "delta"])
+@pytest.mark.parametrize("full", [[0], [0, 1]])
+def test_scores_are_smoothed_over_tokens(full, codec, budget):
+    """Tokens one by one, a question between them, whose block scores nothing; 44 rows are all candidates at first."""
+    oracle = Oracle("llama", full=full, smoothing=0.5)
+    expected = oracle.prefill(ids(51), None)
+    args = SELECTS | {"full_layers": full, "smoothing": 0.5}
+    own = make_codec("llama", full_layers=full) if codec == "delta" else "raw"
+    held = kvbench.prefill(make_double("llama"), ids(51), "deltakv", budget, codec=own, method_args=args)
+    close(held.logits[0], expected)
+    plain = kvbench.prefill(
+        make_double("llama"), ids(51), "deltakv", budget, codec=own, method_args=args | {"smoothing": 0.0}
+    )
+    done, waits, differs = 40, 8, False
+    oracle.count = lambda n: int(n * budget) if isinstance(budget, float) else min(n, budget)
+    oracle.candidates = lambda rows: range(3, 3 + done) if codec == "delta" else range(3, rows - 8)
+    for part in ids(sum(QUESTION), seed=1).split(QUESTION, dim=1):
+        found = held.extend(part)[0]
+        close(found, oracle.extend(part))
+        differs |= not torch.equal(found, plain.extend(part)[0])
+        waits += part.shape[1]
+        if waits >= 16:
+            step = (waits - 8) // 8 * 8
+            done, waits = done + step, waits - step
+    assert differs
+
+
+def test_smoothed_scores_are_forgotten_with_a_branch_and_counted_as_state():
+    args = SELECTS | {"smoothing": 0.5}
+    held = kvbench.prefill(tiny("llama"), ids(51), "deltakv", 0.3, method_args=args)
+    before, answers = held.bytes, []
+    for _ in range(2):
+        with held.branch():
+            answers.append(torch.cat([held.extend(ids(1, seed=s)) for s in (1, 2, 3)], 1))
+            assert held.bytes.state == before.state + 54 + 43 * 4  # the set that is handed on, and 43 scores
+        assert held.bytes == before
+    assert torch.equal(*answers)
+
+
+def test_a_graph_does_not_read_smoothed_scores():
+    method = build("method", load_settings("method", "deltakv", {"smoothing": 0.5}))
+    assert method.row_reader(None) is None
 
 
 def test_reconstructed_rows_are_chosen_and_read():
@@ -167,6 +221,7 @@ def test_what_is_refused():
         (dict(full_layers=[3], depth=None), r"method.full_layers=\[3\]: the model has layers 0 to 2"),
         (dict(depth=18), "method.depth=18: a whole number of at least 19"),
         (dict(recent=0), "method.recent=0: a whole number of at least 1"),
+        (dict(smoothing=1.0), r"method.smoothing=1.0: a share in \[0, 1\)"),
     ):
         with pytest.raises(SettingError, match=f"^{message}"):
             kvbench.prefill(tiny("llama"), ids(60), "deltakv", 0.5, method_args=args)

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import papers
-from kvbench.config.catalogue import SHAPES
+from kvbench.config.catalogue import SHAPES, load_settings
 from kvbench.config.compose import compose_config, expand_cells
 from kvbench.papers import build
 from kvbench.papers.build import build_table
 from kvbench.papers.cell_values import RunIndex
 from kvbench.papers.experiment_key import ExperimentKey, drop_unused, resolve_value
-from kvbench.papers.paper_runs import Settings, expand_preset, is_of_cache, list_presets, read_rows
+from kvbench.papers.paper_runs import Settings, expand_preset, is_of_cache, list_presets, needs_file, read_rows
 from kvbench.papers.paper_table import make_commands
 from kvbench.papers.printed_averages import find_contradictions, list_leaves
 from kvbench.papers.table_spec import (
@@ -39,6 +39,7 @@ from kvbench.store.run_folder import RunFolder
 from kvbench.sweeps.plan import expand_sweep
 from kvbench.validation import SettingError
 from tests.support.command_line import run_cli
+from tests.support.delta_files import make_zero, write_compressors
 from tests.support.lm_eval_words import use_few_words
 from tests.support.repository import ROOT
 from tests.support.selection import choose_covering, only_in_full
@@ -336,14 +337,46 @@ def test_what_the_notes_say_of_published_values_is_so(name):
     for method, mean in spec["checks"].get("means", {}).items():
         own = list(map(float, values(method=method)))
         assert len(own) == 16 and round(sum(own) / 16, 2) == mean
+    for one in spec["checks"].get("compute_ratios", ()):
+        printed = PublishedValues(read_published(ROOT, "deltakv_table08.csv"))
+        where = {"method": "deltakv", "variant": f"target_budget={one['read']}", "task": "kv_compute_ratio"}
+        by_equation = 100 * compute_ratio(one["preset"], one["read"])
+        assert round(by_equation, 1) == one["equation"] != float(printed.value(where)) == 100 * one["read"]
+        assert any(f"{one['equation']} %" in note for note in spec["notes"])
 
 
-def wanted(spec: dict) -> list[list[dict]]:
-    """Of each row the settings of its cells' runs, as far as their files are known."""
+def compute_ratio(preset: str, share: float) -> float:
+    """Equation 6 of DeltaKV: the share of all rows that are read, if `share` is read in layers that are not full."""
+    own = load_settings("method", "deltakv", {"preset": preset})
+    full = len(own["full_layers"]) / own["depth"]
+    return full + (1 - full) * share
+
+
+def wanted(spec: dict, with_files: bool = False) -> list[list[dict]]:
+    """Of each row the settings of its cells' runs: those that need no file, or those that need one."""
     columns = list(expand_each(spec["columns"]))
     rows = [[merge_parts(spec, row, column).get("run") for column in columns] for row in expand_each(spec["rows"])]
     own = [[drop_unused(run) for run in row if run is not None] for row in rows]
-    return [[run for run in row if "method.path" not in run] for row in own]
+    return [[run for run in row if needs_file(run) == with_files] for row in own]
+
+
+DELTA_RUNS = [run for own in TABLES.values() for row in wanted(own, True) for run in row if run["method"] == "deltakv"]
+DELTA_RUNS = list({str(sorted(run.items())): run for run in DELTA_RUNS}.values())
+
+
+def name_run(run: dict) -> str:
+    return "-".join(
+        str(run[name]) for name in ("model", "task", "codec.preset", "codec.bits", "codec.remove") if name in run
+    )
+
+
+@pytest.mark.parametrize("run", DELTA_RUNS, ids=name_run)
+def test_deltakvs_share_makes_its_printed_compute_ratio(run):
+    """Of all rows 30 or 20 %, to a percent, where the share has two digits."""
+    preset = run.get("method.preset", "llama31_8b")
+    assert run.get("codec.preset", "llama31_8b") == preset and run["model"].startswith(preset.removesuffix("_20"))
+    target = 0.2 if preset in ("llama31_8b_20", "qwen25_32b") else 0.3
+    assert abs(compute_ratio(preset, run["budget"]) - target) < 0.005
 
 
 def parts(settings: dict) -> set[tuple[str, ...]]:
@@ -423,6 +456,26 @@ def test_a_command_makes_exactly_the_run_that_fills_its_cell(offline):
         check([settings])
     check(wanted(TABLES["expected_attention_table04"])[0])  # a row of several commands
     check(wanted(TABLES["keydiff_table15"])[0])  # a sweep
+
+
+@pytest.mark.parametrize("run", [own for own in DELTA_RUNS if own["task"] == "longbench"], ids=name_run)
+def test_a_command_with_a_file_makes_the_run_that_fills_its_cell(offline, tmp_path, monkeypatch, run):
+    shape = json.loads((SHAPES / f"{run['model']}.json").read_text())
+    head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    width, layers = 2 * shape["num_key_value_heads"] * head, shape["num_hidden_layers"]
+    write_compressors(tmp_path / run["codec.path"], [make_zero(width, 8) for _ in range(layers)])
+    monkeypatch.chdir(tmp_path)
+    check([run])
+
+
+def test_rows_that_differ_in_their_file_only_share_a_run(tmp_path):
+    run = next(own for own in DELTA_RUNS if own["model"] == "llama31_8b" and own["task"] == "longbench")
+    names = list_leaves(TABLES["deltakv_table01"]["columns"][-1]["of"]["subtasks"])
+    put(tmp_path, run, [record(index, 10.0 * index, name) for name in names for index in range(3)])
+    own = made("deltakv_table01", tmp_path)
+    filled = {label for label, cells in own.rows if any(cell.measured for cell in cells)}
+    assert filled == {f"Llama-3.1-8B-Instruct, DeltaKV, {which} row" for which in ("first", "second")}
+    assert any("so a run stands beside both" in note for note in own.notes)
 
 
 @pytest.mark.full

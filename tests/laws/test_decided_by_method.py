@@ -1,0 +1,280 @@
+"""A method that decides itself how many rows stay: its laws, and what runs, records, curves and tables say of it."""
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kvbench as package
+from kvbench.analysis.budget_series import CurveOptions, build_series
+from kvbench.analysis.run_labels import format_budget, group_series
+from kvbench.analysis.score_matrix import build_blocks
+from kvbench.cache.policy import choose_cache
+from kvbench.cli import check_method, curves, report, results
+from kvbench.config import compose
+from kvbench.config.catalogue import build, load_settings
+from kvbench.engine.compressed_cache import CompressedCache
+from kvbench.engine.generation import GenerationContext
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from kvbench.runs.runner import find_batch_size
+from kvbench.store.runs import NAMED_GROUPS, check_value, load_runs
+from kvbench.validation import SettingError
+from tests.support.command_line import assert_refused
+from tests.support.threshold import Threshold, write_settings
+from tests.support.tiny_models import distinct, ids, tiny
+
+CHECKPOINT = dict(layers=2)
+BLOCKS = (None, 1, 7)
+NOTHING_GOES, MIDDLE, ALL_GO = -1e9, -9.9, -1e-9
+TOKENS = 60
+
+
+def threshold(own: float, recent: int = 3, **more: object) -> Threshold:
+    return Threshold(name="threshold", threshold=own, recent=recent, budget_setting="threshold", **more)
+
+
+def read(
+    own: float, block: int | None = None, model: str = "llama", recent: int = 3, **more: object
+) -> CompressedCache:
+    prompts = torch.cat([distinct(TOKENS, seed=seed) for seed in (1, 2)])
+    return package.prefill(tiny(model), prompts, threshold(own, recent, **more), None, block)
+
+
+def layers(held: CompressedCache) -> list:
+    return [layer for context in held.contexts for layer in context.own_layers]
+
+
+def check_laws(held: CompressedCache, own: float, recent: int = 3) -> None:
+    """Exactly the rows stay that the definition lets stay, and tokens are conserved."""
+    for layer in layers(held):
+        view, seen = layer.rows.view(), layer.rows.seen
+        for head in range(layer.rows.shape[1]):
+            count = int(layer.rows.counts()[0, head])
+            places, scores = view.places[0, head][-count:], -view.keys[0, head][-count:].norm(dim=-1)
+            stays = (scores > own) | (places >= seen - recent)
+            assert stays.all() or count == 1
+            gone = 0 if layer.tally.evicted is None else int(layer.tally.evicted[0, head])
+            assert int(layer.rows.head_masses(0, head).sum()) + gone == seen and gone + count == seen
+            assert set(range(seen - recent, seen)) <= set(places.tolist())
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_heads_and_samples_keep_the_rows_above_the_threshold(block, model):
+    scores = [layer.rows.view().keys.norm(dim=-1).flatten() for layer in layers(read(NOTHING_GOES, None, model))]
+    own = -torch.cat(scores).median().item()
+    held = read(own, block, model)
+    check_laws(held, own)
+    counts = {int(count) for layer in layers(held) for count in layer.rows.counts().flatten()}
+    assert len(counts) > 2 and 3 < min(counts) < max(counts) < TOKENS
+    assert held.resident_bytes == sum(
+        int(layer.rows.counts().sum()) * 2 * layer.rows.view().keys.shape[-1] * 4 for layer in layers(held)
+    ) + sum(context.sliding_bytes() for context in held.contexts)
+
+
+def test_in_one_block_these_are_the_full_caches_keys_above_the_threshold():
+    """The oracle: of the first layer, whose keys no eviction changes, and of all layers in one block."""
+    full, held = package.prefill(tiny("llama"), distinct(TOKENS, seed=1), "full"), read(MIDDLE)
+    for layer, own in enumerate(full.contexts[0].own_layers):
+        for head, keys in enumerate(own.rows.view().keys[0]):
+            stays = (-keys.norm(dim=-1) > MIDDLE) | (torch.arange(TOKENS) >= TOKENS - 3)
+            assert held.places(layer, head).tolist() == stays.nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_threshold_below_all_scores_is_the_full_cache(block):
+    held, more = read(NOTHING_GOES, block, decoding=True), ids(5, seed=3).expand(2, -1)
+    full = package.prefill(tiny("llama"), torch.cat([distinct(TOKENS, seed=seed) for seed in (1, 2)]), "full")
+    assert all((layer.rows.counts() == TOKENS).all() for layer in layers(held))
+    torch.testing.assert_close(held.extend(more), full.extend(more), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_head_keeps_one_row_if_no_score_exceeds_the_threshold(block):
+    held = read(ALL_GO, block, recent=0)
+    for layer in layers(held):
+        assert (layer.rows.counts() == 1).all()
+    if block is None:
+        keys = read(NOTHING_GOES).contexts[0].own_layers[0].rows.view().keys[0, 0]
+        assert held.places(0, 0).tolist() == [int(keys.norm(dim=-1).argmin())]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_while_decoding_rows_are_appended_or_cut(block):
+    for decoding in (False, True):
+        held = read(MIDDLE, block, decoding=decoding)
+        before = [layer.rows.counts().clone() for layer in layers(held)]
+        for context in held.contexts:
+            tokens = list(context.generate(20, Sampling(), frozenset()))
+            assert len(tokens) == 20
+        if decoding:
+            check_laws(held, MIDDLE)
+            assert any((layer.rows.counts() < own + 19).any() for layer, own in zip(layers(held), before, strict=True))
+        else:
+            for layer, own in zip(layers(held), before, strict=True):
+                assert (layer.rows.counts() == own + 19).all()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_samples_of_a_batch_keep_what_they_keep_alone(block):
+    policy = choose_cache(threshold(MIDDLE), build("allocator", load_settings("allocator", "uniform")), RAW)
+    prompts = torch.cat([distinct(TOKENS, seed=seed) for seed in (1, 2)])
+    context = GenerationContext(tiny("llama"), policy, Budget(None), block, (0, 0))
+    context.prefill(prompts)
+    alone = read(MIDDLE, block)
+    for layer, own in enumerate(context.own_layers):
+        assert own.rows.counts()[0].tolist() != own.rows.counts()[1].tolist()
+        for sample in range(2):
+            for head in range(2):
+                assert torch.equal(own.rows.head_places(sample, head), alone.places(layer, head, sample))
+
+
+RAW = build("codec", load_settings("codec", "raw"))
+
+
+def test_a_given_budget_is_a_limit_and_a_full_one_is_refused():
+    prompt = distinct(TOKENS, seed=1)
+    held = package.prefill(tiny("llama"), prompt, threshold(MIDDLE), 30)
+    free = read(MIDDLE)
+    for layer in range(3):
+        for head in range(2):
+            assert len(held.places(layer, head)) == min(30, len(free.places(layer, head)))
+    with pytest.raises(SettingError, match="^budget=1.0: it keeps all rows, but threshold decides by method.threshold"):
+        package.prefill(tiny("llama"), prompt, threshold(MIDDLE), 1.0)
+
+
+def test_the_rows_that_stay_can_be_rounded():
+    held = package.prefill(tiny("wide"), distinct(TOKENS, seed=1), threshold(MIDDLE), None, codec="kivi")
+    raw = package.prefill(tiny("wide"), distinct(TOKENS, seed=1), threshold(MIDDLE), None)
+    assert held.resident_bytes <= raw.resident_bytes
+    assert [layer.rows.counts().tolist() for layer in layers(held)] == [
+        layer.rows.counts().tolist() for layer in layers(raw)
+    ]
+
+
+@pytest.mark.parametrize(
+    "own, line",
+    [
+        (lambda: Threshold(name="t", threshold=0.0, recent=0, budget_setting="tau"),
+         "method.budget_setting=tau: choose one of threshold, recent"),
+        (lambda: choose_cache(threshold(MIDDLE), build("allocator", load_settings("allocator", "ada")), RAW),
+         "allocator=ada: threshold shares rows out itself; use allocator=uniform"),
+        (lambda: Eager(name="t", threshold=0.0, recent=0, budget_setting="threshold"),
+         "method.budget_setting=threshold: t must not be capturable or need extra reads; use null"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_combined_is_refused(own, line):
+    with pytest.raises(SettingError, match=f"^{line}"):
+        own()
+
+
+class Eager(Threshold):
+    capturable = True
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch) -> Path:
+    """A folder for --config-dir with the method's file."""
+    monkeypatch.setattr(compose, "_added", [])
+    write_settings(tmp_path / "own")
+    return tmp_path / "own"
+
+
+RULER = ("task=ruler", "task.length=256", "task.samples=3", "task.subtasks=[niah_single_1]")
+
+
+@pytest.mark.parametrize(
+    "settings, line",
+    [
+        (["method=threshold"], "budget=0.05: threshold decides by method.threshold how many rows stay; use null"),
+        (
+            ["method=snapkv", "budget=null"],
+            "budget=null: snapkv does not decide how many rows stay; a fraction in (0, 1]",
+        ),
+        (
+            ["method=threshold", "budget=null", "task=efficiency"],
+            "method=threshold: task=efficiency reads random tokens",
+        ),
+        (["method=threshold", "budget=null", "allocator=ada"], "allocator=ada: threshold shares rows out itself"),
+        (
+            ["method=criticalkv", "method.base=threshold"],
+            "method.base=threshold: it decides itself how many rows stay; choose another method",
+        ),
+    ],
+)
+def test_a_run_has_a_budget_or_a_method_that_decides(kvbench, own_folder, tmp_path, settings, line):
+    (tmp_path / "empty").mkdir()
+    found = kvbench(f"--config-dir={own_folder}", *settings, f"results={tmp_path}/empty")
+    assert_refused(found, line, tmp_path / "empty")
+
+
+def test_the_checks_of_a_method_apply(own_folder, checkpoint, capsys):
+    assert check_method.main(["threshold", "--config-dir", str(own_folder), "--model", str(checkpoint)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("whatever the budget") == 2 and "the total stays within the budget" in out
+
+
+def test_tables_and_curves_show_what_was_measured(kvbench, own_folder, tmp_path, capsys):
+    """Two thresholds and a given budget, from the command to the matrix, the curve and the report page."""
+    code, _, err = kvbench(
+        "-m", f"--config-dir={own_folder}", "method=threshold", "method.threshold=-1.0,-0.8", "budget=null", *RULER
+    )
+    assert code == 0, err
+    code, out, err = kvbench("-m", f"--config-dir={own_folder}", "method=snapkv", "budget=0.5", *RULER)
+    assert code == 0, err
+    runs = load_runs(tmp_path / "results")
+    own = sorted((run for run in runs if run.value["method"]["name"] == "threshold"), key=lambda run: run.budget_name)
+    assert [run.budget_name for run in own] == ["threshold=-0.8", "threshold=-1.0"] and len(runs) == 4
+    shares = {}
+    for run in own:
+        records = list(run.records.values())
+        assert all(record["budget"] is None and record["quota"] is None for record in records)
+        assert len({record["resident_bytes"] for record in records}) > 1  # per sample
+        shares[run.budget_name] = fmean(record["resident_bytes"] / record["full_bytes"] for record in records)
+    assert 0 < shares["threshold=-0.8"] < shares["threshold=-1.0"] < 1
+    for run in own:
+        share = 100 * shares[run.budget_name]
+        assert format_budget(run) == f"{share:.1f}\u202f% ({run.budget_name})"
+
+    [(_, _, series)] = [found for found in group_series(runs) if found[0].startswith("threshold")]
+    swept = build_series(series, runs, CurveOptions())
+    *points, full = swept.points
+    assert [point.budget for point in points] == ["threshold=-0.8", "threshold=-1.0"] and full.share == 1
+    assert [point.share for point in points] == pytest.approx([shares[point.budget] for point in points])
+
+    [block], refused = build_blocks(runs, runs)
+    assert not refused and block.budgets == ("50\u202f%", *(format_budget(run) for run in own))
+    row = next(cells for label, cells in block.rows.items() if label.startswith("threshold"))
+    assert [cell.held for cell in row.values()] == pytest.approx(list(shares.values()))
+
+    capsys.readouterr()
+    assert curves.main([str(tmp_path / "results"), "method=threshold"]) == 0
+    out = capsys.readouterr().out
+    for name, share in shares.items():
+        assert re.search(rf"^{re.escape(name)} +{100 * share:.1f}% ", out, re.M)
+    assert out.count("threshold · uniform · raw") == 1
+    assert results.main([str(tmp_path / "results"), "--sort", "0.5"]) == 0
+    assert f"{100 * shares['threshold=-0.8']:.1f}\u202f%" in capsys.readouterr().out
+    assert results.main([str(tmp_path / "results"), "--format", "csv"]) == 0
+    assert ",threshold=-0.8," in capsys.readouterr().out
+    assert report.main([str(tmp_path / "results")]) == 0
+    assert json.dumps("threshold=-0.8")[1:-1] in (tmp_path / "results" / "report.html").read_text()
+
+
+def test_samples_are_read_alone_so_that_each_has_its_own_bytes():
+    """Also those of the runs that share their prefill."""
+    given, decided = (SimpleNamespace(device="cuda", max_batch=3, budget=Budget(own)) for own in (0.5, None))
+    assert [find_batch_size(runs) for runs in ([given], [decided], [given, decided])] == [3, 1, 1]
+
+
+@pytest.mark.parametrize("method", [{"name": "m"}, {"name": "m", "budget_setting": "threshold"}])
+def test_a_stored_run_without_a_budget_names_the_setting_that_decides(method):
+    value = {group: {"name": "x"} for group in NAMED_GROUPS} | {"method": method, "budget": None, "question": "visible"}
+    with pytest.raises(ValueError, match="^run.yaml lacks a setting"):
+        check_value(value)
+    check_value(value | {"method": {"name": "m", "budget_setting": "threshold", "threshold": -1.0}})
