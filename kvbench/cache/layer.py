@@ -34,7 +34,6 @@ from kvbench.interfaces.observation import LayerInputs, Observation, ReadRequest
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend, attend_ragged
 from kvbench.kernels.dispatch import FAST
-from kvbench.validation import SettingError
 
 
 class Layers(list["Layer | None"]):
@@ -264,11 +263,6 @@ class Layer:
             self.cut(observation, view, progress.quota)
         elif method.needs_extra_reads and progress.last:
             self.shown = without_tensors(observation)
-        elif method.budget_setting is not None and not (progress.decoding or method.attends_subset):
-            raise SettingError(
-                f"budget=1.0: it keeps all rows, but {method.name} decides by method.{method.budget_setting} how many "
-                "stay; use None, or a limit below 1"
-            )
         if progress.last:
             self.method.forget(self.state)
             self.update_memory()

@@ -14,7 +14,7 @@ from kvbench.config.catalogue import build, list_choices, load_settings
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.budget import Budget, check_budget
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.models.chat_template import make_prompt_encoder
@@ -84,7 +84,7 @@ def prefill(
     model: torch.nn.Module,
     input_ids: Tensor,
     method: str | Method = "full",
-    budget: float | int = 1.0,
+    budget: float | int | None = 1.0,
     block_size: int | None = None,
     allocator: str | Allocator = "uniform",
     codec: str | Codec = "raw",
@@ -106,7 +106,8 @@ def prefill(
         input_ids: Token ids, shape ``(batch, tokens)``. All prompts have the same length.
         method: Name of a method in ``conf/method``, or a ``Method`` object.
         budget: Fraction of rows to keep, in (0, 1], or the number of rows per layer and KV head, at least 2. A method
-            that keeps all rows and reads few of them reads so many.
+            that keeps all rows and reads few of them reads so many. ``None`` for a method that decides itself how many
+            rows stay.
         block_size: Number of tokens read between two evictions. ``None`` reads the prompt as one block.
         allocator: Name in ``conf/allocator``, or an ``Allocator`` object. It divides the budget over heads or layers.
         codec: Name in ``conf/codec``, or a ``Codec`` object. It stores the rows.
@@ -150,6 +151,7 @@ def prefill(
         make_part("codec", Codec, codec, codec_args),
     )
     amount = Budget(budget, budget_of)
+    check_budget(amount, choice.method.name, choice.method.budget_setting)
     if choice.method.name == "full":
         amount = Budget(1.0)
     input_ids = input_ids.to(next(model.parameters()).device)

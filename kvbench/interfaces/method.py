@@ -275,7 +275,7 @@ class Method(Hooks):
     def count_rows(self, scores: Tensor) -> Tensor:
         """Return how many rows each head keeps, (B, H) int64. Called at every cut if there is a `budget_setting`.
 
-        A head keeps at least one row, and no more than the quota if there is one.
+        A head keeps at least one row, and no more than it holds.
 
         Args:
             scores: (B, H, n), with -inf for absent rows and +inf for protected ones. The scores of all other rows are

@@ -137,15 +137,13 @@ def test_samples_of_a_batch_keep_what_they_keep_alone(block):
 RAW = build("codec", load_settings("codec", "raw"))
 
 
-def test_a_given_budget_is_a_limit_and_a_full_one_is_refused():
+def test_a_budget_is_refused_if_the_method_decides_and_needed_if_not():
     prompt = distinct(TOKENS, seed=1)
-    held = package.prefill(tiny("llama"), prompt, threshold(MIDDLE), 30)
-    free = read(MIDDLE)
-    for layer in range(3):
-        for head in range(2):
-            assert len(held.places(layer, head)) == min(30, len(free.places(layer, head)))
-    with pytest.raises(SettingError, match="^budget=1.0: it keeps all rows, but threshold decides by method.threshold"):
-        package.prefill(tiny("llama"), prompt, threshold(MIDDLE), 1.0)
+    for budget in (30, 1.0):
+        with pytest.raises(SettingError, match=f"^budget={budget}: threshold decides by method.threshold how many"):
+            package.prefill(tiny("llama"), prompt, threshold(MIDDLE), budget)
+    with pytest.raises(SettingError, match="^budget=null: snapkv does not decide how many rows stay"):
+        package.prefill(tiny("llama"), prompt, "snapkv", None)
 
 
 def test_the_rows_that_stay_can_be_rounded():
