@@ -284,7 +284,7 @@ def find_reader(context: GenerationContext, left: int) -> RowReader | None:
     same = quota == context.budget.rows(prompt, seen + left)
     if not same or context.weights is None or not reads_in_graph(context.choice):
         return None
-    return make_reader(context.weights, context.own_layers, left, quota)
+    return make_reader(context.weights, context.own_layers, left, quota, context.budget.fraction)
 
 
 def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRows] | None:

@@ -1,6 +1,7 @@
 """Rows that only grow and of which each token attends to some, at fixed addresses for a CUDA graph."""
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ def count_query_heads(weights: DecoderWeights, keys: Tensor) -> int:
     return weights.blocks[0].project[0].shape[0] // keys.shape[3]
 
 
-def make_reader(weights: DecoderWeights, layers: Sequence[Layer], tokens: int, quota: int | None) -> RowReader | None:
+def make_reader(
+    weights: DecoderWeights, layers: Sequence[Layer], tokens: int, quota: int | None, fraction: Fraction | None
+) -> RowReader | None:
     """Ask the method for a reader of the next tokens, or None if the modules must read.
 
     Args:
@@ -32,6 +35,7 @@ def make_reader(weights: DecoderWeights, layers: Sequence[Layer], tokens: int, q
         layers: The layers, of which none was cut.
         tokens: Number of tokens to read at most.
         quota: Rows that a query head may attend to, the same for all these tokens.
+        fraction: The budget if it is a fraction.
     """
     for layer in layers:
         layer.reserve(tokens)
@@ -40,7 +44,7 @@ def make_reader(weights: DecoderWeights, layers: Sequence[Layer], tokens: int, q
     query_heads = count_query_heads(weights, keys[first.index])
     answer = CapturedAnswer(
         keys, {layer.index: layer.state for layer in layers}, len(weights.blocks), query_heads, first.rows.seen,
-        first.progress.prompt, quota, weights.scaling, CHUNK,
+        tokens, first.progress.prompt, quota, fraction, weights.scaling, CHUNK,
     )  # fmt: skip
     return ask(f"method={method.name}", "row_reader", lambda: method.row_reader(answer))
 

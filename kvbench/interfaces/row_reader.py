@@ -6,6 +6,7 @@ every token of an answer, so a method describes its choice once, as an object th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +20,8 @@ class ListedRows:
 
     blocks: Tensor
     """Different blocks, (B, Hq, k) int64, one list per query head, or (B, 1, k), one list for all. Row j lies in block
-    ⌊j/size⌋. Rows that do not exist yet are not attended to.
+    ⌊j/size⌋. Rows that do not exist yet are not attended to. A shorter list is filled with a block of such rows, which
+    may occur several times.
     """
     size: int = 1
     """Rows of a block."""
@@ -59,10 +61,14 @@ class CapturedAnswer:
     """Number of query heads."""
     seen: int
     """Tokens read so far."""
+    tokens: int
+    """Number of tokens to read at most."""
     prompt: int
     """Tokens of the prompt, or of the context if the question is hidden."""
     quota: int | None
     """Rows that a query head may attend to; None for all."""
+    fraction: Fraction | None
+    """The budget if it is a fraction, for methods that take it of other rows than the prompt's. None otherwise."""
     scaling: float
     """The factor of the logits."""
     undone: int

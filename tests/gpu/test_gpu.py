@@ -154,6 +154,7 @@ def test_graphs_show_every_token_to_a_method_that_watches(exact, method, more):
         ("omnikv", {"preset": "reference", "filters": [0], "wait": 0}),
         ("omnikv", {"preset": "reference", "filters": [0], "wait": 0, "selector": "softmax_last"}),
         ("omnikv", {"preset": "reference", "filters": [0], "wait": 0, "selector": "exp"}),
+        ("deltakv", {"full_layers": [0], "depth": None, "recent": 32}),
     ],
 )
 def test_graphs_attend_to_the_rows_that_the_modules_choose(exact, method, more):
