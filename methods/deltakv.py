@@ -54,6 +54,7 @@ class DeltaKV(Method):
 
     scores = False
     attends_subset = True
+    reads_packed = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +120,10 @@ class DeltaKV(Method):
         return torch.cat([chosen.new_ones(len(chosen), start), chosen, chosen.new_ones(len(chosen), held - stop)], 1)
 
     def row_reader(self, answer: CapturedAnswer) -> RowReader | None:
-        return None if self.smoothing else ObservationReader(self, answer)
+        if self.smoothing:
+            return None
+        observers = self.find_observation_layers(answer.layers) & {*answer.all_layers}
+        return ObservationReader(self, answer, sorted(observers)) if observers <= {*answer.keys} else None
 
 
 def count_chosen(candidates: int, quota: int, fraction: Fraction | None) -> int:
@@ -185,20 +189,23 @@ class Choice:
         if self.counts[number] == stop - start:
             return None
         marks = listed.new_zeros(len(listed), self.absent + 1, dtype=torch.bool).scatter_(1, listed[:, 0], True)
-        return marks[:, : self.absent - len(self.counts) + number + 1]
+        return marks[:, : self.absent - len(self.counts) + number + 1].clone()
 
 
 class ObservationReader:
     """Chooses rows in the observation layers and hands them to the layers behind each."""
 
-    def __init__(self, method: DeltaKV, answer: CapturedAnswer) -> None:
+    def __init__(self, method: DeltaKV, answer: CapturedAnswer, observers: list[int]) -> None:
         self.answer, self.full = answer, method.find_full_layers(answer.layers)
         self.choices: dict[int, Choice] = {}  # of each observation layer; none if no budget is set
         self.chosen: Tensor | None = None  # rows that the last observation layer listed, (B, 1, k)
         if answer.quota is None:
             return
-        for layer in sorted(method.find_observation_layers(answer.layers) & {*answer.all_layers}):
-            windows = [method.find_candidates(answer.seen + number + 1, None) for number in range(answer.tokens)]
+        for layer in observers:
+            windows = [
+                method.find_candidates(answer.seen + number + 1, answer.find_packed(layer, number))
+                for number in range(answer.tokens)
+            ]
             counts = [count_chosen(stop - start, answer.quota, answer.fraction) for start, stop in windows]
             self.choices[layer] = Choice(windows, counts, answer.seen, answer.keys[layer].device)
 

@@ -78,7 +78,10 @@ class GenerationContext(PromptContext):
         elif tokens > WORTH and self.weights is not None and only_appends(self.choice):
             # the modules would pack every token into new memory
             for layer in self.own_layers:
-                layer.reserve_packed(tokens - 1, CHUNK)
+                if layer.packs:
+                    layer.reserve_packed(tokens - 1, CHUNK)
+                else:
+                    layer.reserve(tokens - 1)
 
 
 class Answer:

@@ -260,6 +260,10 @@ class JoinedRows(StepRows):
         for piece in self.pieces:
             piece.advance(False)
 
+    def pack_due(self, number: int) -> None:
+        for piece in self.pieces:
+            piece.pack_due(number)
+
     def marked(self, tokens: Tensor) -> Tensor:
         own = zip(self.pieces, tokens.split(self.piece_sizes), strict=True)
         return torch.cat([piece.marked(some) for piece, some in own])

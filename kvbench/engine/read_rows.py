@@ -1,6 +1,6 @@
 """Rows that only grow and of which each token attends to some, at fixed addresses for a CUDA graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 import torch
@@ -9,15 +9,18 @@ from torch import Tensor
 from kvbench.cache.guard import ask
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
-from kvbench.engine.graph_decoding import CHUNK, GrowingRows, Norms
-from kvbench.interfaces.row_reader import CapturedAnswer, RowReader
+from kvbench.engine.graph_decoding import CHUNK, Norms
+from kvbench.engine.packed_rows import PackedRows
+from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowReader
 from kvbench.kernels.listed_attention import attend_listed
 from kvbench.models.decoder_weights import DecoderWeights
 
 
 def reads_in_graph(choice: CachePolicy) -> bool:
     """Return whether a method that attends to few rows may do so in a CUDA graph."""
-    return choice.method.attends_subset and choice.method.overrides("row_reader") and not choice.codec.packs
+    method, codec = choice.method, choice.codec
+    lists = not codec.packs or (codec.grows and codec.lists_rows and method.reads_packed)
+    return method.attends_subset and method.overrides("row_reader") and lists
 
 
 def count_query_heads(weights: DecoderWeights, keys: Tensor) -> int:
@@ -37,19 +40,23 @@ def make_reader(
         quota: Rows that a query head may attend to, the same for all these tokens.
         fraction: The budget if it is a fraction.
     """
-    for layer in layers:
+    raw = [layer for layer in layers if not layer.packs]
+    for layer in raw:
         layer.reserve(tokens)
-    keys = {layer.index: layer.rows.tail_keys for layer in layers if layer.rows.tail_keys is not None}
-    first, method = layers[0], layers[0].choice.method
-    query_heads = count_query_heads(weights, keys[first.index])
+    keys = {layer.index: layer.rows.tail_keys for layer in raw if layer.rows.tail_keys is not None}
+    first, method, own = layers[0], layers[0].choice.method, {layer.index: layer for layer in layers}
+    if not keys:  # nothing to choose by
+        return None
+    query_heads = count_query_heads(weights, next(iter(keys.values())))
     answer = CapturedAnswer(
         keys, {layer.index: layer.state for layer in layers}, len(weights.blocks), query_heads, first.rows.seen,
         tokens, first.progress.prompt, quota, fraction, weights.scaling, CHUNK,
+        lambda layer, number: own[layer].find_packed(number),
     )  # fmt: skip
     return ask(f"method={method.name}", "row_reader", lambda: method.row_reader(answer))
 
 
-class ReadRows(GrowingRows):
+class ReadRows(PackedRows):
     """Rows that only grow. A reader lists those that a token attends to."""
 
     def __init__(
@@ -77,16 +84,27 @@ class ReadRows(GrowingRows):
         choose = self.choose_rows.choose(last)
         owner = f"method={self.layers[0].choice.method.name}"
 
-        def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-            queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
+        def choose_rows(index: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
             layer = self.layers[index].index
             rows = ask(owner, "row_reader", lambda: choose(layer, queries, keys), f" of layer {layer}")
+            if rows is not None:
+                self.listing.add(index)
+            return rows
+
+        def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
+            counts = self.counts[index], self.step
+            if index in self.growing:
+                like = next(iter(self.tails.values()))[0]
+                queries = projected[0].view(len(like), -1, 1, like.shape[3])
+                rows = choose_rows(index, queries, like[:, :, :0])
+                return self.attend_packed(index, projected, norms, *(() if rows is None else (rows, counts)))
+            queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
+            rows = choose_rows(index, queries, keys)
             if rows is None:
                 return self.attend_all(index, queries)[0]
-            self.listing.add(index)
             return attend_listed(
                 queries, keys, values, rows.blocks, rows.size, last, self.weights.scaling,
-                after=rows.after, counts=(self.counts[index], self.step), implementation=self.implementation,
+                after=rows.after, counts=counts, implementation=self.implementation,
             )  # fmt: skip
 
         return attend
@@ -95,13 +113,10 @@ class ReadRows(GrowingRows):
         self.counts[:, step:] = 0
         return super().back(step)
 
-    def keep(self, read: int) -> None:
-        keys = self.tails[0][0]
-        new = self.counts[:, self.kept : read].cpu().double() / (len(keys) * count_query_heads(self.weights, keys))
-        for index, layer in enumerate(self.layers):
-            listed = new[index].float().tolist() if index in self.listing else None
-            layer.count_appended(read - self.kept, listed)
-        self.kept = read
+    def list_attended(self, start: int, stop: int, layers: Iterable[int]) -> dict[int, list[float] | None]:
+        keys = next(iter(self.tails.values()))[0]
+        means = self.counts[:, start:stop].cpu().double() / (len(keys) * count_query_heads(self.weights, keys))
+        return {index: means[index].float().tolist() if index in self.listing else None for index in layers}
 
     def finish(self, read: int) -> None:
         super().finish(read)

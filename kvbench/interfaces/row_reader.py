@@ -30,6 +30,7 @@ class ListedRows:
 
 
 # Chooses the rows of one layer: its index, the queries (B, Hq, 1, d) and the keys (B, H, n, d). None means all rows.
+# For a layer whose rows are packed there are no keys, n = 0, and the queries are as projected.
 RowChoice = Callable[[int, Tensor, Tensor], ListedRows | None]
 
 
@@ -52,11 +53,13 @@ class CapturedAnswer:
     """What a reader is made for: the next tokens of an answer, of which every layer keeps every row."""
 
     keys: Mapping[int, Tensor]
-    """The keys of each layer, (B, H, n, d), the first `seen` of them written. The answer writes the others."""
+    """The keys of each layer, (B, H, n, d), the first `seen` of them written. The answer writes the others. Layers
+    whose rows are packed have none.
+    """
     states: Mapping[int, State]
     """The method's state of each layer."""
     layers: int
-    """Number of layers of the model. Those with a sliding window have no keys here."""
+    """Number of layers of the model. Those with a sliding window have no keys and no state here."""
     query_heads: int
     """Number of query heads."""
     seen: int
@@ -73,8 +76,10 @@ class CapturedAnswer:
     """The factor of the logits."""
     undone: int
     """Most tokens that may be undone: `choose` may be called again for any of so many last tokens."""
+    find_packed: Callable[[int, int], tuple[int, int] | None]
+    """Returns `ReadRequest.packed` of a layer at a token of the answer, by its number, counted from 0."""
 
     @property
     def all_layers(self) -> Sequence[int]:
         """The layers that keep rows, ascending."""
-        return sorted(self.keys)
+        return sorted(self.states)
