@@ -280,6 +280,11 @@ class GuardedCodec:
             )
         return found
 
+    def count_needs(self, rows: "GuardedRows", attended: float) -> tuple[int, int] | None:
+        return self.guard.call(
+            self.owner, "count_needs", self.guard.handed(), lambda: self.codec.count_needs(rows.packed, attended)
+        )
+
 
 @dataclass(frozen=True)
 class GuardedRows:

@@ -492,6 +492,15 @@ class Layer:
             held, state=held.state + count_bytes(v for v in self.state.layer.values() if isinstance(v, Tensor))
         )
 
+    def count_needs(self) -> tuple[int, int]:
+        """Return the bytes that the last decoded token had to read, and the operations that made rows of them."""
+        attended = self.attended[-1] if self.attended else self.rows.mean_rows
+        if isinstance(self.rows.stored, GuardedRows):
+            found = self.codec.count_needs(self.rows.stored, attended)
+            if found is not None:
+                return found
+        return round(self.bytes().rows * min(1.0, attended / self.rows.mean_rows)), 0
+
     def full_bytes(self) -> int:
         """Return the bytes that keys and values of all tokens read would take."""
         return self.rows.seen * self.token_bytes

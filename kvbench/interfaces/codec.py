@@ -257,6 +257,19 @@ class Codec:
         """
         return None
 
+    def count_needs(self, packed: Packed, rows: float) -> tuple[int, int] | None:
+        """Return the least work of a token that attends to some of the packed rows.
+
+        Args:
+            packed: What `pack` returned, or the rows that followed it.
+            rows: Rows of each head that the token attends to, as the mean.
+
+        Returns:
+            Bytes that must be read, and operations that make rows of them. None if the bytes are the rows' share of all
+            bytes, and making rows of them takes no time.
+        """
+        return None
+
 
 def join(rows: Tensor, counts: Tensor, more: Tensor, more_counts: Tensor) -> Tensor:
     """Append further rows to the rows of each head.

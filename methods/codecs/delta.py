@@ -228,6 +228,23 @@ class DeltaLayer(Codec):
         sinks = min(whole.sinks, packed.seen + more)
         return sinks, sinks + packed.compressed + whole.recent * whole.count_blocks(waiting, more)
 
+    def count_needs(self, packed: Packed, rows: float) -> tuple[int, int] | None:
+        """See kernels/reconstruction/README.md."""
+        assert isinstance(packed, DeltaRows)  # what `pack` returned
+        bases, count = packed.bases, packed.sinks
+        made = max(0.0, rows - packed.sinks - packed.waiting.shape[1])
+        stored = [] if packed.codes is None else list_parts(packed.codes)
+        if packed.references is not None:
+            stored.append(packed.references)
+            count = min(bases.shape[1], count + round(made * self.whole.nearest))
+        read = packed.waiting.nbytes + bases.nbytes * count // max(1, bases.shape[1])
+        read += round(made * sum(part.nbytes for part in stored) / max(1, packed.compressed))
+        if packed.codes is None:
+            return read, 0
+        weights = [own for network in self.whole.compressors.like(self.layer, bases).up for own in network.weights]
+        products = sum(own.numel() for own in weights)
+        return read + products * bases.element_size(), round(2 * len(bases) * made * products)
+
     def compress(self, block: Tensor, bases: Tensor, centres: list[int]) -> "Block":
         """Compress a block of tokens, (B, n, 2·d_k), with these centres. `bases` are those of earlier blocks."""
         numbers, more = None, block[:, :0]
