@@ -185,7 +185,8 @@ GPU ?= $(BIN)/python
 # Run the tests that need a GPU; GPU=python3 takes another Python than .venv's.
 test-gpu:
 	$(GPU) -m pytest -p no:benchmark -n 8 -k "not first_record" tests/gpu tests/kernels \
-	  tests/engine/test_graph_prefill.py tests/engine/test_graph_decoding.py tests/engine/test_sliding_rows.py
+	  tests/engine/test_graph_prefill.py tests/engine/test_graph_decoding.py tests/engine/test_sliding_rows.py \
+	  tests/engine/test_reconstructed_rows.py
 	$(GPU) -m pytest -p no:benchmark -k first_record tests/gpu/test_warming.py
 
 LIST ?= $(if $(QUICK),quick,full)

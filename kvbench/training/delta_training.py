@@ -255,6 +255,7 @@ class DeltaTraining:
 def write_compressors(out: Path, compressors: Sequence[Compressor], metadata: Mapping[str, str]) -> None:
     """Write the file of the compressors of the layers 0, 1, …"""
     weights = {name: weight.detach().contiguous().cpu() for name, weight in name_weights(compressors).items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(out) as draft:
         save_file(weights, draft, {"format": "pt", **metadata})
 

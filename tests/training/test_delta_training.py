@@ -271,7 +271,7 @@ def command(folder: Path, out: Path, **more: object) -> list[str]:
 
 def test_untrained_weights_need_a_shape_only(tmp_path, capsys):
     """They are those with which a training begins, and belong to no model."""
-    shape, out = SHAPES / "tiny.json", tmp_path / "file"
+    shape, out = SHAPES / "tiny.json", tmp_path / "new" / "file"
     options = ["--model", str(shape), "--out", str(out), "--dtype", "bfloat16", "--device", "cpu", "--code", "6"]
     assert calibrate.main(["deltakv", "--untrained", *options]) == 0
     layout = load_layout(str(shape))
