@@ -69,14 +69,16 @@ def rebuild_rows(
         rows: The rows.
         cos: The cosines of all positions, (P, r), with r at most d.
         sin: (P, r)
-        step: Number of tokens read since the memory was made, this one not counted, int32 on the device.
+        step: Number of tokens read since the memory was made, int32 on the device. Rows from that one on do not exist
+            yet, so the row of a token that is being read may be listed.
         heads: Number of KV heads, H.
         norm: The weight (d,) of the keys' RMS norm and its ε (`kernels.fused_linear.rms_norm`); None for no norm.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
-        Keys and values, (B, H, n, d) each, with zeros for rows that do not exist; and where the rows that exist are
-        among them, (B, 1, n) int64: their own places, and n in place of those that do not exist.
+        Keys and values, (B, H, n + 1, d) each, with zeros for rows that do not exist and room for one more row behind
+        them; and where the rows that exist are among them, (B, 1, n) int64: their own places, and n + 1 in place of
+        those that do not exist.
 
     Raises:
         ValueError: Shapes do not fit.

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvbench.kernels.fused_linear.reference import rms_norm_reference
 from kvbench.kernels.reconstruction.rows import ReferencedRows
@@ -28,7 +29,7 @@ def rebuild_rows_reference(
     listed: Tensor, decoded: Tensor | None, rows: ReferencedRows, cos: Tensor, sin: Tensor, step: Tensor, heads: int,
     norm: tuple[Tensor, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    exists, compressed = listed <= rows.seen + int(step), find_compressed(listed, rows, step)
+    exists, compressed = listed < rows.seen + int(step), find_compressed(listed, rows, step)
     plain = exists & ~compressed
     kv = take([rows.bases], listed, plain & (listed < rows.raw_from))
     kv = kv + take([rows.raw], listed - rows.raw_from, plain & (listed >= rows.raw_from))
@@ -45,5 +46,5 @@ def rebuild_rows_reference(
         keys = rms_norm_reference(keys, *norm)
     places = listed.where(exists, 0)
     keys = rotate_reference(keys, *(part[places][:, None].to(keys.dtype) for part in (cos, sin)))
-    slots = torch.arange(listed.shape[1], device=listed.device).where(exists, listed.shape[1])
-    return keys, values.contiguous(), slots[:, None]
+    slots = torch.arange(listed.shape[1], device=listed.device).where(exists, listed.shape[1] + 1)
+    return pad(keys, (0, 0, 0, 1)), pad(values, (0, 0, 0, 1)), slots[:, None]

@@ -25,7 +25,7 @@ def _rounded(x, like):
 
 @triton.jit
 def _find_stop(step, seen, sinks, compressed, block):
-    """Return the row after the last compressed one, and the token's own row."""
+    """Return the row after the last compressed one, and the first row that does not exist yet."""
     since = tl.load(step)
     blocks = tl.maximum((seen - sinks - compressed + since) // block - 1, 0)
     return sinks + compressed + block * blocks, seen + since
@@ -117,8 +117,8 @@ def _rebuild(
     first, rest = tl.arange(0, H), turning + tl.arange(0, R)
     second, there, others = first + half, first < half, rest < dim
     row = tl.load(listed + b * listed_count + entry, mask=inside, other=0).to(tl.int32)
-    stop, last = _find_stop(step, seen, sinks, compressed, block)
-    exists, old = inside & (row <= last), row - sinks
+    stop, now = _find_stop(step, seen, sinks, compressed, block)
+    exists, old = inside & (row < now), row - sinks
     stored = exists & (old >= 0) & (row < stop)
     plain = exists & (stored == 0)
     begin, width = part * dim, 2 * heads * dim
@@ -152,8 +152,9 @@ def _rebuild(
         y = _turned(y, x, second, there, row, exists, cos, sin, turning, keys)
         x = turned
         if part == 0:
-            tl.store(slots + b * listed_count + entry, tl.where(exists, entry, listed_count).to(tl.int64), mask=inside)
-    into = out + ((b * heads + part % heads) * listed_count + entry)[:, None] * dim
+            slot = tl.where(exists, entry, listed_count + 1).to(tl.int64)
+            tl.store(slots + b * listed_count + entry, slot, mask=inside)
+    into = out + ((b * heads + part % heads) * (listed_count + 1) + entry)[:, None] * dim
     tl.store(into + first[None], x, mask=inside[:, None] & there[None])
     tl.store(into + second[None], y, mask=inside[:, None] & there[None])
     if REST:
@@ -176,7 +177,7 @@ def rebuild_rows_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (batch, count), raw = listed.shape, rows.raw
     dim, turning = raw.shape[2] // (2 * heads), cos.shape[1]
-    keys, values = (torch.empty(batch, heads, count, dim, dtype=raw.dtype, device=raw.device) for _ in range(2))
+    keys, values = (torch.empty(batch, heads, count + 1, dim, dtype=raw.dtype, device=raw.device) for _ in range(2))
     slots = torch.empty(batch, 1, count, dtype=torch.int64, device=raw.device)
     references, more = rows.references, rows.more_references
     weight, epsilon = norm or (raw, 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.cache.guard import ROWS, Guard, T, find_codec_of_layer
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec, Growable, Growing, ListingGrowing, Packed
+from kvbench.interfaces.codec import Codec, Growable, Growing, ListingGrowing, MadeRows, Packed
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import ListedRows
@@ -348,18 +348,23 @@ class GuardedGrowing:
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
         scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
-        listed: ListedRows | None = None, counts: tuple[Tensor, Tensor] | None = None,
+        made: MadeRows | None = None, counts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         given = queries, keys, values, angles, step, scaling, norms, implementation
-        if listed is None:
-            found = self._call("attend", lambda: self.growing.attend(*given))
-        else:
-            growing = cast(ListingGrowing, self.growing)  # the codec lists rows
-            found = self._call("attend", lambda: growing.attend(*given, listed, counts))
+        growing = cast(ListingGrowing, self.growing)  # if there are made rows, the codec lists rows
+        more = () if made is None else (made, counts)
+        found = self._call("attend", lambda: growing.attend(*given, *more))
         dim = self.rows.shape[1]
         shape = (len(queries), queries.shape[1] // dim, 1, dim)
         self.rows.guard.expect(self.rows.owner, "growing.attend", found, shape, "float", queries.device)
         return found
+
+    def make_rows(
+        self, listed: ListedRows, angles: tuple[Tensor, Tensor], step: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
+    ) -> MadeRows:  # fmt: skip
+        growing = cast(ListingGrowing, self.growing)  # the codec lists rows
+        return self._call("make_rows", lambda: growing.make_rows(listed, angles, step, norms, implementation))
 
     def pack_due(self, number: int) -> None:
         self._call("pack_due", lambda: self.growing.pack_due(number))

@@ -165,6 +165,10 @@ class StepRows(Protocol):
     def advance(self, cuts: bool) -> None:
         """Count a token after all layers have read it, and `settle`."""
 
+    def use_lane(self, lane: int) -> None:
+        """Do work beside the current stream in this lane (`kvbench.engine.streams.Beside`)."""
+        return
+
     def pack_due(self, number: int) -> None:
         """Pack what is due after the token of this number, between two replays of a graph."""
         return

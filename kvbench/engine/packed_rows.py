@@ -40,13 +40,17 @@ class PackedRows(GrowingRows):
             return self.attend_packed(index, projected, norms)
         return super().attend(index, projected, norms)
 
-    def attend_packed(self, index: int, projected: Sequence[Tensor], norms: Norms, *listed: Any) -> Tensor:
-        """Append a token to a packed layer and attend to all rows, or to listed ones (`ListingGrowing.attend`)."""
+    def find_angles(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the cos and sin that a packed layer needs."""
+        return self.all_angles if index in self.turned_later else self.angles
+
+    def attend_packed(self, index: int, projected: Sequence[Tensor], norms: Norms, *made: Any) -> Tensor:
+        """Append a token to a packed layer and attend to all rows, or to made ones (`ListingGrowing.attend`)."""
         queries, keys, values = projected
-        angles = self.all_angles if index in self.turned_later else self.angles
         return self.growing[index].attend(
-            queries, keys, values, angles, self.step, self.weights.scaling, norms, self.implementation, *listed
-        )
+            queries, keys, values, self.find_angles(index), self.step, self.weights.scaling, norms,
+            self.implementation, *made,
+        )  # fmt: skip
 
     def pack_due(self, number: int) -> None:
         for growing in self.growing.values():

@@ -11,6 +11,8 @@ from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.graph_decoding import CHUNK, Norms
 from kvbench.engine.packed_rows import PackedRows
+from kvbench.engine.streams import Beside
+from kvbench.interfaces.codec import MadeRows
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowReader
 from kvbench.kernels.listed_attention import attend_listed
 from kvbench.models.decoder_weights import DecoderWeights
@@ -78,11 +80,16 @@ class ReadRows(PackedRows):
         like = weights.embed
         self.counts = torch.zeros(len(layers), tokens, dtype=torch.int64, device=like.device)  # rows attended to
         self.listing: set[int] = set()  # layers that attend to listed rows
+        self.beside = Beside(like.device)  # packed rows are made there, while the layer before reads the token
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
         last = self.step.long() + self.seen
         choose = self.choose_rows.choose(last)
         owner = f"method={self.layers[0].choice.method.name}"
+        ahead: dict[int, MadeRows | None] = {}  # rows of packed layers that come next
+        like = next(iter(self.tails.values()))[0]
+        heads = count_query_heads(self.weights, like)
+        nothing = like.new_empty(len(like), heads, 0, like.shape[3]), like[:, :, :0]
 
         def choose_rows(index: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
             layer = self.layers[index].index
@@ -91,15 +98,30 @@ class ReadRows(PackedRows):
                 self.listing.add(index)
             return rows
 
+        def look_ahead(index: int) -> None:
+            """Choose the rows of a packed layer, and make them beside what the layer before still does."""
+            if index not in self.growing or index in ahead:
+                return
+            ahead[index], rows = None, choose_rows(index, *nothing)
+            if rows is not None:
+                norms = self.weights.blocks[self.layers[index].index].head_norms
+                own = None if norms is None else (*norms, self.weights.epsilon)
+                with self.beside.work(rows.blocks):
+                    ahead[index] = self.growing[index].make_rows(
+                        rows, self.find_angles(index), self.step, own, self.implementation
+                    )
+
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             counts = self.counts[index], self.step
             if index in self.growing:
-                like = next(iter(self.tails.values()))[0]
-                queries = projected[0].view(len(like), -1, 1, like.shape[3])
-                rows = choose_rows(index, queries, like[:, :, :0])
-                return self.attend_packed(index, projected, norms, *(() if rows is None else (rows, counts)))
+                look_ahead(index)
+                self.beside.settle()
+                made = ahead.pop(index)
+                look_ahead(index + 1)
+                return self.attend_packed(index, projected, norms, *(() if made is None else (made, counts)))
             queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
             rows = choose_rows(index, queries, keys)
+            look_ahead(index + 1)
             if rows is None:
                 return self.attend_all(index, queries)[0]
             return attend_listed(
@@ -108,6 +130,12 @@ class ReadRows(PackedRows):
             )  # fmt: skip
 
         return attend
+
+    def use_lane(self, lane: int) -> None:
+        self.beside.lane = lane
+
+    def settle(self) -> None:
+        self.beside.settle()
 
     def back(self, step: int) -> int:
         self.counts[:, step:] = 0

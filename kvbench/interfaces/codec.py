@@ -117,8 +117,32 @@ class Growing(Protocol):
         """Return the tensors of the memory, so that their bytes can be counted."""
 
 
+MadeRows = tuple[Tensor, ...]
+"""Rows that a codec has made ready to be attended to (`ListingGrowing.make_rows`)."""
+
+
 class ListingGrowing(Growing, Protocol):
     """Growing rows of a codec that `lists_rows`."""
+
+    def make_rows(
+        self,
+        listed: ListedRows,
+        angles: tuple[Tensor, Tensor],
+        step: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        implementation: str | None,
+    ) -> MadeRows:
+        """Make listed rows ready to be attended to, apart from the row of the token that is being read.
+
+        This may be done before the token reaches the layer, beside the work of earlier layers.
+
+        Args:
+            listed: One list of single rows for all heads, which has the token's own row.
+            angles: See `Growing.attend`.
+            step: Number of tokens appended so far, int32 on the device.
+            norms: See `Growing.attend`.
+            implementation: Name of the kernels' implementation; None chooses one.
+        """
 
     def attend(
         self,
@@ -130,10 +154,10 @@ class ListingGrowing(Growing, Protocol):
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,
         implementation: str | None,
-        listed: ListedRows | None = None,
+        made: MadeRows | None = None,
         counts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Append a token and attend with it to listed rows (`Growing.attend`).
+        """Append a token and attend with it to some rows, its own included (`Growing.attend`).
 
         Args:
             queries: As projected, (B, Hq·d).
@@ -144,7 +168,7 @@ class ListingGrowing(Growing, Protocol):
             scaling: The factor of the logits.
             norms: See `Growing.attend`.
             implementation: Name of the kernels' implementation; None chooses one.
-            listed: One list of single rows for all heads, which has the token's own row; None for all rows.
+            made: The rows; None for all. The token's own row is written to them.
             counts: Where the number of rows attended to is added (`kernels.listed_attention`).
         """
 

@@ -30,7 +30,8 @@ class ListedRows:
 
 
 # Chooses the rows of one layer: its index, the queries (B, Hq, 1, d) and the keys (B, H, n, d). None means all rows.
-# For a layer whose rows are packed there are no keys, n = 0, and the queries are as projected.
+# For a layer whose rows are packed it is called right after the layer before, without queries and keys: (B, Hq, 0, d)
+# and (B, H, 0, d).
 RowChoice = Callable[[int, Tensor, Tensor], ListedRows | None]
 
 

@@ -31,7 +31,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Codec, Packed
+from kvbench.interfaces.codec import Codec, MadeRows, Packed
 from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.listed_attention import attend_listed
@@ -447,26 +447,42 @@ class GrowingDelta:
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
         scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
-        listed: ListedRows | None = None, counts: tuple[Tensor, Tensor] | None = None,
+        made: MadeRows | None = None, counts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        rows, own, (cos, sin) = self.rows, self.every if listed is None else listed.blocks[:, 0], angles
-        tails = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3).unbind(2)  # (B, H, room, d) each
-        queries = append(
-            queries, keys, values, cos[rows.seen :], sin[rows.seen :], tails[0], tails[1], rows.seen - rows.raw_from,
-            step, norms=norms, rotates_keys=False, implementation=implementation,
+        rows, first = self.rows, self.rows.seen - self.rows.raw_from
+        if made is None:
+            made = self.make_rows(ListedRows(self.every[:, None]), angles, step, norms, implementation)
+        made_keys, made_values, slots = made
+        own = slots.shape[2]  # the place of the token's own row
+        place = torch.full(made_keys.shape[:2], own, device=slots.device)
+        raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
+        cos, sin = (part[rows.seen :] for part in angles)
+        append(
+            queries, keys, values, cos, sin, raw[:, :, 0], raw[:, :, 1], first, step,
+            norms=norms, rotates_keys=False, implementation=implementation,
         )  # fmt: skip
-        decoded = None
+        queries = append(
+            queries, keys, values, cos, sin, made_keys, made_values, 0, step,
+            slots=place, norms=norms, implementation=implementation,
+        )  # fmt: skip
+        last = torch.full_like(step, own)
+        return attend_listed(
+            queries, made_keys, made_values, slots, 1, last, scaling,
+            after=own, counts=counts, implementation=implementation,
+        )  # fmt: skip
+
+    def make_rows(
+        self, listed: ListedRows, angles: tuple[Tensor, Tensor], step: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
+    ) -> MadeRows:  # fmt: skip
+        rows, own, decoded = self.rows, listed.blocks[:, 0], None
         if self.codes is not None and self.held.codes is not None:
             pairs = zip(list_parts(self.held.codes), list_parts(self.codes), strict=True)
             taken = [take_codes(own, *pair, rows, step, implementation=implementation) for pair in pairs]
             decoded = self.codec.decode(Groups(*taken) if len(taken) > 1 else taken[0], rows.raw)
-        made_keys, made_values, slots = rebuild_rows(
-            own, decoded, rows, cos, sin, step, self.held.heads,
-            norm=None if norms is None else norms[1:], implementation=implementation,
-        )  # fmt: skip
-        last = torch.full_like(step, own.shape[1] - 1)
-        return attend_listed(
-            queries, made_keys, made_values, slots, 1, last, scaling, counts=counts, implementation=implementation
+        norm = None if norms is None else norms[1:]
+        return rebuild_rows(
+            own, decoded, rows, *angles, step, self.held.heads, norm=norm, implementation=implementation
         )
 
     def pack_due(self, number: int) -> None:

@@ -126,7 +126,7 @@ def expect(case, made, listed, decoded, compressed, last, cos, sin, norm):
 def test_rows_are_made_as_defined(case, implementation, step, monkeypatch):
     waiting = case.seen - case.sinks - case.compressed + step
     blocks = max(0, waiting // 8 - 1)
-    made, last = Made(case, blocks), case.seen + step
+    made, last = Made(case, blocks), case.seen + step - 1
     assert made.rows.count_compressed(step) == case.compressed + 8 * blocks
     listed = list_some(case, last, 10**6)
     decoded = case.draw(*listed.shape, made.kv.shape[2], seed=5) if case.decodes else None
@@ -139,11 +139,11 @@ def test_rows_are_made_as_defined(case, implementation, step, monkeypatch):
     keys, values, slots = rebuild_rows(*given, norm=norm, implementation=implementation)
     expected = expect(case, made, listed, decoded, case.compressed + 8 * blocks, last, cos, sin, norm)
     bound = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-4}[case.dtype]
-    for found, exact in zip((keys, values), expected, strict=True):
-        assert found.dtype == case.dtype
-        torch.testing.assert_close(found.double(), exact, rtol=bound, atol=bound)
     count = listed.shape[1]
-    where = torch.arange(count, device=DEVICE).where(listed <= last, count)
+    for found, exact in zip((keys, values), expected, strict=True):
+        assert found.dtype == case.dtype and found.shape[2] == count + 1
+        torch.testing.assert_close(found[:, :, :count].double(), exact, rtol=bound, atol=bound)
+    where = torch.arange(count, device=DEVICE).where(listed <= last, count + 1)
     assert slots.dtype == torch.int64 and torch.equal(slots[:, 0], where)
 
 
