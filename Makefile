@@ -114,6 +114,10 @@ $(FILES)/qfilters.safetensors: | setup
 $(FILES)/duo_attention: | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate duo_attention --model reference --out $@
 
+$(FILES)/deltakv_llama31_8b.safetensors:
+	$(GPU) -m kvbench calibrate deltakv --untrained --model conf/model/shapes/llama31_8b.json --dtype bfloat16 \
+	  --device cpu --out $@
+
 # Check a local copy of a benchmark's data: TASK=longbench DATA=file.
 data: setup
 	@$(BIN)/python -m kvbench data "$(TASK)" "$(DATA)"
@@ -181,14 +185,15 @@ GPU ?= $(BIN)/python
 # Run the tests that need a GPU; GPU=python3 takes another Python than .venv's.
 test-gpu:
 	$(GPU) -m pytest -p no:benchmark -n 8 -k "not first_record" tests/gpu tests/kernels \
-	  tests/engine/test_graph_prefill.py tests/engine/test_graph_decoding.py tests/engine/test_sliding_rows.py
+	  tests/engine/test_graph_prefill.py tests/engine/test_graph_decoding.py tests/engine/test_sliding_rows.py \
+	  tests/engine/test_reconstructed_rows.py
 	$(GPU) -m pytest -p no:benchmark -k first_record tests/gpu/test_warming.py
 
 LIST ?= $(if $(QUICK),quick,full)
 
 # Measure time, memory and throughput on a GPU and write the tables; QUICK=1 takes 6 minutes.
 # An interrupted call goes on where it was. MINUTES=n begins nothing after n; LIST=cpu measures KeyDiff's table, no GPU.
-efficiency:
+efficiency: $(if $(filter decoding,$(LIST)),$(FILES)/deltakv_llama31_8b.safetensors)
 	status=0; $(GPU) -m kvbench efficiency $(LIST) $(if $(MINUTES),--minutes $(MINUTES)) || status=$$?; \
 	$(GPU) -m kvbench papers --beside && exit $$status
 

@@ -21,16 +21,18 @@ can also select for each chunk of a prompt; that is off by default and left out.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ReadRequest, State
+from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.max_logits import max_logits
-from kvbench.kernels.row_selection import top_k_mask
+from kvbench.kernels.row_selection import top_k_indices, top_k_mask
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class DeltaKV(Method):
 
     scores = False
     attends_subset = True
+    reads_packed = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,16 +68,31 @@ class DeltaKV(Method):
         """
         return set(scale_layers("method.full_layers", self.full_layers, self.depth, layers))
 
+    def find_observation_layers(self, layers: int) -> set[int]:
+        """Return the layers that choose rows in a model of `layers` layers."""
+        full = self.find_full_layers(layers)
+        return {layer for layer in full if layer + 1 < layers and layer + 1 not in full}
+
+    def find_candidates(self, held: int, packed: tuple[int, int] | None) -> tuple[int, int]:
+        """Return start and stop of the rows that a token chooses among.
+
+        Args:
+            held: Number of rows, the token's own included.
+            packed: Start and stop of the rows that the codec has packed, or None if it tells of none.
+        """
+        start, stop = packed or (0, held)
+        start = max(start, self.sinks)
+        return start, max(start, min(stop, held - self.recent))
+
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         self.find_full_layers(layers)
 
     def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
-        full = self.find_full_layers(request.layers)
         if request.queries.shape[2] > 1 or request.quota is None:
             return None
         shared, heads = state.shared, request.queries.shape[1]
-        if request.layer in full:
-            if request.layer + 1 < request.layers and request.layer + 1 not in full:
+        if request.layer in self.find_full_layers(request.layers):
+            if request.layer in self.find_observation_layers(request.layers):
                 shared |= {"look": self.choose(request, rows, state), "token": request.first}
             return None
         if shared.get("token") != request.first or shared["look"] is None:  # no observation layer has seen this token
@@ -84,12 +102,11 @@ class DeltaKV(Method):
     def choose(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
         """Return the rows to attend to, (B, n) bool, or None for all."""
         held = request.first + 1
-        start, stop = request.packed or (0, held)
-        start, stop = max(start, self.sinks), min(stop, held - self.recent)
-        candidates = max(0, stop - start)
-        quota = request.quota if request.fraction is None else int(request.fraction * candidates)
-        assert quota is not None  # `read`
-        if quota >= candidates and not (candidates and self.smoothing):
+        start, stop = self.find_candidates(held, request.packed)
+        assert request.quota is not None  # `read`
+        candidates = stop - start
+        quota = count_chosen(candidates, request.quota, request.fraction)
+        if quota == candidates and not (candidates and self.smoothing):
             return None
         scores = max_logits(request.queries[:, :, -1], rows().keys[:, :, start:stop], 1.0)
         if self.smoothing:
@@ -97,7 +114,119 @@ class DeltaKV(Method):
             known = last.shape[1]  # candidates only grow in number
             smoothed = last * self.smoothing + scores[:, :known] * (1 - self.smoothing)
             scores = state.layer["scores"] = torch.cat([smoothed, scores[:, known:]], 1)
-        if quota >= candidates:
+        if quota == candidates:
             return None
         chosen = top_k_mask(scores[:, None], quota)[:, 0]
         return torch.cat([chosen.new_ones(len(chosen), start), chosen, chosen.new_ones(len(chosen), held - stop)], 1)
+
+    def row_reader(self, answer: CapturedAnswer) -> RowReader | None:
+        if self.smoothing:
+            return None
+        observers = self.find_observation_layers(answer.layers) & {*answer.all_layers}
+        return ObservationReader(self, answer, sorted(observers)) if observers <= {*answer.keys} else None
+
+
+def count_chosen(candidates: int, quota: int, fraction: Fraction | None) -> int:
+    """Return how many of the candidates are chosen: a fraction of them, or `quota` if there is no fraction."""
+    return min(candidates, quota if fraction is None else int(fraction * candidates))
+
+
+class Choice:
+    """What an observation layer chooses among, and how many rows, at each token of an answer.
+
+    Every token lists equally many rows, because the operations of a CUDA graph are fixed. Where a token attends to
+    fewer, the list has a row that never exists in their place.
+    """
+
+    def __init__(self, windows: list[tuple[int, int]], counts: list[int], seen: int, device: torch.device) -> None:
+        """Make tables of all tokens.
+
+        Args:
+            windows: Start and stop of the candidates at each token.
+            counts: How many of them it chooses.
+            seen: Number of rows before the first of these tokens.
+            device: Where the rows are.
+        """
+        self.windows, self.counts, self.absent = windows, counts, seen + len(counts)
+        some = [window for window in windows if window[0] < window[1]]
+        self.low, self.high = min((start for start, _ in some), default=0), max((stop for _, stop in some), default=0)
+        longest = max(seen + number + 1 - stop for number, (_, stop) in enumerate(windows))
+        self.tables = torch.tensor([[*window, count] for window, count in zip(windows, counts, strict=True)]).to(device)
+        self.candidates = torch.arange(self.low, self.high, device=device)
+        self.first = torch.arange(max(start for start, _ in windows), device=device)
+        self.newest = torch.arange(longest, device=device)
+
+    def list_rows(self, queries: Tensor, keys: Tensor, number: Tensor, last: Tensor) -> ListedRows:
+        """List the rows that one token attends to.
+
+        Args:
+            queries: The queries of the observation layer, (B, Hq, 1, d).
+            keys: Its keys, (B, H, n, d).
+            number: The number of the token, counted from 0, without dimensions.
+            last: The token's own row, without dimensions.
+        """
+        start, stop, count = self.tables.index_select(0, number[None])[0]
+        batch, most = len(queries), max(self.counts)
+        before = self.first.masked_fill(self.first >= start, self.absent)
+        after = self.newest + stop
+        parts = [before.expand(batch, 1, -1), after.masked_fill(after > last, self.absent).expand(batch, 1, -1)]
+        if most:
+            scores = max_logits(queries[:, :, -1], keys[:, :, self.low : self.high], 1.0)
+            outside = (self.candidates < start) | (self.candidates >= stop)
+            scores = scores.masked_fill(outside, -torch.inf)[:, None]
+            chosen = top_k_indices(scores, most)
+            if most > min(self.counts):
+                best = top_k_mask(scores.gather(2, chosen), count.expand(batch, 1))
+                chosen = torch.where(best, chosen + self.low, self.absent)
+            else:
+                chosen = chosen + self.low
+            parts.insert(1, chosen)
+        return ListedRows(torch.cat(parts, 2))
+
+    def mark_rows(self, listed: Tensor, number: int) -> Tensor | None:
+        """Return the rows that a token listed (B, 1, k), marked among those that it held, or None if these are all."""
+        start, stop = self.windows[number]
+        if self.counts[number] == stop - start:
+            return None
+        marks = listed.new_zeros(len(listed), self.absent + 1, dtype=torch.bool).scatter_(1, listed[:, 0], True)
+        return marks[:, : self.absent - len(self.counts) + number + 1].clone()
+
+
+class ObservationReader:
+    """Chooses rows in the observation layers and hands them to the layers behind each."""
+
+    def __init__(self, method: DeltaKV, answer: CapturedAnswer, observers: list[int]) -> None:
+        self.answer, self.full = answer, method.find_full_layers(answer.layers)
+        self.choices: dict[int, Choice] = {}  # of each observation layer; none if no budget is set
+        self.chosen: Tensor | None = None  # rows that the last observation layer listed, (B, 1, k)
+        if answer.quota is None:
+            return
+        for layer in observers:
+            windows = [
+                method.find_candidates(answer.seen + number + 1, answer.find_packed(layer, number))
+                for number in range(answer.tokens)
+            ]
+            counts = [count_chosen(stop - start, answer.quota, answer.fraction) for start, stop in windows]
+            self.choices[layer] = Choice(windows, counts, answer.seen, answer.keys[layer].device)
+
+    def choose(self, last: Tensor) -> RowChoice:
+        number, looks = last - self.answer.seen, dict[str, ListedRows]()  # of the last observation layer
+
+        def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
+            if layer not in self.full:
+                return looks.get("rows")
+            if layer in self.choices:
+                looks["rows"] = self.choices[layer].list_rows(queries, keys, number, last)
+                if layer == max(self.choices):
+                    found = looks["rows"].blocks
+                    if self.chosen is None:  # before a graph is captured: other graphs use what a graph allocates
+                        self.chosen = torch.empty_like(found)
+                    self.chosen.copy_(found)
+            return None
+
+        return choose
+
+    def finish(self, seen: int) -> None:
+        if self.chosen is not None and seen > self.answer.seen:
+            look = self.choices[max(self.choices)].mark_rows(self.chosen, seen - self.answer.seen - 1)
+            self.answer.states[self.answer.all_layers[0]].shared.update({"look": look, "token": seen - 1})

@@ -27,7 +27,8 @@ def attend_listed(
         queries: (B, Hq, 1, d)
         keys: (B, H, n, d); H divides Hq. Row j lies in block ⌊j/size⌋.
         values: (B, H, n, d)
-        blocks: Different blocks, (B, Hq, k) int64, one list per query head, or (B, 1, k), one list for all.
+        blocks: Different blocks, (B, Hq, k) int64, one list per query head, or (B, 1, k), one list for all. Only blocks
+            that do not exist may be listed several times.
         size: Rows of a block.
         last: The last row that exists, a whole number without dimensions. Rows behind it are not attended to.
         scaling: The factor of the logits.

@@ -19,8 +19,9 @@ def attend_listed_reference(
 
 def mark_rows(blocks: Tensor, size: int, held: int, after: int | None) -> Tensor:
     """Return which of the first `held` rows lie in the listed blocks or from `after` on, (B, L, held) bool."""
-    marks = torch.zeros(*blocks.shape[:2], -(-held // size), dtype=torch.bool, device=blocks.device)
-    rows = marks.scatter_(-1, blocks, True).repeat_interleave(size, -1)[..., :held]
+    count = -(-held // size)  # blocks that exist
+    marks = torch.zeros(*blocks.shape[:2], count + 1, dtype=torch.bool, device=blocks.device)
+    rows = marks.scatter_(-1, blocks.clamp(max=count), True).repeat_interleave(size, -1)[..., :held]
     if after is not None:
         rows[..., after:] = True
     return rows

@@ -25,6 +25,7 @@ def append(
     starts: Tensor | None = None,
     offsets: Tensor | None = None,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    rotates_keys: bool = True,
     implementation: str | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, and write keys and values into the tail.
@@ -49,6 +50,7 @@ def append(
             0 for all.
         norms: The weights (d,) of the queries' and the keys' RMS norm, of one dtype (see
             `kernels.fused_linear.rms_norm`), and its ε; None for no norm.
+        rotates_keys: Whether keys are normed and rotated; otherwise they are written as projected.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -71,7 +73,8 @@ def append(
         raise ValueError(f"append: slots {tuple(slots.shape)} of {heads} heads for {len(keys)} tokens")
     if offsets is not None and offsets.shape != (batch,):
         raise ValueError(f"append: offsets {tuple(offsets.shape)} for batch {batch}")
-    given = queries, keys, values, cos, sin, tail_keys, tail_values, tail, step, slots, starts, offsets, norms
+    into = tail_keys, tail_values, tail, step, slots, starts, offsets
+    given = queries, keys, values, cos, sin, *into, norms, rotates_keys
     if choose_implementation("append", implementation, queries) == "reference":
         return append_reference(*given)
     from kvbench.kernels.rope_append.triton import append_triton

@@ -10,10 +10,12 @@ from kvbench.kernels.rerotation.reference import rotate_reference
 def append_reference(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
     tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None, offsets: Tensor | None,
-    norms: tuple[Tensor, Tensor, float] | None,
+    norms: tuple[Tensor, Tensor, float] | None, rotates_keys: bool = True,
 ) -> Tensor:  # fmt: skip
     batch, dim = len(tail_keys) if starts is None else len(starts), tail_keys.shape[-1]
+    plain = keys.view(batch, -1, keys.shape[1] // dim, dim).transpose(1, 2)
     queries, keys, values = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms, offsets)
+    keys = keys if rotates_keys else plain
     if slots is None:
         here = slice(tail + int(step), tail + int(step) + keys.shape[2])
         tail_keys[:, :, here], tail_values[:, :, here] = keys, values

@@ -42,7 +42,7 @@ def rotate_head(
 def _append(
     queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step, slots, starts, offsets,
     tail, tokens, heads, query_heads, dim, turning, epsilon, s_q, s_k, s_v, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-    NORM: tl.constexpr, SLOTS: tl.constexpr, STARTS: tl.constexpr, OFFSETS: tl.constexpr,
+    NORM: tl.constexpr, SLOTS: tl.constexpr, STARTS: tl.constexpr, OFFSETS: tl.constexpr, ROTATE: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
@@ -73,6 +73,8 @@ def _append(
             scale = key_norm
         found = rotate_head(source, scale, cos, sin, at, column, turning, dim, epsilon, out, NORM)
         if is_key:
+            if not ROTATE:  # as projected
+                found = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
             place = tail_keys + b * sk_b + h.to(tl.int64) * sk_h + row.to(tl.int64) * sk_n
             tl.store(place + column, found, mask=there)
         else:
@@ -82,7 +84,7 @@ def _append(
 def append_triton(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
     tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None, offsets: Tensor | None,
-    norms: tuple[Tensor, Tensor, float] | None,
+    norms: tuple[Tensor, Tensor, float] | None, rotates_keys: bool,
 ) -> Tensor:  # fmt: skip
     (batch, heads), dim = tail_keys.shape[:2] if starts is None else starts.shape, tail_keys.shape[-1]
     into = [own.stride()[:3] if starts is None else (0, 0, own.stride(0)) for own in (tail_keys, tail_values)]
@@ -96,6 +98,6 @@ def append_triton(
         tail, tokens, heads, query_heads, dim, cos.shape[1], epsilon,
         queries.stride(0), keys.stride(0), values.stride(0), *into[0], *into[1],
         NORM=norms is not None, SLOTS=slots is not None, STARTS=starts is not None, OFFSETS=offsets is not None,
-        D=triton.next_power_of_2(dim), num_warps=1 if dim <= 64 else 2,
+        ROTATE=rotates_keys, D=triton.next_power_of_2(dim), num_warps=1 if dim <= 64 else 2,
     )  # fmt: skip
     return out

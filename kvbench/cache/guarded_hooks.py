@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvbench.cache.guard import ROWS, Guard, T, find_codec_of_layer
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec, Growable, Growing, Packed
+from kvbench.interfaces.codec import Codec, Growable, Growing, ListingGrowing, MadeRows, Packed
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
+from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.rows import Rows
 from kvbench.validation import ContractError
 
@@ -269,15 +270,20 @@ class GuardedCodec:
             guard.note(partial(is_not_finite, part), line)
         return packed
 
-    def find_packed(self, rows: "GuardedRows") -> tuple[int, int] | None:
+    def find_packed(self, rows: "GuardedRows", more: int) -> tuple[int, int] | None:
         found = self.guard.call(
-            self.owner, "find_packed", self.guard.handed(), lambda: self.codec.find_packed(rows.packed)
+            self.owner, "find_packed", self.guard.handed(), lambda: self.codec.find_packed(rows.packed, more)
         )
         if found is not None and not (isinstance(found, tuple) and [type(own) for own in found] == [int, int]):
             raise ContractError(
                 f"{self.owner}: find_packed of layer {self.guard.layer} returned {found!r}, expected two whole numbers"
             )
         return found
+
+    def count_needs(self, rows: "GuardedRows", attended: float) -> tuple[int, int] | None:
+        return self.guard.call(
+            self.owner, "count_needs", self.guard.handed(), lambda: self.codec.count_needs(rows.packed, attended)
+        )
 
 
 @dataclass(frozen=True)
@@ -342,14 +348,26 @@ class GuardedGrowing:
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
         scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
+        made: MadeRows | None = None, counts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        found = self._call("attend", lambda: self.growing.attend(
-            queries, keys, values, angles, step, scaling, norms, implementation
-        ))  # fmt: skip
+        given = queries, keys, values, angles, step, scaling, norms, implementation
+        growing = cast(ListingGrowing, self.growing)  # if there are made rows, the codec lists rows
+        more = () if made is None else (made, counts)
+        found = self._call("attend", lambda: growing.attend(*given, *more))
         dim = self.rows.shape[1]
         shape = (len(queries), queries.shape[1] // dim, 1, dim)
         self.rows.guard.expect(self.rows.owner, "growing.attend", found, shape, "float", queries.device)
         return found
+
+    def make_rows(
+        self, listed: ListedRows, angles: tuple[Tensor, Tensor], step: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
+    ) -> MadeRows:  # fmt: skip
+        growing = cast(ListingGrowing, self.growing)  # the codec lists rows
+        return self._call("make_rows", lambda: growing.make_rows(listed, angles, step, norms, implementation))
+
+    def pack_due(self, number: int) -> None:
+        self._call("pack_due", lambda: self.growing.pack_due(number))
 
     def finish(self, read: int, lengths: Tensor) -> GuardedRows:
         rows = self.rows

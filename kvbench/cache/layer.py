@@ -29,7 +29,7 @@ from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedM
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.rerotation import rotate_by_slot
 from kvbench.cache.storage import Bytes, StoredRows, count_bytes
-from kvbench.interfaces.codec import Growing
+from kvbench.interfaces.codec import ListingGrowing
 from kvbench.interfaces.observation import LayerInputs, Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend, attend_ragged
@@ -193,11 +193,15 @@ class Layer:
         self.after_attention(queries, outputs, lse, scaling, output_weight, rotation, view)
         return outputs
 
-    def find_packed(self) -> tuple[int, int] | None:
-        """Return start and stop of the rows packed in this layer, or in the next one whose codec tells."""
+    def find_packed(self, more: int = 0) -> tuple[int, int] | None:
+        """Return start and stop of the rows packed in this layer, or in the next one whose codec tells.
+
+        Args:
+            more: Number of tokens to be read before, one by one.
+        """
         for layer in filter(None, self.cache[self.index :]):
             if isinstance(layer.rows.stored, GuardedRows):
-                found = layer.codec.find_packed(layer.rows.stored)
+                found = layer.codec.find_packed(layer.rows.stored, more)
                 if found is not None:
                     return found
         return None
@@ -375,16 +379,16 @@ class Layer:
         """Append further tokens to memory that no other context uses."""
         self.rows = self.rows.copy_tail()
 
-    def reserve_packed(self, tokens: int, ahead: int) -> Growing:
+    def reserve_packed(self, tokens: int, ahead: int) -> ListingGrowing:
         """Reserve memory for further tokens behind packed rows, of which `ahead` may be taken back at once."""
         self.rows = rows = self.rows.reserve_packed(tokens, ahead)
         self.update_memory()
         assert rows.growing is not None
         return rows.growing
 
-    def finish_growing(self, tokens: int) -> None:
-        """Count decoded tokens that a CUDA graph has appended to packed rows. Each attended to all rows before it."""
-        self.count_decoded(self.rows.finish_growing(tokens), tokens)
+    def finish_growing(self, tokens: int, attended: Sequence[float] | None = None) -> None:
+        """Count decoded tokens that a CUDA graph has appended to packed rows. Arguments as of `count_appended`."""
+        self.count_decoded(self.rows.finish_growing(tokens), tokens, attended)
         self.update_memory()
 
     def count_appended(self, tokens: int, attended: Sequence[float] | None = None) -> None:
@@ -481,6 +485,15 @@ class Layer:
         return replace(
             held, state=held.state + count_bytes(v for v in self.state.layer.values() if isinstance(v, Tensor))
         )
+
+    def count_needs(self) -> tuple[int, int]:
+        """Return the bytes that the last decoded token had to read, and the operations that made rows of them."""
+        attended = self.attended[-1] if self.attended else self.rows.mean_rows
+        if isinstance(self.rows.stored, GuardedRows):
+            found = self.codec.count_needs(self.rows.stored, attended)
+            if found is not None:
+                return found
+        return round(self.bytes().rows * min(1.0, attended / self.rows.mean_rows)), 0
 
     def full_bytes(self) -> int:
         """Return the bytes that keys and values of all tokens read would take."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbench.interfaces.codec import Growable, Growing, Packed, Plain, Stored, join
+from kvbench.interfaces.codec import Growable, ListingGrowing, Packed, Plain, Stored, join
 from kvbench.interfaces.observation import KeyRotation
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.attention import RaggedRows
@@ -69,7 +69,7 @@ class StoredRows:
     """(B, H, capacity, d)"""
     tail_values: Tensor | None = None
     """(B, H, capacity, d)"""
-    growing: Growing | None = None
+    growing: ListingGrowing | None = None
     """Memory that packed rows have reserved for further tokens."""
     rotate: KeyRotation | None = None
     """Norms and rotates keys, which are then stored as they are before both; None if they are stored rotated."""
@@ -146,7 +146,8 @@ class StoredRows:
         """
         if self.growing is not None and self.growing.tokens >= tokens:
             return self
-        return replace(self, growing=cast(Growable, self.stored).growing(tokens, ahead, self.mass))
+        growing = cast(Growable, self.stored).growing(tokens, ahead, self.mass)
+        return replace(self, growing=cast(ListingGrowing, growing))
 
     def finish_growing(self, tokens: int) -> "StoredRows":
         """Take over the tokens that a CUDA graph has appended to packed rows, and free the memory reserved."""

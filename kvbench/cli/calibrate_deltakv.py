@@ -17,6 +17,9 @@ but at most 3e-3, and there are 20,000 w^2 steps of 8192 w tokens.
 By default the command trains on essays that it writes (tasks/common/synthetic_prose.py). They are enough to try it; for
 a real model give real text. If the text has fewer tokens than the training, it is read several times.
 
+--untrained writes the weights with which the training would begin. They are for measurements of time and memory, so
+--model may also be a file of conf/model/shapes/. The file names no model, and its metadata say what it is.
+
 The training writes its state to OUT.training every minute and its losses to OUT.log.jsonl at every step. After an
 interruption the same command goes on.
 """
@@ -46,6 +49,7 @@ def add_options(parser: CommandParser) -> None:
     parser.add_argument("--lr", type=float, help="peak of the learning rate (default: see below)")
     parser.add_argument("--code", type=int, help="width of a code (default: a quarter of 2 d_k)")
     parser.add_argument("--inner", type=int, help="inner width of the compressor (default: see below)")
+    parser.add_argument("--untrained", action="store_true", help="write the first weights and do not train")
     parser.add_argument("--dtype", help="float32 or bfloat16, of the model and the file (default: by the device)")
 
 
@@ -67,9 +71,21 @@ def calibrate(options: Namespace, device: str) -> None:
 
     from kvbench.config.provenance import find_version
     from kvbench.models.checkpoint import Checkpoint, find_model
+    from kvbench.models.configuration import load_layout
     from kvbench.training import delta_training, token_sequences
-    from kvbench.training.delta_losses import check_layout, choose_recipe
+    from kvbench.training.delta_losses import check_layout, choose_recipe, draw_compressors
 
+    if options.untrained:
+        layout = load_layout(options.model if Path(options.model).is_file() else find_model(options.model))
+        check_layout(layout)
+        width = 2 * layout.heads * layout.dim
+        recipe = choose_recipe(
+            width, layout.longest, {"code": options.code, "inner": options.inner, "seed": options.seed}
+        )
+        drawn = [own.to("cpu", getattr(torch, dtype)) for own in draw_compressors(layout.layers, width, recipe)]
+        delta_training.write_compressors(options.out, drawn, {"source": "untrained", "kvbench": find_version()})
+        print(f"{options.out}: untrained compressors of {layout.layers} layers, {width} to {recipe.code} numbers")
+        return
     checkpoint = Checkpoint("calibrated", find_model(options.model))
     checkpoint.config()
     layout = checkpoint.layout()

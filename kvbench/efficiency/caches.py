@@ -60,6 +60,9 @@ class CacheUnderTest(Protocol):
     def bytes_per_token(self) -> int:
         """Return the bytes of the cache that one further token must read."""
 
+    def operations_per_token(self) -> int:
+        """Return the operations that make the rows of one further token, beside those of attention."""
+
     def drop(self) -> None:
         """Free the cache."""
 
@@ -111,10 +114,13 @@ class KVBenchCache:
         """Return the bytes of the cache that one further token must read.
 
         If the method attends to few of many rows, a row counts once for all query heads of a group that attend to it.
-        What the method remembers in order to choose rows counts too, if a layer chooses.
+        What the method remembers in order to choose rows counts too, if a layer chooses. Of rows that a codec makes
+        (`Codec.count_needs`), what the last token of the last answer read counts.
         """
         context, held = self.context, self.context.bytes()
-        if not self.run.choice().method.attends_subset:
+        if self.choice.codec.lists_rows:
+            return sum(layer.count_needs()[0] for layer in context.own_layers) + context.sliding_bytes() + held.state
+        if not self.choice.method.attends_subset:
             return held.rows
         with context.branch(), ExitStack() as stack:
             counts = [stack.enter_context(count_rows_read(layer)) for layer in context.own_layers]
@@ -124,6 +130,9 @@ class KVBenchCache:
                 for rows, layer in zip(counts, context.own_layers, strict=True)
             )
         return round(read) + context.sliding_bytes() + (held.state if any(counts) else 0)
+
+    def operations_per_token(self) -> int:
+        return sum(layer.count_needs()[1] for layer in self.context.own_layers)
 
     def drop(self) -> None:
         self._context = None
@@ -161,6 +170,10 @@ class StepwiseAnswer:
     def tokens(self, count: int) -> Iterator[None]:
         """Generate one token at each step."""
         raise NotImplementedError
+
+    def operations_per_token(self) -> int:
+        """Return 0: rows are attended to as they are stored."""
+        return 0
 
     def answer(self, count: int, most: int | None = None) -> list[float]:
         stamps = Stamps(self.token.device.type)

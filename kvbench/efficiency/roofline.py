@@ -3,8 +3,9 @@
     floor = max(bytes / bandwidth, operations / rate)
 
 Decoding reads every weight, but the embedding table only if it is the output layer too, and the held keys and values. A
-method that attends to few of many rows reads only those, and what it chooses them by. A prefill multiplies every token
-with the weights (only the last token with the output layer), and its queries with the rows that they see, with 4·Hq·d
+method that attends to few of many rows reads only those, and what it chooses them by. A codec may have to make the rows
+that are attended to of what it stores (DeltaKV), which takes further operations. A prefill multiplies every token with
+the weights (only the last token with the output layer), and its queries with the rows that they see, with 4·Hq·d
 operations for each pair. If the cache is cut after each block, this holds block by block. conf/efficiency/floors.yaml
 lists what each score must do: passes over keys and values, and products of queries with rows.
 """
@@ -58,10 +59,22 @@ class WeightSizes:
         return cls(total, read, (read - output.nbytes) // table.element_size())
 
 
-def decode_ms(machine: Machine, weights: WeightSizes, read: int, batch: int, element: int) -> float:
-    """Return the milliseconds of one token for every sample; `read` is the bytes that it reads of the cache."""
-    operations = 2 * batch * weights.read / element
-    return machine.ms(weights.read + read, operations)
+def decode_ms(
+    machine: Machine, weights: WeightSizes, read: int, batch: int, element: int, making: int = 0
+) -> tuple[float, float]:
+    """Return the milliseconds of one token for every sample, if it reads and computes at the same time, and if it first
+    reads and then computes.
+
+    Args:
+        machine: The machine.
+        weights: The sizes of the model's weights.
+        read: Bytes of the cache that the token reads.
+        batch: Number of samples.
+        element: Bytes of a weight.
+        making: Operations that make the rows that it attends to.
+    """
+    read, operations = weights.read + read, 2 * batch * weights.read / element + making
+    return machine.ms(read, operations), machine.ms(read, 0) + machine.ms(0, operations)
 
 
 def prefill_ms(

@@ -175,7 +175,7 @@ class PromptContext:
         again, size = self._readings(ids), self.block_size or prompt
         captured = self.weights is not None and repeats_cuts(self.choice) and size <= SHORT and not each
         captured = captured and self.budget.of == "prompt" and self.fits_window(prompt)
-        captured = captured and not self.choice.method.overrides("capture_state")
+        captured = captured and not self.choice.method.overrides("capture_state") and not self.choice.asks_for_inputs
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
             while self.seen < prompt:
@@ -511,9 +511,12 @@ class PromptContext:
 def decodes_in_graph(choice: CachePolicy) -> bool:
     """Return whether tokens of an answer may be read in a CUDA graph.
 
-    A captured step does not go through the modules whose inputs a method or a codec may ask for.
+    A captured step does not go through the modules whose inputs a method may ask for. A codec gets keys before rotation
+    from the step if its packed rows grow.
     """
-    if choice.asks_for_inputs:
+    method, codec = choice.method, choice.codec
+    grows = codec.packs and codec.grows
+    if method.wants_unrotated_keys or method.wants_hidden or (codec.takes_unrotated_keys and not grows):
         return False
     return only_appends(choice) or repeats_cuts(choice) or replaces_rows(choice) or reads_in_graph(choice)
 

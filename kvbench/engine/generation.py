@@ -78,7 +78,10 @@ class GenerationContext(PromptContext):
         elif tokens > WORTH and self.weights is not None and only_appends(self.choice):
             # the modules would pack every token into new memory
             for layer in self.own_layers:
-                layer.reserve_packed(tokens - 1, CHUNK)
+                if layer.packs:
+                    layer.reserve_packed(tokens - 1, CHUNK)
+                else:
+                    layer.reserve(tokens - 1)
 
 
 class Answer:
@@ -284,7 +287,7 @@ def find_reader(context: GenerationContext, left: int) -> RowReader | None:
     same = quota == context.budget.rows(prompt, seen + left)
     if not same or context.weights is None or not reads_in_graph(context.choice):
         return None
-    return make_reader(context.weights, context.own_layers, left, quota)
+    return make_reader(context.weights, context.own_layers, left, quota, context.budget.fraction)
 
 
 def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRows] | None:

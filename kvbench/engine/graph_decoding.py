@@ -8,7 +8,7 @@ rows, `PackedRows` (packed_rows) append and pack, `WatchedRows` (watched_rows) a
 are cut after every few tokens. `SlidingRows` (sliding_rows) hold the windows of some layers beside any of these.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Protocol
@@ -165,6 +165,14 @@ class StepRows(Protocol):
     def advance(self, cuts: bool) -> None:
         """Count a token after all layers have read it, and `settle`."""
 
+    def use_lane(self, lane: int) -> None:
+        """Do work beside the current stream in this lane (`kvbench.engine.streams.Beside`)."""
+        return
+
+    def pack_due(self, number: int) -> None:
+        """Pack what is due after the token of this number, between two replays of a graph."""
+        return
+
     def marked(self, tokens: Tensor) -> Tensor:
         """Return `tokens` (B,), or -1 for all of them after an error, which `check` raises."""
 
@@ -236,7 +244,7 @@ class AppendedRows(StepRows):
 
 
 class GrowingRows(AppendedRows):
-    """Each layer's cut part, and a tail with memory for further tokens."""
+    """Each layer's cut part, and a tail with memory for further tokens. Layers whose rows are packed are left out."""
 
     def __init__(
         self,
@@ -247,14 +255,16 @@ class GrowingRows(AppendedRows):
         implementation: str | None = None,
     ) -> None:
         super().__init__(weights, layers, tokens, seen, implementation)
-        for layer in layers:
+        self.raw = {index: layer for index, layer in enumerate(layers) if not layer.packs}
+        for layer in self.raw.values():
             layer.reserve(tokens)
             layer.rows = layer.rows.with_starts()
-        self.held = [layer.rows.ragged() for layer in layers]
-        self.tails: list[tuple[Tensor, Tensor, int]] = []
-        for rows in (layer.rows for layer in layers):
+        self.held = {index: layer.rows.ragged() for index, layer in self.raw.items()}
+        self.tails: dict[int, tuple[Tensor, Tensor, int]] = {}
+        for index, layer in self.raw.items():
+            rows = layer.rows
             assert rows.tail_keys is not None and rows.tail_values is not None  # reserved above
-            self.tails.append((rows.tail_keys, rows.tail_values, rows.tail))
+            self.tails[index] = rows.tail_keys, rows.tail_values, rows.tail
         self.kept = 0  # tokens that the layers have counted
 
     def attend(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
@@ -277,9 +287,16 @@ class GrowingRows(AppendedRows):
         )  # fmt: skip
 
     def keep(self, read: int) -> None:
-        for layer in self.layers:
-            layer.count_appended(read - self.kept)
+        for index, attended in self.list_attended(self.kept, read, self.raw).items():
+            self.raw[index].count_appended(read - self.kept, attended)
         self.kept = read
+
+    def list_attended(self, start: int, stop: int, layers: Iterable[int]) -> dict[int, list[float] | None]:
+        """Return how many rows a query head of these layers attended to, for the tokens from `start` to `stop`.
+
+        None stands for all rows.
+        """
+        return dict.fromkeys(layers)
 
 
 def read_token(
@@ -376,6 +393,7 @@ class GraphDecoder:
             self.graphs[cuts].replay()
         else:
             self.one(cuts)
+        self.rows.pack_due(number)
 
     def back(self, step: int) -> int:
         """Return to the state after `step` tokens, or to an earlier one. Returns the number of tokens."""

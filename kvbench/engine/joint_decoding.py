@@ -20,7 +20,7 @@ from kvbench.engine.generation import Answer, GenerationContext, PlannedRows, co
 from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, Norms, StepRows, read_token
 from kvbench.engine.joined_growing_rows import JoinedGrowingRows
 from kvbench.engine.joined_replaced_rows import JoinedReplacedRows, find_shared_kind
-from kvbench.engine.replaced_rows import ReplacedRows, SlotRows
+from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.spending import spend
 from kvbench.engine.streams import STREAMS, make_streams
 from kvbench.engine.timing import now
@@ -212,8 +212,7 @@ class JoinedRows(StepRows):
             self.piece_sizes.append(sum(sizes[begin : begin + count]))
             begin += count
         for number, piece in enumerate(self.pieces):
-            if isinstance(piece, SlotRows):
-                piece.beside.lane = number % STREAMS
+            piece.use_lane(number % STREAMS)
         self.streams = make_streams(device)[: min(STREAMS, len(self.pieces)) - 1] if device.type == "cuda" else []
 
     def cuts(self, number: int) -> bool:
@@ -259,6 +258,10 @@ class JoinedRows(StepRows):
     def advance(self, cuts: bool) -> None:
         for piece in self.pieces:
             piece.advance(False)
+
+    def pack_due(self, number: int) -> None:
+        for piece in self.pieces:
+            piece.pack_due(number)
 
     def marked(self, tokens: Tensor) -> Tensor:
         own = zip(self.pieces, tokens.split(self.piece_sizes), strict=True)

@@ -3,18 +3,21 @@
 A codec that packs writes an answer's rows into memory of its own (`kvbench.interfaces.codec.Growing`) and attends to
 them there. The packed rows that the layers hold are shared and not copied. The layers get all new rows at once when the
 answer ends, because a layer's rows are an immutable value: joining packed rows for every chunk would copy the cache.
+A codec may leave some layers raw.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvbench.cache.layer import Layer
-from kvbench.engine.graph_decoding import CHUNK, AppendedRows, Norms
+from kvbench.engine.graph_decoding import CHUNK, GrowingRows, Norms
 from kvbench.models.decoder_weights import DecoderWeights
 
 
-class PackedRows(AppendedRows):
+class PackedRows(GrowingRows):
     """Rows of which a codec packs the old ones."""
 
     def __init__(
@@ -22,21 +25,41 @@ class PackedRows(AppendedRows):
         implementation: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(weights, layers, tokens, seen, implementation)
-        self.growing = [layer.reserve_packed(tokens, CHUNK) for layer in layers]
-        for growing in self.growing:
+        self.growing = {index: layer.reserve_packed(tokens, CHUNK) for index, layer in enumerate(layers) if layer.packs}
+        self.turned_later = {index for index in self.growing if layers[index].codec.takes_unrotated_keys}
+        self.all_angles = self.angles  # from the first position on
+        if self.turned_later:
+            places = torch.arange(seen + tokens, device=weights.embed.device)
+            cos, sin = weights.rotation(places[None])
+            self.all_angles = cos[0].to(weights.embed.dtype), sin[0].to(weights.embed.dtype)
+        for growing in self.growing.values():
             growing.begin()
 
     def attend(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
+        if index in self.growing:
+            return self.attend_packed(index, projected, norms)
+        return super().attend(index, projected, norms)
+
+    def find_angles(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the cos and sin that a packed layer needs."""
+        return self.all_angles if index in self.turned_later else self.angles
+
+    def attend_packed(self, index: int, projected: Sequence[Tensor], norms: Norms, *made: Any) -> Tensor:
+        """Append a token to a packed layer and attend to all rows, or to made ones (`ListingGrowing.attend`)."""
         queries, keys, values = projected
         return self.growing[index].attend(
-            queries, keys, values, self.angles, self.step, self.weights.scaling, norms, self.implementation
-        )
+            queries, keys, values, self.find_angles(index), self.step, self.weights.scaling, norms,
+            self.implementation, *made,
+        )  # fmt: skip
 
-    def keep(self, read: int) -> None:
-        """Do nothing: `finish` gives the layers all tokens, and no step goes back further than a chunk."""
+    def pack_due(self, number: int) -> None:
+        for growing in self.growing.values():
+            growing.pack_due(number)
 
     def finish(self, read: int) -> None:
-        if read:
-            for layer in self.layers:
-                layer.finish_growing(read)
-        self.growing = []
+        """Give the layers the first `read` tokens. Packed ones get all of them only now."""
+        self.keep(read)
+        if read and self.growing:
+            for index, attended in self.list_attended(0, read, self.growing).items():
+                self.layers[index].finish_growing(read, attended)
+        self.growing = {}

@@ -1,6 +1,7 @@
 """Rows that only grow and of which each token attends to some, at fixed addresses for a CUDA graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -8,15 +9,20 @@ from torch import Tensor
 from kvbench.cache.guard import ask
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
-from kvbench.engine.graph_decoding import CHUNK, GrowingRows, Norms
-from kvbench.interfaces.row_reader import CapturedAnswer, RowReader
+from kvbench.engine.graph_decoding import CHUNK, Norms
+from kvbench.engine.packed_rows import PackedRows
+from kvbench.engine.streams import Beside
+from kvbench.interfaces.codec import MadeRows
+from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowReader
 from kvbench.kernels.listed_attention import attend_listed
 from kvbench.models.decoder_weights import DecoderWeights
 
 
 def reads_in_graph(choice: CachePolicy) -> bool:
     """Return whether a method that attends to few rows may do so in a CUDA graph."""
-    return choice.method.attends_subset and choice.method.overrides("row_reader") and not choice.codec.packs
+    method, codec = choice.method, choice.codec
+    lists = not codec.packs or (codec.grows and codec.lists_rows and method.reads_packed)
+    return method.attends_subset and method.overrides("row_reader") and lists
 
 
 def count_query_heads(weights: DecoderWeights, keys: Tensor) -> int:
@@ -24,7 +30,9 @@ def count_query_heads(weights: DecoderWeights, keys: Tensor) -> int:
     return weights.blocks[0].project[0].shape[0] // keys.shape[3]
 
 
-def make_reader(weights: DecoderWeights, layers: Sequence[Layer], tokens: int, quota: int | None) -> RowReader | None:
+def make_reader(
+    weights: DecoderWeights, layers: Sequence[Layer], tokens: int, quota: int | None, fraction: Fraction | None
+) -> RowReader | None:
     """Ask the method for a reader of the next tokens, or None if the modules must read.
 
     Args:
@@ -32,20 +40,25 @@ def make_reader(weights: DecoderWeights, layers: Sequence[Layer], tokens: int, q
         layers: The layers, of which none was cut.
         tokens: Number of tokens to read at most.
         quota: Rows that a query head may attend to, the same for all these tokens.
+        fraction: The budget if it is a fraction.
     """
-    for layer in layers:
+    raw = [layer for layer in layers if not layer.packs]
+    for layer in raw:
         layer.reserve(tokens)
-    keys = {layer.index: layer.rows.tail_keys for layer in layers if layer.rows.tail_keys is not None}
-    first, method = layers[0], layers[0].choice.method
-    query_heads = count_query_heads(weights, keys[first.index])
+    keys = {layer.index: layer.rows.tail_keys for layer in raw if layer.rows.tail_keys is not None}
+    first, method, own = layers[0], layers[0].choice.method, {layer.index: layer for layer in layers}
+    if not keys:  # nothing to choose by
+        return None
+    query_heads = count_query_heads(weights, next(iter(keys.values())))
     answer = CapturedAnswer(
         keys, {layer.index: layer.state for layer in layers}, len(weights.blocks), query_heads, first.rows.seen,
-        first.progress.prompt, quota, weights.scaling, CHUNK,
+        tokens, first.progress.prompt, quota, fraction, weights.scaling, CHUNK,
+        lambda layer, number: own[layer].find_packed(number),
     )  # fmt: skip
     return ask(f"method={method.name}", "row_reader", lambda: method.row_reader(answer))
 
 
-class ReadRows(GrowingRows):
+class ReadRows(PackedRows):
     """Rows that only grow. A reader lists those that a token attends to."""
 
     def __init__(
@@ -67,37 +80,71 @@ class ReadRows(GrowingRows):
         like = weights.embed
         self.counts = torch.zeros(len(layers), tokens, dtype=torch.int64, device=like.device)  # rows attended to
         self.listing: set[int] = set()  # layers that attend to listed rows
+        self.beside = Beside(like.device)  # packed rows are made there, while the layer before reads the token
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
         last = self.step.long() + self.seen
         choose = self.choose_rows.choose(last)
         owner = f"method={self.layers[0].choice.method.name}"
+        ahead: dict[int, MadeRows | None] = {}  # rows of packed layers that come next
+        like = next(iter(self.tails.values()))[0]
+        heads = count_query_heads(self.weights, like)
+        nothing = like.new_empty(len(like), heads, 0, like.shape[3]), like[:, :, :0]
 
-        def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-            queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
+        def choose_rows(index: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
             layer = self.layers[index].index
             rows = ask(owner, "row_reader", lambda: choose(layer, queries, keys), f" of layer {layer}")
+            if rows is not None:
+                self.listing.add(index)
+            return rows
+
+        def look_ahead(index: int) -> None:
+            """Choose the rows of a packed layer, and make them beside what the layer before still does."""
+            if index not in self.growing or index in ahead:
+                return
+            ahead[index], rows = None, choose_rows(index, *nothing)
+            if rows is not None:
+                norms = self.weights.blocks[self.layers[index].index].head_norms
+                own = None if norms is None else (*norms, self.weights.epsilon)
+                with self.beside.work(rows.blocks):
+                    ahead[index] = self.growing[index].make_rows(
+                        rows, self.find_angles(index), self.step, own, self.implementation
+                    )
+
+        def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
+            counts = self.counts[index], self.step
+            if index in self.growing:
+                look_ahead(index)
+                self.beside.settle()
+                made = ahead.pop(index)
+                look_ahead(index + 1)
+                return self.attend_packed(index, projected, norms, *(() if made is None else (made, counts)))
+            queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
+            rows = choose_rows(index, queries, keys)
+            look_ahead(index + 1)
             if rows is None:
                 return self.attend_all(index, queries)[0]
-            self.listing.add(index)
             return attend_listed(
                 queries, keys, values, rows.blocks, rows.size, last, self.weights.scaling,
-                after=rows.after, counts=(self.counts[index], self.step), implementation=self.implementation,
+                after=rows.after, counts=counts, implementation=self.implementation,
             )  # fmt: skip
 
         return attend
+
+    def use_lane(self, lane: int) -> None:
+        self.beside.lane = lane
+
+    def settle(self) -> None:
+        self.beside.settle()
 
     def back(self, step: int) -> int:
         self.counts[:, step:] = 0
         return super().back(step)
 
-    def keep(self, read: int) -> None:
-        keys = self.tails[0][0]
-        new = self.counts[:, self.kept : read].cpu().double() / (len(keys) * count_query_heads(self.weights, keys))
-        for index, layer in enumerate(self.layers):
-            listed = new[index].float().tolist() if index in self.listing else None
-            layer.count_appended(read - self.kept, listed)
-        self.kept = read
+    def list_attended(self, start: int, stop: int, layers: Iterable[int]) -> dict[int, list[float] | None]:
+        keys = next(iter(self.tails.values()))[0]
+        means = self.counts[:, start:stop].cpu().double() / (len(keys) * count_query_heads(self.weights, keys))
+        return {index: means[index].float().tolist() if index in self.listing else None for index in layers}
 
     def finish(self, read: int) -> None:
         super().finish(read)

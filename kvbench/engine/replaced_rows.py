@@ -174,6 +174,9 @@ class SlotRows(QuotaRows):
     def prepare(self) -> None:
         """Do nothing: each head has a slot for a token, and its other slots hold zeros."""
 
+    def use_lane(self, lane: int) -> None:
+        self.beside.lane = lane
+
     def settle(self) -> None:
         self.beside.settle()
 

@@ -127,6 +127,12 @@ class SlidingRows(StepRows):
         self.step += self.block
         self.others.advance(cuts)
 
+    def use_lane(self, lane: int) -> None:
+        self.others.use_lane(lane)
+
+    def pack_due(self, number: int) -> None:
+        self.others.pack_due(number)
+
     def marked(self, tokens: Tensor) -> Tensor:
         return self.others.marked(tokens)
 

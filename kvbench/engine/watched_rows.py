@@ -39,7 +39,7 @@ class WatchedRows(GrowingRows):
         self.states, self.since = list(states), since
         keys = self.tails[0][0]
         # rows that do not exist are finite, because hooks may calculate with them
-        for keys, values, tail in self.tails:
+        for keys, values, tail in self.tails.values():
             keys[:, :, tail:] = values[:, :, tail:] = 0
         self.slots = torch.arange(keys.shape[2], device=keys.device)
         self.columns: list[dict[str, Tensor]] = [

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.settings import check_settings
 
 
@@ -88,7 +89,7 @@ class Growing(Protocol):
             keys: As projected, (B, H·d).
             values: As projected, (B, H·d).
             angles: cos and sin of the rotary embedding, (tokens, r) each, with r at most d. The row at `step` belongs
-                to this token.
+                to this token. If the codec `takes_unrotated_keys`, of all positions, from 0 on.
             step: Number of tokens appended so far, int32 on the device.
             scaling: The factor of the logits.
             norms: The weights (d,) of the queries' and the keys' RMS norm, and its ε; None for no norm.
@@ -96,6 +97,12 @@ class Growing(Protocol):
 
         Returns:
             The attention outputs, (B, Hq, 1, d).
+        """
+
+    def pack_due(self, number: int) -> None:
+        """Pack what is due after the token of this number, counted from 0, and could not be packed by `attend`.
+
+        Called between two replays of a graph, and again if the token is read again.
         """
 
     def finish(self, read: int, lengths: Tensor) -> "Packed":
@@ -108,6 +115,62 @@ class Growing(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the memory, so that their bytes can be counted."""
+
+
+MadeRows = tuple[Tensor, ...]
+"""Rows that a codec has made ready to be attended to (`ListingGrowing.make_rows`)."""
+
+
+class ListingGrowing(Growing, Protocol):
+    """Growing rows of a codec that `lists_rows`."""
+
+    def make_rows(
+        self,
+        listed: ListedRows,
+        angles: tuple[Tensor, Tensor],
+        step: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        implementation: str | None,
+    ) -> MadeRows:
+        """Make listed rows ready to be attended to, apart from the row of the token that is being read.
+
+        This may be done before the token reaches the layer, beside the work of earlier layers.
+
+        Args:
+            listed: One list of single rows for all heads, which has the token's own row.
+            angles: See `Growing.attend`.
+            step: Number of tokens appended so far, int32 on the device.
+            norms: See `Growing.attend`.
+            implementation: Name of the kernels' implementation; None chooses one.
+        """
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        angles: tuple[Tensor, Tensor],
+        step: Tensor,
+        scaling: float,
+        norms: tuple[Tensor, Tensor, float] | None,
+        implementation: str | None,
+        made: MadeRows | None = None,
+        counts: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Append a token and attend with it to some rows, its own included (`Growing.attend`).
+
+        Args:
+            queries: As projected, (B, Hq·d).
+            keys: As projected, (B, H·d).
+            values: As projected, (B, H·d).
+            angles: See `Growing.attend`.
+            step: Number of tokens appended so far, int32 on the device.
+            scaling: The factor of the logits.
+            norms: See `Growing.attend`.
+            implementation: Name of the kernels' implementation; None chooses one.
+            made: The rows; None for all. The token's own row is written to them.
+            counts: Where the number of rows attended to is added (`kernels.listed_attention`).
+        """
 
 
 @dataclass(frozen=True)
@@ -138,17 +201,22 @@ class Codec:
 
     packs = False
     """Whether the codec packs rows when the prefill ends. It then cannot serve a method that cuts while decoding."""
-    grows = False
-    """Whether packed rows have `growing`. Otherwise an answer is read through the model's modules."""
+    lists_rows = False
+    """Whether growing rows can attend to listed rows only (`ListingGrowing`)."""
     takes_unrotated_keys = False
     """Whether keys are stored as they are before QK norm and rotation, from the first token on. The layer norms and
-    rotates what `Stored.read` returns. Answers are then read through the model's modules.
+    rotates what `Stored.read` returns. Answers are then read through the model's modules, unless the codec `grows`.
     """
     joins_heads = False
     """Whether all heads of a layer are packed together, so that they must hold the same rows."""
 
     def __post_init__(self) -> None:
         check_settings(self, "codec")
+
+    @property
+    def grows(self) -> bool:
+        """Whether packed rows have `growing`. Otherwise an answer is read through the model's modules."""
+        return False
 
     @property
     def token_by_token(self) -> bool:
@@ -202,10 +270,27 @@ class Codec:
         """
         raise NotImplementedError(f"{self.name} does not pack")
 
-    def find_packed(self, packed: Packed) -> tuple[int, int] | None:
+    def find_packed(self, packed: Packed, more: int = 0) -> tuple[int, int] | None:
         """Return start and stop of the rows that are not as the model wrote them, or None if heads differ in it.
 
         Methods that read few of many rows may choose among these (`ReadRequest.packed`).
+
+        Args:
+            packed: What `pack` returned, or the rows that followed it.
+            more: Number of tokens that have followed since, one by one.
+        """
+        return None
+
+    def count_needs(self, packed: Packed, rows: float) -> tuple[int, int] | None:
+        """Return the least work of a token that attends to some of the packed rows.
+
+        Args:
+            packed: What `pack` returned, or the rows that followed it.
+            rows: Rows of each head that the token attends to, as the mean.
+
+        Returns:
+            Bytes that must be read, and operations that make rows of them. None if the bytes are the rows' share of all
+            bytes, and making rows of them takes no time.
         """
         return None
 

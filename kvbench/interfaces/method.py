@@ -161,6 +161,11 @@ class Method(Hooks):
         return False
 
     @property
+    def reads_packed(self) -> bool:
+        """Whether `row_reader` can choose among rows that a codec has packed, whose keys it does not get."""
+        return False
+
+    @property
     def token_by_token(self) -> bool:
         """Whether known tokens that follow the prefill, such as the question, are read one at a time."""
         return False

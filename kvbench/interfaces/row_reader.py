@@ -6,6 +6,7 @@ every token of an answer, so a method describes its choice once, as an object th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +20,8 @@ class ListedRows:
 
     blocks: Tensor
     """Different blocks, (B, Hq, k) int64, one list per query head, or (B, 1, k), one list for all. Row j lies in block
-    ⌊j/size⌋. Rows that do not exist yet are not attended to.
+    ⌊j/size⌋. Rows that do not exist yet are not attended to. A shorter list is filled with a block of such rows, which
+    may occur several times.
     """
     size: int = 1
     """Rows of a block."""
@@ -28,6 +30,8 @@ class ListedRows:
 
 
 # Chooses the rows of one layer: its index, the queries (B, Hq, 1, d) and the keys (B, H, n, d). None means all rows.
+# For a layer whose rows are packed it is called right after the layer before, without queries and keys: (B, Hq, 0, d)
+# and (B, H, 0, d).
 RowChoice = Callable[[int, Tensor, Tensor], ListedRows | None]
 
 
@@ -50,25 +54,33 @@ class CapturedAnswer:
     """What a reader is made for: the next tokens of an answer, of which every layer keeps every row."""
 
     keys: Mapping[int, Tensor]
-    """The keys of each layer, (B, H, n, d), the first `seen` of them written. The answer writes the others."""
+    """The keys of each layer, (B, H, n, d), the first `seen` of them written. The answer writes the others. Layers
+    whose rows are packed have none.
+    """
     states: Mapping[int, State]
     """The method's state of each layer."""
     layers: int
-    """Number of layers of the model. Those with a sliding window have no keys here."""
+    """Number of layers of the model. Those with a sliding window have no keys and no state here."""
     query_heads: int
     """Number of query heads."""
     seen: int
     """Tokens read so far."""
+    tokens: int
+    """Number of tokens to read at most."""
     prompt: int
     """Tokens of the prompt, or of the context if the question is hidden."""
     quota: int | None
     """Rows that a query head may attend to; None for all."""
+    fraction: Fraction | None
+    """The budget if it is a fraction, for methods that take it of other rows than the prompt's. None otherwise."""
     scaling: float
     """The factor of the logits."""
     undone: int
     """Most tokens that may be undone: `choose` may be called again for any of so many last tokens."""
+    find_packed: Callable[[int, int], tuple[int, int] | None]
+    """Returns `ReadRequest.packed` of a layer at a token of the answer, by its number, counted from 0."""
 
     @property
     def all_layers(self) -> Sequence[int]:
         """The layers that keep rows, ascending."""
-        return sorted(self.keys)
+        return sorted(self.states)

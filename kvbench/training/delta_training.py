@@ -248,12 +248,16 @@ class DeltaTraining:
         Args:
             metadata: The metadata of the file.
         """
-        weights = {
-            name: weight.detach().contiguous().cpu() for name, weight in name_weights(self.compressors()).items()
-        }
-        with replace_file(self.out) as draft:
-            save_file(weights, draft, {"format": "pt", **metadata})
+        write_compressors(self.out, self.compressors(), metadata)
         name_state(self.out).unlink(missing_ok=True)
+
+
+def write_compressors(out: Path, compressors: Sequence[Compressor], metadata: Mapping[str, str]) -> None:
+    """Write the file of the compressors of the layers 0, 1, …"""
+    weights = {name: weight.detach().contiguous().cpu() for name, weight in name_weights(compressors).items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(out) as draft:
+        save_file(weights, draft, {"format": "pt", **metadata})
 
 
 def describe_training(

@@ -26,13 +26,18 @@ out.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Codec, Packed
+from kvbench.interfaces.codec import Codec, MadeRows, Packed
+from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
+from kvbench.kernels.listed_attention import attend_listed
 from kvbench.kernels.quantize import Groups, dequantize, quantize
+from kvbench.kernels.reconstruction import ReferencedRows, rebuild_rows, take_codes
+from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.methods.codecs.delta_compressors import (
     Compressor,
@@ -81,6 +86,7 @@ class Delta(Codec):
     packs = True
     takes_unrotated_keys = True
     joins_heads = True
+    lists_rows = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,6 +98,10 @@ class Delta(Codec):
         if self.bits is not None and self.file.code * self.bits % 8:
             raise SettingError(f"codec.bits={self.bits}: codes of {self.file.code} numbers do not fill whole bytes")
         _ = self.file  # refuse an unusable file at once
+
+    @property
+    def grows(self) -> bool:
+        return self.base.grows or not self.base.packs
 
     @property
     def token_by_token(self) -> bool:
@@ -156,6 +166,16 @@ class Delta(Codec):
         """Return how many of `waiting` raw tokens behind the sinks and what is compressed are compressed now."""
         return (waiting - self.recent) // self.recent * self.recent if waiting >= 2 * self.recent else 0
 
+    def count_blocks(self, waiting: int, tokens: int) -> int:
+        """Return how many blocks of `recent` tokens are compressed while tokens come one by one.
+
+        Args:
+            waiting: Raw tokens behind the sinks and what is compressed, less than 2·recent; below 0 by the sinks that
+                are still to come.
+            tokens: Number of tokens that come.
+        """
+        return max(0, (waiting + tokens) // self.recent - 1)
+
 
 class LoadedCompressors:
     """The compressors of a file, and their copies on the devices and in the dtypes that were asked for."""
@@ -191,6 +211,8 @@ class DeltaLayer(Codec):
     packs = True
     takes_unrotated_keys = True
     joins_heads = True
+    grows = True
+    lists_rows = True
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "DeltaRows":
         batch, heads = lengths.shape
@@ -200,9 +222,41 @@ class DeltaLayer(Codec):
         stored = None if self.whole.remove == "reference" else references
         return DeltaRows(self, heads, 0, self.whole.sinks, none, stored, codes, none).extend(keys, values, lengths)
 
-    def find_packed(self, packed: Packed) -> tuple[int, int] | None:
+    def find_packed(self, packed: Packed, more: int = 0) -> tuple[int, int] | None:
         assert isinstance(packed, DeltaRows)  # what `pack` returned
-        return packed.sinks, packed.sinks + packed.compressed
+        whole, waiting = self.whole, packed.seen - self.whole.sinks - packed.compressed
+        sinks = min(whole.sinks, packed.seen + more)
+        return sinks, sinks + packed.compressed + whole.recent * whole.count_blocks(waiting, more)
+
+    def count_needs(self, packed: Packed, rows: float) -> tuple[int, int] | None:
+        """See kernels/reconstruction/README.md."""
+        assert isinstance(packed, DeltaRows)  # what `pack` returned
+        bases, count = packed.bases, packed.sinks
+        made = max(0.0, rows - packed.sinks - packed.waiting.shape[1])
+        stored = [] if packed.codes is None else list_parts(packed.codes)
+        if packed.references is not None:
+            stored.append(packed.references)
+            count = min(bases.shape[1], count + round(made * self.whole.nearest))
+        read = packed.waiting.nbytes + bases.nbytes * count // max(1, bases.shape[1])
+        read += round(made * sum(part.nbytes for part in stored) / max(1, packed.compressed))
+        if packed.codes is None:
+            return read, 0
+        weights = [own for network in self.whole.compressors.like(self.layer, bases).up for own in network.weights]
+        products = sum(own.numel() for own in weights)
+        return read + products * bases.element_size(), round(2 * len(bases) * made * products)
+
+    def compress(self, block: Tensor, bases: Tensor, centres: list[int]) -> "Block":
+        """Compress a block of tokens, (B, n, 2·d_k), with these centres. `bases` are those of earlier blocks."""
+        numbers, more = None, block[:, :0]
+        if self.whole.remove != "reference":
+            numbers, more = self.find_references(block, bases, centres), block[:, centres]
+            bases = torch.cat([bases, more], 1)
+        codes = []
+        if self.whole.remove != "residual":
+            for piece in pieces(block.shape[1], CODED):
+                own = block[:, piece]
+                codes.append(self.encode(own, own if numbers is None else mean_of(bases, numbers[:, piece])))
+        return Block(more, numbers, join_codes(codes) if codes else None)
 
     def encode(self, kv: Tensor, references: Tensor) -> "Codes":
         """Return the codes of kv (B, n, 2·d_k) with the means of their references, (B, n, 2·d_k)."""
@@ -243,6 +297,23 @@ Codes = Tensor | Groups
 
 
 @dataclass(frozen=True)
+class Block:
+    """What is stored of a block of tokens that is compressed."""
+
+    centres: Tensor
+    """Its centres, (B, b, 2·d_k)."""
+    references: Tensor | None
+    """Numbers of the references of each token, (B, n, k) int64."""
+    codes: Codes | None
+    """The codes."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all of it, in this order."""
+        codes = [] if self.codes is None else list_parts(self.codes)
+        return [self.centres, *([] if self.references is None else [self.references]), *codes]
+
+
+@dataclass(frozen=True)
 class DeltaRows:
     """The rows of one layer.
 
@@ -269,6 +340,11 @@ class DeltaRows:
         """Number of sinks read so far."""
         return min(self.codec.whole.sinks, self.bases.shape[1])
 
+    @property
+    def seen(self) -> int:
+        """Number of tokens."""
+        return self.sinks + self.compressed + self.waiting.shape[1]
+
     def read(self) -> tuple[Tensor, Tensor]:
         pieces_read = [self.reconstruct(piece) for piece in pieces(self.compressed, CODED)]
         kv = torch.cat([self.bases[:, : self.sinks], *pieces_read, self.waiting], 1)
@@ -281,12 +357,11 @@ class DeltaRows:
         if self.codes is None:
             assert found is not None  # references or codes are stored
             return found
-        codes = self.codes[:, piece] if isinstance(self.codes, Tensor) else Groups(*(x[:, piece] for x in self.codes))
-        decoded = self.codec.decode(codes, self.bases)
+        decoded = self.codec.decode(slice_codes(self.codes, piece), self.bases)
         return decoded if found is None else decoded + found
 
     def tensors(self) -> list[Tensor]:
-        codes = [] if self.codes is None else [self.codes] if isinstance(self.codes, Tensor) else [*self.codes]
+        codes = [] if self.codes is None else list_parts(self.codes)
         return [self.bases, *codes, self.waiting] + ([] if self.references is None else [self.references])
 
     def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "DeltaRows":
@@ -307,23 +382,144 @@ class DeltaRows:
 
     def compress(self, waiting: Tensor, count: int) -> "DeltaRows":
         """Return the rows with the first `count` of the tokens that waited, (B, n, 2·d_k), compressed as a block."""
-        codec, block = self.codec, waiting[:, :count]
-        whole = codec.whole
-        bases, numbers, following = self.bases, None, self.following
-        if self.references is not None:
-            centres, following = whole.find_centres(whole.sinks + self.compressed, count, following)
-            numbers = codec.find_references(block, bases, centres)
-            bases = torch.cat([bases, block[:, centres]], 1)
-        codes = []
-        for piece in pieces(count, CODED):
-            if self.codes is not None:
-                own = block[:, piece]
-                codes.append(codec.encode(own, own if numbers is None else mean_of(bases, numbers[:, piece])))
-        return DeltaRows(
-            codec, self.heads, self.compressed + count, following, bases,
-            None if numbers is None else join_numbers(self.references, numbers, bases.shape[1]),
-            None if self.codes is None else join_codes([self.codes, *codes]), waiting[:, count:].clone(),
+        whole = self.codec.whole
+        centres, following = whole.find_centres(whole.sinks + self.compressed, count, self.following)
+        block = self.codec.compress(waiting[:, :count], self.bases, centres)
+        return self.join([block], count, following, waiting[:, count:].clone())
+
+    def join(self, blocks: list[Block], count: int, following: int, waiting: Tensor) -> "DeltaRows":
+        """Return the rows with further blocks of `count` tokens in all, and these raw tokens, (B, n, 2·d_k)."""
+        if not blocks:
+            return replace(self, waiting=waiting)
+        bases = torch.cat([self.bases, *(block.centres for block in blocks)], 1)
+        references, codes = self.references, self.codes
+        if references is not None:
+            more = [block.references for block in blocks if block.references is not None]
+            references = join_numbers([references, *more], bases.shape[1])
+        if codes is not None:
+            codes = join_codes([codes, *(block.codes for block in blocks if block.codes is not None)])
+        total = self.compressed + count
+        return DeltaRows(self.codec, self.heads, total, following, bases, references, codes, waiting)
+
+    def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "GrowingDelta":
+        return GrowingDelta(self, tokens)
+
+
+class GrowingDelta:
+    """Compressed rows, and memory for the tokens that come, raw, and for the blocks that they fill.
+
+    Nothing is overwritten, so any number of tokens may be taken back. A block is compressed between two steps
+    (`pack_due`), by the operations that compress a prompt. A step finds out from the number of tokens on the device
+    which blocks there are.
+    """
+
+    def __init__(self, held: DeltaRows, tokens: int) -> None:
+        """Allocate memory for further tokens."""
+        whole = held.codec.whole
+        self.held, self.tokens, self.codec = held, tokens, held.codec
+        self.has_sinks = held.sinks == whole.sinks  # otherwise the first tokens that come are sinks
+        self.behind = held.seen - whole.sinks - held.compressed  # raw tokens that may be compressed
+        bases, self.start = (held.bases, held.waiting) if self.has_sinks else (held.bases[:, :0], held.bases)
+        self.centres: list[list[int]] = []  # of each block that the tokens fill
+        self.following, sizes = [held.following], [0 if self.has_sinks else whole.sinks]
+        for number in range(whole.count_blocks(self.behind, tokens)):
+            first = whole.sinks + held.compressed + number * whole.recent
+            centres, following = whole.find_centres(first, whole.recent, self.following[-1])
+            self.centres.append(centres)
+            self.following.append(following)
+            sizes.append(0 if held.references is None else len(centres))
+        self.stops = list(accumulate(sizes))  # of the bases of these blocks, behind those that are held
+        count, references = len(self.centres) * whole.recent, None
+        if held.references is not None:
+            references = held.references.new_empty(len(bases), count, whole.nearest, dtype=torch.int32)
+        self.codes = None if held.codes is None else reserve_codes(held.codes, count)
+        raw_from = whole.sinks + held.compressed if self.has_sinks else 0
+        self.rows = ReferencedRows(
+            whole.sinks, whole.recent, held.seen, held.compressed, raw_from,
+            bases, bases.new_empty(len(bases), self.stops[-1], bases.shape[2]), held.references, references,
+            bases.new_empty(len(bases), self.start.shape[1] + tokens, bases.shape[2]),
         )  # fmt: skip
+        self.every = torch.arange(held.seen + tokens, device=bases.device).expand(len(bases), -1)  # all rows
+
+    def begin(self) -> None:
+        self.rows.raw[:, : self.start.shape[1]] = self.start
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
+        scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
+        made: MadeRows | None = None, counts: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        rows, first = self.rows, self.rows.seen - self.rows.raw_from
+        if made is None:
+            made = self.make_rows(ListedRows(self.every[:, None]), angles, step, norms, implementation)
+        made_keys, made_values, slots = made
+        own = slots.shape[2]  # the place of the token's own row
+        place = torch.full(made_keys.shape[:2], own, device=slots.device)
+        raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
+        cos, sin = (part[rows.seen :] for part in angles)
+        append(
+            queries, keys, values, cos, sin, raw[:, :, 0], raw[:, :, 1], first, step,
+            norms=norms, rotates_keys=False, implementation=implementation,
+        )  # fmt: skip
+        queries = append(
+            queries, keys, values, cos, sin, made_keys, made_values, 0, step,
+            slots=place, norms=norms, implementation=implementation,
+        )  # fmt: skip
+        last = torch.full_like(step, own)
+        return attend_listed(
+            queries, made_keys, made_values, slots, 1, last, scaling,
+            after=own, counts=counts, implementation=implementation,
+        )  # fmt: skip
+
+    def make_rows(
+        self, listed: ListedRows, angles: tuple[Tensor, Tensor], step: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
+    ) -> MadeRows:  # fmt: skip
+        rows, own, decoded = self.rows, listed.blocks[:, 0], None
+        if self.codes is not None and self.held.codes is not None:
+            pairs = zip(list_parts(self.held.codes), list_parts(self.codes), strict=True)
+            taken = [take_codes(own, *pair, rows, step, implementation=implementation) for pair in pairs]
+            decoded = self.codec.decode(Groups(*taken) if len(taken) > 1 else taken[0], rows.raw)
+        norm = None if norms is None else norms[1:]
+        return rebuild_rows(
+            own, decoded, rows, *angles, step, self.held.heads, norm=norm, implementation=implementation
+        )
+
+    def pack_due(self, number: int) -> None:
+        whole, rows = self.codec.whole, self.rows
+        block = whole.count_blocks(self.behind, number)
+        if whole.count_blocks(self.behind, number + 1) == block:
+            return
+        if not self.has_sinks:
+            rows.more_bases[:, : whole.sinks] = rows.raw[:, : whole.sinks]
+        bases = torch.cat([rows.bases, rows.more_bases[:, : self.stops[block]]], 1)
+        first = whole.sinks + self.held.compressed + block * whole.recent - rows.raw_from
+        made = self.codec.compress(rows.raw[:, first : first + whole.recent], bases, self.centres[block])
+        for into, found in zip(self.view_block(block).tensors(), made.tensors(), strict=True):
+            into.copy_(found)
+
+    def view_block(self, block: int) -> Block:
+        """Return the memory for what is stored of a block."""
+        rows, size = self.rows, self.codec.whole.recent
+        tokens = slice(block * size, (block + 1) * size)
+        references = None if rows.more_references is None else rows.more_references[:, tokens]
+        codes = None if self.codes is None else slice_codes(self.codes, tokens)
+        return Block(rows.more_bases[:, self.stops[block] : self.stops[block + 1]], references, codes)
+
+    def finish(self, read: int, lengths: Tensor) -> DeltaRows:
+        rows, held, whole = self.rows, self.held, self.codec.whole
+        seen, blocks = held.seen + read, whole.count_blocks(self.behind, read)
+        sinks = min(whole.sinks, seen)
+        if not self.has_sinks:
+            held = replace(held, bases=rows.raw[:, :sinks].clone())
+        first = sinks + held.compressed + blocks * whole.recent - rows.raw_from
+        waiting = rows.raw[:, first : seen - rows.raw_from].clone()
+        made = [self.view_block(block) for block in range(blocks)]
+        return held.join(made, blocks * whole.recent, self.following[blocks], waiting)
+
+    def tensors(self) -> list[Tensor]:
+        rows, codes = self.rows, [] if self.codes is None else list_parts(self.codes)
+        return [rows.more_bases, rows.raw, *codes, *([] if rows.more_references is None else [rows.more_references])]
 
 
 def pieces(count: int, most: int) -> Iterator[slice]:
@@ -338,10 +534,26 @@ def mean_of(bases: Tensor, numbers: Tensor) -> Tensor:
     return bases[batch, numbers.long()].mean(2)
 
 
-def join_numbers(known: Tensor | None, more: Tensor, bases: int) -> Tensor:
+def join_numbers(parts: list[Tensor], bases: int) -> Tensor:
     """Return numbers among `bases` bases one after the other, as narrow as they can be."""
     dtype = torch.int16 if bases <= NARROW else torch.int32
-    return torch.cat([own.to(dtype) for own in (known, more) if own is not None], 1)
+    return torch.cat([own.to(dtype) for own in parts], 1)
+
+
+def list_parts(codes: Codes) -> list[Tensor]:
+    """Return the tensors of codes, (B, m, …) each."""
+    return [codes] if isinstance(codes, Tensor) else [*codes]
+
+
+def slice_codes(codes: Codes, tokens: slice) -> Codes:
+    """Return the codes of some tokens."""
+    return codes[:, tokens] if isinstance(codes, Tensor) else Groups(*(part[:, tokens] for part in codes))
+
+
+def reserve_codes(codes: Codes, tokens: int) -> Codes:
+    """Return memory for the codes of further tokens."""
+    made = [part.new_empty(len(part), tokens, *part.shape[2:]) for part in list_parts(codes)]
+    return made[0] if isinstance(codes, Tensor) else Groups(*made)
 
 
 def join_codes(parts: list[Codes]) -> Codes:

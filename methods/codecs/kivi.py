@@ -159,6 +159,9 @@ class GrowingKivi:
         )
         return attend_packed(queries, self.rows, scaling, step, implementation=implementation)
 
+    def pack_due(self, number: int) -> None:
+        """Do nothing: `attend` packs."""
+
     def finish(self, read: int, lengths: Tensor) -> KiviRows:
         """Return the rows held, those appended and the last one. What the last token's row fills was not packed yet."""
         rows, group, before = self.rows, self.rows.group, lengths - 1

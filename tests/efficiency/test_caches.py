@@ -8,6 +8,7 @@ from kvbench.config.catalogue import build, load_settings
 from kvbench.efficiency.caches import KVBenchCache
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.interfaces.budget import Budget
+from tests.support.delta_files import build_delta
 from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, tiny
 
@@ -16,8 +17,10 @@ FILTER = {"preset": "reference", "filters": [0], "wait": 0}  # the first layer a
 
 
 def read_prompt(name, codec="raw", budget=KEPT, method="omnikv", **more):
-    method, allocator, _ = build_policy(method, "uniform", "llama", "raw", **(more or FILTER))
-    choice = choose_cache(method, allocator, build("codec", load_settings("codec", codec)))
+    more = more or (FILTER if method == "omnikv" else {})
+    method, allocator, _ = build_policy(method, "uniform", "llama", "raw", **more)
+    own = build("codec", load_settings("codec", codec)) if isinstance(codec, str) else codec
+    choice = choose_cache(method, allocator, own)
     run = SimpleNamespace(choice=lambda: choice, seed=0, budget=Budget(budget), block_size=None, compile=False)
     cache = KVBenchCache(tiny(name), run, 8)
     cache.read(ids(PROMPT))
@@ -35,6 +38,26 @@ def test_a_token_reads_the_rows_that_are_listed_as_they_are_stored(codec):
     own = first + sum(others) * (KEPT + 1) / (PROMPT + 1)
     assert cache.bytes_per_token() == round(own) + held.state
     assert cache.bytes() == held
+
+
+@pytest.mark.parametrize("method", ["deltakv", "full"])
+@pytest.mark.parametrize(("bits", "remove"), [(None, None), (4, None), (None, "residual"), (None, "reference")])
+def test_a_token_reads_what_its_rows_are_made_of(bits, remove, method):
+    """Two of three layers are compressed. In float32, w = 128, d_c = 12, 3 sinks, blocks of 8, a stride of 4, k = 2."""
+    codec = build_delta("llama", "drawn", bits=bits, remove=remove)
+    own = {} if method == "full" else dict(full_layers=[0], depth=None, sinks=3, recent=8)
+    cache = read_prompt("llama", codec, 1.0 if method == "full" else 20, method, **own)
+    cache.answer(2)  # reads one token
+    waits, compressed = 201 - 3 - 184, 184
+    made = compressed if method == "full" else 20
+    code = {None: 12 * 4, 4: 12 // 2 + 2 + 2}[bits] if remove != "residual" else 0
+    bases = 3 if remove == "reference" else min(3 + compressed // 4, 3 + 2 * made)
+    read = made * (code + (0 if remove == "reference" else 2 * 2)) + 4 * 128 * (bases + waits)
+    weights = 0 if remove == "residual" else 12 * 128
+    first = cache.context.own_layers[0].bytes().rows
+    state = cache.bytes().state
+    assert cache.bytes_per_token() == first + 2 * (read + 4 * weights) + state
+    assert cache.operations_per_token() == 2 * 2 * made * weights
 
 
 @pytest.mark.parametrize("budget", [1.0, PROMPT + 20, 16])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbench.efficiency.roofline import Machine, compute_score_needs
+from kvbench.efficiency.roofline import Machine, WeightSizes, compute_score_needs, decode_ms
 
 SIZES = {"batch": 2, "heads": 3, "group": 4, "rows": 1000, "tokens": 8, "dim": 128, "hidden": 512, "element": 2}
 ROWS = 2 * 3 * 1000  # rows of all KV heads
@@ -27,6 +27,12 @@ def test_needs_of_a_row(method, settings, bytes_a_row, operations_a_row):
 
 def test_a_method_without_a_floor_has_no_needs():
     assert compute_score_needs("mine", {}, SIZES) is None
+
+
+def test_a_token_reads_and_computes_at_the_same_time_or_in_turn():
+    machine, weights = Machine(bandwidth=1e12, flops=1e13), WeightSizes(3 * 10**9, 2 * 10**9, 0)
+    assert decode_ms(machine, weights, 10**9, 1, 2) == pytest.approx((3.0, 3.2))
+    assert decode_ms(machine, weights, 10**9, 1, 2, 10**11) == pytest.approx((10.2, 13.2))
 
 
 def test_a_machine_reads_and_computes_at_the_same_time():

@@ -212,6 +212,8 @@ READERS = {
     "last": ("omnikv", {"preset": "reference", "filters": [0], "wait": 0}),
     "softmax": ("omnikv", {"preset": "reference", "filters": [0, 1], "wait": 1, "selector": "softmax_last"}),
     "window": ("omnikv", {"preset": "reference", "filters": [0], "wait": 0, "selector": "exp", "window": 5}),
+    "a growing number of rows": ("deltakv", {"full_layers": [0], "depth": None, "sinks": 3, "recent": 8}),
+    "two observation layers": ("deltakv", {"full_layers": [0, 1], "depth": None, "sinks": 3, "recent": 8}),
 }
 
 
@@ -347,11 +349,24 @@ def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affa
         assert torch.allclose(modules.extend(ids(5, 9)), step.extend(ids(5, 9)), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "budget"), [(60, 1.0), (60, 9), (60, 63), (5, 0.5), (20, 0.02)],
+    ids=["no budget", "a number of rows", "as many as candidates", "no candidates at first", "none of them at first"],
+)  # fmt: skip
+def test_few_candidates_are_chosen_among_as_by_the_modules(prompt, budget):
+    more = {"full_layers": [0], "depth": None, "sinks": 3, "recent": 8}
+    modules, step = make_contexts(make_double("llama"), choice_of("deltakv", **more), budget, 2, prompt=prompt)
+    for tokens in (CHUNK + 9, 30):
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+        assert_same(modules, step)
+
+
 def test_counts_of_rows_attended_to_are_exact():
     """A batch of 32 heads reads 2^24 rows together at 524,288 rows a head, and float32 counts no further."""
     _, step = make_contexts(tiny("llama"), choice_of("quest", page=4, dense_layers=0))
     with torch.no_grad():
-        reader = make_reader(step.weights, step.own_layers, 8, 20)
+        reader = make_reader(step.weights, step.own_layers, 8, 20, None)
         rows = ReadRows(step.weights, step.own_layers, 8, reader, step.seen)
         rows.listing.add(1)
         rows.counts[1, 0] = (1 << 24) + 5  # of six query heads

@@ -26,6 +26,7 @@ from kvbench.methods.keydiff import KeyDiff
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
 from tests.support.answer_paths import assert_same, make_contexts
+from tests.support.delta_files import build_delta
 from tests.support.method_files import make_method_args
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import ids, make_double, make_fresh
@@ -43,6 +44,8 @@ KINDS = {
     "listed rows": ({"method": "omnikv", "preset": "reference", "filters": [0], "wait": 0}, 0.3),
     "streaming heads": ({"method": "duo_attention", "decoding": True}, 0.7),
     "packed": ({"method": "snapkv", "codec": "kivi"}, 0.3),
+    "compressed": ({"method": "full", "codec": "delta"}, 1.0),
+    "listed compressed rows": ({"method": "deltakv", "codec": "delta", "full_layers": [0], "depth": None}, 0.3),
 }
 
 
@@ -50,7 +53,8 @@ def choose(method, allocator="uniform", codec="raw", **more):
     from kvbench.engine.compressed_cache import choose_cache
     from tests.support.method_files import build_policy
 
-    return choose_cache(*build_policy(method, allocator, "llama", codec, **more))
+    own = build_policy(method, allocator, "llama", "raw" if codec == "delta" else codec, **more)
+    return choose_cache(*own[:2], build_delta("llama") if codec == "delta" else own[2])
 
 
 def make_pairs(model, names, prompts=None, batches=None) -> list[list[GenerationContext]]:

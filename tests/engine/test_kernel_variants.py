@@ -11,11 +11,13 @@ import triton
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.joint_decoding import finish_answer, run_together
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
+from tests.support.delta_files import write_for
 from tests.support.method_files import build_policy, make_method_args
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import draw_model, ids
@@ -63,7 +65,8 @@ def model() -> torch.nn.Module:
 def record(model, method, cases, allocator="uniform", codec="raw", **more) -> Variants:
     """What a method's prompts, questions and answers compile together."""
     args = make_method_args(method, "variants", model, [ids(100, seed)[0] for seed in range(4)])
-    choice = choose_cache(*build_policy(method, allocator, "llama", codec, **args, **more))
+    own = build_policy(method, allocator, "llama", codec if isinstance(codec, str) else "raw", **args, **more)
+    choice = choose_cache(*own[:2], own[2] if isinstance(codec, str) else codec)
     with record_variants() as found:
         for tokens, budget, block, question, answer in cases:
             own = Budget(1.0 if method == "full" else budget)
@@ -118,3 +121,13 @@ def test_lengths_need_no_other_variants_of_cuts_while_decoding(model, method, mo
 @pytest.mark.parametrize(("allocator", "codec"), [("ada", "raw"), ("pyramid", "raw"), ("uniform", "kivi")])
 def test_lengths_need_no_other_variants_of_allocators_and_codecs(model, allocator, codec):
     check(model, "snapkv", allocator, codec)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["deltakv", "full"])
+def test_lengths_need_no_other_variants_of_compressed_rows(model, method, tmp_path):
+    """Of which blocks are compressed during the answers."""
+    own = dict(full_layers=[0], depth=None, recent=16)
+    settings = own | dict(path=write_for(tmp_path / "file", model, "drawn", 32))
+    codec = build("codec", load_settings("codec", "delta", settings))
+    check(model, method, "uniform", codec, **(own if method == "deltakv" else {}))

@@ -43,6 +43,7 @@ METHODS = {
     "expected_attention": {"preset": "decode", "buffer": 6, "decode_interval": 5},
     "quest": {"page": 4, "dense_layers": 1},
     "omnikv": {"preset": "reference", "filters": [2], "wait": 0},
+    "deltakv": {"full_layers": [2], "depth": None, "sinks": 2, "recent": 3},
 }
 EVERY = pytest.mark.parametrize("method", METHODS)
 

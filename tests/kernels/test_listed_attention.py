@@ -65,6 +65,20 @@ def test_only_listed_rows_are_attended_to(name, implementation, dtype):
     assert torch.equal(found, again)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["pages", "one list and a tail"])
+def test_blocks_that_do_not_exist_fill_a_list(name, implementation):
+    own, blocks, size, newest, after = case(name, torch.float32)
+    exact, count = attend_by_head(*(part.double() for part in own), blocks, size, newest, after)
+    none = torch.full_like(blocks, own[1].shape[2])
+    counts, step = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.tensor(0, device=DEVICE)
+    found = attend_listed(
+        *own, torch.cat([none, blocks, none], 2), size, torch.tensor(newest, device=DEVICE), 0.3, after=after,
+        counts=(counts, step), implementation=implementation,
+    )  # fmt: skip
+    assert (found - exact).abs().max() <= 1e-5 * exact.abs().max() and counts.tolist() == [count]
+
+
 def test_what_does_not_fit_is_refused():
     queries, rows, last = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 9, 8), torch.tensor(3)
     for blocks in (

@@ -110,6 +110,19 @@ def test_channels_beyond_the_rotation_stay():
     assert torch.equal(found[1][0][0, :, 0, 8:], projected[0].view(4, 24)[:, 8:])
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_keys_may_be_written_as_projected(implementation):
+    """While queries are normed and rotated, into memory in which the keys and values of a row lie together."""
+    projected = [made(2, n * 16, dtype=torch.float32) for n in (6, 3, 3)]
+    angles, norms = made(4, 16, dtype=torch.float32), (*(made(16, dtype=torch.float32) for _ in range(2)), 1e-6)
+    step, room = torch.tensor(2, dtype=torch.int32, device=DEVICE), torch.zeros(2, 5, 2, 3, 16, device=DEVICE)
+    given, more = (*projected, angles.cos(), angles.sin()), {"norms": norms, "implementation": implementation}
+    plain = [torch.zeros(2, 3, 5, 16, device=DEVICE) for _ in range(2)]
+    found = append(*given, *room.transpose(1, 3).unbind(2), 1, step, rotates_keys=False, **more)
+    assert torch.equal(found, append(*given, *plain, 1, step, **more))
+    assert torch.equal(room[:, 3].flatten(1), torch.cat(projected[1:], 1)) and room.any((0, 2, 3, 4)).sum() == 1
+
+
 def test_what_does_not_fit_is_refused():
     room, step = torch.zeros(1, 2, 5, 24), torch.tensor(0, dtype=torch.int32)
     x, angles = torch.zeros(1, 48), torch.zeros(3, 24)
@@ -129,7 +142,7 @@ def ahead():
 
     real = {"step": "*i32", "slots": "*i64", "starts": "*i64", "offsets": "*i64", "epsilon": "fp32"}
     real |= {"query_norm": "*fp32", "key_norm": "*fp32"}
-    real |= dict.fromkeys(("NORM", "SLOTS", "STARTS", "OFFSETS", "D"), "constexpr")
+    real |= dict.fromkeys(("NORM", "SLOTS", "STARTS", "OFFSETS", "ROTATE", "D"), "constexpr")
     whole = ("tail", "tokens", "heads", "query_heads", "dim", "turning")
     types = {
         name: real.get(name, "i32" if name in whole or name[:2] in ("s_", "sk", "sv") else "*bf16")
@@ -139,6 +152,6 @@ def ahead():
         yield (
             _append,
             types,
-            {"NORM": own, "SLOTS": not own, "STARTS": not own, "OFFSETS": not own, "D": 128},
+            {"NORM": own, "SLOTS": not own, "STARTS": not own, "OFFSETS": not own, "ROTATE": own, "D": 128},
             {"num_warps": 2},
         )

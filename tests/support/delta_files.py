@@ -5,8 +5,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from kvbench.config.catalogue import build, load_settings
+from kvbench.methods.codecs.delta import Delta
 from kvbench.methods.codecs.delta_compressors import Compressor, Network, name_weights
 from kvbench.models.transformers_port import read_layout
+from tests.support.method_files import FOLDER
+from tests.support.tiny_models import tiny
+
+SMALL = dict(full_layers=[0], depth=None, sinks=3, recent=8, stride=4, nearest=2)
+"""Settings of the codec for a short text and a tiny model."""
 
 
 def draw_compressor(width: int, code: int, seed: int) -> Compressor:
@@ -57,3 +64,10 @@ def write_for(path: Path, model: torch.nn.Module, kind: str = "drawn", code: int
         "zero": lambda layer: make_zero(width, code),
     }
     return write_compressors(path, [made[kind](layer) for layer in range(layers)])
+
+
+def build_delta(model: str, kind: str = "identity", **args: object) -> Delta:
+    """The codec for a tiny model, with the settings of `SMALL` and further ones, and compressors as of `write_for`."""
+    path = Path(FOLDER.name) / f"deltakv-{kind}-{model}"
+    own = str(path) if path.exists() else write_for(path, tiny(model), kind)
+    return build("codec", load_settings("codec", "delta", SMALL | {"path": own} | args))

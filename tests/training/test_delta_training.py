@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from kvbench.cli import calibrate
+from kvbench.config.catalogue import SHAPES
 from kvbench.methods.codecs.delta_compressors import Compressor, Network, check_fit, peek_compressors, read_compressors
 from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.configuration import load_layout
 from kvbench.models.embedded import REFERENCE
 from kvbench.models.transformers_port import find_text_decoder, read_layout
 from kvbench.training import delta_training, token_sequences
@@ -265,6 +267,24 @@ def folder(tmp_path_factory) -> Path:
 def command(folder: Path, out: Path, **more: object) -> list[str]:
     options = {"model": folder, "out": out, "steps": 6, "length": 64, "text": folder / "texts", "device": "cpu"} | more
     return ["deltakv", *(part for name, value in options.items() if value for part in (f"--{name}", str(value)))]
+
+
+def test_untrained_weights_need_a_shape_only(tmp_path, capsys):
+    """They are those with which a training begins, and belong to no model."""
+    shape, out = SHAPES / "tiny.json", tmp_path / "new" / "file"
+    options = ["--model", str(shape), "--out", str(out), "--dtype", "bfloat16", "--device", "cpu", "--code", "6"]
+    assert calibrate.main(["deltakv", "--untrained", *options]) == 0
+    layout = load_layout(str(shape))
+    width = 2 * layout.heads * layout.dim
+    found = check_fit(out, layout.layers, width)
+    assert (found.code, found.identity, found.metadata["source"]) == (6, None, "untrained")
+    assert f"{out}: untrained compressors of {layout.layers} layers" in capsys.readouterr().out
+    recipe = choose_recipe(width, layout.longest, {"code": 6, "seed": 42})
+    first, read = draw_compressors(layout.layers, width, recipe), read_compressors(out, layout.layers, width)
+    assert found.bytes == 2 * layout.layers * recipe.count_weights(width)
+    for layer, compressor in enumerate(first):
+        for one, other in zip(compressor.parameters(), read[layer].parameters(), strict=True):
+            assert torch.equal(one.bfloat16(), other)
 
 
 def interrupt_at(monkeypatch, last: int, saved: int) -> None:

@@ -487,7 +487,7 @@ def test_what_is_refused(tmp_path, args, message):
 
 def test_what_is_packed_must_be_two_numbers(tmp_path, monkeypatch):
     codec = make_codec(write_for(tmp_path / "file", tiny("llama")))
-    monkeypatch.setattr(DeltaLayer, "find_packed", lambda self, packed: [3, 11])
+    monkeypatch.setattr(DeltaLayer, "find_packed", lambda self, packed, more: [3, 11])
     held = kvbench.prefill(tiny("llama"), ids(60), "quest", 0.3, codec=codec)
     with pytest.raises(
         ContractError, match=r"^codec=delta: find_packed of layer 1 returned \[3, 11\], expected two whole"

@@ -1,0 +1,52 @@
+"""The rows of a layer of which the old ones are stored as codes and references, at fixed addresses."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ReferencedRows:
+    """The rows of B samples, all KV heads together, at fixed addresses. A row has w = 2·H·d numbers: K, then V.
+
+    A sample has n = seen + step rows, and the token that is read is one more. Rows before `sinks` and the newest ones
+    are as they were projected. The others are compressed: those that were compressed when `step` was 0, and one block
+    of `block` rows more whenever 2·block rows have come since. Who appends a block writes its bases and references, and
+    the codes, to the memory for more.
+    """
+
+    sinks: int
+    """First rows, which are never compressed."""
+    block: int
+    """Rows that are compressed together."""
+    seen: int
+    """Rows when step was 0."""
+    compressed: int
+    """Compressed rows when step was 0, C."""
+    raw_from: int
+    """The first row in `raw`. Rows before it that are not compressed are among `bases`, under their own numbers."""
+    bases: Tensor
+    """The rows that references are numbers of, (B, b, w)."""
+    more_bases: Tensor
+    """Memory for further ones, numbered from b on, (B, room, w)."""
+    references: Tensor | None
+    """Numbers of the k references of each compressed row, (B, C, k) whole numbers; None if rows have none."""
+    more_references: Tensor | None
+    """Memory for those of further rows, (B, room, k) whole numbers."""
+    raw: Tensor
+    """Rows as projected, from `raw_from` on, (B, room, w)."""
+
+    def count_compressed(self, step: int) -> int:
+        """Return how many rows are compressed when token `step` is read."""
+        waiting = self.seen - self.sinks - self.compressed + step
+        return self.compressed + self.block * max(0, waiting // self.block - 1)
+
+    def __post_init__(self) -> None:
+        shapes = [own.shape for own in (self.bases, self.more_bases, self.raw)]
+        if any((own[0], own[2]) != (shapes[0][0], shapes[0][2]) for own in shapes):
+            raise ValueError(f"referenced rows: bases, more bases and raw rows {[tuple(own) for own in shapes]}")
+        if (self.references is None) != (self.more_references is None) or self.block < 1:
+            raise ValueError(f"referenced rows: blocks of {self.block} rows, references of some rows only")
+        own = self.references
+        if own is not None and (own.shape[:2] != (shapes[0][0], self.compressed) or own.is_floating_point()):
+            raise ValueError(f"referenced rows: references {tuple(own.shape)} of {self.compressed} rows")

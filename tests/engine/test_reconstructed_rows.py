@@ -1,0 +1,221 @@
+"""A step over rows of DeltaKV, reconstructed from codes and references, gives what the modules give."""
+
+from fractions import Fraction
+from functools import partial
+
+import pytest
+import torch
+
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.context import decodes_in_graph
+from kvbench.engine.graph_decoding import CHUNK, GraphDecoder
+from kvbench.engine.packed_rows import PackedRows
+from kvbench.engine.read_rows import ReadRows, make_reader
+from kvbench.engine.sampling import Sampling
+from tests.support.answer_paths import assert_same, make_contexts
+from tests.support.delta_files import build_delta
+from tests.support.interrupted_answers import (
+    answer_with_interruptions,
+    assert_freed_at_once,
+    assert_nothing_follows_the_end,
+)
+from tests.support.method_files import build_policy
+from tests.support.selection import only_in_full
+from tests.support.tiny_models import ids, make_double, tiny
+
+SELECTS = dict(full_layers=[0], depth=None, sinks=3, recent=8)
+LONG = 2 * CHUNK + 9  # tokens in which several blocks are compressed
+
+
+def make_exact(name):
+    """A model in float64 whose norms are computed in float64 too, because codes multiply small differences."""
+    model = make_double(name)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.forward = partial(norm_exactly, module)
+    return model
+
+
+def norm_exactly(module, x):
+    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def read_prompts(method="deltakv", model="llama", selects=None, budget=0.3, batch=2, prompt=60, **codec):
+    """Two contexts, of which the second one answers through the step."""
+    more = {} if method == "full" else SELECTS | (selects or {})
+    policy = build_policy(method, "uniform", model, **more)[:2]
+    choice = choose_cache(*policy, build_delta(model, codec.pop("kind", "drawn"), **codec))
+    return make_contexts(make_exact(model), choice, 1.0 if method == "full" else budget, batch, prompt=prompt)
+
+
+def assert_same_storage(modules, step):
+    """Two contexts hold the same numbers, in tensors of the same sizes, and have counted the same."""
+    assert_same(modules, step)
+    assert modules.bytes() == step.bytes()
+    for layer, another in zip(modules.own_layers, step.own_layers, strict=True):
+        assert another.rows.growing is None
+        if layer.packs:
+            for one, other in zip(layer.rows.stored.tensors(), another.rows.stored.tensors(), strict=True):
+                assert one.dtype == other.dtype
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+def assert_same_answers(modules, step, lengths=(LONG, 7, CHUNK + 9)):
+    """A short answer between two long ones is read by the modules."""
+    for tokens in lengths:
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers))
+        assert step.decoding == ("graph" if tokens > 7 else "modules")
+        assert_same_storage(modules, step)
+        torch.testing.assert_close(modules.logits, step.logits, rtol=0, atol=1e-9)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("method", ["deltakv", "full"])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "phi3"])
+def test_the_step_gives_what_the_modules_give(model, method):
+    modules, step = read_prompts(method, model)
+    assert_same_answers(modules, step)
+    assert method == "full" or min(step.own_layers[1].attended) < 60
+    more = ids(5, 9).repeat(2, 1)
+    torch.testing.assert_close(modules.extend(more), step.extend(more), rtol=0, atol=1e-9)
+
+
+def test_layers_with_a_sliding_window_stand_beside_them():
+    """Gemma 3 has rows in the layers 2 and 5. Codes are 0, which multiplies no difference of its norms."""
+    modules, step = read_prompts(model="gemma3", kind="zero", full_layers=[2], selects=dict(full_layers=[2]))
+    for tokens in (LONG, CHUNK + 9):
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+        assert_same(modules, step)
+        assert modules.bytes() == step.bytes()
+
+
+CODECS = {
+    "codes in 4 bits": dict(bits=4),
+    "codes in 2 bits": dict(bits=2),
+    "no residual": dict(remove="residual"),
+    "no references": dict(remove="reference"),
+    "distances that grow": dict(stride_alpha=0.1),
+    "blocks of one": dict(recent=1),
+    "more sinks than tokens": dict(sinks=70),
+    "a method with other sinks": dict(sinks=2, recent=5),
+    "another full layer": dict(full_layers=[0, 2]),
+}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("method", ["deltakv", "full"])
+def test_whatever_the_codec_stores(method, name):
+    assert_same_answers(*read_prompts(method, **CODECS[name]), lengths=(LONG, CHUNK + 9))
+
+
+CHOICES = {
+    "a number of rows": dict(budget=9),
+    "more rows than there are": dict(budget=70),
+    "no budget": dict(budget=1.0),
+    "more recent rows than wait": dict(selects=dict(recent=30)),
+    "more sinks than the codec's": dict(selects=dict(sinks=9)),
+    "two full layers": dict(selects=dict(full_layers=[0, 1]), full_layers=[0, 1]),
+    "no observation layer": dict(selects=dict(full_layers=[2])),
+    "nothing to choose among": dict(prompt=12),
+    "a short prompt": dict(prompt=2),
+}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("name", CHOICES)
+def test_whatever_the_method_chooses(name):
+    assert_same_answers(*read_prompts(**CHOICES[name]), lengths=(LONG, CHUNK + 9))
+
+
+def test_layers_that_the_codec_packs_in_another_way_grow_too():
+    """Full layers in KIVI's bits."""
+    modules, step = read_prompts("full", base="kivi", base_args={"bits": 4, "group": 8, "residual": 8})
+    assert_same_answers(modules, step, lengths=(LONG, CHUNK + 9))
+
+
+@pytest.mark.parametrize("more", [dict(base="kivi", base_args={"group": 8}), dict(full_layers=[1])])
+def test_observation_layers_without_raw_keys_are_left_to_the_modules(more):
+    _, step = read_prompts(**more)
+    assert len(list(step.generate(CHUNK, Sampling(), frozenset()))) == CHUNK and step.decoding == "modules"
+
+
+@pytest.mark.parametrize("method", ["quest", "omnikv"])
+def test_methods_that_choose_by_keys_of_packed_layers_are_left_to_the_modules(method):
+    choice = choose_cache(*build_policy(method, "uniform", "llama")[:2], build_delta("llama"))
+    assert not decodes_in_graph(choice)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("read_last", [False, True])
+@pytest.mark.parametrize("end", [4, CHUNK, CHUNK + 6])
+def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last):
+    """Also a block that was compressed beyond it."""
+    modules, step = read_prompts(batch=1)
+    assert_nothing_follows_the_end(modules, step, end, read_last)
+    assert_same_storage(modules, step)
+
+
+@pytest.mark.parametrize("first", [5, CHUNK + 2])
+def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read(first):
+    both = read_prompts(batch=1)
+    found = [answer_with_interruptions(context, first) for context in both]
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=1e-9)
+    assert_same_storage(*both)
+
+
+def test_a_branch_leaves_nothing_behind():
+    _, step = read_prompts()
+    size, answers = step.bytes(), []
+    for _ in range(2):
+        with step.branch():
+            answers.append(torch.stack(list(step.generate(LONG, Sampling(), frozenset()))))
+    assert torch.equal(*answers) and step.bytes() == size
+
+
+def test_a_context_that_nobody_has_is_freed_at_once():
+    assert_freed_at_once(lambda: read_prompts()[1])
+
+
+def test_room_for_an_answer_is_counted_before_it_begins():
+    _, step = read_prompts("full", batch=1)
+    step.reserve(LONG)
+    tokens, wide, layers = LONG - 1, 2 * 2 * 32, 2
+    waits = 60 - 3 - 48
+    blocks = (waits + tokens) // 8 - 1
+    packed = 8 * wide * (waits + tokens) + blocks * (8 * wide * 2 + 8 * 12 * 8 + 8 * 2 * 4)  # centres, codes, numbers
+    assert step.bytes().headroom == layers * packed + tokens * 8 * wide
+    assert len(list(step.generate(LONG, Sampling(), frozenset()))) == LONG and step.bytes().headroom == 0
+
+
+@pytest.mark.parametrize("method", ["deltakv", only_in_full("full")])
+def test_the_kernels_take_the_same_step(method):
+    """Two steps, between which a block is compressed, through the interpreter or on the GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    more = {} if method == "full" else SELECTS
+    choice = choose_cache(*build_policy(method, "uniform", "llama", **more)[:2], build_delta("llama", "drawn"))
+    model, found = tiny("llama").to(device), []
+    try:
+        _, context = make_contexts(model, choice, 1.0 if method == "full" else 0.3, prompt=66)
+        for name in ("reference", "triton"):
+            with torch.inference_mode(), context.branch():
+                first = context.logits.argmax(-1)
+                given = context.weights, context.own_layers, 2
+                if method == "full":
+                    rows = PackedRows(*given, context.seen, name)
+                else:
+                    reader = make_reader(*given, 19, Fraction(3, 10))
+                    rows = ReadRows(*given, reader, context.seen, name)
+                draws = torch.zeros(1, 3, device=device)
+                decoder = GraphDecoder(context.weights, rows, first, 2, Sampling().pick, draws, name)
+                tokens = [int(decoder.next()[0]) for _ in range(2)]
+                logits = decoder.close()
+                found.append((tokens, logits, *context.own_layers[2].rows.stored.tensors()))
+        assert found[0][0] == found[1][0] and found[0][3].shape == (1, 56, 12)
+        for one, other in zip(found[0][1:], found[1][1:], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
+    finally:
+        model.to("cpu")

@@ -1,0 +1,205 @@
+"""Listed rows made from codes and references: both implementations against a loop over rows in float64."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from kvbench.kernels.reconstruction import ReferencedRows, rebuild_rows, take_codes
+from tests.support.compile_kernels import list_typed_kernel
+from tests.support.kernel_checks import DEVICE, poison_memory
+
+BOTH = pytest.mark.parametrize("implementation", ["reference", "triton"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of which 4 are sinks, 19 or none are compressed, and 11 or 3 wait; 8 are compressed together."""
+
+    batch: int = 2
+    heads: int = 2
+    dim: int = 16
+    turning: int = 16
+    nearest: int = 4
+    sinks: int = 4
+    compressed: int = 19
+    seen: int = 34
+    begun: bool = True  # whether the sinks are complete
+    refers: bool = True
+    decodes: bool = True
+    norm: torch.dtype | None = None
+    numbers: torch.dtype = torch.int16
+    dtype: torch.dtype = torch.float32
+
+    def draw(self, *size: int, seed: int = 0) -> torch.Tensor:
+        return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, self.dtype)
+
+
+CASES = {
+    "references and codes": Case(),
+    "part of a head turns, three references": Case(dim=24, turning=12, nearest=3, heads=1, numbers=torch.int32),
+    "normed": Case(norm=torch.float32, dim=80, turning=80, batch=1),
+    "normed, bfloat16": Case(norm=torch.bfloat16, dtype=torch.bfloat16, batch=1),
+    "bfloat16": Case(dtype=torch.bfloat16, heads=3),
+    "float16": Case(dtype=torch.float16),
+    "references alone": Case(decodes=False, nearest=1),
+    "codes alone": Case(refers=False),
+    "sinks to come": Case(compressed=0, seen=3, begun=False),
+}
+EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+STEPS = (0, 4, 5, 30)  # before and after a block is compressed, and after three more
+
+
+class Made:
+    """Memory as a codec leaves it: what no block has filled yet is NaN, or a number that no base has."""
+
+    def __init__(self, case: Case, blocks: int):
+        width, tokens = 2 * case.heads * case.dim, 40
+        size, more = (case.batch, case.seen + tokens, width), 8 * blocks
+        self.kv = case.draw(*size, seed=1)  # every row as it was projected
+        known = case.sinks + 2 if case.begun else 0
+        room = (0 if case.begun else case.sinks) + 2 * blocks
+        bases = case.draw(case.batch, known + room, width, seed=2)
+        bases[:, : case.sinks] = self.kv[:, : case.sinks]
+        draw = torch.Generator().manual_seed(3)
+        count = case.compressed + more
+        numbers = torch.randint(known + room, (case.batch, count, case.nearest), generator=draw).to(DEVICE)
+        numbers[:, : case.compressed] %= max(1, known)
+        raw_from = case.sinks + case.compressed if case.begun else 0
+        raw, at = self.kv[:, raw_from:].clone(), case.compressed
+        spare = (case.batch, 16, width)
+        self.bases, self.numbers = bases, numbers if case.refers else None
+        nothing = torch.full((case.batch, 16, case.nearest), 9999, dtype=torch.int32, device=DEVICE)
+        self.rows = ReferencedRows(
+            case.sinks, 8, case.seen, case.compressed, raw_from, bases[:, :known].contiguous(),
+            torch.cat([bases[:, known:], bases.new_full(spare, torch.nan)], 1),
+            numbers[:, :at].to(case.numbers).contiguous() if case.refers else None,
+            torch.cat([numbers[:, at:].int(), nothing], 1) if case.refers else None, raw,
+        )  # fmt: skip
+
+
+def list_some(case: Case, last: int, absent: int) -> torch.Tensor:
+    """Rows of every kind in another order for each sample, and rows that do not exist, (B, n)."""
+    draw, lists = torch.Generator().manual_seed(4), []
+    for _ in range(case.batch):
+        rows = torch.cat([torch.randperm(last + 1, generator=draw)[: 2 * last // 3], torch.tensor([last, absent])])
+        lists.append(torch.cat([rows[: len(rows) // 2], torch.tensor([absent, last + 1]), rows[len(rows) // 2 :]]))
+    return torch.stack(lists).to(DEVICE)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """One head in float64, pairs are channels i and i + r/2."""
+    half, out = len(cos) // 2, x.clone()
+    for i in range(half):
+        out[i] = x[i] * cos[i] - x[i + half] * sin[i]
+        out[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half]
+    return out
+
+
+def expect(case, made, listed, decoded, compressed, last, cos, sin, norm):
+    """Keys and values in float64, zeros where a row does not exist."""
+    (batch, count), out = listed.shape, []
+    for b in range(batch):
+        for entry, row in enumerate(listed[b].tolist()):
+            kv = made.kv.new_zeros(2, case.heads, case.dim, dtype=torch.float64)
+            if row <= last:
+                own = made.kv[b, row].double()
+                if case.sinks <= row < case.sinks + compressed:
+                    own = torch.zeros_like(own)
+                    if made.numbers is not None:
+                        own = made.bases[b, made.numbers[b, row - case.sinks]].double().mean(0)
+                    own = own if decoded is None else own + decoded[b, entry].double()
+                kv = own.view(2, case.heads, case.dim).clone()
+                for h in range(case.heads):
+                    if norm is not None:
+                        mean = kv[0, h].square().mean() + norm[1]
+                        kv[0, h] = kv[0, h] / mean.sqrt() * norm[0].double()
+                    kv[0, h] = rotate(kv[0, h], cos[row].double(), sin[row].double())
+            out.append(kv)
+    return torch.stack(out).view(batch, count, 2, case.heads, case.dim).permute(2, 0, 3, 1, 4)
+
+
+@pytest.mark.cover
+@EVERY
+@BOTH
+@pytest.mark.parametrize("step", STEPS)
+def test_rows_are_made_as_defined(case, implementation, step, monkeypatch):
+    waiting = case.seen - case.sinks - case.compressed + step
+    blocks = max(0, waiting // 8 - 1)
+    made, last = Made(case, blocks), case.seen + step - 1
+    assert made.rows.count_compressed(step) == case.compressed + 8 * blocks
+    listed = list_some(case, last, 10**6)
+    decoded = case.draw(*listed.shape, made.kv.shape[2], seed=5) if case.decodes else None
+    angles = torch.randn(last + 1, case.turning // 2, generator=torch.Generator().manual_seed(6)).repeat(1, 2)
+    cos, sin = (part.to(DEVICE, case.dtype) for part in (angles.cos(), angles.sin()))
+    norm = None if case.norm is None else (case.draw(case.dim, seed=7).to(case.norm), 1e-6)
+    on_device = torch.tensor(step, dtype=torch.int32, device=DEVICE)
+    poison_memory(monkeypatch)
+    given = listed, decoded, made.rows, cos, sin, on_device, case.heads
+    keys, values, slots = rebuild_rows(*given, norm=norm, implementation=implementation)
+    expected = expect(case, made, listed, decoded, case.compressed + 8 * blocks, last, cos, sin, norm)
+    bound = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-4}[case.dtype]
+    count = listed.shape[1]
+    for found, exact in zip((keys, values), expected, strict=True):
+        assert found.dtype == case.dtype and found.shape[2] == count + 1
+        torch.testing.assert_close(found[:, :, :count].double(), exact, rtol=bound, atol=bound)
+    where = torch.arange(count, device=DEVICE).where(listed <= last, count + 1)
+    assert slots.dtype == torch.int64 and torch.equal(slots[:, 0], where)
+
+
+@pytest.mark.cover
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float16])
+@pytest.mark.parametrize("width", [1, 5, 32])
+def test_codes_are_those_of_compressed_rows(width, dtype, implementation, monkeypatch):
+    case, step = Case(), 13
+    made, draw = Made(case, 2), torch.Generator().manual_seed(8)
+    codes = (100 * torch.rand(2, case.compressed + 16, width, generator=draw)).to(DEVICE, dtype)
+    spare = codes.new_full((2, 8, width), 255)
+    known, more = codes[:, : case.compressed].contiguous(), torch.cat([codes[:, case.compressed :], spare], 1)
+    listed = list_some(case, case.seen + step, 10**6)
+    poison_memory(monkeypatch)
+    on_device = torch.tensor(step, dtype=torch.int32, device=DEVICE)
+    found = take_codes(listed, known, more, made.rows, on_device, implementation=implementation)
+    for b in range(2):
+        for row, own in zip(listed[b].tolist(), found[b], strict=True):
+            stored = 4 <= row < 4 + case.compressed + 16
+            assert torch.equal(own, codes[b, row - 4] if stored else torch.zeros_like(own))
+
+
+def test_what_does_not_fit_is_refused():
+    case, step = Case(), torch.tensor(0, dtype=torch.int32)
+    made = Made(case, 0)
+    listed, codes, angles = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 19, 5), torch.zeros(50, 16)
+    for message, call in (
+        ("take_codes: codes", lambda: take_codes(listed, codes[:, :3], codes, made.rows, step)),
+        ("take_codes: codes", lambda: take_codes(listed, codes, codes[..., :2], made.rows, step)),
+        ("take_codes: listed", lambda: take_codes(listed[:1], codes, codes, made.rows, step)),
+        ("rebuild_rows: decoded", lambda: rebuild_rows(listed, codes, made.rows, angles, angles, step, 2)),
+        ("rebuild_rows: 64 numbers", lambda: rebuild_rows(listed, None, made.rows, angles, angles, step, 5)),
+        ("rebuild_rows: 64 numbers", lambda: rebuild_rows(listed, None, made.rows, angles, angles, step, 4)),
+        ("rebuild_rows: listed", lambda: rebuild_rows(listed.float(), None, made.rows, angles, angles, step, 2)),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()
+    alone = replace(made.rows, references=None, more_references=None)
+    with pytest.raises(ValueError, match="neither references nor decoded"):
+        rebuild_rows(listed, None, alone, angles, angles, step, 2)
+    for change in ({"references": None}, {"block": 0}, {"compressed": 18}, {"raw": made.rows.raw[..., :3]}):
+        with pytest.raises(ValueError, match="^referenced rows: "):
+            replace(made.rows, **change)
+
+
+def ahead():
+    from kvbench.kernels.reconstruction.triton import _rebuild, _take
+
+    int64, int32, single = "*i64", "*i32", "fp32"
+    for dtype, numbers, norm in (("bf16", "*i16", False), ("fp32", int32, True)):
+        floats = ("decoded", "bases", "more_bases", "raw", "cos", "sin", "scale", "keys", "values")
+        kinds = dict.fromkeys(floats, f"*{dtype}") | {"listed": int64, "slots": int64, "step": int32}
+        kinds |= {"references": numbers, "more_references": int32, "epsilon": single}
+        constants = {"NEAREST": 4, "DECODED": True, "NORM": norm, "REST": norm, "ROWS": 16, "H": 64, "R": 32}
+        yield list_typed_kernel(_rebuild, kinds, constants | {"num_warps": 4, "num_stages": 3})
+    for dtype in ("*bf16", "*u8"):
+        kinds = dict.fromkeys(("codes", "more", "out"), dtype) | {"listed": int64, "step": int32}
+        yield list_typed_kernel(_take, kinds, {"ROWS": 16, "W": 512, "num_warps": 4, "num_stages": 3})
