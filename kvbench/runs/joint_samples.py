@@ -31,9 +31,13 @@ def choose_joint_samples(runs: Collection[RunSpec], longest: int, processes: int
 
 
 def count_rows(run: RunSpec, tokens: int) -> int:
-    """Return how many rows per layer and KV head a run's context holds of a prompt with so many tokens."""
-    quota = run.budget.rows(tokens, tokens)
-    return tokens if quota is None or not run.choice().method.cuts else min(quota, tokens)
+    """Return how many rows per layer and KV head a run's context needs memory for, of a prompt with so many tokens.
+
+    A method that cuts while decoding has its rows twice: as the prompt left them, and in slots that an answer replaces.
+    """
+    quota, method = run.budget.rows(tokens, tokens), run.choice().method
+    rows = tokens if quota is None or not method.cuts else min(quota, tokens)
+    return 2 * rows if method.decoding else rows
 
 
 def limit_claim(most: int, left: int, processes: int) -> int:

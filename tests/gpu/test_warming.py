@@ -93,6 +93,7 @@ def test_a_run_after_the_command_compiles_nothing(tmp_path):
 def test_processes_that_share_a_gpu_compile_once(tmp_path):
     done = run(tmp_path, "-m", "kvbench", "run", "-m", *MODEL, *TASK, "budget=0.2", "method=snapkv,knorm", "workers=2")
     assert done.returncode == 0, done.stderr
-    records = [record for file in tmp_path.glob("results/runs/*/records*.jsonl") for record in file.open()]
+    files = tmp_path.glob("results/runs/*/records*.jsonl")
+    records = [record for file in files for record in file.read_text().splitlines()]
     assert len(records) == 30 and all(json.loads(record)["gpu_processes"] == 2 for record in records)
     assert len(list((tmp_path / "triton").glob("kvbench-*.compiled"))) == 1

@@ -14,9 +14,10 @@ def make_run(*settings: str) -> RunSpec:
     return RunSpec.describe(config, check_settings(config))
 
 
-def test_methods_that_evict_hold_their_budget_and_others_all_rows():
+def test_rows_follow_from_the_budget_and_the_method():
     assert count_rows(make_run("method=snapkv", "budget=0.25"), 1000) == 250
     assert count_rows(make_run("method=snapkv", "budget=4000"), 1000) == 1000
+    assert count_rows(make_run("method=tova", "budget=0.25"), 1000) == 500  # it cuts while decoding
     assert count_rows(make_run("method=quest", "budget=0.25"), 1000) == 1000
     assert count_rows(make_run("method=full"), 1000) == 1000
 
