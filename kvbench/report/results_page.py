@@ -24,6 +24,7 @@ from kvbench.validation import SettingError, require_choice
 PAGE = "results.md"
 WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
 MOST_CURVES = 12  # methods of a picture
+ALL = 0.995  # share of the full cache's bytes from which on a cell holds all of them
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
 Protocol = tuple[str, ...]
 
@@ -61,6 +62,9 @@ questions about texts, so the tables are about finding values. Larger models spr
 more layers and heads. How methods rank here is therefore no evidence about how they rank at 8 billion parameters, and
 neither are the sizes of the differences. What does carry over is how many samples it takes to tell methods apart, and
 that a score without an interval is not a comparison.
+
+The tables say nothing about time. Some methods pay for their score: kvzip lets the model read each prompt twice, and
+omnikv and quest keep the whole cache in memory ([cost](gpu-and-efficiency.md)).
 
 The embedded model was trained by kvbench on tasks like these. Its tables test the harness and nothing else.
 """
@@ -127,7 +131,7 @@ def format_page(tiers: Mapping[str, Sequence[Line]], source: str, pictures: Mapp
             parts += [
                 f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in list_pictures(name, cells, pictures)
             ]
-            parts += [f"{wrap(text)}\n" for text in describe_separation(cells)]
+            parts += [f"{wrap(text)}\n" for text in (*describe_separation(cells), *describe_holders(cells))]
             parts += [*format_scores(cells), ""]
     sections = {
         "What changes when the question is hidden": format_gains(lines, "question_gain"),
@@ -203,6 +207,18 @@ def describe_separation(cells: Sequence[Line]) -> list[str]:
             f"{len(column)} cannot be told from the full cache, each by its own 95 % interval."
         )
     return said
+
+
+def describe_holders(cells: Sequence[Line]) -> list[str]:
+    """Return a sentence about the methods that hold all bytes of the full cache; none if there are no such methods."""
+    names = dict.fromkeys(line["label"] for line in list_methods(cells) if line["bytes_held"] >= ALL)
+    if not names:
+        return []
+    one = len(names) == 1
+    return [
+        f"{join_words(list(names), 'and')} {'holds' if one else 'hold'} all bytes of the full cache: "
+        f"{'its' if one else 'their'} budget is the share of rows that a token of the answer attends to."
+    ]
 
 
 def format_scores(cells: Sequence[Line]) -> list[str]:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from kvbench.analysis.result_lines import format_lines, make_lines
-from kvbench.report.results_page import choose_machine, find_front, write_results_page
+from kvbench.report.results_page import choose_machine, describe_holders, find_front, write_results_page
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
@@ -74,6 +74,13 @@ def test_the_same_lines_give_the_same_page(machine, tmp_path):
     (machine / "a.csv").unlink()
     one, other = (write_results_page(machine, tmp_path / name) for name in ("one", "other"))
     assert [path.read_text() for path in one] == [path.read_text() for path in other]
+
+
+def test_the_page_says_which_methods_hold_all_bytes(lines):
+    assert describe_holders(lines) == []
+    held = [line | {"bytes_held": 1.0} if line["label"] == "random" else line for line in lines]
+    [said] = describe_holders(held)
+    assert said.startswith("random holds all bytes of the full cache: its budget is")
 
 
 def test_the_front_has_no_cell_that_another_one_beats():
