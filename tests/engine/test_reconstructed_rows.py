@@ -117,6 +117,7 @@ CHOICES = {
     "no budget": dict(budget=1.0),
     "more recent rows than wait": dict(selects=dict(recent=30)),
     "more sinks than the codec's": dict(selects=dict(sinks=9)),
+    "more sinks than tokens": dict(selects=dict(sinks=200)),
     "two full layers": dict(selects=dict(full_layers=[0, 1]), full_layers=[0, 1]),
     "no observation layer": dict(selects=dict(full_layers=[2])),
     "nothing to choose among": dict(prompt=12),
