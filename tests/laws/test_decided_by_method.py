@@ -24,7 +24,7 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.settings import setting
-from kvbench.runs.runner import find_batch_size
+from kvbench.runs.joint_samples import find_batch_size
 from kvbench.store.runs import NAMED_GROUPS, check_value, load_runs
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused
