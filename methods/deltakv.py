@@ -81,7 +81,7 @@ class DeltaKV(Method):
             packed: Start and stop of the rows that the codec has packed, or None if it tells of none.
         """
         start, stop = packed or (0, held)
-        start = max(start, self.sinks)
+        start = min(max(start, self.sinks), held)  # a short text holds sinks only
         return start, max(start, min(stop, held - self.recent))
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:

@@ -160,7 +160,7 @@ def share_among_heads(scores: Tensor, protected: Tensor, rows: Rows, policy: Lay
     allocator decides.
     """
     if policy.method.method.budget_setting is not None:
-        counts = policy.method.count_rows(scores).minimum(rows.present.sum(-1))
+        counts = policy.method.count_rows(scores).maximum(protected.sum(-1)).minimum(rows.present.sum(-1))
         return for_each_quota(quota, lambda own, size: counts[own].clamp(1, size))
     if quota.heads is not None:
         return rows.present.sum(-1).minimum(quota.heads.to(rows.mass.device))

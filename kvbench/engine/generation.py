@@ -75,13 +75,17 @@ class GenerationContext(PromptContext):
         if tokens > 1 and not self.choice.codec.packs:
             for layer in self.own_layers:
                 layer.reserve(find_first_cut(self, tokens - 1) or tokens - 1)
-        elif tokens > WORTH and self.weights is not None and only_appends(self.choice):
+        elif tokens > WORTH and self.weights is not None and self._grows_packed(tokens - 1):
             # the modules would pack every token into new memory
             for layer in self.own_layers:
                 if layer.packs:
                     layer.reserve_packed(tokens - 1, CHUNK)
                 else:
                     layer.reserve(tokens - 1)
+
+    def _grows_packed(self, tokens: int) -> bool:
+        """Return whether a graph appends the next tokens to packed rows."""
+        return only_appends(self.choice) or find_reader(self, tokens) is not None
 
 
 class Answer:

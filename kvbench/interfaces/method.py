@@ -54,10 +54,10 @@ class Method(Hooks):
         if self.budget_setting is not None:
             own = [field.name for field in fields(self) if field.name not in Method.__dataclass_fields__]
             require_choice("method.budget_setting", self.budget_setting, own)
-            if self.capturable or self.needs_extra_reads:
+            if self.attends_subset or self.capturable or self.needs_extra_reads:
                 raise SettingError(
-                    f"method.budget_setting={self.budget_setting}: {self.name} must not be capturable or need extra "
-                    "reads; use null"
+                    f"method.budget_setting={self.budget_setting}: {self.name} must not keep every row, be capturable "
+                    "or need extra reads; use null"
                 )
 
     # Properties of a method. A subclass sets those that differ, as a class attribute or as a property.
@@ -114,7 +114,8 @@ class Method(Hooks):
     @property
     def cuts(self) -> bool:
         """Whether the method may evict rows."""
-        return not self.attends_subset and self.overrides("score", "select", "merge", "cut", "protect", "head_quotas")
+        hooks = "score", "select", "merge", "cut", "protect", "head_quotas", "count_rows"
+        return not self.attends_subset and self.overrides(*hooks)
 
     @property
     def one_block(self) -> bool:
@@ -280,7 +281,7 @@ class Method(Hooks):
     def count_rows(self, scores: Tensor) -> Tensor:
         """Return how many rows each head keeps, (B, H) int64. Called at every cut if there is a `budget_setting`.
 
-        A head keeps at least one row, and no more than it holds.
+        A head keeps at least one row and its protected ones, and no more than it holds.
 
         Args:
             scores: (B, H, n), with -inf for absent rows and +inf for protected ones. The scores of all other rows are

@@ -19,7 +19,7 @@ from kvbench.config.provenance import find_revision, replay_hash, source_hashes
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
-from kvbench.runs.joint_samples import limit_claim
+from kvbench.runs.joint_samples import find_batch_size, limit_claim
 from kvbench.runs.prompt import Prompt, batch_key
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import list_turns
@@ -98,14 +98,14 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
 
         bar = tqdm(total=len(prompts) * len(open_), initial=made_so_far(), desc=f"{name:>10}", file=sys.stderr)
         stack.enter_context(bar)
-        claims, size = claim_samples(company.readers, list(prompts)), find_batch_size(runs)
+        claims, size = claim_samples(company.readers, list(prompts)), find_batch_size(list(open_.values()))
         while (claimed := wait_for(claims)) is not None:
             uid, free = claimed
             turns = list_turns(uid, prompts)
             batches = [turns or [uid, *claim_companions(uid, prompts, size, free)]]
             if not turns:
                 left = sum(not all(folder.is_recorded(other) for folder in free) for other in prompts)
-                most = limit_claim(company.most_batches, left, bench.processes)
+                most = limit_claim(company.most_batches, size, left, bench.processes)
                 batches += claim_batches(uid, prompts, size, free, most - 1)
             every = list(chain(*batches))
             own = {folder: [uid, *filter(folder.claim, turns)] if turns else every for folder in free}
@@ -168,16 +168,6 @@ def check_extra_reads(run: RunSpec, bench: Resources, longest: int) -> None:
                 f"task: {uid} has {ids.shape[1]} tokens, {method.name} lets the model read {most} more about them; it "
                 f"takes {longest}: a smaller task.length or method.chunk"
             )
-
-
-def find_batch_size(runs: Sequence[RunSpec]) -> int:
-    """Return how many samples of one length are read as one batch.
-
-    A CPU reads samples one by one, because a sample would give other results in a batch than alone. So does a method
-    that decides how many rows stay, because records divide the bytes of a batch evenly.
-    """
-    alone = runs[0].device == "cpu" or any(run.budget.value is None for run in runs)
-    return 1 if alone else runs[0].max_batch
 
 
 def claim_companions(

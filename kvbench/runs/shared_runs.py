@@ -49,7 +49,7 @@ class RunGroup:
 
     def __init__(
         self, runs: Mapping[RunFolder, RunSpec], make: Callable[[RunSpec], Responder], reload: Callable[[], None],
-        samples: int = 1,
+        batches: int = 1,
     ) -> None:  # fmt: skip
         """Make a responder for each run.
 
@@ -57,12 +57,12 @@ class RunGroup:
             runs: The runs by the folders of their records.
             make: Makes a run's responder.
             reload: Makes the next responders get a freshly loaded model.
-            samples: Most batches of samples whose answers are decoded as one batch. Counts only if the runs share
+            batches: Most batches of samples whose answers are decoded as one batch. Counts only if the runs share
                 their decoding.
         """
         self.runs, self.make, self.reload = runs, make, reload
         self.most = len(runs)
-        self.most_answers = samples * len(runs) if next(iter(runs.values())).shares_decoding else 1
+        self.most_answers = batches * len(runs) if next(iter(runs.values())).shares_decoding else 1
         self.readers: dict[RunFolder, Responder] = {}
         for folder in runs:
             with self._leave_on_failure(folder):

@@ -27,7 +27,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.transformers_port import use_first_layers
-from kvbench.runs.joint_samples import choose_joint_samples
+from kvbench.runs.joint_samples import choose_joint_batches, find_batch_size
 from kvbench.runs.prompt import Prompt, batch_key
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import WARM_UP, Responder, list_turns
@@ -53,13 +53,15 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
         bench: Their tokenizer, model and prompts.
     """
     first = next(iter(runs.values()))
-    longest = max(len(prompt.ids) + prompt.unknown for _, prompt in bench.prompts.values())
-    samples = choose_joint_samples(runs.values(), longest, bench.gpu_processes) if first.shares_decoding else 1
-    make_group = partial(RunGroup, runs, partial(Responder, bench=bench), bench.reload_model, samples)
+    prompt = max(len(own.ids) + own.unknown for _, own in bench.prompts.values())
+    answer = max(sample.max_new_tokens for sample, _ in bench.prompts.values())
+    shares, every = first.shares_decoding, list(runs.values())
+    batches = choose_joint_batches(every, prompt, answer, bench.gpu_processes) if shares else 1
+    make_group = partial(RunGroup, runs, partial(Responder, bench=bench), bench.reload_model, batches)
     device, needs = first.device, list_needs(runs.values(), bench.prompts)
     if device == "cpu" or bench.rehearsed.issuperset(needs):
         return make_group()
-    examples = choose_examples(bench.prompts, first)
+    examples = choose_examples(bench.prompts, first, find_batch_size(every))
     kinds = {name_kind(run): run for run in runs.values()}.values()  # the same kernels serve all budgets
     gpu = next(bench.model.parameters()).device  # the model is loaded before the time begins
     with report_compilations() as done, torch.random.fork_rng([gpu]):
@@ -107,11 +109,11 @@ def report_compilations() -> Iterator[Compilations]:
         tqdm.write(line, file=sys.stderr)
 
 
-def choose_examples(prompts: Mapping[str, tuple[Sample, Prompt]], run: RunSpec) -> list[Batch]:
-    """Choose batches of samples that need every variant of a kernel that any sample needs, the longest first.
+def choose_examples(prompts: Mapping[str, tuple[Sample, Prompt]], run: RunSpec, size: int) -> list[Batch]:
+    """Choose batches of up to `size` samples that need every variant of a kernel that any sample needs.
 
-    Kernels tell apart the sizes of the prompt, of its last block, and of the question behind it, each up to the next
-    power of two.
+    The longest come first. Kernels tell apart the sizes of the prompt, of its last block, and of the question behind
+    it, each up to the next power of two.
     """
     known: set[Hashable] = set()
     chosen: list[Batch] = []
@@ -125,7 +127,7 @@ def choose_examples(prompts: Mapping[str, tuple[Sample, Prompt]], run: RunSpec) 
         else:
             key = batch_key(*own)
             same = [pair for pair in prompts.values() if not pair[0].conversation and batch_key(*pair) == key]
-            chosen.append(same[: run.max_batch])
+            chosen.append(same[:size])
     return chosen
 
 

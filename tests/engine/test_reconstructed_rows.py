@@ -117,6 +117,7 @@ CHOICES = {
     "no budget": dict(budget=1.0),
     "more recent rows than wait": dict(selects=dict(recent=30)),
     "more sinks than the codec's": dict(selects=dict(sinks=9)),
+    "more sinks than tokens": dict(selects=dict(sinks=200)),
     "two full layers": dict(selects=dict(full_layers=[0, 1]), full_layers=[0, 1]),
     "no observation layer": dict(selects=dict(full_layers=[2])),
     "nothing to choose among": dict(prompt=12),
@@ -180,15 +181,23 @@ def test_a_context_that_nobody_has_is_freed_at_once():
     assert_freed_at_once(lambda: read_prompts()[1])
 
 
-def test_room_for_an_answer_is_counted_before_it_begins():
-    _, step = read_prompts("full", batch=1)
+@pytest.mark.parametrize("method", ["deltakv", "full"])
+def test_room_for_an_answer_is_counted_before_it_begins(method):
+    _, step = read_prompts(method, batch=1)
+    before = step.bytes().headroom
     step.reserve(LONG)
     tokens, wide, layers = LONG - 1, 2 * 2 * 32, 2
     waits = 60 - 3 - 48
     blocks = (waits + tokens) // 8 - 1
     packed = 8 * wide * (waits + tokens) + blocks * (8 * wide * 2 + 8 * 12 * 8 + 8 * 2 * 4)  # centres, codes, numbers
-    assert step.bytes().headroom == layers * packed + tokens * 8 * wide
+    assert step.bytes().headroom == layers * packed + tokens * 8 * wide > before
     assert len(list(step.generate(LONG, Sampling(), frozenset()))) == LONG and step.bytes().headroom == 0
+
+
+def test_no_room_is_made_where_the_modules_read():
+    _, step = read_prompts(selects=dict(smoothing=0.5), batch=1)
+    step.reserve(LONG)
+    assert all(layer.rows.growing is None for layer in step.own_layers)
 
 
 @pytest.mark.parametrize("method", ["deltakv", only_in_full("full")])

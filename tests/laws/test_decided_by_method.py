@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -21,7 +22,9 @@ from kvbench.engine.compressed_cache import CompressedCache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
-from kvbench.runs.runner import find_batch_size
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.settings import setting
+from kvbench.runs.joint_samples import find_batch_size
 from kvbench.store.runs import NAMED_GROUPS, check_value, load_runs
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused
@@ -163,7 +166,9 @@ def test_the_rows_that_stay_can_be_rounded():
         (lambda: choose_cache(threshold(MIDDLE), build("allocator", load_settings("allocator", "ada")), RAW),
          "allocator=ada: threshold shares rows out itself; use allocator=uniform"),
         (lambda: Eager(name="t", threshold=0.0, recent=0, budget_setting="threshold"),
-         "method.budget_setting=threshold: t must not be capturable or need extra reads; use null"),
+         "method.budget_setting=threshold: t must not keep every row, be capturable or need extra reads; use null"),
+        (lambda: Reading(name="t", threshold=0.0, recent=0, budget_setting="threshold"),
+         "method.budget_setting=threshold: t must not keep every row"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_combined_is_refused(own, line):
@@ -173,6 +178,41 @@ def test_what_cannot_be_combined_is_refused(own, line):
 
 class Eager(Threshold):
     capturable = True
+
+
+class Reading(Threshold):
+    attends_subset = True
+
+
+class Few(Threshold):
+    """Counts without a look at what is protected."""
+
+    def count_rows(self, scores):
+        return scores.new_zeros(scores.shape[:2], dtype=torch.int64)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_protected_rows_stay_whatever_is_counted(block):
+    policy = Few(name="few", threshold=0.0, recent=5, budget_setting="threshold")
+    held = package.prefill(tiny("llama"), distinct(TOKENS, seed=1), policy, None, block)
+    assert all(held.places(layer, head).tolist() == [*range(TOKENS - 5, TOKENS)] for layer in (0, 1) for head in (0, 1))
+
+
+@dataclass(frozen=True)
+class Counting(Method):
+    """Scores nothing."""
+
+    most: int = setting()
+    scores = False
+
+    def count_rows(self, scores):
+        return torch.full(scores.shape[:2], self.most)
+
+
+def test_a_method_that_only_counts_rows_evicts():
+    policy = Counting(name="counting", most=9, budget_setting="most")
+    held = package.prefill(tiny("llama"), distinct(TOKENS, seed=1), policy, None)
+    assert policy.cuts and all((layer.rows.counts() == 9).all() for layer in layers(held))
 
 
 @pytest.fixture

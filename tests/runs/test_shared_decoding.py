@@ -31,7 +31,7 @@ def sweep(kvbench, monkeypatch, tmp_path):
 
     def rehearse(runs, bench):
         group = shared_runs.RunGroup(runs, partial(Responder, bench=bench), bench.reload_model, 4)
-        for batch in choose_examples(bench.prompts, next(iter(runs.values()))):
+        for batch in choose_examples(bench.prompts, next(iter(runs.values())), 1):
             group.rehearse([batch, *find_companion(batch, bench.prompts)])
         return group
 

@@ -33,7 +33,6 @@ class Settings:
 
     question: str = "hidden"
     block_size: int | None = None
-    max_batch: int = 1
 
 
 def make_prompts(*sizes: tuple[int, int], **more) -> dict[str, tuple[Sample, Prompt]]:
@@ -46,8 +45,8 @@ def make_prompts(*sizes: tuple[int, int], **more) -> dict[str, tuple[Sample, Pro
     return made
 
 
-def chosen(prompts, **settings) -> list[list[str]]:
-    return [[sample.uid for sample, _ in batch] for batch in choose_examples(prompts, Settings(**settings))]
+def chosen(prompts, size=1, **settings) -> list[list[str]]:
+    return [[sample.uid for sample, _ in batch] for batch in choose_examples(prompts, Settings(**settings), size)]
 
 
 def test_an_example_is_read_for_each_size():
@@ -61,7 +60,7 @@ def test_an_example_is_read_for_each_size():
 def test_an_example_has_the_samples_of_a_batch():
     [same] = make_prompts((900, 9)).values()
     prompts = make_prompts((900, 9), (900, 10)) | {f"same {number}": same for number in range(3)}
-    assert [len(batch) for batch in chosen(prompts, max_batch=3)] == [3]
+    assert [len(batch) for batch in chosen(prompts, size=3)] == [3]
 
 
 def test_a_conversation_is_read_with_all_turns():
@@ -82,7 +81,7 @@ def test_records_are_the_same_after_a_rehearsal(kvbench, monkeypatch, tmp_path, 
         """What a GPU does, on a CPU."""
         group = RunGroup(runs, partial(Responder, bench=bench), bench.reload_model)
         state = torch.random.get_rng_state()
-        for batch in choose_examples(bench.prompts, next(iter(runs.values()))):
+        for batch in choose_examples(bench.prompts, next(iter(runs.values())), 1):
             group.rehearse([batch])
             calls.append(batch)
         assert torch.equal(torch.random.get_rng_state(), state)
@@ -110,7 +109,7 @@ def read_first(kvbench, monkeypatch, tmp_path):
         found = []
 
         def make(runs, bench):
-            examples = [some[0] for some in choose_examples(bench.prompts, next(iter(runs.values())))]
+            examples = [some[0] for some in choose_examples(bench.prompts, next(iter(runs.values())), 1)]
             found.append(look(bench, lambda: read_beginnings(runs.values(), bench, examples)))
             return make_warm_group(runs, bench)
 
