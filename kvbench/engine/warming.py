@@ -89,13 +89,12 @@ def compile_ahead(key: str, work: Callable[[], None]) -> None:
         OSError: The folder of Triton's cache cannot be written.
     """
     with hold_compiler(key) as note:
-        if not note.exists():
-            compile_announced(work)
+        if not note.exists() and compile_announced(work):
             note.touch()
 
 
-def compile_announced(work: Callable[[], None]) -> None:
-    """Compile what `work` would launch, as `compile_ahead` says."""
+def compile_announced(work: Callable[[], None]) -> bool:
+    """Compile what `work` would launch, as `compile_ahead` says. Return whether every kernel could be compiled."""
     from triton import AsyncCompileMode
     from triton.runtime import JITFunction
 
@@ -118,3 +117,4 @@ def compile_announced(work: Callable[[], None]) -> None:
         kernels = [future.kernel for future in compiling.future_kernels.values() if future.kernel is not None]
         for loading in [pool.submit(getattr, kernel, "run") for kernel in kernels]:  # compiles what launches it
             loading.exception()  # its first launch raises it
+    return len(kernels) == len(compiling.future_kernels)

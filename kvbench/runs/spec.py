@@ -213,6 +213,8 @@ class RunSpec:
         method, shape = self.choice().method, self.checkpoint.layout()
         if self.block_size is not None or method.needs_extra_reads or shape.sliding or shape.window is not None:
             return None
+        if self.budget.value is None:  # it reads samples one by one, and others in batches
+            return None
         return run_hash(self.baseline().value) + (" with log-sum-exps" if method.wants_lse else "")
 
     @cached_property

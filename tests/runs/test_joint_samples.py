@@ -1,8 +1,11 @@
 """How many samples' answers are decoded as one batch, and how many a process claims."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvbench.config.compose import compose_config
+from kvbench.interfaces.budget import Budget
 from kvbench.runs import joint_samples
 from kvbench.runs.checks import check_settings
 from kvbench.runs.joint_samples import choose_joint_batches, count_rows, limit_claim
@@ -56,3 +59,9 @@ def test_the_rows_of_all_answers_fit_into_the_process_s_share_of_memory(monkeypa
 )  # fmt: skip
 def test_processes_leave_samples_to_each_other(most, size, left, processes, claimed):
     assert limit_claim(most, size, left, processes) == claimed
+
+
+def test_a_method_that_decides_how_many_rows_stay_reads_alone():
+    """Otherwise its neighbours would be read in smaller batches than the same runs elsewhere."""
+    run = make_run("method=snapkv", "budget=0.25")
+    assert run.reading is not None and replace(run, budget=Budget(None)).reading is None
