@@ -28,9 +28,10 @@ from argparse import Namespace
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser
-from kvbench.validation import require_choice, require_writable
+from kvbench.validation import SettingError, require_choice, require_writable
 
 RECIPE = {"steps": "steps", "length": "length", "batch": "batch", "lr": "rate", "code": "code", "inner": "inner"}
+TRAINING = ("steps", "length", "batch", "lr", "text", "dataset")  # options without a meaning for --untrained
 DTYPES = ("float32", "bfloat16")
 
 
@@ -66,6 +67,8 @@ def calibrate(options: Namespace, device: str) -> None:
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     require_choice("--dtype", dtype, DTYPES)
     require_writable("--out", options.out.parent)
+    if options.untrained and (unused := [f"--{name}" for name in TRAINING if getattr(options, name) is not None]):
+        raise SettingError(f"--untrained: trains nothing; leave out {', '.join(unused)}")
 
     import torch
 

@@ -279,6 +279,8 @@ def test_untrained_weights_need_a_shape_only(tmp_path, capsys):
     found = check_fit(out, layout.layers, width)
     assert (found.code, found.identity, found.metadata["source"]) == (6, None, "untrained")
     assert f"{out}: untrained compressors of {layout.layers} layers" in capsys.readouterr().out
+    assert calibrate.main(["deltakv", "--untrained", *options, "--steps", "3"]) == 2
+    assert "--untrained: trains nothing; leave out --steps" in capsys.readouterr().err
     recipe = choose_recipe(width, layout.longest, {"code": 6, "seed": 42})
     first, read = draw_compressors(layout.layers, width, recipe), read_compressors(out, layout.layers, width)
     assert found.bytes == 2 * layout.layers * recipe.count_weights(width)
