@@ -95,6 +95,7 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
     from kvbench.atomic import replace_file
     from kvbench.cli.run import run_sweep
     from kvbench.efficiency.measure import machine_name
+    from kvbench.runs.executor import Executor
     from kvbench.store.runs import check_folder, find_runs
     from kvbench.sweeps.plan import Sweep
     from kvbench.sweeps.tier_store import check_store, list_values
@@ -109,9 +110,10 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
     planned = [Sweep.plan(own) for own in sweeps]
     values = list_values(planned)
     check_store(tier.name, values, results)
-    for number, own in enumerate(sweeps, 1):
-        print(f"tier {tier.name}, sweep {number} of {len(sweeps)}: {' '.join(own)}", flush=True)
-        run_sweep(own)
+    with Executor(results) as executor:
+        for number, own in enumerate(sweeps, 1):
+            print(f"tier {tier.name}, sweep {number} of {len(sweeps)}: {' '.join(own)}", flush=True)
+            run_sweep(own, executor=executor)
     check_folder(results)
     runs = [run for run in find_runs(results).runs if run.hash in values]
     lines = make_lines(runs)

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,14 @@ def run_single(overrides: Sequence[str]) -> int:
     return 0
 
 
-def run_sweep(overrides: Sequence[str], verbose: bool = False) -> int:
+def run_sweep(overrides: Sequence[str], verbose: bool = False, executor: Any = None) -> int:
     """Run the cells of a sweep and print their scores; return the exit code.
 
     Args:
         overrides: What stands on the command line.
         verbose: Print the table of every cell too.
+        executor: A `kvbench.runs.executor.Executor` that keeps its processes and what it has loaded for further sweeps.
+            None makes one for this sweep.
     """
     from kvbench.engine.spending import spend, start_counting
     from kvbench.sweeps.plan import Sweep
@@ -115,7 +117,7 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False) -> int:
             if sweep.launcher == "slurm":
                 launch_on_slurm(sweep)
             else:
-                run_here(sweep, verbose)
+                run_here(sweep, verbose, executor)
                 say_spending()
     except KeyboardInterrupt as stop:
         stop.args = (sweep.progress_note,)
@@ -127,8 +129,8 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False) -> int:
     return sweep.exit_code
 
 
-def run_here(sweep: Any, verbose: bool) -> None:
-    """Run the cells of a sweep one after the other, and print a line or a table for each."""
+def run_here(sweep: Any, verbose: bool, executor: Any = None) -> None:
+    """Run the cells of a sweep one after the other, and print a line or a table for each (`run_sweep`)."""
     from kvbench.engine.spending import spend
 
     with spend("starting"):
@@ -137,7 +139,7 @@ def run_here(sweep: Any, verbose: bool) -> None:
 
     cells = [(own.cell.names, own.cell.readings, lambda own=own: own.run) for own in sweep.cells if own.run]
     many = len(sweep.cells)
-    with Executor(sweep.results) as executor:
+    with Executor(sweep.results) if executor is None else nullcontext(executor) as executor:
         for number, own in enumerate(sweep.cells):
             groups = (
                 sharing_groups(cells, [own.run.baseline(), own.run], sweep.results) if own.run and sweep.counted else []

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli.measured import main, make_files
+from kvbench.models.checkpoint import Checkpoint
 from kvbench.store.runs import find_runs
 from kvbench.validation import SettingError
 
@@ -40,6 +41,19 @@ def test_a_tier_becomes_a_file_and_a_page(tiers, tmp_path, capsys):
     assert main(["--page", "--results", str(results), "--out", str(tmp_path / "docs")]) == 0
     page = (tmp_path / "docs" / "results.md").read_text()
     assert "| random |" in page and "| sink |" in page
+
+
+def test_the_sweeps_of_a_tier_share_what_is_loaded(tiers, tmp_path, monkeypatch):
+    loaded, weights = [], Checkpoint.weights
+
+    def load(checkpoint, *given):
+        loaded.append(checkpoint.name)
+        return weights(checkpoint, *given)
+
+    monkeypatch.setattr(Checkpoint, "weights", load)
+    tiers.write_text(TIERS.replace("method=random,sink", "method=random\n    - method=sink"))
+    assert main(["tiny", "--file", str(tiers), "--results", str(tmp_path / "results")]) == 0
+    assert loaded == ["reference"]
 
 
 @pytest.mark.parametrize(
