@@ -212,6 +212,7 @@ READERS = {
     "last": ("omnikv", {"preset": "reference", "filters": [0], "wait": 0}),
     "softmax": ("omnikv", {"preset": "reference", "filters": [0, 1], "wait": 1, "selector": "softmax_last"}),
     "window": ("omnikv", {"preset": "reference", "filters": [0], "wait": 0, "selector": "exp", "window": 5}),
+    "codes": ("pqcache", {"sinks": 3, "least": 0, "bits": 4}),
     "a growing number of rows": ("deltakv", {"full_layers": [0], "depth": None, "sinks": 3, "recent": 8}),
     "two observation layers": ("deltakv", {"full_layers": [0, 1], "depth": None, "sinks": 3, "recent": 8}),
 }

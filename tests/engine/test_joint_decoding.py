@@ -41,6 +41,7 @@ KINDS = {
     "columns": ({"method": "h2o", "decoding": True}, 0.3),
     "rolling positions": ({"method": "sink"}, 0.3),
     "pages": ({"method": "quest", "page": 4, "dense_layers": 1}, 0.3),
+    "codes": ({"method": "pqcache", "sinks": 3, "least": 0, "bits": 4}, 0.3),
     "listed rows": ({"method": "omnikv", "preset": "reference", "filters": [0], "wait": 0}, 0.3),
     "streaming heads": ({"method": "duo_attention", "decoding": True}, 0.7),
     "packed": ({"method": "snapkv", "codec": "kivi"}, 0.3),

@@ -44,6 +44,7 @@ METHODS = {
     "quest": {"page": 4, "dense_layers": 1},
     "omnikv": {"preset": "reference", "filters": [2], "wait": 0},
     "deltakv": {"full_layers": [2], "depth": None, "sinks": 2, "recent": 3},
+    "pqcache": {"sinks": 2, "least": 0, "bits": 3},
 }
 EVERY = pytest.mark.parametrize("method", METHODS)
 

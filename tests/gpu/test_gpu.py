@@ -34,7 +34,7 @@ from tests.support.tiny_models import ids, make_fresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 GREEDY = Sampling()
-OWN_LAW = ("full", "duo_attention", "quest", "omnikv", "deltakv")  # they hold other numbers of rows
+OWN_LAW = ("full", "duo_attention", "quest", "omnikv", "deltakv", "pqcache")  # they hold other numbers of rows
 METHODS = [name for name in kvbench.methods_available() if name not in OWN_LAW]
 
 
@@ -156,6 +156,8 @@ def test_graphs_show_every_token_to_a_method_that_watches(exact, method, more):
         ("omnikv", {"preset": "reference", "filters": [0], "wait": 0, "selector": "softmax_last"}),
         ("omnikv", {"preset": "reference", "filters": [0], "wait": 0, "selector": "exp"}),
         ("deltakv", {"full_layers": [0], "depth": None, "recent": 32}),
+        ("pqcache", {}),
+        ("pqcache", {"preset": "infinitebench"}),
     ],
 )
 def test_graphs_attend_to_the_rows_that_the_modules_choose(exact, method, more):
@@ -389,7 +391,9 @@ def test_runs_of_one_prefill_write_the_records_of_lone_ones(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "random"] + ["quest", "omnikv", "deltakv"])
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS if name != "random"] + ["quest", "omnikv", "deltakv", "pqcache"]
+)
 @pytest.mark.parametrize("allocator", ["uniform", "cake"])
 def test_a_model_over_two_gpus_is_the_same_model(model, method, allocator, tmp_path_factory):
     folder = tmp_path_factory.mktemp("spread")

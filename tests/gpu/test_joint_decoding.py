@@ -28,6 +28,7 @@ KINDS = [
     ("sink", {}, "raw", 0.2),
     ("quest", {}, "raw", 0.2),
     ("omnikv", {}, "raw", 0.2),
+    ("pqcache", {}, "raw", 0.2),
     ("snapkv", {}, "kivi", 0.4),
 ]
 

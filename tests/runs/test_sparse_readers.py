@@ -16,7 +16,11 @@ OMNIKV = ("method=omnikv", "method.filters=[1]", "method.depth=null", "method.wa
 
 @pytest.mark.cover
 @pytest.mark.parametrize("question", ["visible", "hidden"])
-@pytest.mark.parametrize("settings, dense", [(("method=quest",), 2), (OMNIKV, 3)], ids=["quest", "omnikv"])
+@pytest.mark.parametrize(
+    "settings, dense",
+    [(("method=quest",), 2), (OMNIKV, 3), (("method=pqcache",), 0)],
+    ids=["quest", "omnikv", "pqcache"],
+)
 def test_everything_is_resident_and_few_rows_attended(checkpoint, tmp_path, monkeypatch, settings, dense, question):
     monkeypatch.chdir(tmp_path)
     where = ["model=hf", f"model.path={checkpoint}", "device=cpu", f"question={question}", "budget=0.25"]
@@ -30,12 +34,15 @@ def test_everything_is_resident_and_few_rows_attended(checkpoint, tmp_path, monk
         seen = record["rows_seen_decoding"]
         if name == "quest":  # whole pages; the newest may be partial
             least, most = budget // 16 * 16 - 15, budget // 16 * 16
+        elif name == "pqcache":  # the sinks, the budget of the rows behind them, and the token; one row for rounding
+            budget = (record["tokens_in" if question == "visible" else "tokens_context"] - 32) // 4
+            least, most = 32 + budget, 32 + budget + 1
         else:  # the budget of the prompt's rows, and what came after them
             least = budget + 1
             most = budget + record["tokens_in"] - record["tokens_context"] + record["tokens_out"]
         sparse = (record["rows_attended"] * 4 - dense * seen) / (4 - dense)
         assert least <= sparse <= most < 0.7 * seen
-        assert (record["state_bytes"] > 0) == (name == "quest")
+        assert (record["state_bytes"] > 0) == (name in ("quest", "pqcache"))
 
 
 def test_deltakv_holds_few_bytes_and_reads_few_rows(checkpoint, tmp_path, monkeypatch):

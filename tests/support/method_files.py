@@ -38,12 +38,16 @@ def write_pattern(model: torch.nn.Module, sequences: Sequence[torch.Tensor], pat
 
 
 MAKE = {"qfilters": write_filters, "duo_attention": write_pattern}
+SHORT = {  # settings for short prompts and small models
+    "kvzip": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
+    "pqcache": {"sinks": 4, "bits": 4, "least": 8},
+}
 
 
 def make_method_args(method: str, name: str, model: torch.nn.Module, sequences: Sequence[torch.Tensor]) -> dict:
     """`method_args` for a method on a model of this name, its file made once from `sequences` (tokens,)."""
     if method not in MAKE:
-        return {"first": [5, 6, 7], "later": [9, 8], "chunk": 50} if method == "kvzip" else {}
+        return SHORT.get(method, {})
     path = Path(FOLDER.name) / f"{method}-{name}"
     if not path.exists():
         MAKE[method](model, sequences, path)
