@@ -233,13 +233,12 @@ def find_centroids(points: Tensor, centroids: Tensor, iterations: int) -> Tensor
         The centroids, (…, K, e).
     """
     count = centroids.shape[-2]
-    numbers = torch.arange(count, device=points.device)
     for _ in range(iterations):
         codes, distances = find_nearest(points, centroids)
         sums, sizes = torch.zeros_like(centroids), torch.zeros_like(centroids[..., :1])
         pieces = split_points(points, centroids)
         for some, own in zip(pieces, codes.split([piece.shape[-2] for piece in pieces], -1), strict=True):
-            members = (own[..., None, :] == numbers[:, None]).to(points.dtype)  # (…, K, n): sums without atomics
+            members = some.new_zeros(*own.shape, count).scatter_(-1, own[..., None], 1).mT  # sums need no atomics
             sums, sizes = sums + members @ some, sizes + members.sum(-1, keepdim=True)
         empty = sizes == 0
         order = (empty.cumsum(-2) - 1).clamp(min=0)  # the first empty centroid moves to the farthest point, and so on

@@ -1,5 +1,5 @@
 """Settings that a method cannot do without: files, made for a model by the project's own calibration; token ids where
-there is no tokenizer.
+there is no tokenizer; and numbers for prompts that are shorter than those of a method's source.
 """
 
 import atexit
