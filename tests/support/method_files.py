@@ -41,6 +41,7 @@ MAKE = {"qfilters": write_filters, "duo_attention": write_pattern}
 SHORT = {  # settings for short prompts and small models
     "kvzip": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
     "pqcache": {"sinks": 4, "bits": 4, "least": 8},
+    "rkv": {"window": 4},
 }
 
 
