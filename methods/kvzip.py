@@ -10,6 +10,15 @@ all chunks but the first), the tokens that the chat template puts between a mess
 where p is a softmax over the rows of the prefix, of the chunk and of the read itself. The read is then forgotten and
 the cache is cut.
 
+KVzip+ (`norms`; NVIDIA/kvpress, kvzip_press.py, kvzip_plus_normalization; the KVzap paper, arXiv 2601.07891) compares
+what row j adds to the residual stream with what is there:
+
+    s_j = max over queries t and query heads g of p_{g,t,j}·‖W_o^g v_j‖₂ / ‖h_t‖₂
+
+W_o^g is the output projection of query head g, v_j the value, and h_t the hidden state of query t that enters the
+layer. kvbench takes h_t before the layer's norm, because that is the stream to which attention adds. kvpress reads h_t
+at the attention module, behind the norm, where its length differs less between tokens.
+
 The prefix is what stands before the user's text. It is neither repeated nor cut. With `sinks`, as in kvpress, that many
 first rows of the prompt are safe instead, even if the prefix is shorter or empty. The other rows of a longer prefix
 score 0, and the softmax contains those sinks that stand before the chunk. (Without a chat template the source also
@@ -55,6 +64,8 @@ class KVzip(Method):
     """Number of first rows that always stay; `None` keeps the prefix."""
     scope: str = setting(choices=("model", "head"))
     """Whether the rows of all layers and heads compete, or those of each head."""
+    norms: bool = setting()
+    """Whether attention is weighed by the projected values and the hidden states (KVzip+)."""
 
     one_block = True
     needs_extra_reads = True
@@ -70,6 +81,14 @@ class KVzip(Method):
     @property
     def sets_head_quotas(self) -> bool:
         return self.scope == "model"
+
+    @property
+    def wants_hidden(self) -> bool:
+        return self.norms
+
+    @property
+    def weighs_values(self) -> bool:
+        return self.norms
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         if self.sets_head_quotas and allocator.name != "uniform" and not allocator.cascades:
@@ -94,15 +113,32 @@ class KVzip(Method):
         (start, stop), new = observation.about, observation.queries.shape[2]
         safe = min(self.safe(observation), start)
         parts = [rows.keys[:, :, :safe], rows.keys[:, :, start:stop], rows.keys[:, :, -new:]]
-        found = max_attention(observation.queries, torch.cat(parts, 2), observation.scaling)[
-            ..., safe : safe + stop - start
-        ]
+        keys, chunk = torch.cat(parts, 2), slice(safe, safe + stop - start)
+        if self.norms:
+            assert observation.hidden is not None  # `wants_hidden`
+            weight = 1 / observation.hidden.to(rows.mass.dtype).norm(dim=-1)
+            found = max_attention(observation.queries, keys, observation.scaling, weight=weight, together=False)[
+                ..., chunk
+            ]
+            found = (found * self.project_norms(observation, rows.values[:, :, start:stop])).amax(2)
+        else:
+            found = max_attention(observation.queries, keys, observation.scaling)[..., chunk]
         scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], observation.prompt)).clone()
         scores[..., start:stop] = found
         state.layer["scores"] = scores
         if self.sets_head_quotas:  # otherwise no layer would read and free them
             state.shared["scores"] = {**state.shared.get("scores", {}), observation.layer: scores}
         return {}
+
+    @staticmethod
+    def project_norms(observation: Observation, values: Tensor) -> Tensor:
+        """Return ‖W_o^g v_j‖₂ of values (B, H, n, d), (B, H, G, n): ‖W v‖² is vᵀ(WᵀW)v, without n projected vectors."""
+        heads, dim = values.shape[1], values.shape[3]
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        weight = observation.output_weight.to(dtype).unflatten(1, (heads, -1, dim))
+        values = values.to(dtype)[:, :, None]  # (B, H, 1, n, d)
+        squares = (values @ torch.einsum("ohgd,ohge->hgde", weight, weight) * values).sum(-1)
+        return squares.clamp(min=0).sqrt()
 
     def safe(self, observation: Observation) -> int:
         """Return how many first rows always stay."""

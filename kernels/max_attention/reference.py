@@ -6,12 +6,14 @@ from torch import Tensor
 CHUNK = 1 << 20  # logits that are held at once; they fit the cache of a core
 
 
-def max_attention_reference(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+def max_attention_reference(
+    queries: Tensor, keys: Tensor, scaling: float, weight: Tensor | None = None, together: bool = True
+) -> Tensor:
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     dtype = torch.promote_types(queries.dtype, torch.float32)
     grouped, keys = queries.reshape(batch, heads, -1, tokens, dim).to(dtype), keys.to(dtype)
-    found = torch.zeros(batch, heads, rows, dtype=dtype, device=keys.device)
+    found = torch.zeros(batch, heads, grouped.shape[2], rows, dtype=dtype, device=keys.device)
     step = max(1, CHUNK // (batch * query_heads * rows))
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
@@ -19,5 +21,8 @@ def max_attention_reference(queries: Tensor, keys: Tensor, scaling: float) -> Te
         logits = grouped[..., start:stop, :] @ keys[:, :, None, :end].mT * scaling
         later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., past:].masked_fill_(later, -torch.inf)
-        found[..., :end] = torch.maximum(found[..., :end], logits.softmax(-1).amax((2, 3)))
-    return found
+        p = logits.softmax(-1)
+        if weight is not None:
+            p *= weight[:, None, None, start:stop, None]
+        found[..., :end] = torch.maximum(found[..., :end], p.amax(3))
+    return found.amax(2) if together else found

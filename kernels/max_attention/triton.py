@@ -91,5 +91,10 @@ def lse(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     return out
 
 
-def max_attention_triton(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    return columns(queries, keys, None, lse(queries, keys, scaling), scaling, True, True, 1.0)
+def max_attention_triton(
+    queries: Tensor, keys: Tensor, scaling: float, weight: Tensor | None = None, together: bool = True
+) -> Tensor:
+    sums = lse(queries, keys, scaling)
+    if weight is not None:  # a factor of the probabilities is a term of their logarithms
+        sums = sums - weight.float().log2()[:, None]
+    return columns(queries, keys, None, sums, scaling, together, True, 1.0)

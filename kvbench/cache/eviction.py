@@ -138,10 +138,12 @@ def protect_rows(
     These are the counts of the head with most of them. There are none if the method protects no rows at all.
     """
     given_up: dict[str, Tensor] = {}
+    decides = policy.method.method.budget_setting is not None
 
     def protect(samples: slice, size: int) -> Tensor:
         sinks = policy.method.protect_sinks(observation, rows, size)
         recents = policy.method.protect(observation, rows, size)
+        size += decides  # without a budget no row must be left to the scores
         if sinks is not None and recents is not None:
             recents = recents & ~sinks  # a row of both kinds counts once
         found = fit_protected(sinks, recents, rows, size)

@@ -22,7 +22,7 @@ from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
 from kvbench.validation import ContractError, SettingError, format_value
 from tests.support.dense_engine import DenseEngine
-from tests.support.method_files import build_policy, make_tiny_method_args
+from tests.support.method_files import NOTHING_GOES, budget_for, build_policy, make_tiny_method_args
 from tests.support.tiny_models import distinct, ids, make_fresh, make_gemma3_with_vision, tiny
 
 BUILT = {method: build_policy(method, "uniform", "llama") for method in list_choices("method")}
@@ -157,18 +157,21 @@ def test_defaults_are_the_full_cache():
 
 @each_method
 def test_a_prompt_shorter_than_the_budget_is_not_cut(method, allocator):
-    args = make_tiny_method_args(method, "llama")
+    args = make_tiny_method_args(method, "llama") | NOTHING_GOES.get(method, {})
     for block in blocks_for(method, None, 4):
-        held = kvbench.prefill(tiny("llama"), ids(20), method, 20, block, allocator, method_args=args)
+        size = budget_for(method, 20)
+        held = kvbench.prefill(tiny("llama"), ids(20), method, size, block, allocator, method_args=args)
         assert all(own == list(range(20)) for own in places(held).values())
-        held = kvbench.prefill(tiny("llama"), ids(20), method, 10**9, block, allocator, method_args=args)
+        size = budget_for(method, 10**9)
+        held = kvbench.prefill(tiny("llama"), ids(20), method, size, block, allocator, method_args=args)
         assert held.evicted(0, 0) == 0
 
 
 @each_method
 def test_one_row_less_drops_one_row(method, allocator):
     args = make_tiny_method_args(method, "qwen3")
-    held = kvbench.prefill(tiny("qwen3"), distinct(40), method, 39, None, allocator, method_args=args)
+    size = budget_for(method, 39)
+    held = kvbench.prefill(tiny("qwen3"), distinct(40), method, size, None, allocator, method_args=args)
     lengths = [len(own) for own in places(held).values()]
     if holds_all(method):
         assert set(lengths) == {40}
@@ -182,7 +185,7 @@ def test_one_row_less_drops_one_row(method, allocator):
 def test_a_prompt_of_one_token(method, allocator, budget, block):
     with torch.no_grad():
         own = tiny("gemma3")(input_ids=ids(1)).logits[0, 0]
-    args = make_tiny_method_args(method, "gemma3")
+    args, budget = make_tiny_method_args(method, "gemma3"), budget_for(method, budget)
     held = kvbench.prefill(tiny("gemma3"), ids(1), method, budget, block, allocator, method_args=args)
     torch.testing.assert_close(held.logits[0], own, rtol=1e-4, atol=1e-4)
     assert held.places(2, 0).tolist() == [0]
@@ -195,8 +198,9 @@ def test_a_quota_of_one(method, allocator, block):
     args = make_tiny_method_args(method, "llama")
     if block not in blocks_for(method, None, 1, 7):
         return
-    held = kvbench.prefill(tiny("llama"), distinct(16), method, 0.001, block, allocator, method_args=args)
-    if not holds_all(method):
+    size = budget_for(method, 0.001)
+    held = kvbench.prefill(tiny("llama"), distinct(16), method, size, block, allocator, method_args=args)
+    if not holds_all(method) and size is not None:
         assert {len(own) for own in places(held).values()} == {1}
     assert held.extend(ids(3)).isfinite().all()
     assert held.generate(3, stop=frozenset()).shape == (1, 3)
@@ -206,9 +210,8 @@ def test_a_quota_of_one(method, allocator, block):
 @pytest.mark.parametrize("quota", [2, 3, 5])
 def test_more_protected_rows_than_quota_shrink_to_it(method, quota):
     """Sinks from the first on, else the newest first, one row free; the numbers protected and given up are noted."""
-    held = kvbench.prefill(
-        tiny("llama"), distinct(60), method, quota, method_args=make_tiny_method_args(method, "llama")
-    )
+    args = make_tiny_method_args(method, "llama")
+    held = kvbench.prefill(tiny("llama"), distinct(60), method, budget_for(method, quota), method_args=args)
     if holds_all(method) or own_law(method):
         return
     assert {len(own) for own in places(held).values()} == {quota}
@@ -279,7 +282,8 @@ def test_any_method_may_cut_while_decoding(method, allocator, interval):
         return
     args = {"decoding": True, "decode_interval": interval} | make_tiny_method_args(method, "llama")
     (block,) = blocks_for(method, 9) or (None,)
-    held = kvbench.prefill(tiny("llama"), distinct(40), method, 12, block, allocator, method_args=args)
+    size = budget_for(method, 12)
+    held = kvbench.prefill(tiny("llama"), distinct(40), method, size, block, allocator, method_args=args)
     before = sum(map(len, places(held).values()))
     for read in range(1, 8):
         held.extend(ids(1, seed=read))
@@ -314,7 +318,8 @@ def test_methods_in_other_dtypes(method, allocator, name, dtype):
     """Every method runs and holds what it should."""
     (block,) = blocks_for(method, 9) or (None,)
     args = make_tiny_method_args(method, name)
-    held = kvbench.prefill(model_of(name, dtype), distinct(60), method, 15, block, allocator, method_args=args)
+    size = budget_for(method, 15)
+    held = kvbench.prefill(model_of(name, dtype), distinct(60), method, size, block, allocator, method_args=args)
     assert held.logits.dtype == dtype and held.extend(ids(3)).isfinite().all()
     held.generate(2, temperature=1.0)
     if not holds_all(method):

@@ -34,7 +34,15 @@ from tests.support.tiny_models import ids, make_fresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 GREEDY = Sampling()
-OWN_LAW = ("full", "duo_attention", "quest", "omnikv", "deltakv", "pqcache")  # they hold other numbers of rows
+OWN_LAW = (
+    "full",
+    "duo_attention",
+    "quest",
+    "omnikv",
+    "deltakv",
+    "pqcache",
+    "dms_threshold",
+)  # they hold other numbers of rows
 METHODS = [name for name in kvbench.methods_available() if name not in OWN_LAW]
 
 

@@ -86,6 +86,12 @@ def test_peaks(shape, dtype, monkeypatch):
     found = max_attention(queries, keys, scaling(shape[-1]), implementation="triton")
     assert found.shape == exact.shape
     close(found, exact, shape[-1])
+    weight = torch.linspace(0.02, 3, shape[0] * shape[3], device=keys.device).view(shape[0], shape[3])
+    more = {"weight": weight, "together": False}
+    exact = max_attention(queries.double(), keys.double(), scaling(shape[-1]), **more, implementation="reference")
+    found = max_attention(queries, keys, scaling(shape[-1]), **more, implementation="triton")
+    assert found.shape == exact.shape
+    close(found, exact, shape[-1])
 
 
 def test_views_as_models_and_storage_make_them():

@@ -198,6 +198,12 @@ def test_protected_rows_stay_whatever_is_counted(block):
     assert all(held.places(layer, head).tolist() == [*range(TOKENS - 5, TOKENS)] for layer in (0, 1) for head in (0, 1))
 
 
+@pytest.mark.parametrize("block", BLOCKS)
+def test_protected_rows_stay_if_they_are_all_that_a_head_holds(block):
+    held = package.prefill(tiny("llama"), distinct(9, seed=1), threshold(ALL_GO, recent=9), None, block)
+    assert all(held.places(layer, head).tolist() == [*range(9)] for layer in (0, 1) for head in (0, 1))
+
+
 @dataclass(frozen=True)
 class Counting(Method):
     """Scores nothing."""

@@ -27,7 +27,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
-from tests.support.method_files import build_policy, make_tiny_method_args
+from tests.support.method_files import NOTHING_GOES, budget_for, build_policy, make_tiny_method_args
 from tests.support.selection import choose_covering
 from tests.support.tiny_models import distinct, ids, tiny
 
@@ -50,7 +50,7 @@ class Case:
     allocator: str
     block: int | None
     model: str
-    budget: float | int
+    budget: float | int | None
 
     def __str__(self) -> str:
         return f"{self.method}-{self.allocator}-{self.block}-{self.model}-{self.budget}"
@@ -92,9 +92,14 @@ class Case:
         """The full cache, and the law of readers: all rows are held, few are attended while decoding."""
         return self.method == "full" or self.built[0].attends_subset
 
+    @property
+    def args_to_hold_all(self) -> dict:
+        """Settings with which a budget that holds all rows evicts none."""
+        return self.args | (NOTHING_GOES[self.method] if self.budget is None else {})
+
     def quota(self, seen: int) -> int:
         """Rows per head that may stay, by fractions."""
-        if self.holds_all:
+        if self.holds_all or self.budget is None:
             return seen
         if isinstance(self.budget, int):
             return min(seen, self.budget)
@@ -118,11 +123,11 @@ def list_features(case: Case) -> frozenset[Hashable]:
 
 
 CASES = [
-    Case(*row, BUDGETS[index % len(BUDGETS)])
+    Case(*row, budget_for(row[0], BUDGETS[index % len(BUDGETS)]))
     for index, row in enumerate(product(list_choices("method"), list_choices("allocator"), BLOCKS, MODELS))
 ]
 WIDE = [
-    Case(method, allocator, block, "wide", 0.25)
+    Case(method, allocator, block, "wide", budget_for(method, 0.25))
     for method, allocator, block in product(list_choices("method"), list_choices("allocator"), (None, 64))
 ]
 
@@ -172,7 +177,7 @@ def check_case(case: Case, law: Callable[[Case], None]) -> None:
         return
     with pytest.raises(SettingError, match=f"{case.method}|block_size"):
         kvbench.prefill(
-            tiny(case.model), case.prompt, case.method, 0.5, case.block, case.allocator, method_args=case.args
+            tiny(case.model), case.prompt, case.method, case.budget, case.block, case.allocator, method_args=case.args
         )
 
 
@@ -259,14 +264,18 @@ def test_every_method_and_allocator_is_under_every_law(selected):
     assert {case.method for case in selected if case.refused} == {case.method for case in CASES if case.refused}
     if selected is SELECTED:
         assert {(case.allocator, case.model) for case in accepted} == set(product(list_choices("allocator"), MODELS))
-        assert {case.block for case in accepted} == set(BLOCKS) and {case.budget for case in accepted} == set(BUDGETS)
+        assert {case.block for case in accepted} == set(BLOCKS) and {case.budget for case in accepted} == {
+            *BUDGETS,
+            None,
+        }
 
 
 @each_case(SELECTED, CASES)
 def test_law_1_a_full_budget_changes_nothing(case):
     own = own_logits(case.model, case.tokens)
+    budget, args = budget_for(case.method, 1.0), case.args_to_hold_all
     held = kvbench.prefill(
-        tiny(case.model), case.prompt, case.method, 1.0, case.block, case.allocator, method_args=case.args
+        tiny(case.model), case.prompt, case.method, budget, case.block, case.allocator, method_args=args
     )
     torch.testing.assert_close(held.logits[0], own[case.tokens - 1], **CLOSE)
     with held.branch():
@@ -431,8 +440,9 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @each_case(SELECTED, CASES)
 def test_law_6_blocks_without_eviction_equal_one_shot(case):
+    budget, args = budget_for(case.method, case.tokens), case.args_to_hold_all
     held = kvbench.prefill(
-        tiny(case.model), case.prompt, case.method, case.tokens, case.block, case.allocator, method_args=case.args
+        tiny(case.model), case.prompt, case.method, budget, case.block, case.allocator, method_args=args
     )
     torch.testing.assert_close(held.logits[0], own_logits(case.model, case.tokens)[case.tokens - 1], **CLOSE)
     assert held.places(case_layer(held), 0).tolist() == list(range(case.tokens))
@@ -535,7 +545,7 @@ def test_bytes_are_those_of_the_rows_held(case):
     rows = sum(sum(layer.rows.counts()[0].tolist()) for layer in layers)
     exact, full = rows * 2 * 64 * 4, 300 * 2 * 2 * 2 * 64 * 4
     assert held.resident_bytes == exact and held.full_bytes == full
-    limit = (300 if case.holds_all else 75) * 4
+    limit = (300 if case.holds_all or case.budget is None else 75) * 4
     assert rows <= limit if case.built[0].sets_head_quotas else rows == limit
     owned = storages(reachable(layers, set()))
     values = storages(t for t in reachable(layers, set()) if t.is_floating_point() or t.dtype == torch.uint8)

@@ -8,24 +8,41 @@ import kvbench
 from kvbench.config.catalogue import build, load_settings
 from kvbench.interfaces.observation import PromptEncoder
 from kvbench.kernels.max_attention import max_attention
+from kvbench.methods.kvzip import KVzip
 from kvbench.training import head_patterns
 from kvbench.validation import SettingError
-from tests.support.dense_engine import DenseEngine
+from tests.support.dense_engine import DenseEngine, HeadView
 from tests.support.oracles import CLOSE, assert_same_rows, find_top
-from tests.support.tiny_models import distinct, ids, tiny
+from tests.support.tiny_models import distinct, ids, make_double, tiny
 
 FIRST, LATER = [5, 6, 7], [9, 8]
 
 
-def softmax_peaks(queries: np.ndarray, keys: np.ndarray, scaling: float) -> np.ndarray:
-    """(n,) largest probability of each row; the queries (G, T, d) are those of the last T rows."""
+def softmax_peaks(
+    queries: np.ndarray, keys: np.ndarray, scaling: float, lengths: np.ndarray | None = None, hidden: object = None
+) -> np.ndarray:
+    """(n,) largest probability of each row; the queries (G, T, d) are those of the last T rows. KVzip+ multiplies it by
+    the rows' `lengths` (G, n) and divides it by the lengths of the queries' `hidden` states (T, hidden).
+    """
     most = np.zeros(len(keys))
-    for own in queries:
+    for g, own in enumerate(queries):
         for t, query in enumerate(own):
             logits = keys[: len(keys) - len(own) + t + 1] @ query * scaling
             weights = np.exp(logits - logits.max())
-            most[: len(weights)] = np.maximum(most[: len(weights)], weights / weights.sum())
+            p = weights / weights.sum()
+            if lengths is not None:
+                p = p * lengths[g, : len(p)] / np.sqrt((hidden[t] ** 2).sum())
+            most[: len(p)] = np.maximum(most[: len(p)], p)
     return most
+
+
+def project_lengths(model: str, glance: HeadView, values: np.ndarray) -> np.ndarray:
+    """(G, n) lengths of the values after each query head's part of W_o."""
+    weight = make_double(model).model.layers[glance.layer].self_attn.o_proj.weight.detach().numpy()
+    groups, dim = len(glance.queries), values.shape[1]
+    heads = range(glance.head * groups, (glance.head + 1) * groups)
+    parts = [weight[:, head * dim : (head + 1) * dim] for head in heads]
+    return np.array([[np.sqrt(((part @ value) ** 2).sum()) for value in values] for part in parts])
 
 
 def requests(prompt: list[int], prefix: int, chunk: int, postfix: int) -> list[tuple[list[int], int, int]]:
@@ -38,9 +55,15 @@ def requests(prompt: list[int], prefix: int, chunk: int, postfix: int) -> list[t
     return found
 
 
-def scored(model: str, prompt: torch.Tensor, prefix: int, safe: int, chunk: int) -> tuple[DenseEngine, dict]:
+def scored(
+    model: str, prompt: torch.Tensor, prefix: int, safe: int, chunk: int, norms: bool = False
+) -> tuple[DenseEngine, dict]:
     """An engine that has read the prompt, and the score of every row by layer and head."""
-    dense, scores = DenseEngine(model), {}
+    dense, scores, hidden = DenseEngine(model), {}, {}
+
+    def keep_hidden(layer, args, kwargs):
+        hidden[layer.self_attn.layer_idx] = (args[0] if args else kwargs["hidden_states"])[0].numpy()
+
     dense.prefill(prompt, None)
     before = dense.held, dense.seen
     for tokens, start, stop in requests(prompt[0].tolist(), prefix, chunk, 4):
@@ -49,22 +72,31 @@ def scored(model: str, prompt: torch.Tensor, prefix: int, safe: int, chunk: int)
             for glance in glances:
                 keys, new = glance.rows.keys, glance.queries.shape[1]
                 before_chunk = min(safe, start)
-                parts = np.concatenate([keys[:before_chunk], keys[start:stop], keys[-new:]])
-                own = softmax_peaks(glance.queries, parts, glance.scaling)[before_chunk:][: stop - start]
+                index = np.r_[:before_chunk, start:stop, len(keys) - new : len(keys)]
+                more = ()
+                if norms:
+                    more = project_lengths(model, glance, glance.rows.values[index]), hidden[glance.layer]
+                own = softmax_peaks(glance.queries, keys[index], glance.scaling, *more)[before_chunk:][: stop - start]
                 scores.setdefault((glance.layer, glance.head), np.zeros(len(before[0][glance.layer][0].places)))
                 scores[glance.layer, glance.head][start:stop] = own
             return [glance.rows for glance in glances]
 
         dense.held, dense.seen = dict(before[0]), before[1]
         dense.cut, dense.cutting = note, True
+        layers = make_double(model).model.layers
+        hooks = [layer.register_forward_pre_hook(keep_hidden, with_kwargs=True) for layer in layers]
         dense.read(torch.tensor([tokens]))
+        for hook in hooks:
+            hook.remove()
     dense.held, dense.seen, dense.cut = dict(before[0]), before[1], None
     sliding = getattr(tiny(model).config, "layer_types", None) or []
     return dense, {key: own for key, own in scores.items() if "sliding_attention" not in sliding[key[0] : key[0] + 1]}
 
 
-def oracle(model: str, prompt: torch.Tensor, quota: int, prefix: int, safe: int, chunk: int, scope: str) -> DenseEngine:
-    dense, scores = scored(model, prompt, prefix, safe, chunk)
+def oracle(
+    model: str, prompt: torch.Tensor, quota: int, prefix: int, safe: int, chunk: int, scope: str, norms: bool = False
+) -> DenseEngine:
+    dense, scores = scored(model, prompt, prefix, safe, chunk, norms)
     own = max(1, min(safe, quota - 1))
     raised = {key: np.where(np.arange(len(score)) < safe, np.inf, score) for key, score in scores.items()}
     counts = dict.fromkeys(scores, quota)
@@ -107,6 +139,41 @@ def test_kvzip(model, prefix, sinks, chunk, quota, scope):
     assert_same_rows(held, dense)
 
 
+@pytest.mark.parametrize("scope", ["model", "head"])
+@pytest.mark.parametrize("prefix, sinks, chunk", [(0, 4, 23), (5, None, 20)])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "phi3"])
+def test_kvzip_plus(model, prefix, sinks, chunk, scope):
+    prompt, more = distinct(67).split([60, 7], dim=1)
+    safe = prefix if sinks is None else sinks
+    dense = oracle(model, prompt, 17, prefix, safe, chunk, scope, norms=True)
+    held = held_by(model, prompt, 17, prefix, preset="plus", sinks=sinks, chunk=chunk, scope=scope)
+    assert_same_rows(held, dense)
+    for part in more.split([1, 6], dim=1):
+        torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
+def test_scores_are_those_of_the_equation(model, norms, monkeypatch):
+    """In float64, of every row."""
+    found: dict[int, torch.Tensor] = {}
+    monkeypatch.setattr(
+        KVzip, "score", lambda self, seen, rows, state: found.setdefault(seen.layer, state.layer["scores"])
+    )
+    args = {"first": FIRST, "later": LATER, "postfix": 4, "chunk": 23, "sinks": 4, "scope": "head", "norms": norms}
+    kvbench.prefill(make_double(model), distinct(60), "kvzip", 17, method_args=args)
+    expected = scored(model, distinct(60), 0, 4, 23, norms)[1]
+    assert {layer for layer, _ in expected} == set(found)
+    for (layer, head), own in expected.items():
+        np.testing.assert_allclose(found[layer][0, head].numpy(), own, rtol=1e-9, atol=1e-13)
+
+
+def test_kvzip_plus_is_no_base_of_criticalkv():
+    args = {"base": "kvzip", "base_args": {"preset": "plus", "first": FIRST, "later": LATER}}
+    with pytest.raises(SettingError, match="^method.base=kvzip: values would count twice"):
+        kvbench.prefill(tiny("llama"), ids(20), "criticalkv", 5, method_args=args)
+
+
 def rows(held) -> list[list[int]]:
     return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)]
 
@@ -129,7 +196,15 @@ def test_head_scores_are_the_largest_of_their_rows(model):
 def test_variants_differ():
     found = [
         rows(held_by("llama", distinct(60), 17, 6, **args))
-        for args in ({}, {"scope": "head"}, {"sinks": 2}, {"chunk": 12}, {"chunk": 12, "postfix": 0}, {"first": [9, 9]})
+        for args in (
+            {},
+            {"scope": "head"},
+            {"sinks": 2},
+            {"chunk": 12},
+            {"chunk": 12, "postfix": 0},
+            {"first": [9, 9]},
+            {"norms": True},
+        )
     ]
     assert len({str(own) for own in found}) == len(found)
     assert {len(own) for own in found[1]} == {17} < {len(own) for own in found[0]}
@@ -139,9 +214,11 @@ def test_variants_differ():
 
 
 def test_presets_are_the_sources_own():
-    text = {name: load_settings("method", "kvzip", {"preset": name}) for name in ("paper", "uniform", "kvpress")}
-    assert [(own["chunk"], own["sinks"], own["scope"]) for own in text.values()] == [
-        (2000, None, "model"), (2000, None, "head"), (2048, 4, "model"),
+    text = {
+        name: load_settings("method", "kvzip", {"preset": name}) for name in ("paper", "uniform", "kvpress", "plus")
+    }
+    assert [(own["chunk"], own["sinks"], own["scope"], own["norms"]) for own in text.values()] == [
+        (2000, None, "model", False), (2000, None, "head", False), (2048, 4, "model", False), (2048, 4, "model", True),
     ]  # fmt: skip
     assert text["paper"]["later"] == text["kvpress"]["later"] + " "
 
@@ -211,6 +288,14 @@ def test_peaks_are_the_largest_probabilities(monkeypatch, chunk, heads, groups, 
             own = queries[sample, head * groups : (head + 1) * groups].numpy()
             expected = softmax_peaks(own, keys[sample, head].numpy(), 0.7)
             np.testing.assert_allclose(found[sample, head].numpy(), expected, rtol=1e-12)
+    lengths = torch.rand(2, tokens, 1, generator=generator, dtype=torch.float64) + 0.1
+    found = max_attention(queries, keys, 0.7, weight=1 / lengths[..., 0], together=False)
+    for sample, head, member in np.ndindex(2, heads, groups):
+        own, one = queries[sample, head * groups + member][None].numpy(), np.ones((1, n))
+        expected = softmax_peaks(own, keys[sample, head].numpy(), 0.7, one, lengths[sample].numpy())
+        np.testing.assert_allclose(found[sample, head, member].numpy(), expected, rtol=1e-12)
+    with pytest.raises(ValueError, match="max_attention"):
+        max_attention(queries, keys, 0.7, weight=lengths)
     assert max_attention(queries.bfloat16(), keys.bfloat16(), 0.7).dtype == torch.float32
     with pytest.raises(ValueError, match="max_attention"):
         max_attention(queries, keys[:, :, : tokens - 1], 1.0)
@@ -228,6 +313,7 @@ def test_peaks_are_the_largest_probabilities(monkeypatch, chunk, heads, groups, 
         ),
         ({"method_args": {"scope": "layer"}}, "^method.scope=layer: choose from model, head|^method.scope"),
         ({"method_args": {"chunk": 0}}, "^method.chunk=0"),
+        ({"method_args": {"norms": 2}}, "^method.norms=2: choose one of true, false"),
         ({"method_args": {"first": [5, 10**6]}}, "^method: kvzip gives the model token ids above "),
         ({"method_args": {"first": [-1]}}, r"^method.first=\[-1\]: a text, or a list of token ids"),
     ],

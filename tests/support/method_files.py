@@ -41,7 +41,10 @@ MAKE = {"qfilters": write_filters, "duo_attention": write_pattern}
 SHORT = {  # settings for short prompts and small models
     "kvzip": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
     "pqcache": {"sinks": 4, "bits": 4, "least": 8},
+    "rkv": {"window": 4},
+    "dms_threshold": {"window": 5, "threshold": -0.1},
 }
+NOTHING_GOES = {"dms_threshold": {"threshold": -1e9}}  # of methods that decide themselves how many rows stay
 
 
 def make_method_args(method: str, name: str, model: torch.nn.Module, sequences: Sequence[torch.Tensor]) -> dict:
@@ -52,6 +55,11 @@ def make_method_args(method: str, name: str, model: torch.nn.Module, sequences: 
     if not path.exists():
         MAKE[method](model, sequences, path)
     return {"path": str(path)}
+
+
+def budget_for(method: str, budget: float) -> float | None:
+    """The budget, or None if the method decides itself how many rows stay."""
+    return None if load_defaults("method", method).get("budget_setting") else budget
 
 
 def make_tiny_method_args(method: str, name: str) -> dict:

@@ -17,7 +17,7 @@ from kvbench.interfaces.codec import join, split
 from kvbench.kernels.quantize import dequantize, quantize
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head
-from tests.support.method_files import build_policy, make_tiny_method_args
+from tests.support.method_files import budget_for, build_policy, make_tiny_method_args
 from tests.support.tiny_models import ids, make_double, tiny
 
 SMALL = dict(bits=2, group=8, residual=24)
@@ -162,8 +162,9 @@ REFUSED = [
 def test_every_method_and_allocator(method, allocator):
     """The same rows as raw, smaller."""
     args = make_tiny_method_args(method, "llama") | appends(method)
-    raw = kvbench.prefill(tiny("llama"), ids(140), method, 100, None, allocator, method_args=args)
-    held = kvbench.prefill(tiny("llama"), ids(140), method, 100, None, allocator, "kivi", args, codec_args=SMALL)
+    size = budget_for(method, 100)
+    raw = kvbench.prefill(tiny("llama"), ids(140), method, size, None, allocator, method_args=args)
+    held = kvbench.prefill(tiny("llama"), ids(140), method, size, None, allocator, "kivi", args, codec_args=SMALL)
     assert held.resident_bytes < 0.65 * raw.resident_bytes
     for layer in range(3):
         for head in range(2):
@@ -181,7 +182,9 @@ def test_what_cannot_be_packed_is_refused(method, allocator):
         reasons |= {f"codec=kivi: {method} cuts.*never repacked|allocator=": {}}
     for reason, more in reasons.items():
         with pytest.raises(SettingError, match=reason):
-            kvbench.prefill(tiny("llama"), ids(140), method, 100, None, allocator, "kivi", args | more)
+            kvbench.prefill(
+                tiny("llama"), ids(140), method, budget_for(method, 100), None, allocator, "kivi", args | more
+            )
 
 
 def test_a_batch_gives_what_its_samples_give_alone():

@@ -1,0 +1,99 @@
+"""The interface of a composite: a method that holds another one, its base, and decides by the base's scores."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
+from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
+from kvbench.validation import SettingError
+
+
+@dataclass(frozen=True)
+class Composite(Method):
+    """The base of every composite. It answers each question as its base method does, with its own settings of decoding.
+
+    In a method's file, `base` is the name of the base method and `base_args` are its settings.
+    """
+
+    base: Method = setting()
+    """The method whose scores count."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.base.overrides("score") or self.base.streams:
+            raise SettingError(f"method.base={self.base.name}: {self.name} needs a method that scores rows")
+        if self.base.budget_setting is not None:
+            raise SettingError(
+                f"method.base={self.base.name}: it decides itself how many rows stay; choose another method"
+            )
+        base = replace(
+            self.base,
+            decoding=self.decoding,
+            decode_interval=self.decode_interval,
+            decode_size=self.decode_size,
+        )
+        object.__setattr__(self, "base", base)
+
+    @property
+    def wants_lse(self) -> bool:
+        return self.base.wants_lse
+
+    @property
+    def wants_unrotated_keys(self) -> bool:
+        return self.base.wants_unrotated_keys
+
+    @property
+    def wants_hidden(self) -> bool:
+        return self.base.wants_hidden
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.base.weights_bytes
+
+    @property
+    def one_block(self) -> bool:
+        return self.base.one_block
+
+    @property
+    def needs_extra_reads(self) -> bool:
+        return self.base.needs_extra_reads
+
+    @property
+    def uses_cache_positions(self) -> bool:
+        return self.base.uses_cache_positions
+
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+        self.base.check(layers, heads, dim, sliding)
+
+    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
+        return super().refuses(allocator, codec) or self.base.refuses(allocator, codec)
+
+    def extra_reads(self, ids: Tensor, prefix: int, words: PromptEncoder) -> Iterable[ExtraRead]:
+        return self.base.extra_reads(ids, prefix, words)
+
+    def skips_layer(self, layer: int, layers: int) -> bool:
+        return self.base.skips_layer(layer, layers)
+
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        return self.base.update(observation, rows, state)
+
+    def steps(self, tokens: int, quota: int | None) -> int:
+        return self.base.steps(tokens, quota)
+
+    def forget(self, state: State) -> None:
+        self.base.forget(state)
+
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+        return self.base.protect_sinks(observation, rows, quota)
+
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+        return self.base.protect(observation, rows, quota)
+
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        return self.base.score(observation, rows, state)

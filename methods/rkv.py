@@ -1,0 +1,92 @@
+"""rkv: keep the rows that the last queries attend to and whose keys repeat no others (R-KV).
+
+Source: the R-KV paper (arXiv 2505.24133); Zefan-Cai/R-KV, rkv/compression/r1_kv.py (commit 31cf555) and rkv/utils.py
+(commit cc5a9b9). Symbols: w the number of last queries t of the text, g the query heads of a KV head, k_j the keys, n
+the number of rows, κ the width of the max pooling, τ the similarity from which on keys repeat each other.
+
+    a_t = softmax over the rows j before the window of max_g q_{g,t}·k_j·s
+    A_j = pool_κ(mean_t a_{t,j})
+    c_{i,j} = cos(k_i, k_j); 0 for i = j, and for the newest j with c_{i,j} > τ
+    R   = softmax_j(mean_i c_{i,j})
+    s_j = λ·A_j - (1-λ)·R_j
+
+So of the rows that repeat a key, the newest is not held against that key. Rows of the window always stay. R runs over
+all rows, those of the window included; its products grow with n². The queries of the last tokens are remembered across
+blocks and while decoding, where the source cuts every 128 tokens.
+
+kvbench's own choices: If no row repeats key i, no further c_{i,j} is 0; the source then zeroes that of the first row,
+because its index for "none" is 0. A row of the window has A = 0, and so has every row if the window covers all that a
+head holds. The softmaxes are in float32, and the prompt is cut to the quota too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Observation, State
+from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
+from kvbench.kernels.window_attention.pooling import pool
+
+CHUNK = 64  # rows whose similarities to all others are held at once
+
+
+@dataclass(frozen=True)
+class RKV(Method):
+    """Score rows by the attention of the last queries minus their redundancy."""
+
+    window: int = setting(minimum=1)
+    """Number of last queries that score, w. Their own rows always stay."""
+    kernel: int = setting(minimum=1, odd=True)
+    """Width of the max pooling, κ."""
+    mix: float = setting(minimum=0, maximum=1)
+    """Weight of attention against redundancy, λ."""
+    similar: float = setting(minimum=0, maximum=1)
+    """Cosine above which two keys repeat each other, τ."""
+
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        """Remember the last queries of the text."""
+        if self.decoding or not observation.decoding:
+            new = observation.queries[:, :, -self.window :]
+            before = state.layer.get("queries", new[:, :, :0])
+            before = before[:, :, max(0, before.shape[2] + new.shape[2] - self.window) :]
+            state.layer["queries"] = torch.cat([before, new], 2)
+        return {}
+
+    def forget(self, state: State) -> None:
+        if not self.decoding:
+            state.layer.pop("queries", None)
+
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+        return rows.places >= observation.tokens - self.window
+
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        hidden = ~rows.present | (rows.places >= observation.tokens - self.window)
+        keys = rows.keys.to(rows.mass.dtype)
+        queries = state.layer["queries"].to(keys.dtype).unflatten(1, (rows.heads, -1))  # (B, H, G, w, d)
+        logits = (queries @ keys[:, :, None].mT).amax(2) * observation.scaling
+        logits = logits.masked_fill(hidden[:, :, None], torch.finfo(keys.dtype).min)  # finite if all rows are hidden
+        attention = logits.softmax(-1).mean(2).masked_fill(hidden, 0)
+        pooled = pool(attention, self.kernel, "max").masked_fill(hidden, 0)
+        return self.mix * pooled - (1 - self.mix) * compute_redundancy(keys, rows.present, self.similar)
+
+
+def compute_redundancy(keys: Tensor, present: Tensor, similar: float) -> Tensor:
+    """Return R of the rows, (B, H, n), for keys (B, H, n, d) of which `present` (B, H, n) exist. Others have 0."""
+    n = present.shape[2]
+    units = normalize(keys, dim=-1) * present[..., None]  # absent rows have cosine 0, which is never above `similar`
+    total = ((units.sum(2, keepdim=True) - units) * units).sum(-1)  # Σ_i c_{i,j} over i ≠ j
+    number = torch.arange(1, n + 1, device=keys.device, dtype=torch.int32)
+    for start in range(0, n, CHUNK):
+        some = units[:, :, start : start + CHUNK] @ units.mT  # (B, H, CHUNK, n)
+        some.diagonal(start, -2, -1).fill_(-1)
+        newest = ((some > similar) * number).amax(-1)  # its number from 1 on, 0 for none
+        index = (newest - 1).clamp(min=0).long()
+        again = some.gather(-1, index[..., None]).squeeze(-1).masked_fill(newest == 0, 0)
+        total = total.scatter_add(-1, index, -again)
+    mean = total / present.sum(-1, keepdim=True)
+    return mean.masked_fill(~present, -torch.inf).softmax(-1)
