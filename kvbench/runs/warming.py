@@ -53,10 +53,11 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
         bench: Their tokenizer, model and prompts.
     """
     first = next(iter(runs.values()))
-    prompt = max(len(own.ids) + own.unknown for _, own in bench.prompts.values())
-    answer = max(sample.max_new_tokens for sample, _ in bench.prompts.values())
-    shares, every = first.shares_decoding, list(runs.values())
-    batches = choose_joint_batches(every, prompt, answer, bench.gpu_processes) if shares else 1
+    every, batches = list(runs.values()), 1
+    if first.shares_decoding:
+        prompt = max(len(own.ids) + own.unknown for _, own in bench.prompts.values())
+        answer = max(sample.max_new_tokens for sample, _ in bench.prompts.values())
+        batches = choose_joint_batches(every, prompt, answer, bench.gpu_processes)
     make_group = partial(RunGroup, runs, partial(Responder, bench=bench), bench.reload_model, batches)
     device, needs = first.device, list_needs(runs.values(), bench.prompts)
     if device == "cpu" or bench.rehearsed.issuperset(needs):

@@ -18,6 +18,7 @@ from kvbench.interfaces.row_reader import CapturedAnswer
 from kvbench.methods.pqcache import cut_keys, encode, find_centroids, find_different, score_codes
 from kvbench.validation import SettingError
 from tests.support.answer_paths import assert_same, make_contexts
+from tests.support.branches import check_after_branches
 from tests.support.dense_engine import DenseEngine
 from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, make_double, tiny
@@ -266,15 +267,7 @@ def test_codes_are_kept_counted_and_forgotten():
             assert torch.equal(own["codes"], encode(layer.rows.view().keys[:, :, 5:], own["codebook"]))
         assert held.bytes.state == 3 * 2 * ((rows - 5) * 4 + 8 * 32 * 4)
 
-    check(118)
-    with held.branch():
-        first = held.extend(ids(30, seed=1))
-        check(148)
-    check(118)
-    with held.branch():
-        assert torch.equal(held.extend(ids(30, seed=1)), first)
-    held.extend(ids(1))
-    check(119)
+    check_after_branches(held, check)
 
 
 def test_all_rows_are_attended_to_where_the_source_does_so_or_the_budget_has_them():

@@ -10,6 +10,7 @@ import kvbench
 from kvbench.engine.sampling import Sampling
 from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
 from kvbench.validation import SettingError
+from tests.support.branches import check_after_branches
 from tests.support.dense_engine import DenseEngine
 from tests.support.tiny_models import ids, make_double, tiny
 
@@ -163,15 +164,7 @@ def test_bounds_are_kept_counted_and_forgotten(block):
             assert torch.equal(layer.state.layer["low"], low) and torch.equal(layer.state.layer["high"], high)
         assert held.bytes.state == 2 * -(-rows // 16) * 2 * 32 * 4
 
-    check(118)
-    with held.branch():
-        first = held.extend(ids(30, seed=1))
-        check(148)
-    check(118)
-    with held.branch():
-        assert torch.equal(held.extend(ids(30, seed=1)), first)
-    held.extend(ids(1))
-    check(119)
+    check_after_branches(held, check)
 
 
 def test_quest_over_packed_rows():
