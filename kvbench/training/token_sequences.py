@@ -1,4 +1,4 @@
-"""Read texts of files, data sets or generated essays, and pack their tokens into sequences of equal length."""
+"""Read or generate texts, and pack their tokens into sequences of equal length."""
 
 import hashlib
 import random
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvbench.tasks.common.dataset_rows import Row, read_hub_rows, read_rows
 from kvbench.tasks.common.synthetic_prose import write_essay
+from kvbench.training.recipe import Recipe
+from kvbench.training.training_data import SampleMaker, load_tokenizer
 from kvbench.validation import SettingError
 
 TEXTS = (".txt", ".md", ".rst")
@@ -36,6 +38,21 @@ def write_essays(seed: int) -> Iterator[str]:
     rng = random.Random(f"kvbench calibration/{seed}")
     while True:
         yield " ".join(write_essay(rng, rng.randint(50, 90)))
+
+
+def write_samples(folder: Path, length: int, seed: int) -> Iterator[str]:
+    """Write samples without end as those on which the embedded model was trained, with `<eos>` after each answer.
+
+    Args:
+        folder: The embedded model, for its tokenizer.
+        length: Tokens of the longest sample.
+        seed: Part of a seed that neither the training nor an evaluation uses.
+    """
+    tokenizer = load_tokenizer(folder)
+    maker = SampleMaker(f"calibration/{seed}", tokenizer, Recipe())
+    while True:
+        ids = maker.sample(length).ids
+        yield tokenizer.decode(ids[1:-1], skip_special_tokens=False)  # pack_texts adds the first and the last token
 
 
 def read_text_files(path: Path) -> Iterator[str]:

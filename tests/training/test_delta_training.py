@@ -35,7 +35,16 @@ from kvbench.training.delta_losses import (
     replace_rows,
 )
 from kvbench.training.delta_training import DeltaTraining, count_held_out, count_needed, order_sequences
-from kvbench.training.token_sequences import PackedText, pack_texts, read_dataset, read_text_files, write_essays
+from kvbench.training.recipe import Recipe
+from kvbench.training.token_sequences import (
+    PackedText,
+    pack_texts,
+    read_dataset,
+    read_text_files,
+    write_essays,
+    write_samples,
+)
+from kvbench.training.training_data import SampleMaker, load_tokenizer
 from kvbench.validation import SettingError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tiny_models import ids, make_double, make_fresh, tiny
@@ -450,3 +459,23 @@ def test_texts_come_from_files_and_data_sets(tmp_path, folder, monkeypatch):
 def test_essays_are_the_same_for_a_seed_and_none_that_an_evaluation_reads():
     one, again, other = (list(islice(write_essays(seed), 3)) for seed in (0, 0, 1))
     assert one == again != other and math.isclose(len(one[0].split()), 900, rel_tol=0.5)
+
+
+def test_samples_have_the_tokens_of_the_embedded_models_training():
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    maker = SampleMaker("calibration/42", load_tokenizer(REFERENCE), Recipe())
+    for text in islice(write_samples(REFERENCE, 256, 42), 8):
+        ids = maker.sample(256).ids
+        assert tokenizer(text).input_ids + [tokenizer.eos_token_id] == ids
+    assert next(write_samples(REFERENCE, 256, 43)) != next(write_samples(REFERENCE, 256, 42))
+
+
+def test_samples_are_for_the_embedded_model(tmp_path, folder, capsys):
+    out = tmp_path / "file"
+    sizes = ["--steps", "1", "--length", "128", "--inner", "8", "--code", "8", "--device", "cpu"]
+    assert calibrate.main(["deltakv", "--model", "reference", "--out", str(out), "--samples", *sizes]) == 0
+    assert check_fit(out, 6, 256, None).metadata["source"] == "samples as the embedded model trained on"
+    capsys.readouterr()
+    assert calibrate.main(["deltakv", "--model", str(folder), "--out", str(tmp_path / "no"), "--samples"]) == 2
+    line = f"--samples: for --model=reference|reference_v1|reference_v2, and this is --model={folder}"
+    assert capsys.readouterr().err == f"kvbench: {line}\n"
