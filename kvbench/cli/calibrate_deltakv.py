@@ -4,6 +4,7 @@ Examples:
   kvbench calibrate deltakv --model reference --out FILE --steps 400 --length 512
   kvbench calibrate deltakv --model reference --out FILE --samples
   kvbench calibrate deltakv --model FOLDER --out FILE --text FOLDER
+  kvbench calibrate deltakv --model smollm2 --out FILE --packages torch,transformers,pandas,numpy
   kvbench calibrate deltakv --model FOLDER --out FILE --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT
 
 A step reads a batch twice: once with the untouched model, and once with keys and values of every layer replaced by what
@@ -16,9 +17,9 @@ models with 2 d_k below 1024 kvbench scales it: with w = 2 d_k / 1024, the inner
 but at most 3e-3, and there are 20,000 w^2 steps of 8192 w tokens.
 
 By default the command trains on essays that it writes (tasks/common/synthetic_prose.py). They are enough to try it; for
-a real model give real text. The embedded model has read nothing but samples of its benchmarks, so --samples makes such
-samples for it, from seeds that no evaluation uses. If the text has fewer tokens than the training, it is read several
-times.
+a real model give real text. Without any at hand, --packages takes the docstrings of installed packages. The embedded
+model has read nothing but samples of its benchmarks, so --samples makes such samples for it, from seeds that no
+evaluation uses. If the text has fewer tokens than the training, it is read several times.
 
 --untrained writes the weights with which the training would begin. They are for measurements of time and memory, so
 --model may also be a file of conf/model/shapes/. The file names no model, and its metadata say what it is.
@@ -30,24 +31,18 @@ interruption the same command goes on.
 from argparse import Namespace
 from pathlib import Path
 
+from kvbench.cli import calibration_texts
 from kvbench.cli.command import CommandParser
-from kvbench.validation import EMBEDDED_MODELS, SettingError, require_choice, require_writable
+from kvbench.validation import SettingError, require_choice, require_writable
 
 RECIPE = {"steps": "steps", "length": "length", "batch": "batch", "lr": "rate", "code": "code", "inner": "inner"}
-TRAINING = ("steps", "length", "batch", "lr", "text", "dataset", "samples")  # options without a meaning for --untrained
+TRAINING = ("steps", "length", "batch", "lr", *calibration_texts.SOURCES)  # options without a meaning for --untrained
 DTYPES = ("float32", "bfloat16")
 
 
 def add_options(parser: CommandParser) -> None:
     """Add the options of this method."""
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument("--text", type=Path, help="text file, or folder of .txt, .md and .rst files (default: essays)")
-    text.add_argument("--dataset", help=".parquet, .jsonl, .json or .csv file, folder of such files, or hub id")
-    text.add_argument("--samples", action="store_true", default=None, help="samples as the embedded model trained on")
-    parser.add_argument("--column", default="text", help="column of the data set with the texts (default: text)")
-    parser.add_argument("--subset", help="configuration of a data set of the hub")
-    parser.add_argument("--split", default="train", help="split of a data set of the hub (default: train)")
-    parser.add_argument("--revision", default="main", help="revision of a data set of the hub (default: main)")
+    calibration_texts.add_text_options(parser)
     parser.add_argument("--steps", type=int, help="steps of the optimizer (default: see below)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (default: see below, at most the model's)")
     parser.add_argument("--batch", type=int, help="sequences of a step (default: 1)")
@@ -71,8 +66,7 @@ def calibrate(options: Namespace, device: str) -> None:
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     require_choice("--dtype", dtype, DTYPES)
     require_writable("--out", options.out.parent)
-    if options.samples and options.model not in EMBEDDED_MODELS:
-        raise SettingError(f"--samples: for --model={'|'.join(EMBEDDED_MODELS)}, and this is --model={options.model}")
+    calibration_texts.check_text_options(options)
     if options.untrained and (unused := [f"--{name}" for name in TRAINING if getattr(options, name) is not None]):
         raise SettingError(f"--untrained: trains nothing; leave out {', '.join(unused)}")
 
@@ -106,19 +100,7 @@ def calibrate(options: Namespace, device: str) -> None:
     delta_training.check_room(options.out, layout.layers * recipe.count_weights(width))
 
     tokenizer = checkpoint.tokenizer()
-    if options.text is not None:
-        texts, source = token_sequences.read_text_files(options.text), f"text {options.text.name}"
-    elif options.dataset is not None:
-        texts = token_sequences.read_dataset(
-            options.dataset, options.column, options.subset, options.split, options.revision
-        )
-        local = Path(options.dataset).expanduser()
-        source = f"data set {local.name if local.exists() else options.dataset}"
-    elif options.samples:
-        texts = token_sequences.write_samples(Path(checkpoint.path), recipe.length, recipe.seed)
-        source = "samples as the embedded model trained on"
-    else:
-        texts, source = token_sequences.write_essays(recipe.seed), "essays of kvbench"
+    texts, source = calibration_texts.open_texts(options, checkpoint.path, recipe.length, recipe.seed)
     wanted, least = (delta_training.count_needed(own) for own in (recipe.steps * recipe.batch, recipe.batch))
     text = token_sequences.pack_texts(tokenizer, texts, recipe.length, wanted, least)
 

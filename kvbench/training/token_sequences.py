@@ -1,10 +1,14 @@
 """Read or generate texts, and pack their tokens into sequences of equal length."""
 
+import ast
 import hashlib
+import importlib.util
 import random
+import warnings
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +77,46 @@ def read_text_files(path: Path) -> Iterator[str]:
             raise SettingError(f"--text={path}: {file.name} is not UTF-8") from None
         except OSError as error:
             raise SettingError(f"--text={path}: {file.name} cannot be read ({error.strerror})") from None
+
+
+def find_packages(names: Sequence[str]) -> list[str]:
+    """Return "name version" of installed packages.
+
+    Raises:
+        SettingError: A name is none of an importable package, or has no folder of sources.
+    """
+    found = []
+    for name in names:
+        if not find_sources(name):
+            raise SettingError(f"--packages={','.join(names)}: there is no installed package {name!r} with sources")
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(name)
+    return found
+
+
+def find_sources(package: str) -> list[Path]:
+    """Return the Python files of an installed package, which is not imported; [] if there is none."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    folders = spec.submodule_search_locations if spec else None
+    return sorted(file for folder in folders or () for file in Path(folder).rglob("*.py"))
+
+
+def read_docstrings(packages: Sequence[str], seed: int) -> Iterator[str]:
+    """Yield the docstrings of every file of some packages as one text per file, in a random order."""
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    files = [file for package in packages for file in find_sources(package)]
+    random.Random(f"kvbench calibration/{seed}").shuffle(files)
+    for file in files:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of invalid escapes in their strings
+                tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):  # some packages hold files for other versions of Python, for tests
+            continue
+        own = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+        if text := "\n\n".join(filter(None, own)):
+            yield text
 
 
 def read_dataset(name: str, column: str, subset: str | None, split: str, revision: str) -> Iterator[str]:

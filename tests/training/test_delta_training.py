@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -38,8 +39,10 @@ from kvbench.training.delta_training import DeltaTraining, count_held_out, count
 from kvbench.training.recipe import Recipe
 from kvbench.training.token_sequences import (
     PackedText,
+    find_packages,
     pack_texts,
     read_dataset,
+    read_docstrings,
     read_text_files,
     write_essays,
     write_samples,
@@ -479,3 +482,22 @@ def test_samples_are_for_the_embedded_model(tmp_path, folder, capsys):
     assert calibrate.main(["deltakv", "--model", str(folder), "--out", str(tmp_path / "no"), "--samples"]) == 2
     line = f"--samples: for --model=reference|reference_v1|reference_v2, and this is --model={folder}"
     assert capsys.readouterr().err == f"kvbench: {line}\n"
+
+
+def test_docstrings_come_from_installed_packages(tmp_path, monkeypatch):
+    package = tmp_path / "own_package"
+    (package / "deeper").mkdir(parents=True)
+    (package / "__init__.py").write_text('"""One."""\n\n\ndef two():\n    """Two.\n\n    Three.\n    """\n')
+    (package / "deeper" / "a.py").write_text('class A:\n    """Four \\d."""\n')
+    (package / "b.py").write_text("print 'a file of Python 2'\n")
+    (package / "c.py").write_text("silent = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    texts = {"One.\n\nTwo.\n\nThree.", "Four \\d."}
+    assert set(read_docstrings(["own_package"], 0)) == texts and find_packages(["own_package"]) == ["own_package"]
+    assert find_packages(["numpy", "own_package"]) == [f"numpy {np.__version__}", "own_package"]
+    assert "own_package" not in sys.modules
+    orders = {tuple(read_docstrings(["own_package"], seed)) for seed in range(8)}
+    assert len(orders) == 2 and list(read_docstrings(["own_package"], 3)) == list(read_docstrings(["own_package"], 3))
+    for wrong in ("none", "own_package.b", "", "torch;"):
+        with pytest.raises(SettingError, match=f"^--packages=numpy,{wrong}: there is no installed package '{wrong}'"):
+            find_packages(["numpy", wrong])
