@@ -115,7 +115,7 @@ $(FILES)/duo_attention: | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate duo_attention --model reference --out $@
 
 $(FILES)/deltakv_llama31_8b.safetensors:
-	$(GPU) -m kvbench calibrate deltakv --untrained --model conf/model/shapes/llama31_8b.json --dtype bfloat16 \
+	$(GPU) -m kvbench calibrate deltakv --untrained --model conf/model/shapes/llama31_8b.json \
 	  --device cpu --out $@
 
 # Check a local copy of a benchmark's data: TASK=longbench DATA=file.

@@ -24,7 +24,8 @@ evaluation uses. If the text has fewer tokens than the training, it is read seve
 --untrained writes the weights with which the training would begin. They are for measurements of time and memory, so
 --model may also be a file of conf/model/shapes/. The file names no model, and its metadata say what it is.
 
-The training writes its state to OUT.training every minute and its losses to OUT.log.jsonl at every step. After an
+The compressors are trained in float32 and written in bfloat16, as the authors' are; the losses on the sequences that
+are held out are those of the written ones. The training writes its state to OUT.training every minute and its losses to OUT.log.jsonl at every step. After an
 interruption the same command goes on.
 """
 
@@ -36,7 +37,14 @@ from kvbench.cli.command import CommandParser
 from kvbench.validation import SettingError, require_choice, require_writable
 
 RECIPE = {"steps": "steps", "length": "length", "batch": "batch", "lr": "rate", "code": "code", "inner": "inner"}
-TRAINING = ("steps", "length", "batch", "lr", *calibration_texts.SOURCES)  # options without a meaning for --untrained
+TRAINING = (
+    "steps",
+    "length",
+    "batch",
+    "lr",
+    "dtype",
+    *calibration_texts.SOURCES,
+)  # options without a meaning for --untrained
 DTYPES = ("float32", "bfloat16")
 
 
@@ -50,7 +58,7 @@ def add_options(parser: CommandParser) -> None:
     parser.add_argument("--code", type=int, help="width of a code (default: a quarter of 2 d_k)")
     parser.add_argument("--inner", type=int, help="inner width of the compressor (default: see below)")
     parser.add_argument("--untrained", action="store_true", help="write the first weights and do not train")
-    parser.add_argument("--dtype", help="float32 or bfloat16, of the model and the file (default: by the device)")
+    parser.add_argument("--dtype", help="float32 or bfloat16, of the model (default: by the device)")
 
 
 def calibrate(options: Namespace, device: str) -> None:
@@ -85,7 +93,7 @@ def calibrate(options: Namespace, device: str) -> None:
         recipe = choose_recipe(
             width, layout.longest, {"code": options.code, "inner": options.inner, "seed": options.seed}
         )
-        drawn = [own.to("cpu", getattr(torch, dtype)) for own in draw_compressors(layout.layers, width, recipe)]
+        drawn = draw_compressors(layout.layers, width, recipe)
         delta_training.write_compressors(options.out, drawn, {"source": "untrained", "kvbench": find_version()})
         print(f"{options.out}: untrained compressors of {layout.layers} layers, {width} to {recipe.code} numbers")
         return

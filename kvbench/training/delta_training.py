@@ -28,6 +28,7 @@ from kvbench.validation import SettingError, name_file_in_errors
 
 MOST_HELD_OUT = 16  # sequences that are never trained on
 SAVE_EVERY = 60.0  # seconds
+FILE_DTYPE = torch.bfloat16  # of the authors' files too
 ROOM = 1 << 20  # bytes for the log and the headers
 Settings = Mapping[str, str | int | float]
 
@@ -127,7 +128,7 @@ def order_sequences(sequences: int, batch: int, seed: int, first: int) -> Iterat
 class DeltaTraining:
     """A training and its progress.
 
-    The compressors are trained in float32 and used in the model's dtype.
+    The compressors are trained in float32, used in the model's dtype, and written in bfloat16.
     """
 
     def __init__(
@@ -230,8 +231,8 @@ class DeltaTraining:
 
     @torch.no_grad()
     def evaluate(self) -> HeldOut:
-        """Compute the losses on the sequences held out."""
-        compressors = self.compressors()
+        """Compute the losses of the written compressors on the sequences held out."""
+        compressors = [own.to(self.device, FILE_DTYPE).to(self.device, self.dtype) for own in self.masters]
         untouched, compressed, errors = [], [], []
         for own in self.held_out:
             ids = own[None].to(self.device, torch.int64)
@@ -243,18 +244,20 @@ class DeltaTraining:
         return HeldOut(self.held_out.numel(), means[0].item(), means[1].item(), means[2].tolist())
 
     def write(self, metadata: Mapping[str, str]) -> None:
-        """Write the compressors, in the model's dtype, and remove the state.
+        """Write the compressors and remove the state.
 
         Args:
             metadata: The metadata of the file.
         """
-        write_compressors(self.out, self.compressors(), metadata)
+        write_compressors(self.out, self.masters, metadata)
         name_state(self.out).unlink(missing_ok=True)
 
 
 def write_compressors(out: Path, compressors: Sequence[Compressor], metadata: Mapping[str, str]) -> None:
-    """Write the file of the compressors of the layers 0, 1, …"""
-    weights = {name: weight.detach().contiguous().cpu() for name, weight in name_weights(compressors).items()}
+    """Write the file of the compressors of the layers 0, 1, …, in bfloat16."""
+    weights = {
+        name: weight.detach().to("cpu", FILE_DTYPE).contiguous() for name, weight in name_weights(compressors).items()
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(out) as draft:
         save_file(weights, draft, {"format": "pt", **metadata})

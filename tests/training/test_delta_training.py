@@ -284,7 +284,7 @@ def command(folder: Path, out: Path, **more: object) -> list[str]:
 def test_untrained_weights_need_a_shape_only(tmp_path, capsys):
     """They are those with which a training begins, and belong to no model."""
     shape, out = SHAPES / "tiny.json", tmp_path / "new" / "file"
-    options = ["--model", str(shape), "--out", str(out), "--dtype", "bfloat16", "--device", "cpu", "--code", "6"]
+    options = ["--model", str(shape), "--out", str(out), "--device", "cpu", "--code", "6"]
     assert calibrate.main(["deltakv", "--untrained", *options]) == 0
     layout = load_layout(str(shape))
     width = 2 * layout.heads * layout.dim
@@ -369,7 +369,8 @@ def test_the_file_has_the_official_names_and_says_what_made_it(tmp_path, folder,
     assert f"cross-entropy {held_out['untouched']:.4f} untouched, {held_out['compressed']:.4f}" in printed
     model = Checkpoint("", str(folder)).weights(torch.float32, "cpu")
     read = read_compressors(out, 2, 128, identity)
-    entropy, errors = compute_losses(model, list(read.values()), text.sequences[-1:].long(), DeltaRecipe(**recipe))
+    written = [own.to("cpu", torch.float32) for own in read.values()]
+    entropy, errors = compute_losses(model, written, text.sequences[-1:].long(), DeltaRecipe(**recipe))
     assert held_out["tokens"] == 64 and held_out["compressed"] == pytest.approx(entropy.item())
     assert held_out["errors"] == pytest.approx(errors.tolist())
 
