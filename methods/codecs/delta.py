@@ -132,10 +132,10 @@ class Delta(Codec):
         """
         return scale_layers("codec.full_layers", self.full_layers, self.depth, layers)
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
         compare_model(self.file, self.path, layers, 2 * heads * dim)
         self.find_full_layers(layers)
-        self.base.check(layers, heads, dim, sliding)
+        self.base.check(layers, heads, dim, sliding, hidden)
 
     def check_identity(self, identify: Callable[[], str]) -> None:
         if self.file.identity is not None:
