@@ -13,9 +13,9 @@ they can run code.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,31 @@ KINDS = tuple(NAMES)
 IDENTITY = "model"  # key of a file's metadata: the identity of the model that the networks were trained for
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of a number, by its dtype in a safetensors file
 Shape = tuple[int, ...]
+
+
+class Weights(Protocol):
+    """Weights of a layer, such as a `Network`."""
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
+        """Return a copy on a device and in a dtype."""
+
+
+Own = TypeVar("Own", bound=Weights)
+
+
+class LayerWeights(Generic[Own]):
+    """The weights of every layer, and their copies on the devices and in the dtypes that were asked for."""
+
+    def __init__(self, read: Mapping[int, Own]) -> None:
+        self.read = read
+        self.copies: dict[tuple[int, torch.device, torch.dtype], Own] = {}
+
+    def like(self, layer: int, tensor: Tensor) -> Own:
+        """Return a layer's weights with a tensor's device and dtype. They are copied once."""
+        key = layer, tensor.device, tensor.dtype
+        if key not in self.copies:
+            self.copies[key] = self.read[layer].to(tensor.device, tensor.dtype)
+        return self.copies[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +93,10 @@ class Network:
         """Return the matrices and the biases."""
         return [*self.weights, *(bias for bias in self.biases if bias is not None)]
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Network":
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
         """Return a copy on a device and in a dtype."""
         biases = (None if bias is None else bias.to(device, dtype) for bias in self.biases)
-        return Network(self.kind, tuple(weight.to(device, dtype) for weight in self.weights), tuple(biases))
+        return replace(self, weights=tuple(own.to(device, dtype) for own in self.weights), biases=tuple(biases))
 
     def named(self, prefix: str) -> dict[str, Tensor]:
         """Return the matrices and the biases by their names in a file, where the network's own name is `prefix`."""

@@ -14,8 +14,9 @@ identity of the model in their metadata. The authors' files do not.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -76,10 +77,10 @@ class Compressor:
         """Return all weights."""
         return [tensor for own in (*self.down, *self.up) for tensor in own.tensors()]
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Compressor":
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
         """Return a copy on a device and in a dtype."""
         down, up = (tuple(own.to(device, dtype) for own in side) for side in (self.down, self.up))
-        return Compressor(down, up)
+        return replace(self, down=down, up=up)
 
 
 def apply_side(side: tuple[Network, ...], x: Tensor) -> Tensor:
