@@ -27,6 +27,7 @@ interruption the same command goes on.
 from argparse import Namespace
 from pathlib import Path
 
+from kvbench.cli.calibrate_texts import add_text_options, open_texts
 from kvbench.cli.command import CommandParser
 from kvbench.validation import SettingError, require_choice, require_writable
 
@@ -37,13 +38,7 @@ DTYPES = ("float32", "bfloat16")
 
 def add_options(parser: CommandParser) -> None:
     """Add the options of this method."""
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument("--text", type=Path, help="text file, or folder of .txt, .md and .rst files (default: essays)")
-    text.add_argument("--dataset", help=".parquet, .jsonl, .json or .csv file, folder of such files, or hub id")
-    parser.add_argument("--column", default="text", help="column of the data set with the texts (default: text)")
-    parser.add_argument("--subset", help="configuration of a data set of the hub")
-    parser.add_argument("--split", default="train", help="split of a data set of the hub (default: train)")
-    parser.add_argument("--revision", default="main", help="revision of a data set of the hub (default: main)")
+    add_text_options(parser)
     parser.add_argument("--steps", type=int, help="steps of the optimizer (default: see below)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (default: see below, at most the model's)")
     parser.add_argument("--batch", type=int, help="sequences of a step (default: 1)")
@@ -100,16 +95,7 @@ def calibrate(options: Namespace, device: str) -> None:
     delta_training.check_room(options.out, layout.layers * recipe.count_weights(width))
 
     tokenizer = checkpoint.tokenizer()
-    if options.text is not None:
-        texts, source = token_sequences.read_text_files(options.text), f"text {options.text.name}"
-    elif options.dataset is not None:
-        texts = token_sequences.read_dataset(
-            options.dataset, options.column, options.subset, options.split, options.revision
-        )
-        local = Path(options.dataset).expanduser()
-        source = f"data set {local.name if local.exists() else options.dataset}"
-    else:
-        texts, source = token_sequences.write_essays(recipe.seed), "essays of kvbench"
+    texts, source = open_texts(options, recipe.seed)
     wanted, least = (delta_training.count_needed(own) for own in (recipe.steps * recipe.batch, recipe.batch))
     text = token_sequences.pack_texts(tokenizer, texts, recipe.length, wanted, least)
 

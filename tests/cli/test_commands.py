@@ -23,7 +23,14 @@ from kvbench.training.evaluate import LENGTHS, STEPS
 from tests.support.repository import ROOT
 
 COMMANDS = tuple(chain(*GROUPS.values()))
-SHARED = {"__init__", "command", "run_help", "calibrate_deltakv"}  # modules of kvbench/cli/ that are no command
+SHARED = {
+    "__init__",
+    "command",
+    "run_help",
+    "calibrate_deltakv",
+    "calibrate_kvzap",
+    "calibrate_texts",
+}  # modules of kvbench/cli/ that are no command
 HEAVY = ("torch", "transformers", "pandas", "numpy", "scipy", "hydra", "omegaconf", "wandb")
 
 
