@@ -97,9 +97,10 @@ THREADS ?= 1
 FILES := results/files
 
 # Time every method's prefill as a ratio of the full cache's; THREADS=n takes more than one thread.
-bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention
+bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention $(FILES)/kvzap.safetensors
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-methods --cross snapkv \
 	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
+	  --set kvzap.path=$(FILES)/kvzap.safetensors \
 	  --out results/efficiency/prefill-$(THREADS).csv
 
 SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
@@ -113,6 +114,9 @@ $(FILES)/qfilters.safetensors: | setup
 
 $(FILES)/duo_attention: | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate duo_attention --model reference --out $@
+
+$(FILES)/kvzap.safetensors: | setup
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate kvzap --model reference --out $@
 
 $(FILES)/deltakv_llama31_8b.safetensors:
 	$(GPU) -m kvbench calibrate deltakv --untrained --model conf/model/shapes/llama31_8b.json \

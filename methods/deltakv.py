@@ -84,7 +84,7 @@ class DeltaKV(Method):
         start = min(max(start, self.sinks), held)  # a short text holds sinks only
         return start, max(start, min(stop, held - self.recent))
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
         self.find_full_layers(layers)
 
     def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:

@@ -93,7 +93,7 @@ class DuoAttention(Method):
     def weights_bytes(self) -> int:
         return 8 * sum(map(len, self.pattern.alpha))
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
         found = (len(self.pattern.alpha), len(self.pattern.alpha[0]))
         if found != (layers, heads):
             raise SettingError(

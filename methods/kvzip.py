@@ -116,11 +116,7 @@ class KVzip(Method):
         keys, chunk = torch.cat(parts, 2), slice(safe, safe + stop - start)
         if self.norms:
             assert observation.hidden is not None  # `wants_hidden`
-            weight = 1 / observation.hidden.to(rows.mass.dtype).norm(dim=-1)
-            found = max_attention(observation.queries, keys, observation.scaling, weight=weight, together=False)[
-                ..., chunk
-            ]
-            found = (found * self.project_norms(observation, rows.values[:, :, start:stop])).amax(2)
+            found = self.score_plus(observation, observation.hidden, keys, rows.values[:, :, start:stop], chunk)
         else:
             found = max_attention(observation.queries, keys, observation.scaling)[..., chunk]
         scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], observation.prompt)).clone()
@@ -129,6 +125,21 @@ class KVzip(Method):
         if self.sets_head_quotas:  # otherwise no layer would read and free them
             state.shared["scores"] = {**state.shared.get("scores", {}), observation.layer: scores}
         return {}
+
+    @classmethod
+    def score_plus(cls, observation: Observation, hidden: Tensor, keys: Tensor, values: Tensor, chunk: slice) -> Tensor:
+        """Return the scores of KVzip+, (B, H, n).
+
+        Args:
+            observation: A read. All its queries count.
+            hidden: The hidden states of these queries, (B, T, hidden).
+            keys: Keys of the rows of the softmax, (B, H, m, d). The last T of them are the read's own.
+            values: Values of the rows that are scored, (B, H, n, d).
+            chunk: Where these rows stand among the keys.
+        """
+        weight = 1 / hidden.to(torch.promote_types(hidden.dtype, torch.float32)).norm(dim=-1)
+        found = max_attention(observation.queries, keys, observation.scaling, weight=weight, together=False)
+        return (found[..., chunk] * cls.project_norms(observation, values)).amax(2)
 
     @staticmethod
     def project_norms(observation: Observation, values: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class PQCache(Method):
     scores = False
     attends_subset = True
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
         if dim % self.parts:
             raise SettingError(f"method.parts={self.parts}: a divisor of the model's head dimension, {dim}")
 

@@ -67,7 +67,7 @@ class QFilters(Method):
             self.copies[key] = self.filters.to(tensor)
         return self.copies[key]
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
         if self.filters.shape != (layers, heads, dim):
             raise SettingError(
                 f"method.path={self.path}: the filters have (layers, KV heads, dimensions) "

@@ -37,7 +37,7 @@ T = TypeVar("T")
 Work = TypeVar("Work", bound=Callable[..., Any])
 PASSED_ON = (ContractError, SettingError, torch.cuda.OutOfMemoryError)  # their messages already say what is wrong
 ROWS = ("keys", "values", "places", "mass")
-SHOWN = ("queries", "outputs", "lse", "output_weight", "unrotated_keys", "hidden")
+SHOWN = ("queries", "outputs", "lse", "output_weight", "unrotated_keys", "hidden", "normed_hidden")
 
 
 def without_gradients(work: Work) -> Work:
@@ -74,10 +74,12 @@ def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
         raise ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})") from error
 
 
-def check_shape(method: Method, codec: Codec, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+def check_shape(
+    method: Method, codec: Codec, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int
+) -> None:
     """Check that a method and a codec can serve a model of this shape (see `Method.check`)."""
-    ask(f"method={method.name}", "check", lambda: method.check(layers, heads, dim, sliding))
-    ask(f"codec={codec.name}", "check", lambda: codec.check(layers, heads, dim, sliding))
+    ask(f"method={method.name}", "check", lambda: method.check(layers, heads, dim, sliding, hidden))
+    ask(f"codec={codec.name}", "check", lambda: codec.check(layers, heads, dim, sliding, hidden))
 
 
 def check_rotation(codec: Codec, rope_switch: int | None) -> None:
@@ -96,8 +98,9 @@ def check_rotation(codec: Codec, rope_switch: int | None) -> None:
         )
 
 
-def check_identity(codec: Codec, identify: Callable[[], str]) -> None:
-    """Check that a codec's file was made for a model (see `Codec.check_identity`)."""
+def check_identity(method: Method, codec: Codec, identify: Callable[[], str]) -> None:
+    """Check that the files of a method and a codec were made for a model (see `Method.check_identity`)."""
+    ask(f"method={method.name}", "check_identity", lambda: method.check_identity(identify))
     ask(f"codec={codec.name}", "check_identity", lambda: codec.check_identity(identify))
 
 

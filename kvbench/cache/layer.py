@@ -114,6 +114,11 @@ class Layer:
         return self.choice.method.wants_hidden
 
     @property
+    def wants_normed_hidden(self) -> bool:
+        """Whether the layer needs the hidden states behind its norm."""
+        return self.choice.method.wants_normed_hidden
+
+    @property
     def cut_layers(self) -> tuple[int, ...]:
         """The layers that share the budget."""
         return self.cache.cut_layers
@@ -247,12 +252,13 @@ class Layer:
         if self.output_weight is None:
             self.output_weight = ref(output_weight)
         inputs, self.inputs = self.inputs, None
-        shows_keys, shows_hidden = method.wants_unrotated_keys, method.wants_hidden
         observation = Observation(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, progress.prompt, progress.last, progress.decoding, self.cut_layers, progress.prefix, progress.about,
             progress.share, self.rows.longest_head if self.rows.even else None,
-            inputs.keys if inputs and shows_keys else None, inputs.hidden if inputs and shows_hidden else None,
+            inputs.keys if inputs and method.wants_unrotated_keys else None,
+            inputs.hidden if inputs and method.wants_hidden else None,
+            inputs.normed_hidden if inputs and method.wants_normed_hidden else None,
         )  # fmt: skip
         self.stamped.add_seen(observation)  # until all hooks have returned: the outputs go on through the model
         if method.overrides("update"):

@@ -55,10 +55,15 @@ class CachePolicy:
         return " or ".join(own)
 
     @property
-    def asks_for_inputs(self) -> bool:
-        """Whether the method or the codec needs what enters a layer's attention (`LayerInputs`)."""
+    def shows_inputs(self) -> bool:
+        """Whether the method is shown any of what enters a layer's attention (`LayerInputs`)."""
         method = self.method
-        return method.wants_unrotated_keys or method.wants_hidden or self.codec.takes_unrotated_keys
+        return method.wants_unrotated_keys or method.wants_hidden or method.wants_normed_hidden
+
+    @property
+    def asks_for_inputs(self) -> bool:
+        """Whether the method or the codec needs any of it."""
+        return self.shows_inputs or self.codec.takes_unrotated_keys
 
     @property
     def weights_bytes(self) -> int:

@@ -25,8 +25,8 @@ evaluation uses. If the text has fewer tokens than the training, it is read seve
 --model may also be a file of conf/model/shapes/. The file names no model, and its metadata say what it is.
 
 The compressors are trained in float32 and written in bfloat16, as the authors' are; the losses on the sequences that
-are held out are those of the written ones. The training writes its state to OUT.training every minute and its losses to OUT.log.jsonl at every step. After an
-interruption the same command goes on.
+are held out are those of the written ones. The training writes its state to OUT.training every minute and its losses
+to OUT.log.jsonl at every step. After an interruption the same command goes on.
 """
 
 from argparse import Namespace
@@ -37,14 +37,8 @@ from kvbench.cli.command import CommandParser
 from kvbench.validation import SettingError, require_choice, require_writable
 
 RECIPE = {"steps": "steps", "length": "length", "batch": "batch", "lr": "rate", "code": "code", "inner": "inner"}
-TRAINING = (
-    "steps",
-    "length",
-    "batch",
-    "lr",
-    "dtype",
-    *calibration_texts.SOURCES,
-)  # options without a meaning for --untrained
+# options without a meaning for --untrained
+TRAINING = ("steps", "length", "batch", "lr", "dtype", *calibration_texts.SOURCES)
 DTYPES = ("float32", "bfloat16")
 
 

@@ -55,7 +55,7 @@ def check_method(arguments: Sequence[str]) -> int:
     checkpoint.check()
     torch.set_num_threads(1)
     own = read_layout(subject.model)
-    check_shape(subject.method, subject.choice().codec, own.layers, own.heads, own.dim, own.sliding)
+    check_shape(subject.method, subject.choice().codec, own.layers, own.heads, own.dim, own.sliding, own.hidden)
     print_subject(subject)
     return 1 if run_checks(subject) else 0
 

@@ -109,7 +109,7 @@ class PromptContext:
         self.device = next(model.parameters()).device.type
         self.prefix, self.words, self.answer = prefix, words or PromptEncoder(), answer
         shape = read_layout(model)
-        check_shape(choice.method, choice.codec, shape.layers, shape.heads, shape.dim, shape.sliding)
+        check_shape(choice.method, choice.codec, shape.layers, shape.heads, shape.dim, shape.sliding, shape.hidden)
         check_rotation(choice.codec, shape.rope_switch)
         state = State(seeds)
         self.layers = Layers(shape.layers)
@@ -514,9 +514,9 @@ def decodes_in_graph(choice: CachePolicy) -> bool:
     A captured step does not go through the modules whose inputs a method may ask for. A codec gets keys before rotation
     from the step if its packed rows grow.
     """
-    method, codec = choice.method, choice.codec
+    codec = choice.codec
     grows = codec.packs and codec.grows
-    if method.wants_unrotated_keys or method.wants_hidden or (codec.takes_unrotated_keys and not grows):
+    if choice.shows_inputs or (codec.takes_unrotated_keys and not grows):
         return False
     return only_appends(choice) or repeats_cuts(choice) or replaces_rows(choice) or reads_in_graph(choice)
 

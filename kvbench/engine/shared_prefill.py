@@ -67,6 +67,11 @@ class FanOutLayer:
         """Whether one of the layers needs the hidden states that enter it."""
         return any(layer.wants_hidden for layer in self.layers)
 
+    @property
+    def wants_normed_hidden(self) -> bool:
+        """Whether one of the layers needs the hidden states behind its norm."""
+        return any(layer.wants_normed_hidden for layer in self.layers)
+
     def append(self, keys: Tensor, values: Tensor, inputs: LayerInputs | None) -> None:
         """Append a block. Layers that store the same keys and reserve the same room share one copy.
 

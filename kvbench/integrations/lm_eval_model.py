@@ -159,7 +159,8 @@ class KVBenchLM(TemplateLM):
         self.tokenizer = tokenizer or checkpoint.tokenizer()
         self.model = checkpoint.weights(getattr(torch, dtype), device) if isinstance(model, str) else model
         shape = read_layout(self.model)
-        check_shape(self.choice.method, self.choice.codec, shape.layers, shape.heads, shape.dim, shape.sliding)
+        own = self.choice
+        check_shape(own.method, own.codec, shape.layers, shape.heads, shape.dim, shape.sliding, shape.hidden)
         self.context_field, self.max_gen_toks, self.truncate = context_field, max_gen_toks, truncate
         self.records: list[dict] = []
         self._device = next(self.model.parameters()).device

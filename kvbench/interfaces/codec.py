@@ -228,7 +228,7 @@ class Codec:
         """Bytes of the weights that the codec reads from a file and needs beside the model."""
         return 0
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
         """Check that the codec can serve a model. Called before weights are loaded; for codecs that read a file.
 
         Args:
@@ -236,6 +236,7 @@ class Codec:
             heads: Number of KV heads of a layer.
             dim: Head dimension d.
             sliding: Layers with a sliding window. They keep their own cache, and no codec packs them.
+            hidden: Width of the hidden states.
 
         Raises:
             SettingError: The codec cannot serve this model.

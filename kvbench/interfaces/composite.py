@@ -1,6 +1,6 @@
 """The interface of a composite: a method that holds another one, its base, and decides by the base's scores."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -53,6 +53,10 @@ class Composite(Method):
         return self.base.wants_hidden
 
     @property
+    def wants_normed_hidden(self) -> bool:
+        return self.base.wants_normed_hidden
+
+    @property
     def weights_bytes(self) -> int:
         return self.base.weights_bytes
 
@@ -68,8 +72,11 @@ class Composite(Method):
     def uses_cache_positions(self) -> bool:
         return self.base.uses_cache_positions
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
-        self.base.check(layers, heads, dim, sliding)
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
+        self.base.check(layers, heads, dim, sliding, hidden)
+
+    def check_identity(self, identify: Callable[[], str]) -> None:
+        self.base.check_identity(identify)
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         return super().refuses(allocator, codec) or self.base.refuses(allocator, codec)

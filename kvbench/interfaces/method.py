@@ -107,6 +107,11 @@ class Method(Hooks):
         return False
 
     @property
+    def wants_normed_hidden(self) -> bool:
+        """Whether the method needs `Observation.normed_hidden`. Answers are then read through the model's modules."""
+        return False
+
+    @property
     def weights_bytes(self) -> int:
         """Bytes of the weights that the method reads from a file and needs beside the model."""
         return 0
@@ -176,7 +181,7 @@ class Method(Hooks):
         """Whether the engine must call `update` for every decoded token."""
         return self.decoding and self.overrides("update")
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
         """Check that the method can serve a model. Called before weights are loaded; for methods that read a file.
 
         Args:
@@ -184,9 +189,20 @@ class Method(Hooks):
             heads: Number of KV heads of a layer.
             dim: Head dimension d.
             sliding: Layers with a sliding window. They keep their own cache, and no method cuts them.
+            hidden: Width of the hidden states.
 
         Raises:
             SettingError: The method cannot serve this model.
+        """
+
+    def check_identity(self, identify: Callable[[], str]) -> None:
+        """Check that the method's file was made for the model of a run. Called before weights are loaded.
+
+        Args:
+            identify: Returns a text that identifies the model's weights, which may take time.
+
+        Raises:
+            SettingError: The file was made for another model.
         """
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:

@@ -63,6 +63,10 @@ class LayerInputs:
     """Keys before QK norm and rotation, (B, H, T, d). None unless somebody asks for them."""
     hidden: Tensor | None
     """Hidden states that enter the layer, before its norm, (B, T, hidden). None unless somebody asks for them."""
+    normed_hidden: Tensor | None
+    """Hidden states behind the layer's norm, which the projections of queries, keys and values read, (B, T, hidden).
+    None unless somebody asks for them.
+    """
     rotate: KeyRotation
     """Gives the keys as the layer attends to them."""
 
@@ -117,6 +121,10 @@ class Observation:
     """
     hidden: Tensor | None = None
     """Hidden states that enter the layer, before its norm, (B, T, hidden). None unless the method sets `wants_hidden`.
+    """
+    normed_hidden: Tensor | None = None
+    """Hidden states behind the layer's norm, which the projections of queries, keys and values read, (B, T, hidden).
+    None unless the method sets `wants_normed_hidden`.
     """
 
     @cached_property

@@ -31,6 +31,8 @@ class Layout:
     """Number of KV heads of a layer."""
     dim: int
     """Head dimension."""
+    hidden: int
+    """Width of the hidden states."""
     sliding: tuple[int, ...]
     """Layers with a sliding window. They keep transformers' own cache."""
     window: int | None
@@ -146,6 +148,7 @@ def read_config_layout(config: Any) -> Layout:
         layers=config.num_hidden_layers,
         heads=config.num_key_value_heads,
         dim=dim,
+        hidden=config.hidden_size,
         sliding=() if all_slide else sliding,
         window=window,
         longest=longest,

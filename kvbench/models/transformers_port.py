@@ -7,6 +7,7 @@ therefore returns itself, and the attention function calls it. Nothing of transf
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -33,6 +34,10 @@ class AttentionLayer(Protocol):
     def wants_hidden(self) -> bool:
         """Whether `append` needs the hidden states that enter the layer."""
 
+    @property
+    def wants_normed_hidden(self) -> bool:
+        """Whether `append` needs the hidden states behind the layer's norm."""
+
     def append(self, keys: Tensor, values: Tensor, inputs: LayerInputs | None) -> None:
         """Append a block's keys and values. `inputs` is None unless the layer asks for some of them."""
 
@@ -58,6 +63,12 @@ class CacheLayerPort(CacheLayerMixin):
         super().__init__()
         self.layer, self.rotation, self.seen = layer, rotation, 0
         self.inputs: LayerInputs | None = None  # of the block that the model reads
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether the layer asks for any of what enters its attention."""
+        own = self.layer
+        return own.wants_unrotated_keys or own.wants_hidden or own.wants_normed_hidden
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -90,19 +101,26 @@ class CacheLayerPort(CacheLayerMixin):
             cos, sin = (part.unflatten(0, shape[:2]).to(keys.dtype) for part in rotation(places.flatten(0, 1)))
             return rotate(keys if norm is None else norm(keys), cos, sin)
 
+        def add(**taken: Any) -> None:
+            self.inputs = replace(self.inputs or LayerInputs(None, None, None, rotate_keys), **taken)
+
         def take_hidden(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.inputs = LayerInputs(None, args[0] if args else kwargs["hidden_states"], rotate_keys)
+            add(hidden=args[0] if args else kwargs["hidden_states"])
+
+        def take_normed(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            add(normed_hidden=args[0] if args else kwargs["hidden_states"])
 
         def take_keys(_: Any, args: tuple[Any, ...], output: Tensor) -> None:
             size = heads * attention.head_dim
             keys = output if fused is None else output[..., -2 * size : -size]
-            keys = keys.unflatten(-1, (heads, attention.head_dim)).transpose(1, 2)
-            self.inputs = LayerInputs(keys, self.inputs.hidden if self.inputs else None, rotate_keys)
+            add(keys=keys.unflatten(-1, (heads, attention.head_dim)).transpose(1, 2))
 
         handles = []
         try:
             if own.wants_hidden:
                 handles.append(module.register_forward_pre_hook(take_hidden, with_kwargs=True))
+            if own.wants_normed_hidden:
+                handles.append(attention.register_forward_pre_hook(take_normed, with_kwargs=True))
             if own.wants_unrotated_keys:
                 handles.append(projection.register_forward_hook(take_keys))
             yield
@@ -385,7 +403,7 @@ def observe_inputs(model: torch.nn.Module, cache: ContextCache) -> Iterator[None
     """Let the ports of a cache take what their layers ask for while the model reads. Others cost nothing."""
     with ExitStack() as stack:
         for index, port in enumerate(cache.layers):
-            if isinstance(port, CacheLayerPort) and (port.layer.wants_unrotated_keys or port.layer.wants_hidden):
+            if isinstance(port, CacheLayerPort) and port.wants_inputs:
                 heads = text_config(model).num_key_value_heads
                 stack.enter_context(port.observe_inputs(find_text_decoder(model).layers[index], heads))
         yield

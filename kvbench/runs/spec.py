@@ -138,7 +138,7 @@ class RunSpec:
                 f"block_size={self.block_size}: {choice.method.name} needs the prompt as one block (null)"
             )
         shape = self.checkpoint.layout()
-        check_shape(choice.method, choice.codec, shape.layers, shape.heads, shape.dim, shape.sliding)
+        check_shape(choice.method, choice.codec, shape.layers, shape.heads, shape.dim, shape.sliding, shape.hidden)
         if not self.checkpoint.reads_text and not self.measures:
             raise SettingError(
                 f"model=random: task={self.task_settings['name']} needs text and it has no tokenizer; task=efficiency, "
@@ -147,7 +147,7 @@ class RunSpec:
         longest, switch = shape.longest, shape.rope_switch
         self.checkpoint.check()
         check_rotation(choice.codec, switch)
-        check_identity(choice.codec, self.checkpoint.identity)
+        check_identity(choice.method, choice.codec, self.checkpoint.identity)
         in_parts = self.block_size is not None or self.question == "hidden" or choice.method.needs_extra_reads
         if switch is not None and in_parts and (self.task.length or longest) > switch:
             raise SettingError(

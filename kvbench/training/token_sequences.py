@@ -154,8 +154,10 @@ def find_rows(name: str, subset: str | None, split: str, revision: str) -> Itera
         yield from read_rows("--dataset", file)
 
 
-def pack_texts(tokenizer: Any, texts: Iterator[str], length: int, wanted: int, least: int) -> PackedText:
-    """Join bos + text + eos of all texts, and cut the tokens into sequences. A rest that fills no sequence is dropped.
+def pack_texts(
+    tokenizer: Any, texts: Iterator[str], length: int, wanted: int, least: int, between: str | None = None
+) -> PackedText:
+    """Join all texts, and cut the tokens into sequences. A rest that fills no sequence is dropped.
 
     Args:
         tokenizer: A transformers tokenizer. A special token that it does not have is left out.
@@ -163,11 +165,14 @@ def pack_texts(tokenizer: Any, texts: Iterator[str], length: int, wanted: int, l
         length: Tokens of a sequence.
         wanted: Largest number of sequences.
         least: Smallest number of sequences.
+        between: What stands between two texts. With None each text stands between the special tokens bos and eos.
 
     Raises:
         SettingError: The texts are too short.
     """
     before, after = ([] if own is None else [own] for own in (tokenizer.bos_token_id, tokenizer.eos_token_id))
+    if between is not None:
+        before, after = [], tokenizer(between, add_special_tokens=False).input_ids
     tokens, digest, count = array("i"), hashlib.sha256(), 0
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.codec import Codec, MadeRows, Packed
+from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.listed_attention import attend_listed
@@ -119,7 +120,7 @@ class Delta(Codec):
         return peek_compressors(self.path)
 
     @cached_property
-    def compressors(self) -> "LoadedCompressors":
+    def compressors(self) -> LayerWeights[Compressor]:
         """The compressors, which all codecs with this file share."""
         about = find_file(self.path).stat()
         return load_once(str(self.path), about.st_mtime_ns, about.st_size)
@@ -132,10 +133,10 @@ class Delta(Codec):
         """
         return scale_layers("codec.full_layers", self.full_layers, self.depth, layers)
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
         compare_model(self.file, self.path, layers, 2 * heads * dim)
         self.find_full_layers(layers)
-        self.base.check(layers, heads, dim, sliding)
+        self.base.check(layers, heads, dim, sliding, hidden)
 
     def check_identity(self, identify: Callable[[], str]) -> None:
         if self.file.identity is not None:
@@ -177,26 +178,11 @@ class Delta(Codec):
         return max(0, (waiting + tokens) // self.recent - 1)
 
 
-class LoadedCompressors:
-    """The compressors of a file, and their copies on the devices and in the dtypes that were asked for."""
-
-    def __init__(self, path: str) -> None:
-        described = peek_compressors(path)
-        self.read = read_compressors(path, described.layers, described.width)
-        self.copies: dict[tuple[int, torch.device, torch.dtype], Compressor] = {}
-
-    def like(self, layer: int, tensor: Tensor) -> Compressor:
-        """Return a layer's compressor with a tensor's device and dtype. It is copied once."""
-        key = layer, tensor.device, tensor.dtype
-        if key not in self.copies:
-            self.copies[key] = self.read[layer].to(tensor.device, tensor.dtype)
-        return self.copies[key]
-
-
 @lru_cache(maxsize=1)
-def load_once(path: str, changed: int, size: int) -> LoadedCompressors:
+def load_once(path: str, changed: int, size: int) -> LayerWeights[Compressor]:
     """Load a file of compressors, unless it was loaded last and has the same time of change and size."""
-    return LoadedCompressors(path)
+    described = peek_compressors(path)
+    return LayerWeights(read_compressors(path, described.layers, described.width))
 
 
 @dataclass(frozen=True)

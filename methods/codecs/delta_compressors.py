@@ -6,81 +6,36 @@ before the norm of keys; ref the mean of the token's references; z its code, d_c
 
     z = f_c(kv) - f_c(ref),    kv ≈ f_d(z) + ref
 
-A network is one of
-
-    mlp_swiglu  w3(silu(x1) · x2), where (x1, x2) are the halves of w12(x)
-    mlp_gelu    W2(gelu(W1 x))
-    linear      W x
-
-The file is a safetensors file with the names of the authors' checkpoints: model.layers.{i}.self_attn.compress_down and
-.compress_up, followed by .w12 and .w3 (mlp_swiglu), .0 and .2 (mlp_gelu) or nothing (linear), then .weight or .bias. A
-checkpoint with k_compress_down, v_compress_down, … compresses keys and values apart. Files of
-`python -m kvbench calibrate deltakv` also have the identity of the model in their metadata. The authors' files do not.
+The file is a safetensors file in which the networks (kvbench.interfaces.networks) have the names of the authors'
+checkpoints: model.layers.{i}.self_attn.compress_down and .compress_up. A checkpoint with k_compress_down,
+v_compress_down, … compresses keys and values apart. Files of `python -m kvbench calibrate deltakv` also have the
+identity of the model in their metadata. The authors' files do not.
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.nn.functional import gelu, linear, silu
 
+from kvbench.interfaces.networks import (
+    Network,
+    Shape,
+    describe_network,
+    find_weights,
+    read_header,
+    read_weights,
+    take_network,
+)
 from kvbench.validation import SettingError
 
-NAMES = {"mlp_swiglu": (".w12", ".w3"), "mlp_gelu": (".0", ".2"), "linear": ("",)}  # kind -> names of its matrices
-KINDS = tuple(NAMES)
 ENTRY = re.compile(
     r"model\.layers\.(?P<layer>\d+)\.self_attn\.(?P<part>[kv]_)?compress_(?P<side>down|up)(?P<matrix>\.(?:w12|w3|0|2))?"
     r"\.(?P<what>weight|bias)"
 )
-IDENTITY = "model"  # key of the metadata: the identity of the model that the compressors were trained for
-
-
-@dataclass(frozen=True, eq=False)
-class Network:
-    """One network of a compressor."""
-
-    kind: str
-    """One of `KINDS`."""
-    weights: tuple[Tensor, ...]
-    """The matrices, (outputs, inputs) each, in the order of `NAMES`."""
-    biases: tuple[Tensor | None, ...]
-    """The bias of each matrix, (outputs,), or None."""
-
-    @property
-    def outputs(self) -> int:
-        """Width of the results."""
-        return len(self.weights[-1])
-
-    @property
-    def inputs(self) -> int:
-        """Width of the arguments."""
-        return self.weights[0].shape[1]
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Map x (..., inputs) to (..., outputs)."""
-        inner = linear(x, self.weights[0], self.biases[0])
-        if self.kind == "linear":
-            return inner
-        if self.kind == "mlp_gelu":
-            inner = gelu(inner)
-        else:
-            gate, value = inner.chunk(2, -1)
-            inner = silu(gate) * value
-        return linear(inner, self.weights[1], self.biases[1])
-
-    def tensors(self) -> list[Tensor]:
-        """Return the matrices and the biases."""
-        return [*self.weights, *(bias for bias in self.biases if bias is not None)]
-
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Network":
-        """Return a copy on a device and in a dtype."""
-        biases = (None if bias is None else bias.to(device, dtype) for bias in self.biases)
-        return Network(self.kind, tuple(weight.to(device, dtype) for weight in self.weights), tuple(biases))
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +77,10 @@ class Compressor:
         """Return all weights."""
         return [tensor for own in (*self.down, *self.up) for tensor in own.tensors()]
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Compressor":
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
         """Return a copy on a device and in a dtype."""
         down, up = (tuple(own.to(device, dtype) for own in side) for side in (self.down, self.up))
-        return Compressor(down, up)
+        return replace(self, down=down, up=up)
 
 
 def apply_side(side: tuple[Network, ...], x: Tensor) -> Tensor:
@@ -160,7 +115,6 @@ class CompressorFile:
     """The file's metadata: of a file of `kvbench calibrate deltakv` also the recipe and its losses."""
 
 
-Shape = tuple[int, ...]
 NetworkShapes = dict[
     tuple[int, str, str], dict[tuple[str, str], Shape]
 ]  # (layer, part, side) -> (matrix, what) -> shape
@@ -172,26 +126,7 @@ def find_file(path: object, setting: str = "codec.path") -> Path:
     Raises:
         SettingError: The path is no path.
     """
-    if path is None:
-        raise SettingError(
-            f"{setting}=null: give a safetensors file of DeltaKV's compressors; make one with "
-            "python -m kvbench calibrate deltakv --model MODEL --out FILE"
-        )
-    if not isinstance(path, str | Path):
-        raise SettingError(f"{setting}={path}: a path")
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / "model.safetensors"
-    return file
-
-
-def explain(file: Path, error: Exception) -> str:
-    """Return in one line why a file is not read. Pickled weights are never opened, because they can run code."""
-    with suppress(OSError), file.open("rb") as opened:
-        begin = opened.read(4)
-        if begin == b"PK\x03\x04" or begin[:1] == b"\x80":
-            return "pickled weights are not read; give a safetensors file"
-    return f"cannot read the compressors ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    return find_weights(path, setting, "DeltaKV's compressors", "deltakv")
 
 
 def peek_compressors(path: object, setting: str = "codec.path") -> CompressorFile:
@@ -205,25 +140,15 @@ def peek_compressors(path: object, setting: str = "codec.path") -> CompressorFil
         SettingError: The file is missing, truncated or pickled, or it does not hold compressors of equal shapes for the
             layers 0, 1, …
     """
-    file, where = find_file(path, setting), f"{setting}={path}"
+    where = f"{setting}={path}"
     found: NetworkShapes = {}
-    size = 0
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            metadata = dict(opened.metadata() or {})
-            for key in opened.keys():  # noqa: SIM118  (no mapping)
-                entry = ENTRY.fullmatch(key)
-                if entry is None:
-                    raise SettingError(f"{where}: {key} is no weight of a compressor")
-                own = opened.get_slice(key)
-                if own.get_dtype() not in WIDTHS:
-                    raise SettingError(f"{where}: {key} has dtype {own.get_dtype()}, allowed are {', '.join(WIDTHS)}")
-                shape = tuple(own.get_shape())
-                size += WIDTHS[own.get_dtype()] * torch.Size(shape).numel()
-                network = found.setdefault((int(entry["layer"]), entry["part"] or "", entry["side"]), {})
-                network[entry["matrix"] or "", entry["what"]] = shape
-    except (OSError, SafetensorError) as error:
-        raise SettingError(f"{where}: {explain(file, error)}") from None
+    header = read_header(find_file(path, setting), where, "compressors")
+    for key, shape in header.shapes.items():
+        entry = ENTRY.fullmatch(key)
+        if entry is None:
+            raise SettingError(f"{where}: {key} is no weight of a compressor")
+        network = found.setdefault((int(entry["layer"]), entry["part"] or "", entry["side"]), {})
+        network[entry["matrix"] or "", entry["what"]] = shape
     if not found:
         raise SettingError(f"{where}: the file holds no compressors")
     numbers = sorted({layer for layer, _, _ in found})
@@ -235,10 +160,7 @@ def peek_compressors(path: object, setting: str = "codec.path") -> CompressorFil
         if own != layers[0]:
             raise SettingError(f"{where}: the compressors of layer {layer} have other shapes than those of layer 0")
     parts, down, up, width, code = layers[0]
-    return CompressorFile(len(layers), width, code, down, up, parts, size, metadata.get(IDENTITY), metadata)
-
-
-WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # dtype of a safetensors file -> bytes
+    return CompressorFile(len(layers), width, code, down, up, parts, header.bytes, header.identity, header.metadata)
 
 
 def describe_layer(where: str, layer: int, found: NetworkShapes) -> tuple[tuple[str, ...], str, str, int, int]:
@@ -268,23 +190,6 @@ def describe_layer(where: str, layer: int, found: NetworkShapes) -> tuple[tuple[
     if any(len(own) > 1 for own in kinds.values()):
         raise SettingError(f"{where}: layer {layer} compresses keys and values by networks of different kinds")
     return parts, kinds["down"].pop(), kinds["up"].pop(), width, code
-
-
-def describe_network(where: str, shapes: Mapping[tuple[str, str], Shape]) -> tuple[str, int, int]:
-    """Check the shapes of a network and return its kind and the widths of its arguments and results."""
-    names = {matrix for matrix, _ in shapes}
-    kind = next((kind for kind, own in NAMES.items() if set(own) == names), None)
-    if kind is None or any((matrix, "weight") not in shapes for matrix in names):
-        raise SettingError(f"{where} must have the matrices of one of {', '.join(KINDS)}")
-    weights = [shapes[matrix, "weight"] for matrix in NAMES[kind]]
-    halves = 2 if kind == "mlp_swiglu" else 1
-    fits = all(len(own) == 2 and min(own) > 0 for own in weights)
-    fits = fits and (len(weights) == 1 or weights[0][0] == halves * weights[1][1])
-    biases = [(own, shapes.get((matrix, "bias"))) for matrix, own in zip(NAMES[kind], weights, strict=True)]
-    if not fits or any(bias not in (None, own[:1]) for own, bias in biases):
-        listed = ", ".join(f"{matrix}.{what}".lstrip(".") + f" {shape}" for (matrix, what), shape in shapes.items())
-        raise SettingError(f"{where} ({kind}) has shapes that do not fit together: {listed}")
-    return kind, weights[0][1], weights[-1][0]
 
 
 def check_fit(
@@ -350,24 +255,10 @@ def read_compressors(
         SettingError: `check_fit` refuses the file, or a weight is not finite.
     """
     described = check_fit(path, layers, width, identity, setting)
-    file, weights = find_file(path, setting), {}
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118  (no mapping)
-                weights[key] = opened.get_tensor(key)
-                if not torch.isfinite(weights[key]).all():
-                    raise SettingError(f"{setting}={path}: {key} is not finite")
-    except (OSError, SafetensorError) as error:
-        raise SettingError(f"{setting}={path}: {explain(file, error)}") from None
+    weights = read_weights(find_file(path, setting), f"{setting}={path}", "compressors")
 
     def take(layer: int, side: str, kind: str) -> tuple[Network, ...]:
-        networks = []
-        for part in described.parts:
-            prefix = name_network(layer, part, side)
-            names = [f"{prefix}{matrix}" for matrix in NAMES[kind]]
-            own = tuple(weights[f"{name}.weight"] for name in names)
-            networks.append(Network(kind, own, tuple(weights.get(f"{name}.bias") for name in names)))
-        return tuple(networks)
+        return tuple(take_network(kind, name_network(layer, part, side), weights) for part in described.parts)
 
     return {
         layer: Compressor(take(layer, "down", described.down), take(layer, "up", described.up))
@@ -382,14 +273,10 @@ def name_network(layer: int, part: str, side: str) -> str:
 
 def name_weights(compressors: Iterable[Compressor]) -> dict[str, Tensor]:
     """Return the weights of the compressors of the layers 0, 1, … by their names in a file."""
-    named = {}
+    named: dict[str, Tensor] = {}
     for layer, compressor in enumerate(compressors):
         parts = ("",) if len(compressor.down) == 1 else ("k_", "v_")
         for side, networks in (("down", compressor.down), ("up", compressor.up)):
             for part, own in zip(parts, networks, strict=True):
-                for matrix, weight, bias in zip(NAMES[own.kind], own.weights, own.biases, strict=True):
-                    name = f"{name_network(layer, part, side)}{matrix}"
-                    named[f"{name}.weight"] = weight
-                    if bias is not None:
-                        named[f"{name}.bias"] = bias
+                named |= own.named(name_network(layer, part, side))
     return named

@@ -56,6 +56,7 @@ class Honest(Method):
 
     wants_unrotated_keys = True
     wants_hidden = True
+    wants_normed_hidden = True
 
     def update(self, observation, rows, state):
         return {"norm": rows.keys.norm(dim=-1)}
@@ -148,7 +149,8 @@ def tensors_in(thing: object) -> list[Tensor]:
     if isinstance(thing, ReadRequest):
         return [thing.queries]
     if isinstance(thing, Observation):
-        asked = [own for own in (thing.unrotated_keys, thing.hidden) if own is not None]  # a later cut shows none
+        inputs = thing.unrotated_keys, thing.hidden, thing.normed_hidden
+        asked = [own for own in inputs if own is not None]  # a later cut shows none
         return [thing.queries, thing.outputs, thing.output_weight, *asked]
     if hasattr(thing, "keys") and hasattr(thing, "mass"):
         return [thing.keys, thing.values, thing.places, thing.mass, *thing.columns.values()]
@@ -745,7 +747,7 @@ def test_a_rehearsal_reads_with_few_layers_if_the_method_can(monkeypatch, learne
     seen, whole = set(), len(tiny("llama").model.layers)
 
     class Noting(Honest):
-        def check(self, layers, heads, dim, sliding):
+        def check(self, layers, heads, dim, sliding, hidden):
             if learned and layers < whole:
                 raise SettingError("method.path: learned for each layer")
 

@@ -28,6 +28,7 @@ SHARED = {
     "command",
     "run_help",
     "calibrate_deltakv",
+    "calibrate_kvzap",
     "calibration_texts",
 }  # modules of kvbench/cli/ that are no command
 HEAVY = ("torch", "transformers", "pandas", "numpy", "scipy", "hydra", "omegaconf", "wandb")

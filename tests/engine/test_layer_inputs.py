@@ -31,19 +31,28 @@ class Asks(Method):
 
     wants_unrotated_keys = True
     wants_hidden = True
+    wants_normed_hidden = True
 
     def update(self, observation, rows, state):
         notes = state.shared.setdefault("notes", {})
-        notes[observation.layer, observation.first] = (observation.unrotated_keys, observation.hidden)
+        notes[observation.layer, observation.first] = (
+            observation.unrotated_keys,
+            observation.hidden,
+            observation.normed_hidden,
+        )
         return {}
 
 
 class AsksForHidden(Asks):
-    wants_unrotated_keys = False
+    wants_unrotated_keys = wants_normed_hidden = False
+
+
+class AsksForNormedHidden(Asks):
+    wants_unrotated_keys = wants_hidden = False
 
 
 class AsksForKeys(Asks):
-    wants_hidden = False
+    wants_hidden = wants_normed_hidden = False
 
 
 class AsksInExtraReads(Asks):
@@ -69,8 +78,10 @@ def read(model: torch.nn.Module, method: Method, block: int | None = None, budge
     return context
 
 
-def enters(model: torch.nn.Module, tokens: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """By layer: keys (1, H, n, d) before norm and rotation, computed from the weights, and the hidden states."""
+def enters(model: torch.nn.Module, tokens: torch.Tensor) -> dict[int, tuple[torch.Tensor, ...]]:
+    """By layer: keys (1, H, n, d) before norm and rotation, computed from the weights, and the hidden states before
+    and behind the layer's norm.
+    """
     with torch.no_grad():
         hidden = model(input_ids=tokens, output_hidden_states=True).hidden_states
     found = {}
@@ -81,7 +92,7 @@ def enters(model: torch.nn.Module, tokens: torch.Tensor) -> dict[int, tuple[torc
             keys = normed @ own.qkv_proj.weight[-2 * size : -size].T
         else:
             keys = normed @ own.k_proj.weight.T + (0 if own.k_proj.bias is None else own.k_proj.bias)
-        found[index] = keys.unflatten(-1, (-1, own.head_dim)).transpose(1, 2).detach(), hidden[index]
+        found[index] = keys.unflatten(-1, (-1, own.head_dim)).transpose(1, 2).detach(), hidden[index], normed.detach()
     return found
 
 
@@ -97,21 +108,20 @@ def test_a_method_that_asks_is_shown_what_enters_the_layer(model, block):
         shown.setdefault(layer, []).append(parts)
     assert shown.keys() == {layer.index for layer in context.own_layers}
     for layer, parts in shown.items():
-        keys, hidden = (torch.cat(own, dim) for own, dim in zip(zip(*parts, strict=True), (2, 1), strict=True))
-        torch.testing.assert_close(keys, expected[layer][0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(hidden, expected[layer][1], rtol=1e-5, atol=1e-5)
+        for own, dim, correct in zip(zip(*parts, strict=True), (2, 1, 1), expected[layer], strict=True):
+            torch.testing.assert_close(torch.cat(own, dim), correct, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind, keys, hidden", [(AsksForKeys, True, False), (AsksForHidden, False, True)])
-def test_only_what_was_asked_for_is_shown(kind, keys, hidden):
+@pytest.mark.parametrize("number, kind", [(0, AsksForKeys), (1, AsksForHidden), (2, AsksForNormedHidden)])
+def test_only_what_was_asked_for_is_shown(number, kind):
     for shown in read(tiny("llama"), kind("asks")).own_layers[0].state.shared["notes"].values():
-        assert [own is not None for own in shown] == [keys, hidden]
+        assert [own is not None for own in shown] == [own == number for own in range(3)]
 
 
 def test_extra_reads_are_shown_too():
     context = read(tiny("llama"), AsksInExtraReads("asks"), budget=0.5)
     notes = context.own_layers[0].state.shared["notes"]
-    assert notes[0, 40][0].shape == (1, 2, 5, 32) and notes[0, 40][1].shape == (1, 5, 48)
+    assert [own.shape for own in notes[0, 40]] == [(1, 2, 5, 32), (1, 5, 48), (1, 5, 48)]
 
 
 def test_who_does_not_ask_pays_nothing():
@@ -124,7 +134,8 @@ def test_who_does_not_ask_pays_nothing():
 
     class Counts(Method):
         def update(self, observation: Observation, rows, state):
-            assert observation.unrotated_keys is None and observation.hidden is None
+            shown = observation.unrotated_keys, observation.hidden, observation.normed_hidden
+            assert shown == (None, None, None)
             counts.append(count())
             return {}
 
@@ -137,7 +148,7 @@ def test_who_does_not_ask_pays_nothing():
             return {}
 
     read(model, CountsAndAsks("counts"))
-    assert counts[3:] == [6] * 3 and count() == 0
+    assert counts[3:] == [9] * 3 and count() == 0
 
     class Fails(Asks):
         def update(self, observation, rows, state):
@@ -168,10 +179,9 @@ def test_a_shared_prefill_shows_it_to_who_asks():
         assert torch.equal(alone.logits, context.logits)
         for own, other in zip(alone.own_layers, context.own_layers, strict=True):
             assert own.bytes() == other.bytes() and torch.equal(own.rows.view().keys, other.rows.view().keys)
-    [keys, hidden] = contexts[0].own_layers[0].state.shared["notes"][1, 0]
-    expected = enters(tiny("llama"), ids(40))[1]
-    torch.testing.assert_close(keys, expected[0])
-    torch.testing.assert_close(hidden, expected[1])
+    shown = contexts[0].own_layers[0].state.shared["notes"][1, 0]
+    for own, correct in zip(shown, enters(tiny("llama"), ids(40))[1], strict=True):
+        torch.testing.assert_close(own, correct)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "phi3", "yarn", "gemma3"])
@@ -257,7 +267,7 @@ def test_a_codec_of_its_own_for_each_layer():
             return "raw"
 
     class Refuses(Codec):
-        def check(self, layers, heads, dim, sliding):
+        def check(self, layers, heads, dim, sliding, hidden):
             raise SettingError(f"codec.path: not for {(layers, heads, dim, sliding)}")
 
     with pytest.raises(ContractError, match="^codec=wrong: of_layer of layer 0 returned str, expected a Codec$"):

@@ -86,7 +86,7 @@ def fill(model: torch.nn.Module, noise: float = 0.0) -> torch.nn.Module:
     return model
 
 
-FILES = ("qfilters", "duo_attention", "delta")
+FILES = ("qfilters", "duo_attention", "kvzap", "delta")
 FOLDER = tempfile.TemporaryDirectory(prefix="replay")
 
 
@@ -99,6 +99,16 @@ def make_file(method: str, name: str) -> str:
     if method == "qfilters":
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         save_file({"q_filters": draw(*shape, dim, seed=3)}, str(path))
+    elif method == "kvzap":
+        sizes = {"weight": (shape[1], config.hidden_size), "bias": (shape[1],)}
+        save_file(
+            {
+                f"layers.{layer}.{what}": draw(*size, seed=9 + layer) * (1 if what == "bias" else size[1] ** -0.5)
+                for layer in range(shape[0])
+                for what, size in sizes.items()
+            },
+            str(path),
+        )
     elif method == "delta":
         width, code = 2 * shape[1] * read_config_layout(config).dim, 16
         sizes = {"down.w12": (2 * code, width), "down.w3": (code, code), "up": (width, code)}

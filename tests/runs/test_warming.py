@@ -144,7 +144,7 @@ def test_few_layers_read_the_beginnings_if_the_method_can(read_first, monkeypatc
     def look(bench, read) -> int:
         whole = read_layout(bench.model).layers
 
-        def check(self, layers_now, heads, dim, sliding):
+        def check(self, layers_now, heads, dim, sliding, hidden):
             layers.append(layers_now)
             if choosy and layers_now < whole:
                 raise SettingError("method.path: learned for each layer")

@@ -6,8 +6,9 @@ import torch
 from safetensors.torch import save_file
 
 from kvbench.config.catalogue import build, load_settings
+from kvbench.interfaces.networks import Network
 from kvbench.methods.codecs.delta import Delta
-from kvbench.methods.codecs.delta_compressors import Compressor, Network, name_weights
+from kvbench.methods.codecs.delta_compressors import Compressor, name_weights
 from kvbench.models.transformers_port import read_layout
 from tests.support.method_files import FOLDER
 from tests.support.tiny_models import tiny

@@ -37,7 +37,23 @@ def write_pattern(model: torch.nn.Module, sequences: Sequence[torch.Tensor], pat
     (path / "config.json").write_text(json.dumps({"sink_size": 3, "recent_size": 6}))
 
 
-MAKE = {"qfilters": write_filters, "duo_attention": write_pattern}
+def write_surrogates(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Path) -> None:
+    """KVzap's networks, drawn here, with scores around -4 that differ by some units."""
+    shape = read_layout(model)
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(outputs: int, inputs: int) -> torch.Tensor:
+        return torch.randn(outputs, inputs, generator=generator) * (2 / inputs) ** 0.5
+
+    weights = {}
+    for layer in range(shape.layers):
+        weights |= {f"layers.{layer}.0.weight": draw(24, shape.hidden), f"layers.{layer}.0.bias": draw(24, 1)[:, 0]}
+        weights |= {f"layers.{layer}.2.weight": draw(shape.heads, 24)}
+        weights |= {f"layers.{layer}.2.bias": draw(shape.heads, 1)[:, 0] - 4}
+    save_file(weights, str(path))
+
+
+MAKE = {"qfilters": write_filters, "duo_attention": write_pattern, "kvzap": write_surrogates}
 SHORT = {  # settings for short prompts and small models
     "kvzip": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
     "pqcache": {"sinks": 4, "bits": 4, "least": 8},

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 
 from kvbench.cli import calibrate
 from kvbench.config.catalogue import SHAPES
-from kvbench.methods.codecs.delta_compressors import Compressor, Network, check_fit, peek_compressors, read_compressors
+from kvbench.interfaces.networks import Network
+from kvbench.methods.codecs.delta_compressors import Compressor, check_fit, peek_compressors, read_compressors
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.configuration import load_layout
 from kvbench.models.embedded import REFERENCE
