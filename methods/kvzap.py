@@ -59,6 +59,7 @@ class KVzap(Method):
     """Number of newest rows that always stay."""
 
     wants_normed_hidden = True
+    weighs_values = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
