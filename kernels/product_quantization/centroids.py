@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-DISTANCES = 1 << 25  # that are computed together
+DISTANCES = 1 << 20  # that are computed together: as many as a CPU's cache holds
+MOST_DISTANCES = 1 << 25  # on a GPU
 
 
 def cut_keys(keys: Tensor, parts: int) -> Tensor:
@@ -29,11 +30,14 @@ def find_nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """
     shape, count = points.shape[:-1], centroids.shape[-2]
     points, centroids = points.flatten(0, -3), centroids.flatten(0, -3)
+    each = centroids[..., 0].numel()  # distances of a point of each part
     norms = centroids.square().sum(-1, keepdim=True)
     behind = torch.arange(count - 1, -1, -1, dtype=points.dtype, device=points.device)[:, None]  # centroids behind each
-    found = []
-    for some in split_points(points, centroids):
-        nearness = torch.baddbmm(norms, centroids, some.mT, beta=-1, alpha=2)  # (…, K, n): faster than (…, n, K)
+    pieces, found = split_points(points, centroids), []
+    room = points.new_empty(each * pieces[0].shape[1])
+    for some in pieces:
+        nearness = room[: each * some.shape[1]].view(len(points), count, some.shape[1])
+        torch.baddbmm(norms, centroids, some.mT, beta=-1, alpha=2, out=nearness)  # faster than (…, n, K)
         largest = nearness.amax(1)
         last = nearness.eq_(largest[:, None]).mul_(behind).amax(1)  # in place, because memory is slower than arithmetic
         found.append(((count - 1 - last).to(torch.uint8), largest))
@@ -42,5 +46,6 @@ def find_nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_points(points: Tensor, centroids: Tensor) -> tuple[Tensor, ...]:
-    """Split points (P, n, e) so that their distances to the centroids (P, K, e) fit in memory."""
-    return points.split(max(1, DISTANCES // max(1, centroids[..., 0].numel())), -2)
+    """Split points (P, n, e) so that few distances to the centroids (P, K, e) are computed together."""
+    most = MOST_DISTANCES if points.is_cuda else DISTANCES
+    return points.split(max(1, most // max(1, centroids[..., 0].numel())), -2)
