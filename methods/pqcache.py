@@ -33,17 +33,22 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
+from kvbench.kernels.product_quantization import (
+    code_scores,
+    cut_keys,
+    encode,
+    find_nearest,
+    split_points,
+    update_codes,
+)
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.validation import SettingError
-
-DISTANCES = 1 << 25  # that are computed together
 
 
 @dataclass(frozen=True)
@@ -111,36 +116,37 @@ class PQCache(Method):
         queries, counts = request.queries, self.count_rows_of(request.prompt, request.quota, request.fraction)
         if queries.shape[2] > 1 or counts is None:
             return None
-        own, last = state.layer, torch.tensor(request.first, device=queries.device)
-        listed = self.list_rows(queries, own["codes"], own["codebook"], request.scaling, counts, last)
-        none = torch.zeros(*queries.shape[:2], request.first + 1, dtype=torch.bool, device=queries.device)
-        return none.scatter_(2, listed, True)
+        (recent, chosen), last = counts, torch.tensor(request.first, device=queries.device)
+        always = self.list_always(recent, last).expand(*state.layer["codes"].shape[:2], -1)
+        listed = self.list_rows(queries, state.layer, request.scaling, always, chosen, last - recent)
+        none = torch.zeros(*listed.shape[:2], request.first + 1, dtype=torch.bool, device=queries.device)
+        return none.scatter_(2, listed, True).repeat_interleave(queries.shape[1] // listed.shape[1], 1)
 
     def row_reader(self, answer: CapturedAnswer) -> RowReader | None:
         return CodeReader(self, answer, self.count_rows_of(answer.prompt, answer.quota, answer.fraction))
 
+    def list_always(self, recent: int, last: Tensor) -> Tensor:
+        """List the sinks, the recent rows and the token's own row, which is `last`, without dimensions: (k,) int64."""
+        newest = last - torch.arange(recent, -1, -1, device=last.device)
+        return torch.cat([torch.arange(self.sinks, device=last.device), newest])
+
     def list_rows(
-        self, queries: Tensor, codes: Tensor, codebook: Tensor, scaling: float, counts: tuple[int, int], last: Tensor
+        self, queries: Tensor, own: Mapping[str, Tensor], scaling: float, always: Tensor, chosen: int, stop: Tensor
     ) -> Tensor:
-        """List the rows that a token attends to, (B, H·G, k) int64.
+        """List the rows that the query heads of a KV head attend to, (B, H, k) int64.
 
         Args:
             queries: The token's queries, (B, H·G, 1, d).
-            codes: Codes of the rows behind the sinks, (B, H, m, n). Those from the recent window on are not looked at.
-            codebook: (B, H, m, 2^b, d/m)
+            own: The codes of the rows behind the sinks and the codebook, as in the state.
             scaling: The factor of the logits.
-            counts: Numbers of recent and of chosen rows.
-            last: The token's own row, without dimensions.
+            always: The rows that are not chosen by their codes, (B, H, k - chosen).
+            chosen: Number of rows to choose.
+            stop: The first recent row, without dimensions. Those before it are candidates.
         """
-        (recent, chosen), (batch, heads) = counts, codes.shape[:2]
-        newest = last - torch.arange(recent, -1, -1, device=last.device)
-        parts = [torch.arange(self.sinks, device=last.device), newest]
-        listed = torch.cat(parts).expand(batch, heads, -1)
-        if chosen:
-            waits = torch.arange(codes.shape[3], device=last.device) >= last - recent - self.sinks
-            scores = score_codes(queries[:, :, 0], codes, codebook, scaling, waits)
-            listed = torch.cat([listed, top_k_indices(scores, chosen) + self.sinks], 2)
-        return listed.repeat_interleave(queries.shape[1] // heads, 1)
+        if not chosen:
+            return always
+        scores = code_scores(queries[:, :, 0], own["codes"], own["codebook"], scaling, self.sinks, stop)
+        return torch.cat([always, top_k_indices(scores, chosen)], 2)
 
 
 class CodeReader:
@@ -155,57 +161,34 @@ class CodeReader:
             counts: Numbers of recent and of chosen rows; None for all rows.
         """
         self.method, self.answer = method, answer
-        self.counts = counts or (0, 0)
-        self.tables: dict[int, Tensor] = {}  # codes of each layer, unless it attends to all rows
+        self.recent, self.chosen = counts or (0, 0)
+        self.tables: dict[int, dict[str, Tensor]] = {}  # of each layer, unless it attends to all rows
         for layer in answer.all_layers if counts else ():
-            known = answer.states[layer].layer["codes"]
-            self.tables[layer] = known.new_zeros(*known.shape[:3], answer.seen + answer.tokens - method.sinks)
-            self.tables[layer][..., : known.shape[3]] = known
+            own = answer.states[layer].layer
+            codes = own["codes"].new_zeros(*own["codes"].shape[:3], answer.seen + answer.tokens - method.sinks)
+            codes[..., : own["codes"].shape[3]] = own["codes"]
+            self.tables[layer] = {"codes": codes, "codebook": own["codebook"]}
 
     def choose(self, last: Tensor) -> RowChoice:
-        method, answer = self.method, self.answer
+        method, always, stop = self.method, self.method.list_always(self.recent, last), last - self.recent
 
         def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
             if layer not in self.tables:
                 return None
-            codes, codebook = self.tables[layer], answer.states[layer].layer["codebook"]
-            own = encode(keys.index_select(2, last[None]), codebook)
-            codes.index_copy_(3, (last - method.sinks)[None], own)
-            return ListedRows(method.list_rows(queries, codes, codebook, answer.scaling, self.counts, last))
+            own = self.tables[layer]
+            update_codes(keys, own["codes"], own["codebook"], method.sinks, last)
+            rows = always.expand(*keys.shape[:2], -1)
+            return ListedRows(method.list_rows(queries, own, self.answer.scaling, rows, self.chosen, stop))
 
         return choose
 
     def finish(self, seen: int) -> None:
         for layer in self.answer.all_layers:
-            self.method.add_codes(self.answer.keys[layer][:, :, :seen], self.answer.states[layer])
-
-
-def cut_keys(keys: Tensor, parts: int) -> Tensor:
-    """Cut keys (…, n, d) into sub-vectors, (…, m, n, d/m) in float32, or in float64 for float64 keys."""
-    dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    return keys.to(dtype).unflatten(-1, (parts, -1)).transpose(-3, -2)
-
-
-def encode(keys: Tensor, codebook: Tensor) -> Tensor:
-    """Return the nearest centroids of keys (B, H, n, d), (B, H, m, n) uint8. `codebook` is (B, H, m, 2^b, d/m)."""
-    points = cut_keys(keys, codebook.shape[2])
-    return find_nearest(points, codebook.to(points.dtype))[0].to(torch.uint8)
-
-
-def find_nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest of the centroids (…, K, e) of each point (…, n, e), and its squared distance: (…, n) each.
-
-    Of equally near centroids the first one is taken.
-    """
-    norms = centroids.square().sum(-1)[..., None, :]
-    found = [(2 * some @ centroids.mT - norms).max(-1) for some in split_points(points, centroids)]
-    nearness, index = (torch.cat(own, -1) for own in zip(*found, strict=True))
-    return index, points.square().sum(-1) - nearness
-
-
-def split_points(points: Tensor, centroids: Tensor) -> tuple[Tensor, ...]:
-    """Split points (…, n, e) so that their distances to the centroids (…, K, e) fit in memory."""
-    return points.split(max(1, DISTANCES // max(1, centroids[..., 0].numel())), -2)
+            state = self.answer.states[layer]
+            if layer in self.tables:
+                state.layer["codes"] = self.tables[layer]["codes"][..., : seen - self.method.sinks].clone()
+            else:
+                self.method.add_codes(self.answer.keys[layer][:, :, :seen], state)
 
 
 def find_different(points: Tensor, order: Tensor, count: int) -> Tensor:
@@ -226,46 +209,49 @@ def find_centroids(points: Tensor, centroids: Tensor, iterations: int) -> Tensor
 
     Args:
         points: (…, n, e)
-        centroids: The first centroids, (…, K, e), K at most n.
+        centroids: The first centroids, (…, K, e), K at most 256 and at most n.
         iterations: Number of iterations.
 
     Returns:
         The centroids, (…, K, e).
     """
-    count = centroids.shape[-2]
+    shape, count = centroids.shape, centroids.shape[-2]
+    points, centroids = points.flatten(0, -3), centroids.flatten(0, -3)
+    squares = points.square().sum(-1)
     for _ in range(iterations):
-        codes, distances = find_nearest(points, centroids)
-        sums, sizes = torch.zeros_like(centroids), torch.zeros_like(centroids[..., :1])
-        pieces = split_points(points, centroids)
-        for some, own in zip(pieces, codes.split([piece.shape[-2] for piece in pieces], -1), strict=True):
-            members = some.new_zeros(*own.shape, count).scatter_(-1, own[..., None], 1).mT  # sums need no atomics
-            sums, sizes = sums + members @ some, sizes + members.sum(-1, keepdim=True)
+        codes, nearness = find_nearest(points, centroids)
+        sums, sizes = (multiply_members if points.is_cuda else add_members)(points, codes, count)
         empty = sizes == 0
         order = (empty.cumsum(-2) - 1).clamp(min=0)  # the first empty centroid moves to the farthest point, and so on
-        farthest = distances.topk(count, -1).indices[..., None].gather(-2, order)
+        farthest = (squares - nearness).topk(count, -1).indices[..., None].gather(-2, order)
         moved = points.gather(-2, farthest.expand_as(centroids))
         centroids = torch.where(empty, moved, sums / sizes.clamp(min=1))
-    return centroids
+    return centroids.view(shape)
 
 
-def score_codes(queries: Tensor, codes: Tensor, codebook: Tensor, scaling: float, absent: Tensor) -> Tensor:
-    """Return the sum over a group of the softmax of the logits with centroids in place of keys.
+def add_members(points: Tensor, codes: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Add up the points of each centroid, on a CPU. A GPU would add them in no fixed order.
 
     Args:
-        queries: (B, H·G, d)
-        codes: (B, H, m, n) uint8
-        codebook: (B, H, m, 2^b, d/m)
-        scaling: The factor of the logits.
-        absent: The rows that are no candidates, (n,) bool. Their score is -inf.
+        points: (P, n, e)
+        codes: The centroid of each point, (P, n).
+        count: Number of centroids, K.
 
     Returns:
-        (B, H, n) in float32, or in float64 for float64 queries.
+        The sums, (P, K, e), and the numbers of points, (P, K, 1).
     """
-    batch, heads, parts, count = codebook.shape[:4]
-    asking = cut_keys(queries.unflatten(1, (heads, -1)), parts)  # (B, H, m, G, d/m)
-    tables = codebook.to(asking.dtype) @ asking.mT * scaling  # (B, H, m, 2^b, G)
-    starts = torch.arange(0, batch * heads * count, count, device=codes.device).view(batch, heads, 1)
-    found = [embedding(codes[:, :, part] + starts, tables[:, :, part].flatten(0, 2)) for part in range(parts)]
-    logits = sum(found[1:], found[0]).masked_fill(absent[:, None], -torch.inf)  # (B, H, n, G)
-    scores = (logits - logits.logsumexp(2, keepdim=True)).exp().sum(-1)
-    return scores.masked_fill(absent, -torch.inf)
+    total = len(points) * count
+    index = (codes + torch.arange(0, total, count, device=codes.device)[:, None]).flatten()
+    sums = points.new_zeros(total, points.shape[2]).index_add_(0, index, points.flatten(0, 1))
+    return sums.view(-1, count, points.shape[2]), index.bincount(minlength=total).view(-1, count, 1)
+
+
+def multiply_members(points: Tensor, codes: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Do the same by products with ones and zeros, whose order is fixed on a GPU too."""
+    numbers = torch.arange(count, device=codes.device)[:, None]
+    sums, sizes = points.new_zeros(len(points), count, points.shape[2]), points.new_zeros(len(points), count, 1)
+    pieces = split_points(points, sums)
+    for some, own in zip(pieces, codes.split([piece.shape[1] for piece in pieces], 1), strict=True):
+        members = (own[:, None] == numbers).to(points.dtype)
+        sums, sizes = torch.baddbmm(sums, members, some), sizes + members.sum(-1, keepdim=True)
+    return sums, sizes

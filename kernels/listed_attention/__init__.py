@@ -27,8 +27,8 @@ def attend_listed(
         queries: (B, Hq, 1, d)
         keys: (B, H, n, d); H divides Hq. Row j lies in block ⌊j/size⌋.
         values: (B, H, n, d)
-        blocks: Different blocks, (B, Hq, k) int64, one list per query head, or (B, 1, k), one list for all. Only blocks
-            that do not exist may be listed several times.
+        blocks: Different blocks, int64, one list per query head, (B, Hq, k), per KV head, (B, H, k), or for all heads,
+            (B, 1, k). Only blocks that do not exist may be listed several times.
         size: Rows of a block.
         last: The last row that exists, a whole number without dimensions. Rows behind it are not attended to.
         scaling: The factor of the logits.
@@ -49,8 +49,8 @@ def attend_listed(
         raise ValueError(
             f"attend_listed: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
         )
-    lists = blocks.dim() == 3 and blocks.shape[0] == batch and blocks.shape[1] in (1, query_heads) and blocks.shape[2]
-    if not lists or size < 1 or blocks.dtype != torch.int64:
+    fits = blocks.dim() == 3 and blocks.shape[0] == batch and blocks.shape[2] > 0
+    if not fits or blocks.shape[1] not in (1, keys.shape[1], query_heads) or size < 1 or blocks.dtype != torch.int64:
         raise ValueError(f"attend_listed: blocks {tuple(blocks.shape)} {blocks.dtype} of {size} rows")
     given = queries, keys, values, blocks, size, last, scaling, after, counts
     if choose_implementation("attend_listed", implementation, queries) == "reference":

@@ -11,7 +11,7 @@ def attend_listed_reference(
     after: int | None, counts: tuple[Tensor, Tensor] | None,
 ) -> Tensor:  # fmt: skip
     held = int(last) + 1
-    look = mark_rows(blocks, size, held, after).expand(-1, queries.shape[1], -1)
+    look = mark_rows(blocks, size, held, after).repeat_interleave(queries.shape[1] // blocks.shape[1], 1)
     if counts is not None:
         counts[0][int(counts[1])] += look.sum()
     return attend_reference(queries, keys[:, :, :held], values[:, :, :held], None, scaling, look, False)[0]

@@ -1,6 +1,6 @@
 """Attention over listed rows in Triton: programs split the list, and the splits are joined as in `attention`.
 
-A program takes the queries that share a list: one if every query head has its own, the group's if all heads have one.
+A program takes the queries of a KV head that share a list: one if every query head has its own, otherwise the group's.
 """
 
 import torch
@@ -41,7 +41,7 @@ def _listed(
         rest = tl.maximum(newest - after + 1, 0)
     share = tl.cdiv(tl.cdiv(total + rest, splits), N) * N
     high = tl.minimum((split + 1) * share, total + rest)
-    blocks += (b * lists + first_head % lists) * listed
+    blocks += (b * lists + first_head * lists // query_heads) * listed
     keys += b * sk_b + h * sk_h
     values += b * sv_b + h * sv_h
     m = tl.full([M], float("-inf"), tl.float32)
@@ -83,7 +83,7 @@ def attend_listed_triton(
 ) -> Tensor:  # fmt: skip
     batch, query_heads, _, dim = queries.shape
     group, (lists, listed) = query_heads // keys.shape[1], blocks.shape[1:]
-    own = group if lists == 1 else 1
+    own = 1 if lists == query_heads else group
     lines = batch * query_heads // own
     queries, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
     wide, exact = max(16, triton.next_power_of_2(dim)), queries.dtype == torch.float32

@@ -53,11 +53,10 @@ def top_k_indices(scores: Tensor, k: int, *, flat: bool = False, implementation:
     """
     if scores.dim() != 3 or not 1 <= k <= scores.shape[2]:
         raise ValueError(f"top_k_indices: {k} of scores {tuple(scores.shape)}")
-    if choose_implementation("top_k_indices", implementation, scores) == "triton":
-        from kvbench.kernels.row_selection.triton import SINGLE, top_k_indices_triton
+    if choose_implementation("top_k_indices", implementation, scores) == "triton" and scores.numel():
+        from kvbench.kernels.row_selection.triton import top_k_indices_triton
 
-        if scores.shape[2] <= SINGLE and scores.numel():
-            return top_k_indices_triton(scores, k, flat)
+        return top_k_indices_triton(scores, k, flat)
     kept = top_k_mask(scores, k, implementation=implementation)
     found = kept_indices(kept, k * scores[..., 0].numel(), implementation=implementation)
     return found if flat else (found % scores.shape[2]).view(*scores.shape[:2], k)

@@ -94,15 +94,24 @@ def _count(
 @triton.jit(do_not_specialize=["rows", "heads", "per_split", "stride_b", "stride_h"])
 def _choose(
     scores, quotas, counts, known, left, chosen, rows, heads, stride_b, stride_h, stride_n, per_split,
-    SPLITS: tl.constexpr, TILE: tl.constexpr,
+    LIST: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Mark the rows above the quota-th largest number, and the first rows that equal it, as many as fit the quota."""
+    """Choose the rows above the quota-th largest number, and the first rows that equal it, as many as fit the quota.
+
+    They are marked in `chosen` (B·H, n). LIST: their indices are written there, (B·H, quota). FLAT: the rows of all
+    heads are counted together.
+    """
     split, head = tl.program_id(0), tl.program_id(1)
     least, room, same = _digit(counts, known, left, quotas, head, rows, 4, SPLITS)
-    equal = tl.sum(tl.where(tl.arange(0, SPLITS) < split, same, 0))
-    none = tl.load(quotas + head) <= 0
+    earlier = tl.arange(0, SPLITS) < split
+    equal = tl.sum(tl.where(earlier, same, 0))
+    quota, base = tl.load(quotas + head), tl.full((), 0, tl.int64)
+    if LIST:  # after the rows that earlier splits write
+        place = head.to(tl.int64) * quota + tl.sum(tl.where(earlier, _above(counts, least, head, SPLITS), 0))
+        place += tl.minimum(equal, room)
+        base += head.to(tl.int64) * rows if FLAT else 0
     scores += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
-    chosen += head.to(tl.int64) * rows
+    marks = chosen + head.to(tl.int64) * rows
     for first in range(split * per_split, min((split + 1) * per_split, rows), TILE):
         row = first + tl.arange(0, TILE)
         here = row < rows
@@ -110,26 +119,46 @@ def _choose(
         equals = (here & (number == least)).to(tl.int32)
         rank = equal + tl.cumsum(equals, 0)
         stays = (number > least) | ((equals == 1) & (rank <= room))
-        tl.store(chosen + row, (stays & (none == 0)).to(tl.uint8), mask=here)
+        if LIST:
+            kept = (stays & here).to(tl.int32)
+            tl.store(chosen + place + tl.cumsum(kept, 0) - 1, base + row, mask=kept == 1)
+            place += tl.sum(kept)
+        else:
+            tl.store(marks + row, (stays & (quota > 0)).to(tl.uint8), mask=here)
         equal += tl.sum(equals)
 
 
-def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
+@triton.jit
+def _above(counts, least, head, SPLITS: tl.constexpr):
+    """Return the number of rows above `least` in each split, (SPLITS,), from the counts of all four passes."""
+    split, bins = tl.arange(0, SPLITS), tl.arange(0, 256)
+    above = tl.zeros((SPLITS,), tl.int32)
+    for step in tl.static_range(4):  # rows that begin like `least` and have a larger digit next
+        at = counts + (step * tl.num_programs(1) + head) * SPLITS * 256 + split[:, None] * 256 + bins
+        digit = ((least >> (24 - 8 * step)) & 255).to(tl.int32)
+        above += tl.sum(tl.where(bins[None] > digit, tl.load(at), 0), 1)
+    return above
+
+
+def choose_by_digits(scores: Tensor, quotas: Tensor, chosen: Tensor, **more: bool) -> None:
+    """Choose the quota-th largest scores of each head. `chosen` gets what `_choose` writes."""
     batch, heads, rows = scores.shape
-    chosen = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    if chosen.numel() == 0:
-        return chosen
     splits = 1 if rows <= 2 * TILE else 8 if rows <= 32 * TILE else 32  # only three values, because each is compiled
     per_split = triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
     lines = batch * heads
     counts = torch.empty(4, lines, splits, 256, dtype=torch.int32, device=scores.device)
     known = torch.empty(lines, 4, dtype=torch.int64, device=scores.device)
     left = torch.empty(lines, 4, dtype=torch.int32, device=scores.device)
-    quotas, sizes = quotas.contiguous(), (rows, heads, *scores.stride(), per_split)
+    given, sizes = (scores, quotas.contiguous(), counts, known, left), (rows, heads, *scores.stride(), per_split)
     for step in range(4):
-        _count[splits, lines](scores, quotas, counts, known, left, *sizes, PASS=step, SPLITS=splits, TILE=TILE)
-    marks = chosen.view(torch.uint8)
-    _choose[splits, lines](scores, quotas, counts, known, left, marks, *sizes, SPLITS=splits, TILE=TILE)
+        _count[splits, lines](*given, *sizes, PASS=step, SPLITS=splits, TILE=TILE)
+    _choose[splits, lines](*given, chosen, *sizes, **more, SPLITS=splits, TILE=TILE)
+
+
+def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
+    chosen = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+    if chosen.numel():
+        choose_by_digits(scores, quotas, chosen.view(torch.uint8), LIST=False, FLAT=False)
     return chosen
 
 
@@ -208,6 +237,10 @@ def top_k_indices_triton(scores: Tensor, k: int, flat: bool) -> Tensor:
     batch, heads, rows = scores.shape
     shape = (batch * heads * k,) if flat else (batch, heads, k)
     found = torch.empty(shape, dtype=torch.int64, device=scores.device)
+    if rows > SINGLE:
+        quotas = torch.full((batch * heads,), k, device=scores.device)
+        choose_by_digits(scores, quotas, found, LIST=True, FLAT=flat)
+        return found
     tile, more = next(sizes for sizes in SIZES if rows <= sum(sizes))
     _list_top[batch * heads,](
         scores, found, rows, k, heads, *scores.stride(), FLAT=flat, TILE=tile, MORE=more, num_warps=8

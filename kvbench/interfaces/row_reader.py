@@ -19,9 +19,9 @@ class ListedRows:
     """The rows that one token attends to: those of listed blocks, and those behind a position."""
 
     blocks: Tensor
-    """Different blocks, (B, Hq, k) int64, one list per query head, or (B, 1, k), one list for all. Row j lies in block
-    ⌊j/size⌋. Rows that do not exist yet are not attended to. A shorter list is filled with a block of such rows, which
-    may occur several times.
+    """Different blocks, int64: one list per query head, (B, Hq, k), per KV head, (B, H, k), or for all heads,
+    (B, 1, k). Row j lies in block ⌊j/size⌋. Rows that do not exist yet are not attended to. A shorter list is filled
+    with a block of such rows, which may occur several times.
     """
     size: int = 1
     """Rows of a block."""

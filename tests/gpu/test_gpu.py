@@ -178,6 +178,17 @@ def test_graphs_attend_to_the_rows_that_the_modules_choose(exact, method, more):
         assert one.attended == pytest.approx(other.attended)
 
 
+@pytest.mark.parametrize("preset", ["paper", "infinitebench"])
+def test_graphs_choose_by_the_codes_of_more_rows_than_one_program_takes(exact, preset):
+    contexts, answers = both_ways(exact, "pqcache", prompts(1, 18000), 0.05, preset=preset)
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may be chosen
+    for one, other in zip(*(context.own_layers for context in contexts), strict=True):
+        assert one.attended == pytest.approx(other.attended)
+        codes = [own.state.layer["codes"] for own in (one, other)]
+        assert codes[0].shape == codes[1].shape and (codes[0] == codes[1]).float().mean() >= 0.999
+
+
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("method", ["full", "deltakv"])
 @pytest.mark.parametrize("batch", [1, 2])

@@ -7,22 +7,24 @@ from kvbench.kernels.listed_attention import attend_listed
 from tests.support.compile_kernels import list_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CASES = {  # batch, KV heads, group, rows, newest row, dim, lists of all heads, block, blocks, after
-    "pages": (2, 2, 4, 90, 70, 16, False, 16, 3, None),
-    "the newest page is not whole": (1, 2, 1, 40, 33, 24, False, 8, 5, None),
-    "one list and a tail": (2, 2, 3, 200, 130, 16, True, 1, 20, 120),
-    "a tail of one row": (1, 1, 8, 64, 50, 64, True, 1, 9, 50),
-    "many": (1, 2, 2, 700, 690, 16, False, 4, 100, None),
+CASES = {  # batch, KV heads, group, rows, newest row, dim, lists, block, blocks, after
+    "pages": (2, 2, 4, 90, 70, 16, 8, 16, 3, None),
+    "the newest page is not whole": (1, 2, 1, 40, 33, 24, 2, 8, 5, None),
+    "one list and a tail": (2, 2, 3, 200, 130, 16, 1, 1, 20, 120),
+    "a tail of one row": (1, 1, 8, 64, 50, 64, 1, 1, 9, 50),
+    "many": (1, 2, 2, 700, 690, 16, 4, 4, 100, None),
+    "a list per KV head": (2, 3, 4, 200, 130, 24, 3, 1, 90, None),
+    "a list per KV head and a tail": (1, 2, 7, 100, 90, 64, 2, 1, 30, 80),
 }
 
 
 def case(name, dtype):
-    batch, heads, group, rows, newest, dim, shared, size, listed, after = CASES[name]
+    batch, heads, group, rows, newest, dim, lists, size, listed, after = CASES[name]
     draw = torch.Generator().manual_seed(rows)
     queries = torch.randn(batch, heads * group, 1, dim, generator=draw)
     keys, values = (torch.randn(batch, heads, rows + 3, dim, generator=draw)[:, :, :rows] for _ in range(2))
     keys[:, :, newest + 1 :] = values[:, :, newest + 1 :] = torch.nan  # behind the newest row is nothing
-    lists, end = 1 if shared else heads * group, newest // size + 1 if after is None else after // size
+    end = newest // size + 1 if after is None else after // size
     blocks = torch.stack([torch.randperm(end, generator=draw)[:listed] for _ in range(batch * lists)])
     blocks[:, 0] = torch.where((blocks == end - 1).any(-1), blocks[:, 0], end - 1)  # the newest block is listed
     own = [part.to(DEVICE, dtype) for part in (queries, keys, values)]
@@ -34,7 +36,7 @@ def attend_by_head(queries, keys, values, blocks, size, newest, after):
     outputs, count = torch.zeros_like(queries), 0
     for b in range(len(queries)):
         for head in range(queries.shape[1]):
-            own = blocks[b, head if blocks.shape[1] > 1 else 0].tolist()
+            own = blocks[b, head * blocks.shape[1] // queries.shape[1]].tolist()
             rows = {block * size + row for block in own for row in range(size)} | set(
                 range(after or newest + 1, newest + 1)
             )
@@ -66,7 +68,7 @@ def test_only_listed_rows_are_attended_to(name, implementation, dtype):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-@pytest.mark.parametrize("name", ["pages", "one list and a tail"])
+@pytest.mark.parametrize("name", ["pages", "one list and a tail", "a list per KV head"])
 def test_blocks_that_do_not_exist_fill_a_list(name, implementation):
     own, blocks, size, newest, after = case(name, torch.float32)
     exact, count = attend_by_head(*(part.double() for part in own), blocks, size, newest, after)
@@ -82,7 +84,7 @@ def test_blocks_that_do_not_exist_fill_a_list(name, implementation):
 def test_what_does_not_fit_is_refused():
     queries, rows, last = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 9, 8), torch.tensor(3)
     for blocks in (
-        torch.zeros(1, 2, 3, dtype=torch.int64),
+        torch.zeros(1, 3, 3, dtype=torch.int64),
         torch.zeros(1, 4, 3),
         torch.zeros(1, 4, 0, dtype=torch.int64),
     ):

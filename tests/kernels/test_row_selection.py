@@ -139,11 +139,25 @@ def test_indices_of_scores_that_are_not_finite(k, times):
     assert torch.equal(top_k_indices(scores, k, implementation="triton"), expected)
 
 
-def test_indices_of_more_scores_than_one_program_takes(monkeypatch):
+@pytest.mark.cover
+@pytest.mark.parametrize("rows, k", [(50, 9), (50, 50), (4097, 1), (9000, 2999), (70000, 3500)])
+@pytest.mark.parametrize("kind", ["different", "ties", "not finite", "equal"])
+def test_indices_of_more_scores_than_one_program_takes(rows, k, kind, monkeypatch):
+    """Programs of several splits write next to each other."""
     monkeypatch.setattr("kvbench.kernels.row_selection.triton.SINGLE", 10)
-    scores = torch.randn(1, 2, 50, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    found = [top_k_indices(scores, 9, implementation=name) for name in ("reference", "triton")]
-    assert torch.equal(*found) and found[0].shape == (1, 2, 9)
+    scores = torch.randn(2, 2, rows + 2, generator=torch.Generator().manual_seed(rows))[..., :rows]
+    if kind == "ties":
+        scores = scores.round()
+    elif kind == "not finite":
+        scores[..., rows // 3 :] = -torch.inf
+        scores[:, 1, ::7] = torch.inf
+    elif kind == "equal":
+        scores[:] = -0.5
+    expected = top_k_mask(scores, k, implementation="reference").nonzero()[:, 2].view(2, 2, k)
+    flat = expected + torch.arange(4).view(2, 2, 1) * rows
+    scores = scores.to(DEVICE)
+    assert torch.equal(top_k_indices(scores, k, implementation="triton").cpu(), expected)
+    assert torch.equal(top_k_indices(scores, k, flat=True, implementation="triton").cpu(), flat.flatten())
 
 
 def test_inputs_that_do_not_fit():
@@ -171,7 +185,10 @@ def ahead():
             yield list_kernel(
                 own._count, {**work, "scores": "*fp32"}, {"PASS": step, "SPLITS": splits, "TILE": own.TILE}
             )
-        yield list_kernel(own._choose, {**work, "scores": "*bf16"}, {"SPLITS": splits, "TILE": own.TILE})
+        sizes = {"LIST": False, "FLAT": False, "SPLITS": splits, "TILE": own.TILE}
+        yield list_kernel(own._choose, {**work, "scores": "*bf16"}, sizes)
+    sizes |= {"LIST": True, "FLAT": True}
+    yield list_kernel(own._choose, {**work, "chosen": "*i64", "scores": "*fp32"}, sizes)
     top = {"scores": "*fp32", "found": "*i64"}
     for flat in (False, True):
         sizes = dict(zip(("TILE", "MORE"), own.SIZES[-1], strict=True))

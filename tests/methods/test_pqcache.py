@@ -15,7 +15,8 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer
-from kvbench.methods.pqcache import cut_keys, encode, find_centroids, find_different, score_codes
+from kvbench.kernels.product_quantization import encode
+from kvbench.methods.pqcache import add_members, find_centroids, find_different, multiply_members
 from kvbench.validation import SettingError
 from tests.support.answer_paths import assert_same, make_contexts
 from tests.support.branches import check_after_branches
@@ -131,7 +132,7 @@ def make_method(**more):
 
 
 def list_exact(queries: torch.Tensor, keys: torch.Tensor, sinks: int, counts: tuple[int, int]) -> list[list[set[int]]]:
-    """The rows that exact logits choose, for each sample and query head; `keys` end with the token's own."""
+    """The rows that exact logits choose, for each sample and KV head; `keys` end with the token's own."""
     recent, chosen = counts
     stop = keys.shape[2] - 1 - recent
     group = queries.shape[1] // keys.shape[1]
@@ -139,7 +140,17 @@ def list_exact(queries: torch.Tensor, keys: torch.Tensor, sinks: int, counts: tu
     scores = logits.softmax(-1).sum(2)
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., :chosen] + sinks
     always = {*range(sinks), *range(stop, keys.shape[2])}
-    return [[always | {*own.tolist()} for own in sample.repeat_interleave(group, 0)] for sample in best]
+    return [[always | {*own.tolist()} for own in sample] for sample in best]
+
+
+def list_rows(method, queries: torch.Tensor, keys: torch.Tensor, book: torch.Tensor, counts: tuple[int, int]) -> list:
+    """The rows that the codes of `keys` choose for the token behind them, for each sample and KV head."""
+    recent, chosen = counts
+    last = torch.tensor(keys.shape[2])
+    always = method.list_always(recent, last).expand(*keys.shape[:2], -1)
+    own = {"codes": encode(keys, book), "codebook": book}
+    listed = method.list_rows(queries, own, keys.shape[3] ** -0.5, always, chosen, last - recent)
+    return [[{*head.tolist()} for head in sample] for sample in listed]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -158,10 +169,7 @@ def test_few_different_sub_vectors_are_chosen_exactly(distinct, rows, dtype):
     assert torch.equal(read, keys) and book.shape[3] == min(8, rows) and codes.dtype == torch.uint8
     own = torch.cat([keys, keys[:, :, :1]], 2)
     counts = min(7, rows - 4), 4
-    listed = method.list_rows(queries, codes, book, 24**-0.5, counts, torch.tensor(rows))
-    assert [[{*head.tolist()} for head in sample] for sample in listed] == list_exact(
-        queries.double(), own.double(), 0, counts
-    )
+    assert list_rows(method, queries, keys, book, counts) == list_exact(queries.double(), own.double(), 0, counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -175,9 +183,8 @@ def test_few_different_sub_vectors_of_any_numbers_are_chosen_exactly(dtype):
     method = make_method(sinks=0, iterations=25)
     book = torch.stack([method.cluster(own, seed) for own, seed in zip(keys, (3, 4), strict=True)])
     assert (book.sort(3).values - values.sort(3).values).abs().max() < (1e-14 if dtype == torch.float64 else 1e-5)
-    listed = method.list_rows(queries, encode(keys, book), book, 24**-0.5, (20, 30), torch.tensor(300))
     exact = list_exact(queries.double(), torch.cat([keys, keys[:, :, :1]], 2).double(), 0, (20, 30))
-    assert [[{*head.tolist()} for head in sample] for sample in listed] == exact
+    assert list_rows(method, queries, keys, book, (20, 30)) == exact
 
 
 def test_a_centroid_for_each_row_attends_to_the_best_rows():
@@ -195,7 +202,8 @@ def test_a_centroid_for_each_row_attends_to_the_best_rows():
     held.extend(ids(1, seed=1))
     queries, look = own[0]
     expected = list_exact(queries, layer.rows.view().keys, 5, (13, 20))
-    assert [{*head.nonzero()[:, 0].tolist()} for head in look[0]] == expected[0]
+    assert [{*head.nonzero()[:, 0].tolist()} for head in look[0, ::3]] == expected[0]
+    assert torch.equal(look[0], look[0, ::3].repeat_interleave(3, 0))
     assert layer.state.layer["codebook"].shape == (1, 2, 4, 113, 8)
 
 
@@ -220,21 +228,12 @@ def test_the_first_centroids_are_different_points():
 def test_pieces_of_the_points_give_the_same_centroids(monkeypatch):
     points = torch.randn(3, 50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     whole = find_centroids(points, points[:, :6], 5)
-    monkeypatch.setattr("kvbench.methods.pqcache.DISTANCES", 3 * 6 * 7)
+    codes = torch.randint(6, (3, 50), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    added = add_members(points, codes, 6)
+    monkeypatch.setattr("kvbench.kernels.product_quantization.centroids.DISTANCES", 3 * 6 * 7)
     torch.testing.assert_close(find_centroids(points, points[:, :6], 5), whole, rtol=0, atol=1e-12)
-
-
-def test_the_scores_of_a_group_are_its_sums_of_probabilities():
-    draws = torch.Generator().manual_seed(1)
-    queries, keys = (torch.randn(2, h, n, 12, generator=draws, dtype=torch.float64) for h, n in ((6, 1), (2, 30)))
-    book = cut_keys(keys, 3)[:, :, :, :16]
-    codes = encode(keys, book)
-    absent = torch.arange(30) >= 26
-    found = score_codes(queries[:, :, 0], codes, book, 0.3, absent)
-    read = book.gather(3, codes.long()[..., None].expand(-1, -1, -1, -1, 4)).transpose(2, 3).flatten(3)
-    logits = torch.einsum("bhgd,bhnd->bhgn", queries.view(2, 2, 3, 12), read[:, :, :26]) * 0.3
-    torch.testing.assert_close(found[..., :26], logits.softmax(-1).sum(2), rtol=0, atol=1e-14)
-    assert (found[..., 26:] == -torch.inf).all()
+    for found, expected in zip(multiply_members(points, codes, 6), added, strict=True):
+        torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("block", [None, 7])
@@ -332,10 +331,11 @@ def test_the_reader_lists_the_rows_that_read_marks():
         written[:, :, row] = keys[:, :, row]
         own = queries[:, :, row : row + 1]
         found = reader.choose(torch.tensor(row))(0, own, written)
-        assert (found.size, found.after) == (1, None) and found.blocks.shape == (2, 6, 5 + 13 + 20 + 1)
+        assert (found.size, found.after) == (1, None) and found.blocks.shape == (2, 2, 5 + 13 + 20 + 1)
         states[1].layer["codes"] = states[1].layer["codes"][..., : row - 5]
         marked = method.read(ReadRequest(own, 0, 1, row, 118, 0.2, 35, Fraction(3, 10)), None, states[1])
-        assert torch.equal(torch.zeros(2, 6, row + 1).scatter_(2, found.blocks, 1.0).bool(), marked)
+        looked = torch.zeros(2, 2, row + 1).scatter_(2, found.blocks, 1.0).bool()
+        assert torch.equal(looked.repeat_interleave(3, 1), marked)
         method.add_codes(keys[:, :, : row + 1], states[1])
     reader.finish(150)
     assert torch.equal(states[0].layer["codes"], states[1].layer["codes"])

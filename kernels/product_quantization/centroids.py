@@ -1,0 +1,51 @@
+"""Cut keys into sub-vectors and find their nearest centroids, in PyTorch."""
+
+import torch
+from torch import Tensor
+
+DISTANCES = 1 << 20  # that are computed together: as many as a CPU's cache holds
+MOST_DISTANCES = 1 << 25  # on a GPU
+
+
+def cut_keys(keys: Tensor, parts: int) -> Tensor:
+    """Cut keys (…, n, d) into sub-vectors, (…, m, n, d/m) in float32, or in float64 for float64 keys."""
+    dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
+    return keys.to(dtype).unflatten(-1, (parts, -1)).transpose(-3, -2)
+
+
+def encode(keys: Tensor, codebook: Tensor) -> Tensor:
+    """Return the codes of keys (B, H, n, d), (B, H, m, n) uint8. `codebook` is (B, H, m, K, d/m), K at most 256."""
+    points = cut_keys(keys, codebook.shape[2])
+    return find_nearest(points, codebook.to(points.dtype))[0]
+
+
+def find_nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the nearest of the centroids (…, K, e), K at most 256, of each point p (…, n, e).
+
+    Of equally near centroids the first one is taken.
+
+    Returns:
+        The centroid's number, (…, n) uint8, and its nearness 2·p·c - |c|², (…, n), with which |p - c|² is |p|² less the
+        nearness.
+    """
+    shape, count = points.shape[:-1], centroids.shape[-2]
+    points, centroids = points.flatten(0, -3), centroids.flatten(0, -3)
+    each = centroids[..., 0].numel()  # distances of a point of each part
+    norms = centroids.square().sum(-1, keepdim=True)
+    behind = torch.arange(count - 1, -1, -1, dtype=points.dtype, device=points.device)[:, None]  # centroids behind each
+    pieces, found = split_points(points, centroids), []
+    room = points.new_empty(each * pieces[0].shape[1])
+    for some in pieces:
+        nearness = room[: each * some.shape[1]].view(len(points), count, some.shape[1])
+        torch.baddbmm(norms, centroids, some.mT, beta=-1, alpha=2, out=nearness)  # faster than (…, n, K)
+        largest = nearness.amax(1)
+        last = nearness.eq_(largest[:, None]).mul_(behind).amax(1)  # in place, because memory is slower than arithmetic
+        found.append(((count - 1 - last).to(torch.uint8), largest))
+    codes, largest = (torch.cat(own, -1).view(shape) for own in zip(*found, strict=True))
+    return codes, largest
+
+
+def split_points(points: Tensor, centroids: Tensor) -> tuple[Tensor, ...]:
+    """Split points (P, n, e) so that few distances to the centroids (P, K, e) are computed together."""
+    most = MOST_DISTANCES if points.is_cuda else DISTANCES
+    return points.split(max(1, most // max(1, centroids[..., 0].numel())), -2)

@@ -1,0 +1,162 @@
+"""Scores of rows by their codes, in three launches, and the codes of one row in another.
+
+`_products` multiplies the query heads with the centroids. Afterwards a row's logit is a sum of `m` of these products.
+`_sums` finds the maximum and the sum of each span of rows, and `_scores` joins those of all spans and computes the
+logits again.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.dispatch import is_interpreting
+
+LOG2E = 1.4426950408889634
+CENTROIDS = 64  # that a program multiplies or compares
+SPAN = 2048  # rows of a program, unless the group is large. Sums are in this order whatever the batch is
+LOGITS = 16384  # most logits that a program holds
+SPANS = tl.constexpr(64)  # whose sums are joined at once
+
+
+@triton.jit(do_not_specialize=["count", "heads"])
+def _products(
+    queries, codebook, tables, heads, group, parts, count, size, scale, q_b, q_h, q_d,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, G: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Multiply a group's queries with N centroids of a part, into tables (B, H, m, K, G) of logits in base 2."""
+    line, part = tl.program_id(1), tl.program_id(2)
+    b, h = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    code, column, member = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, E), tl.arange(0, M)
+    wide = (column < size)[None]
+    at = b * q_b + (h * group + member)[:, None] * q_h + (part * size + column)[None] * q_d
+    query = tl.load(queries + at, mask=(member < group)[:, None] & wide, other=0.0)
+    line = (line * parts + part).to(tl.int64) * count
+    at = (line + code)[:, None] * size + column[None]
+    centroid = tl.load(codebook + at, mask=(code < count)[:, None] & wide, other=0.0)
+    if CAST:
+        query, centroid = query.to(tl.float32), centroid.to(tl.float32)
+    product = tl.dot(centroid, tl.trans(query), input_precision="ieee") * scale
+    there = (code < count)[:, None] & (member < G)[None]
+    tl.store(tables + (line + code)[:, None] * G + member[None], product, mask=there)
+
+
+@triton.jit
+def _load_logits(
+    codes, tables, row, first, stop, line, count, group, c_m, PARTS: tl.constexpr, G: tl.constexpr
+):  # fmt: skip
+    """Return the logits of rows in base 2, (N, G); -inf for rows that are no candidates and beyond the group.
+
+    `codes` points to the codes of row `first` of the head number `line`.
+    """
+    here, member = (row >= first) & (row < stop), tl.arange(0, G)
+    logits = tl.zeros((row.shape[0], G), tl.float32)
+    for part in tl.static_range(PARTS):
+        code = tl.load(codes + part * c_m + (row - first), mask=here, other=0).to(tl.int32)
+        logits += tl.load(tables + ((line * PARTS + part) * count + code)[:, None] * G + member[None])
+    return tl.where(here[:, None] & (member < group)[None], logits, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["heads", "count", "first", "rows", "c_b", "c_h", "c_m"])
+def _sums(
+    codes, tables, stop, maxima, sums, heads, count, group, first, rows, c_b, c_h, c_m,
+    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Compute the maximum and the sum of 2^(logit - maximum) of a span of rows, (B·H, spans, G) each."""
+    span, line = tl.program_id(0), tl.program_id(1)
+    codes += (line // heads).to(tl.int64) * c_b + (line % heads).to(tl.int64) * c_h
+    row, last = span * N + tl.arange(0, N), tl.minimum(tl.load(stop), rows).to(tl.int32)
+    logits = _load_logits(codes, tables, row, first, last, line, count, group, c_m, PARTS, G)
+    most = tl.max(logits, 0)
+    total = tl.sum(tl.exp2(logits - tl.where(most == float("-inf"), 0.0, most)[None]), 0)
+    at = (line * tl.num_programs(0) + span).to(tl.int64) * G + tl.arange(0, G)
+    tl.store(maxima + at, most)
+    tl.store(sums + at, total)
+
+
+@triton.jit(do_not_specialize=["heads", "count", "first", "rows", "c_b", "c_h", "c_m"])
+def _scores(
+    codes, tables, stop, maxima, sums, scores, heads, count, group, first, rows, c_b, c_h, c_m,
+    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Join the sums of all spans, SPANS at once, and write the scores of a span."""
+    span, spans, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    codes += (line // heads).to(tl.int64) * c_b + (line % heads).to(tl.int64) * c_h
+    member = tl.arange(0, G)
+    most, total = tl.full((G,), float("-inf"), tl.float32), tl.zeros((G,), tl.float32)
+    for begin in range(0, spans, SPANS):
+        other = begin + tl.arange(0, SPANS)
+        at, there = (line * spans + other).to(tl.int64)[:, None] * G + member[None], (other < spans)[:, None]
+        high = tl.load(maxima + at, mask=there, other=float("-inf"))
+        new = tl.maximum(most, tl.max(high, 0))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        more = tl.sum(tl.load(sums + at, mask=there, other=0.0) * tl.exp2(high - safe[None]), 0)
+        total = total * tl.exp2(most - safe) + more
+        most = new
+    safe = tl.where(most == float("-inf"), 0.0, most)
+    share = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    row, last = span * N + tl.arange(0, N), tl.minimum(tl.load(stop), rows).to(tl.int32)
+    logits = _load_logits(codes, tables, row, first, last, line, count, group, c_m, PARTS, G)
+    score = tl.sum(tl.exp2(logits - safe[None]) * share[None], 1)
+    score = tl.where((row >= first) & (row < last), score, float("-inf"))
+    tl.store(scores + line.to(tl.int64) * rows + row, score, mask=row < rows)
+
+
+def code_scores_triton(
+    queries: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor
+) -> Tensor:
+    batch, heads, parts, count, size = codebook.shape
+    group, rows, lines = queries.shape[1] // heads, first + codes.shape[3], batch * heads
+    codes = codes if codes.stride(3) == 1 else codes.contiguous()
+    wide = triton.next_power_of_2(group)  # query heads of a table
+    span = min(SPAN, max(16, LOGITS // wide))
+    spans = triton.cdiv(rows, span)
+    scores = torch.empty(batch, heads, rows, dtype=torch.float32, device=codes.device)
+    if not scores.numel():
+        return scores
+    tables = torch.empty(lines, parts, count, wide, dtype=torch.float32, device=codes.device)
+    _products[triton.cdiv(count, CENTROIDS), lines, parts](
+        queries, codebook.contiguous(), tables, heads, group, parts, count, size, scaling * LOG2E, *queries.stride(),
+        M=max(16, wide), N=CENTROIDS, E=max(16, triton.next_power_of_2(size)), G=wide,
+        CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=4,
+    )  # fmt: skip
+    maxima, sums = (torch.empty(lines, spans, wide, dtype=torch.float32, device=codes.device) for _ in range(2))
+    sizes = (heads, count, group, first, rows, *codes.stride()[:3])
+    shape = {"PARTS": parts, "G": wide, "N": span, "num_warps": 8}
+    _sums[spans, lines](codes, tables, stop, maxima, sums, *sizes, **shape)
+    _scores[spans, lines](codes, tables, stop, maxima, sums, scores, *sizes, **shape)
+    return scores
+
+
+@triton.jit(do_not_specialize=["heads", "count", "first", "k_b", "k_h", "c_b", "c_h", "c_m"])
+def _newest(
+    keys, codes, codebook, last, heads, parts, count, size, first, k_b, k_h, k_n, k_d, c_b, c_h, c_m,
+    N: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Find the nearest centroid of one sub-vector, the first of equally near ones."""
+    line, part = tl.program_id(0), tl.program_id(1)
+    b, h, newest = (line // heads).to(tl.int64), (line % heads).to(tl.int64), tl.load(last).to(tl.int64)
+    column = tl.arange(0, E)
+    at = keys + b * k_b + h * k_h + newest * k_n + (part * size + column) * k_d
+    key = tl.load(at, mask=column < size, other=0.0).to(tl.float32)
+    codebook += (line * parts + part).to(tl.int64) * count * size
+    best, found = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    for begin in range(0, count, N):
+        code = begin + tl.arange(0, N)
+        here = (code < count)[:, None] & (column < size)[None]
+        centroid = tl.load(codebook + code[:, None] * size + column[None], mask=here, other=0.0).to(tl.float32)
+        nearness = tl.where(code < count, tl.sum(centroid * (2 * key[None] - centroid), 1), float("-inf"))
+        largest = tl.max(nearness, 0)
+        nearest = tl.min(tl.where(nearness == largest, code, 256), 0)
+        found = tl.where(largest > best, nearest, found)
+        best = tl.maximum(best, largest)
+    tl.store(codes + b * c_b + h * c_h + part * c_m + newest - first, found.to(tl.uint8))
+
+
+def update_codes_triton(keys: Tensor, codes: Tensor, codebook: Tensor, first: int, last: Tensor) -> None:
+    batch, heads, parts, count, size = codebook.shape
+    if batch * heads:
+        _newest[batch * heads, parts](
+            keys, codes, codebook.contiguous(), last, heads, parts, count, size, first, *keys.stride(),
+            *codes.stride()[:3], N=CENTROIDS, E=triton.next_power_of_2(size), num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,207 @@
+"""Scores by codes: Triton and PyTorch against loops over rows in float64, over odd sizes, groups, views and dtypes."""
+
+import math
+
+import pytest
+import torch
+
+from kvbench.kernels.product_quantization import code_scores, encode, update_codes
+from kvbench.kernels.row_selection import top_k_indices
+from tests.support.compile_kernels import list_kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BOTH = pytest.mark.parametrize("implementation", ["reference", "triton"])
+CASES = {  # batch, KV heads, group, parts, dim, centroids, rows with codes, first row, row after the last candidate
+    "pairs": (2, 3, 4, 2, 128, 64, 130, 32, 140),
+    "quarters": (1, 2, 3, 4, 96, 256, 70, 5, 75),
+    "few centroids": (1, 1, 7, 2, 64, 16, 40, 0, 33),
+    "fewer than 2^b": (2, 1, 1, 4, 64, 11, 11, 3, 14),
+    "one candidate": (1, 2, 4, 2, 64, 64, 9, 4, 5),
+    "no candidate": (1, 2, 3, 2, 64, 64, 9, 4, 4),
+    "one row": (1, 1, 1, 1, 16, 1, 1, 0, 1),
+    "more rows than a program has": (1, 2, 3, 2, 64, 64, 4100, 7, 4103),
+    "a large group": (1, 1, 20, 3, 24, 30, 700, 1, 690),
+}
+
+
+def case(name, dtype):
+    """Queries, codes and codebook as methods have them: the codes a part of a longer table, garbage behind `stop`."""
+    batch, heads, group, parts, dim, count, rows, first, stop = CASES[name]
+    draw = torch.Generator().manual_seed(rows + dim)
+    queries = 2 * torch.randn(batch, heads * group, 1, dim, generator=draw)
+    codebook = torch.randn(batch, heads, parts, count, dim // parts, generator=draw)
+    codes = torch.randint(count, (batch, heads, parts, rows + 6), generator=draw, dtype=torch.uint8)[..., :rows]
+    codes[..., stop - first :] = 255
+    return queries.to(DEVICE, dtype)[:, :, 0], codes.to(DEVICE), codebook.to(DEVICE, dtype), first, stop
+
+
+def score_by_loops(queries, codes, codebook, scaling, first, stop):
+    """Scores in float64, row by row; nan where there is no candidate."""
+    batch, heads, parts, _, size = codebook.shape
+    queries, codebook, codes = queries.double().cpu(), codebook.double().cpu(), codes.cpu().long()
+    scores = torch.full((batch, heads, first + codes.shape[3]), math.nan, dtype=torch.float64)
+    group = queries.shape[1] // heads
+    for b in range(batch):
+        for h in range(heads):
+            total = torch.zeros(stop - first, dtype=torch.float64)
+            for query in queries[b, h * group : (h + 1) * group]:
+                weights = torch.zeros(stop - first, dtype=torch.float64)
+                for row in range(stop - first):
+                    key = torch.cat([codebook[b, h, part, codes[b, h, part, row]] for part in range(parts)])
+                    weights[row] = query @ key * scaling
+                weights = (weights - weights.max()).exp() if len(weights) else weights
+                total += weights / weights.sum()
+            scores[b, h, first:stop] = total
+    return scores
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", DTYPES)
+@BOTH
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_sums_of_probabilities(name, implementation, dtype):
+    queries, codes, codebook, first, stop = case(name, dtype)
+    scaling = queries.shape[2] ** -0.5
+    given = queries, codes, codebook, scaling, first, torch.tensor(stop, device=DEVICE)
+    found = code_scores(*given, implementation=implementation)
+    exact = score_by_loops(queries, codes, codebook, scaling, first, stop)
+    there = exact.isfinite()
+    assert found.dtype == torch.float32 and found.shape == exact.shape
+    assert (found.cpu()[~there] == -math.inf).all() and there.sum() == found[..., first:stop].numel()
+    # a logit is off by 2^-24·d times its largest summands, and a probability by as much of itself
+    sizes = queries.double().abs().sum(-1).amax() * codebook.double().abs().amax() * scaling
+    close = 2.0**-24 * float(sizes) * 4 + 1e-6
+    torch.testing.assert_close(found.cpu().double()[there], exact[there], rtol=close, atol=1e-30)
+    assert torch.equal(found, code_scores(*given, implementation=implementation))
+
+
+def test_float64_is_computed_in_float64():
+    queries, codes, codebook, first, stop = case("pairs", torch.float64)
+    found = code_scores(queries, codes, codebook, 0.1, first, torch.tensor(stop, device=DEVICE))
+    exact = score_by_loops(queries, codes, codebook, 0.1, first, stop)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found[..., first:stop].cpu(), exact[..., first:stop], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_rank_as_in_the_reference(dtype):
+    """Of rows with equal codes the scores are equal, bit by bit, wherever they lie. Logits here differ clearly."""
+    draw = torch.Generator().manual_seed(0)
+    queries, codebook = torch.zeros(1, 6, 64), torch.zeros(1, 2, 2, 64, 32)
+    codebook[..., 0] = torch.randn(1, 2, 2, 64, generator=draw)
+    queries[..., [0, 32]] = 1 + torch.rand(1, 6, 2, generator=draw)
+    codes = torch.randint(64, (1, 2, 2, 3000), generator=draw, dtype=torch.uint8)
+    codes[..., 1500:] = codes[..., :1500]
+    found, expected = (
+        code_scores(
+            queries.to(device, dtype), codes.to(device), codebook.to(device, dtype), 1.0, 0,
+            torch.tensor(3000, device=device), implementation=name,
+        ).cpu()
+        for name, device in (("triton", DEVICE), ("reference", "cpu"))
+    )  # fmt: skip
+    for scores in (found, expected):
+        assert torch.equal(scores[..., :1500], scores[..., 1500:])
+    for head in range(2):
+        different = expected[0, head, :1500].unique()
+        order = expected[0, head].argsort(descending=True, stable=True)
+        ranked = found[0, head][order]
+        gaps = expected[0, head][order].diff().abs() > 1e-5 * expected[0, head][order][1:]
+        assert len(different) > 1000 and (ranked.diff() <= 0)[gaps].all()
+
+
+@pytest.mark.parametrize("rows", [3000, 18000])
+def test_the_rows_that_the_reference_chooses_are_chosen(rows):
+    """Of few different combinations, so that most rows have equals and the older ones must come first."""
+    draw = torch.Generator().manual_seed(rows)
+    queries, codebook = torch.randn(1, 8, 64, generator=draw), torch.randn(1, 2, 2, 16, 32, generator=draw)
+    codes, last = torch.randint(16, (1, 2, 2, rows), generator=draw, dtype=torch.uint8), torch.tensor(rows - 100)
+    expected = code_scores(queries, codes, codebook, 0.125, 32, last, implementation="reference")
+    given = queries.to(DEVICE), codes.to(DEVICE), codebook.to(DEVICE), 0.125, 32, last.to(DEVICE)
+    found = code_scores(*given, implementation="triton")
+    for k in (1, rows // 20):
+        own = top_k_indices(found, k, implementation="triton").cpu()
+        assert torch.equal(own, top_k_indices(expected, k, implementation="reference"))
+
+
+@pytest.mark.parametrize("name", ["pairs", "a large group", "more rows than a program has"])
+def test_neither_the_batch_nor_the_room_behind_the_rows_changes_a_bit(name):
+    queries, codes, codebook, first, stop = case(name, torch.bfloat16)
+    last = torch.tensor(stop, device=DEVICE)
+    alone = code_scores(queries, codes, codebook, 0.2, first, last, implementation="triton")
+    more = [torch.cat([own.flip(0)] * 2 + [own]) for own in (queries, codes, codebook)]
+    together = code_scores(*more, 0.2, first, last, implementation="triton")
+    assert torch.equal(together[-len(alone) :], alone)
+    wide = torch.cat([codes, codes.new_full((*codes.shape[:3], 5000), 255)], 3)
+    found = code_scores(queries, wide, codebook, 0.2, first, last, implementation="triton")
+    assert torch.equal(found[..., : alone.shape[2]], alone) and (found[..., alone.shape[2] :] == -math.inf).all()
+    swapped = codes.transpose(0, 1).contiguous().transpose(0, 1)
+    turned = queries.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(code_scores(turned, swapped, codebook, 0.2, first, last, implementation="triton"), alone)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", DTYPES)
+@BOTH
+@pytest.mark.parametrize(
+    "parts, dim, count, last", [(2, 128, 64, 8), (4, 96, 256, 5), (2, 64, 16, 20), (1, 24, 1, 7), (4, 64, 70, 12)]
+)
+def test_the_newest_row_alone_gets_codes(parts, dim, count, last, implementation, dtype):
+    draw = torch.Generator().manual_seed(dim)
+    keys = torch.randn(2, 3, 21, dim, generator=draw)
+    codebook = torch.randn(2, 3, parts, count, dim // parts, generator=draw)
+    codebook[:, :, :, count // 2 :] = codebook[:, :, :, : count - count // 2]  # of equal centroids the first is taken
+    keys, codebook = keys.to(DEVICE, dtype), codebook.to(DEVICE, dtype)
+    codes = torch.full((2, 3, parts, 17), 255, dtype=torch.uint8, device=DEVICE)
+    expected = codes.clone()
+    points = keys[:, :, last].double().unflatten(2, (parts, -1))
+    for b in range(2):
+        for h in range(3):
+            for part in range(parts):
+                away = (codebook[b, h, part].double() - points[b, h, part]).square().sum(-1)
+                expected[b, h, part, last - 5] = away.argmin()
+    update_codes(keys, codes, codebook, 5, torch.tensor(last, device=DEVICE), implementation=implementation)
+    assert torch.equal(codes, expected)
+
+
+def test_codes_of_all_rows_are_those_of_each():
+    keys, codebook = torch.randn(1, 2, 30, 32), torch.randn(1, 2, 4, 16, 8)
+    codes = torch.zeros(1, 2, 4, 30, dtype=torch.uint8)
+    for row in range(30):
+        update_codes(keys, codes, codebook, 0, torch.tensor(row))
+    assert torch.equal(codes, encode(keys, codebook)) and encode(keys[:, :, :0], codebook).shape == (1, 2, 4, 0)
+
+
+def test_inputs_that_do_not_fit():
+    queries, codes = torch.zeros(1, 4, 8), torch.zeros(1, 2, 2, 5, dtype=torch.uint8)
+    book, keys, last = torch.zeros(1, 2, 2, 3, 4), torch.zeros(1, 2, 6, 8), torch.tensor(4)
+    for message, call in (
+        ("code_scores: vectors", lambda: code_scores(queries[..., :6], codes, book, 1.0, 0, last)),
+        ("code_scores: vectors", lambda: code_scores(queries, codes.int(), book, 1.0, 0, last)),
+        ("code_scores: vectors", lambda: code_scores(queries, codes, book.half(), 1.0, 0, last)),
+        ("code_scores: vectors", lambda: code_scores(queries, codes, book[:, :, :, :0], 1.0, 0, last)),
+        ("code_scores: vectors", lambda: code_scores(queries, codes[:, :, :1], book, 1.0, 0, last)),
+        ("code_scores: queries", lambda: code_scores(queries[:, :3], codes, book, 1.0, 0, last)),
+        ("code_scores: queries", lambda: code_scores(queries, codes, book, 1.0, -1, last)),
+        ("code_scores: implementation", lambda: code_scores(queries, codes, book, 1.0, 0, last, implementation="fast")),
+        ("update_codes: vectors", lambda: update_codes(keys[..., :6], codes, book, 0, last)),
+        ("update_codes: keys", lambda: update_codes(keys[:, :1], codes, book, 0, last)),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()
+
+
+def ahead():
+    from kvbench.kernels.product_quantization import triton as own
+
+    whole = {"codes": "*u8", "stop": "*i64", "last": "*i64", "scale": "fp32"}
+    whole |= dict.fromkeys(("tables", "maxima", "sums", "scores"), "*fp32")
+    for dtype, dim, parts, group in (("bf16", 128, 2, 4), ("fp32", 128, 4, 8), ("fp16", 96, 1, 1), ("bf16", 64, 4, 32)):
+        kinds = whole | dict.fromkeys(("queries", "codebook", "keys"), f"*{dtype}")
+        wide = 1 << (dim // parts - 1).bit_length()
+        sizes = {"M": max(16, group), "N": own.CENTROIDS, "E": wide, "G": group, "CAST": False, "q_d": 1}
+        yield list_kernel(own._products, kinds, sizes, num_warps=4)
+        sizes = {"PARTS": parts, "G": group, "N": min(own.SPAN, own.LOGITS // group)}
+        for kernel in (own._sums, own._scores):
+            yield list_kernel(kernel, kinds, sizes, num_warps=8)
+        yield list_kernel(own._newest, kinds, {"N": own.CENTROIDS, "E": wide, "k_d": 1}, num_warps=4)
