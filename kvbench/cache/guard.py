@@ -96,8 +96,9 @@ def check_rotation(codec: Codec, rope_switch: int | None) -> None:
         )
 
 
-def check_identity(codec: Codec, identify: Callable[[], str]) -> None:
-    """Check that a codec's file was made for a model (see `Codec.check_identity`)."""
+def check_identity(method: Method, codec: Codec, identify: Callable[[], str]) -> None:
+    """Check that the files of a method and a codec were made for a model (see `Method.check_identity`)."""
+    ask(f"method={method.name}", "check_identity", lambda: method.check_identity(identify))
     ask(f"codec={codec.name}", "check_identity", lambda: codec.check_identity(identify))
 
 

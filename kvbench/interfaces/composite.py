@@ -1,6 +1,6 @@
 """The interface of a composite: a method that holds another one, its base, and decides by the base's scores."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -70,6 +70,9 @@ class Composite(Method):
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         self.base.check(layers, heads, dim, sliding)
+
+    def check_identity(self, identify: Callable[[], str]) -> None:
+        self.base.check_identity(identify)
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         return super().refuses(allocator, codec) or self.base.refuses(allocator, codec)

@@ -189,6 +189,16 @@ class Method(Hooks):
             SettingError: The method cannot serve this model.
         """
 
+    def check_identity(self, identify: Callable[[], str]) -> None:
+        """Check that the method's file was made for the model of a run. Called before weights are loaded.
+
+        Args:
+            identify: Returns a text that identifies the model's weights, which may take time.
+
+        Raises:
+            SettingError: The file was made for another model.
+        """
+
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         """Return why the method cannot work with this allocator and codec, or None if it can.
 
