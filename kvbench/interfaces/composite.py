@@ -53,6 +53,10 @@ class Composite(Method):
         return self.base.wants_hidden
 
     @property
+    def needs_fixed_rotation(self) -> bool:
+        return self.base.needs_fixed_rotation
+
+    @property
     def weights_bytes(self) -> int:
         return self.base.weights_bytes
 
