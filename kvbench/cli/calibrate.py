@@ -123,13 +123,13 @@ def calibrate_heads(options: Namespace, device: str) -> None:
         SettingError: An option cannot be used, or the model or the text cannot be read.
     """
     import torch
-    from safetensors.torch import save_file
 
     from kvbench.models.chat_template import make_prompt_encoder
     from kvbench.models.checkpoint import Checkpoint, find_model
     from kvbench.tasks.common import synthetic_prose
     from kvbench.training.head_patterns import compute_head_scores, write_pattern
     from kvbench.training.query_filters import compute_query_filters, split_text
+    from kvbench.training.recording import write_tensors
 
     try:
         pattern = options.method == "duo_attention"
@@ -155,8 +155,7 @@ def calibrate_heads(options: Namespace, device: str) -> None:
             write_pattern(made, options.out, options.sinks, options.recent, source)
         else:
             made = compute_query_filters(model, pieces, options.queries, options.seed)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"q_filters": made.contiguous()}, str(options.out), {"model": checkpoint.identity()})
+            write_tensors(options.out, {"q_filters": made}, {"model": checkpoint.identity()})
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(str(error)) from None
     kind = "pattern" if pattern else "q_filters"
