@@ -97,9 +97,10 @@ THREADS ?= 1
 FILES := results/files
 
 # Time every method's prefill as a ratio of the full cache's; THREADS=n takes more than one thread.
-bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention
+bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/triattention.safetensors $(FILES)/duo_attention
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-methods --cross snapkv \
 	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
+	  --set triattention.path=$(FILES)/triattention.safetensors \
 	  --out results/efficiency/prefill-$(THREADS).csv
 
 SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
@@ -108,8 +109,8 @@ SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
 bench-share: setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-share $(SHARE)
 
-$(FILES)/qfilters.safetensors: | setup
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate qfilters --model reference --out $@
+$(FILES)/qfilters.safetensors $(FILES)/triattention.safetensors: | setup
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate $(basename $(notdir $@)) --model reference --out $@
 
 $(FILES)/duo_attention: | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate duo_attention --model reference --out $@

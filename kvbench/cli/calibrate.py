@@ -3,6 +3,7 @@
 Examples:
   kvbench calibrate qfilters --model reference --out FILE
   kvbench calibrate duo_attention --model reference --out FOLDER
+  kvbench calibrate triattention --model reference --out FILE
   kvbench calibrate deltakv --model reference --out FILE
 
 `kvbench calibrate qfilters --help` describes the file and lists the options; so do the others.
@@ -12,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli import calibrate_deltakv
+from kvbench.cli import calibrate_deltakv, calibrate_triattention
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, require_choice, require_int
 
@@ -54,10 +55,11 @@ def make_parser() -> CommandParser:
         else:
             own.add_argument("--sinks", type=int, default=128, help="first rows of a streaming head (default: 128)")
             own.add_argument("--recent", type=int, default=256, help="newest rows of a streaming head (default: 256)")
-    doc = calibrate_deltakv.__doc__ or ""
-    own = methods.add_parser("deltakv", help=doc.partition("\n")[0], doc=doc)
-    add_common_options(own, "safetensors file", seed=42)
-    calibrate_deltakv.add_options(own)
+    for method, command, seed in (("triattention", calibrate_triattention, 0), ("deltakv", calibrate_deltakv, 42)):
+        doc = command.__doc__ or ""
+        own = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
+        add_common_options(own, "safetensors file", seed)
+        command.add_options(own)
     return parser
 
 
@@ -88,7 +90,8 @@ def calibrate(options: Namespace) -> None:
     """
     check_out(options)
     device = choose_device(options.device)
-    work = {"qfilters": calibrate_heads, "duo_attention": calibrate_heads, "deltakv": calibrate_deltakv.calibrate}
+    work = {"qfilters": calibrate_heads, "duo_attention": calibrate_heads}
+    work |= {"triattention": calibrate_triattention.calibrate, "deltakv": calibrate_deltakv.calibrate}
     work[options.method](options, device)
 
 

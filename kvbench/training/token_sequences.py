@@ -154,7 +154,9 @@ def find_rows(name: str, subset: str | None, split: str, revision: str) -> Itera
         yield from read_rows("--dataset", file)
 
 
-def pack_texts(tokenizer: Any, texts: Iterator[str], length: int, wanted: int, least: int) -> PackedText:
+def pack_texts(
+    tokenizer: Any, texts: Iterator[str], length: int, wanted: int, least: int, what: str = "training text"
+) -> PackedText:
     """Join bos + text + eos of all texts, and cut the tokens into sequences. A rest that fills no sequence is dropped.
 
     Args:
@@ -163,6 +165,7 @@ def pack_texts(tokenizer: Any, texts: Iterator[str], length: int, wanted: int, l
         length: Tokens of a sequence.
         wanted: Largest number of sequences.
         least: Smallest number of sequences.
+        what: What the texts are, for messages.
 
     Raises:
         SettingError: The texts are too short.
@@ -177,7 +180,7 @@ def pack_texts(tokenizer: Any, texts: Iterator[str], length: int, wanted: int, l
         if len(tokens) >= wanted * length:
             break
     if len(tokens) < least * length:
-        raise SettingError(f"training text too short: {len(tokens)} tokens, at least {least * length}")
+        raise SettingError(f"{what} too short: {len(tokens)} tokens, at least {least * length}")
     sequences = min(wanted, len(tokens) // length)
     ids = torch.frombuffer(tokens, dtype=torch.int32, count=sequences * length).view(sequences, length)
     return PackedText(ids, digest.hexdigest()[:16], count)
