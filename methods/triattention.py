@@ -4,7 +4,7 @@ Source: the TriAttention paper (arXiv 2604.04921); WeianMao/triattention 0.2.0, 
 methods/triattention.py (normalisation and selection). Symbols: q_f, k_f the complex pair of frequency f of a query and
 a key before rotation; ω_f its frequency; c_f the factor that the model's rotation multiplies by (1, but for YaRN);
 q̄_f = E[q_f] and q̂_f = E|q_f| over the queries of some texts; t the distance from the key to the position after the
-last token read; Δ = {1, 2, 4, …, horizon}.
+last token read; Δ = {1, 2, 4, …} up to `horizon`.
 
     a_j = mean_{δ∈Δ} Σ_f c_f² Re(q̄_f · conj(k_f) · e^{iω_f(t+δ)}) + Σ_f c_f² (q̂_f - |q̄_f|) |k_f|
     z_j = (a_j - mean of a) / standard deviation of a, per query head
@@ -67,7 +67,7 @@ class TriAttention(Method):
     path: str | None = setting()
     """The file of the statistics."""
     horizon: int = setting(minimum=1)
-    """Largest distance δ between the text's end and a query. The others are 1, 2, 4, … below it."""
+    """The distances δ from the text's end to a query are the powers of 2 up to this number."""
     recent: int = setting(minimum=0)
     """Number of newest rows that always stay."""
     pin_prompt: bool = setting()
