@@ -97,10 +97,10 @@ THREADS ?= 1
 FILES := results/files
 
 # Time every method's prefill as a ratio of the full cache's; THREADS=n takes more than one thread.
-bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention $(FILES)/kvzap.safetensors
+bench-methods: setup $(addprefix $(FILES)/,qfilters.safetensors triattention.safetensors kvzap.safetensors duo_attention)
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-methods --cross snapkv \
 	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
-	  --set kvzap.path=$(FILES)/kvzap.safetensors \
+	  --set triattention.path=$(FILES)/triattention.safetensors --set kvzap.path=$(FILES)/kvzap.safetensors \
 	  --out results/efficiency/prefill-$(THREADS).csv
 
 SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
@@ -109,14 +109,11 @@ SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
 bench-share: setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-share $(SHARE)
 
-$(FILES)/qfilters.safetensors: | setup
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate qfilters --model reference --out $@
+$(FILES)/qfilters.safetensors $(FILES)/triattention.safetensors $(FILES)/kvzap.safetensors: | setup
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate $(basename $(notdir $@)) --model reference --out $@
 
 $(FILES)/duo_attention: | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate duo_attention --model reference --out $@
-
-$(FILES)/kvzap.safetensors: | setup
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate kvzap --model reference --out $@
 
 $(FILES)/deltakv_llama31_8b.safetensors:
 	$(GPU) -m kvbench calibrate deltakv --untrained --model conf/model/shapes/llama31_8b.json \

@@ -82,16 +82,24 @@ def check_shape(
     ask(f"codec={codec.name}", "check", lambda: codec.check(layers, heads, dim, sliding, hidden))
 
 
-def check_rotation(codec: Codec, rope_switch: int | None) -> None:
-    """Refuse a codec that stores keys before rotation for a model whose frequencies change with the length.
+def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> None:
+    """Refuse what needs fixed rotary frequencies for a model whose frequencies change with the length of the text.
 
-    Such keys would be rotated by the frequencies of the time when they are read back.
+    A codec that stores keys before rotation would rotate them by the frequencies of the time when they are read back.
 
     Args:
+        method: The method.
         codec: The codec.
         rope_switch: The length beyond which the model's RoPE changes its frequencies, or None.
     """
-    if codec.takes_unrotated_keys and rope_switch is not None:
+    if rope_switch is None:
+        return
+    if method.needs_fixed_rotation:
+        raise SettingError(
+            f"method={method.name}: it needs fixed rotary frequencies, and this model's RoPE changes them beyond "
+            f"{rope_switch} tokens; use another method or another model"
+        )
+    if codec.takes_unrotated_keys:
         raise SettingError(
             f"codec={codec.name}: it stores keys before rotation, and this model's RoPE changes its frequencies beyond "
             f"{rope_switch} tokens; use codec=raw"

@@ -3,6 +3,7 @@
 Examples:
   kvbench calibrate qfilters --model reference --out FILE
   kvbench calibrate duo_attention --model reference --out FOLDER
+  kvbench calibrate triattention --model reference --out FILE
   kvbench calibrate deltakv --model reference --out FILE
   kvbench calibrate kvzap --model reference --out FILE
 
@@ -13,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli import calibrate_deltakv, calibrate_kvzap
+from kvbench.cli import calibrate_deltakv, calibrate_kvzap, calibrate_triattention
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, require_choice, require_int
 
@@ -55,11 +56,13 @@ def make_parser() -> CommandParser:
         else:
             own.add_argument("--sinks", type=int, default=128, help="first rows of a streaming head (default: 128)")
             own.add_argument("--recent", type=int, default=256, help="newest rows of a streaming head (default: 256)")
-    for method, trainer in (("deltakv", calibrate_deltakv), ("kvzap", calibrate_kvzap)):
-        doc = trainer.__doc__ or ""
+    for method, command, seed in (
+        ("triattention", calibrate_triattention, 0), ("deltakv", calibrate_deltakv, 42), ("kvzap", calibrate_kvzap, 42),
+    ):  # fmt: skip
+        doc = command.__doc__ or ""
         own = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
-        add_common_options(own, "safetensors file", seed=42)
-        trainer.add_options(own)
+        add_common_options(own, "safetensors file", seed)
+        command.add_options(own)
     return parser
 
 
@@ -90,8 +93,9 @@ def calibrate(options: Namespace) -> None:
     """
     check_out(options)
     device = choose_device(options.device)
-    work = {"deltakv": calibrate_deltakv.calibrate, "kvzap": calibrate_kvzap.calibrate}
-    work.get(options.method, calibrate_heads)(options, device)
+    work = {"qfilters": calibrate_heads, "duo_attention": calibrate_heads, "kvzap": calibrate_kvzap.calibrate}
+    work |= {"triattention": calibrate_triattention.calibrate, "deltakv": calibrate_deltakv.calibrate}
+    work[options.method](options, device)
 
 
 def check_out(options: Namespace) -> None:
@@ -125,13 +129,13 @@ def calibrate_heads(options: Namespace, device: str) -> None:
         SettingError: An option cannot be used, or the model or the text cannot be read.
     """
     import torch
-    from safetensors.torch import save_file
 
     from kvbench.models.chat_template import make_prompt_encoder
     from kvbench.models.checkpoint import Checkpoint, find_model
     from kvbench.tasks.common import synthetic_prose
     from kvbench.training.head_patterns import compute_head_scores, write_pattern
     from kvbench.training.query_filters import compute_query_filters, split_text
+    from kvbench.training.recording import write_tensors
 
     try:
         pattern = options.method == "duo_attention"
@@ -157,8 +161,7 @@ def calibrate_heads(options: Namespace, device: str) -> None:
             write_pattern(made, options.out, options.sinks, options.recent, source)
         else:
             made = compute_query_filters(model, pieces, options.queries, options.seed)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"q_filters": made.contiguous()}, str(options.out), {"model": checkpoint.identity()})
+            write_tensors(options.out, {"q_filters": made}, {"model": checkpoint.identity()})
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(str(error)) from None
     kind = "pattern" if pattern else "q_filters"

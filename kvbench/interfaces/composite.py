@@ -57,6 +57,10 @@ class Composite(Method):
         return self.base.wants_normed_hidden
 
     @property
+    def needs_fixed_rotation(self) -> bool:
+        return self.base.needs_fixed_rotation
+
+    @property
     def weights_bytes(self) -> int:
         return self.base.weights_bytes
 

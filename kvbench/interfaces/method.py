@@ -112,6 +112,11 @@ class Method(Hooks):
         return False
 
     @property
+    def needs_fixed_rotation(self) -> bool:
+        """Whether the method cannot serve a model whose rotary frequencies change with the length of the text."""
+        return False
+
+    @property
     def weights_bytes(self) -> int:
         """Bytes of the weights that the method reads from a file and needs beside the model."""
         return 0

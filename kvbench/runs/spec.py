@@ -146,7 +146,7 @@ class RunSpec:
             )
         longest, switch = shape.longest, shape.rope_switch
         self.checkpoint.check()
-        check_rotation(choice.codec, switch)
+        check_rotation(choice.method, choice.codec, switch)
         check_identity(choice.method, choice.codec, self.checkpoint.identity)
         in_parts = self.block_size is not None or self.question == "hidden" or choice.method.needs_extra_reads
         if switch is not None and in_parts and (self.task.length or longest) > switch:

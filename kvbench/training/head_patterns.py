@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.policy import CachePolicy
-from kvbench.config.catalogue import build, load_settings
-from kvbench.engine.generation import GenerationContext
-from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.budget import Budget
+from kvbench.config.catalogue import load_settings
 from kvbench.interfaces.observation import PromptEncoder, State
 from kvbench.methods.kvzip import KVzip
 from kvbench.models.transformers_port import read_layout
+from kvbench.training.recording import record_states
 
 
 @dataclass(frozen=True)
@@ -43,12 +40,10 @@ def compute_head_scores(
         The mean scores over the sequences in float32, shape (layers, KV heads); nan for layers with a sliding window.
     """
     chosen = {k: v for k, v in load_settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
-    choice = CachePolicy(ScoreRecorder(**chosen), Allocator("uniform"), build("codec", load_settings("codec", "raw")))
     found = []
     for ids in sequences:
-        context = GenerationContext(model, choice, Budget(0.5), None, (0,), prefix, own)
-        context.prefill(ids[None].to(next(model.parameters()).device))
-        scores = [None if layer is None else layer.state.layer["scores"][0] for layer in context.layers]
+        states = record_states(model, ids, ScoreRecorder(**chosen), 0.5, prefix, own)
+        scores = [None if state is None else state.layer["scores"][0] for state in states]
         nothing = torch.full((read_layout(model).heads,), torch.nan)
         found.append(torch.stack([nothing if own is None else own.amax(-1).float().cpu() for own in scores]))
     return torch.stack(found).mean(0)

@@ -7,15 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.policy import CachePolicy
-from kvbench.config.catalogue import build, load_settings
-from kvbench.engine.generation import GenerationContext
-from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.models.transformers_port import read_layout
+from kvbench.training.recording import record_states
 from kvbench.validation import SettingError
 
 
@@ -44,14 +40,11 @@ def collect_queries(model: torch.nn.Module, sequences: Sequence[Tensor], count: 
         The queries of each layer, shape (query heads, about `count`, d); None for layers with a sliding window.
     """
     generator = torch.Generator().manual_seed(seed)
-    codec = build("codec", load_settings("codec", "raw"))
     found = []
     for ids in sequences:
         places = torch.randperm(len(ids), generator=generator)[: -(-count // len(sequences))].sort().values
-        choice = CachePolicy(QueryRecorder("recorder", places=places), Allocator("uniform"), codec)
-        context = GenerationContext(model, choice, Budget(1.0), None, (seed,))
-        context.prefill(ids[None].to(next(model.parameters()).device))
-        found.append([None if layer is None else layer.state.layer["queries"] for layer in context.layers])
+        states = record_states(model, ids, QueryRecorder("recorder", places=places))
+        found.append([None if state is None else state.layer["queries"] for state in states])
     return [None if own[0] is None else torch.cat(own, 1) for own in zip(*found, strict=True)]
 
 

@@ -155,8 +155,9 @@ def find_rows(name: str, subset: str | None, split: str, revision: str) -> Itera
 
 
 def pack_texts(
-    tokenizer: Any, texts: Iterator[str], length: int, wanted: int, least: int, between: str | None = None
-) -> PackedText:
+    tokenizer: Any, texts: Iterator[str], length: int, wanted: int, least: int, between: str | None = None,
+    what: str = "training text",
+) -> PackedText:  # fmt: skip
     """Join all texts, and cut the tokens into sequences. A rest that fills no sequence is dropped.
 
     Args:
@@ -166,6 +167,7 @@ def pack_texts(
         wanted: Largest number of sequences.
         least: Smallest number of sequences.
         between: What stands between two texts. With None each text stands between the special tokens bos and eos.
+        what: What the texts are, for messages.
 
     Raises:
         SettingError: The texts are too short.
@@ -182,7 +184,7 @@ def pack_texts(
         if len(tokens) >= wanted * length:
             break
     if len(tokens) < least * length:
-        raise SettingError(f"training text too short: {len(tokens)} tokens, at least {least * length}")
+        raise SettingError(f"{what} too short: {len(tokens)} tokens, at least {least * length}")
     sequences = min(wanted, len(tokens) // length)
     ids = torch.frombuffer(tokens, dtype=torch.int32, count=sequences * length).view(sequences, length)
     return PackedText(ids, digest.hexdigest()[:16], count)

@@ -137,7 +137,7 @@ def test_other_errors_are_no_lack_of_memory():
 SCORED = [  # a method that decides itself how many rows stay is refused: random tokens say nothing about it
     name
     for name in methods_available()
-    if name not in ("full", "qfilters", "duo_attention", "kvzap")
+    if name not in ("full", "qfilters", "triattention", "duo_attention", "kvzap")
     and not load_settings("method", name).get("budget_setting")
 ]
 

@@ -76,14 +76,15 @@ def test_biases_norms_and_rotations_are_the_models(name, method):
     assert torch.allclose(modules.logits, step.logits, atol=1e-5)
 
 
-METHODS = ("cake", "dropkv", "keydiff", "knorm", "qfilters", "sink", "snapkv", "tova")
+METHODS = ("cake", "dropkv", "keydiff", "knorm", "qfilters", "sink", "snapkv", "tova", "triattention")
 CUTTERS = [(name, interval) for name in METHODS for interval in (1, 4)]
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize(
     ("method", "interval"),
-    [*CUTTERS, ("h2o", 1), ("h2o", 4), ("h2o max", 1), ("h2o max", 7), ("h2o", 40), ("sink original", 1)],
+    [*CUTTERS, ("h2o", 1), ("h2o", 4), ("h2o max", 1), ("h2o max", 7), ("h2o", 40), ("sink original", 1)]
+    + [("triattention paper", 4)],
 )
 def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
     method, _, preset = method.partition(" ")

@@ -15,7 +15,7 @@ from tests.support.answer_paths import assert_same
 from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, tiny
 
-CAPTURABLE = ("cake", "dropkv", "h2o", "keydiff", "knorm", "qfilters", "sink", "snapkv", "tova")
+CAPTURABLE = ("cake", "dropkv", "h2o", "keydiff", "knorm", "qfilters", "sink", "snapkv", "tova", "triattention")
 
 
 def choice_of(method, allocator="uniform", codec="raw", **more):

@@ -553,7 +553,8 @@ def test_bytes_are_those_of_the_rows_held(case):
     assert held.bytes.metadata <= 0.03 * exact and held.bytes.state <= 0.07 * exact  # Quest's bounds are 6.25 %
     assert 0 <= sum(owned.values()) - held.bytes.total <= 64 * len(layers)
     logits = held.logits.nbytes
-    most = held.bytes.total + layers[0].choice.weights_bytes + logits
+    files = storages(reachable(vars(layers[0].choice.method), set()))
+    most = held.bytes.total + sum(files.values()) + logits
     assert exact < sum(new.values()) <= most + 64 * (len(layers) + 1)
     held.extend(ids(3))
     rows = sum(sum(layer.rows.counts()[0].tolist()) for layer in layers)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 import kvbench
 from kvbench.cli import calibrate
-from kvbench.config.catalogue import identity_settings
+from kvbench.config.catalogue import build, identity_settings, load_settings
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.common.synthetic_prose import write_words
@@ -158,6 +158,8 @@ def test_files_that_are_refused(tmp_path):
     broken.write_text("nothing")
     refused(str(broken), "cannot read the filters")
     refused(str(tmp_path), "cannot read the filters")
+    torch.save({"q_filters": torch.zeros(3, 2, 32)}, broken)
+    refused(str(broken), "it is pickled; give a safetensors file")
     for number, (tensors, reason) in enumerate(
         [
             ({"other": torch.zeros(3, 2, 32)}, "cannot read the filters"),
@@ -171,6 +173,23 @@ def test_files_that_are_refused(tmp_path):
         path = tmp_path / str(number)
         save_file(tensors, str(path))
         refused(str(path), reason)
+
+
+def test_a_file_of_another_model_of_the_same_shape_is_refused(tmp_path):
+    """A file that does not say its model, like the authors', is taken. A composite asks its base."""
+
+    def make(about: dict[str, str] | None, method: str = "qfilters"):
+        path = tmp_path / "filters"
+        save_file({"q_filters": torch.zeros(3, 2, 32)}, str(path), about)
+        args = {"path": str(path)}
+        args = args if method == "qfilters" else {"base": "qfilters", "base_args": args}
+        return build("method", load_settings("method", method, args))
+
+    make(None).check_identity(lambda: pytest.fail("needs no identity"))
+    make({"model": "one"}).check_identity(lambda: "one")
+    for method in ("qfilters", "criticalkv"):
+        with pytest.raises(SettingError, match=r"^method\.path=.*made for the model one, this one is other$"):
+            make({"model": "one"}, method).check_identity(lambda: "other")
 
 
 def test_a_run_is_known_by_what_the_file_holds(tmp_path):

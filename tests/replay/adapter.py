@@ -86,7 +86,7 @@ def fill(model: torch.nn.Module, noise: float = 0.0) -> torch.nn.Module:
     return model
 
 
-FILES = ("qfilters", "duo_attention", "kvzap", "delta")
+FILES = ("qfilters", "triattention", "duo_attention", "kvzap", "delta")
 FOLDER = tempfile.TemporaryDirectory(prefix="replay")
 
 
@@ -109,6 +109,11 @@ def make_file(method: str, name: str) -> str:
             },
             str(path),
         )
+    elif method == "triattention":
+        heads, dim = config.num_attention_heads, read_config_layout(config).dim
+        mean = draw(shape[0], heads, dim, seed=3)
+        sizes = 1 + draw(shape[0], heads, dim // 2, seed=4) / 2
+        save_file({"q_mean": mean, "q_abs_mean": sizes}, str(path))
     elif method == "delta":
         width, code = 2 * shape[1] * read_config_layout(config).dim, 16
         sizes = {"down.w12": (2 * code, width), "down.w3": (code, code), "up": (width, code)}

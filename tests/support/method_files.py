@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from kvbench.config.catalogue import build, load_settings
 from kvbench.models.transformers_port import read_layout
 from kvbench.training.query_filters import compute_query_filters
+from kvbench.training.query_statistics import compute_query_statistics
 from tests.support.tiny_models import ids, tiny
 
 FOLDER = tempfile.TemporaryDirectory()
@@ -53,7 +54,15 @@ def write_surrogates(model: torch.nn.Module, sequences: Sequence[torch.Tensor], 
     save_file(weights, str(path))
 
 
-MAKE = {"qfilters": write_filters, "duo_attention": write_pattern, "kvzap": write_surrogates}
+def write_statistics(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Path) -> None:
+    """Statistics of queries."""
+    save_file(compute_query_statistics(model, sequences), str(path))
+
+
+MAKE = {
+    "qfilters": write_filters, "triattention": write_statistics, "duo_attention": write_pattern,
+    "kvzap": write_surrogates,
+}  # fmt: skip
 SHORT = {  # settings for short prompts and small models
     "kvzip": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
     "pqcache": {"sinks": 4, "bits": 4, "least": 8},

@@ -20,6 +20,7 @@ from kvbench.engine import shared_prefill
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.method import Method
 from kvbench.kernels.quantize import dequantize, quantize
 from kvbench.methods.codecs import delta
 from kvbench.methods.codecs.delta import Delta, DeltaLayer
@@ -453,10 +454,10 @@ def test_codecs_with_one_file_share_its_weights(tmp_path):
 
 def test_a_rotation_that_changes_with_the_length_is_refused():
     codec = make_codec(FILE)
-    check_rotation(codec, None)
+    check_rotation(Method("full"), codec, None)
     with pytest.raises(SettingError, match="^codec=delta: .* beyond 64 tokens; use codec=raw$"):
-        check_rotation(codec, 64)
-    check_rotation(Codec("raw"), 64)
+        check_rotation(Method("full"), codec, 64)
+    check_rotation(Method("full"), Codec("raw"), 64)
 
 
 @pytest.mark.parametrize(
