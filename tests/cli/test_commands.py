@@ -23,14 +23,11 @@ from kvbench.training.evaluate import LENGTHS, STEPS
 from tests.support.repository import ROOT
 
 COMMANDS = tuple(chain(*GROUPS.values()))
+# modules of kvbench/cli/ that are no command
 SHARED = {
-    "__init__",
-    "command",
-    "run_help",
-    "calibrate_deltakv",
-    "calibrate_kvzap",
-    "calibration_texts",
-}  # modules of kvbench/cli/ that are no command
+    "__init__", "command", "run_help", "calibration_texts",
+    *(f"calibrate_{method}" for method in ("deltakv", "kvzap", "palu", "triattention")),
+}  # fmt: skip
 HEAVY = ("torch", "transformers", "pandas", "numpy", "scipy", "hydra", "omegaconf", "wandb")
 
 
