@@ -1,14 +1,12 @@
 """kvzip: keep the rows that the model attends to when it is asked to repeat the text (KVzip).
 
 Source: the KVzip paper (arXiv 2505.23416); snu-mllab/KVzip, model/wrapper.py, attention/score.py; NVIDIA/kvpress,
-kvzip_press.py. After the prompt the model reads, over the whole cache, a request to repeat the text and then the text
-itself, `chunk` tokens at a time. One such read consists of the request, the last `postfix` tokens before the chunk (for
-all chunks but the first), the tokens that the chat template puts between a message and its answer, and the chunk. Then
+kvzip_press.py. After the prompt the model repeats the text, one chunk of it in a read (kvbench.interfaces.repeating).
+Then
 
-    s_j = max over these queries and over the group's query heads of p_j
+    s_j = max over the queries of the read and over the group's query heads of p_j
 
-where p is a softmax over the rows of the prefix, of the chunk and of the read itself. The read is then forgotten and
-the cache is cut.
+where p is a softmax over the rows of the prefix, of the chunk and of the read itself.
 
 KVzip+ (`norms`; NVIDIA/kvpress, kvzip_press.py, kvzip_plus_normalization; the KVzap paper, arXiv 2601.07891) compares
 what row j adds to the residual stream with what is there:
@@ -30,53 +28,30 @@ one row, the softmax is in float32, and ties go to the lower layer, head and pos
 strictly above a threshold, which may be fewer rows than asked.)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
-from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
+from kvbench.interfaces.observation import Observation, State
+from kvbench.interfaces.repeating import Repeating
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.max_attention import max_attention
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
-class KVzip(Method):
+class KVzip(Repeating):
     """Score rows by the attention they receive while the model repeats the prompt."""
 
-    chunk: int = setting(minimum=1)
-    """Number of tokens that are repeated at a time."""
-    postfix: int = setting(minimum=0)
-    """Number of tokens before a chunk that its request quotes."""
-    first: Any = setting()
-    """The request for the first chunk, a text or token ids. (OmegaConf supports no union of text and list.)"""
-    later: Any = setting()
-    """The request for every other chunk, a text or token ids."""
-    sinks: int | None = setting(minimum=0)
-    """Number of first rows that always stay; `None` keeps the prefix."""
     scope: str = setting(choices=("model", "head"))
     """Whether the rows of all layers and heads compete, or those of each head."""
     norms: bool = setting()
     """Whether attention is weighed by the projected values and the hidden states (KVzip+)."""
-
-    one_block = True
-    needs_extra_reads = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("first", "later"):
-            own = getattr(self, name)
-            ids = isinstance(own, Sequence) and all(type(token) is int and token >= 0 for token in own)
-            if not isinstance(own, str) and not ids:
-                raise SettingError(f"method.{name}={own}: a text, or a list of token ids")
 
     @property
     def sets_head_quotas(self) -> bool:
@@ -95,16 +70,6 @@ class KVzip(Method):
             shares = f"allocator={allocator.name}: {self.name} shares rows out itself"
             return f"{shares}; use method.scope=head or allocator=uniform"
         return super().refuses(allocator, codec)
-
-    def extra_reads(self, ids: Tensor, prefix: int, words: PromptEncoder) -> Iterator[ExtraRead]:
-        turn, start = ids.new_tensor(words.turn), prefix
-        for chunk in ids[:, prefix:].split(self.chunk, dim=1):
-            name = "first" if start == prefix else "later"
-            request = ids.new_tensor(words.ids(f"method.{name}", getattr(self, name)))
-            before = ids[:, max(prefix, start - self.postfix) : start]
-            spoken = [request.expand(len(ids), -1), before, turn.expand(len(ids), -1), chunk]
-            yield ExtraRead(torch.cat(spoken, 1), start, start + chunk.shape[1])
-            start += chunk.shape[1]
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Score the rows that the read is about. Nothing has been cut yet, so a row's index is its position."""
@@ -140,15 +105,8 @@ class KVzip(Method):
         squares = (values @ torch.einsum("ohgd,ohge->hgde", weight, weight) * values).sum(-1)
         return squares.clamp(min=0).sqrt()
 
-    def safe(self, observation: Observation) -> int:
-        """Return how many first rows always stay."""
-        return observation.prefix if self.sinks is None else self.sinks
-
     def forget(self, state: State) -> None:
         state.layer.pop("scores", None)
-
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
-        return rows.places < self.safe(observation)
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         return state.layer["scores"]

@@ -332,7 +332,8 @@ class Layer:
             self.shares = None if self.choice.allocator.even else HeadShares(quota.samples, found.counts)
         self.tally = self.tally.add_cut(found.evicted, found.protected, found.given_up)
         chosen = None if found.index is None else (found.index, found.counts)
-        self.rows = self.rows.keep(found.rows, self.even, self.choice.method.merges, quota.each, chosen)
+        method = self.choice.method
+        self.rows = self.rows.keep(found.rows, self.even, method.merges, quota.each, chosen, method.weighs_rows)
         self.update_memory()
 
     @property

@@ -32,6 +32,11 @@ class Composite(Method):
             raise SettingError(
                 f"method.base={self.base.name}: it decides itself how many rows stay; choose another method"
             )
+        if self.base.merges:
+            raise SettingError(
+                f"method.base={self.base.name}: it changes the rows that stay, and {self.name} takes scores only; "
+                "choose another method"
+            )
         base = replace(
             self.base,
             decoding=self.decoding,
