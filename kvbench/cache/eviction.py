@@ -205,4 +205,4 @@ def for_each_quota(quota: Quota, work: Callable[[slice, int], Tensor]) -> Tensor
 def without_tensors(observation: Observation) -> Observation:
     """Return an observation without the tensors that take memory."""
     empty = observation.queries.new_empty(*observation.queries.shape[:3], 0)
-    return replace(observation, queries=empty, outputs=empty, lse=None, unrotated_keys=None, hidden=None)
+    return replace(observation, queries=empty, outputs=empty, lse=None, unrotated_keys=None, hidden=None, gradient=None)

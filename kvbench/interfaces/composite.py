@@ -58,6 +58,10 @@ class Composite(Method):
         return self.base.wants_hidden
 
     @property
+    def wants_gradient(self) -> bool:
+        return self.base.wants_gradient
+
+    @property
     def weights_bytes(self) -> int:
         return self.base.weights_bytes
 
@@ -81,6 +85,9 @@ class Composite(Method):
 
     def extra_reads(self, ids: Tensor, prefix: int, words: PromptEncoder) -> Iterable[ExtraRead]:
         return self.base.extra_reads(ids, prefix, words)
+
+    def objective(self, hidden: Tensor) -> Tensor:
+        return self.base.objective(hidden)
 
     def skips_layer(self, layer: int, layers: int) -> bool:
         return self.base.skips_layer(layer, layers)

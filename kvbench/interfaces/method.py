@@ -114,6 +114,13 @@ class Method(Hooks):
         return False
 
     @property
+    def wants_gradient(self) -> bool:
+        """Whether extra reads are differentiated (`objective`). `update` sees such a read when the whole model has read
+        it, with `Observation.gradient`. Its activations are held until then.
+        """
+        return False
+
+    @property
     def weights_bytes(self) -> int:
         """Bytes of the weights that the method reads from a file and needs beside the model."""
         return 0
@@ -270,6 +277,14 @@ class Method(Hooks):
             words: Turns the method's own words into token ids.
         """
         return ()
+
+    def objective(self, hidden: Tensor) -> Tensor:
+        """Return the number whose gradients an extra read gives, without dimensions. Called if `wants_gradient`.
+
+        Args:
+            hidden: Hidden states of the read that leave the last layer, before the final norm, (B, T, hidden).
+        """
+        raise NotImplementedError(f"{self.name} has no objective")
 
     def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
         """Return how many rows each KV head of this layer may keep. Called only if `sets_head_quotas`, and the budget

@@ -118,6 +118,10 @@ class Observation:
     hidden: Tensor | None = None
     """Hidden states that enter the layer, before its norm, (B, T, hidden). None unless the method sets `wants_hidden`.
     """
+    gradient: Tensor | None = None
+    """Gradient of `Method.objective` by what the layer's attention returns, after W_o, (B, T, hidden). None unless the
+    method sets `wants_gradient`, and the block is an `ExtraRead`.
+    """
 
     @cached_property
     def tokens(self) -> int:

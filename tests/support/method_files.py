@@ -40,6 +40,7 @@ def write_pattern(model: torch.nn.Module, sequences: Sequence[torch.Tensor], pat
 MAKE = {"qfilters": write_filters, "duo_attention": write_pattern}
 SHORT = {  # settings for short prompts and small models
     "attention_matching": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
+    "kvgrad": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
     "kvzip": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
     "pqcache": {"sinks": 4, "bits": 4, "least": 8},
     "rkv": {"window": 4},
