@@ -144,11 +144,12 @@ class Layer:
             inputs: What enters the layer's attention, if the layer asks for any of it.
         """
         before, flushed, rotate = self.rows.tail_keys, self.progress.decoding and self.packs, None
+        self.fresh = (keys, values) if self.differentiates else None
         if self.codec.takes_unrotated_keys:
             assert inputs is not None and inputs.keys is not None  # `wants_unrotated_keys`
             keys, rotate = inputs.keys, inputs.rotate
         if self.differentiates:  # only detached tensors are stored
-            self.fresh, keys, values = (keys, values), keys.detach(), values.detach()
+            keys, values = keys.detach(), values.detach()
         self.inputs = inputs
         self.rows = self.rows.append(keys, values, 0 if flushed else self.progress.room, rotate)
         self.token_bytes = 2 * keys[:, :, 0].nbytes

@@ -91,11 +91,12 @@ class CacheLayerPort(CacheLayerMixin):
             return rotate(keys if norm is None else norm(keys), cos, sin)
 
         def take_hidden(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.inputs = LayerInputs(None, args[0] if args else kwargs["hidden_states"], rotate_keys)
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self.inputs = LayerInputs(None, hidden.detach(), rotate_keys)
 
         def take_keys(_: Any, args: tuple[Any, ...], output: Tensor) -> None:
             size = heads * attention.head_dim
-            keys = output if fused is None else output[..., -2 * size : -size]
+            keys = output.detach() if fused is None else output.detach()[..., -2 * size : -size]
             keys = keys.unflatten(-1, (heads, attention.head_dim)).transpose(1, 2)
             self.inputs = LayerInputs(keys, self.inputs.hidden if self.inputs else None, rotate_keys)
 
