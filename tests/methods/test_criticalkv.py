@@ -131,7 +131,7 @@ BASES = [
 
 @pytest.mark.cover
 @pytest.mark.parametrize("decoding", [False, True])
-@pytest.mark.parametrize("base", [name for name in BASES if name != "criticalkv"])
+@pytest.mark.parametrize("base", [name for name in BASES if name not in ("criticalkv", "kvgrad")])  # they weigh values
 def test_with_alpha_1_it_is_its_base(base, decoding):
     """Any method that scores rows: its state, columns, positions and files serve it as they do alone, and it votes
     while decoding exactly if the composite cuts there, whatever its own preset says.
