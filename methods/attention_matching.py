@@ -44,7 +44,7 @@ from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.validation import SettingError
 
-LOGITS = 1 << 22  # that are held at once
+LOGITS = 1 << 21  # that are held at once
 SCRATCH = 2_000_000_000  # bytes of the normal equations that are held at once, roughly
 TOLERANCE = 1e-10  # a projected gradient this small, in units of the largest slope at 0, ends the search for weights
 STEPS, HALVINGS = 200, 40  # of that search at most
