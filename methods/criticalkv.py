@@ -69,4 +69,4 @@ class CriticalKV(Composite):
         first = self.select(scores, sure)
         second = (scores + self.epsilon) * rows.columns[NORM]
         second = second.masked_fill(first | protected, torch.inf).masked_fill(~rows.present, -torch.inf)
-        return self.merge(rows, self.select(second, quotas))
+        return rows.without(~self.select(second, quotas))

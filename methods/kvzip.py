@@ -1,14 +1,12 @@
 """kvzip: keep the rows that the model attends to when it is asked to repeat the text (KVzip).
 
 Source: the KVzip paper (arXiv 2505.23416); snu-mllab/KVzip, model/wrapper.py, attention/score.py; NVIDIA/kvpress,
-kvzip_press.py. After the prompt the model reads, over the whole cache, a request to repeat the text and then the text
-itself, `chunk` tokens at a time. One such read consists of the request, the last `postfix` tokens before the chunk (for
-all chunks but the first), the tokens that the chat template puts between a message and its answer, and the chunk. Then
+kvzip_press.py. After the prompt the model repeats the text, one chunk of it in a read (kvbench.interfaces.repeating).
+Then
 
-    s_j = max over these queries and over the group's query heads of p_j
+    s_j = max over the queries of the read and over the group's query heads of p_j
 
-where p is a softmax over the rows of the prefix, of the chunk and of the read itself. The read is then forgotten and
-the cache is cut.
+where p is a softmax over the rows of the prefix, of the chunk and of the read itself.
 
 KVzip+ (`norms`; NVIDIA/kvpress, kvzip_press.py, kvzip_plus_normalization; the KVzap paper, arXiv 2601.07891) compares
 what row j adds to the residual stream with what is there:
@@ -30,57 +28,22 @@ one row, the softmax is in float32, and ties go to the lower layer, head and pos
 strictly above a threshold, which may be fewer rows than asked.)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec
-from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
-from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.observation import Observation
+from kvbench.interfaces.repeating import RepeatScores
+from kvbench.interfaces.rows import mass_dtype
 from kvbench.interfaces.settings import setting
-from kvbench.kernels.max_attention import max_attention
-from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
-class KVzip(Method):
+class KVzip(RepeatScores):
     """Score rows by the attention they receive while the model repeats the prompt."""
 
-    chunk: int = setting(minimum=1)
-    """Number of tokens that are repeated at a time."""
-    postfix: int = setting(minimum=0)
-    """Number of tokens before a chunk that its request quotes."""
-    first: Any = setting()
-    """The request for the first chunk, a text or token ids. (OmegaConf supports no union of text and list.)"""
-    later: Any = setting()
-    """The request for every other chunk, a text or token ids."""
-    sinks: int | None = setting(minimum=0)
-    """Number of first rows that always stay; `None` keeps the prefix."""
-    scope: str = setting(choices=("model", "head"))
-    """Whether the rows of all layers and heads compete, or those of each head."""
     norms: bool = setting()
     """Whether attention is weighed by the projected values and the hidden states (KVzip+)."""
-
-    one_block = True
-    needs_extra_reads = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("first", "later"):
-            own = getattr(self, name)
-            ids = isinstance(own, Sequence) and all(type(token) is int and token >= 0 for token in own)
-            if not isinstance(own, str) and not ids:
-                raise SettingError(f"method.{name}={own}: a text, or a list of token ids")
-
-    @property
-    def sets_head_quotas(self) -> bool:
-        return self.scope == "model"
 
     @property
     def wants_hidden(self) -> bool:
@@ -90,96 +53,8 @@ class KVzip(Method):
     def weighs_values(self) -> bool:
         return self.norms
 
-    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
-        if self.sets_head_quotas and allocator.name != "uniform" and not allocator.cascades:
-            shares = f"allocator={allocator.name}: {self.name} shares rows out itself"
-            return f"{shares}; use method.scope=head or allocator=uniform"
-        return super().refuses(allocator, codec)
-
-    def extra_reads(self, ids: Tensor, prefix: int, words: PromptEncoder) -> Iterator[ExtraRead]:
-        turn, start = ids.new_tensor(words.turn), prefix
-        for chunk in ids[:, prefix:].split(self.chunk, dim=1):
-            name = "first" if start == prefix else "later"
-            request = ids.new_tensor(words.ids(f"method.{name}", getattr(self, name)))
-            before = ids[:, max(prefix, start - self.postfix) : start]
-            spoken = [request.expand(len(ids), -1), before, turn.expand(len(ids), -1), chunk]
-            yield ExtraRead(torch.cat(spoken, 1), start, start + chunk.shape[1])
-            start += chunk.shape[1]
-
-    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        """Score the rows that the read is about. Nothing has been cut yet, so a row's index is its position."""
-        if observation.about is None:
-            return {}
-        (start, stop), new = observation.about, observation.queries.shape[2]
-        safe = min(self.safe(observation), start)
-        parts = [rows.keys[:, :, :safe], rows.keys[:, :, start:stop], rows.keys[:, :, -new:]]
-        keys, chunk = torch.cat(parts, 2), slice(safe, safe + stop - start)
-        if self.norms:
-            assert observation.hidden is not None  # `wants_hidden`
-            found = self.score_plus(observation, observation.hidden, keys, rows.values[:, :, start:stop], chunk)
-        else:
-            found = max_attention(observation.queries, keys, observation.scaling)[..., chunk]
-        scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], observation.prompt)).clone()
-        scores[..., start:stop] = found
-        state.layer["scores"] = scores
-        if self.sets_head_quotas:  # otherwise no layer would read and free them
-            state.shared["scores"] = {**state.shared.get("scores", {}), observation.layer: scores}
-        return {}
-
-    @classmethod
-    def score_plus(cls, observation: Observation, hidden: Tensor, keys: Tensor, values: Tensor, chunk: slice) -> Tensor:
-        """Return the scores of KVzip+, (B, H, n).
-
-        Args:
-            observation: A read. All its queries count.
-            hidden: The hidden states of these queries, (B, T, hidden).
-            keys: Keys of the rows of the softmax, (B, H, m, d). The last T of them are the read's own.
-            values: Values of the rows that are scored, (B, H, n, d).
-            chunk: Where these rows stand among the keys.
-        """
-        weight = 1 / hidden.to(torch.promote_types(hidden.dtype, torch.float32)).norm(dim=-1)
-        found = max_attention(observation.queries, keys, observation.scaling, weight=weight, together=False)
-        return (found[..., chunk] * cls.project_norms(observation, values)).amax(2)
-
-    @staticmethod
-    def project_norms(observation: Observation, values: Tensor) -> Tensor:
-        """Return ‖W_o^g v_j‖₂ of values (B, H, n, d), (B, H, G, n): ‖W v‖² is vᵀ(WᵀW)v, without n projected vectors."""
-        heads, dim = values.shape[1], values.shape[3]
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        weight = observation.output_weight.to(dtype).unflatten(1, (heads, -1, dim))
-        values = values.to(dtype)[:, :, None]  # (B, H, 1, n, d)
-        squares = (values @ torch.einsum("ohgd,ohge->hgde", weight, weight) * values).sum(-1)
-        return squares.clamp(min=0).sqrt()
-
-    def safe(self, observation: Observation) -> int:
-        """Return how many first rows always stay."""
-        return observation.prefix if self.sinks is None else self.sinks
-
-    def forget(self, state: State) -> None:
-        state.layer.pop("scores", None)
-
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
-        return rows.places < self.safe(observation)
-
-    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
-        return state.layer["scores"]
-
-    def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
-        """Return how many of the largest scores of all layers and heads each head of this layer has, (B, H).
-
-        Every head keeps its safe rows, and at least one row. These do not compete.
-        """
-        if "allotted" not in state.shared:
-            found = state.shared.pop("scores")
-            scores = torch.stack(
-                [found[layer].to(found[observation.layer].device) for layer in observation.cut_layers], 1
-            )
-            _, layers, heads, rows = scores.shape
-            own = max(1, min(self.safe(observation), quota - 1))
-            safe = torch.arange(rows, device=scores.device) < self.safe(observation)
-            ranked = top_k_mask(scores.masked_fill(safe, torch.inf).flatten(1, 2), own).view_as(scores)
-            open_ = scores.masked_fill(ranked, -torch.inf).flatten(1)
-            won = top_k_mask(open_[:, None], layers * heads * (quota - own)).view_as(scores)
-            counts = own + won.sum(-1)
-            state.shared["allotted"] = {layer: counts[:, i] for i, layer in enumerate(observation.cut_layers)}
-        return state.shared["allotted"][observation.layer]
+    def weigh(self, observation: Observation) -> Tensor | None:
+        if not self.norms:
+            return None
+        assert observation.hidden is not None  # `wants_hidden`
+        return 1 / observation.hidden.to(mass_dtype(observation.queries)).norm(dim=-1)

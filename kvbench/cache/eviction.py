@@ -107,8 +107,9 @@ def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quot
     scores = scores.masked_fill(~rows.present, -torch.inf)
     counts = share_among_heads(scores, protected, rows, policy, quota)
     kept = find_safe_rows(scores, protected, counts, policy, quota)
-    after = policy.method.cut(rows, scores, counts, kept, quota.each)
-    evicted = (rows.mass.sum(-1) - after.mass.sum(-1)).round().long()
+    after = policy.method.cut(observation, rows, scores, counts, kept, quota.each, policy.state)
+    before, left = (own.present if policy.method.method.weighs_rows else own.mass for own in (rows, after))
+    evicted = (before.sum(-1) - left.sum(-1)).round().long()
     return Eviction(after, None, counts, evicted, most, given_up)
 
 
@@ -205,5 +206,6 @@ def without_tensors(observation: Observation) -> Observation:
     """Return an observation without the tensors that take memory."""
     empty = observation.queries.new_empty(*observation.queries.shape[:3], 0)
     return replace(
-        observation, queries=empty, outputs=empty, lse=None, unrotated_keys=None, hidden=None, normed_hidden=None
-    )
+        observation, queries=empty, outputs=empty, lse=None, unrotated_keys=None, hidden=None, normed_hidden=None,
+        gradient=None,
+    )  # fmt: skip

@@ -37,7 +37,7 @@ T = TypeVar("T")
 Work = TypeVar("Work", bound=Callable[..., Any])
 PASSED_ON = (ContractError, SettingError, torch.cuda.OutOfMemoryError)  # their messages already say what is wrong
 ROWS = ("keys", "values", "places", "mass")
-SHOWN = ("queries", "outputs", "lse", "output_weight", "unrotated_keys", "hidden", "normed_hidden")
+SHOWN = ("queries", "outputs", "lse", "output_weight", "unrotated_keys", "hidden", "normed_hidden", "gradient")
 
 
 def without_gradients(work: Work) -> Work:
@@ -343,6 +343,15 @@ def extra_reads(method: Method, ids: Tensor, prefix: int, words: PromptEncoder, 
             raise ContractError(
                 f"{owner}: extra_reads must give an ExtraRead of token ids ({len(ids)}, t) as number {number}"
             )
+    return found
+
+
+def objective(method: Method, hidden: Tensor) -> Tensor:
+    """Return what `Method.objective` makes of hidden states, checked."""
+    owner = f"method={method.name}"
+    found = ask(owner, "objective", lambda: method.objective(hidden))
+    if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
+        raise ContractError(f"{owner}: objective must return one number, a tensor that depends on the hidden states")
     return found
 
 

@@ -73,7 +73,10 @@ class GuardedMethod:
         self.guard.expect(self.owner, "count_rows", found, scores.shape[:2], "int", scores.device)
         return found
 
-    def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None) -> Rows:
+    def cut(
+        self, observation: Observation, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor,
+        each: int | None, state: State,
+    ) -> Rows:  # fmt: skip
         """Return the rows that stay: the result of the method's `cut`, or of its `select` and `merge`."""
         if not self.own & {"select", "merge", "cut"}:
             return self.method.cut(rows, scores, quotas, protected, each)
@@ -83,7 +86,10 @@ class GuardedMethod:
             kept = self.guard.call(self.owner, "select", handed, lambda: self.method.select(scores, quotas))
             self.guard.expect(self.owner, "select", kept, scores.shape, "bool", scores.device)
             handed.add("kept", kept)
-            found = self.guard.call(self.owner, "merge", handed, lambda: self.method.merge(rows, kept))
+            handed.add_seen(observation)
+            found = self.guard.call(
+                self.owner, "merge", handed, lambda: self.method.merge(observation, rows, kept, state)
+            )
         else:
             hook = "cut"
             found = self.guard.call(
@@ -159,7 +165,7 @@ class GuardedMethod:
         asked = quotas.to(found.mass.device)
         line = self._said(hook, "a number of rows that differs from the quota of a head")
         self.guard.note(lambda: (found.present.sum(-1) != asked).any(), line)
-        if self.method.merges:
+        if self.method.merges and not self.method.weighs_rows:
             line = self._said(hook, "masses that stand for more tokens than before")
             self.guard.note(
                 lambda: ((found.mass.sum(-1) > before.mass.sum(-1) + 0.5) | (found.mass < 0).any(-1)).any(), line

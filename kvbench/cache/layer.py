@@ -11,7 +11,9 @@ from types import MappingProxyType
 from typing import Any
 from weakref import proxy, ref
 
+import torch
 from torch import Tensor, empty, zeros_like
+from torch.utils.checkpoint import checkpoint
 
 from kvbench.cache.accounting import LayerTally, MemoryMeter
 from kvbench.cache.eviction import (
@@ -90,6 +92,8 @@ class Layer:
         self.stamped = Handed(choice.exact)  # tensors that a hook may have kept a reference to
         self.output_weight: ref[Tensor] | None = None  # W_o of the model's layer, after a hook has seen it
         self.inputs: LayerInputs | None = None  # of this block, until the hooks have seen it
+        self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of a block that is differentiated
+        self.read: Observation | None = None  # of such a block, until its gradient is known
         self.token_bytes = 0  # bytes of keys and values of one token, all samples and heads
         self.attended: list[float] = []  # mean rows attended to per query head, one number per token
 
@@ -119,6 +123,11 @@ class Layer:
         return self.choice.method.wants_normed_hidden
 
     @property
+    def differentiates(self) -> bool:
+        """Whether the block that is read is an extra read of a method that wants its gradient."""
+        return self.choice.method.wants_gradient and self.progress.about is not None
+
+    @property
     def cut_layers(self) -> tuple[int, ...]:
         """The layers that share the budget."""
         return self.cache.cut_layers
@@ -140,9 +149,12 @@ class Layer:
             inputs: What enters the layer's attention, if the layer asks for any of it.
         """
         before, flushed, rotate = self.rows.tail_keys, self.progress.decoding and self.packs, None
+        self.fresh = (keys, values) if self.differentiates else None
         if self.codec.takes_unrotated_keys:
             assert inputs is not None and inputs.keys is not None  # `wants_unrotated_keys`
             keys, rotate = inputs.keys, inputs.rotate
+        if self.differentiates:  # only detached tensors are stored
+            keys, values = keys.detach(), values.detach()
         self.inputs = inputs
         self.rows = self.rows.append(keys, values, 0 if flushed else self.progress.room, rotate)
         self.token_bytes = 2 * keys[:, :, 0].nbytes
@@ -195,7 +207,8 @@ class Layer:
         if self.choice.method.uses_cache_positions and not (rows.even and rows.longest_head == rows.seen):
             rolled = rotate_by_slot(queries, view(), rotation)
         outputs, lse = self.run_attention(queries, scaling, look, rolled)
-        self.after_attention(queries, outputs, lse, scaling, output_weight, rotation, view)
+        seen = (queries.detach(), outputs.detach()) if self.differentiates else (queries, outputs)
+        self.after_attention(*seen, lse, scaling, output_weight, rotation, view)
         return outputs
 
     def find_packed(self, more: int = 0) -> tuple[int, int] | None:
@@ -223,6 +236,8 @@ class Layer:
             rolled: Queries and keys to use instead of the given queries and the rows' keys.
         """
         rows, lse = self.rows, self.choice.method.wants_lse
+        if self.fresh is not None:
+            return self.run_differentiable_attention(queries, scaling), None
         held = rows.stored is not None or queries.shape[2] < rows.tail
         if queries.is_cuda and queries.dtype in FAST and held and rows.is_raw and look is None and rolled is None:
             self.count_attended(None, None)
@@ -235,6 +250,30 @@ class Layer:
         self.count_attended(look, mass)
         asking, keys = rolled or (queries, keys)
         return attend(asking, keys, values, mass, scaling, look=look, lse=lse)
+
+    def run_differentiable_attention(self, queries: Tensor, scaling: float) -> Tensor:
+        """Return the outputs of a block over all rows, (B, H·G, T, d), whose gradients reach the block only.
+
+        The backward pass computes them again, so that only the block is held for it.
+        """
+        assert self.fresh is not None
+        fresh, self.fresh = self.fresh, None
+        held = [own[:, :, : -queries.shape[2]] for own in self.rows.attention_view()[:2]]
+        self.count_attended(None, None)
+
+        def work(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys, values = torch.cat([held[0], keys], 2), torch.cat([held[1], values], 2)
+            return attend(queries, keys, values, None, scaling)[0]
+
+        found: Tensor = checkpoint(work, queries, *fresh, use_reentrant=False, preserve_rng_state=False)
+        return found
+
+    def observe_gradient(self, gradient: Tensor) -> None:
+        """Let the method see an extra read with the gradient by what the layer's attention returned, (B, T, hidden)."""
+        assert self.read is not None  # the model has read it
+        observation, self.read = replace(self.read, gradient=gradient), None
+        self.method.update(observation, self.rows.view(), self.state)
+        self.update_memory()
 
     def after_attention(
         self,
@@ -261,7 +300,9 @@ class Layer:
             inputs.normed_hidden if inputs and method.wants_normed_hidden else None,
         )  # fmt: skip
         self.stamped.add_seen(observation)  # until all hooks have returned: the outputs go on through the model
-        if method.overrides("update"):
+        if self.differentiates:
+            self.read = observation
+        elif method.overrides("update"):
             rows = view()
             found = self.method.update(observation, rows, self.state)
             if found:
@@ -338,7 +379,8 @@ class Layer:
             self.shares = None if self.choice.allocator.even else HeadShares(quota.samples, found.counts)
         self.tally = self.tally.add_cut(found.evicted, found.protected, found.given_up)
         chosen = None if found.index is None else (found.index, found.counts)
-        self.rows = self.rows.keep(found.rows, self.even, self.choice.method.merges, quota.each, chosen)
+        method = self.choice.method
+        self.rows = self.rows.keep(found.rows, self.even, method.merges, quota.each, chosen, method.weighs_rows)
         self.update_memory()
 
     @property

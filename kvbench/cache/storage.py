@@ -52,7 +52,9 @@ class StoredRows:
     places: Tensor | None = None
     """Positions of the cut part, (R,) int32; None before the first cut."""
     mass: Tensor | None = None
-    """Tokens that each row of the cut part stands for, (R,) int16 or int32; None if every row stands for one token."""
+    """Tokens that each row of the cut part stands for, (R,) int16 or int32, or how much it weighs in attention, in the
+    dtype of `Rows.mass`; None if every row stands for one token.
+    """
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """The method's values for the first m rows, (B, H, m) by name."""
     lengths: Tensor | None = None
@@ -172,7 +174,7 @@ class StoredRows:
 
     def keep(
         self, rows: Rows, even: bool, merged: bool, each: int | None = None,
-        chosen: tuple[Tensor, Tensor] | None = None,
+        chosen: tuple[Tensor, Tensor] | None = None, weighed: bool = False,
     ) -> "StoredRows":  # fmt: skip
         """Keep the rows with mass > 0 and free everything else.
 
@@ -183,6 +185,7 @@ class StoredRows:
             each: That number, if the caller knows it. On a GPU the host then does not wait to check it.
             chosen: The `each` rows of every head that stay, if they are not those with mass > 0: their indices, as
                 `kept_indices` counts them, and their number in each head, (B, H) int64.
+            weighed: Whether the masses of merged rows are weights and no numbers of tokens.
         """
         if chosen is not None and each is not None:
             index, lengths = chosen
@@ -195,13 +198,13 @@ class StoredRows:
             else:
                 total = lengths.numel() * each
             index = kept_indices(present, total)
-        narrow = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
+        counted = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
         keys = rows.keys if self.rotate is None else self._held()[0]
         kept = StoredRows(
             self.shape, self.seen,
             stored=Plain(*gather_rows(index, keys, rows.values)),
             places=rows.places.take(index).int(),
-            mass=rows.mass.take(index).to(narrow) if merged else None,
+            mass=rows.mass.take(index).to(rows.mass.dtype if weighed else counted) if merged else None,
             lengths=lengths, longest=each, even=even, rotate=self.rotate,
         )  # fmt: skip
         columns = {name: kept._spread(column.take(index)) for name, column in rows.columns.items()}
@@ -361,8 +364,9 @@ class StoredRows:
         return self._head(self.view().places, sample, head)
 
     def head_masses(self, sample: int, head: int) -> Tensor:
-        """Return how many tokens each of one head's rows stands for, (n,)."""
-        return self._head(self.view().mass, sample, head)
+        """Return how many tokens each of one head's rows stands for, (n,) int64, or its weight, (n,) float."""
+        found = self._head(self.view().mass, sample, head)
+        return found if self.mass is not None and self.mass.is_floating_point() else found.long()
 
     @property
     def device(self) -> torch.device:
@@ -436,7 +440,7 @@ class StoredRows:
 
     def _head(self, column: Tensor, sample: int, head: int) -> Tensor:
         here = column[sample, head]
-        return here[len(here) - int(self.counts()[sample, head]) :].long()
+        return here[len(here) - int(self.counts()[sample, head]) :]
 
 
 @dataclass(frozen=True)

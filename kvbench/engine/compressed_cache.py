@@ -196,12 +196,16 @@ class CompressedCache:
         return own.rows.head_places(sample, head)
 
     def masses(self, layer: int, head: int, sample: int = 0) -> Tensor:
-        """1-D LongTensor: tokens that each of those rows stands for."""
+        """1-D LongTensor: tokens that each of those rows stands for. If the method weighs rows (`Method.weighs_rows`),
+        their weights in attention, a 1-D float tensor.
+        """
         own, sample = self._layer(layer, sample)
         return own.rows.head_masses(sample, head)
 
     def evicted(self, layer: int, head: int, sample: int = 0) -> int:
-        """Tokens whose rows are gone; with the masses held they make the tokens seen."""
+        """Tokens whose rows are gone; with the masses held (the number of rows if they are weighed) they make the
+        tokens seen.
+        """
         own, sample = self._layer(layer, sample)
         return 0 if own.tally.evicted is None else int(own.tally.evicted[sample, head])
 

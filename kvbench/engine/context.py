@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -23,6 +24,7 @@ from kvbench.cache.guard import (
     count_steps,
     extra_reads,
     find_tensors,
+    objective,
     without_gradients,
 )
 from kvbench.cache.layer import Layer, Layers, LayerSnapshot
@@ -43,6 +45,7 @@ from kvbench.models.decoder_weights import collect_weights
 from kvbench.models.transformers_port import (
     CacheLayerPort,
     Frequencies,
+    differentiate,
     forward,
     kvbench_attention,
     make_cache,
@@ -344,7 +347,12 @@ class PromptContext:
         self.set_progress(quota=quota)
         for layer in self.own_layers:
             layer.stamp()
-        logits = forward(self.model, ids, self.cache, keep)
+        if self.choice.method.wants_gradient and self.progress.about is not None:
+            logits, gradients = differentiate(self.model, ids, self.cache, partial(objective, self.choice.method))
+            for layer in self.own_layers:
+                layer.observe_gradient(gradients[layer.index])
+        else:
+            logits = forward(self.model, ids, self.cache, keep)
         self.seen += ids.shape[1]
         self._check()
         return logits

@@ -32,6 +32,11 @@ class Composite(Method):
             raise SettingError(
                 f"method.base={self.base.name}: it decides itself how many rows stay; choose another method"
             )
+        if self.base.merges:
+            raise SettingError(
+                f"method.base={self.base.name}: it changes the rows that stay, and {self.name} takes scores only; "
+                "choose another method"
+            )
         base = replace(
             self.base,
             decoding=self.decoding,
@@ -61,6 +66,10 @@ class Composite(Method):
         return self.base.needs_fixed_rotation
 
     @property
+    def wants_gradient(self) -> bool:
+        return self.base.wants_gradient
+
+    @property
     def weights_bytes(self) -> int:
         return self.base.weights_bytes
 
@@ -87,6 +96,9 @@ class Composite(Method):
 
     def extra_reads(self, ids: Tensor, prefix: int, words: PromptEncoder) -> Iterable[ExtraRead]:
         return self.base.extra_reads(ids, prefix, words)
+
+    def objective(self, hidden: Tensor) -> Tensor:
+        return self.base.objective(hidden)
 
     def skips_layer(self, layer: int, layers: int) -> bool:
         return self.base.skips_layer(layer, layers)

@@ -92,6 +92,13 @@ class Method(Hooks):
         return False
 
     @property
+    def weighs_rows(self) -> bool:
+        """Whether `merge` returns as `Rows.mass` how much each row weighs in attention, any number above 0, instead of
+        a number of tokens. Each row that stays then stands for its own token, and the other tokens are gone.
+        """
+        return False
+
+    @property
     def wants_lse(self) -> bool:
         """Whether the method needs `Observation.lse`. Attention then uses a slower kernel that returns it."""
         return False
@@ -114,6 +121,13 @@ class Method(Hooks):
     @property
     def needs_fixed_rotation(self) -> bool:
         """Whether the method cannot serve a model whose rotary frequencies change with the length of the text."""
+        return False
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether extra reads are differentiated (`objective`). `update` sees such a read when the whole model has read
+        it, with `Observation.gradient`. Its activations are held until then.
+        """
         return False
 
     @property
@@ -285,6 +299,14 @@ class Method(Hooks):
         """
         return ()
 
+    def objective(self, hidden: Tensor) -> Tensor:
+        """Return the number whose gradients an extra read gives, without dimensions. Called if `wants_gradient`.
+
+        Args:
+            hidden: Hidden states of the read that leave the last layer, before the final norm, (B, T, hidden).
+        """
+        raise NotImplementedError(f"{self.name} has no objective")
+
     def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
         """Return how many rows each KV head of this layer may keep. Called only if `sets_head_quotas`, and the budget
         decides.
@@ -377,14 +399,17 @@ class Method(Hooks):
         """
         return top_k_mask(scores, quotas)
 
-    def merge(self, rows: Rows, kept: Tensor) -> Rows:
-        """Return the rows after a cut that keeps `kept` (B, H, n). By default the other rows are gone (mass 0)."""
+    def merge(self, observation: Observation, rows: Rows, kept: Tensor, state: State) -> Rows:
+        """Return the rows after a cut that keeps `kept` (B, H, n). By default the other rows are gone (mass 0).
+
+        The observation is that of `score`, and has no queries after extra reads. The state must not change.
+        """
         return rows.without(~kept)
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None = None) -> Rows:
-        """Select rows and merge the others.
+        """Select rows and drop the others.
 
-        A method overrides this hook if it cannot select all rows before it merges the first one.
+        A method overrides this hook, and not `merge`, if it cannot select all rows before it merges the first one.
 
         Args:
             rows: The layer's rows.
@@ -394,7 +419,7 @@ class Method(Hooks):
                 allocator calls safe.
             each: The quota of every head, if all are equal and the caller knows it without waiting for the device.
         """
-        return self.merge(rows, self.select(scores, quotas))
+        return rows.without(~self.select(scores, quotas))
 
     def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
         """Return the rows that each query head attends to while decoding, (B, H*G, n) bool, or None for all rows.

@@ -126,6 +126,10 @@ class Observation:
     """Hidden states behind the layer's norm, which the projections of queries, keys and values read, (B, T, hidden).
     None unless the method sets `wants_normed_hidden`.
     """
+    gradient: Tensor | None = None
+    """Gradient of `Method.objective` by what the layer's attention returns, after W_o, (B, T, hidden). None unless the
+    method sets `wants_gradient`, and the block is an `ExtraRead`.
+    """
 
     @cached_property
     def tokens(self) -> int:

@@ -30,7 +30,9 @@ class Rows:
     places: Tensor
     """Position of each row's token in the text, (B, H, n) int64, ascending; -1 for absent rows."""
     mass: Tensor
-    """Number of tokens that each row stands for, (B, H, n), float32 (float64 for float64 rows); 0 for absent rows."""
+    """Number of tokens that each row stands for, (B, H, n), float32 (float64 for float64 rows); 0 for absent rows. If
+    the method sets `weighs_rows`, how much each row weighs in attention.
+    """
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Values per row that the method returned from `update`, (B, H, n) by name."""
     order: Tensor | None = None

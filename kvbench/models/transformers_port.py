@@ -101,8 +101,9 @@ class CacheLayerPort(CacheLayerMixin):
             cos, sin = (part.unflatten(0, shape[:2]).to(keys.dtype) for part in rotation(places.flatten(0, 1)))
             return rotate(keys if norm is None else norm(keys), cos, sin)
 
-        def add(**taken: Any) -> None:
-            self.inputs = replace(self.inputs or LayerInputs(None, None, None, rotate_keys), **taken)
+        def add(**taken: Tensor) -> None:
+            given: dict[str, Any] = {name: tensor.detach() for name, tensor in taken.items()}
+            self.inputs = replace(self.inputs or LayerInputs(None, None, None, rotate_keys), **given)
 
         def take_hidden(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             add(hidden=args[0] if args else kwargs["hidden_states"])
@@ -396,6 +397,44 @@ def forward(model: torch.nn.Module, ids: Tensor, cache: ContextCache, keep: int)
     tokens = cache.get_seq_length() + ids.shape[1]
     with cache.frequencies.install(tokens) if cache.frequencies else nullcontext(), observe_inputs(model, cache):
         return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+
+
+def differentiate(
+    model: torch.nn.Module, ids: Tensor, cache: ContextCache, objective: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Read tokens through the model and differentiate a number that depends on their last hidden states.
+
+    Args:
+        model: A supported transformers model, inside `kvbench_attention`.
+        ids: Token ids, (B, T).
+        cache: The context's cache.
+        objective: Makes a number of the hidden states that leave the last layer, before the final norm, (B, T, hidden).
+
+    Returns:
+        The logits of the last token, (B, 1, vocab), and the gradients by what the attention of each layer returns,
+        after W_o, (B, T, hidden) each.
+    """
+    decoder, added, hidden = find_text_decoder(model), list[Tensor](), list[Tensor]()
+
+    def begin(module: Any, args: Any, output: Tensor) -> Tensor:  # also if no weight requires a gradient
+        return output.detach().requires_grad_()
+
+    def take_added(module: Any, args: Any, output: Tensor) -> None:
+        added.append(output)
+
+    def take_hidden(module: Any, args: Any, output: Any) -> None:
+        hidden.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [decoder.embed_tokens.register_forward_hook(begin), decoder.layers[-1].register_forward_hook(take_hidden)]
+    handles += [layer.self_attn.o_proj.register_forward_hook(take_added) for layer in decoder.layers]
+    try:
+        with torch.enable_grad():
+            logits = forward(model, ids, cache, 1)
+            gradients = torch.autograd.grad(objective(hidden[0]), added)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits.detach(), gradients
 
 
 @contextmanager

@@ -178,10 +178,9 @@ def check_tokens(subject: MethodUnderTest) -> str:
                 places, masses = layer.rows.head_places(0, head), layer.rows.head_masses(0, head)
                 gone = 0 if layer.tally.evicted is None else int(layer.tally.evicted[0, head])
                 where = f"budget={budget} block_size={block or 'null'}, layer {layer.index}, head {head}"
-                if int(masses.sum()) + gone != context.seen:
-                    raise CheckFailed(
-                        f"{where}: {int(masses.sum())} tokens held + {gone} gone, {context.seen} were read"
-                    )
+                held = len(places) if subject.method.weighs_rows else int(masses.sum())
+                if held + gone != context.seen:
+                    raise CheckFailed(f"{where}: {held} tokens held + {gone} gone, {context.seen} were read")
                 if not (places.diff() > 0).all():
                     raise CheckFailed(f"{where}: the rows' places do not ascend")
     return "held + gone = read"

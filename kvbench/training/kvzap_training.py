@@ -195,8 +195,8 @@ class TargetRecorder(KVzip):
             return {}
         start, stop = observation.about
         spoken = replace(observation, queries=observation.queries[:, :, start - stop :])  # without the request
-        values = rows.values[:, :, start:stop]
-        found = self.score_plus(spoken, hidden[:, start - stop :], rows.keys, values, slice(start, stop))
+        values, weight = rows.values[:, :, start:stop], 1 / hidden[:, start - stop :].to(rows.mass.dtype).norm(dim=-1)
+        found = self.score_weighed(spoken, weight, rows.keys, values, slice(start, stop))
         state.layer["scores"] = pad(found, (start, 0))  # the prefix scores 0
         return {}
 

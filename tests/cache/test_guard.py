@@ -73,7 +73,7 @@ class Honest(Method):
     def select(self, scores, quotas):
         return super().select(scores, quotas)
 
-    def merge(self, rows, kept):
+    def merge(self, observation, rows, kept, state):
         return rows.without(~kept)
 
     def forget(self, state):
@@ -82,7 +82,7 @@ class Honest(Method):
 
 class Cuts(Honest):
     def cut(self, rows, scores, quotas, protected, each=None):
-        return self.merge(rows, self.select(scores, quotas))
+        return rows.without(~self.select(scores, quotas))
 
 
 class Allots(Honest):

@@ -19,7 +19,7 @@ from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ExtraRead, Observation
 from kvbench.validation import ContractError, SettingError
-from tests.support.method_files import build_policy
+from tests.support.method_files import SHORT, build_policy
 from tests.support.tiny_models import ids, make_double, tiny
 
 UNIFORM, RAW = Allocator("uniform"), Codec("raw")
@@ -185,14 +185,13 @@ def test_a_shared_prefill_shows_it_to_who_asks():
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "phi3", "yarn", "gemma3"])
-@pytest.mark.parametrize("method, block", [("full", 7), ("snapkv", 13), ("snapkv", None)])
+@pytest.mark.parametrize("method, block", [("full", 7), ("snapkv", 13), ("snapkv", None), ("kvgrad", None)])
 def test_rows_stored_before_rotation_are_the_models_own(model, method, block):
     """Bit for bit, in blocks and after cuts, and they take no further bytes."""
 
     def answer(codec: Codec) -> tuple[torch.Tensor, ...]:
-        held = kvbench.prefill(
-            tiny(model), ids(60), method, 0.4, block, "ada" if method == "snapkv" else "uniform", codec
-        )
+        allocator, args = "ada" if method == "snapkv" else "uniform", SHORT.get(method)
+        held = kvbench.prefill(tiny(model), ids(60), method, 0.4, block, allocator, codec, args)
         return (
             held.logits,
             held.extend(ids(3, seed=1)),

@@ -1,5 +1,7 @@
 """Attention over ragged rows and a tail: Triton against the equation in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,6 +72,19 @@ def test_triton_agrees_with_the_equation(shape, enough, merged, dtype, monkeypat
     assert (own - sums).abs().max() <= 2e-5
     without, none = attend_ragged(queries, held, keys, values, scaling, implementation="triton")
     assert none is None and torch.equal(without, found)
+
+
+@pytest.mark.parametrize("enough", [0, 10**6], ids=["many", "few"])
+def test_masses_may_be_weights(enough, monkeypatch):
+    """Numbers with a fraction, from almost nothing on, as methods that weigh rows store them."""
+    monkeypatch.setattr("kvbench.kernels.attention.triton.ENOUGH", enough)
+    monkeypatch.setattr("kvbench.kernels.attention.triton.FEW", 0)
+    queries, held, keys, values = made((2, 2, 3, 5, 9, 37, 32), True, torch.float32)
+    held = replace(held, mass=10 ** torch.linspace(-12, 3, len(held.mass), device=DEVICE))
+    exact, sums = attend_ragged(queries.double(), as_double(held), keys.double(), values.double(), 0.2, lse=True)
+    found, own = attend_ragged(queries, held, keys, values, 0.2, lse=True, implementation="triton")
+    largest = max(values.abs().max(), held.values.abs().max())
+    assert (found - exact).abs().max() <= largest * 2e-6 and (own - sums).abs().max() <= 2e-5
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="cuDNN's attention needs a GPU")

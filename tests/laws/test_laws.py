@@ -370,8 +370,11 @@ def test_law_3_tokens_are_conserved(case):
             for (layer, head), rows in note_rows(run.context).items():
                 own = run.context.layers[layer]
                 evicted = 0 if own.tally.evicted is None else int(own.tally.evicted[0, head])
-                assert rows.mass.sum() + evicted == run.context.seen
-                assert (rows.mass >= 1).all() and (rows.mass == rows.mass.round()).all()
+                if run.context.choice.method.weighs_rows:  # each row stands for its own token, whatever it weighs
+                    assert (rows.mass > 0).all() and len(rows.mass) + evicted == run.context.seen
+                else:
+                    assert rows.mass.sum() + evicted == run.context.seen
+                    assert (rows.mass >= 1).all() and (rows.mass == rows.mass.round()).all()
                 assert (np.diff(rows.places) > 0).all() and 0 <= rows.places[0] <= rows.places[-1] < run.context.seen
                 if not run.context.choice.method.merges:
                     assert (rows.mass == 1).all() and evicted == run.context.seen - len(rows.mass)
@@ -549,7 +552,8 @@ def test_bytes_are_those_of_the_rows_held(case):
     assert rows <= limit if case.built[0].sets_head_quotas else rows == limit
     owned = storages(reachable(layers, set()))
     values = storages(t for t in reachable(layers, set()) if t.is_floating_point() or t.dtype == torch.uint8)
-    assert sum(values.values()) == exact + held.bytes.state
+    weights = sum(layer.rows.mass.nbytes for layer in layers) if case.built[0].weighs_rows else 0  # float32
+    assert sum(values.values()) == exact + weights + held.bytes.state
     assert held.bytes.metadata <= 0.03 * exact and held.bytes.state <= 0.07 * exact  # Quest's bounds are 6.25 %
     assert 0 <= sum(owned.values()) - held.bytes.total <= 64 * len(layers)
     logits = held.logits.nbytes
@@ -560,7 +564,7 @@ def test_bytes_are_those_of_the_rows_held(case):
     rows = sum(sum(layer.rows.counts()[0].tolist()) for layer in layers)
     assert held.resident_bytes == rows * 2 * 64 * 4
     values = storages(t for t in reachable(layers, set()) if t.is_floating_point() or t.dtype == torch.uint8)
-    assert sum(values.values()) == held.resident_bytes + held.bytes.headroom + held.bytes.state
+    assert sum(values.values()) == held.resident_bytes + held.bytes.headroom + weights + held.bytes.state
 
 
 def test_bytes_of_sliding_layers_count_and_stay():

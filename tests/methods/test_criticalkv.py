@@ -97,8 +97,8 @@ def test_norms_do_not_depend_on_chunks(monkeypatch, chunk):
     torch.testing.assert_close(found, outputs.abs().sum(-1).mean(2), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("base", ["full", "centroidkv"])
-def test_a_base_must_score(base):
+@pytest.mark.parametrize("base", ["full", "centroidkv", "attention_matching"])
+def test_a_base_must_score_and_leave_rows_as_they_are(base):
     with pytest.raises(SettingError, match=f"^method.base={base}"):
         kvbench.prefill(tiny("llama"), ids(9), "criticalkv", 5, method_args={"base": base, "base_args": {}})
 
@@ -125,13 +125,13 @@ METHODS = {name: build_policy(name, "uniform", "llama")[0] for name in methods_a
 BASES = [
     name
     for name, own in METHODS.items()
-    if own.scores and own.overrides("score") and not own.streams and own.budget_setting is None
+    if own.scores and own.overrides("score") and not (own.streams or own.merges or own.budget_setting)
 ]
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize("decoding", [False, True])
-@pytest.mark.parametrize("base", [name for name in BASES if name not in ("criticalkv", "kvzap")])  # refused
+@pytest.mark.parametrize("base", [name for name in BASES if name not in ("criticalkv", "kvzap", "kvgrad")])  # refused
 def test_with_alpha_1_it_is_its_base(base, decoding):
     """Any method that scores rows: its state, columns, positions and files serve it as they do alone, and it votes
     while decoding exactly if the composite cuts there, whatever its own preset says.

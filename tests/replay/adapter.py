@@ -226,7 +226,8 @@ def hold(held: CompressedCache) -> list[str]:
             masses = [held.masses(layer.index, head, sample).tolist() for head in own]
             line = f"layer {layer.index}" + f" sample {sample}" * (len(context.seeds) > 1)
             line += f": {' '.join(str(len(each)) for each in places)} rows {digest(places)}"
-            if any(mass != 1 for each in masses for mass in each):
+            weighed = context.choice.method.weighs_rows  # numbers with a fraction; the logits depend on them
+            if not weighed and any(mass != 1 for each in masses for mass in each):
                 line += f", tokens of the heaviest {' '.join(str(max(each)) for each in masses)}, all {digest(masses)}"
             line += f", gone {' '.join(str(held.evicted(layer.index, head, sample)) for head in own)}"
             found.append(line)

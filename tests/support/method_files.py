@@ -64,6 +64,8 @@ MAKE = {
     "kvzap": write_surrogates,
 }  # fmt: skip
 SHORT = {  # settings for short prompts and small models
+    "attention_matching": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
+    "kvgrad": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
     "kvzip": {"first": [5, 6, 7], "later": [9, 8], "chunk": 50},
     "pqcache": {"sinks": 4, "bits": 4, "least": 8},
     "rkv": {"window": 4},
