@@ -646,6 +646,7 @@ def in_the_weights(self, observation, rows, state):
 def test_the_other_cells_of_a_group_are_what_they_are_alone(
     score, line, order, runs, bench, expected, tmp_path, monkeypatch, capsys
 ):
+    monkeypatch.setattr(bench, "rehearsed", set())  # in another case the same class was honest
     monkeypatch.setattr(type(runs[1].choice().method), "score", score)
     folders = execute_runs(runs[::order], tmp_path, bench)[::order]
     assert "kvbench:" not in capsys.readouterr().err  # the saboteur's own cell says it
