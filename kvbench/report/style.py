@@ -49,7 +49,9 @@ DARK = {  # colour on a light page -> colour on a dark one
     "#ffffff": "#16181D",  # gaps between cells
 }
 MARKS = ("circle", "square", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left")
-DASHES: dict[str, list[int]] = {"solid": [], "dashed": [6, 3], "dotted": [2, 2], "dash-dot": [8, 2, 2, 2]}
+DASHES: dict[str, list[int]] = {
+    "solid": [], "dashed": [6, 3], "dotted": [2, 2], "dash-dot": [8, 2, 2, 2], "long-dash": [12, 4],
+}  # fmt: skip
 PAIRS = [(mark, dash) for dash in DASHES for mark in MARKS]
 FULL, FULL_MARK = "#333333", "diamond"  # only a full cache with a codec has a curve
 KEYS = {"colour": COLOURS, "mark": MARKS, "dash": DASHES}

@@ -31,7 +31,7 @@ from kvbench.report.method_pages import describe_method
 from kvbench.report.page import MOST, NUMBERS, compact_json, load_library, render_html, write_page, write_report
 from kvbench.report.panels import classify_share, gather_results
 from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_strip, to_embedded_json
-from kvbench.report.style import COLOURS, DARK, DASHES, FULL, MARKS, choose_style, choose_styles, find_style
+from kvbench.report.style import COLOURS, DARK, DASHES, FULL, MARKS, PAIRS, choose_style, choose_styles, find_style
 from kvbench.validation import SettingError
 from tests.support import report_store
 from tests.support.report_store import BUDGETS, HOSTILE, TASKS, make_records, write_run, write_small_store
@@ -333,7 +333,7 @@ def test_at_least_25_lines_of_a_panel_can_be_told_apart_in_grey(methods):
 
 def test_more_lines_than_pairs_keep_their_colours():
     styles = choose_styles(["snapkv"] * 40)
-    assert len({(own["shape"], tuple(own["dash"])) for own in styles}) == 28
+    assert len({(own["shape"], tuple(own["dash"])) for own in styles}) == len(PAIRS)
     assert {own["colour"] for own in styles} == {choose_style("snapkv")["colour"]}
 
 
