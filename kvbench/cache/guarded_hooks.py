@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.cache.guard import ROWS, Guard, T, find_codec_of_layer
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec, Growable, Growing, ListingGrowing, MadeRows, Packed
+from kvbench.interfaces.codec import Codec, Cuttable, Growable, Growing, ListingGrowing, MadeRows, Packed
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import ListedRows
@@ -262,6 +262,11 @@ class GuardedCodec:
         return self.codec.packs
 
     @property
+    def packs_before_attention(self) -> bool:
+        """Whether the codec packs the layer's rows as they are read."""
+        return self.codec.packs_before_attention
+
+    @property
     def takes_unrotated_keys(self) -> bool:
         """Whether the layer's keys are stored before QK norm and rotation."""
         return self.codec.takes_unrotated_keys
@@ -323,6 +328,15 @@ class GuardedRows:
             handed.add(f"tensors()[{number}]", tensor)  # snapshots refer to packed rows, so these must not change
         found = self.guard.call(self.owner, "extend", handed, lambda: self.packed.extend(keys, values, lengths))
         shape = (self.shape[0] + len(keys), self.shape[1])
+        return GuardedRows(found, self.owner, self.guard, shape, self.dtype, self.device)
+
+    def keep(self, kept: Tensor) -> "GuardedRows":
+        handed = self.guard.handed(kept=kept)
+        for number, tensor in enumerate(self.tensors()):
+            handed.add(f"tensors()[{number}]", tensor)
+        packed = cast(Cuttable, self.packed)  # the codec packs before attention
+        found = self.guard.call(self.owner, "keep", handed, lambda: packed.keep(kept))
+        shape = (int(kept.sum()), self.shape[1])
         return GuardedRows(found, self.owner, self.guard, shape, self.dtype, self.device)
 
     def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "GuardedGrowing":

@@ -156,9 +156,12 @@ class Layer:
         if self.differentiates:  # only detached tensors are stored
             keys, values = keys.detach(), values.detach()
         self.inputs = inputs
-        self.rows = self.rows.append(keys, values, 0 if flushed else self.progress.room, rotate)
+        if self.codec.packs_before_attention:
+            self.rows = self.rows.append_packed(self.codec, keys, values, rotate)
+        else:
+            self.rows = self.rows.append(keys, values, 0 if flushed else self.progress.room, rotate)
         self.token_bytes = 2 * keys[:, :, 0].nbytes
-        if self.rows.tail_keys is not before:
+        if self.rows.tail_keys is not before or self.codec.packs_before_attention:
             self.update_memory()
         self.stamp()
 
@@ -291,11 +294,14 @@ class Layer:
         if self.output_weight is None:
             self.output_weight = ref(output_weight)
         inputs, self.inputs = self.inputs, None
+        unrotated = inputs.keys if inputs and method.wants_unrotated_keys else None
+        if unrotated is not None and self.codec.packs_before_attention:
+            unrotated = self.rows.read_newest_keys(unrotated.shape[2])
         observation = Observation(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, progress.prompt, progress.last, progress.decoding, self.cut_layers, progress.prefix, progress.about,
             progress.share, self.rows.longest_head if self.rows.even else None,
-            inputs.keys if inputs and method.wants_unrotated_keys else None,
+            unrotated,
             inputs.hidden if inputs and method.wants_hidden else None,
             inputs.normed_hidden if inputs and method.wants_normed_hidden else None,
         )  # fmt: skip
@@ -412,7 +418,7 @@ class Layer:
 
     def pack_all(self) -> None:
         """Pack the rows if the codec packs. Called when the prefill has ended."""
-        if self.packs:
+        if self.packs and not self.codec.packs_before_attention:
             self.rows = self.rows.pack(self.codec)
         self.update_memory()
 

@@ -4,10 +4,10 @@ Every change returns a new value, which shares its tensors with the old one. An 
 layer returns to it by holding it again. Contexts that share one prefill hold the same value.
 
 The rows have two parts. The *cut part* is what the last eviction left. It is flat in the order (sample, head,
-position), because heads may keep different numbers of rows. A codec that packs replaces it when the prefill ends. The
-*tail*, (B, H, capacity, d), holds the tokens read since then, from the left. Its capacity may exceed its length, so
-that rows have fixed addresses while a CUDA graph decodes. Only the memory behind the tail's length is written in place,
-so nothing that belongs to a snapshot is overwritten.
+position), because heads may keep different numbers of rows. A codec that packs replaces it when the prefill ends, and
+one that packs before attention with every block. The *tail*, (B, H, capacity, d), holds the tokens read since then,
+from the left. Its capacity may exceed its length, so that rows have fixed addresses while a CUDA graph decodes. Only
+the memory behind the tail's length is written in place, so nothing that belongs to a snapshot is overwritten.
 
 Keys are stored as the model rotated them. If the codec takes them before QK norm and rotation, both parts hold them so,
 and they are normed and rotated whenever the rows are viewed.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbench.interfaces.codec import Growable, ListingGrowing, Packed, Plain, Stored, join
+from kvbench.interfaces.codec import Cuttable, Growable, ListingGrowing, Packed, Plain, Stored, join
 from kvbench.interfaces.observation import KeyRotation
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.attention import RaggedRows
@@ -199,10 +199,17 @@ class StoredRows:
                 total = lengths.numel() * each
             index = kept_indices(present, total)
         counted = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
-        keys = rows.keys if self.rotate is None else self._held()[0]
+        if self.stored is None or isinstance(self.stored, Plain):
+            keys = rows.keys if self.rotate is None else self._held()[0]
+            stored: Stored = Plain(*gather_rows(index, keys, rows.values))
+        else:
+            assert self.places is not None  # packed rows are a cut part
+            marks = torch.zeros_like(rows.places, dtype=torch.bool)
+            marks.view(-1)[index] = True
+            stored = cast(Cuttable, self.stored).keep(marks[self._spread(self.places, absent=-1) >= 0])
         kept = StoredRows(
             self.shape, self.seen,
-            stored=Plain(*gather_rows(index, keys, rows.values)),
+            stored=stored,
             places=rows.places.take(index).int(),
             mass=rows.mass.take(index).to(rows.mass.dtype if weighed else counted) if merged else None,
             lengths=lengths, longest=each, even=even, rotate=self.rotate,
@@ -219,6 +226,13 @@ class StoredRows:
             return replace(self, stored=Plain(none, none), places=places, lengths=lengths).pack(codec)
         assert self.lengths is not None
         return replace(self, stored=codec.pack(*self.stored.read(), self.lengths)).pack_tail()
+
+    def append_packed(
+        self, codec: Packer, keys: Tensor, values: Tensor, rotate: KeyRotation | None = None
+    ) -> "StoredRows":
+        """Append a block and pack it at once. All rows are then packed. See `append`."""
+        rows = self.append(keys, values, rotate=rotate)
+        return rows.pack(codec) if self.stored is None else rows.pack_tail()
 
     def pack_tail(self) -> "StoredRows":
         """Pack the tail behind the packed rows and start a new tail."""
@@ -341,6 +355,10 @@ class StoredRows:
             parts.append([tail[:, :, : self.tail] for tail in (self.tail_keys, self.tail_values)])
         keys, values = parts[0] if len(parts) == 1 else (torch.cat(both, 2) for both in zip(*parts, strict=True))
         return keys, values
+
+    def read_newest_keys(self, tokens: int) -> Tensor:
+        """Return the keys of the last tokens as they are stored, (B, H, tokens, d)."""
+        return self._held()[0][:, :, -tokens:]
 
     def _places(self, keys: Tensor) -> Tensor:
         """Return the positions of all rows, (B, H, n) int64, on the device of the keys; -1 for absent rows."""

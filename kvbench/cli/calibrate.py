@@ -6,6 +6,7 @@ Examples:
   kvbench calibrate triattention --model reference --out FILE
   kvbench calibrate deltakv --model reference --out FILE
   kvbench calibrate kvzap --model reference --out FILE
+  kvbench calibrate palu --model reference --out FILE
 
 `kvbench calibrate qfilters --help` describes the file and lists the options; so do the others.
 """
@@ -14,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli import calibrate_deltakv, calibrate_kvzap, calibrate_triattention
+from kvbench.cli import calibrate_deltakv, calibrate_kvzap, calibrate_palu, calibrate_triattention
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, require_choice, require_int
 
@@ -58,6 +59,7 @@ def make_parser() -> CommandParser:
             own.add_argument("--recent", type=int, default=256, help="newest rows of a streaming head (default: 256)")
     for method, command, seed in (
         ("triattention", calibrate_triattention, 0), ("deltakv", calibrate_deltakv, 42), ("kvzap", calibrate_kvzap, 42),
+        ("palu", calibrate_palu, 42),
     ):  # fmt: skip
         doc = command.__doc__ or ""
         own = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
@@ -95,6 +97,7 @@ def calibrate(options: Namespace) -> None:
     device = choose_device(options.device)
     work = {"qfilters": calibrate_heads, "duo_attention": calibrate_heads, "kvzap": calibrate_kvzap.calibrate}
     work |= {"triattention": calibrate_triattention.calibrate, "deltakv": calibrate_deltakv.calibrate}
+    work["palu"] = calibrate_palu.calibrate
     work[options.method](options, device)
 
 

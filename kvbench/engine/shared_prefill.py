@@ -169,7 +169,10 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
 
     Raises:
         ContextFailed: A context failed.
+        ValueError: The codec of one context changes what the model attends to, and another context has another codec.
     """
+    if len({codec if (codec := own.choice.codec).packs_before_attention else None for own in contexts}) > 1:
+        raise ValueError("prefill: contexts whose codecs pack before attention must have the same codec")
     model, device, tokens = contexts[0].model, contexts[0].device, ids.shape[1]
     begin = now(device)
     for context in contexts:

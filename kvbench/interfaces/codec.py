@@ -2,7 +2,8 @@
 
 Rows are flat, (R, d), in the order (sample, head, position). `lengths` (B, H) says how many of them belong to each
 head. While the prompt is read, rows stay raw, so attention and every cut are exact. A codec that packs does so after
-the last cut, and packed rows are never written again, so that rounding happens once.
+the last cut, and packed rows are never written again, so that rounding happens once. A codec that packs before
+attention is the exception: the model attends to its rounded rows from the first token on, and cuts drop some of them.
 
 Symbols: B samples, H KV heads, R rows of all heads together, d head dimension.
 """
@@ -38,6 +39,17 @@ class Packed(Stored, Protocol):
             keys: The further keys, (R', d).
             values: The further values, (R', d).
             lengths: Number of rows of each head, old and new ones together, (B, H).
+        """
+
+
+class Cuttable(Packed, Protocol):
+    """Keys and values of a codec that `packs_before_attention`."""
+
+    def keep(self, kept: Tensor) -> "Cuttable":
+        """Return the rows that a cut leaves.
+
+        Args:
+            kept: Which rows stay, (R,) bool.
         """
 
 
@@ -201,6 +213,10 @@ class Codec:
 
     packs = False
     """Whether the codec packs rows when the prefill ends. It then cannot serve a method that cuts while decoding."""
+    packs_before_attention = False
+    """Whether the codec packs every block as it is read, so that the model attends to the packed rows of the block too.
+    Its packed rows are `Cuttable`. It also `packs`. Such a run shares a prefill only with runs of the same codec.
+    """
     lists_rows = False
     """Whether growing rows can attend to listed rows only (`ListingGrowing`)."""
     takes_unrotated_keys = False
@@ -264,6 +280,8 @@ class Codec:
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> Packed:
         """Pack rows after the last cut. Called only if the codec `packs`.
 
+        If it `packs_before_attention`, it is called before the first block, without rows.
+
         Args:
             keys: (R, d). Before QK norm and rotation if the codec `takes_unrotated_keys`.
             values: (R, d)
@@ -309,6 +327,8 @@ def join(rows: Tensor, counts: Tensor, more: Tensor, more_counts: Tensor) -> Ten
         Flat rows, (R + R', …).
     """
     counts, more_counts = counts.flatten(), more_counts.flatten()
+    if len(counts) == 1:
+        return torch.cat([rows, more])
     out = rows.new_empty(len(rows) + len(more), *rows.shape[1:])
     before = more_counts.cumsum(0) - more_counts  # further rows of the heads in front
     out[torch.arange(len(rows), device=rows.device) + before.repeat_interleave(counts)] = rows

@@ -244,7 +244,9 @@ class Method(Hooks):
                 f"codec={codec.name}: it stores keys before rotation, and {self.name} merges rotated ones; "
                 "use codec=raw"
             )
-        if codec.packs and self.decoding:
+        if codec.packs_before_attention and self.merges:
+            return f"codec={codec.name}: its rows are packed, and {self.name} merges rows; use codec=raw"
+        if codec.packs and not codec.packs_before_attention and self.decoding:
             return (
                 f"codec={codec.name}: {self.name} cuts while decoding, and packed groups are never repacked; "
                 "use method.decoding=false or codec=raw"

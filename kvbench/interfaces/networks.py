@@ -12,7 +12,7 @@ they can run code.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
+from kvbench.interfaces.tensor_files import is_pickled
 from kvbench.validation import SettingError
 
 NAMES = {"mlp_swiglu": (".w12", ".w3"), "mlp_gelu": (".0", ".2"), "linear": ("",)}  # kind -> names of its matrices
@@ -216,10 +217,7 @@ def open_weights(file: Path, where: str, what: str) -> Iterator[Any]:
         with safe_open(str(file), framework="pt") as opened:
             yield opened
     except (OSError, SafetensorError) as error:
-        with suppress(OSError), file.open("rb") as content:
-            begin = content.read(4)
-            if begin == b"PK\x03\x04" or begin[:1] == b"\x80":
-                reason = "pickled weights are not read; give a safetensors file"
-                raise SettingError(f"{where}: {reason}") from None
+        if is_pickled(file):
+            raise SettingError(f"{where}: pickled weights are not read; give a safetensors file") from None
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SettingError(f"{where}: cannot read the {what} ({reason})") from None

@@ -106,8 +106,11 @@ def check_tensors(path: object, tensors: Mapping[str, Tensor], names: Mapping[st
 
 
 def is_pickled(file: Path) -> bool:
-    """Whether a file begins as those of `torch.save` do."""
+    """Whether a file begins as those of `torch.save` do.
+
+    A safetensors file may begin with the byte of a pickle too, because the length of its header comes first.
+    """
     with suppress(OSError), file.open("rb") as opened:
-        begin = opened.read(4)
-        return begin == b"PK\x03\x04" or begin[:1] == b"\x80"
+        begin = opened.read(9)
+        return begin[:4] == b"PK\x03\x04" or (begin[:1] == b"\x80" and begin[8:] != b"{")
     return False

@@ -210,12 +210,16 @@ class RunSpec:
     @cached_property
     def reading(self) -> str | None:
         """A text that is equal for runs that can share the prefill of a prompt. None if this run must read alone."""
-        method, shape = self.choice().method, self.checkpoint.layout()
+        choice, shape = self.choice(), self.checkpoint.layout()
+        method = choice.method
         if self.block_size is not None or method.needs_extra_reads or shape.sliding or shape.window is not None:
             return None
         if self.budget.value is None:  # it reads samples one by one, and others in batches
             return None
-        return run_hash(self.baseline().value) + (" with log-sum-exps" if method.wants_lse else "")
+        own = run_hash(self.baseline().value) + (" with log-sum-exps" if method.wants_lse else "")
+        if choice.codec.packs_before_attention:
+            own += f" with codec {run_hash(catalogue.identity_settings(self.groups['codec']))}"
+        return own
 
     @cached_property
     def value(self) -> dict[str, Any]:

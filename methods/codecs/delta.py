@@ -94,7 +94,7 @@ class Delta(Codec):
         check_layers("codec.full_layers", self.full_layers, self.depth)
         if self.nearest > self.sinks:
             raise SettingError(f"codec.nearest={self.nearest}: at most codec.sinks={self.sinks}, the first candidates")
-        if self.base.joins_heads:
+        if self.base.joins_heads or self.base.packs_before_attention:
             raise SettingError(f"codec.base={self.base.name}: a codec that stores each head on its own, such as raw")
         if self.bits is not None and self.file.code * self.bits % 8:
             raise SettingError(f"codec.bits={self.bits}: codes of {self.file.code} numbers do not fill whole bytes")

@@ -23,7 +23,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.configuration import read_config_layout
+from kvbench.models.configuration import load_layout, read_config_layout
 from kvbench.runs import shared_runs
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder
@@ -36,6 +36,7 @@ from kvbench.sweeps.plan import plan_cell
 from kvbench.validation import ContractError, SettingError
 from tests.support.command_line import run_cli
 from tests.support.method_files import build_policy
+from tests.support.palu_files import draw_palu
 from tests.support.recorded_runs import strip_circumstances
 from tests.support.selection import choose_covering, only_in_full
 from tests.support.tiny_models import ids, tiny
@@ -315,13 +316,17 @@ def test_workers_share_the_samples_of_a_company(runs, bench, alone, tmp_path):
     assert {own for folder in folders for own in shares(folder)} == {4}
 
 
-def test_who_may_read_together(runs, run_of):
+def test_who_may_read_together(runs, run_of, checkpoint, tmp_path):
     same = {run.reading for run in runs}
     assert len(same) == 1 and None not in same
     for settings in (["method=kvzip"], ["block_size=64"]):
         assert run_of(*settings).reading is None
     others = ["method=h2o", "question=hidden", "seed=1", "temperature=0.5", "task.length=1024"]
     assert len({run_of(own).reading for own in others} | same) == len(others) + 1
+    path = draw_palu(tmp_path / "file", load_layout(str(checkpoint)))
+    palu = [f"codec.path={path}", "codec=palu"]  # the model attends to other rows
+    projected = [run_of(*palu, *more).reading for more in ([], ["method=sink", "budget=0.2"], ["codec.bits=4"])]
+    assert projected[0] == projected[1] != projected[2] and not {*projected} & same
     sliding = replace(runs[0], checkpoint=Windows("windows", "nowhere"))
     assert sliding.reading is None
     timed = ["task=efficiency", "model=random", "model.like=tiny"]

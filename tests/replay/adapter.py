@@ -86,7 +86,7 @@ def fill(model: torch.nn.Module, noise: float = 0.0) -> torch.nn.Module:
     return model
 
 
-FILES = ("qfilters", "triattention", "duo_attention", "kvzap", "delta")
+FILES = ("qfilters", "triattention", "duo_attention", "kvzap", "delta", "palu")
 FOLDER = tempfile.TemporaryDirectory(prefix="replay")
 
 
@@ -121,6 +121,15 @@ def make_file(method: str, name: str) -> str:
             f"model.layers.{layer}.self_attn.compress_{part}.weight": draw(*size, seed=layer) * (3 / size[1]) ** 0.5
             for layer in range(shape[0])
             for part, size in sizes.items()
+        }
+        save_file(weights, str(path))
+    elif method == "palu":
+        width = shape[1] * read_config_layout(config).dim // 2  # two groups
+        weights = {
+            f"model.layers.{layer}.self_attn.{side}_proj.U.{group}.weight": draw(width, rank, seed=layer + group)
+            for layer in range(shape[0])
+            for side, rank in (("k", width // 4 * 3), ("v", width // 2))
+            for group in range(2)
         }
         save_file(weights, str(path))
     else:

@@ -476,7 +476,7 @@ def test_a_rotation_that_changes_with_the_length_is_refused():
         (dict(bits=3), "codec.bits=3: choose one of"),
         (dict(remove="both"), "codec.remove=both: choose one of"),
         (dict(base="delta"), "codec.path=null: give a safetensors file"),
-        (dict(base="zip"), "codec.base=zip: choose one of delta, kivi, raw"),
+        (dict(base="zip"), "codec.base=zip: choose one of delta, kivi, palu, raw"),
     ],
     ids=str,
 )

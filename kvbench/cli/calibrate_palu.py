@@ -1,0 +1,97 @@
+"""Compute the projections of Palu.
+
+Examples:
+  kvbench calibrate palu --model reference --out FILE
+  kvbench calibrate palu --model FOLDER --out FILE --removed 0.3 --text FOLDER
+  kvbench calibrate palu --model FOLDER --out FILE --dataset Salesforce/wikitext --subset wikitext-2-raw-v1
+
+The command reads a text and finds, for the keys and the values of each group of KV heads, the subspace of a lower
+dimension, the rank, that loses least of them. --removed is the share of all keys and values that is removed, which is
+the paper's compression rate: 0.5 and 0.3 there. (The authors' --param_ratio_target is the share that stays.) The file
+holds the ranks, so each share needs its own file.
+
+Ranks are multiples of 32 for groups of 512 numbers and more, as the authors' models have, and of w/16 for groups of w
+numbers below, in multiples of 8. The share that was removed in the end is printed. --ranks says how they are chosen:
+fisher_uniform and fisher give more to keys or values whose weights have larger gradients, uniform the same to all.
+
+The recipe is the authors': groups of 4 heads, 256 sequences of 2048 tokens, gradients of 2048 sequences of 1024 tokens.
+For groups of w numbers below 512 kvbench reads less: with s = w / 512, s^2 times as many sequences of s times as many
+tokens, but at least 16 of 64.
+
+By default the command reads essays that it writes (tasks/common/synthetic_prose.py). They are enough to try it; for a
+real model give real text. The authors read the training part of WikiText-2. If a text has fewer sequences, those are
+read.
+"""
+
+from argparse import Namespace
+
+from kvbench.cli.calibration_texts import add_text_options, check_text_options, open_texts
+from kvbench.cli.command import CommandParser
+from kvbench.validation import SettingError, require_choice, require_writable
+
+OPTIONS = {
+    "removed": "removed", "ranks": "search", "group": "group", "sequences": "sequences", "length": "length",
+    "fisher_sequences": "fisher_sequences", "fisher_length": "fisher_length",
+}  # fmt: skip
+DTYPES = ("float32", "bfloat16")
+
+
+def add_options(parser: CommandParser) -> None:
+    """Add the options of this codec."""
+    add_text_options(parser)
+    parser.add_argument("--removed", type=float, help="share of keys and values that is removed (default: 0.5)")
+    parser.add_argument("--ranks", help="fisher_uniform, fisher or uniform (default: fisher_uniform)")
+    parser.add_argument("--group", type=int, help="KV heads of a group (default: 4, or the largest divisor below)")
+    parser.add_argument("--sequences", type=int, help="sequences of the text (default: see below)")
+    parser.add_argument("--length", type=int, help="their tokens (default: see below, at most the model's)")
+    parser.add_argument("--fisher-sequences", type=int, help="sequences for the gradients (default: see below)")
+    parser.add_argument("--fisher-length", type=int, help="their tokens (default: see below, at most --length)")
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16, of the model (default: float32)")
+
+
+def calibrate(options: Namespace, device: str) -> None:
+    """Compute the projections, write their file, and print its path and what was removed.
+
+    Args:
+        options: What the parser of `kvbench calibrate` reads.
+        device: "cpu" or "cuda".
+
+    Raises:
+        SettingError: An option cannot be used, or the model or the text cannot be read.
+    """
+    require_choice("--dtype", options.dtype, DTYPES)
+    check_text_options(options)
+    require_writable("--out", options.out.parent)
+    if options.out.exists():
+        raise SettingError(f"--out={options.out}: there is a file; delete it or give another name")
+
+    import torch
+
+    from kvbench.config.provenance import find_version
+    from kvbench.interfaces.networks import IDENTITY
+    from kvbench.models.checkpoint import Checkpoint, find_model
+    from kvbench.training import palu_calibration
+    from kvbench.training.recording import write_tensors
+    from kvbench.training.token_sequences import pack_texts
+
+    checkpoint = Checkpoint("calibrated", find_model(options.model))
+    checkpoint.config()
+    layout = checkpoint.layout()
+    recipe = palu_calibration.choose_recipe(layout, {name: getattr(options, own) for own, name in OPTIONS.items()})
+    checkpoint.check()
+    texts, source = open_texts(options, checkpoint.path, recipe.length, options.seed)
+    width = recipe.group * layout.dim
+    least = -(-palu_calibration.LEAST_TOKENS * width // recipe.length)
+    text = pack_texts(checkpoint.tokenizer(), texts, recipe.length, recipe.sequences_to_read, least)
+    print(f"{source}: {text.texts} texts, {len(text.sequences)} of {recipe.sequences_to_read} sequences of "
+          f"{recipe.length} tokens")  # fmt: skip
+    model = checkpoint.weights(getattr(torch, options.dtype), device)
+    weights, ranks = palu_calibration.calibrate_model(model, layout, recipe, text.sequences)
+    metadata = palu_calibration.describe_ranks(ranks, recipe) | {
+        IDENTITY: checkpoint.identity(), "text": text.digest, "source": source, "kvbench": find_version(),
+    }  # fmt: skip
+    write_tensors(options.out, weights, metadata)
+    each = [rank for own in ranks.values() for rank in own]
+    removed = 1 - sum(each) / (len(each) * width)
+    print(f"{options.out}: projections of groups of {recipe.group} KV heads, {width} numbers to "
+          f"{min(each)}–{max(each)}; {removed:.1%} of keys and values removed")  # fmt: skip

@@ -1,0 +1,279 @@
+"""palu: store keys and values of a group of heads together in fewer numbers, by projections of low rank (Palu).
+
+Source: the Palu paper (arXiv 2407.21118); shadowpa0327/Palu bb22666, palu/model/modules/svd_linear.py (what is stored)
+and quant.py (rounding). Symbols: k the keys of a group of KV heads before QK norm and rotation, or their values, w
+numbers; r the group's rank; U (w, r) and b as in palu_projections.py.
+
+    h = U⁺ (k − b)        k̂ = U h + b
+
+A token's latents h of keys and of values are all that is stored of a group, in the model's dtype or in `bits` bits.
+Keys are normed and rotated after they are read. The projection is part of the model: a token attends to k̂ of all
+tokens, its own included, in the prefill too.
+
+With `bits`, latents are rotated by an orthogonal matrix (`make_rotation`; it is fused into U) and rounded per token and
+group. With the range [lo, hi] = `clip`·[min h, max h] and q = 2^bits − 1,
+
+    s = max(hi − lo, 1e-5)/q,    z = clamp(round(−lo/s), 0, q),    c = clamp(round(h/s) + z, 0, q),    ĥ = (c − z)·s
+
+Eviction is beyond the source. Heads of a group may keep different tokens. Latents of a token stay while one of its
+heads keeps it, with a byte for each head that says so, and then are read for these heads only.
+
+The source computes h = VT x from what enters the projection. kvbench computes the same h from keys and values, which in
+bfloat16 were rounded before: with a large bias, such as Qwen2.5's of keys, h is less exact. The source also multiplies
+W_o by the U of values, so that values are never reconstructed; results are the same. s is stored in float16, z in a
+byte.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from kvbench.interfaces.codec import Codec, Packed, join
+from kvbench.interfaces.networks import LayerWeights
+from kvbench.interfaces.settings import setting
+from kvbench.methods.codecs.palu_projections import (
+    SIDES,
+    LayerProjections,
+    PaluFile,
+    compare_identity,
+    compare_model,
+    list_files,
+    peek_projections,
+    read_projections,
+)
+from kvbench.validation import SettingError
+
+LEAST = 1e-5  # smallest range of the latents of a token
+LARGEST = torch.finfo(torch.float16).max
+Latents = tuple[Tensor, ...]  # (n, r), or codes (n, r·bits/8) uint8, s (n, 1) float16 and z (n, 1) uint8
+
+
+@dataclass(frozen=True)
+class Palu(Codec):
+    """Store latents of low rank of keys and values."""
+
+    path: str | None = setting()
+    """The file of the projections, or a folder with such files."""
+    bits: int | None = setting(choices=(None, 2, 3, 4))
+    """Bits of a latent; `None` keeps it as the model's numbers."""
+    clip: float = setting(above=0, maximum=1)
+    """Share of the latents' range that the rounding covers."""
+    hadamard: bool = setting()
+    """Whether latents are rotated before they are rounded."""
+
+    packs = True
+    packs_before_attention = True
+    takes_unrotated_keys = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits is not None:
+            wrong = next((rank for own in self.file.ranks.values() for rank in own if rank * self.bits % 8), None)
+            if wrong is not None:
+                raise SettingError(f"codec.bits={self.bits}: {wrong} latents of a group do not fill whole bytes")
+        _ = self.file  # refuse an unusable file at once
+
+    @property
+    def weights_bytes(self) -> int:
+        return 2 * self.file.bytes  # U and its pseudo-inverse
+
+    @cached_property
+    def file(self) -> PaluFile:
+        """What the file of the projections says about itself."""
+        return peek_projections(self.path)
+
+    @cached_property
+    def projections(self) -> LayerWeights[LayerProjections]:
+        """The projections, which all codecs with this file and the same rotation share."""
+        about = [(str(file), file.stat()) for file in list_files(self.path)]
+        stamp = tuple((name, own.st_mtime_ns, own.st_size) for name, own in about)
+        return load_once(str(self.path), self.bits is not None and self.hadamard, stamp)
+
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
+        compare_model(self.file, self.path, layers, heads, dim, sliding)
+
+    def check_identity(self, identify: Callable[[], str]) -> None:
+        compare_identity(self.file, self.path, identify)
+
+    def of_layer(self, layer: int, layers: int) -> "PaluLayer":
+        return PaluLayer(self.name, self, layer)
+
+
+@lru_cache(maxsize=2)
+def load_once(path: str, rotated: bool, stamp: tuple[tuple[str, int, int], ...]) -> LayerWeights[LayerProjections]:
+    """Load a file of projections, unless it was loaded lately and its files have the same times of change and sizes."""
+    return LayerWeights(read_projections(path, rotated))
+
+
+@dataclass(frozen=True)
+class PaluLayer(Codec):
+    """The codec of one layer."""
+
+    whole: Palu
+    """The codec of all layers."""
+    layer: int
+    """The index of the layer."""
+
+    packs = True
+    packs_before_attention = True
+    takes_unrotated_keys = True
+
+    def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "PaluRows":
+        batch, heads = lengths.shape
+        groups, width = self.whole.file.groups, self.whole.file.width
+        none = keys.new_empty(0, width)
+        latents = self.encode([none] * 2 * groups)
+        empty = PaluRows(self, (batch, heads), lengths.new_zeros(groups, batch), latents, None, none)
+        return empty.extend(keys, values, lengths)
+
+    def encode(self, rows: Sequence[Tensor]) -> tuple[Latents, ...]:
+        """Return the latents of the keys of each group, (n, w), and then of the values."""
+        found, bits = [], self.whole.bits
+        for projection, own in zip(self.whole.projections.like(self.layer, rows[0]).each, rows, strict=True):
+            latents = projection.encode(own)
+            found.append((latents,) if bits is None else round_latents(latents, bits, self.whole.clip))
+        return tuple(found)
+
+    def decode(self, latents: Sequence[Latents], like: Tensor) -> list[Tensor]:
+        """Return the keys of each group, (n, w), and then the values, with the dtype of `like`."""
+        found, bits = [], self.whole.bits
+        for projection, own in zip(self.whole.projections.like(self.layer, like).each, latents, strict=True):
+            found.append(projection.decode(own[0] if bits is None else read_rounded(own, bits, like.dtype)))
+        return found
+
+    def count_needs(self, packed: Packed, rows: float) -> tuple[int, int] | None:
+        assert isinstance(packed, PaluRows)  # what `pack` returned
+        share = rows * packed.shape[0] * packed.shape[1] / max(1, packed.count())
+        weights = [own.up for own in self.whole.projections.like(self.layer, packed.like).each]
+        stored = sum(part.nbytes for part in packed.tensors())
+        made = sum(2 * len(own[0]) * up.numel() for own, up in zip(packed.latents, weights, strict=True))
+        return round(stored * share) + sum(up.nbytes for up in weights), round(made * share)
+
+
+@dataclass(frozen=True)
+class PaluRows:
+    """The rows of one layer.
+
+    Symbols: B samples, H KV heads, G groups, n_g tokens of a group in all samples together.
+    """
+
+    codec: PaluLayer
+    shape: tuple[int, int]
+    """B and H."""
+    counts: Tensor
+    """Tokens of each group and sample, (G, B)."""
+    latents: tuple[Latents, ...]
+    """Latents of the keys of each group, and then of the values. Tokens are in the order (sample, position)."""
+    held: tuple[Tensor, ...] | None
+    """Which heads of each group hold which of its tokens, (n_g, H/G) bool. None if all heads hold the same tokens."""
+    like: Tensor
+    """An empty tensor with the dtype and the device of the rows."""
+
+    def count(self) -> int:
+        """Return the number of rows of all heads together, R."""
+        if self.held is None:
+            return len(self.latents[0][0]) * self.shape[1]
+        return int(sum(own.sum() for own in self.held))
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        rows = self.codec.decode(self.latents, self.like)
+        groups = len(self.counts)
+        keys, values = (self.flatten([x.unflatten(-1, (self.shape[1] // groups, -1)) for x in own])
+                        for own in (rows[:groups], rows[groups:]))  # fmt: skip
+        return keys, values
+
+    def flatten(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all heads, flat in the order (sample, head, position), of each group's (n_g, H/G, d)."""
+        if self.held is None:
+            batch = self.shape[0]
+            heads = [x.view(batch, len(x) // batch, *x.shape[1:]).transpose(1, 2) for x in parts]
+            return torch.cat(heads, 1).flatten(0, 2)
+        rows = torch.cat([x.transpose(0, 1)[own.T] for x, own in zip(parts, self.held, strict=True)])
+        return rows if self.shape[0] == 1 else rows[self.find_order(self.held)]
+
+    def find_order(self, held: Sequence[Tensor]) -> Tensor:
+        """Return the row in the order (group, head, sample, position) that stands at each place of the flat rows."""
+        samples = [
+            number.expand(len(own.T), -1)[own.T] for number, own in zip(self.number_samples(), held, strict=True)
+        ]
+        return torch.cat(samples).argsort(stable=True)
+
+    def number_samples(self) -> list[Tensor]:
+        """Return the sample of each token of each group, (n_g,)."""
+        samples = torch.arange(self.shape[0], device=self.counts.device)
+        return [samples.repeat_interleave(counts) for counts in self.counts]
+
+    def keep(self, kept: Tensor) -> "PaluRows":
+        heads = self.shape[1] // len(self.counts)
+        held = self.held or tuple(kept.new_ones(len(own[0]), heads) for own in self.latents[: len(self.counts)])
+        marks = torch.empty_like(kept)
+        marks[self.find_order(held)] = kept
+        after, stays = [], []
+        for own, mark in zip(held, marks.split([int(own.sum()) for own in held]), strict=True):
+            mask = own.T.clone()
+            mask[own.T] = mark
+            stays.append(mask.any(0))
+            after.append(mask.T[stays[-1]])
+        counts = torch.stack(
+            [number[stay].bincount(minlength=self.shape[0])
+             for number, stay in zip(self.number_samples(), stays, strict=True)]
+        )  # fmt: skip
+        latents = tuple(
+            tuple(part[stay] for part in own) for own, stay in zip(self.latents, stays * len(SIDES), strict=True)
+        )
+        same = all(own.all() for own in after) and bool((counts == counts[0, 0]).all())
+        return replace(self, counts=counts, latents=latents, held=None if same else tuple(after))
+
+    def tensors(self) -> list[Tensor]:
+        return [*(part for own in self.latents for part in own), *(self.held or ()), self.counts]
+
+    def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "PaluRows":
+        """Return the rows followed by a block, which has the same tokens for all heads."""
+        (batch, heads), groups = self.shape, len(self.counts)
+        tokens = len(keys) // (batch * heads)
+        blocks = [
+            own.flatten(0, 1).flatten(1)
+            for rows in (keys, values)
+            for own in rows.view(batch, heads, tokens, rows.shape[1]).transpose(1, 2).chunk(groups, 2)
+        ]
+        more = torch.full_like(self.counts[0], tokens)
+        latents = tuple(
+            tuple(join(old, counts, new, more) for old, new in zip(before, after, strict=True))
+            for before, after, counts in zip(self.latents, self.codec.encode(blocks), [*self.counts] * 2, strict=True)
+        )
+        held = None
+        if self.held is not None:
+            new = self.held[0].new_ones(batch * tokens, heads // groups)
+            held = tuple(join(own, counts, new, more) for own, counts in zip(self.held, self.counts, strict=True))
+        return replace(self, counts=self.counts + tokens, latents=latents, held=held)
+
+
+def round_latents(latents: Tensor, bits: int, clip: float) -> Latents:
+    """Round latents (n, r) to a few bits.
+
+    Returns:
+        The codes, (n, r·bits/8) uint8, s (n, 1) float16 and z (n, 1) uint8. A byte holds one bit of eight codes.
+    """
+    x = latents.to(torch.promote_types(latents.dtype, torch.float32))
+    low, high = (clip * own for own in x.aminmax(dim=-1, keepdim=True))
+    largest = 2**bits - 1
+    scale = ((high - low).clamp(min=LEAST) / largest).clamp(max=LARGEST).half()
+    step = scale.to(x.dtype)
+    zero = (-low / step).round().clamp(0, largest)
+    codes = ((x / step).round() + zero).clamp(0, largest).to(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
+    each = (codes[..., None] >> shifts[:bits] & 1).unflatten(1, (codes.shape[1] // 8, 8))  # (n, r/8, 8, bits)
+    return (each << shifts[:, None]).sum(2, dtype=torch.uint8).flatten(1), scale, zero.to(torch.uint8)
+
+
+def read_rounded(latents: Latents, bits: int, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that rounded latents stand for, (n, r)."""
+    packed, scale, zero = latents
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    each = packed.unflatten(1, (packed.shape[1] // bits, 1, bits)) >> shifts[:, None] & 1  # (n, r/8, 8, bits)
+    codes = (each << shifts[:bits]).sum(-1, dtype=torch.uint8).flatten(1)
+    work = torch.promote_types(dtype, torch.float32)
+    return ((codes.to(work) - zero) * scale.to(work)).to(dtype)
