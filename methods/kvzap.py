@@ -29,20 +29,11 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.networks import (
-    Header,
-    LayerWeights,
-    Network,
-    Shape,
-    describe_network,
-    find_weights,
-    read_header,
-    read_weights,
-    take_network,
-)
+from kvbench.interfaces.networks import LayerWeights, Network, describe_network, take_network
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
+from kvbench.interfaces.tensor_files import Header, Shape, find_weights, read_header, read_weights
 from kvbench.validation import SettingError
 
 ENTRY = re.compile(r"layers\.(?P<layer>\d+)(?P<matrix>\.[02])?\.(?P<what>weight|bias)")

@@ -47,7 +47,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
-from kvbench.interfaces.tensor_files import TensorFile, check_tensors, find_file, is_pickled, read_tensors
+from kvbench.interfaces.tensor_files import TensorFile, check_tensors, find_weights, is_pickled, read_tensors
 from kvbench.kernels.rerotation import rotate
 from kvbench.validation import SettingError, summarize
 
@@ -180,7 +180,7 @@ def read_statistics(path: object) -> TensorFile:
     Raises:
         SettingError: The file cannot be read, or does not hold these.
     """
-    file = find_file(path, WHAT, "triattention")
+    file = find_weights(path, "method.path", WHAT, "triattention")
     found = read_authors_file(path, file) if is_pickled(file) else read_tensors(path, SHAPES, WHAT, "triattention")
     mean, size = found.tensors[MEAN], found.tensors[ABS]
     if mean.shape != (*size.shape[:2], 2 * size.shape[2]) or not mean.numel() or (size < 0).any():

@@ -68,7 +68,7 @@ def calibrate(options: Namespace, device: str) -> None:
     import torch
 
     from kvbench.config.provenance import find_version
-    from kvbench.interfaces.networks import IDENTITY
+    from kvbench.interfaces.tensor_files import IDENTITY
     from kvbench.models.checkpoint import Checkpoint, find_model
     from kvbench.training import palu_calibration
     from kvbench.training.recording import write_tensors

@@ -7,29 +7,22 @@ A network is one of
     linear      W x
 
 Each matrix may have a bias. In a file, a matrix is named by the network's own name, followed by .w12 and .w3
-(mlp_swiglu), .0 and .2 (mlp_gelu) or nothing (linear), then .weight or .bias. Pickled weights are never opened, because
-they can run code.
+(mlp_swiglu), .0 and .2 (mlp_gelu) or nothing (linear), then .weight or .bias.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-from kvbench.interfaces.tensor_files import is_pickled
+from kvbench.interfaces.tensor_files import Shape
 from kvbench.validation import SettingError
 
 NAMES = {"mlp_swiglu": (".w12", ".w3"), "mlp_gelu": (".0", ".2"), "linear": ("",)}  # kind -> names of its matrices
 KINDS = tuple(NAMES)
-IDENTITY = "model"  # key of a file's metadata: the identity of the model that the networks were trained for
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of a number, by its dtype in a safetensors file
-Shape = tuple[int, ...]
 
 
 class Weights(Protocol):
@@ -131,93 +124,3 @@ def describe_network(where: str, shapes: Mapping[tuple[str, str], Shape]) -> tup
         listed = ", ".join(f"{matrix}.{what}".lstrip(".") + f" {shape}" for (matrix, what), shape in shapes.items())
         raise SettingError(f"{where} ({kind}) has shapes that do not fit together: {listed}")
     return kind, weights[0][1], weights[-1][0]
-
-
-def find_weights(path: object, setting: str, what: str, method: str) -> Path:
-    """Return the safetensors file of a path, which may be a folder that has one as model.safetensors.
-
-    Args:
-        path: The value of the setting.
-        setting: Name of the setting, for messages.
-        what: What the file holds, for messages.
-        method: The name with which `kvbench calibrate` makes such a file.
-
-    Raises:
-        SettingError: The path is no path.
-    """
-    if path is None:
-        raise SettingError(
-            f"{setting}=null: give a safetensors file of {what}; make one with "
-            f"python -m kvbench calibrate {method} --model MODEL --out FILE"
-        )
-    if not isinstance(path, str | Path):
-        raise SettingError(f"{setting}={path}: a path")
-    file = Path(path).expanduser()
-    return file / "model.safetensors" if file.is_dir() else file
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a safetensors file says about itself."""
-
-    shapes: Mapping[str, Shape]
-    """Shape of each tensor by its name."""
-    bytes: int
-    """Size of all tensors, as stored."""
-    metadata: Mapping[str, str]
-    """The file's metadata."""
-
-    @property
-    def identity(self) -> str | None:
-        """Identity of the model that the networks were trained for, or None if the file does not say it."""
-        return self.metadata.get(IDENTITY)
-
-
-def read_header(file: Path, where: str, what: str) -> Header:
-    """Read the shapes and the metadata of a file, but no weights.
-
-    Args:
-        file: The file.
-        where: The setting and its value, with which messages begin.
-        what: What the file holds, for messages.
-
-    Raises:
-        SettingError: The file is missing, truncated or pickled, or a tensor is of no floating-point type.
-    """
-    shapes, size = {}, 0
-    with open_weights(file, where, what) as opened:
-        metadata = dict(opened.metadata() or {})
-        for key in opened.keys():  # noqa: SIM118  (no mapping)
-            own = opened.get_slice(key)
-            if own.get_dtype() not in BYTES:
-                raise SettingError(f"{where}: {key} has dtype {own.get_dtype()}, allowed are {', '.join(BYTES)}")
-            shapes[key] = tuple(own.get_shape())
-            size += BYTES[own.get_dtype()] * torch.Size(shapes[key]).numel()
-    return Header(shapes, size, metadata)
-
-
-def read_weights(file: Path, where: str, what: str) -> dict[str, Tensor]:
-    """Read all tensors of a file. Arguments are those of `read_header`.
-
-    Raises:
-        SettingError: The file cannot be read, or a number in it is not finite.
-    """
-    with open_weights(file, where, what) as opened:
-        weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    for key, tensor in weights.items():
-        if not torch.isfinite(tensor).all():
-            raise SettingError(f"{where}: {key} is not finite")
-    return weights
-
-
-@contextmanager
-def open_weights(file: Path, where: str, what: str) -> Iterator[Any]:
-    """Open a safetensors file, and raise a SettingError of one line if it cannot be read."""
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            yield opened
-    except (OSError, SafetensorError) as error:
-        if is_pickled(file):
-            raise SettingError(f"{where}: pickled weights are not read; give a safetensors file") from None
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingError(f"{where}: cannot read the {what} ({reason})") from None

@@ -1,10 +1,14 @@
-"""Read the tensors that a method needs beside the model from a safetensors file that was made for the model."""
+"""Read the safetensors files that methods and codecs need beside a model, made for that model.
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+Pickled weights are never opened, because they can run code.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,7 +16,9 @@ from torch import Tensor
 
 from kvbench.validation import SettingError, summarize
 
-IDENTITY = "model"  # key of the metadata: the identity of the model that the file was made for
+IDENTITY = "model"  # key of a file's metadata: the identity of the model that it was made for
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of a number, by its dtype in a safetensors file
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,29 +57,97 @@ class TensorFile:
             )
 
 
-def find_file(path: object, what: str, method: str) -> Path:
-    """Return the file of the setting `method.path`.
+def find_weights(path: object, setting: str, what: str, method: str) -> Path:
+    """Return the safetensors file of a path, which may be a folder that has one as model.safetensors.
 
     Args:
         path: The value of the setting.
+        setting: Name of the setting, for messages.
         what: What the file holds, for messages.
         method: The name with which `kvbench calibrate` makes such a file.
 
     Raises:
-        SettingError: The setting is no path.
+        SettingError: The path is no path.
     """
     if path is None:
         raise SettingError(
-            f"method.path=null: give a safetensors file of {what}; make one with "
+            f"{setting}=null: give a safetensors file of {what}; make one with "
             f"python -m kvbench calibrate {method} --model MODEL --out FILE"
         )
     if not isinstance(path, str | Path):
-        raise SettingError(f"method.path={path}: a path")
-    return Path(path).expanduser()
+        raise SettingError(f"{setting}={path}: a path")
+    file = Path(path).expanduser()
+    return file / "model.safetensors" if file.is_dir() else file
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says about itself."""
+
+    shapes: Mapping[str, Shape]
+    """Shape of each tensor by its name."""
+    bytes: int
+    """Size of all tensors, as stored."""
+    metadata: Mapping[str, str]
+    """The file's metadata."""
+
+    @property
+    def identity(self) -> str | None:
+        """Identity of the model that the file was made for, or None if it does not say it."""
+        return self.metadata.get(IDENTITY)
+
+
+def read_header(file: Path, where: str, what: str) -> Header:
+    """Read the shapes and the metadata of a file, but no weights.
+
+    Args:
+        file: The file.
+        where: The setting and its value, with which messages begin.
+        what: What the file holds, for messages.
+
+    Raises:
+        SettingError: The file is missing, truncated or pickled, or a tensor is of no floating-point type.
+    """
+    shapes, size = {}, 0
+    with open_weights(file, where, what) as opened:
+        metadata = dict(opened.metadata() or {})
+        for key in opened.keys():  # noqa: SIM118  (no mapping)
+            own = opened.get_slice(key)
+            if own.get_dtype() not in BYTES:
+                raise SettingError(f"{where}: {key} has dtype {own.get_dtype()}, allowed are {', '.join(BYTES)}")
+            shapes[key] = tuple(own.get_shape())
+            size += BYTES[own.get_dtype()] * torch.Size(shapes[key]).numel()
+    return Header(shapes, size, metadata)
+
+
+def read_weights(file: Path, where: str, what: str) -> dict[str, Tensor]:
+    """Read all tensors of a file. Arguments are those of `read_header`.
+
+    Raises:
+        SettingError: The file cannot be read, or a number in it is not finite.
+    """
+    with open_weights(file, where, what) as opened:
+        weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    for key, tensor in weights.items():
+        if not torch.isfinite(tensor).all():
+            raise SettingError(f"{where}: {key} is not finite")
+    return weights
+
+
+@contextmanager
+def open_weights(file: Path, where: str, what: str) -> Iterator[Any]:
+    """Open a safetensors file, and raise a SettingError of one line if it cannot be read."""
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        if is_pickled(file):
+            raise SettingError(f"{where}: pickled weights are not read; give a safetensors file") from None
+        raise SettingError(f"{where}: cannot read the {what} ({summarize(error)})") from None
 
 
 def read_tensors(path: object, names: Mapping[str, Sequence[str]], what: str, method: str) -> TensorFile:
-    """Read tensors of a safetensors file. Pickled files are never opened.
+    """Read tensors of a method's file.
 
     Args:
         path: The value of the setting `method.path`.
@@ -85,14 +159,9 @@ def read_tensors(path: object, names: Mapping[str, Sequence[str]], what: str, me
         SettingError: The file is missing, truncated or pickled, or lacks a tensor; or a tensor has other dimensions, or
             a number that is not finite.
     """
-    file = find_file(path, what, method)
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            identity = (opened.metadata() or {}).get(IDENTITY)
-            tensors = {name: opened.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        reason = "it is pickled; give a safetensors file" if is_pickled(file) else summarize(error)
-        raise SettingError(f"method.path={path}: cannot read the {what} ({reason})") from None
+    with open_weights(find_weights(path, "method.path", what, method), f"method.path={path}", what) as opened:
+        identity = (opened.metadata() or {}).get(IDENTITY)
+        tensors = {name: opened.get_tensor(name) for name in names}
     check_tensors(path, tensors, names)
     return TensorFile(str(path), tensors, identity)
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from kvbench.atomic import replace_file
-from kvbench.interfaces.networks import IDENTITY
+from kvbench.interfaces.tensor_files import IDENTITY
 from kvbench.methods.codecs.delta_compressors import Compressor, name_weights
 from kvbench.models.transformers_port import find_text_decoder
 from kvbench.training.delta_losses import DeltaRecipe, compute_cross_entropy, compute_losses, draw_compressors

@@ -21,15 +21,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.networks import (
-    Network,
-    Shape,
-    describe_network,
-    find_weights,
-    read_header,
-    read_weights,
-    take_network,
-)
+from kvbench.interfaces.networks import Network, describe_network, take_network
+from kvbench.interfaces.tensor_files import Shape, find_weights, read_header, read_weights
 from kvbench.validation import SettingError
 
 ENTRY = re.compile(

@@ -34,7 +34,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.networks import BYTES, IDENTITY, Shape, open_weights
+from kvbench.interfaces.tensor_files import BYTES, IDENTITY, Shape, open_weights
 from kvbench.validation import SettingError
 
 SIDES = ("k", "v")

@@ -159,7 +159,7 @@ def test_files_that_are_refused(tmp_path):
     refused(str(broken), "cannot read the filters")
     refused(str(tmp_path), "cannot read the filters")
     torch.save({"q_filters": torch.zeros(3, 2, 32)}, broken)
-    refused(str(broken), "it is pickled; give a safetensors file")
+    refused(str(broken), "pickled weights are not read; give a safetensors file")
     for number, (tensors, reason) in enumerate(
         [
             ({"other": torch.zeros(3, 2, 32)}, "cannot read the filters"),
