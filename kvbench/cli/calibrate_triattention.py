@@ -64,7 +64,7 @@ def calibrate(options: Namespace, device: str) -> None:
     checkpoint.check()
     texts, source = calibration_texts.open_texts(options, checkpoint.path, length, options.seed)
     wanted = options.sequences
-    text = pack_texts(checkpoint.tokenizer(), texts, length, wanted, wanted, f"--sequences={wanted}: text")
+    text = pack_texts(checkpoint.tokenizer(), texts, length, wanted, wanted, what=f"--sequences={wanted}: text")
     model = checkpoint.weights(torch.float32 if device == "cpu" else torch.bfloat16, device)
     made = compute_query_statistics(model, (own.long() for own in text.sequences))
     about = {"text": text.digest, "source": source, "sequences": f"{wanted} of {length} tokens"}

@@ -37,7 +37,7 @@ QUICK = ("task.subtasks=[niah_single_1,ruler_vt]", "task.length=1024", "task.sam
 BAD = {  # beside those of tests/cli/test_refusals.py, which are refused before torch is imported
     "allocator=foo": "allocator=foo: choose one of ada",
     "model=foo": "model=foo: choose one of",
-    "codec=foo": "codec=foo: choose one of delta, kivi, raw",
+    "codec=foo": "codec=foo: choose one of delta, kivi, palu, raw",
     "budget=0": "budget=0: a fraction in (0, 1]",
     "budget=1": "budget=1: ambiguous, write 1.0",
     "budget=-0.5": "budget=-0.5: a fraction",
