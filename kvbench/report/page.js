@@ -515,8 +515,9 @@
     return made && el("div", { class: "panel" }, heading(panel), made);
   }
   function unloaded(panel) {
+    const { part } = panel; // another section may have loaded it when this node comes near, and then panel.part is null
     const node = el("div", { class: "panel unloaded", "data-panel": DATA.panels.indexOf(panel) }, heading(panel), el("p", { class: "empty" }, "…"));
-    later(node, () => load(panel.part, panel.part).then(() => fill(panel), (error) => { node.lastChild.textContent = error.message; }));
+    later(node, () => load(part, part).then(() => fill(panel), (error) => { node.lastChild.textContent = error.message; }));
     return node;
   }
   function fill(panel) {

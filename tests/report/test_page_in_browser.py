@@ -455,6 +455,26 @@ def test_an_address_of_another_store_is_ignored(page, page_file):
     assert page.input_value("[data-pick=subtask]") == "" and page.locator(".sample").count() == 20
 
 
+def test_a_part_that_another_section_has_loaded_is_not_asked_for_again(chromium, tmp_path, monkeypatch):
+    """Here a section is filled long after the first one, and its place comes near the screen in between."""
+    monkeypatch.setattr("kvbench.report.page.MOST", 1000)
+    file = write_report(write_small_store(tmp_path), datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
+    page = chromium.new_page(viewport={"width": 390, "height": 100})
+    failed = []
+    page.on("requestfailed", lambda request: failed.append(request.url))
+    page.add_init_script(
+        "const soon = requestAnimationFrame; requestAnimationFrame = (f) => soon(() => setTimeout(f, 2000))"
+    )
+    page.goto(file.as_uri())
+    page.wait_for_selector("#leaderboard table")
+    for place in range(0, 6000, 600):
+        page.evaluate(f"scrollTo(0, {place})")
+        page.wait_for_timeout(50)
+    page.wait_for_timeout(2500)
+    assert failed == []
+    page.close()
+
+
 def test_numbers_beside_the_page_come_when_they_are_near(chromium, tmp_path, monkeypatch):
     monkeypatch.setattr("kvbench.report.page.MOST", 1000)
     write_run(write_small_store(tmp_path), make_records(0.2, 50), budget=0.2, question="hidden")
