@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 from kvbench.atomic import replace_file
@@ -24,6 +23,7 @@ from kvbench.interfaces.tensor_files import IDENTITY
 from kvbench.methods.codecs.delta_compressors import Compressor, name_weights
 from kvbench.models.transformers_port import find_text_decoder
 from kvbench.training.delta_losses import DeltaRecipe, compute_cross_entropy, compute_losses, draw_compressors
+from kvbench.training.recording import write_tensors
 from kvbench.training.token_sequences import PackedText
 from kvbench.validation import SettingError, name_file_in_errors
 
@@ -256,12 +256,8 @@ class DeltaTraining:
 
 def write_compressors(out: Path, compressors: Sequence[Compressor], metadata: Mapping[str, str]) -> None:
     """Write the file of the compressors of the layers 0, 1, …, in bfloat16."""
-    weights = {
-        name: weight.detach().to("cpu", FILE_DTYPE).contiguous() for name, weight in name_weights(compressors).items()
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replace_file(out) as draft:
-        save_file(weights, draft, {"format": "pt", **metadata})
+    weights = {name: weight.detach().to("cpu", FILE_DTYPE) for name, weight in name_weights(compressors).items()}
+    write_tensors(out, weights, metadata)
 
 
 def describe_training(

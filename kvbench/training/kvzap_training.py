@@ -30,17 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import gelu, pad
 from tqdm import tqdm
 
-from kvbench.atomic import replace_file
-from kvbench.cache.policy import CachePolicy
-from kvbench.config.catalogue import build, load_settings
-from kvbench.engine.generation import GenerationContext
-from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.budget import Budget
+from kvbench.config.catalogue import load_settings
 from kvbench.interfaces.networks import Network
 from kvbench.interfaces.observation import Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
@@ -49,6 +43,7 @@ from kvbench.methods.kvzip import KVzip
 from kvbench.models.chat_template import make_prompt_encoder, split_template
 from kvbench.models.configuration import Layout
 from kvbench.training.delta_training import count_held_out, count_needed
+from kvbench.training.recording import record_states, write_tensors
 from kvbench.validation import SettingError, is_number, require_int
 
 FULL_WIDTH = 4096  # the smallest width of hidden states for which the authors published surrogates
@@ -219,16 +214,14 @@ def compute_targets(model: torch.nn.Module, prompts: RepeatedTexts, ids: Tensor)
     """
     args = {"preset": "plus", "chunk": len(ids), "scope": "head"}
     settings = {k: v for k, v in load_settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
-    codec = build("codec", load_settings("codec", "raw"))
-    choice, prefix = CachePolicy(TargetRecorder(**settings), Allocator("uniform"), codec), len(prompts.prefix)
-    context = GenerationContext(model, choice, Budget(0.5), None, (0,), prefix, prompts.words, compile=False)
-    context.prefill(torch.cat([ids.new_tensor(prompts.prefix), ids])[None].to(next(model.parameters()).device))
+    prefix = len(prompts.prefix)
+    text = torch.cat([ids.new_tensor(prompts.prefix), ids])
     found: list[tuple[Tensor, Tensor] | None] = []
-    for layer in context.layers:
-        if layer is None:
+    for own in record_states(model, text, TargetRecorder(**settings), 0.5, prefix, prompts.words):
+        if own is None:
             found.append(None)
             continue
-        state = layer.state.layer
+        state = own.layer
         scores = state["scores"][0, :, prefix:]
         logs = scores.clamp(min=torch.finfo(scores.dtype).tiny).log()
         found.append((state["hidden"][0, prefix:], logs.mT))
@@ -376,8 +369,6 @@ def write_surrogates(
     named: dict[str, Tensor] = {}
     for layer in range(layout.layers):
         for name, tensor in trained.get(layer, networks[0]).named(name_surrogate(layer)).items():
-            named[name] = tensor.contiguous() if layer in trained else torch.zeros_like(tensor)
+            named[name] = tensor if layer in trained else torch.zeros_like(tensor)
     numbers = {"recipe": json.dumps(asdict(recipe)), "held_out": json.dumps(asdict(held_out))}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replace_file(out) as draft:
-        save_file(named, draft, {"format": "pt", **about, **numbers})
+    write_tensors(out, named, {**about, **numbers})

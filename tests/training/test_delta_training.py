@@ -341,7 +341,7 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path, folder, 
     assert capsys.readouterr().out.replace("parts", "whole") == printed
     one, other = (load_file(path) for path in (whole, parts))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    assert peek_compressors(whole) == peek_compressors(parts)
+    assert peek_compressors(whole) == peek_compressors(parts) and whole.read_bytes() == parts.read_bytes()
     assert delta_training.name_log(whole).read_bytes() == delta_training.name_log(parts).read_bytes()
     assert not state.exists()
 
