@@ -535,10 +535,8 @@ class Layer:
 
     def bytes(self) -> Bytes:
         """Return the bytes that the layer occupies now, counted by the storages of its tensors."""
-        held = self.rows.bytes()
-        return replace(
-            held, state=held.state + count_bytes(v for v in self.state.layer.values() if isinstance(v, Tensor))
-        )
+        state = count_bytes([own for own in self.state.layer.values() if isinstance(own, Tensor)])
+        return self.rows.bytes() + Bytes(state=state)
 
     def count_needs(self) -> tuple[int, int]:
         """Return the bytes that the last decoded token had to read, and the operations that made rows of them."""

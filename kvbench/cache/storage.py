@@ -490,5 +490,5 @@ class Bytes:
 
 def count_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of the storages behind these tensors. A storage that several tensors share counts once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(storages.values())
+    storages = [own.untyped_storage() for own in tensors if own is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

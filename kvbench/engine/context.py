@@ -41,7 +41,7 @@ from kvbench.engine.timing import now
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
 from kvbench.kernels.dispatch import FAST
-from kvbench.models.decoder_weights import collect_weights
+from kvbench.models.decoder_weights import DecoderWeights, collect_weights
 from kvbench.models.transformers_port import (
     CacheLayerPort,
     Frequencies,
@@ -91,6 +91,7 @@ class PromptContext:
         words: PromptEncoder | None = None,
         compile: bool = True,
         answer: int = 0,
+        like: "PromptContext | None" = None,
     ) -> None:
         """Make an empty cache.
 
@@ -104,6 +105,7 @@ class PromptContext:
             words: Turns a method's own words to the model into token ids.
             compile: Whether to use CUDA graphs if possible.
             answer: Number of tokens to reserve memory for if nothing is cut.
+            like: A context just made for the same model, which lends the weights that it has collected.
 
         Raises:
             SettingError: The method cannot serve this model.
@@ -134,7 +136,9 @@ class PromptContext:
         self.watched: list[Handed] = []  # the same while `branch` watches them
         self.path: DecodePath | None = None  # reads the current answer
         usable = compile and can_capture(model) and decodes_in_graph(choice)
-        self.weights = collect_weights(model) if usable else None  # None if the model cannot be decoded in a graph
+        lent = like.weights if like is not None else None
+        found = (lent or collect_weights(model)) if usable else None
+        self.weights: DecoderWeights | None = found  # None if the model cannot be decoded in a graph
 
     @property
     def progress(self) -> Progress:

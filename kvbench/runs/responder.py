@@ -248,13 +248,14 @@ class Responder:
         ids = tuple(own.context if hidden else own.context + own.rest for _, own in batch)
         return SharedPrefix(ids, tuple(own.group or own.uid for own, _ in batch), prompt.prefix, room)
 
-    def make_context(self, opening: SharedPrefix) -> GenerationContext:
-        """Make the context into which a shared prefix is read."""
+    def make_context(self, opening: SharedPrefix, like: GenerationContext | None = None) -> GenerationContext:
+        """Make the context into which a shared prefix is read. `like` is one just made for another run."""
         run, words = self.run, make_prompt_encoder(self.tokenizer)
         seeds = tuple(derive_seed(run.seed, group) for group in opening.groups)
         return GenerationContext(
-            self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, words, run.compile, opening.room
-        )
+            self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, words, run.compile,
+            opening.room, like,
+        )  # fmt: skip
 
     def keep_context(
         self, opening: SharedPrefix, context: GenerationContext, milliseconds: float, shared: int = 1

@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.joint_decoding import Session, run_alone, run_together, separate_memory
 from kvbench.engine.shared_prefill import ContextFailed, prefill
 from kvbench.engine.spending import spend
@@ -315,7 +316,9 @@ def prefill_together(readers: Sequence[Responder], batch: Batch) -> list[float]:
         reader.drop()  # freed before the new ones grow
     forget_peak(readers[0].run.device)
     opening = readers[0].find_prefix(batch)
-    contexts = [reader.make_context(opening) for reader in readers]
+    contexts: list[GenerationContext] = []
+    for reader in readers:
+        contexts.append(reader.make_context(opening, contexts[-1] if contexts else None))
     spent = prefill(contexts, torch.tensor(opening.ids, device=next(readers[0].model.parameters()).device))
     for reader, context, own in zip(readers, contexts, spent, strict=True):
         reader.keep_context(opening, context, own, len(readers))
