@@ -493,7 +493,8 @@ def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quot
         recents = recents & (ranks > surplus)
         kept = recents if kept is None else kept | recents
         given_up["recents"] = surplus.clamp(min=0)
-    return Protection(torch.zeros_like(rows.present) if kept is None else kept, given_up)
+    none = torch.zeros(rows.mass.shape, dtype=torch.bool, device=rows.mass.device) if kept is None else kept
+    return Protection(none, given_up)
 
 
 def count_marks(marks: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ references in 8 bytes each, here numbers of references take 2 or 4 bytes and pos
 out.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -34,6 +35,7 @@ from torch import Tensor
 from kvbench.interfaces.codec import Codec, MadeRows, Packed
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.row_reader import ListedRows
+from kvbench.interfaces.rows import mass_dtype
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.listed_attention import attend_listed
 from kvbench.kernels.quantize import Groups, dequantize, quantize
@@ -51,6 +53,7 @@ from kvbench.methods.codecs.delta_compressors import (
 from kvbench.validation import SettingError
 
 COMPARED = 1024  # tokens that are compared with all their candidates at once
+ALIGNED = 64  # they are compared with a multiple of so many candidates, which suits matrix units
 CODED = 8192  # tokens that are compressed or reconstructed at once
 NARROW = torch.iinfo(torch.int16).max
 
@@ -266,13 +269,14 @@ class DeltaLayer(Codec):
         Candidates are numbered: `bases` (B, b, 2·d_k), then the centres of the block (B, n, 2·d_k).
         """
         at = torch.tensor(centres, device=block.device, dtype=torch.int64)
-        dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
-        candidates = torch.cat([bases, block[:, at]], 1).to(dtype)
-        norms, found = candidates.square().sum(-1), []
+        candidates = torch.cat([bases, block[:, at]], 1)
+        norms, found = candidates.to(mass_dtype(candidates)).square().sum(-1), []
         for piece in pieces(block.shape[1], COMPARED):
-            scores = 2 * block[:, piece].to(dtype) @ candidates.mT - norms[:, None]
+            known = bases.shape[1] + bisect_left(centres, piece.stop)
+            known = min(candidates.shape[1], known + -known % ALIGNED)
+            scores = multiply_exactly(block[:, piece], candidates[:, :known]).mul_(2).sub_(norms[:, None, :known])
             rows = torch.arange(piece.start, piece.stop, device=block.device)
-            later = at > rows[:, None]
+            later = at[: known - bases.shape[1]] > rows[:, None]
             scores[:, :, bases.shape[1] :].masked_fill_(later, -torch.inf)
             found.append(top_k_indices(scores, self.whole.nearest))
         return torch.cat(found, 1)
@@ -512,6 +516,17 @@ def pieces(count: int, most: int) -> Iterator[slice]:
     """Yield slices of up to `most` of `count` tokens."""
     for start in range(0, count, most):
         yield slice(start, min(start + most, count))
+
+
+def multiply_exactly(rows: Tensor, others: Tensor) -> Tensor:
+    """Return the products of rows (B, n, w) with others (B, m, w), (B, n, m), in at least float32.
+
+    A GPU multiplies numbers of 16 bits with matrix units and adds the products up in float32, which loses nothing.
+    """
+    dtype = mass_dtype(rows)
+    if rows.device.type == "cuda" and rows.dtype != dtype:
+        return torch.bmm(rows, others.mT, out_dtype=dtype)
+    return rows.to(dtype) @ others.to(dtype).mT
 
 
 def mean_of(bases: Tensor, numbers: Tensor) -> Tensor:
