@@ -185,14 +185,14 @@ def attention(
 def kvbench_attention(model: torch.nn.Module) -> Iterator[None]:
     """Let the model attend through kvbench inside the `with` block, and as before afterwards."""
     AttentionInterface.register(NAME, attention)
-    decoder = cast(PreTrainedModel, model)
-    parts = {"": decoder.config} | {key: getattr(decoder.config, key) for key in decoder.config.sub_configs}
-    before = {key: config._attn_implementation for key, config in parts.items() if config is not None}
-    decoder.set_attn_implementation(NAME)
+    config = cast(PreTrainedModel, model).config
+    parts = {"": config} | {key: getattr(config, key) for key in config.sub_configs}
+    before = {key: own._attn_implementation for key, own in parts.items() if own is not None}
+    config._attn_implementation = NAME  # `set_attn_implementation` would visit every module, for every token
     try:
         yield
     finally:
-        decoder.set_attn_implementation(before if len(before) > 1 else before[""])
+        config._attn_implementation = before
 
 
 def text_config(model: torch.nn.Module) -> Any:
