@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvbench.cli import calibrate_deltakv, calibrate_kvzap, calibrate_palu, calibrate_triattention
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.validation import SettingError, require_choice, require_int
+from kvbench.validation import SettingError, require_choice, require_int, require_writable
 
 QFILTERS = """Make the filters of Q-Filters.
 
@@ -102,12 +102,16 @@ def calibrate(options: Namespace) -> None:
 
 
 def check_out(options: Namespace) -> None:
-    """Raise a SettingError if the output cannot be there."""
+    """Raise a SettingError if the output cannot be there, or something is there that took time to make."""
     pattern = options.method == "duo_attention"
     if pattern and options.out.is_file():
         raise SettingError(f"--out={options.out}: a folder, and there is a file")
     if any(own.is_file() for own in options.out.parents) or (not pattern and options.out.is_dir()):
         raise SettingError(f"--out={options.out}: no {'folder' if pattern else 'file'} can be there")
+    require_writable("--out", options.out.parent)
+    made = options.out / "full_attention_heads.tsv" if pattern else options.out
+    if options.method != "deltakv" and made.exists():  # DeltaKV's training may go on
+        raise SettingError(f"--out={options.out}: there is a file; delete it or give another name")
 
 
 def choose_device(asked: str | None) -> str:

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from kvbench.cli import calibration_texts
 from kvbench.cli.command import CommandParser
-from kvbench.validation import SettingError, require_choice, require_writable
+from kvbench.validation import SettingError, require_choice
 
 RECIPE = {"steps": "steps", "length": "length", "batch": "batch", "lr": "rate", "code": "code", "inner": "inner"}
 # options without a meaning for --untrained
@@ -67,7 +67,6 @@ def calibrate(options: Namespace, device: str) -> None:
     """
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     require_choice("--dtype", dtype, DTYPES)
-    require_writable("--out", options.out.parent)
     calibration_texts.check_text_options(options)
     if options.untrained and (unused := [f"--{name}" for name in TRAINING if getattr(options, name) is not None]):
         raise SettingError(f"--untrained: trains nothing; leave out {', '.join(unused)}")

@@ -23,7 +23,7 @@ from argparse import Namespace
 
 from kvbench.cli.calibration_texts import add_text_options, check_text_options, open_texts
 from kvbench.cli.command import CommandParser
-from kvbench.validation import SettingError, require_choice, require_writable
+from kvbench.validation import SettingError, require_choice
 
 KINDS = ("linear", "mlp")
 RECIPE = {
@@ -60,9 +60,6 @@ def calibrate(options: Namespace, device: str) -> None:
     if options.kind == "linear" and (unused := [f"--{own}" for own in STEPS if getattr(options, own) is not None]):
         raise SettingError(f"--kind=linear: solves a ridge regression; leave out {', '.join(unused)}")
     check_text_options(options)
-    require_writable("--out", options.out.parent)
-    if options.out.exists():
-        raise SettingError(f"--out={options.out}: there is a file; delete it or give another name")
 
     import torch
 

@@ -27,7 +27,7 @@ from argparse import Namespace
 
 from kvbench.cli.calibration_texts import add_text_options, check_text_options, open_texts
 from kvbench.cli.command import CommandParser
-from kvbench.validation import SettingError, require_choice, require_writable
+from kvbench.validation import require_choice
 
 OPTIONS = {
     "removed": "removed", "ranks": "search", "group": "group", "sequences": "sequences", "length": "length",
@@ -61,9 +61,6 @@ def calibrate(options: Namespace, device: str) -> None:
     """
     require_choice("--dtype", options.dtype, DTYPES)
     check_text_options(options)
-    require_writable("--out", options.out.parent)
-    if options.out.exists():
-        raise SettingError(f"--out={options.out}: there is a file; delete it or give another name")
 
     import torch
 

@@ -19,7 +19,7 @@ from argparse import Namespace
 
 from kvbench.cli import calibration_texts
 from kvbench.cli.command import CommandParser
-from kvbench.validation import SettingError, require_int, require_writable
+from kvbench.validation import SettingError, require_int
 
 
 def add_options(parser: CommandParser) -> None:
@@ -41,7 +41,6 @@ def calibrate(options: Namespace, device: str) -> None:
     """
     require_int("--sequences", options.sequences, 1)
     require_int("--length", options.length, 2)
-    require_writable("--out", options.out.parent)
     calibration_texts.check_text_options(options)
 
     import torch

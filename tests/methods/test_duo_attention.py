@@ -217,7 +217,9 @@ def test_a_pattern_made_from_kvzips_head_scores(tmp_path, capsys):
     full = {(i, h) for i in range(6) for h in range(2) if len(held.places(i, h)) == 90}
     gate = np.sort(alpha.ravel())[::-1]
     assert full == {(i, h) for i in range(6) for h in range(2) if alpha[i, h] >= gate[len(full) - 1]} and len(full) == 5
-    inside = ("config.json", "config.json/pattern")
+    assert calibrate.main(command) == 2
+    assert "there is a file; delete it or give another name" in capsys.readouterr().err
+    inside, command = ("config.json", "config.json/pattern"), [*command, "--out", str(tmp_path / "new")]
     for wrong in (
         ["--length", "1"],
         ["--recent", "0"],

@@ -215,9 +215,12 @@ def test_the_command(tmp_path, capsys):
     assert calibrate.main([*command, *few]) == 0
     prose = load_file(out)["q_filters"]
     assert prose.shape == (6, 2, 64) and "(6, 2, 64) from 2 texts of 64 tokens" in capsys.readouterr().out
-    assert calibrate.main([*command, *few]) == 0 and torch.equal(load_file(out)["q_filters"], prose)
-    assert calibrate.main([*command, *few, "--text", str(text)]) == 0
-    assert not torch.equal(load_file(out)["q_filters"], prose)
+    for name, more, same in (("again", [], True), ("other", ["--text", str(text)], False)):
+        assert calibrate.main([*command, *few, *more, "--out", str(tmp_path / name)]) == 0
+        assert torch.equal(load_file(tmp_path / name)["q_filters"], prose) == same
+    assert calibrate.main([*command, *few]) == 2
+    assert "there is a file; delete it or give another name" in capsys.readouterr().err
+    command += ["--out", str(tmp_path / "new")]
     model = Checkpoint("reference", str(REFERENCE)).weights(torch.float32, "cpu")
     held = kvbench.prefill(model, torch.arange(90)[None], "qfilters", 0.5, method_args={"path": str(out)})
     assert len(held.places(0, 0)) == 45

@@ -347,10 +347,14 @@ def test_the_command(tmp_path, capsys):
     command = ["triattention", "--model", "reference", "--out", str(out), *few]
     assert calibrate.main(command) == 0
     assert "q_mean (6, 4, 64), q_abs_mean (6, 4, 32) from 2 sequences of 64 tokens" in capsys.readouterr().out
-    made = out.read_bytes()
-    assert calibrate.main(command) == 0 and out.read_bytes() == made
-    assert calibrate.main([*command, "--seed", "1"]) == 0 and out.read_bytes() != made
+    for name, more, same in (("again", [], True), ("seed", ["--seed", "1"], False)):
+        assert calibrate.main([*command, *more, "--out", str(tmp_path / name)]) == 0
+        assert ((tmp_path / name).read_bytes() == out.read_bytes()) == same
+    assert calibrate.main(command) == 2
+    assert "there is a file; delete it or give another name" in capsys.readouterr().err
+    out.unlink()
     assert calibrate.main([*command, "--text", str(text)]) == 0
+    command += ["--out", str(tmp_path / "new")]
     with safe_open(out, "pt") as file:
         about = file.metadata()
     assert about["source"] == "text text.txt" and about["sequences"] == "2 of 64 tokens" and len(about["model"]) == 16
