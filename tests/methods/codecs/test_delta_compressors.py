@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvbench.config.compose import compose_config
 from kvbench.methods.codecs.delta_compressors import (
     Compressor,
     check_fit,
@@ -16,7 +17,11 @@ from kvbench.methods.codecs.delta_compressors import (
     peek_compressors,
     read_compressors,
 )
+from kvbench.runs.resources import Resources
+from kvbench.runs.runner import execute_run
+from kvbench.runs.spec import RunSpec
 from kvbench.validation import SettingError
+from tests.support.repository import ROOT
 
 SHAPES = {
     "mlp_swiglu": lambda width, inner, out: {".w12": (2 * inner, width), ".w3": (out, inner)},
@@ -181,3 +186,16 @@ def test_files_that_cannot_be_read(tmp_path):
     for name, new in (("weights.bin", True), ("weights.pt", False)):
         torch.save(make_weights(), tmp_path / name, _use_new_zipfile_serialization=new)
         refused(tmp_path / name, "pickled weights are not read; give a safetensors file")
+
+
+def test_those_of_the_embedded_model(tmp_path):
+    """With them it finds keys in compressed rows. The means of references alone do not tell it where they are."""
+    path, scores = ROOT / "kvbench/models/embedded_v2_deltakv.safetensors", {}
+    common = ["device=cpu", "task=ruler", "task.subtasks=[niah_multikey_1]", "task.length=1024", "limit=4"]
+    common += ["codec=delta", "codec.preset=reference", f"codec.path={path}", "method=full"]
+    for remove in ("null", "residual"):
+        run = RunSpec.from_config(compose_config([*common, f"codec.remove={remove}"]))
+        records = list(execute_run(run, tmp_path, Resources(run)).values())
+        scores[remove] = [record["score"] for record in records]
+        assert all(record["resident_bytes"] < 0.7 * record["full_bytes"] for record in records)
+    assert scores["null"] == [100] * 4 and sum(scores["residual"]) < 400, scores
