@@ -523,12 +523,14 @@ class PromptContext:
 def decodes_in_graph(choice: CachePolicy) -> bool:
     """Return whether tokens of an answer may be read in a CUDA graph.
 
-    A captured step does not go through the modules whose inputs a method may ask for. A codec gets keys before rotation
-    from the step if its packed rows grow.
+    A captured step does not go through the modules whose inputs a method may ask for. A method that neither cuts nor
+    chooses rows while decoding needs none there. A codec gets keys before rotation from the step if its packed rows
+    grow.
     """
-    codec = choice.codec
+    codec, method = choice.codec, choice.method
     grows = codec.packs and codec.grows
-    if choice.shows_inputs or (codec.takes_unrotated_keys and not grows):
+    asks = choice.shows_inputs and (method.decoding or method.attends_subset)
+    if asks or (codec.takes_unrotated_keys and not grows):
         return False
     return only_appends(choice) or repeats_cuts(choice) or replaces_rows(choice) or reads_in_graph(choice)
 

@@ -36,6 +36,7 @@ FILLING = {"method": "h2o", "decoding": True, "decode_size": 30}  # grows by a r
 KINDS = [APPENDING, CUTTING, CUTTING_FIVES, WATCHING, FILLING]
 EVERY = pytest.mark.parametrize("chosen", KINDS, ids=["snapkv", "keydiff", "tova", "h2o", "h2o that fills"])
 SETUPS = [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada"), ("criticalkv", "ada"), ("kvzip", "uniform")]
+SETUPS += [("kvzap", "uniform"), ("kvzap", "ada"), ("kvgrad", "uniform")]
 
 
 def choice_of(method, allocator="uniform", codec="raw", **more):

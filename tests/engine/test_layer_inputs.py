@@ -219,8 +219,10 @@ def test_memory_is_freed_when_a_cache_is_dropped(codec):
 
 def test_graphs_are_left_to_those_who_do_not_ask():
     assert decodes_in_graph(CachePolicy(Method("full"), UNIFORM, RAW))
-    for method, codec in ((AsksForKeys("asks"), RAW), (AsksForHidden("asks"), RAW), (Method("full"), Unrotated("u"))):
-        assert not decodes_in_graph(CachePolicy(method, UNIFORM, codec))
+    assert not decodes_in_graph(CachePolicy(Method("full"), UNIFORM, Unrotated("u")))
+    for kind in (AsksForKeys, AsksForHidden, AsksForNormedHidden):
+        for decoding in (False, True):  # otherwise it needs nothing of an answer's tokens
+            assert decodes_in_graph(CachePolicy(kind("asks", decoding=decoding), UNIFORM, RAW)) == (not decoding)
 
 
 @dataclass(frozen=True)
