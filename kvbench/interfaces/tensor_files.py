@@ -60,6 +60,15 @@ class TensorFile:
 def find_weights(path: object, setting: str, what: str, method: str) -> Path:
     """Return the safetensors file of a path, which may be a folder that has one as model.safetensors.
 
+    Arguments and errors are those of `require_place`.
+    """
+    file = require_place(path, setting, what, method)
+    return file / "model.safetensors" if file.is_dir() else file
+
+
+def require_place(path: object, setting: str, what: str, method: str) -> Path:
+    """Return the file or the folder that a setting names.
+
     Args:
         path: The value of the setting.
         setting: Name of the setting, for messages.
@@ -76,8 +85,7 @@ def find_weights(path: object, setting: str, what: str, method: str) -> Path:
         )
     if not isinstance(path, str | Path):
         raise SettingError(f"{setting}={path}: a path")
-    file = Path(path).expanduser()
-    return file / "model.safetensors" if file.is_dir() else file
+    return Path(path).expanduser()
 
 
 @dataclass(frozen=True)

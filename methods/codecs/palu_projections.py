@@ -34,7 +34,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.tensor_files import BYTES, IDENTITY, Shape, open_weights
+from kvbench.interfaces.tensor_files import BYTES, IDENTITY, Shape, open_weights, require_place
 from kvbench.validation import SettingError
 
 SIDES = ("k", "v")
@@ -115,14 +115,7 @@ def list_files(path: object) -> list[Path]:
     Raises:
         SettingError: The path is no path, or the folder has none.
     """
-    if path is None:
-        raise SettingError(
-            "codec.path=null: give a safetensors file of Palu's projections; make one with "
-            "python -m kvbench calibrate palu --model MODEL --out FILE"
-        )
-    if not isinstance(path, str | Path):
-        raise SettingError(f"codec.path={path}: a path")
-    place = Path(path).expanduser()
+    place = require_place(path, "codec.path", "Palu's projections", "palu")
     if not place.is_dir():
         return [place]
     files = sorted(place.glob("*.safetensors"))
