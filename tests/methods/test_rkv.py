@@ -10,12 +10,13 @@ import torch
 import kvbench
 from kvbench.config.catalogue import load_settings
 from kvbench.methods import rkv
-from kvbench.methods.rkv import RKV, compute_redundancy
+from kvbench.methods.rkv import compute_redundancy
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
+from tests.support.oracle_scores import assert_scores_are_an_oracles
 from tests.support.oracle_shares import share_interpolated
 from tests.support.oracles import CLOSE, assert_engines_agree, assert_same_rows, keep_by_score, protect_newest
-from tests.support.tiny_models import distinct, ids, make_double, tiny
+from tests.support.tiny_models import distinct, ids, tiny
 
 WINDOW = 5
 
@@ -129,26 +130,9 @@ def test_while_decoding_the_last_queries_of_the_text_score(interval, window):
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
 def test_scores_are_those_of_the_equation(model, block, monkeypatch):
     """In float64, of every row, at every cut."""
-    found: list[tuple] = []
-    score = RKV.score
-
-    def note(self, observation, rows, state):
-        scores = score(self, observation, rows, state)
-        found.append((observation.layer, rows.places, scores))
-        return scores
-
-    monkeypatch.setattr(RKV, "score", note)
-    oracle, expected = LastQueries(), []
-    own = oracle.score
-    oracle.score = lambda glance: expected.append((glance, own(glance))) or expected[-1][1]
-    DenseEngine(model, oracle.keeps(13)).prefill(distinct(60), block)
-    kvbench.prefill(make_double(model), distinct(60), "rkv", 13, block, method_args={"window": WINDOW})
-    heads = found[0][1].shape[1]
-    assert len(expected) == heads * len(found) > 0
-    for number, (glance, scores) in enumerate(expected):
-        layer, places, its = found[number // heads]
-        assert layer == glance.layer and places[0, glance.head].tolist() == glance.rows.places.tolist()
-        np.testing.assert_allclose(its[0, glance.head].numpy(), scores, rtol=1e-9, atol=1e-14)
+    assert_scores_are_an_oracles(
+        monkeypatch, "rkv", {"window": WINDOW}, LastQueries(), model, block, rtol=1e-9, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])

@@ -18,13 +18,14 @@ import kvbench
 from kvbench.cli import calibrate
 from kvbench.config.catalogue import build, load_settings
 from kvbench.methods import triattention
-from kvbench.methods.triattention import TriAttention, mean_rotation, normalise, pair_sizes, weigh_keys
+from kvbench.methods.triattention import mean_rotation, normalise, pair_sizes, weigh_keys
 from kvbench.models.transformers_port import make_rotation
 from kvbench.training.query_statistics import compute_query_statistics
 from kvbench.validation import SettingError
 from tests.replay.adapter import make_model
 from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.method_files import make_tiny_method_args
+from tests.support.oracle_scores import assert_scores_are_an_oracles
 from tests.support.oracle_shares import share_interpolated
 from tests.support.oracles import assert_engines_agree, assert_same_rows, keep_by_score, protect_newest
 from tests.support.repository import ROOT
@@ -111,26 +112,9 @@ class Oracle:
 @pytest.mark.parametrize("model", MODELS)
 def test_scores_are_those_of_the_equation(model, block, monkeypatch):
     """In float64, of every row, at every cut. The model's cos and sin are float32, whatever its weights are."""
-    found: list[tuple] = []
-    score = TriAttention.score
-
-    def note(self, observation, rows, state):
-        scores = score(self, observation, rows, state)
-        found.append((observation.layer, rows.places, scores))
-        return scores
-
-    monkeypatch.setattr(TriAttention, "score", note)
-    oracle, expected = Oracle(model), []
-    own = oracle.score
-    oracle.score = lambda glance: expected.append((glance, own(glance))) or expected[-1][1]
-    DenseEngine(model, oracle.keeps(13)).prefill(distinct(60), block)
-    kvbench.prefill(make_double(model), distinct(60), "triattention", 13, block, method_args={"path": path_of(model)})
-    heads = found[0][1].shape[1]
-    assert len(expected) == heads * len(found) > 0
-    for number, (glance, scores) in enumerate(expected):
-        layer, places, its = found[number // heads]
-        assert layer == glance.layer and places[0, glance.head].tolist() == glance.rows.places.tolist()
-        np.testing.assert_allclose(its[0, glance.head].numpy(), scores, atol=2e-7)
+    assert_scores_are_an_oracles(
+        monkeypatch, "triattention", {"path": path_of(model)}, Oracle(model), model, block, atol=2e-7
+    )
 
 
 @pytest.mark.parametrize("horizon, close", [(1, 1e-6), (64, 1e-6), (65536, 1e-4)])

@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
+import pytest
 import torch
 
-from tests.support.dense_engine import Head, HeadView
+import kvbench
+from kvbench.config.catalogue import build, load_settings
+from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.oracles import Score, find_top, fit_protected, keep_by_score, protect_nothing, share_uniformly
-from tests.support.tiny_models import make_double
+from tests.support.tiny_models import distinct, make_double
 
 
 def unit(x: np.ndarray) -> np.ndarray:
@@ -264,3 +268,47 @@ class HeavyHitters:
             total = max(own) if self.gqa == "max" else sum(own) / len(own)
             scores.append(total / (glance.tokens - place) if self.norm == "count" else total)
         return np.array(scores)
+
+
+class Oracle(Protocol):
+    """A method written out in loops."""
+
+    score: Score
+
+    def keeps(self, quota: int) -> Callable[[list[HeadView]], list[Head]]: ...
+
+
+def assert_scores_are_an_oracles(
+    monkeypatch: pytest.MonkeyPatch, name: str, args: dict, oracle: Oracle, model: str, block: int | None,
+    **close: float,
+) -> None:  # fmt: skip
+    """Compare a method's scores with its oracle's: in float64, of every row, at every cut.
+
+    Args:
+        monkeypatch: Notes the method's scores.
+        name: The method's name.
+        args: Its settings beside its defaults.
+        oracle: Its oracle.
+        model: Name of a tiny model.
+        block: Block size of the prefill.
+        close: Tolerances of numpy's `assert_allclose`.
+    """
+    found: list[tuple] = []
+    kind = type(build("method", load_settings("method", name, args)))
+    score, own, expected = kind.score, oracle.score, []
+
+    def note(self, observation, rows, state):
+        scores = score(self, observation, rows, state)
+        found.append((observation.layer, rows.places, scores))
+        return scores
+
+    monkeypatch.setattr(kind, "score", note)
+    oracle.score = lambda glance: expected.append((glance, own(glance))) or expected[-1][1]
+    DenseEngine(model, oracle.keeps(13)).prefill(distinct(60), block)
+    kvbench.prefill(make_double(model), distinct(60), name, 13, block, method_args=args)
+    heads = found[0][1].shape[1]
+    assert len(expected) == heads * len(found) > 0
+    for number, (glance, scores) in enumerate(expected):
+        layer, places, its = found[number // heads]
+        assert layer == glance.layer and places[0, glance.head].tolist() == glance.rows.places.tolist()
+        np.testing.assert_allclose(its[0, glance.head].numpy(), scores, **close)

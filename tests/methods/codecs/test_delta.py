@@ -26,6 +26,7 @@ from kvbench.methods.codecs import delta
 from kvbench.methods.codecs.delta import Delta, DeltaLayer
 from kvbench.methods.codecs.delta_compressors import Compressor, name_weights, read_compressors
 from kvbench.validation import ContractError, SettingError
+from tests.support.branches import read_on_in_branches
 from tests.support.delta_files import draw_compressor, make_zero, width_of, write_compressors, write_for
 from tests.support.method_files import FOLDER, build_policy, make_tiny_method_args
 from tests.support.tiny_models import ids, make_double, tiny
@@ -281,20 +282,7 @@ def test_samples_branches_and_shared_prefills_are_apart(tmp_path):
     """A batch gives what its samples give alone, a branch is forgotten, and a shared prefill gives the same bits."""
     codec, model = make_codec(write_for(tmp_path / "file", tiny("llama"))), tiny("llama")
     choice = choose_cache(*build_policy("full", "uniform", "llama")[:2], codec)
-
-    def read(samples: slice) -> tuple[GenerationContext, torch.Tensor]:
-        prompts, more = ids(60, batch=2)[samples], ids(12, seed=1, batch=2)[samples]
-        context = GenerationContext(model, choice, Budget(1.0), None, (0,) * len(prompts))
-        context.prefill(prompts)
-        before, answers = str(context.bytes()), []
-        for _ in range(2):
-            with context.branch():
-                answers.append(torch.cat([context.extend(token) for token in more.split(1, dim=1)], 1))
-            assert str(context.bytes()) == before
-        assert torch.equal(*answers)
-        return context, answers[0]
-
-    both, alone = read(slice(2)), [read(slice(1)), read(slice(1, 2))]
+    both, *alone = (read_on_in_branches(model, choice, own) for own in (slice(2), slice(1), slice(1, 2)))
     torch.testing.assert_close(both[1], torch.cat([own[1] for own in alone]), rtol=2e-4, atol=2e-4)
     others = [choice, choose_cache(*build_policy("snapkv", "uniform", "llama"))]
     contexts = [

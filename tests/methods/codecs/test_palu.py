@@ -33,6 +33,7 @@ from kvbench.models.configuration import load_layout
 from kvbench.models.transformers_port import read_layout
 from kvbench.training.delta_losses import collect_rows
 from kvbench.validation import SettingError
+from tests.support.branches import read_on_in_branches
 from tests.support.method_files import budget_for, build_policy
 from tests.support.palu_files import TEXT, build_palu, draw_palu, find_palu, write_palu
 from tests.support.recorded_runs import read_records
@@ -431,20 +432,7 @@ def test_samples_branches_and_shared_prefills_are_apart():
     """A batch gives what its samples give alone, a branch is forgotten, and a shared prefill gives the same bits."""
     model, codec = tiny("llama"), build_palu(find_palu("llama"), bits=4)
     choice = choose_policy("full", "uniform", codec)
-
-    def read(samples: slice) -> tuple[GenerationContext, torch.Tensor]:
-        prompts, more = ids(60, batch=2)[samples], ids(12, seed=1, batch=2)[samples]
-        context = GenerationContext(model, choice, Budget(1.0), None, (0,) * len(prompts))
-        context.prefill(prompts)
-        before, answers = str(context.bytes()), []
-        for _ in range(2):
-            with context.branch():
-                answers.append(torch.cat([context.extend(token) for token in more.split(1, dim=1)], 1))
-            assert str(context.bytes()) == before
-        assert torch.equal(*answers)
-        return context, answers[0]
-
-    both, alone = read(slice(2)), [read(slice(1)), read(slice(1, 2))]
+    both, *alone = (read_on_in_branches(model, choice, own) for own in (slice(2), slice(1), slice(1, 2)))
     torch.testing.assert_close(both[1], torch.cat([own[1] for own in alone]), rtol=2e-3, atol=2e-3)
     others = [choice, choose_policy("snapkv", "uniform", codec)]
     contexts = [
