@@ -121,7 +121,7 @@ def calibrate(options: Namespace, device: str) -> None:
         stop.args = (f" at step {training.step} of {recipe.steps}; the same command goes on",)
         raise
     found = training.evaluate()
-    training.write(delta_training.describe_training(checkpoint.identity(), recipe, text, source, found, find_version()))
+    training.write(delta_training.describe_training(checkpoint.identity(), recipe, text, source, found))
     mean = sum(found.errors) / len(found.errors)
     print(f"{options.out}: compressors of {layout.layers} layers, {width} to {recipe.code} numbers")
     print(f"held out: cross-entropy {found.untouched:.4f} untouched, {found.compressed:.4f} with compressors, "

@@ -63,9 +63,9 @@ def calibrate(options: Namespace, device: str) -> None:
 
     import torch
 
-    from kvbench.config.provenance import find_version
     from kvbench.models.checkpoint import Checkpoint, find_model
     from kvbench.training import kvzap_training
+    from kvbench.training.recording import describe_origin
     from kvbench.training.token_sequences import pack_texts
 
     checkpoint = Checkpoint("calibrated", find_model(options.model))
@@ -94,7 +94,7 @@ def calibrate(options: Namespace, device: str) -> None:
     found = kvzap_training.evaluate(networks, unseen)
     kvzap_training.write_surrogates(
         options.out, networks, samples.layers, layout,
-        {"model": checkpoint.identity(), "text": text.digest, "source": source, "kvbench": find_version()},
+        describe_origin(checkpoint.identity(), text, source),
         recipe, found,
     )  # fmt: skip
     print(f"{options.out}: {options.kind} surrogates of {len(networks)} layers, {samples.count} samples")

@@ -64,11 +64,9 @@ def calibrate(options: Namespace, device: str) -> None:
 
     import torch
 
-    from kvbench.config.provenance import find_version
-    from kvbench.interfaces.tensor_files import IDENTITY
     from kvbench.models.checkpoint import Checkpoint, find_model
     from kvbench.training import palu_calibration
-    from kvbench.training.recording import write_tensors
+    from kvbench.training.recording import describe_origin, write_tensors
     from kvbench.training.token_sequences import pack_texts
 
     checkpoint = Checkpoint("calibrated", find_model(options.model))
@@ -84,9 +82,7 @@ def calibrate(options: Namespace, device: str) -> None:
           f"{recipe.length} tokens")  # fmt: skip
     model = checkpoint.weights(getattr(torch, options.dtype), device)
     weights, ranks = palu_calibration.calibrate_model(model, layout, recipe, text.sequences)
-    metadata = palu_calibration.describe_ranks(ranks, recipe) | {
-        IDENTITY: checkpoint.identity(), "text": text.digest, "source": source, "kvbench": find_version(),
-    }  # fmt: skip
+    metadata = palu_calibration.describe_ranks(ranks, recipe) | describe_origin(checkpoint.identity(), text, source)
     write_tensors(options.out, weights, metadata)
     each = [rank for own in ranks.values() for rank in own]
     removed = 1 - sum(each) / (len(each) * width)

@@ -45,11 +45,9 @@ def calibrate(options: Namespace, device: str) -> None:
 
     import torch
 
-    from kvbench.config.provenance import find_version
-    from kvbench.interfaces.tensor_files import IDENTITY
     from kvbench.models.checkpoint import Checkpoint, find_model
     from kvbench.training.query_statistics import compute_query_statistics
-    from kvbench.training.recording import write_tensors
+    from kvbench.training.recording import describe_origin, write_tensors
     from kvbench.training.token_sequences import pack_texts
 
     checkpoint = Checkpoint("calibrated", find_model(options.model))
@@ -66,8 +64,7 @@ def calibrate(options: Namespace, device: str) -> None:
     text = pack_texts(checkpoint.tokenizer(), texts, length, wanted, wanted, what=f"--sequences={wanted}: text")
     model = checkpoint.weights(torch.float32 if device == "cpu" else torch.bfloat16, device)
     made = compute_query_statistics(model, (own.long() for own in text.sequences))
-    about = {"text": text.digest, "source": source, "sequences": f"{wanted} of {length} tokens"}
-    about |= {"seed": str(options.seed), "kvbench": find_version()}
-    write_tensors(options.out, made, {IDENTITY: checkpoint.identity(), **about})
+    about = {"sequences": f"{wanted} of {length} tokens", "seed": str(options.seed)}
+    write_tensors(options.out, made, describe_origin(checkpoint.identity(), text, source) | about)
     shapes = ", ".join(f"{name} {tuple(own.shape)}" for name, own in made.items())
     print(f"{options.out}: {shapes} from {wanted} sequences of {length} tokens, {source}")

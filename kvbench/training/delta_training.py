@@ -19,11 +19,10 @@ import torch
 from tqdm import tqdm
 
 from kvbench.atomic import replace_file
-from kvbench.interfaces.tensor_files import IDENTITY
 from kvbench.methods.codecs.delta_compressors import Compressor, name_weights
 from kvbench.models.transformers_port import find_text_decoder
 from kvbench.training.delta_losses import DeltaRecipe, compute_cross_entropy, compute_losses, draw_compressors
-from kvbench.training.recording import write_tensors
+from kvbench.training.recording import describe_origin, write_tensors
 from kvbench.training.token_sequences import PackedText
 from kvbench.validation import SettingError, name_file_in_errors
 
@@ -261,7 +260,7 @@ def write_compressors(out: Path, compressors: Sequence[Compressor], metadata: Ma
 
 
 def describe_training(
-    identity: str, recipe: DeltaRecipe, text: PackedText, source: str, held_out: HeldOut, version: str
+    identity: str, recipe: DeltaRecipe, text: PackedText, source: str, held_out: HeldOut
 ) -> dict[str, str]:
     """Return the metadata of a file of compressors.
 
@@ -271,13 +270,6 @@ def describe_training(
         text: The texts.
         source: What was read.
         held_out: The losses on the sequences held out.
-        version: Version of kvbench.
     """
-    return {
-        IDENTITY: identity,
-        "text": text.digest,
-        "source": source,
-        "recipe": json.dumps(asdict(recipe)),
-        "held_out": json.dumps(asdict(held_out)),
-        "kvbench": version,
-    }
+    numbers = {"recipe": json.dumps(asdict(recipe)), "held_out": json.dumps(asdict(held_out))}
+    return describe_origin(identity, text, source) | numbers

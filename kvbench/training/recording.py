@@ -11,11 +11,14 @@ from torch import Tensor
 from kvbench.atomic import replace_file
 from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import build, load_settings
+from kvbench.config.provenance import find_version
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import PromptEncoder, State
+from kvbench.interfaces.tensor_files import IDENTITY
+from kvbench.training.token_sequences import PackedText
 
 
 def record_states(
@@ -43,6 +46,17 @@ def record_states(
     context = GenerationContext(model, choice, Budget(budget), None, (0,), prefix, words)
     context.prefill(ids[None].to(next(model.parameters()).device))
     return [None if layer is None else layer.state for layer in context.layers]
+
+
+def describe_origin(identity: str, text: PackedText, source: str) -> dict[str, str]:
+    """Return the metadata that every file has which was made from a text.
+
+    Args:
+        identity: Identity of the model.
+        text: The text.
+        source: Where it comes from.
+    """
+    return {IDENTITY: identity, "text": text.digest, "source": source, "kvbench": find_version()}
 
 
 def write_tensors(out: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
