@@ -11,6 +11,7 @@ from kvbench.models.configuration import Layout
 from kvbench.models.transformers_port import (
     copy_frequencies,
     find_text_decoder,
+    list_decoder_layers,
     make_rotation,
     read_layout,
     text_config,
@@ -111,7 +112,7 @@ def collect_weights(model: Any) -> DecoderWeights | None:
         return None
     inner, head, layout = find_text_decoder(model), model.lm_head, read_layout(model)
     activation = ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
-    layers = inner.layers[: layout.layers]  # as many as transformers' own forward uses
+    layers = list_decoder_layers(model)
     blocks = tuple(block for layer in layers if (block := read_block(layer, layout)) is not None)
     if activation is None or len(blocks) < len(layers) or not is_plain_linear(head):
         return None

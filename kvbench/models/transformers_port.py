@@ -240,6 +240,11 @@ def find_text_decoder(model: torch.nn.Module) -> Any:
     return next(own for own in model.modules() if hasattr(own, "rotary_emb") and hasattr(own, "layers"))
 
 
+def list_decoder_layers(model: torch.nn.Module) -> list[Any]:
+    """Return the layers of the text decoder that read, which are all or the first ones (`use_first_layers`)."""
+    return list(find_text_decoder(model).layers[: text_config(model).num_hidden_layers])
+
+
 class Frequencies:
     """The rotary frequencies of one context, for models whose frequencies follow the largest position.
 
@@ -415,6 +420,7 @@ def differentiate(
         after W_o, (B, T, hidden) each.
     """
     decoder, added, hidden = find_text_decoder(model), list[Tensor](), list[Tensor]()
+    layers = list_decoder_layers(model)
 
     def begin(module: Any, args: Any, output: Tensor) -> Tensor:  # also if no weight requires a gradient
         return output.detach().requires_grad_()
@@ -425,8 +431,8 @@ def differentiate(
     def take_hidden(module: Any, args: Any, output: Any) -> None:
         hidden.append(output[0] if isinstance(output, tuple) else output)
 
-    handles = [decoder.embed_tokens.register_forward_hook(begin), decoder.layers[-1].register_forward_hook(take_hidden)]
-    handles += [layer.self_attn.o_proj.register_forward_hook(take_added) for layer in decoder.layers]
+    handles = [decoder.embed_tokens.register_forward_hook(begin), layers[-1].register_forward_hook(take_hidden)]
+    handles += [layer.self_attn.o_proj.register_forward_hook(take_added) for layer in layers]
     try:
         with torch.enable_grad():
             logits = forward(model, ids, cache, 1)
@@ -444,7 +450,7 @@ def observe_inputs(model: torch.nn.Module, cache: ContextCache) -> Iterator[None
         for index, port in enumerate(cache.layers):
             if isinstance(port, CacheLayerPort) and port.wants_inputs:
                 heads = text_config(model).num_key_value_heads
-                stack.enter_context(port.observe_inputs(find_text_decoder(model).layers[index], heads))
+                stack.enter_context(port.observe_inputs(list_decoder_layers(model)[index], heads))
         yield
 
 

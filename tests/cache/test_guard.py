@@ -22,13 +22,14 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec, Plain
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ExtraRead, Observation, ReadRequest
+from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest
 from kvbench.interfaces.task import Graded
 from kvbench.methods.codecs.kivi import Kivi
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
 from kvbench.validation import ContractError, SettingError
+from tests.support.method_files import build_policy
 from tests.support.recorded_runs import strip_circumstances
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import distinct, ids, tiny
@@ -760,6 +761,14 @@ def test_a_rehearsal_reads_with_few_layers_if_the_method_can(monkeypatch, learne
     choice = CachePolicy(Noting("noting"), Allocator("uniform"), Codec("raw"))
     rehearsal.rehearse(tiny("llama"), choice, None, ids(64))
     assert seen == set(range(whole - (not learned))) and len(tiny("llama").model.layers) == whole
+
+
+@pytest.mark.parametrize("method", catalogue.list_choices("method"))
+def test_every_method_is_tried_on_the_first_layers_of_a_deeper_model(monkeypatch, method):
+    """Models of users are deeper than the layers that a rehearsal reads."""
+    monkeypatch.setattr(rehearsal, "LAYERS", 2)
+    choice = choose_cache(*build_policy(method, "uniform", "llama"))
+    rehearsal.rehearse(tiny("llama"), choice, PromptEncoder(lambda text: [5, 6]), ids(96))
 
 
 def test_storage_that_runs_share_is_not_kept_alive_by_watching_it():
