@@ -115,8 +115,8 @@ $(FILES)/qfilters.safetensors $(FILES)/triattention.safetensors $(FILES)/kvzap.s
 $(FILES)/duo_attention: | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate duo_attention --model reference --out $@
 
-$(FILES)/deltakv_llama31_8b.safetensors:
-	$(GPU) -m kvbench calibrate deltakv --untrained --model conf/model/shapes/llama31_8b.json \
+$(FILES)/deltakv_%.safetensors:
+	$(GPU) -m kvbench calibrate deltakv --untrained --model conf/model/shapes/$*.json \
 	  --device cpu --out $@
 
 # Check a local copy of a benchmark's data: TASK=longbench DATA=file.
@@ -191,10 +191,12 @@ test-gpu:
 	$(GPU) -m pytest -p no:benchmark -k first_record tests/gpu/test_warming.py
 
 LIST ?= $(if $(QUICK),quick,full)
+DELTAKV_decoding := llama31_8b# shapes of models that a list of conf/efficiency/plan.yaml needs compressors for
+DELTAKV_full := qwen25_7b_1m
 
 # Measure time, memory and throughput on a GPU and write the tables; QUICK=1 takes 6 minutes.
 # An interrupted call goes on where it was. MINUTES=n begins nothing after n; LIST=cpu measures KeyDiff's table, no GPU.
-efficiency: $(if $(filter decoding,$(LIST)),$(FILES)/deltakv_llama31_8b.safetensors)
+efficiency: $(DELTAKV_$(LIST):%=$(FILES)/deltakv_%.safetensors)
 	status=0; $(GPU) -m kvbench efficiency $(LIST) $(if $(MINUTES),--minutes $(MINUTES)) || status=$$?; \
 	$(GPU) -m kvbench papers --beside && exit $$status
 

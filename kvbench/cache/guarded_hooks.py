@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.cache.guard import ROWS, Guard, T, find_codec_of_layer
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec, Cuttable, Growable, Growing, ListingGrowing, MadeRows, Packed
+from kvbench.interfaces.codec import Codec, Cuttable, Growable, Growing, ListingGrowing, MadeRows, Packed, Replicable
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import ListedRows
@@ -337,6 +337,13 @@ class GuardedRows:
         packed = cast(Cuttable, self.packed)  # the codec packs before attention
         found = self.guard.call(self.owner, "keep", handed, lambda: packed.keep(kept))
         shape = (int(kept.sum()), self.shape[1])
+        return GuardedRows(found, self.owner, self.guard, shape, self.dtype, self.device)
+
+    def replicate(self, times: int, lengths: Tensor) -> "GuardedRows":
+        packed = cast(Replicable, self.packed)  # the codec replicates
+        handed = self.guard.handed(lengths=lengths)
+        found = self.guard.call(self.owner, "replicate", handed, lambda: packed.replicate(times, lengths))
+        shape = (self.shape[0] * times, self.shape[1])
         return GuardedRows(found, self.owner, self.guard, shape, self.dtype, self.device)
 
     def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "GuardedGrowing":

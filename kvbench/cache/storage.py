@@ -22,7 +22,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbench.interfaces.codec import Cuttable, Growable, ListingGrowing, Packed, Plain, Stored, join
+from kvbench.interfaces.codec import (
+    Cuttable,
+    Growable,
+    ListingGrowing,
+    Packed,
+    Plain,
+    Replicable,
+    Stored,
+    copy_samples,
+    join,
+)
 from kvbench.interfaces.observation import KeyRotation
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.attention import RaggedRows
@@ -295,18 +305,12 @@ class StoredRows:
         return replace(self, stored=None)
 
     def replicate(self, times: int, room: int) -> "StoredRows":
-        """Copy the rows of one sample to several equal samples. Packed rows cannot be copied.
+        """Copy the rows of one sample to several equal samples. A codec that packs them `replicates`.
 
         Args:
             times: Number of samples.
             room: Number of further tokens to reserve memory for.
         """
-
-        def repeat(tensor: Tensor) -> Tensor:
-            return tensor.repeat(times, *(1 for _ in tensor.shape[1:]))  # the sample is the first dimension
-
-        def copies(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else repeat(tensor)
 
         def roomy(tail: Tensor | None) -> Tensor | None:
             if tail is None:
@@ -315,12 +319,15 @@ class StoredRows:
             grown[:, :, : self.tail] = tail[:, :, : self.tail]
             return grown
 
+        stored, lengths = self.stored, copy_samples(self.lengths, times)
+        if stored is not None and not isinstance(stored, Plain):
+            stored = cast(Replicable, stored).replicate(times, lengths)
         return replace(
             self,
             shape=(self.shape[0] * times, self.shape[1]),
-            stored=None if self.stored is None else Plain(*map(repeat, self.stored.read())),
-            places=copies(self.places), mass=copies(self.mass), lengths=copies(self.lengths), starts=None,
-            columns={name: repeat(column) for name, column in self.columns.items()},
+            stored=copy_samples(stored, times) if isinstance(stored, Plain) else stored,
+            places=copy_samples(self.places, times), mass=copy_samples(self.mass, times), lengths=lengths, starts=None,
+            growing=None, columns=copy_samples(self.columns, times),
             tail_keys=roomy(self.tail_keys), tail_values=roomy(self.tail_values),
         )  # fmt: skip
 

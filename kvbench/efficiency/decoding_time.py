@@ -21,6 +21,7 @@ from kvbench.efficiency.latency import compute_tpot_floors
 from kvbench.efficiency.measured_task import read_task
 from kvbench.efficiency.throughput import guess_batch
 from kvbench.engine import timing
+from kvbench.engine.replicate import can_replicate
 from kvbench.engine.timing import fits, spread
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
@@ -39,7 +40,7 @@ def measure_decoding(run: RunSpec) -> Iterator[Line]:
     if task.batch == 1:
         return
     batch = min(task.batch, guess_batch(own, device))
-    copied = not (isinstance(own, KVBenchCache) and run.choice().codec.packs)
+    copied = not isinstance(own, KVBenchCache) or can_replicate(run.choice().codec)
     fit, _ = fits(lambda: own.replicate(batch) if copied else own.read(ids.repeat(batch, 1)), device)
     if not fit:
         yield make_out_of_memory_line("batched_tpot_ms")

@@ -4,15 +4,12 @@ The time to decode a large batch depends on the number of rows, not on their con
 take as long for each sample as for the first. In every tensor of a cache the sample is the first dimension.
 """
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
-
-from torch import Tensor
+from dataclasses import replace
 
 from kvbench.cache.eviction import HeadShares
 from kvbench.cache.layer import Layer
 from kvbench.engine.context import PromptContext
+from kvbench.interfaces.codec import Codec, copy_samples
 from kvbench.validation import SettingError
 
 
@@ -27,13 +24,13 @@ def replicate(context: PromptContext, times: int, room: int) -> None:
         room: Number of further tokens to reserve memory for.
 
     Raises:
-        SettingError: The codec packs rows, which cannot be copied.
+        SettingError: The codec packs rows that it cannot copy.
         ValueError: The context has more than one sample.
     """
-    if context.choice.codec.packs:
+    codec = context.choice.codec
+    if not can_replicate(codec):
         raise SettingError(
-            f"task.fill=replicated: codec={context.choice.codec.name} packs rows, which cannot be copied; "
-            "use task.fill=prefilled"
+            f"task.fill=replicated: codec={codec.name} packs rows that it cannot copy; use task.fill=prefilled"
         )
     if len(context.seeds) != 1:
         raise ValueError(f"replicate: the context has {len(context.seeds)} samples, not one")
@@ -47,6 +44,11 @@ def replicate(context: PromptContext, times: int, room: int) -> None:
         replicate_layer(layer, times, room)
 
 
+def can_replicate(codec: Codec) -> bool:
+    """Return whether the rows of a codec can be copied."""
+    return codec.replicates or not codec.packs
+
+
 def replicate_layer(layer: Layer, times: int, room: int) -> None:
     """Turn a layer of one sample into one of `times` equal samples, with memory for `room` further tokens."""
     layer.rows = layer.rows.replicate(times, room)
@@ -57,15 +59,3 @@ def replicate_layer(layer: Layer, times: int, room: int) -> None:
         layer.shares = HeadShares(layer.shares.quotas * times, copy_samples(layer.shares.counts, times))
     layer.token_bytes *= times
     layer.update_memory()
-
-
-def copy_samples(value: Any, times: int) -> Any:
-    """Return the same value with every tensor in it repeated along its first dimension."""
-    if isinstance(value, Tensor):
-        return value.repeat(times, *(1 for _ in value.shape[1:])) if value.dim() else value
-    if isinstance(value, Mapping):
-        return {key: copy_samples(own, times) for key, own in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        return replace(value, **{name: copy_samples(one, times) for name, one in own.items()})
-    return value

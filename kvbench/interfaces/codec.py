@@ -8,9 +8,9 @@ attention is the exception: the model attends to its rounded rows from the first
 Symbols: B samples, H KV heads, R rows of all heads together, d head dimension.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,18 @@ class Cuttable(Packed, Protocol):
 
         Args:
             kept: Which rows stay, (R,) bool.
+        """
+
+
+class Replicable(Packed, Protocol):
+    """Keys and values of a codec that `replicates`."""
+
+    def replicate(self, times: int, lengths: Tensor) -> "Replicable":
+        """Return the rows of the only sample for several equal samples.
+
+        Args:
+            times: Number of samples.
+            lengths: Number of rows of each head, (times, H).
         """
 
 
@@ -235,6 +247,11 @@ class Codec:
         return False
 
     @property
+    def replicates(self) -> bool:
+        """Whether packed rows can be copied to further samples (`Replicable`), as `task.fill=replicated` does."""
+        return False
+
+    @property
     def token_by_token(self) -> bool:
         """Whether tokens that follow the prefill are read one at a time."""
         return False
@@ -312,6 +329,21 @@ class Codec:
             bytes, and making rows of them takes no time.
         """
         return None
+
+
+def copy_samples(value: Any, times: int) -> Any:
+    """Return the same value with every tensor in it repeated along its first dimension, which is that of samples."""
+    if isinstance(value, Tensor):
+        return value.repeat(times, *(1 for _ in value.shape[1:])) if value.dim() else value
+    if isinstance(value, Mapping):
+        return {key: copy_samples(own, times) for key, own in value.items()}
+    if isinstance(value, tuple):
+        copies = [copy_samples(own, times) for own in value]
+        return type(value)(*copies) if hasattr(value, "_fields") else tuple(copies)
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        return replace(value, **{name: copy_samples(one, times) for name, one in own.items()})
+    return value
 
 
 def join(rows: Tensor, counts: Tensor, more: Tensor, more_counts: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Codec, MadeRows, Packed
+from kvbench.interfaces.codec import Codec, MadeRows, Packed, copy_samples
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.rows import mass_dtype
@@ -106,6 +106,10 @@ class Delta(Codec):
     @property
     def grows(self) -> bool:
         return self.base.grows or not self.base.packs
+
+    @property
+    def replicates(self) -> bool:
+        return self.base.replicates or not self.base.packs
 
     @property
     def token_by_token(self) -> bool:
@@ -390,6 +394,10 @@ class DeltaRows:
             codes = join_codes([codes, *(block.codes for block in blocks if block.codes is not None)])
         total = self.compressed + count
         return DeltaRows(self.codec, self.heads, total, following, bases, references, codes, waiting)
+
+    def replicate(self, times: int, lengths: Tensor) -> "DeltaRows":
+        own = {name: getattr(self, name) for name in ("bases", "references", "codes", "waiting")}
+        return replace(self, **copy_samples(own, times))
 
     def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "GrowingDelta":
         return GrowingDelta(self, tokens)

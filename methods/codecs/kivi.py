@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Codec, join, split
+from kvbench.interfaces.codec import Codec, copy_samples, join, split
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.packed_attention import PackedRows, append_packed, attend_packed
 from kvbench.kernels.quantize import Groups, dequantize, quantize
@@ -40,6 +40,7 @@ class Kivi(Codec):
     packs = True
     grows = True
     token_by_token = True
+    replicates = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,6 +117,10 @@ class KiviRows:
             append(self.value_groups, before[1], value_groups, after[1] - before[1]),
             raw_values,
         )
+
+    def replicate(self, times: int, lengths: Tensor) -> "KiviRows":
+        own = self.key_groups, self.keys, self.value_groups, self.values
+        return KiviRows(self.codec, lengths, *copy_samples(own, times))
 
     def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "GrowingKivi":
         return GrowingKivi(self, tokens, ahead, mass)

@@ -31,7 +31,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Codec, Packed, join
+from kvbench.interfaces.codec import Codec, Packed, copy_samples, join
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.settings import setting
 from kvbench.methods.codecs.palu_projections import (
@@ -67,6 +67,7 @@ class Palu(Codec):
     packs = True
     packs_before_attention = True
     takes_unrotated_keys = True
+    replicates = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -249,6 +250,12 @@ class PaluRows:
             new = self.held[0].new_ones(batch * tokens, heads // groups)
             held = tuple(join(own, counts, new, more) for own, counts in zip(self.held, self.counts, strict=True))
         return replace(self, counts=self.counts + tokens, latents=latents, held=held)
+
+    def replicate(self, times: int, lengths: Tensor) -> "PaluRows":
+        latents, held = copy_samples((self.latents, self.held), times)
+        return replace(
+            self, shape=(times, self.shape[1]), counts=self.counts.repeat(1, times), latents=latents, held=held
+        )
 
 
 def round_latents(latents: Tensor, bits: int, clip: float) -> Latents:

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from kvbench.cli import efficiency
-from kvbench.config.catalogue import build, load_settings, methods_available
+from kvbench.config.catalogue import load_settings, methods_available
 from kvbench.config.compose import compose_config, expand_cells
 from kvbench.efficiency import measure, plan
 from kvbench.efficiency.caches import KVBenchCache, TransformersDynamic, TransformersStatic
@@ -21,6 +21,8 @@ from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import fits, spread
 from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.codec import Codec
+from kvbench.methods.codecs.kivi import Kivi
 from kvbench.models.loading import make_random_model
 from kvbench.models.random_weights import RandomCheckpoint, list_shapes
 from kvbench.runs.executor import Executor
@@ -28,6 +30,10 @@ from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines, find_whole_cells, read_lines
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
+from tests.support.delta_files import build_delta
+from tests.support.method_files import build_policy
+from tests.support.palu_files import build_palu, find_palu
+from tests.support.tiny_models import tiny
 
 QUICK = ("task.length=60", "task.new_tokens=[3,6]", "task.repeats=2", "budget=0.25")
 PARAMETERS = {  # billions, as the models' pages say
@@ -93,9 +99,13 @@ def test_baselines_and_throughput(kvbench):
     assert float(several["resident_bytes"]["value"]) >= 3 * 15 * 2 * 2 * 2 * 32 * 4
 
 
-@pytest.mark.parametrize("setting", ["method=snapkv", "codec=kivi", "task.baseline=dynamic"])
-def test_tokens_of_one_prompt_and_of_a_batch_are_timed_after_one_prefill(kvbench, monkeypatch, setting):
+@pytest.mark.parametrize(
+    "setting, replicates",
+    [("method=snapkv", True), ("codec=kivi", True), ("codec=kivi", False), ("task.baseline=dynamic", True)],
+)
+def test_tokens_of_one_prompt_and_of_a_batch_are_timed_after_one_prefill(kvbench, monkeypatch, setting, replicates):
     prompts = []
+    monkeypatch.setattr(Kivi, "replicates", replicates)
     monkeypatch.setattr(KVBenchCache, "read", note_calls(prompts, KVBenchCache.read))
     assert kvbench(setting, "task.measure=decoding", "task.batch=3", *QUICK)[0] == 0
     found = by_quantity(Path("results/efficiency/cpu.csv"), measure="decoding")
@@ -103,8 +113,8 @@ def test_tokens_of_one_prompt_and_of_a_batch_are_timed_after_one_prefill(kvbench
     for quantity in ("tpot_ms", "tokens_s", "resident_bytes"):
         assert float(found[quantity]["value"]) > 0 and float(found[f"batched_{quantity}"]["value"]) > 0
     assert float(found["batched_resident_bytes"]["value"]) >= 3 * float(found["resident_bytes"]["value"])
-    packed = [(1, 60), (3, 60)]
-    assert prompts == {"method=snapkv": packed[:1], "codec=kivi": packed}.get(setting, [])
+    batch = [] if replicates else [(3, 60)]  # read, because the codec cannot copy its rows
+    assert prompts == ([] if setting == "task.baseline=dynamic" else [(1, 60), *batch])
 
 
 def note_calls(shapes, read):
@@ -228,11 +238,29 @@ def test_floors_of_the_8b_shape():
     assert blocks == pytest.approx(3800, rel=0.06) and whole > 1.7 * blocks
 
 
-@pytest.mark.parametrize("method", ["full", "snapkv", "keydiff", "h2o", "centroidkv", "quest"])
-def test_a_replicated_prompt_decodes_as_it_does_alone(method):
-    model, ids = RandomCheckpoint.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 103)[None]
-    choice = choose_cache(*(build(g, load_settings(g, n)) for g, n in
-                            (("method", method), ("allocator", "uniform"), ("codec", "raw"))))  # fmt: skip
+CODECS = {
+    "raw": lambda: Codec("raw"),
+    "kivi": lambda: Kivi("kivi", bits=4, group=8, residual=16),
+    "delta": lambda: build_delta("llama", "drawn", bits=2),
+    "palu": lambda: build_palu(find_palu("llama"), bits=4),
+}
+PACKED = [
+    ("full", "kivi"),
+    ("snapkv", "kivi"),
+    ("full", "delta"),
+    ("deltakv", "delta"),
+    ("full", "palu"),
+    ("tova", "palu"),
+]
+
+
+@pytest.mark.parametrize(
+    "method, codec",
+    [(name, "raw") for name in ("full", "snapkv", "keydiff", "h2o", "centroidkv", "quest")] + PACKED,
+)
+def test_a_replicated_prompt_decodes_as_it_does_alone(method, codec):
+    model, ids = tiny("llama"), torch.arange(3, 103)[None]
+    choice = choose_cache(*build_policy(method, "uniform", "llama")[:2], CODECS[codec]())
 
     def answer(times: int) -> torch.Tensor:
         context = GenerationContext(model, choice, Budget(1.0 if method == "full" else 0.3), None, (0,))
@@ -248,9 +276,10 @@ def test_a_replicated_prompt_decodes_as_it_does_alone(method):
     assert several.shape[0] == 3 and torch.allclose(several, alone.expand_as(several), atol=1e-5)
 
 
-def test_a_packed_cache_is_not_replicated(kvbench):
+def test_a_codec_that_cannot_copy_rows_is_refused(kvbench, monkeypatch):
+    monkeypatch.setattr(Kivi, "replicates", False)
     code, _, err = kvbench("method=snapkv", "codec=kivi", "task.measure=throughput", "task.most_batch=2", *QUICK)
-    assert code == 2 and "task.fill=replicated: codec=kivi packs rows" in err
+    assert code == 2 and "task.fill=replicated: codec=kivi packs rows that it cannot copy" in err
 
 
 @pytest.mark.parametrize("batch", [1, 3])
