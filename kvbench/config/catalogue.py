@@ -179,7 +179,12 @@ def build(group: str, resolved: Mapping[str, Any]) -> Any:
     """
     args = {key: value for key, value in resolved.items() if key not in ("preset", "presets")}
     if "base" in args:
-        args["base"] = build(group, args["base"])
+        try:
+            args["base"] = build(group, args["base"])
+        except SettingError as error:
+            reason = str(error).removeprefix(f"{group}.")
+            line = f"{group}.base={args['base']['name']}: {reason}; {group}.base_args={{…}} holds its settings"
+            raise SettingError(line) from None
     kind = load_class(f"{group}={resolved.get('name')}", args.pop("_target_"))
     try:
         return kind(**args)

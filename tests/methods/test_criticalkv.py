@@ -103,6 +103,12 @@ def test_a_base_must_score_and_leave_rows_as_they_are(base):
         kvbench.prefill(tiny("llama"), ids(9), "criticalkv", 5, method_args={"base": base, "base_args": {}})
 
 
+def test_a_wrong_setting_of_the_base_is_named_as_such():
+    settings = load_settings("method", "criticalkv", {"base": "snapkv", "base_args": {"window": -3}})
+    with pytest.raises(SettingError, match=r"^method\.base=snapkv: window=-3: .*; method\.base_args=\{…\} holds"):
+        build("method", settings)
+
+
 def test_what_the_base_refuses_is_refused():
     with pytest.raises(SettingError, match="tova .*scope=group"):
         args = {"base": "tova", "base_args": {}}

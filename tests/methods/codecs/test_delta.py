@@ -463,7 +463,7 @@ def test_a_rotation_that_changes_with_the_length_is_refused():
         (dict(recent=0), "codec.recent=0: a whole number of at least 1"),
         (dict(bits=3), "codec.bits=3: choose one of"),
         (dict(remove="both"), "codec.remove=both: choose one of"),
-        (dict(base="delta"), "codec.path=null: give a safetensors file"),
+        (dict(base="delta"), "codec.base=delta: path=null: give a safetensors file"),
         (dict(base="zip"), "codec.base=zip: choose one of delta, kivi, palu, raw"),
     ],
     ids=str,
