@@ -40,12 +40,12 @@ from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice,
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.product_quantization import (
+    choose_by_codes,
     code_scores,
     cut_keys,
     encode,
     find_nearest,
     split_points,
-    update_codes,
 )
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.validation import SettingError
@@ -116,9 +116,8 @@ class PQCache(Method):
         queries, counts = request.queries, self.count_rows_of(request.prompt, request.quota, request.fraction)
         if queries.shape[2] > 1 or counts is None:
             return None
-        (recent, chosen), last = counts, torch.tensor(request.first, device=queries.device)
-        always = self.list_always(recent, last).expand(*state.layer["codes"].shape[:2], -1)
-        listed = self.list_rows(queries, state.layer, request.scaling, always, chosen, last - recent)
+        last = torch.tensor(request.first, device=queries.device)
+        listed = self.list_rows(queries, state.layer, request.scaling, counts, last)
         none = torch.zeros(*listed.shape[:2], request.first + 1, dtype=torch.bool, device=queries.device)
         return none.scatter_(2, listed, True).repeat_interleave(queries.shape[1] // listed.shape[1], 1)
 
@@ -131,7 +130,7 @@ class PQCache(Method):
         return torch.cat([torch.arange(self.sinks, device=last.device), newest])
 
     def list_rows(
-        self, queries: Tensor, own: Mapping[str, Tensor], scaling: float, always: Tensor, chosen: int, stop: Tensor
+        self, queries: Tensor, own: Mapping[str, Tensor], scaling: float, counts: tuple[int, int], last: Tensor
     ) -> Tensor:
         """List the rows that the query heads of a KV head attend to, (B, H, k) int64.
 
@@ -139,13 +138,14 @@ class PQCache(Method):
             queries: The token's queries, (B, H·G, 1, d).
             own: The codes of the rows behind the sinks and the codebook, as in the state.
             scaling: The factor of the logits.
-            always: The rows that are not chosen by their codes, (B, H, k - chosen).
-            chosen: Number of rows to choose.
-            stop: The first recent row, without dimensions. Those before it are candidates.
+            counts: Numbers of recent and of chosen rows.
+            last: The token's own row, without dimensions.
         """
+        recent, chosen = counts
+        always = self.list_always(recent, last).expand(*own["codes"].shape[:2], -1)
         if not chosen:
             return always
-        scores = code_scores(queries[:, :, 0], own["codes"], own["codebook"], scaling, self.sinks, stop)
+        scores = code_scores(queries[:, :, 0], own["codes"], own["codebook"], scaling, self.sinks, last - recent)
         return torch.cat([always, top_k_indices(scores, chosen)], 2)
 
 
@@ -170,15 +170,19 @@ class CodeReader:
             self.tables[layer] = {"codes": codes, "codebook": own["codebook"]}
 
     def choose(self, last: Tensor) -> RowChoice:
-        method, always, stop = self.method, self.method.list_always(self.recent, last), last - self.recent
+        method, scaling, stop = self.method, self.answer.scaling, last - self.recent
+        always, lists = method.list_always(self.recent, last), list[Tensor]()  # one list, which all layers write to
 
         def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
             if layer not in self.tables:
                 return None
-            own = self.tables[layer]
-            update_codes(keys, own["codes"], own["codebook"], method.sinks, last)
-            rows = always.expand(*keys.shape[:2], -1)
-            return ListedRows(method.list_rows(queries, own, self.answer.scaling, rows, self.chosen, stop))
+            if not lists:
+                lists.append(always.new_empty(*keys.shape[:2], len(always) + self.chosen))
+                lists[0][..., : len(always)] = always
+            codes, codebook = self.tables[layer]["codes"], self.tables[layer]["codebook"]
+            found = lists[0][..., len(always) :]
+            choose_by_codes(queries[:, :, 0], keys, codes, codebook, scaling, method.sinks, stop, last, found)
+            return ListedRows(lists[0])
 
         return choose
 

@@ -1,13 +1,13 @@
-"""Score rows by the codes of their keys (product quantisation), and encode the newest key."""
+"""Score rows by the codes of their keys (product quantisation), and choose those with the largest scores."""
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.product_quantization.centroids import cut_keys, encode, find_nearest, split_points
-from kvbench.kernels.product_quantization.reference import code_scores_reference, update_codes_reference
+from kvbench.kernels.product_quantization.reference import choose_by_codes_reference, code_scores_reference
 
-__all__ = ["code_scores", "cut_keys", "encode", "find_nearest", "split_points", "update_codes"]
+__all__ = ["choose_by_codes", "code_scores", "cut_keys", "encode", "find_nearest", "split_points"]
 
 
 @announced
@@ -54,31 +54,56 @@ def code_scores(
 
 
 @announced
-def update_codes(
-    keys: Tensor, codes: Tensor, codebook: Tensor, first: int, last: Tensor, *, implementation: str | None = None
+def choose_by_codes(
+    queries: Tensor,
+    keys: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scaling: float,
+    first: int,
+    stop: Tensor,
+    last: Tensor,
+    found: Tensor,
+    *,
+    implementation: str | None = None,
 ) -> None:
-    """Compute the codes of the newest row, in place.
+    """Compute the codes of the newest row, in place, and list the candidates with the largest scores.
 
     Args:
+        queries: See `code_scores`.
         keys: (B, H, N, d)
-        codes: Codes of the rows from `first` on, (B, H, m, n) uint8. The newest row's are written.
-        codebook: Centroids, (B, H, m, K, d/m) in the keys' dtype.
-        first: The first row that has codes.
+        codes: See `code_scores`. Those of the newest row are written.
+        codebook: See `code_scores`.
+        scaling: See `code_scores`.
+        first: See `code_scores`.
+        stop: See `code_scores`. At most `last`.
         last: The newest row, a whole number without dimensions, from `first` to first + n - 1.
+        found: Gets the rows, ascending, (B, H, k) int64; of equal scores the lower row comes first. The lists of all
+            heads lie at equal distances. With fewer than k candidates, rows that are none follow.
         implementation: "reference" or "triton"; None chooses.
 
     Raises:
         ValueError: Shapes or dtypes do not fit.
     """
-    check_codebook("update_codes", keys, codes, codebook)
-    if keys.shape[1] != codes.shape[1] or first < 0:
-        raise ValueError(f"update_codes: keys {tuple(keys.shape)}, codes {tuple(codes.shape)} from row {first} on")
-    if choose_implementation("update_codes", implementation, keys) == "reference":
-        update_codes_reference(keys, codes, codebook, first, last)
+    check_codebook("choose_by_codes", queries[:, :, None], codes, codebook)
+    check_codebook("choose_by_codes", keys, codes, codebook)
+    fits = keys.shape[1] == codes.shape[1] and queries.shape[1] % codes.shape[1] == 0 and first >= 0
+    lists = (
+        found.dtype == torch.int64 and found.shape[:2] == codes.shape[:2] and found.shape[2] <= first + codes.shape[3]
+    )
+    lists = lists and found.stride(2) == 1 and found.stride(0) == found.shape[1] * found.stride(1)
+    if not fits or not lists or codes.stride(3) != 1:
+        raise ValueError(
+            f"choose_by_codes: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, codes {tuple(codes.shape)} "
+            f"of the rows from {first} on, lists {tuple(found.shape)} {found.dtype}"
+        )
+    given = queries, keys, codes, codebook, scaling, first, stop, last, found
+    if choose_implementation("choose_by_codes", implementation, queries) == "reference":
+        choose_by_codes_reference(*given)
         return
-    from kvbench.kernels.product_quantization.triton import update_codes_triton
+    from kvbench.kernels.product_quantization.triton import choose_by_codes_triton
 
-    update_codes_triton(keys, codes, codebook, first, last)
+    choose_by_codes_triton(*given)
 
 
 def check_codebook(op: str, vectors: Tensor, codes: Tensor, codebook: Tensor) -> None:

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad
 
 from kvbench.kernels.product_quantization.centroids import cut_keys, encode
+from kvbench.kernels.row_selection import top_k_indices
 
 
 def code_scores_reference(
@@ -22,6 +23,12 @@ def code_scores_reference(
     return pad(scores.masked_fill(absent, -torch.inf), (first, 0), value=-torch.inf)
 
 
-def update_codes_reference(keys: Tensor, codes: Tensor, codebook: Tensor, first: int, last: Tensor) -> None:
+def choose_by_codes_reference(
+    queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
+    last: Tensor, found: Tensor,
+) -> None:  # fmt: skip
     at = last.long().view(1)
     codes.index_copy_(3, at - first, encode(keys.index_select(2, at), codebook))
+    if found.numel():
+        scores = code_scores_reference(queries, codes, codebook, scaling, first, stop)
+        found.copy_(top_k_indices(scores, found.shape[2], implementation="reference"))

@@ -1,8 +1,9 @@
-"""Scores of rows by their codes, in three launches, and the codes of one row in another.
+"""Scores of rows by their codes, in three launches, and the rows with the largest scores.
 
 `_products` multiplies the query heads with the centroids. Afterwards a row's logit is a sum of `m` of these products.
-`_sums` finds the maximum and the sum of each span of rows, and `_scores` joins those of all spans and computes the
-logits again.
+It also finds the codes of the newest row, which is no candidate yet. `_sums` finds the maximum and the sum of each span
+of rows, and `_scores` joins those of all spans and computes the logits again. If the largest scores are wanted too,
+`_scores` counts the first digits of the scores for `kernels.row_selection`.
 """
 
 import torch
@@ -11,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
+from kvbench.kernels.row_selection.triton import SINGLE, count_first_digits, list_top, reserve_counts, split_rows
 
 LOG2E = 1.4426950408889634
 CENTROIDS = 64  # that a program multiplies or compares
@@ -19,14 +21,42 @@ LOGITS = 16384  # most logits that a program holds
 SPANS = tl.constexpr(64)  # whose sums are joined at once
 
 
-@triton.jit(do_not_specialize=["count", "heads"])
+@triton.jit
+def _find_nearest(key, codebook, count, size, stride, N: tl.constexpr, E: tl.constexpr):
+    """Return the centroid of codebook (count, size) nearest to a key (size,), the first of equally near ones."""
+    column = tl.arange(0, E)
+    key = tl.load(key + column * stride, mask=column < size, other=0.0).to(tl.float32)
+    best, found = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    for begin in range(0, count, N):
+        code = begin + tl.arange(0, N)
+        here = (code < count)[:, None] & (column < size)[None]
+        centroid = tl.load(codebook + code[:, None] * size + column[None], mask=here, other=0.0).to(tl.float32)
+        nearness = tl.where(code < count, tl.sum(centroid * (2 * key[None] - centroid), 1), float("-inf"))
+        largest = tl.max(nearness, 0)
+        nearest = tl.min(tl.where(nearness == largest, code, 256), 0)
+        found = tl.where(largest > best, nearest, found)
+        best = tl.maximum(best, largest)
+    return found.to(tl.uint8)
+
+
+@triton.jit(do_not_specialize=["count", "heads", "first", "k_b", "k_h", "c_b", "c_h", "c_m"])
 def _products(
-    queries, codebook, tables, heads, group, parts, count, size, scale, q_b, q_h, q_d,
-    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, G: tl.constexpr, CAST: tl.constexpr,
+    queries, codebook, tables, keys, codes, last, heads, group, parts, count, size, first, scale, q_b, q_h, q_d,
+    k_b, k_h, k_n, k_d, c_b, c_h, c_m,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, G: tl.constexpr, CAST: tl.constexpr, ENCODE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a group's queries with N centroids of a part, into tables (B, H, m, K, G) of logits in base 2."""
+    """Multiply a group's queries with N centroids of a part, into tables (B, H, m, K, G) of logits in base 2.
+
+    ENCODE: the first program of a part also finds the code of row `last` of the keys.
+    """
     line, part = tl.program_id(1), tl.program_id(2)
     b, h = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    if ENCODE and tl.program_id(0) == 0:
+        newest, own = tl.load(last).to(tl.int64), codebook + (line * parts + part).to(tl.int64) * count * size
+        key = keys + b * k_b + h * k_h + newest * k_n + part * size * k_d
+        tl.store(
+            codes + b * c_b + h * c_h + part * c_m + newest - first, _find_nearest(key, own, count, size, k_d, N, E)
+        )
     code, column, member = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, E), tl.arange(0, M)
     wide = (column < size)[None]
     at = b * q_b + (h * group + member)[:, None] * q_h + (part * size + column)[None] * q_d
@@ -59,11 +89,17 @@ def _load_logits(
 
 @triton.jit(do_not_specialize=["heads", "count", "first", "rows", "c_b", "c_h", "c_m"])
 def _sums(
-    codes, tables, stop, maxima, sums, heads, count, group, first, rows, c_b, c_h, c_m,
-    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    codes, tables, stop, maxima, sums, counts, heads, count, group, first, rows, c_b, c_h, c_m,
+    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maximum and the sum of 2^(logit - maximum) of a span of rows, (B·H, spans, G) each."""
+    """Compute the maximum and the sum of 2^(logit - maximum) of a span of rows, (B·H, spans, G) each.
+
+    SPLITS, if not 0: the programs of a head also clear its counts of digits.
+    """
     span, line = tl.program_id(0), tl.program_id(1)
+    if SPLITS:
+        for split in range(span, SPLITS, tl.num_programs(0)):
+            tl.store(counts + (line * SPLITS + split) * 256 + tl.arange(0, 256), tl.zeros((256,), tl.int32))
     codes += (line // heads).to(tl.int64) * c_b + (line % heads).to(tl.int64) * c_h
     row, last = span * N + tl.arange(0, N), tl.minimum(tl.load(stop), rows).to(tl.int32)
     logits = _load_logits(codes, tables, row, first, last, line, count, group, c_m, PARTS, G)
@@ -74,12 +110,15 @@ def _sums(
     tl.store(sums + at, total)
 
 
-@triton.jit(do_not_specialize=["heads", "count", "first", "rows", "c_b", "c_h", "c_m"])
+@triton.jit(do_not_specialize=["heads", "count", "first", "rows", "per_split", "c_b", "c_h", "c_m"])
 def _scores(
-    codes, tables, stop, maxima, sums, scores, heads, count, group, first, rows, c_b, c_h, c_m,
-    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    codes, tables, stop, maxima, sums, scores, counts, heads, count, group, first, rows, per_split, c_b, c_h, c_m,
+    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Join the sums of all spans, SPANS at once, and write the scores of a span."""
+    """Join the sums of all spans, SPANS at once, and write the scores of a span.
+
+    SPLITS, if not 0: their first digits are counted, for splits of `per_split` rows.
+    """
     span, spans, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     codes += (line // heads).to(tl.int64) * c_b + (line % heads).to(tl.int64) * c_h
     member = tl.arange(0, G)
@@ -100,14 +139,29 @@ def _scores(
     score = tl.sum(tl.exp2(logits - safe[None]) * share[None], 1)
     score = tl.where((row >= first) & (row < last), score, float("-inf"))
     tl.store(scores + line.to(tl.int64) * rows + row, score, mask=row < rows)
+    if SPLITS:
+        count_first_digits(score, row < rows, counts, span * N // per_split, line, SPLITS)
 
 
 def code_scores_triton(
-    queries: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor
-) -> Tensor:
+    queries: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
+    newest: tuple[Tensor, Tensor] | None = None, counts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return scores.
+
+    Args:
+        queries: As of `code_scores`.
+        codes: As of `code_scores`.
+        codebook: As of `code_scores`.
+        scaling: As of `code_scores`.
+        first: As of `code_scores`.
+        stop: As of `code_scores`.
+        newest: The keys, and the newest row, whose codes are written.
+        counts: Where the first digits of the scores are counted (`reserve_counts`).
+    """
     batch, heads, parts, count, size = codebook.shape
     group, rows, lines = queries.shape[1] // heads, first + codes.shape[3], batch * heads
-    codes = codes if codes.stride(3) == 1 else codes.contiguous()
+    codes = codes if codes.stride(3) == 1 or newest is not None else codes.contiguous()
     wide = triton.next_power_of_2(group)  # query heads of a table
     span = min(SPAN, max(16, LOGITS // wide))
     spans = triton.cdiv(rows, span)
@@ -115,48 +169,28 @@ def code_scores_triton(
     if not scores.numel():
         return scores
     tables = torch.empty(lines, parts, count, wide, dtype=torch.float32, device=codes.device)
+    keys, last = (queries[..., None], stop) if newest is None else newest
     _products[triton.cdiv(count, CENTROIDS), lines, parts](
-        queries, codebook.contiguous(), tables, heads, group, parts, count, size, scaling * LOG2E, *queries.stride(),
+        queries, codebook.contiguous(), tables, keys, codes, last, heads, group, parts, count, size, first,
+        scaling * LOG2E, *queries.stride(), *keys.stride(), *codes.stride()[:3],
         M=max(16, wide), N=CENTROIDS, E=max(16, triton.next_power_of_2(size)), G=wide,
-        CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=4,
+        CAST=is_interpreting() and queries.dtype == torch.bfloat16, ENCODE=newest is not None, num_warps=4,
     )  # fmt: skip
     maxima, sums = (torch.empty(lines, spans, wide, dtype=torch.float32, device=codes.device) for _ in range(2))
-    sizes = (heads, count, group, first, rows, *codes.stride()[:3])
-    shape = {"PARTS": parts, "G": wide, "N": span, "num_warps": 8}
-    _sums[spans, lines](codes, tables, stop, maxima, sums, *sizes, **shape)
-    _scores[spans, lines](codes, tables, stop, maxima, sums, scores, *sizes, **shape)
+    splits, per_split = (0, 1) if counts is None else split_rows(rows)
+    sizes, strides = (heads, count, group, first, rows), codes.stride()[:3]
+    shape = {"PARTS": parts, "G": wide, "N": span, "SPLITS": splits, "num_warps": 8}
+    _sums[spans, lines](codes, tables, stop, maxima, sums, counts, *sizes, *strides, **shape)
+    _scores[spans, lines](codes, tables, stop, maxima, sums, scores, counts, *sizes, per_split, *strides, **shape)
     return scores
 
 
-@triton.jit(do_not_specialize=["heads", "count", "first", "k_b", "k_h", "c_b", "c_h", "c_m"])
-def _newest(
-    keys, codes, codebook, last, heads, parts, count, size, first, k_b, k_h, k_n, k_d, c_b, c_h, c_m,
-    N: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """Find the nearest centroid of one sub-vector, the first of equally near ones."""
-    line, part = tl.program_id(0), tl.program_id(1)
-    b, h, newest = (line // heads).to(tl.int64), (line % heads).to(tl.int64), tl.load(last).to(tl.int64)
-    column = tl.arange(0, E)
-    at = keys + b * k_b + h * k_h + newest * k_n + (part * size + column) * k_d
-    key = tl.load(at, mask=column < size, other=0.0).to(tl.float32)
-    codebook += (line * parts + part).to(tl.int64) * count * size
-    best, found = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
-    for begin in range(0, count, N):
-        code = begin + tl.arange(0, N)
-        here = (code < count)[:, None] & (column < size)[None]
-        centroid = tl.load(codebook + code[:, None] * size + column[None], mask=here, other=0.0).to(tl.float32)
-        nearness = tl.where(code < count, tl.sum(centroid * (2 * key[None] - centroid), 1), float("-inf"))
-        largest = tl.max(nearness, 0)
-        nearest = tl.min(tl.where(nearness == largest, code, 256), 0)
-        found = tl.where(largest > best, nearest, found)
-        best = tl.maximum(best, largest)
-    tl.store(codes + b * c_b + h * c_h + part * c_m + newest - first, found.to(tl.uint8))
-
-
-def update_codes_triton(keys: Tensor, codes: Tensor, codebook: Tensor, first: int, last: Tensor) -> None:
-    batch, heads, parts, count, size = codebook.shape
-    if batch * heads:
-        _newest[batch * heads, parts](
-            keys, codes, codebook.contiguous(), last, heads, parts, count, size, first, *keys.stride(),
-            *codes.stride()[:3], N=CENTROIDS, E=triton.next_power_of_2(size), num_warps=4,
-        )  # fmt: skip
+def choose_by_codes_triton(
+    queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
+    last: Tensor, found: Tensor,
+) -> None:  # fmt: skip
+    rows = first + codes.shape[3]
+    counts = reserve_counts(codes[:, :, 0, 0].numel(), rows, codes.device) if rows > SINGLE else None
+    scores = code_scores_triton(queries, codes, codebook, scaling, first, stop, (keys, last), counts)
+    if found.numel():
+        list_top(scores, found, counted=counts)

@@ -24,10 +24,10 @@ def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | No
     Raises:
         ValueError: The quotas have another shape.
     """
-    if isinstance(quotas, int):
-        quotas = torch.full(scores.shape[:2], quotas, device=scores.device)
-    if scores.dim() != 3 or quotas.shape != scores.shape[:2] or quotas.is_floating_point():
-        raise ValueError(f"top_k_mask: scores {tuple(scores.shape)}, quotas {tuple(quotas.shape)} {quotas.dtype}")
+    wrong = not isinstance(quotas, int) and (quotas.shape != scores.shape[:2] or quotas.is_floating_point())
+    if scores.dim() != 3 or wrong:
+        own = quotas if isinstance(quotas, int) else f"{tuple(quotas.shape)} {quotas.dtype}"
+        raise ValueError(f"top_k_mask: scores {tuple(scores.shape)}, quotas {own}")
     if choose_implementation("top_k_mask", implementation, scores) == "reference":
         return top_k_mask_reference(scores, quotas)
     from kvbench.kernels.row_selection.triton import top_k_mask_triton

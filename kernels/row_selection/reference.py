@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 
-def top_k_mask_reference(scores: Tensor, quotas: Tensor) -> Tensor:
+def top_k_mask_reference(scores: Tensor, quotas: Tensor | int) -> Tensor:
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    chosen = torch.arange(scores.shape[-1], device=scores.device) < quotas[..., None]
-    return torch.zeros_like(chosen).scatter_(-1, order, chosen)
+    most = quotas if isinstance(quotas, int) else quotas[..., None]
+    chosen = (torch.arange(scores.shape[-1], device=scores.device) < most).expand_as(scores)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, chosen)
 
 
 def kept_indices_reference(kept: Tensor, total: int | None) -> Tensor:

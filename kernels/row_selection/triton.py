@@ -2,8 +2,9 @@
 
 A float32 score becomes an unsigned whole number with the same order. The quota-th largest number of a head is found
 eight bits at a time, in four passes. In each pass all splits of a head count the next digit of the scores that begin
-with the known digits, and every program of the next kernel finds the digit from these counts. There are no atomics, so
-equal inputs give equal outputs.
+with the known digits, and every program of the next kernel finds the digit from these counts. A kernel that makes
+scores can count their first digits along (`count_first_digits`). Only whole numbers are added up, so equal inputs give
+equal outputs.
 """
 
 import torch
@@ -37,7 +38,24 @@ def _score(number):
 
 
 @triton.jit
-def _digit(counts, known, left, quotas, head, rows, PASS: tl.constexpr, SPLITS: tl.constexpr):
+def count_first_digits(scores, here, counts, split, line, SPLITS: tl.constexpr):
+    """Add the first digits of scores (N,) of a split of head number `line` to `counts` (heads, SPLITS, 256)."""
+    digits = tl.histogram((_number(scores) >> 24).to(tl.int32), 256, mask=here)
+    bins = tl.arange(0, 256)
+    tl.atomic_add(counts + (line * SPLITS + split) * 256 + bins, digits, mask=digits > 0, sem="relaxed")
+
+
+@triton.jit
+def _load_quota(quotas, each, head):
+    """Return how many rows a head keeps: `each`, unless every head has a number of its own."""
+    if quotas is None:
+        return each.to(tl.int64)
+    else:
+        return tl.load(quotas + head).to(tl.int64)
+
+
+@triton.jit
+def _digit(counts, known, left, quota, head, rows, PASS: tl.constexpr, SPLITS: tl.constexpr):
     """Return the state after `PASS` passes.
 
     That is the first digits of the quota-th largest number, how many rows that begin with them still fit the quota, and
@@ -45,13 +63,11 @@ def _digit(counts, known, left, quotas, head, rows, PASS: tl.constexpr, SPLITS: 
     """
     split = tl.arange(0, SPLITS)
     if PASS == 0:
-        quota = tl.load(quotas + head).to(tl.int64)
         room = tl.minimum(tl.maximum(quota, 0), rows).to(tl.int32)
         return tl.full((), 0, tl.uint32), room, tl.zeros((SPLITS,), tl.int32)
     else:
         start = tl.full((), 0, tl.uint32)
         if PASS == 1:
-            quota = tl.load(quotas + head).to(tl.int64)
             room = tl.minimum(tl.maximum(quota, 0), rows).to(tl.int32)
         else:
             start = tl.load(known + head * 4 + PASS - 1).to(tl.uint32)
@@ -67,14 +83,14 @@ def _digit(counts, known, left, quotas, head, rows, PASS: tl.constexpr, SPLITS: 
         return (start << 8) | digit.to(tl.uint32), room, same
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "per_split", "stride_b", "stride_h"])
+@triton.jit(do_not_specialize=["each", "rows", "heads", "per_split", "stride_b", "stride_h"])
 def _count(
-    scores, quotas, counts, known, left, rows, heads, stride_b, stride_h, stride_n, per_split,
+    scores, quotas, each, counts, known, left, rows, heads, stride_b, stride_h, stride_n, per_split,
     PASS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Count digit `PASS` of the rows of one split of a head that begin like the quota-th largest number."""
     split, head = tl.program_id(0), tl.program_id(1)
-    start, room, _ = _digit(counts, known, left, quotas, head, rows, PASS, SPLITS)
+    start, room, _ = _digit(counts, known, left, _load_quota(quotas, each, head), head, rows, PASS, SPLITS)
     if split == 0:
         tl.store(known + head * 4 + PASS, start.to(tl.int64))
         tl.store(left + head * 4 + PASS, room)
@@ -91,23 +107,23 @@ def _count(
     tl.store(counts + out + tl.arange(0, 256), digits)
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "per_split", "stride_b", "stride_h"])
+@triton.jit(do_not_specialize=["each", "rows", "heads", "per_split", "line", "stride_b", "stride_h"])
 def _choose(
-    scores, quotas, counts, known, left, chosen, rows, heads, stride_b, stride_h, stride_n, per_split,
+    scores, quotas, each, counts, known, left, chosen, rows, heads, stride_b, stride_h, stride_n, per_split, line,
     LIST: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Choose the rows above the quota-th largest number, and the first rows that equal it, as many as fit the quota.
 
-    They are marked in `chosen` (B·H, n). LIST: their indices are written there, (B·H, quota). FLAT: the rows of all
-    heads are counted together.
+    They are marked in `chosen` (B·H, n). LIST: their indices are written there, each head's `line` places behind those
+    of the head before. FLAT: the rows of all heads are counted together.
     """
     split, head = tl.program_id(0), tl.program_id(1)
-    least, room, same = _digit(counts, known, left, quotas, head, rows, 4, SPLITS)
+    quota, base = _load_quota(quotas, each, head), tl.full((), 0, tl.int64)
+    least, room, same = _digit(counts, known, left, quota, head, rows, 4, SPLITS)
     earlier = tl.arange(0, SPLITS) < split
     equal = tl.sum(tl.where(earlier, same, 0))
-    quota, base = tl.load(quotas + head), tl.full((), 0, tl.int64)
     if LIST:  # after the rows that earlier splits write
-        place = head.to(tl.int64) * quota + tl.sum(tl.where(earlier, _above(counts, least, head, SPLITS), 0))
+        place = head.to(tl.int64) * line + tl.sum(tl.where(earlier, _above(counts, least, head, SPLITS), 0))
         place += tl.minimum(equal, room)
         base += head.to(tl.int64) * rows if FLAT else 0
     scores += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
@@ -140,22 +156,43 @@ def _above(counts, least, head, SPLITS: tl.constexpr):
     return above
 
 
-def choose_by_digits(scores: Tensor, quotas: Tensor, chosen: Tensor, **more: bool) -> None:
-    """Choose the quota-th largest scores of each head. `chosen` gets what `_choose` writes."""
-    batch, heads, rows = scores.shape
+def split_rows(rows: int) -> tuple[int, int]:
+    """Return into how many splits the rows of a head are cut, and the rows of a split, a multiple of TILE."""
     splits = 1 if rows <= 2 * TILE else 8 if rows <= 32 * TILE else 32  # only three values, because each is compiled
-    per_split = triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
-    lines = batch * heads
-    counts = torch.empty(4, lines, splits, 256, dtype=torch.int32, device=scores.device)
+    return splits, triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
+
+
+def reserve_counts(lines: int, rows: int, device: torch.device) -> Tensor:
+    """Return memory for the counts of all digits of the scores of `lines` heads, (4, lines, splits, 256) int32."""
+    return torch.empty(4, lines, split_rows(rows)[0], 256, dtype=torch.int32, device=device)
+
+
+def choose_by_digits(
+    scores: Tensor, quotas: Tensor | int, chosen: Tensor, line: int = 0, counted: Tensor | None = None, **more: bool
+) -> None:
+    """Choose the quota-th largest scores of each head.
+
+    Args:
+        scores: (B, H, n)
+        quotas: (B, H), or one number for all heads.
+        chosen: Gets what `_choose` writes.
+        line: See `_choose`.
+        counted: What `reserve_counts` returned, if the first digits have been counted there already.
+        more: Constants of `_choose`.
+    """
+    batch, heads, rows = scores.shape
+    (splits, per_split), lines = split_rows(rows), batch * heads
+    counts = reserve_counts(lines, rows, scores.device) if counted is None else counted
     known = torch.empty(lines, 4, dtype=torch.int64, device=scores.device)
     left = torch.empty(lines, 4, dtype=torch.int32, device=scores.device)
-    given, sizes = (scores, quotas.contiguous(), counts, known, left), (rows, heads, *scores.stride(), per_split)
-    for step in range(4):
+    own, each = (None, quotas) if isinstance(quotas, int) else (quotas.contiguous(), 0)
+    given, sizes = (scores, own, each, counts, known, left), (rows, heads, *scores.stride(), per_split)
+    for step in range(0 if counted is None else 1, 4):
         _count[splits, lines](*given, *sizes, PASS=step, SPLITS=splits, TILE=TILE)
-    _choose[splits, lines](*given, chosen, *sizes, **more, SPLITS=splits, TILE=TILE)
+    _choose[splits, lines](*given, chosen, *sizes, line, **more, SPLITS=splits, TILE=TILE)
 
 
-def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
+def top_k_mask_triton(scores: Tensor, quotas: Tensor | int) -> Tensor:
     chosen = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     if chosen.numel():
         choose_by_digits(scores, quotas, chosen.view(torch.uint8), LIST=False, FLAT=False)
@@ -192,11 +229,14 @@ def _write_top(found, numbers, row, low, tied, room, place):
     return room, place + tl.sum(kept)
 
 
-@triton.jit(do_not_specialize=["rows", "k", "heads", "s_b", "s_h"])
-def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, FLAT: tl.constexpr, TILE: tl.constexpr, MORE: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "k", "heads", "line", "s_b", "s_h"])
+def _list_top(
+    scores, found, rows, k, heads, line, s_b, s_h, s_n, FLAT: tl.constexpr, TILE: tl.constexpr, MORE: tl.constexpr
+):
     """Write the indices of a head's k largest scores: find a number that k scores reach, then list them.
 
-    FLAT: the rows of all heads are counted together.
+    Each head's indices are `line` places behind those of the head before. FLAT: the rows of all heads are counted
+    together.
 
     Two guesses of three suppose that the logarithm of the number of scores that reach a score falls linearly with it.
     """
@@ -228,24 +268,34 @@ def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, FLAT: tl.constexpr, 
     if tied:
         equal = tl.sum((first == low).to(tl.int32)) + tl.sum((second == low).to(tl.int32))
         room = k - (reached - equal)
-    place, base = head.to(tl.int64) * k, head.to(tl.int64) * rows if FLAT else 0
+    place, base = head.to(tl.int64) * line, head.to(tl.int64) * rows if FLAT else 0
     room, place = _write_top(found, first, base + row, low, tied, room, place)
     _write_top(found, second, base + later, low, tied, room, place)
 
 
 def top_k_indices_triton(scores: Tensor, k: int, flat: bool) -> Tensor:
-    batch, heads, rows = scores.shape
-    shape = (batch * heads * k,) if flat else (batch, heads, k)
-    found = torch.empty(shape, dtype=torch.int64, device=scores.device)
+    found = torch.empty(*scores.shape[:2], k, dtype=torch.int64, device=scores.device)
+    list_top(scores, found, flat)
+    return found.flatten() if flat else found
+
+
+def list_top(scores: Tensor, found: Tensor, flat: bool = False, counted: Tensor | None = None) -> None:
+    """Write the indices of each head's k largest scores, ascending.
+
+    Args:
+        scores: (B, H, n)
+        found: Gets the indices, (B, H, k). The lists of all heads lie at equal distances.
+        flat: Whether the rows of all heads are counted together.
+        counted: See `choose_by_digits`. Used if no program can hold the scores of a head (SINGLE).
+    """
+    (batch, heads, rows), (k, line) = scores.shape, (found.shape[2], found.stride(1))
     if rows > SINGLE:
-        quotas = torch.full((batch * heads,), k, device=scores.device)
-        choose_by_digits(scores, quotas, found, LIST=True, FLAT=flat)
-        return found
+        choose_by_digits(scores, k, found, line, counted, LIST=True, FLAT=flat)
+        return
     tile, more = next(sizes for sizes in SIZES if rows <= sum(sizes))
     _list_top[batch * heads,](
-        scores, found, rows, k, heads, *scores.stride(), FLAT=flat, TILE=tile, MORE=more, num_warps=8
+        scores, found, rows, k, heads, line, *scores.stride(), FLAT=flat, TILE=tile, MORE=more, num_warps=8
     )
-    return found
 
 
 @triton.jit(do_not_specialize=["size"])

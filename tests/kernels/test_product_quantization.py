@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvbench.kernels.product_quantization import code_scores, encode, update_codes
+from kvbench.kernels.product_quantization import choose_by_codes, code_scores, encode
 from kvbench.kernels.row_selection import top_k_indices
 from tests.support.compile_kernels import list_kernel
 
@@ -160,21 +160,57 @@ def test_the_newest_row_alone_gets_codes(parts, dim, count, last, implementation
             for part in range(parts):
                 away = (codebook[b, h, part].double() - points[b, h, part]).square().sum(-1)
                 expected[b, h, part, last - 5] = away.argmin()
-    update_codes(keys, codes, codebook, 5, torch.tensor(last, device=DEVICE), implementation=implementation)
+    encode_newest(keys, codes, codebook, 5, last, implementation)
     assert torch.equal(codes, expected)
+
+
+def encode_newest(keys, codes, codebook, first, last, implementation=None):
+    """Choose no rows, so that only the codes are written."""
+    row, none = (
+        torch.tensor(last, device=keys.device),
+        torch.empty(*keys.shape[:2], 0, dtype=torch.int64, device=keys.device),
+    )
+    choose_by_codes(keys[:, :, 0], keys, codes, codebook, 1.0, first, row, row, none, implementation=implementation)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, k", [(600, 1), (600, 150), (5000, 700), (18000, 900), (70000, 3500)])
+def test_chosen_rows_are_those_with_the_largest_scores(rows, k, dtype, monkeypatch):
+    """Short and long lists of candidates behind others, counted by one program or by several."""
+    if rows == 5000:
+        monkeypatch.setattr("kvbench.kernels.row_selection.triton.SINGLE", 10)
+        monkeypatch.setattr("kvbench.kernels.product_quantization.triton.SINGLE", 10)
+    draw, batch = torch.Generator().manual_seed(rows), 1 if rows > 6000 else 2
+    keys = torch.randn(batch, 2, rows + 9, 64, generator=draw).to(DEVICE, dtype)
+    queries = torch.randn(batch, 6, 64, generator=draw).to(DEVICE, dtype)
+    codebook = torch.randn(batch, 2, 2, 16, 32, generator=draw).to(DEVICE, dtype)
+    codes = torch.randint(16, (batch, 2, 2, rows), generator=draw, dtype=torch.uint8).to(DEVICE)
+    stop, last = torch.tensor(rows - 40, device=DEVICE), torch.tensor(rows + 3, device=DEVICE)
+    lists = torch.full((batch, 2, 5 + k), -7, device=DEVICE)
+    choose_by_codes(queries, keys, codes, codebook, 0.2, 7, stop, last, lists[..., 5:], implementation="triton")
+    scores = code_scores(queries, codes, codebook, 0.2, 7, stop, implementation="triton")
+    assert torch.equal(lists[..., 5:], top_k_indices(scores, k, implementation="triton"))
+    assert (lists[..., :5] == -7).all() and torch.equal(
+        codes[..., rows - 4], encode(keys[:, :, rows + 3 :][:, :, :1], codebook)[..., 0]
+    )
 
 
 def test_codes_of_all_rows_are_those_of_each():
     keys, codebook = torch.randn(1, 2, 30, 32), torch.randn(1, 2, 4, 16, 8)
     codes = torch.zeros(1, 2, 4, 30, dtype=torch.uint8)
     for row in range(30):
-        update_codes(keys, codes, codebook, 0, torch.tensor(row))
+        encode_newest(keys, codes, codebook, 0, row)
     assert torch.equal(codes, encode(keys, codebook)) and encode(keys[:, :, :0], codebook).shape == (1, 2, 4, 0)
 
 
 def test_inputs_that_do_not_fit():
     queries, codes = torch.zeros(1, 4, 8), torch.zeros(1, 2, 2, 5, dtype=torch.uint8)
     book, keys, last = torch.zeros(1, 2, 2, 3, 4), torch.zeros(1, 2, 6, 8), torch.tensor(4)
+
+    def choose(given, found):
+        choose_by_codes(queries, given, codes, book, 1.0, 0, last, last, found)
+
     for message, call in (
         ("code_scores: vectors", lambda: code_scores(queries[..., :6], codes, book, 1.0, 0, last)),
         ("code_scores: vectors", lambda: code_scores(queries, codes.int(), book, 1.0, 0, last)),
@@ -184,8 +220,10 @@ def test_inputs_that_do_not_fit():
         ("code_scores: queries", lambda: code_scores(queries[:, :3], codes, book, 1.0, 0, last)),
         ("code_scores: queries", lambda: code_scores(queries, codes, book, 1.0, -1, last)),
         ("code_scores: implementation", lambda: code_scores(queries, codes, book, 1.0, 0, last, implementation="fast")),
-        ("update_codes: vectors", lambda: update_codes(keys[..., :6], codes, book, 0, last)),
-        ("update_codes: keys", lambda: update_codes(keys[:, :1], codes, book, 0, last)),
+        ("choose_by_codes: vectors", lambda: choose(keys[..., :6], torch.zeros(1, 2, 3).long())),
+        ("choose_by_codes: queries", lambda: choose(keys, torch.zeros(1, 2, 3))),
+        ("choose_by_codes: queries", lambda: choose(keys, torch.zeros(1, 2, 6).long())),
+        ("choose_by_codes: queries", lambda: choose(keys, torch.zeros(1, 2, 6).long()[..., ::2])),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call()
@@ -194,14 +232,13 @@ def test_inputs_that_do_not_fit():
 def ahead():
     from kvbench.kernels.product_quantization import triton as own
 
-    whole = {"codes": "*u8", "stop": "*i64", "last": "*i64", "scale": "fp32"}
+    whole = {"codes": "*u8", "stop": "*i64", "last": "*i64", "scale": "fp32", "counts": "*i32"}
     whole |= dict.fromkeys(("tables", "maxima", "sums", "scores"), "*fp32")
     for dtype, dim, parts, group in (("bf16", 128, 2, 4), ("fp32", 128, 4, 8), ("fp16", 96, 1, 1), ("bf16", 64, 4, 32)):
         kinds = whole | dict.fromkeys(("queries", "codebook", "keys"), f"*{dtype}")
         wide = 1 << (dim // parts - 1).bit_length()
-        sizes = {"M": max(16, group), "N": own.CENTROIDS, "E": wide, "G": group, "CAST": False, "q_d": 1}
-        yield list_kernel(own._products, kinds, sizes, num_warps=4)
-        sizes = {"PARTS": parts, "G": group, "N": min(own.SPAN, own.LOGITS // group)}
+        sizes = {"M": max(16, group), "N": own.CENTROIDS, "E": wide, "G": group, "CAST": False, "q_d": 1, "k_d": 1}
+        yield list_kernel(own._products, kinds, {**sizes, "ENCODE": True}, num_warps=4)
+        sizes = {"PARTS": parts, "G": group, "N": min(own.SPAN, own.LOGITS // group), "SPLITS": 32}
         for kernel in (own._sums, own._scores):
             yield list_kernel(kernel, kinds, sizes, num_warps=8)
-        yield list_kernel(own._newest, kinds, {"N": own.CENTROIDS, "E": wide, "k_d": 1}, num_warps=4)

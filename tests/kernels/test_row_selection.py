@@ -165,6 +165,7 @@ def test_inputs_that_do_not_fit():
     for message, call in (
         ("top_k_mask: ", lambda: top_k_mask(scores, torch.zeros(2, dtype=torch.int64))),
         ("top_k_mask: ", lambda: top_k_mask(scores, torch.zeros(1, 2))),
+        ("top_k_mask: ", lambda: top_k_mask(scores[0], 2)),
         ("top_k_mask: implementation 'cuda'", lambda: top_k_mask(scores, 1, implementation="cuda")),
         ("top_k_mask: .* not torch.float64", lambda: top_k_mask(scores.double(), 1, implementation="triton")),
         ("top_k_indices: 4 of ", lambda: top_k_indices(scores, 4)),
@@ -189,6 +190,10 @@ def ahead():
         yield list_kernel(own._choose, {**work, "scores": "*bf16"}, sizes)
     sizes |= {"LIST": True, "FLAT": True}
     yield list_kernel(own._choose, {**work, "chosen": "*i64", "scores": "*fp32"}, sizes)
+    del work["quotas"]  # all heads keep as many rows
+    yield list_kernel(
+        own._count, {**work, "scores": "*fp32"}, {"quotas": None, "PASS": 1, "SPLITS": 8, "TILE": own.TILE}
+    )
     top = {"scores": "*fp32", "found": "*i64"}
     for flat in (False, True):
         sizes = dict(zip(("TILE", "MORE"), own.SIZES[-1], strict=True))

@@ -145,11 +145,8 @@ def list_exact(queries: torch.Tensor, keys: torch.Tensor, sinks: int, counts: tu
 
 def list_rows(method, queries: torch.Tensor, keys: torch.Tensor, book: torch.Tensor, counts: tuple[int, int]) -> list:
     """The rows that the codes of `keys` choose for the token behind them, for each sample and KV head."""
-    recent, chosen = counts
-    last = torch.tensor(keys.shape[2])
-    always = method.list_always(recent, last).expand(*keys.shape[:2], -1)
-    own = {"codes": encode(keys, book), "codebook": book}
-    listed = method.list_rows(queries, own, keys.shape[3] ** -0.5, always, chosen, last - recent)
+    own, last = {"codes": encode(keys, book), "codebook": book}, torch.tensor(keys.shape[2])
+    listed = method.list_rows(queries, own, keys.shape[3] ** -0.5, counts, last)
     return [[{*head.tolist()} for head in sample] for sample in listed]
 
 
