@@ -39,7 +39,7 @@ from kvbench.interfaces.rows import mass_dtype
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.listed_attention import attend_listed
 from kvbench.kernels.quantize import Groups, dequantize, quantize
-from kvbench.kernels.reconstruction import ReferencedRows, rebuild_rows, take_codes
+from kvbench.kernels.reconstruction import Expansion, ReferencedRows, rebuild_rows, take_codes
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.methods.codecs.delta_compressors import (
@@ -257,11 +257,15 @@ class DeltaLayer(Codec):
 
     def decode(self, codes: "Codes", like: Tensor) -> Tensor:
         """Return f_d of codes, (B, n, 2·d_k), with the dtype of `like`."""
-        if isinstance(codes, Groups):
-            bits = self.whole.bits
-            assert bits is not None  # `encode`
-            codes = dequantize(codes, bits, codes.codes.shape[-1] * 8 // bits, like.dtype)
-        return self.whole.compressors.like(self.layer, like).expand(codes)
+        return self.whole.compressors.like(self.layer, like).expand(self.read_codes(codes, like.dtype))
+
+    def read_codes(self, codes: "Codes", dtype: torch.dtype) -> Tensor:
+        """Return codes as numbers, (B, n, d_c)."""
+        if isinstance(codes, Tensor):
+            return codes
+        bits = self.whole.bits
+        assert bits is not None  # `encode`
+        return dequantize(codes, bits, codes.codes.shape[-1] * 8 // bits, dtype)
 
     def find_references(self, block: Tensor, bases: Tensor, centres: list[int]) -> Tensor:
         """Return the numbers of each token's references, (B, n, k) int64.
@@ -465,15 +469,27 @@ class GrowingDelta:
         self, listed: ListedRows, angles: tuple[Tensor, Tensor], step: Tensor,
         norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
     ) -> MadeRows:  # fmt: skip
-        rows, own, decoded = self.rows, listed.blocks[:, 0], None
-        if self.codes is not None and self.held.codes is not None:
-            pairs = zip(list_parts(self.held.codes), list_parts(self.codes), strict=True)
-            taken = [take_codes(own, *pair, rows, step, implementation=implementation) for pair in pairs]
-            decoded = self.codec.decode(Groups(*taken) if len(taken) > 1 else taken[0], rows.raw)
-        norm = None if norms is None else norms[1:]
+        own, norm = listed.blocks[:, 0], None if norms is None else norms[1:]
         return rebuild_rows(
-            own, decoded, rows, *angles, step, self.held.heads, norm=norm, implementation=implementation
-        )
+            own, self.find_expansion(own, step, implementation), self.rows, *angles, step, self.held.heads,
+            norm=norm, implementation=implementation,
+        )  # fmt: skip
+
+    def find_expansion(self, listed: Tensor, step: Tensor, implementation: str | None) -> Expansion | None:
+        """Return what f_d's last product is made of, for listed rows (B, n); None if no codes are stored.
+
+        A linear f_d has only this product, which takes codes that are numbers from where they are stored.
+        """
+        rows, held, more = self.rows, self.held.codes, self.codes
+        if held is None or more is None:
+            return None
+        compressor = self.codec.whole.compressors.like(self.codec.layer, rows.raw)
+        if compressor.up[0].kind == "linear" and isinstance(held, Tensor) and isinstance(more, Tensor):
+            return Expansion(held, more, *compressor.split_last())
+        pairs = zip(list_parts(held), list_parts(more), strict=True)
+        taken = [take_codes(listed, *pair, rows, step, implementation=implementation) for pair in pairs]
+        codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], rows.raw.dtype)
+        return Expansion(compressor.find_inner(codes), None, *compressor.split_last())
 
     def pack_due(self, number: int) -> None:
         whole, rows = self.codec.whole, self.rows
