@@ -446,9 +446,8 @@ class GrowingDelta:
         rows, first = self.rows, self.rows.seen - self.rows.raw_from
         if made is None:
             made = self.make_rows(ListedRows(self.every[:, None]), angles, step, norms, implementation)
-        made_keys, made_values, slots = made
+        made_keys, made_values, slots, place, last = made
         own = slots.shape[2]  # the place of the token's own row
-        place = torch.full(made_keys.shape[:2], own, device=slots.device)
         raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
         cos, sin = (part[rows.seen :] for part in angles)
         append(
@@ -459,7 +458,6 @@ class GrowingDelta:
             queries, keys, values, cos, sin, made_keys, made_values, 0, step,
             slots=place, norms=norms, implementation=implementation,
         )  # fmt: skip
-        last = torch.full_like(step, own)
         return attend_listed(
             queries, made_keys, made_values, slots, 1, last, scaling,
             after=own, counts=counts, implementation=implementation,
@@ -470,10 +468,13 @@ class GrowingDelta:
         norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
     ) -> MadeRows:  # fmt: skip
         own, norm = listed.blocks[:, 0], None if norms is None else norms[1:]
-        return rebuild_rows(
+        made = rebuild_rows(
             own, self.find_expansion(own, step, implementation), self.rows, *angles, step, self.held.heads,
             norm=norm, implementation=implementation,
         )  # fmt: skip
+        batch, count = own.shape  # the place of the token's own row, for each head and alone
+        place = torch.full((batch, self.held.heads), count, device=own.device)
+        return *made, place, torch.full_like(step, count)
 
     def find_expansion(self, listed: Tensor, step: Tensor, implementation: str | None) -> Expansion | None:
         """Return what f_d's last product is made of, for listed rows (B, n); None if no codes are stored.
