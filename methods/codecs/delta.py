@@ -52,7 +52,7 @@ from kvbench.methods.codecs.delta_compressors import (
 )
 from kvbench.validation import SettingError
 
-COMPARED = 1024  # tokens that are compared with all their candidates at once
+COMPARED = 2**25  # pairs of a token and a candidate that are compared at once, in all samples together
 ALIGNED = 64  # they are compared with a multiple of so many candidates, which suits matrix units
 CODED = 8192  # tokens that are compressed or reconstructed at once
 NARROW = torch.iinfo(torch.int16).max
@@ -166,6 +166,15 @@ class Delta(Codec):
             following += self.stride + int(self.stride_alpha * (following - self.sinks))
         return centres, following
 
+    def index_centres(self, centres: list[int], block: Tensor) -> Tensor:
+        """Return the centres of a block (B, n, …) as whole numbers on its device.
+
+        At equal distances the device makes them itself. To copy them the host would wait for it.
+        """
+        if not self.stride_alpha:
+            return torch.arange(0, block.shape[1], self.stride, device=block.device)
+        return torch.tensor(centres, device=block.device, dtype=torch.int64)
+
     def count_compressed(self, waiting: int) -> int:
         """Return how many of `waiting` raw tokens behind the sinks and what is compressed are compressed now."""
         return (waiting - self.recent) // self.recent * self.recent if waiting >= 2 * self.recent else 0
@@ -238,7 +247,8 @@ class DeltaLayer(Codec):
         """Compress a block of tokens, (B, n, 2·d_k), with these centres. `bases` are those of earlier blocks."""
         numbers, more = None, block[:, :0]
         if self.whole.remove != "reference":
-            numbers, more = self.find_references(block, bases, centres), block[:, centres]
+            at = self.whole.index_centres(centres, block)
+            numbers, more = self.find_references(block, bases, centres, at), block[:, at]
             bases = torch.cat([bases, more], 1)
         codes = []
         if self.whole.remove != "residual":
@@ -267,21 +277,22 @@ class DeltaLayer(Codec):
         assert bits is not None  # `encode`
         return dequantize(codes, bits, codes.codes.shape[-1] * 8 // bits, dtype)
 
-    def find_references(self, block: Tensor, bases: Tensor, centres: list[int]) -> Tensor:
+    def find_references(self, block: Tensor, bases: Tensor, centres: list[int], at: Tensor) -> Tensor:
         """Return the numbers of each token's references, (B, n, k) int64.
 
-        Candidates are numbered: `bases` (B, b, 2·d_k), then the centres of the block (B, n, 2·d_k).
+        Candidates are numbered: `bases` (B, b, 2·d_k), then the centres of the block (B, n, 2·d_k), which are also
+        given on the device. They are compared by half of 2·kv·c − ‖c‖², in the same order.
         """
-        at = torch.tensor(centres, device=block.device, dtype=torch.int64)
-        candidates = torch.cat([bases, block[:, at]], 1)
-        norms, found = candidates.to(mass_dtype(candidates)).square().sum(-1), []
-        for piece in pieces(block.shape[1], COMPARED):
-            known = bases.shape[1] + bisect_left(centres, piece.stop)
+        candidates, first = torch.cat([bases, block[:, at]], 1), bases.shape[1]
+        halves, found = candidates.to(mass_dtype(candidates)).square().sum(-1).mul_(0.5), []
+        for piece in pieces(block.shape[1], max(1, COMPARED // candidates[..., 0].numel())):
+            known = first + bisect_left(centres, piece.stop)
             known = min(candidates.shape[1], known + -known % ALIGNED)
-            scores = multiply_exactly(block[:, piece], candidates[:, :known]).mul_(2).sub_(norms[:, None, :known])
+            scores = multiply_exactly(block[:, piece], candidates[:, :known]).sub_(halves[:, None, :known])
+            start = bisect_left(centres, piece.start)  # earlier centres come before all these tokens
             rows = torch.arange(piece.start, piece.stop, device=block.device)
-            later = at[: known - bases.shape[1]] > rows[:, None]
-            scores[:, :, bases.shape[1] :].masked_fill_(later, -torch.inf)
+            later = at[start : known - first] > rows[:, None]
+            scores[:, :, first + start :].masked_fill_(later, -torch.inf)
             found.append(top_k_indices(scores, self.whole.nearest))
         return torch.cat(found, 1)
 
