@@ -15,7 +15,9 @@ from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 
 ROWS = 16  # listed rows of a program that gathers codes
 TILE = 128  # listed rows of a program that makes rows of 16 bits
-WARPS = 8  # of this program; two programs share the registers of a multiprocessor
+WARPS = 8  # of this program
+STAGES = 3  # parts of the product's factors that are loaded ahead; with 3 two programs share a multiprocessor
+REGISTERS = 128  # of a thread, where no more are needed
 SIZES = [  # what varies from prompt to prompt
     *("listed_count", "seen", "compressed", "raw_from"),
     *("base_count", "base_room", "reference_room", "raw_room", "code_room"),
@@ -79,27 +81,29 @@ def _multiply(
 
 @triton.jit
 def _gather(
-    column, there, b, row, old, exists, plain, stored, raw_from, bases, more_bases, references, more_references, raw,
+    column, there, b, row, old, plain, stored, raw_from, bases, more_bases, references, more_references, raw,
     compressed, base_count, base_room, reference_room, raw_room, width,
     NEAREST: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Return some columns (D,) of rows (ROWS,): the mean of a compressed row's references, another row as it is."""
     at = bases + (b * base_count + row) * width
     source = tl.where(row >= raw_from, raw + (b * raw_room + row - raw_from) * width, at)
-    if NEAREST == 0:
-        return tl.load(source[:, None] + column[None], mask=plain[:, None] & there[None], other=0.0)
-    total = tl.zeros((ROWS, D), tl.float32)
-    is_new = old >= compressed
-    for number in range(NEAREST):  # not unrolled, because the sums need the registers
-        at = (b * compressed + old) * NEAREST + number
-        base = tl.load(references + at, mask=stored & (is_new == 0), other=0).to(tl.int32)
-        at = (b * reference_room + old - compressed) * NEAREST + number
-        base += tl.load(more_references + at, mask=stored & is_new, other=0).to(tl.int32)
-        at = bases + (b * base_count + base) * width
-        at = tl.where(base < base_count, at, more_bases + (b * base_room + base - base_count) * width)
-        at, here = tl.where(plain, source, at), stored | (plain & (number == 0))  # other rows are their own reference
-        total += tl.load(at[:, None] + column[None], mask=here[:, None] & there[None], other=0.0).to(tl.float32)
-    return (total * tl.where(plain, 1.0, 1.0 / NEAREST)[:, None]).to(raw.dtype.element_ty)
+    if NEAREST:
+        total = tl.zeros((ROWS, D), tl.float32)
+        is_new = old >= compressed
+        for number in range(NEAREST):  # not unrolled, because the sums need the registers
+            at = (b * compressed + old) * NEAREST + number
+            base = tl.load(references + at, mask=stored & (is_new == 0), other=0).to(tl.int32)
+            at = (b * reference_room + old - compressed) * NEAREST + number
+            base += tl.load(more_references + at, mask=stored & is_new, other=0).to(tl.int32)
+            at = bases + (b * base_count + base) * width
+            at = tl.where(base < base_count, at, more_bases + (b * base_room + base - base_count) * width)
+            at, here = tl.where(plain, source, at), stored | (plain & (number == 0))  # others are their own reference
+            total += tl.load(at[:, None] + column[None], mask=here[:, None] & there[None], other=0.0).to(tl.float32)
+        kv = (total * tl.where(plain, 1.0, 1.0 / NEAREST)[:, None]).to(raw.dtype.element_ty)
+    else:
+        kv = tl.load(source[:, None] + column[None], mask=plain[:, None] & there[None], other=0.0)
+    return kv
 
 
 @triton.jit
@@ -155,17 +159,17 @@ def _rebuild(
         tl.store(slots + b * listed_count + entry, slot, mask=inside)
     begin = part * dim
     x = _gather(
-        begin + first, there, b, row, old, exists, plain, stored, raw_from, bases, more_bases, references,
+        begin + first, there, b, row, old, plain, stored, raw_from, bases, more_bases, references,
         more_references, raw, compressed, base_count, base_room, reference_room, raw_room, width, NEAREST, ROWS, H,
     )  # fmt: skip
     y = _gather(
-        begin + second, there, b, row, old, exists, plain, stored, raw_from, bases, more_bases, references,
+        begin + second, there, b, row, old, plain, stored, raw_from, bases, more_bases, references,
         more_references, raw, compressed, base_count, base_room, reference_room, raw_room, width, NEAREST, ROWS, H,
     )  # fmt: skip
     z = tl.zeros((ROWS, R), tl.float32)
     if REST:
         z = _gather(
-            begin + rest, others, b, row, old, exists, plain, stored, raw_from, bases, more_bases, references,
+            begin + rest, others, b, row, old, plain, stored, raw_from, bases, more_bases, references,
             more_references, raw, compressed, base_count, base_room, reference_room, raw_room, width, NEAREST, ROWS, R,
         )  # fmt: skip
     if INNER:
@@ -237,7 +241,8 @@ def rebuild_rows_triton(
         sizes = [further.shape[1], *numbers]
     exact, half = raw.dtype == torch.float32, max(8, triton.next_power_of_2(turning // 2))
     tile = 32 if exact else TILE if half <= 64 else TILE // 2
-    limit = {} if exact or norm is not None or turning < dim else {"maxnreg": 65536 // (32 * WARPS * 2)}
+    more_needed = exact or biased or norm is not None or turning < dim or half > 64 or references is None
+    limit = {} if more_needed else {"maxnreg": REGISTERS}
     _rebuild[triton.cdiv(count, tile), 2 * heads, batch](
         listed.contiguous(), *given, rows.bases.contiguous(), rows.more_bases,
         listed if references is None else references.contiguous(), listed if more is None else more,
@@ -247,6 +252,6 @@ def rebuild_rows_triton(
         epsilon, NEAREST=0 if references is None else references.shape[2], INNER=kind, BIAS=biased,
         NORM=norm is not None, REST=turning < dim, CAST=is_interpreting() and raw.dtype == torch.bfloat16, ROWS=tile,
         H=half, R=max(16, triton.next_power_of_2(dim - turning)), K=32 if exact else 64,
-        num_warps=4 if exact else WARPS, num_stages=3, **limit,
+        num_warps=4 if exact else WARPS, num_stages=STAGES, **limit,
     )  # fmt: skip
     return keys, values, slots

@@ -237,18 +237,25 @@ def test_what_does_not_fit_is_refused():
 
 
 def ahead():
-    from kvbench.kernels.reconstruction.triton import TILE, WARPS, _rebuild, _take
+    from kvbench.kernels.reconstruction.triton import STAGES, TILE, WARPS, _rebuild, _take
 
     int64, int32, single = "*i64", "*i32", "fp32"
     weights = ("inner", "more_inner", "key_weight", "value_weight", "key_bias", "value_bias")
-    for dtype, numbers, norm in (("bf16", "*i16", False), ("bf16", "*i32", True), ("fp32", int32, True)):
+    for dtype, norm, change in (
+        ("bf16", False, {}),
+        ("bf16", False, {"NEAREST": 0, "BIAS": True}),
+        ("bf16", False, {"INNER": 0}),
+        ("bf16", True, {"INNER": 2}),
+        ("fp32", True, {}),
+    ):
         floats = (*weights, "bases", "more_bases", "raw", "cos", "sin", "scale", "keys", "values")
         kinds = dict.fromkeys(floats, f"*{dtype}") | {"listed": int64, "slots": int64, "step": int32}
+        numbers = int32 if norm else "*i16"
         kinds |= {"references": numbers, "more_references": int32, "epsilon": single}
         exact = dtype == "fp32"
-        constants = {"NEAREST": 4, "INNER": 2 if norm else 1, "BIAS": norm, "NORM": norm, "REST": norm, "CAST": False}
+        constants = {"NEAREST": 4, "INNER": 1, "BIAS": norm, "NORM": norm, "REST": norm, "CAST": False} | change
         constants |= {"ROWS": 32 if exact else TILE, "H": 64, "R": 32, "K": 32 if exact else 64}
-        yield list_typed_kernel(_rebuild, kinds, constants | {"num_warps": 4 if exact else WARPS, "num_stages": 3})
+        yield list_typed_kernel(_rebuild, kinds, constants | {"num_warps": 4 if exact else WARPS, "num_stages": STAGES})
     for dtype in ("*bf16", "*u8"):
         kinds = dict.fromkeys(("codes", "more", "out"), dtype) | {"listed": int64, "step": int32}
         yield list_typed_kernel(_take, kinds, {"ROWS": 16, "W": 512, "num_warps": 4, "num_stages": 3})
