@@ -16,8 +16,9 @@ from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 ROWS = 16  # listed rows of a program that gathers codes
 TILE = 128  # listed rows of a program that makes rows of 16 bits
 WARPS = 8  # of this program
-STAGES = 3  # parts of the product's factors that are loaded ahead; with 3 two programs share a multiprocessor
-REGISTERS = 128  # of a thread, where no more are needed
+COLUMNS = 32  # numbers of a code that it multiplies at once, and of which STAGES - 1 parts are loaded ahead
+STAGES = 4
+REGISTERS = 128  # of a thread, where no more are needed: a multiprocessor holds two programs
 SIZES = [  # what varies from prompt to prompt
     *("listed_count", "seen", "compressed", "raw_from"),
     *("base_count", "base_room", "reference_room", "raw_room", "code_room"),
@@ -28,6 +29,12 @@ SIZES = [  # what varies from prompt to prompt
 def _rounded(x, like):
     """Round float32 numbers to the dtype that the pointer `like` points to."""
     return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _below(column, stop: tl.constexpr, size: tl.constexpr):
+    """Return which of the columns 0, …, size − 1 are below `stop`. If all are, no register holds it."""
+    return tl.full((size,), True, tl.int1) if stop == size else column < stop
 
 
 @triton.jit
@@ -65,12 +72,12 @@ def _multiply(
 ):  # fmt: skip
     """Return the products of the `width` numbers at the pointers `at` (ROWS,) with rows (N,) of a weight, (ROWS, N)."""
     total = tl.zeros((ROWS, N), tl.float32)
-    of_row = weight + row.to(tl.int64) * width
+    of_row = row * width
     for first in range(0, width, K):
         column = first + tl.arange(0, K)
         here = (column < width)[None]
         z = tl.load(at[:, None] + column[None], mask=stored[:, None] & here, other=0.0)
-        w = tl.load(of_row[:, None] + column[None], mask=there[:, None] & here, other=0.0)
+        w = tl.load(weight + of_row[:, None] + column[None], mask=there[:, None] & here, other=0.0)
         if CAST:
             z, w = z.to(tl.float32), w.to(tl.float32)
         total = tl.dot(z, w.T, total, input_precision="ieee")  # for float32 inputs; other products are exact anyway
@@ -80,36 +87,24 @@ def _multiply(
 
 
 @triton.jit
-def _gather(
-    column, there, b, row, old, plain, stored, raw_from, bases, more_bases, references, more_references, raw,
-    compressed, base_count, base_room, reference_room, raw_room, width,
-    NEAREST: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Return some columns (D,) of rows (ROWS,): the mean of a compressed row's references, another row as it is."""
-    at = bases + (b * base_count + row) * width
-    source = tl.where(row >= raw_from, raw + (b * raw_room + row - raw_from) * width, at)
-    if NEAREST:
-        total = tl.zeros((ROWS, D), tl.float32)
-        is_new = old >= compressed
-        for number in range(NEAREST):  # not unrolled, because the sums need the registers
-            at = (b * compressed + old) * NEAREST + number
-            base = tl.load(references + at, mask=stored & (is_new == 0), other=0).to(tl.int32)
-            at = (b * reference_room + old - compressed) * NEAREST + number
-            base += tl.load(more_references + at, mask=stored & is_new, other=0).to(tl.int32)
-            at = bases + (b * base_count + base) * width
-            at = tl.where(base < base_count, at, more_bases + (b * base_room + base - base_count) * width)
-            at, here = tl.where(plain, source, at), stored | (plain & (number == 0))  # others are their own reference
-            total += tl.load(at[:, None] + column[None], mask=here[:, None] & there[None], other=0.0).to(tl.float32)
-        kv = (total * tl.where(plain, 1.0, 1.0 / NEAREST)[:, None]).to(raw.dtype.element_ty)
-    else:
-        kv = tl.load(source[:, None] + column[None], mask=plain[:, None] & there[None], other=0.0)
-    return kv
+def _refer(references, more_references, at, compressed, stored, NEAREST: tl.constexpr):
+    """Return which base a reference of each row is, (ROWS,), by its place among those of all rows; 0 without one."""
+    known, first = at < compressed * NEAREST, more_references - compressed.to(tl.int64) * NEAREST
+    base = tl.load(references + at, mask=stored & known, other=0).to(tl.int32)
+    return base + tl.load(first + at, mask=stored & (known == 0), other=0).to(tl.int32)
 
 
 @triton.jit
-def _add(kv, decoded, stored):
-    """Add what f_d gives to the means of compressed rows."""
-    decoded = tl.where(stored[:, None], decoded.to(kv.dtype), 0.0)
+def _read(at, here, column, there):
+    """Return some columns (D,) of the rows at the pointers `at` (ROWS,) in float32, zeros where `here` is false."""
+    return tl.load(at[:, None] + column[None], mask=here[:, None] & there[None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _add(kv, decoded, stored, BIAS: tl.constexpr):
+    """Add what f_d gives to the means of compressed rows. Without a bias it gives 0 for other rows."""
+    if BIAS:
+        decoded = tl.where(stored[:, None], decoded, 0.0)
     return (kv.to(tl.float32) + decoded.to(tl.float32)).to(kv.dtype).to(tl.float32)
 
 
@@ -121,11 +116,11 @@ def _normed(x, column, there, inverse, scale, like):
 
 
 @triton.jit
-def _turned(x, partner, column, there, row, exists, cos, sin, turning, like):
+def _turned(x, partner, column, there, row, cos, sin, turning, like):
     """Return x·cos + partner·sin of some columns."""
-    at, here = row[:, None] * turning + column[None], exists[:, None] & there[None]
-    c = _rounded(tl.load(cos + at, mask=here, other=1.0).to(tl.float32), like)
-    s = _rounded(tl.load(sin + at, mask=here, other=0.0).to(tl.float32), like)
+    at = row[:, None] * turning + column[None]
+    c = _rounded(tl.load(cos + at, mask=there[None], other=1.0).to(tl.float32), like)
+    s = _rounded(tl.load(sin + at, mask=there[None], other=0.0).to(tl.float32), like)
     return _rounded(x * c, like) + _rounded(partner * s, like)
 
 
@@ -134,9 +129,9 @@ def _rebuild(
     listed, inner, more_inner, key_weight, value_weight, key_bias, value_bias, bases, more_bases, references,
     more_references, raw, cos, sin, scale, step, keys, values, slots,
     listed_count, seen, sinks, compressed, block, raw_from, base_count, base_room, reference_room, raw_room, code_room,
-    inner_width, key_inner, value_inner, value_from, heads, dim, half, epsilon,
+    inner_width, key_inner, value_inner, value_from, heads, dim, epsilon,
     NEAREST: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, REST: tl.constexpr,
-    CAST: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    CAST: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Make one head of the keys or of the values of some listed rows.
 
@@ -145,51 +140,58 @@ def _rebuild(
     """
     part, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside, turning = entry < listed_count, 2 * half
+    inside, turning = entry < listed_count, 2 * HALF
     first, rest = tl.arange(0, H), turning + tl.arange(0, R)
-    second, there, others = first + half, first < half, rest < dim
+    second, there, others = first + HALF, _below(first, HALF, H), rest < dim
     row = tl.load(listed + b * listed_count + entry, mask=inside, other=0).to(tl.int32)
     stop, now = _find_stop(step, seen, sinks, compressed, block)
     exists, old = inside & (row < now), row - sinks
     stored = exists & (old >= 0) & (row < stop)
-    plain = exists & (stored == 0)
+    plain, row = exists & (stored == 0), tl.where(exists, row, 0)  # others are 0, however they are turned
     head, width = part % heads, 2 * heads * dim
     if part == 0:
         slot = tl.where(exists, entry, listed_count + 1).to(tl.int64)
         tl.store(slots + b * listed_count + entry, slot, mask=inside)
     begin = part * dim
-    x = _gather(
-        begin + first, there, b, row, old, plain, stored, raw_from, bases, more_bases, references,
-        more_references, raw, compressed, base_count, base_room, reference_room, raw_room, width, NEAREST, ROWS, H,
-    )  # fmt: skip
-    y = _gather(
-        begin + second, there, b, row, old, plain, stored, raw_from, bases, more_bases, references,
-        more_references, raw, compressed, base_count, base_room, reference_room, raw_room, width, NEAREST, ROWS, H,
-    )  # fmt: skip
-    z = tl.zeros((ROWS, R), tl.float32)
+    own_bases = bases + b * base_count * width + begin
+    at = tl.where(row < raw_from, own_bases, raw + (b * raw_room - raw_from) * width + begin) + row.to(tl.int64) * width
+    x, y, z = _read(at, plain, first, there), _read(at, plain, second, there), tl.zeros((ROWS, R), tl.float32)
     if REST:
-        z = _gather(
-            begin + rest, others, b, row, old, plain, stored, raw_from, bases, more_bases, references,
-            more_references, raw, compressed, base_count, base_room, reference_room, raw_room, width, NEAREST, ROWS, R,
-        )  # fmt: skip
+        z = _read(at, plain, rest, others)
+    if NEAREST:
+        references += b * compressed * NEAREST
+        more_references += b * reference_room * NEAREST
+        further = more_bases + (b * base_room - base_count) * width + begin
+        base = _refer(references, more_references, old * NEAREST, compressed, stored, NEAREST)
+        for number in range(NEAREST):  # not unrolled, because the sums need the registers
+            at = tl.where(base < base_count, own_bases, further) + base.to(tl.int64) * width
+            following = stored & (number + 1 < NEAREST)  # found while these bases are read
+            base = _refer(references, more_references, old * NEAREST + number + 1, compressed, following, NEAREST)
+            x += _read(at, stored, first, there)
+            y += _read(at, stored, second, there)
+            if REST:
+                z += _read(at, stored, rest, others)
+        share = tl.where(stored, 1.0 / NEAREST, 1.0)[:, None]
+        x, y, z = x * share, y * share, z * share
+    x, y, z = x.to(raw.dtype.element_ty), y.to(raw.dtype.element_ty), z.to(raw.dtype.element_ty)
     if INNER:
         weight, bias, numbers, skip = key_weight, key_bias, key_inner, 0
         if part >= heads:
             weight, bias, numbers, skip = value_weight, value_bias, value_inner, value_from
         if INNER == 1:
-            at = inner + (b * compressed + old) * inner_width
-            at = tl.where(old < compressed, at, more_inner + (b * code_room + old - compressed) * inner_width)
+            further = more_inner + (b * code_room - compressed) * inner_width + skip
+            at = tl.where(old < compressed, inner + b * compressed * inner_width + skip, further)
+            at += old.to(tl.int64) * inner_width
         else:
-            at = inner + (b * listed_count + entry) * inner_width
-        at += skip
+            at = inner + b * listed_count * inner_width + skip + entry.to(tl.int64) * inner_width
         pair = tl.arange(0, 2 * H)  # channels that turn together lie side by side, so that a thread has both
-        of_row, known = head * dim + pair % 2 * half + pair // 2, pair // 2 < half
+        of_row, known = head * dim + pair % 2 * HALF + pair // 2, _below(pair, 2 * HALF, 2 * H)
         both = _multiply(at, weight, bias, stored, of_row, known, numbers, ROWS, 2 * H, K, BIAS, CAST)
         one, two = tl.split(tl.reshape(both.to(x.dtype), (ROWS, H, 2)))
-        x, y = _add(x, one, stored), _add(y, two, stored)
+        x, y = _add(x, one, stored, BIAS), _add(y, two, stored, BIAS)
         if REST:
             both = _multiply(at, weight, bias, stored, head * dim + rest, others, numbers, ROWS, R, K, BIAS, CAST)
-            z = _add(z, both, stored)
+            z = _add(z, both.to(z.dtype), stored, BIAS)
     x, y, z = x.to(tl.float32), y.to(tl.float32), z.to(tl.float32)
     out = values
     if part < heads:
@@ -200,8 +202,8 @@ def _rebuild(
             x = _normed(x, first, there, inverse, scale, keys)
             y = _normed(y, second, there, inverse, scale, keys)
             z = _normed(z, rest, others, inverse, scale, keys)
-        turned = _turned(x, -y, first, there, row, exists, cos, sin, turning, keys)
-        y = _turned(y, x, second, there, row, exists, cos, sin, turning, keys)
+        turned = _turned(x, -y, first, there, row, cos, sin, turning, keys)
+        y = _turned(y, x, second, there, row, cos, sin, turning, keys)
         x = turned
     into = out + (b * heads + head) * (listed_count + 1) * dim + entry[:, None] * dim
     tl.store(into + first[None], x, mask=inside[:, None] & there[None])
@@ -248,10 +250,10 @@ def rebuild_rows_triton(
         listed if references is None else references.contiguous(), listed if more is None else more,
         raw, cos.contiguous(), sin.contiguous(), weight, step, keys, values, slots,
         count, rows.seen, rows.sinks, rows.compressed, rows.block, rows.raw_from, rows.bases.shape[1],
-        rows.more_bases.shape[1], 0 if more is None else more.shape[1], raw.shape[1], *sizes, heads, dim, turning // 2,
-        epsilon, NEAREST=0 if references is None else references.shape[2], INNER=kind, BIAS=biased,
+        rows.more_bases.shape[1], 0 if more is None else more.shape[1], raw.shape[1], *sizes, heads, dim, epsilon,
+        NEAREST=0 if references is None else references.shape[2], INNER=kind, BIAS=biased,
         NORM=norm is not None, REST=turning < dim, CAST=is_interpreting() and raw.dtype == torch.bfloat16, ROWS=tile,
-        H=half, R=max(16, triton.next_power_of_2(dim - turning)), K=32 if exact else 64,
+        HALF=turning // 2, H=half, R=max(16, triton.next_power_of_2(dim - turning)), K=COLUMNS,
         num_warps=4 if exact else WARPS, num_stages=STAGES, **limit,
     )  # fmt: skip
     return keys, values, slots

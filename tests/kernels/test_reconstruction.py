@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def ahead():
-    from kvbench.kernels.reconstruction.triton import STAGES, TILE, WARPS, _rebuild, _take
+    from kvbench.kernels.reconstruction.triton import COLUMNS, STAGES, TILE, WARPS, _rebuild, _take
 
     int64, int32, single = "*i64", "*i32", "fp32"
     weights = ("inner", "more_inner", "key_weight", "value_weight", "key_bias", "value_bias")
@@ -254,7 +254,7 @@ def ahead():
         kinds |= {"references": numbers, "more_references": int32, "epsilon": single}
         exact = dtype == "fp32"
         constants = {"NEAREST": 4, "INNER": 1, "BIAS": norm, "NORM": norm, "REST": norm, "CAST": False} | change
-        constants |= {"ROWS": 32 if exact else TILE, "H": 64, "R": 32, "K": 32 if exact else 64}
+        constants |= {"ROWS": 32 if exact else TILE, "HALF": 48 if norm else 64, "H": 64, "R": 32, "K": COLUMNS}
         yield list_typed_kernel(_rebuild, kinds, constants | {"num_warps": 4 if exact else WARPS, "num_stages": STAGES})
     for dtype in ("*bf16", "*u8"):
         kinds = dict.fromkeys(("codes", "more", "out"), dtype) | {"listed": int64, "step": int32}
