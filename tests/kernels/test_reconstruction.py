@@ -51,6 +51,7 @@ CASES = {
     "K and V apart": Case(codes=(9, 21), biases=(False, True), dim=20, turning=12),
     "K and V apart, of the listed rows": Case(codes=(8, 16), biases=(True, False), stored=False, heads=1),
     "more rows than a program has": Case(codes=(24, 24), heads=1, compressed=240, seen=255, dtype=torch.bfloat16),
+    "the size of a model": Case(codes=(512, 512), dim=128, turning=128, batch=1, dtype=torch.bfloat16),
     "sinks to come": Case(compressed=0, seen=3, begun=False),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
