@@ -81,7 +81,7 @@ class ReadRows(PackedRows):
         like = weights.embed
         self.counts = torch.zeros(len(layers), tokens, dtype=torch.int64, device=like.device)  # rows attended to
         self.listing: set[int] = set()  # layers that attend to listed rows
-        self.beside = Beside(like.device)  # chooses and makes packed rows while the layer before reads
+        self.beside = Beside(like.device)  # packed rows are chosen and made there, while the layer before reads
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
         last = self.step.long() + self.seen
