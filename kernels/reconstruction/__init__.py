@@ -4,9 +4,9 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.reconstruction.reference import rebuild_rows_reference, take_codes_reference
-from kvbench.kernels.reconstruction.rows import ReferencedRows
+from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 
-__all__ = ["ReferencedRows", "rebuild_rows", "take_codes"]
+__all__ = ["Expansion", "ReferencedRows", "rebuild_rows", "take_codes"]
 
 
 @announced
@@ -49,7 +49,7 @@ def take_codes(
 @announced
 def rebuild_rows(
     listed: Tensor,
-    decoded: Tensor | None,
+    expansion: Expansion | None,
     rows: ReferencedRows,
     cos: Tensor,
     sin: Tensor,
@@ -59,13 +59,15 @@ def rebuild_rows(
     norm: tuple[Tensor, float] | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add compressed rows to the means of their references, and norm and rotate the keys of all listed rows.
+    """Make compressed rows of their codes and references, and norm and rotate the keys of all listed rows.
 
-    The mean, the sum, the normed keys and the terms of the rotation are rounded to the rows' dtype one by one.
+    The mean of the references, f_d's last product, their sum, the normed keys and the terms of the rotation are rounded
+    to the rows' dtype one by one.
 
     Args:
         listed: Listed rows, (B, n) int64.
-        decoded: What is added to the mean of a compressed row's references, (B, n, w); None for nothing.
+        expansion: What f_d's last product is made of. It is added to the mean of a compressed row's references. None
+            adds nothing.
         rows: The rows.
         cos: The cosines of all positions, (P, r), with r at most d.
         sin: (P, r)
@@ -84,16 +86,17 @@ def rebuild_rows(
         ValueError: Shapes do not fit.
     """
     wide = rows.raw.shape[2]
-    if decoded is not None and decoded.shape != (*listed.shape, wide):
-        raise ValueError(
-            f"rebuild_rows: decoded {tuple(decoded.shape)} of {tuple(listed.shape)} rows of {wide} numbers"
-        )
-    if decoded is None and rows.references is None:
-        raise ValueError("rebuild_rows: compressed rows have neither references nor decoded numbers")
+    if expansion is None and rows.references is None:
+        raise ValueError("rebuild_rows: compressed rows have neither references nor codes")
     if wide % (2 * heads) or cos.shape != sin.shape or cos.shape[1] > wide // (2 * heads):
         raise ValueError(f"rebuild_rows: {wide} numbers of {heads} heads, cos {tuple(cos.shape)}")
     check_listed("rebuild_rows", listed, rows)
-    given = listed, decoded, rows, cos, sin, step, heads, norm
+    if expansion is not None:
+        stored = (len(rows.raw), rows.compressed) if expansion.more is not None else tuple(listed.shape)
+        if expansion.inner.shape[:2] != stored or 2 * len(expansion.weights[0]) != wide:
+            numbers, matrix = tuple(expansion.inner.shape), tuple(expansion.weights[0].shape)
+            raise ValueError(f"rebuild_rows: numbers {numbers}, matrix {matrix} for {stored} rows of {wide} numbers")
+    given = listed, expansion, rows, cos, sin, step, heads, norm
     if choose_implementation("rebuild_rows", implementation, rows.raw) == "reference":
         return rebuild_rows_reference(*given)
     from kvbench.kernels.reconstruction.triton import rebuild_rows_triton

@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from kvbench.kernels.fused_linear.reference import rms_norm_reference
-from kvbench.kernels.reconstruction.rows import ReferencedRows
+from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 from kvbench.kernels.rerotation.reference import rotate_reference
 
 
@@ -25,9 +25,19 @@ def take_codes_reference(listed: Tensor, codes: Tensor, more: Tensor, rows: Refe
     return take([codes, more], listed - rows.sinks, find_compressed(listed, rows, step))
 
 
+def expand_reference(listed: Tensor, expansion: Expansion, rows: ReferencedRows, step: Tensor) -> Tensor:
+    """Return what f_d gives for listed rows, (B, n, w)."""
+    inner, more = expansion.inner, expansion.more
+    if more is not None:
+        inner = take_codes_reference(listed, inner, more, rows, step)
+    (keys, values), biases = expansion.weights, expansion.biases
+    parts = inner[..., : keys.shape[1]], inner[..., inner.shape[2] - values.shape[1] :]
+    return torch.cat([linear(*own) for own in zip(parts, (keys, values), biases, strict=True)], -1)
+
+
 def rebuild_rows_reference(
-    listed: Tensor, decoded: Tensor | None, rows: ReferencedRows, cos: Tensor, sin: Tensor, step: Tensor, heads: int,
-    norm: tuple[Tensor, float] | None,
+    listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, cos: Tensor, sin: Tensor, step: Tensor,
+    heads: int, norm: tuple[Tensor, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     exists, compressed = listed < rows.seen + int(step), find_compressed(listed, rows, step)
     plain = exists & ~compressed
@@ -39,8 +49,8 @@ def rebuild_rows_reference(
         where = compressed[..., None].expand_as(numbers).flatten(1)
         found = take([rows.bases, rows.more_bases], numbers.flatten(1), where)
         kv = kv + found.unflatten(1, numbers.shape[1:]).mean(2)
-    if decoded is not None:
-        kv = (kv + decoded).where(compressed[..., None], kv)
+    if expansion is not None:
+        kv = (kv + expand_reference(listed, expansion, rows, step)).where(compressed[..., None], kv)
     keys, values = kv.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4)
     if norm is not None:
         keys = rms_norm_reference(keys, *norm)

@@ -1,6 +1,7 @@
 """Rows that only grow and of which each token attends to some, at fixed addresses for a CUDA graph."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from fractions import Fraction
 
 import torch
@@ -80,7 +81,7 @@ class ReadRows(PackedRows):
         like = weights.embed
         self.counts = torch.zeros(len(layers), tokens, dtype=torch.int64, device=like.device)  # rows attended to
         self.listing: set[int] = set()  # layers that attend to listed rows
-        self.beside = Beside(like.device)  # packed rows are made there, while the layer before reads the token
+        self.beside = Beside(like.device)  # packed rows are chosen and made there, while the layer before reads
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
         last = self.step.long() + self.seen
@@ -120,10 +121,14 @@ class ReadRows(PackedRows):
                 look_ahead(index + 1)
                 return self.attend_packed(index, projected, norms, *(() if made is None else (made, counts)))
             queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
-            rows = choose_rows(index, queries, keys)
+            early = index + 1 in self.growing  # the rows of the next layer are chosen beside this layer's attention
+            with self.beside.work(queries) if early else nullcontext():
+                rows = choose_rows(index, queries, keys)
             look_ahead(index + 1)
             if rows is None:
                 return self.attend_all(index, queries)[0]
+            if early:
+                self.beside.settle()
             return attend_listed(
                 queries, keys, values, rows.blocks, rows.size, last, self.weights.scaling,
                 after=rows.after, counts=counts, implementation=self.implementation,

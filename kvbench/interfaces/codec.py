@@ -363,8 +363,10 @@ def join(rows: Tensor, counts: Tensor, more: Tensor, more_counts: Tensor) -> Ten
         return torch.cat([rows, more])
     out = rows.new_empty(len(rows) + len(more), *rows.shape[1:])
     before = more_counts.cumsum(0) - more_counts  # further rows of the heads in front
-    out[torch.arange(len(rows), device=rows.device) + before.repeat_interleave(counts)] = rows
-    out[torch.arange(len(more), device=rows.device) + counts.cumsum(0).repeat_interleave(more_counts)] = more
+    shift = before.repeat_interleave(counts, output_size=len(rows))  # with its size the host need not wait for it
+    out[torch.arange(len(rows), device=rows.device) + shift] = rows
+    shift = counts.cumsum(0).repeat_interleave(more_counts, output_size=len(more))
+    out[torch.arange(len(more), device=rows.device) + shift] = more
     return out
 
 
@@ -380,6 +382,6 @@ def split(rows: Tensor, counts: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         Copies of the first rows and of the others.
     """
     counts, first = counts.flatten(), first.flatten()
-    start = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    start = (counts.cumsum(0) - counts).repeat_interleave(counts, output_size=len(rows))
     front = torch.arange(len(rows), device=rows.device) - start < first.repeat_interleave(counts)
     return rows[front], rows[~front]

@@ -73,15 +73,17 @@ class Network:
 
     def apply(self, x: Tensor) -> Tensor:
         """Map x (..., inputs) to (..., outputs)."""
-        inner = linear(x, self.weights[0], self.biases[0])
+        return linear(self.find_inner(x), self.weights[-1], self.biases[-1])
+
+    def find_inner(self, x: Tensor) -> Tensor:
+        """Return what the last matrix is multiplied with, of x (..., inputs)."""
         if self.kind == "linear":
-            return inner
+            return x
+        inner = linear(x, self.weights[0], self.biases[0])
         if self.kind == "mlp_gelu":
-            inner = gelu(inner)
-        else:
-            gate, value = inner.chunk(2, -1)
-            inner = silu(gate) * value
-        return linear(inner, self.weights[1], self.biases[1])
+            return gelu(inner)
+        gate, value = inner.chunk(2, -1)
+        return silu(gate) * value
 
     def tensors(self) -> list[Tensor]:
         """Return the matrices and the biases."""

@@ -39,7 +39,7 @@ from kvbench.interfaces.rows import mass_dtype
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.listed_attention import attend_listed
 from kvbench.kernels.quantize import Groups, dequantize, quantize
-from kvbench.kernels.reconstruction import ReferencedRows, rebuild_rows, take_codes
+from kvbench.kernels.reconstruction import Expansion, ReferencedRows, rebuild_rows, take_codes
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.methods.codecs.delta_compressors import (
@@ -52,7 +52,7 @@ from kvbench.methods.codecs.delta_compressors import (
 )
 from kvbench.validation import SettingError
 
-COMPARED = 1024  # tokens that are compared with all their candidates at once
+COMPARED = 2**25  # pairs of a token and a candidate that are compared at once, in all samples together
 ALIGNED = 64  # they are compared with a multiple of so many candidates, which suits matrix units
 CODED = 8192  # tokens that are compressed or reconstructed at once
 NARROW = torch.iinfo(torch.int16).max
@@ -170,6 +170,15 @@ class Delta(Codec):
             following += self.stride + int(self.stride_alpha * (following - self.sinks))
         return centres, following
 
+    def index_centres(self, centres: list[int], block: Tensor) -> Tensor:
+        """Return the centres of a block (B, n, …) as whole numbers on its device.
+
+        At equal distances the device makes them itself. To copy them the host would wait for it.
+        """
+        if not self.stride_alpha:
+            return torch.arange(0, block.shape[1], self.stride, device=block.device)
+        return torch.tensor(centres, device=block.device, dtype=torch.int64)
+
     def count_compressed(self, waiting: int) -> int:
         """Return how many of `waiting` raw tokens behind the sinks and what is compressed are compressed now."""
         return (waiting - self.recent) // self.recent * self.recent if waiting >= 2 * self.recent else 0
@@ -242,7 +251,8 @@ class DeltaLayer(Codec):
         """Compress a block of tokens, (B, n, 2·d_k), with these centres. `bases` are those of earlier blocks."""
         numbers, more = None, block[:, :0]
         if self.whole.remove != "reference":
-            numbers, more = self.find_references(block, bases, centres), block[:, centres]
+            at = self.whole.index_centres(centres, block)
+            numbers, more = self.find_references(block, bases, centres, at), block[:, at]
             bases = torch.cat([bases, more], 1)
         codes = []
         if self.whole.remove != "residual":
@@ -261,27 +271,32 @@ class DeltaLayer(Codec):
 
     def decode(self, codes: "Codes", like: Tensor) -> Tensor:
         """Return f_d of codes, (B, n, 2·d_k), with the dtype of `like`."""
-        if isinstance(codes, Groups):
-            bits = self.whole.bits
-            assert bits is not None  # `encode`
-            codes = dequantize(codes, bits, codes.codes.shape[-1] * 8 // bits, like.dtype)
-        return self.whole.compressors.like(self.layer, like).expand(codes)
+        return self.whole.compressors.like(self.layer, like).expand(self.read_codes(codes, like.dtype))
 
-    def find_references(self, block: Tensor, bases: Tensor, centres: list[int]) -> Tensor:
+    def read_codes(self, codes: "Codes", dtype: torch.dtype) -> Tensor:
+        """Return codes as numbers, (B, n, d_c)."""
+        if isinstance(codes, Tensor):
+            return codes
+        bits = self.whole.bits
+        assert bits is not None  # `encode`
+        return dequantize(codes, bits, codes.codes.shape[-1] * 8 // bits, dtype)
+
+    def find_references(self, block: Tensor, bases: Tensor, centres: list[int], at: Tensor) -> Tensor:
         """Return the numbers of each token's references, (B, n, k) int64.
 
-        Candidates are numbered: `bases` (B, b, 2·d_k), then the centres of the block (B, n, 2·d_k).
+        Candidates are numbered: `bases` (B, b, 2·d_k), then the centres of the block (B, n, 2·d_k), which are also
+        given on the device. They are compared by half of 2·kv·c − ‖c‖², in the same order.
         """
-        at = torch.tensor(centres, device=block.device, dtype=torch.int64)
-        candidates = torch.cat([bases, block[:, at]], 1)
-        norms, found = candidates.to(mass_dtype(candidates)).square().sum(-1), []
-        for piece in pieces(block.shape[1], COMPARED):
-            known = bases.shape[1] + bisect_left(centres, piece.stop)
+        candidates, first = torch.cat([bases, block[:, at]], 1), bases.shape[1]
+        halves, found = candidates.to(mass_dtype(candidates)).square().sum(-1).mul_(0.5), []
+        for piece in pieces(block.shape[1], max(1, COMPARED // candidates[..., 0].numel())):
+            known = first + bisect_left(centres, piece.stop)
             known = min(candidates.shape[1], known + -known % ALIGNED)
-            scores = multiply_exactly(block[:, piece], candidates[:, :known]).mul_(2).sub_(norms[:, None, :known])
+            scores = multiply_exactly(block[:, piece], candidates[:, :known]).sub_(halves[:, None, :known])
+            start = bisect_left(centres, piece.start)  # earlier centres come before all these tokens
             rows = torch.arange(piece.start, piece.stop, device=block.device)
-            later = at[: known - bases.shape[1]] > rows[:, None]
-            scores[:, :, bases.shape[1] :].masked_fill_(later, -torch.inf)
+            later = at[start : known - first] > rows[:, None]
+            scores[:, :, first + start :].masked_fill_(later, -torch.inf)
             found.append(top_k_indices(scores, self.whole.nearest))
         return torch.cat(found, 1)
 
@@ -450,9 +465,8 @@ class GrowingDelta:
         rows, first = self.rows, self.rows.seen - self.rows.raw_from
         if made is None:
             made = self.make_rows(ListedRows(self.every[:, None]), angles, step, norms, implementation)
-        made_keys, made_values, slots = made
+        made_keys, made_values, slots, place, last = made
         own = slots.shape[2]  # the place of the token's own row
-        place = torch.full(made_keys.shape[:2], own, device=slots.device)
         raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
         cos, sin = (part[rows.seen :] for part in angles)
         append(
@@ -463,7 +477,6 @@ class GrowingDelta:
             queries, keys, values, cos, sin, made_keys, made_values, 0, step,
             slots=place, norms=norms, implementation=implementation,
         )  # fmt: skip
-        last = torch.full_like(step, own)
         return attend_listed(
             queries, made_keys, made_values, slots, 1, last, scaling,
             after=own, counts=counts, implementation=implementation,
@@ -473,15 +486,30 @@ class GrowingDelta:
         self, listed: ListedRows, angles: tuple[Tensor, Tensor], step: Tensor,
         norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
     ) -> MadeRows:  # fmt: skip
-        rows, own, decoded = self.rows, listed.blocks[:, 0], None
-        if self.codes is not None and self.held.codes is not None:
-            pairs = zip(list_parts(self.held.codes), list_parts(self.codes), strict=True)
-            taken = [take_codes(own, *pair, rows, step, implementation=implementation) for pair in pairs]
-            decoded = self.codec.decode(Groups(*taken) if len(taken) > 1 else taken[0], rows.raw)
-        norm = None if norms is None else norms[1:]
-        return rebuild_rows(
-            own, decoded, rows, *angles, step, self.held.heads, norm=norm, implementation=implementation
-        )
+        own, norm = listed.blocks[:, 0], None if norms is None else norms[1:]
+        made = rebuild_rows(
+            own, self.find_expansion(own, step, implementation), self.rows, *angles, step, self.held.heads,
+            norm=norm, implementation=implementation,
+        )  # fmt: skip
+        batch, count = own.shape  # the place of the token's own row, for each head and alone
+        place = torch.full((batch, self.held.heads), count, device=own.device)
+        return *made, place, torch.full_like(step, count)
+
+    def find_expansion(self, listed: Tensor, step: Tensor, implementation: str | None) -> Expansion | None:
+        """Return what f_d's last product is made of, for listed rows (B, n); None if no codes are stored.
+
+        A linear f_d has only this product, which takes codes that are numbers from where they are stored.
+        """
+        rows, held, more = self.rows, self.held.codes, self.codes
+        if held is None or more is None:
+            return None
+        compressor = self.codec.whole.compressors.like(self.codec.layer, rows.raw)
+        if compressor.up[0].kind == "linear" and isinstance(held, Tensor) and isinstance(more, Tensor):
+            return Expansion(held, more, *compressor.split_last())
+        pairs = zip(list_parts(held), list_parts(more), strict=True)
+        taken = [take_codes(listed, *pair, rows, step, implementation=implementation) for pair in pairs]
+        codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], rows.raw.dtype)
+        return Expansion(compressor.find_inner(codes), None, *compressor.split_last())
 
     def pack_due(self, number: int) -> None:
         whole, rows = self.codec.whole, self.rows

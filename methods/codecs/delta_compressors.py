@@ -13,7 +13,7 @@ identity of the model in their metadata. The authors' files do not.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -60,11 +60,24 @@ class Compressor:
 
     def compress(self, kv: Tensor) -> Tensor:
         """Return f_c(kv), (..., d_c), of [K ‖ V] (..., 2·d_k) in the weights' dtype."""
-        return apply_side(self.down, kv)
+        return join_parts(self.down, kv, Network.apply)
 
     def expand(self, z: Tensor) -> Tensor:
         """Return f_d(z), (..., 2·d_k), of codes (..., d_c) in the weights' dtype."""
-        return apply_side(self.up, z)
+        return join_parts(self.up, z, Network.apply)
+
+    def find_inner(self, z: Tensor) -> Tensor:
+        """Return what the last matrix of f_d is multiplied with, of codes (..., d_c). A linear f_d takes the codes."""
+        return join_parts(self.up, z, Network.find_inner)
+
+    def split_last(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+        """Return the last matrix of f_d for K and the one for V, (d_k, …) each, and their biases."""
+        first, last = self.up[0], self.up[-1]
+        if len(self.up) == 2:
+            return (first.weights[-1], last.weights[-1]), (first.biases[-1], last.biases[-1])
+        keys, values = first.weights[-1].chunk(2)
+        bias = first.biases[-1]
+        return (keys, values), (None, None) if bias is None else (bias[: len(keys)], bias[len(keys) :])
 
     def parameters(self) -> list[Tensor]:
         """Return all weights."""
@@ -76,12 +89,12 @@ class Compressor:
         return replace(self, down=down, up=up)
 
 
-def apply_side(side: tuple[Network, ...], x: Tensor) -> Tensor:
-    """Apply each network to its part of the last dimension of x, and join the results."""
+def join_parts(side: tuple[Network, ...], x: Tensor, work: Callable[[Network, Tensor], Tensor]) -> Tensor:
+    """Call `work` with each network and its part of the last dimension of x, and join the results."""
     if len(side) == 1:
-        return side[0].apply(x)
+        return work(side[0], x)
     parts = x.split([own.inputs for own in side], -1)
-    return torch.cat([own.apply(part) for own, part in zip(side, parts, strict=True)], -1)
+    return torch.cat([work(own, part) for own, part in zip(side, parts, strict=True)], -1)
 
 
 @dataclass(frozen=True)

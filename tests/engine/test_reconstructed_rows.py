@@ -94,6 +94,8 @@ def test_layers_with_a_sliding_window_stand_beside_them():
 CODECS = {
     "codes in 4 bits": dict(bits=4),
     "codes in 2 bits": dict(bits=2),
+    "K and V apart, by two matrices": dict(kind="apart"),
+    "K and V apart in 4 bits": dict(kind="apart", bits=4),
     "no residual": dict(remove="residual"),
     "no references": dict(remove="reference"),
     "distances that grow": dict(stride_alpha=0.1),
@@ -200,12 +202,14 @@ def test_no_room_is_made_where_the_modules_read():
     assert all(layer.rows.growing is None for layer in step.own_layers)
 
 
-@pytest.mark.parametrize("method", ["deltakv", only_in_full("full")])
-def test_the_kernels_take_the_same_step(method):
+@pytest.mark.parametrize(
+    ("method", "kind"), [("deltakv", "drawn"), ("deltakv", "apart"), only_in_full("full", "drawn")]
+)
+def test_the_kernels_take_the_same_step(method, kind):
     """Two steps, between which a block is compressed, through the interpreter or on the GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     more = {} if method == "full" else SELECTS
-    choice = choose_cache(*build_policy(method, "uniform", "llama", **more)[:2], build_delta("llama", "drawn"))
+    choice = choose_cache(*build_policy(method, "uniform", "llama", **more)[:2], build_delta("llama", kind))
     model, found = tiny("llama").to(device), []
     try:
         _, context = make_contexts(model, choice, 1.0 if method == "full" else 0.3, prompt=66)

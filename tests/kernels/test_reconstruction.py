@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kvbench.kernels.reconstruction import ReferencedRows, rebuild_rows, take_codes
+from kvbench.kernels.reconstruction import Expansion, ReferencedRows, rebuild_rows, take_codes
 from tests.support.compile_kernels import list_typed_kernel
 from tests.support.kernel_checks import DEVICE, poison_memory
 
@@ -26,7 +26,9 @@ class Case:
     seen: int = 34
     begun: bool = True  # whether the sinks are complete
     refers: bool = True
-    decodes: bool = True
+    codes: tuple[int, int] | None = (16, 16)  # numbers that K and V are made of; all of them if they are equal
+    stored: bool = True  # whether these lie where they are stored, and not in the order of the list
+    biases: tuple[bool, bool] = (False, False)
     norm: torch.dtype | None = None
     numbers: torch.dtype = torch.int16
     dtype: torch.dtype = torch.float32
@@ -42,8 +44,14 @@ CASES = {
     "normed, bfloat16": Case(norm=torch.bfloat16, dtype=torch.bfloat16, batch=1),
     "bfloat16": Case(dtype=torch.bfloat16, heads=3),
     "float16": Case(dtype=torch.float16),
-    "references alone": Case(decodes=False, nearest=1),
+    "references alone": Case(codes=None, nearest=1),
     "codes alone": Case(refers=False),
+    "codes of odd width and biases": Case(codes=(37, 37), biases=(True, True), heads=3),
+    "codes of the listed rows": Case(codes=(70, 70), stored=False, dtype=torch.bfloat16),
+    "K and V apart": Case(codes=(9, 21), biases=(False, True), dim=20, turning=12),
+    "K and V apart, of the listed rows": Case(codes=(8, 16), biases=(True, False), stored=False, heads=1),
+    "more rows than a program has": Case(codes=(24, 24), heads=1, compressed=240, seen=255, dtype=torch.bfloat16),
+    "the size of a model": Case(codes=(512, 512), dim=128, turning=128, batch=1, dtype=torch.bfloat16),
     "sinks to come": Case(compressed=0, seen=3, begun=False),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -87,6 +95,32 @@ def list_some(case: Case, last: int, absent: int) -> torch.Tensor:
     return torch.stack(lists).to(DEVICE)
 
 
+def draw_expansion(case: Case, more: int, listed: torch.Tensor) -> Expansion | None:
+    """Numbers and matrices of f_d's last product. What no block has filled yet is NaN."""
+    if case.codes is None:
+        return None
+    width, half = sum(case.codes) if case.codes[0] != case.codes[1] else case.codes[0], case.heads * case.dim
+    weights = [case.draw(half, own, seed=8 + n) / own**0.5 for n, own in enumerate(case.codes)]
+    biases = [case.draw(half, seed=10 + n) if own else None for n, own in enumerate(case.biases)]
+    if not case.stored:
+        return Expansion(case.draw(*listed.shape, width, seed=5), None, tuple(weights), tuple(biases))
+    inner = case.draw(case.batch, case.compressed + more, width, seed=5)
+    spare = torch.cat([inner[:, case.compressed :], inner.new_full((case.batch, 16, width), torch.nan)], 1)
+    return Expansion(inner[:, : case.compressed].contiguous(), spare, tuple(weights), tuple(biases))
+
+
+def decode(case: Case, expansion: Expansion, sample: int, entry: int, old: int) -> torch.Tensor:
+    """f_d's last product of a compressed row in float64, (w,)."""
+    inner, parts = expansion.inner[sample], []
+    if expansion.more is not None:
+        inner, entry = torch.cat([inner, expansion.more[sample]]), old
+    inner, (first, last) = inner[entry].double(), case.codes
+    for numbers, weight, bias in zip((inner[:first], inner[-last:]), expansion.weights, expansion.biases, strict=True):
+        product = (weight.double() * numbers).sum(1)
+        parts.append(product if bias is None else product + bias.double())
+    return torch.cat(parts)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """One head in float64, pairs are channels i and i + r/2."""
     half, out = len(cos) // 2, x.clone()
@@ -96,7 +130,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return out
 
 
-def expect(case, made, listed, decoded, compressed, last, cos, sin, norm):
+def expect(case, made, listed, expansion, compressed, last, cos, sin, norm):
     """Keys and values in float64, zeros where a row does not exist."""
     (batch, count), out = listed.shape, []
     for b in range(batch):
@@ -108,7 +142,8 @@ def expect(case, made, listed, decoded, compressed, last, cos, sin, norm):
                     own = torch.zeros_like(own)
                     if made.numbers is not None:
                         own = made.bases[b, made.numbers[b, row - case.sinks]].double().mean(0)
-                    own = own if decoded is None else own + decoded[b, entry].double()
+                    if expansion is not None:
+                        own = own + decode(case, expansion, b, entry, row - case.sinks)
                 kv = own.view(2, case.heads, case.dim).clone()
                 for h in range(case.heads):
                     if norm is not None:
@@ -129,15 +164,15 @@ def test_rows_are_made_as_defined(case, implementation, step, monkeypatch):
     made, last = Made(case, blocks), case.seen + step - 1
     assert made.rows.count_compressed(step) == case.compressed + 8 * blocks
     listed = list_some(case, last, 10**6)
-    decoded = case.draw(*listed.shape, made.kv.shape[2], seed=5) if case.decodes else None
+    expansion = draw_expansion(case, 8 * blocks, listed)
     angles = torch.randn(last + 1, case.turning // 2, generator=torch.Generator().manual_seed(6)).repeat(1, 2)
     cos, sin = (part.to(DEVICE, case.dtype) for part in (angles.cos(), angles.sin()))
     norm = None if case.norm is None else (case.draw(case.dim, seed=7).to(case.norm), 1e-6)
     on_device = torch.tensor(step, dtype=torch.int32, device=DEVICE)
     poison_memory(monkeypatch)
-    given = listed, decoded, made.rows, cos, sin, on_device, case.heads
+    given = listed, expansion, made.rows, cos, sin, on_device, case.heads
     keys, values, slots = rebuild_rows(*given, norm=norm, implementation=implementation)
-    expected = expect(case, made, listed, decoded, case.compressed + 8 * blocks, last, cos, sin, norm)
+    expected = expect(case, made, listed, expansion, case.compressed + 8 * blocks, last, cos, sin, norm)
     bound = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-4}[case.dtype]
     count = listed.shape[1]
     for found, exact in zip((keys, values), expected, strict=True):
@@ -171,11 +206,23 @@ def test_what_does_not_fit_is_refused():
     case, step = Case(), torch.tensor(0, dtype=torch.int32)
     made = Made(case, 0)
     listed, codes, angles = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 19, 5), torch.zeros(50, 16)
+    made_of = Expansion(codes, codes, (torch.zeros(32, 5),) * 2, (None, None))
+
+    def rebuild_listed(expansion):
+        return rebuild_rows(listed, expansion, made.rows, angles, angles, step, 2)
+
     for message, call in (
         ("take_codes: codes", lambda: take_codes(listed, codes[:, :3], codes, made.rows, step)),
         ("take_codes: codes", lambda: take_codes(listed, codes, codes[..., :2], made.rows, step)),
         ("take_codes: listed", lambda: take_codes(listed[:1], codes, codes, made.rows, step)),
-        ("rebuild_rows: decoded", lambda: rebuild_rows(listed, codes, made.rows, angles, angles, step, 2)),
+        ("rebuild_rows: numbers", lambda: rebuild_listed(replace(made_of, more=None))),
+        ("rebuild_rows: numbers", lambda: rebuild_listed(replace(made_of, inner=codes[:, :3]))),
+        ("rebuild_rows: numbers", lambda: rebuild_listed(replace(made_of, weights=(torch.zeros(31, 5),) * 2))),
+        ("expansion: numbers", lambda: replace(made_of, inner=codes[0])),
+        ("expansion: numbers", lambda: replace(made_of, more=codes[..., :4])),
+        ("expansion: numbers", lambda: replace(made_of, more=codes.double())),
+        ("expansion: numbers", lambda: replace(made_of, weights=(torch.zeros(32, 5), torch.zeros(32, 6)))),
+        ("expansion: numbers", lambda: replace(made_of, weights=(torch.zeros(32, 5), torch.zeros(31, 5)))),
         ("rebuild_rows: 64 numbers", lambda: rebuild_rows(listed, None, made.rows, angles, angles, step, 5)),
         ("rebuild_rows: 64 numbers", lambda: rebuild_rows(listed, None, made.rows, angles, angles, step, 4)),
         ("rebuild_rows: listed", lambda: rebuild_rows(listed.float(), None, made.rows, angles, angles, step, 2)),
@@ -183,7 +230,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match=f"^{message}"):
             call()
     alone = replace(made.rows, references=None, more_references=None)
-    with pytest.raises(ValueError, match="neither references nor decoded"):
+    with pytest.raises(ValueError, match="neither references nor codes"):
         rebuild_rows(listed, None, alone, angles, angles, step, 2)
     for change in ({"references": None}, {"block": 0}, {"compressed": 18}, {"raw": made.rows.raw[..., :3]}):
         with pytest.raises(ValueError, match="^referenced rows: "):
@@ -191,15 +238,25 @@ def test_what_does_not_fit_is_refused():
 
 
 def ahead():
-    from kvbench.kernels.reconstruction.triton import _rebuild, _take
+    from kvbench.kernels.reconstruction.triton import COLUMNS, STAGES, TILE, WARPS, _rebuild, _take
 
     int64, int32, single = "*i64", "*i32", "fp32"
-    for dtype, numbers, norm in (("bf16", "*i16", False), ("fp32", int32, True)):
-        floats = ("decoded", "bases", "more_bases", "raw", "cos", "sin", "scale", "keys", "values")
+    weights = ("inner", "more_inner", "key_weight", "value_weight", "key_bias", "value_bias")
+    for dtype, norm, change in (
+        ("bf16", False, {}),
+        ("bf16", False, {"NEAREST": 0, "BIAS": True}),
+        ("bf16", False, {"INNER": 0}),
+        ("bf16", True, {"INNER": 2}),
+        ("fp32", True, {}),
+    ):
+        floats = (*weights, "bases", "more_bases", "raw", "cos", "sin", "scale", "keys", "values")
         kinds = dict.fromkeys(floats, f"*{dtype}") | {"listed": int64, "slots": int64, "step": int32}
+        numbers = int32 if norm else "*i16"
         kinds |= {"references": numbers, "more_references": int32, "epsilon": single}
-        constants = {"NEAREST": 4, "DECODED": True, "NORM": norm, "REST": norm, "ROWS": 16, "H": 64, "R": 32}
-        yield list_typed_kernel(_rebuild, kinds, constants | {"num_warps": 4, "num_stages": 3})
+        exact = dtype == "fp32"
+        constants = {"NEAREST": 4, "INNER": 1, "BIAS": norm, "NORM": norm, "REST": norm, "CAST": False} | change
+        constants |= {"ROWS": 32 if exact else TILE, "HALF": 48 if norm else 64, "H": 64, "R": 32, "K": COLUMNS}
+        yield list_typed_kernel(_rebuild, kinds, constants | {"num_warps": 4 if exact else WARPS, "num_stages": STAGES})
     for dtype in ("*bf16", "*u8"):
         kinds = dict.fromkeys(("codes", "more", "out"), dtype) | {"listed": int64, "step": int32}
         yield list_typed_kernel(_take, kinds, {"ROWS": 16, "W": 512, "num_warps": 4, "num_stages": 3})

@@ -28,6 +28,24 @@ def draw_compressor(width: int, code: int, seed: int) -> Compressor:
     return Compressor((down,), (Network("linear", (draw(width, code),), (None,)),))
 
 
+def draw_apart(width: int, code: int, seed: int) -> Compressor:
+    """f_c and f_d with two matrices and a bias, for K and V apart, whose codes have different widths. In float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(outputs: int, *inputs: int) -> torch.Tensor:
+        return torch.randn(outputs, *inputs, generator=generator, dtype=torch.float64) / (inputs or (4,))[0] ** 0.5
+
+    def draw_network(inputs: int, outputs: int, bias: bool) -> Network:
+        inner = inputs + outputs
+        return Network(
+            "mlp_gelu", (draw(inner, inputs), draw(outputs, inner)), (draw(inner), draw(outputs) if bias else None)
+        )
+
+    sizes, half = (code // 3, code - code // 3), width // 2
+    down = tuple(draw_network(half, own, True) for own in sizes)
+    return Compressor(down, tuple(draw_network(own, half, own == sizes[0]) for own in sizes))
+
+
 def make_linear(down: torch.Tensor, up: torch.Tensor) -> Compressor:
     """f_c and f_d as these matrices."""
     return Compressor((Network("linear", (down,), (None,)),), (Network("linear", (up,), (None,)),))
@@ -57,10 +75,11 @@ def width_of(model: torch.nn.Module) -> int:
 
 
 def write_for(path: Path, model: torch.nn.Module, kind: str = "drawn", code: int = 12) -> str:
-    """A file for a model: "drawn", "identity" or "zero"."""
+    """A file for a model: "drawn", "apart", "identity" or "zero"."""
     width, layers = width_of(model), read_layout(model).layers
     made = {
         "drawn": lambda layer: draw_compressor(width, code, layer),
+        "apart": lambda layer: draw_apart(width, code, layer),
         "identity": lambda layer: make_identity(width),
         "zero": lambda layer: make_zero(width, code),
     }
