@@ -138,8 +138,8 @@ def _rebuild(
     A head has the channels that turn, in two halves, and perhaps others. `inner` holds what f_d's last matrix is
     multiplied with: of each compressed row (INNER 1), of each listed row (2), or nothing (0).
     """
-    part, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    part, b = tl.program_id(0), tl.program_id(2).to(tl.int64)  # all parts of a tile, then those of the next
+    entry = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside, turning = entry < listed_count, 2 * HALF
     first, rest = tl.arange(0, H), turning + tl.arange(0, R)
     second, there, others = first + HALF, _below(first, HALF, H), rest < dim
@@ -245,7 +245,7 @@ def rebuild_rows_triton(
     tile = 32 if exact else TILE if half <= 64 else TILE // 2
     more_needed = exact or biased or norm is not None or turning < dim or half > 64 or references is None
     limit = {} if more_needed else {"maxnreg": REGISTERS}
-    _rebuild[triton.cdiv(count, tile), 2 * heads, batch](
+    _rebuild[2 * heads, triton.cdiv(count, tile), batch](
         listed.contiguous(), *given, rows.bases.contiguous(), rows.more_bases,
         listed if references is None else references.contiguous(), listed if more is None else more,
         raw, cos.contiguous(), sin.contiguous(), weight, step, keys, values, slots,

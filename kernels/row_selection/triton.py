@@ -40,6 +40,7 @@ def _score(number):
 @triton.jit
 def count_first_digits(scores, here, counts, split, line, SPLITS: tl.constexpr):
     """Add the first digits of scores (N,) of a split of head number `line` to `counts` (heads, SPLITS, 256)."""
+    tl.debug_barrier()  # Triton 3.6 clears the histogram's memory while other warps may still read from it
     digits = tl.histogram((_number(scores) >> 24).to(tl.int32), 256, mask=here)
     bins = tl.arange(0, 256)
     tl.atomic_add(counts + (line * SPLITS + split) * 256 + bins, digits, mask=digits > 0, sem="relaxed")
