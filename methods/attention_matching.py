@@ -44,8 +44,9 @@ from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.validation import SettingError
 
-LOGITS = 1 << 21  # that are held at once
+LOGITS = 1 << 23  # that are held at once
 SCRATCH = 2_000_000_000  # bytes of the normal equations that are held at once, roughly
+LARGE = 1024  # equations that are solved one system after the other
 TOLERANCE = 1e-10  # a projected gradient this small, in units of the largest slope at 0, ends the search for weights
 STEPS, HALVINGS = 200, 40  # of that search at most
 NEAREST = 1e-10  # pulls weights that fit equally well to 1
@@ -192,7 +193,7 @@ class AttentionMatching(Repeating):
             cross += shares.mT @ (logits.softmax(-1) @ before - shares @ own)
         size = gram.diagonal(dim1=1, dim2=2)
         size += self.ridge * size.sum(-1, keepdim=True)
-        return (factors * held)[..., None], own + torch.cholesky_solve(cross, torch.linalg.cholesky(gram))
+        return (factors * held)[..., None], own + solve_definite(gram, cross)
 
 
 def draw_numbers(seeds: tuple[int, ...], seen: int, count: int) -> Tensor:
@@ -225,6 +226,13 @@ def compute_logits(queries: Tensor, keys: Tensor, mass: Tensor, scaling: float) 
 def take(columns: Tensor, index: Tensor) -> Tensor:
     """Return the columns `index` (P, t) of matrices (P, c, n), (P, c, t)."""
     return columns.gather(2, index[:, None].expand(-1, columns.shape[1], -1))
+
+
+def solve_definite(matrices: Tensor, right: Tensor) -> Tensor:
+    """Solve positive definite systems (P, t, t) for right sides (P, t, e). A GPU takes large ones faster one by one."""
+    if matrices.shape[1] >= LARGE and len(matrices) > 1:
+        return torch.cat([solve_definite(*one) for one in zip(matrices.split(1), right.split(1), strict=True)])
+    return torch.cholesky_solve(right, torch.linalg.cholesky(matrices))
 
 
 def fit_bounded(gram: Tensor, target: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -261,7 +269,7 @@ def fit_bounded(gram: Tensor, target: Tensor, low: Tensor, high: Tensor) -> Tens
         pressed = ((found <= least + near) & (slope > 0)) | ((found >= most - near) & (slope < 0))
         free = gram.masked_fill(pressed[:, None] | pressed[..., None], 0)
         free.diagonal(dim1=1, dim2=2).add_(pressed)
-        step = torch.cholesky_solve(slope.masked_fill(pressed, 0)[..., None], torch.linalg.cholesky(free))[..., 0]
+        step = solve_definite(free, slope.masked_fill(pressed, 0)[..., None])[..., 0]
         step, moved = torch.where(pressed, slope, step), ~searching
         for halvings in range(HALVINGS):
             new = (found - step / 2**halvings).clamp(least, most)
