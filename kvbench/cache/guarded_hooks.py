@@ -346,13 +346,16 @@ class GuardedRows:
         shape = (self.shape[0] * times, self.shape[1])
         return GuardedRows(found, self.owner, self.guard, shape, self.dtype, self.device)
 
-    def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "GuardedGrowing":
+    def growing(self, tokens: int, ahead: int, seen: int, places: Tensor, mass: Tensor | None) -> "GuardedGrowing":
         handed = self.guard.handed()
         for number, tensor in enumerate(self.tensors()):
             handed.add(f"tensors()[{number}]", tensor)
+        handed.add("places", places)
         handed.add("mass", mass)
         packed = cast(Growable, self.packed)  # the codec grows
-        found = self.guard.call(self.owner, "growing", handed, lambda: packed.growing(tokens, ahead, mass))
+        found = self.guard.call(
+            self.owner, "growing", handed, lambda: packed.growing(tokens, ahead, seen, places, mass)
+        )
         return GuardedGrowing(found, self)
 
 

@@ -158,7 +158,8 @@ class StoredRows:
         """
         if self.growing is not None and self.growing.tokens >= tokens:
             return self
-        growing = cast(Growable, self.stored).growing(tokens, ahead, self.mass)
+        assert self.places is not None  # packed rows are a cut part
+        growing = cast(Growable, self.stored).growing(tokens, ahead, self.seen, self.places, self.mass)
         return replace(self, growing=cast(ListingGrowing, growing))
 
     def finish_growing(self, tokens: int) -> "StoredRows":

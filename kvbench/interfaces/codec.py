@@ -68,12 +68,14 @@ class Replicable(Packed, Protocol):
 class Growable(Packed, Protocol):
     """Keys and values of a codec that `grows`."""
 
-    def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "Growing":
+    def growing(self, tokens: int, ahead: int, seen: int, places: Tensor, mass: Tensor | None) -> "Growing":
         """Return the same rows with memory for further tokens.
 
         Args:
             tokens: Number of further tokens.
             ahead: Number of tokens that may be taken back at once.
+            seen: Number of tokens read so far, which is the position of the first further one.
+            places: Position of each row, (R,) int32.
             mass: Tokens that each row stands for, (R,), at least 1; None for one each.
         """
 
@@ -105,8 +107,9 @@ class Growing(Protocol):
     ) -> Tensor:
         """Append a token and attend with it to all rows, its own included.
 
-        The token attends to what `Packed.read` would give, and to its own row as it is. A step may be done again after
-        up to `ahead` further ones (`Growable.growing`), and then writes the same.
+        The token attends to what `Packed.read` would give, and to its own row as it is, or packed if the codec
+        `packs_before_attention`. A step may be done again after up to `ahead` further ones (`Growable.growing`), and
+        then writes the same.
 
         Args:
             queries: As projected, (B, Hq·d).

@@ -414,7 +414,7 @@ class DeltaRows:
         own = {name: getattr(self, name) for name in ("bases", "references", "codes", "waiting")}
         return replace(self, **copy_samples(own, times))
 
-    def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "GrowingDelta":
+    def growing(self, tokens: int, ahead: int, seen: int, places: Tensor, mass: Tensor | None) -> "GrowingDelta":
         return GrowingDelta(self, tokens)
 
 

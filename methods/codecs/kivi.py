@@ -122,7 +122,7 @@ class KiviRows:
         own = self.key_groups, self.keys, self.value_groups, self.values
         return KiviRows(self.codec, lengths, *copy_samples(own, times))
 
-    def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "GrowingKivi":
+    def growing(self, tokens: int, ahead: int, seen: int, places: Tensor, mass: Tensor | None) -> "GrowingKivi":
         return GrowingKivi(self, tokens, ahead, mass)
 
 
