@@ -19,7 +19,9 @@ from kvbench.kernels.row_replacement import NEVER
 def replaces_rows(choice: CachePolicy) -> bool:
     """Return whether every token of an answer cuts, takes the smallest scores only, and has a quota known before."""
     method, allocator = choice.method, choice.allocator
-    if not method.decoding or method.decode_interval > 1 or not (method.capturable and method.order_free):
+    if choice.codec.packs or not method.decoding or method.decode_interval > 1:
+        return False
+    if not (method.capturable and method.order_free):
         return False
     if method.sets_head_quotas and not (method.streams and not method.overrides("protect", "protect_sinks")):
         return False

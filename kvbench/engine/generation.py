@@ -77,11 +77,12 @@ class GenerationContext(PromptContext):
                 layer.reserve(find_first_cut(self, tokens - 1) or tokens - 1)
         elif tokens > WORTH and self.weights is not None and self._grows_packed(tokens - 1):
             # the modules would pack every token into new memory
-            for layer in self.own_layers:
+            room = (find_first_cut(self, tokens - 1) or tokens) - 1
+            for layer in self.own_layers if room >= min(tokens - 1, WORTH_BETWEEN_CUTS) else ():
                 if layer.packs:
-                    layer.reserve_packed(tokens - 1, CHUNK)
+                    layer.reserve_packed(room, CHUNK)
                 else:
-                    layer.reserve(tokens - 1)
+                    layer.reserve(room)
 
     def _grows_packed(self, tokens: int) -> bool:
         """Return whether a graph appends the next tokens to packed rows."""

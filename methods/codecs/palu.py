@@ -22,6 +22,9 @@ The source computes h = VT x from what enters the projection. kvbench computes t
 bfloat16 were rounded before: with a large bias, such as Qwen2.5's of keys, h is less exact. The source also multiplies
 W_o by the U of values, so that values are never reconstructed; results are the same. s is stored in float16, z in a
 byte.
+
+Without `bits` a CUDA graph decodes, whose attention reads the latents and makes no rows
+(kernels/latent_attention/README.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +37,7 @@ from torch import Tensor
 from kvbench.interfaces.codec import Codec, Packed, copy_samples, join
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.settings import setting
+from kvbench.kernels.latent_attention import LatentRows, Side, append_latents, attend_latents
 from kvbench.methods.codecs.palu_projections import (
     SIDES,
     LayerProjections,
@@ -68,6 +72,10 @@ class Palu(Codec):
     packs_before_attention = True
     takes_unrotated_keys = True
     replicates = True
+
+    @property
+    def grows(self) -> bool:
+        return self.bits is None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +130,10 @@ class PaluLayer(Codec):
     packs_before_attention = True
     takes_unrotated_keys = True
 
+    @property
+    def grows(self) -> bool:
+        return self.whole.grows
+
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "PaluRows":
         batch, heads = lengths.shape
         groups, width = self.whole.file.groups, self.whole.file.width
@@ -150,7 +162,8 @@ class PaluLayer(Codec):
         share = rows * packed.shape[0] * packed.shape[1] / max(1, packed.count())
         weights = [own.up for own in self.whole.projections.like(self.layer, packed.like).each]
         stored = sum(part.nbytes for part in packed.tensors())
-        made = sum(2 * len(own[0]) * up.numel() for own, up in zip(packed.latents, weights, strict=True))
+        keys = len(packed.counts)  # values need not be made: their latents are summed
+        made = sum(2 * len(own[0]) * up.numel() for own, up in zip(packed.latents[:keys], weights[:keys], strict=True))
         return round(stored * share) + sum(up.nbytes for up in weights), round(made * share)
 
 
@@ -240,14 +253,18 @@ class PaluRows:
             for rows in (keys, values)
             for own in rows.view(batch, heads, tokens, rows.shape[1]).transpose(1, 2).chunk(groups, 2)
         ]
+        return self.append(self.codec.encode(blocks), tokens)
+
+    def append(self, block: Sequence[Latents], tokens: int) -> "PaluRows":
+        """Return the rows followed by those of a block of tokens, whose latents are in the order of `latents`."""
         more = torch.full_like(self.counts[0], tokens)
         latents = tuple(
             tuple(join(old, counts, new, more) for old, new in zip(before, after, strict=True))
-            for before, after, counts in zip(self.latents, self.codec.encode(blocks), [*self.counts] * 2, strict=True)
+            for before, after, counts in zip(self.latents, block, [*self.counts] * len(SIDES), strict=True)
         )
         held = None
         if self.held is not None:
-            new = self.held[0].new_ones(batch * tokens, heads // groups)
+            new = self.held[0].new_ones(self.shape[0] * tokens, self.held[0].shape[1])
             held = tuple(join(own, counts, new, more) for own, counts in zip(self.held, self.counts, strict=True))
         return replace(self, counts=self.counts + tokens, latents=latents, held=held)
 
@@ -256,6 +273,92 @@ class PaluRows:
         return replace(
             self, shape=(times, self.shape[1]), counts=self.counts.repeat(1, times), latents=latents, held=held
         )
+
+    def growing(self, tokens: int, ahead: int, seen: int, places: Tensor, mass: Tensor | None) -> "GrowingPalu":
+        assert mass is None  # methods that merge are refused
+        return GrowingPalu(self, tokens, seen, places)
+
+    def find_positions(self, seen: int, places: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the positions of the latents, flat, int32, and where those of each group and sample begin, (G, B).
+
+        The positions are None if every group has those of all tokens.
+
+        Args:
+            seen: Number of tokens read so far.
+            places: Position of each row, (R,) int32 in the order (sample, head, position).
+        """
+        (batch, heads), groups = self.shape, len(self.counts)
+        if self.held is None:
+            count = len(self.latents[0][0]) // batch
+            first = (
+                torch.arange(batch * heads, device=places.device).view(batch, heads)[:, :: heads // groups].T * count
+            )
+            return (None if count == seen else places), first.contiguous()
+        rows, start, found = torch.empty_like(places), 0, []
+        rows[self.find_order(self.held)] = places
+        for own in self.held:
+            mask, count = own.T, int(own.sum())
+            part = places.new_empty(mask.shape)
+            part[mask] = rows[start : start + count]
+            found.append(part[mask.long().argmax(0), torch.arange(len(own), device=places.device)])
+            start += count
+        counts = self.counts.flatten()
+        return torch.cat(found), (counts.cumsum(0) - counts).view_as(self.counts)
+
+
+class GrowingPalu:
+    """Latents, and memory for those of the tokens that come. Nothing is overwritten."""
+
+    def __init__(self, held: PaluRows, tokens: int, seen: int, places: Tensor) -> None:
+        """Allocate memory. See `Growable.growing`."""
+        self.held, self.tokens = held, tokens
+        groups = len(held.counts)
+        keys, values = self.reserve(slice(groups)), self.reserve(slice(groups, None))
+        positions, first = held.find_positions(seen, places)
+        marks = None if held.held is None else torch.cat(held.held)
+        longest = int(held.counts.max())
+        self.rows = LatentRows(held.shape[1], seen, keys, values, held.counts, longest, positions, first, marks)
+        self.made = [keys.more, values.more, first, *self.rows.own_tensors]
+        if marks is not None and positions is not None:  # other positions are the layer's own
+            self.made += [marks, positions]
+
+    def reserve(self, own: slice) -> Side:
+        """Return the latents of the keys or the values of each group, with memory for those of further tokens."""
+        held, codec = self.held, self.held.codec
+        each = codec.whole.projections.like(codec.layer, held.like).each[own]
+        latents = tuple(part[0] for part in held.latents[own])
+        more = held.like.new_empty(len(each), held.shape[0], self.tokens, max(part.shape[1] for part in latents))
+        biases = None
+        if any(one.bias is not None for one in each):
+            biases = tuple(one.up.new_zeros(len(one.up)) if one.bias is None else one.bias for one in each)
+        return Side(latents, tuple(one.down for one in each), tuple(one.up for one in each), biases, more)
+
+    def begin(self) -> None:
+        """Do nothing: tokens are appended by their number."""
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
+        scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
+    ) -> Tensor:  # fmt: skip
+        own = (None, None) if norms is None else ((norms[0], norms[2]), (norms[1], norms[2]))
+        queries = append_latents(
+            queries, keys, values, *angles, self.rows, step, norm=own[0], implementation=implementation
+        )
+        return attend_latents(queries, *angles, self.rows, scaling, step, norm=own[1], implementation=implementation)
+
+    def pack_due(self, number: int) -> None:
+        """Do nothing: `attend` packs."""
+
+    def finish(self, read: int, lengths: Tensor) -> PaluRows:
+        block = [
+            (own[:, :read, :rank].flatten(0, 1),)
+            for side in (self.rows.keys, self.rows.values)
+            for own, rank in zip(side.more, side.ranks, strict=True)
+        ]
+        return self.held.append(block, read)
+
+    def tensors(self) -> list[Tensor]:
+        return self.made
 
 
 def round_latents(latents: Tensor, bits: int, clip: float) -> Latents:

@@ -270,7 +270,7 @@ def read_projections(path: object, rotated: bool) -> dict[int, LayerProjections]
         name = name_group(place, group)
         up = weights[f"{name}.weight"]
         up = up @ make_rotation(rank) if rotated else up
-        return Projection(torch.linalg.pinv(up), up, weights.get(f"{name}.bias"))
+        return Projection(torch.linalg.pinv(up).contiguous(), up, weights.get(f"{name}.bias"))
 
     return {
         layer: LayerProjections(

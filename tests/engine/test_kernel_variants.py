@@ -17,8 +17,10 @@ from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.joint_decoding import finish_answer, run_together
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
+from kvbench.models.transformers_port import read_layout
 from tests.support.delta_files import write_for
 from tests.support.method_files import build_policy, make_method_args
+from tests.support.palu_files import build_palu, draw_palu
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import draw_model, ids
 
@@ -131,3 +133,9 @@ def test_lengths_need_no_other_variants_of_compressed_rows(model, method, tmp_pa
     settings = own | dict(path=write_for(tmp_path / "file", model, "drawn", 32))
     codec = build("codec", load_settings("codec", "delta", settings))
     check(model, method, "uniform", codec, **(own if method == "deltakv" else {}))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("method", "allocator"), [("full", "uniform"), ("snapkv", "ada")])
+def test_lengths_need_no_other_variants_of_latents(model, method, allocator, tmp_path):
+    check(model, method, allocator, build_palu(draw_palu(tmp_path / "file", read_layout(model), 24)))

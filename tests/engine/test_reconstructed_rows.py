@@ -1,7 +1,6 @@
 """A step over rows of DeltaKV, reconstructed from codes and references, gives what the modules give."""
 
 from fractions import Fraction
-from functools import partial
 
 import pytest
 import torch
@@ -21,23 +20,10 @@ from tests.support.interrupted_answers import (
 )
 from tests.support.method_files import build_policy
 from tests.support.selection import only_in_full
-from tests.support.tiny_models import ids, make_double, tiny
+from tests.support.tiny_models import ids, make_exact, tiny
 
 SELECTS = dict(full_layers=[0], depth=None, sinks=3, recent=8)
 LONG = 2 * CHUNK + 9  # tokens in which several blocks are compressed
-
-
-def make_exact(name):
-    """A model in float64 whose norms are computed in float64 too, because codes multiply small differences."""
-    model = make_double(name)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.forward = partial(norm_exactly, module)
-    return model
-
-
-def norm_exactly(module, x):
-    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
 
 
 def read_prompts(method="deltakv", model="llama", selects=None, budget=0.3, batch=2, prompt=60, **codec):

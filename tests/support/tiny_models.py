@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from transformers import (
@@ -136,6 +136,20 @@ def draw_model(build: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Modu
 def make_double(name: str) -> torch.nn.Module:
     """The same model in float64."""
     return copy.deepcopy(tiny(name)).double()
+
+
+def make_exact(name: str) -> torch.nn.Module:
+    """The same with norms that are computed in float64 too, where small differences would be multiplied."""
+    model = make_double(name)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.forward = partial(norm_exactly, module)
+    return model
+
+
+def norm_exactly(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """RMS norm in the dtype of x."""
+    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
 
 
 def ids(tokens: int, seed: int = 0, batch: int = 1) -> torch.Tensor:

@@ -1,0 +1,418 @@
+"""Decode over latent rows in Triton, in four launches: append, logits, sums of latents, joined sums times U.
+
+README.md says what decides the time, and why the logits are a launch of their own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.attention.triton import LOG2E, add_tile
+from kvbench.kernels.latent_attention.rows import LatentRows, find_unit
+from kvbench.kernels.rope_append.triton import rotate_head
+
+CORES = 132  # multiprocessors that the rows are split over
+LATENTS = 128  # most latents of a row that a program makes keys of
+KEPT = 128 * 1024  # most bytes of U that a program keeps in shared memory
+SMALL = 64 * 1024  # most with which a multiprocessor runs two programs
+WIDE = 256  # most channels of the keys that a program makes at once
+ROWS = 64  # rows of a tile, as many as the matrix units take at least
+ASKING = 64  # most queries of a group that a program sums latents for
+JOINED = 16  # sums that are joined at once
+BLOCK = 32  # latents of a program that appends, and channels of one that joins
+
+
+@triton.jit
+def _find_pair(pair, turning, dim):
+    """Return the two channels of a head that its rotation mixes, by the pair's number.
+
+    The channels behind the first `turning` ones are not rotated and form pairs too.
+    """
+    half = turning // 2
+    turns = pair < half
+    return tl.where(turns, pair, pair + half), tl.where(turns, pair + half, pair + dim // 2)
+
+
+@triton.jit
+def _point(addresses, index, like):
+    """Return the pointer that stands in a table of addresses, which are multiples of 16, to numbers as of `like`."""
+    return tl.multiple_of(tl.load(addresses + index).to(like.dtype), [16])
+
+
+@triton.jit(do_not_specialize=["seen", "room"])
+def _append(
+    queries, keys, values, cos, sin, query_norm, out, step, addresses, ranks, more_keys, more_values,
+    seen, room, groups, query_heads, width, turning, dim, epsilon, s_q, s_k, s_v,
+    NORM: tl.constexpr, KEY_BIAS: tl.constexpr, VALUE_BIAS: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Rotate one query head of one token, or make some latents of its keys or values of one group."""
+    b, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    since = tl.load(step)
+    if index < query_heads:
+        column = tl.arange(0, D)
+        source = queries + b * s_q + index * dim
+        turned = rotate_head(source, query_norm, cos, sin, seen + since, column, turning, dim, epsilon, out, NORM)
+        tl.store(out + (b * query_heads + index) * dim + column, turned, mask=column < dim)
+    else:
+        number = (index - query_heads) // BLOCKS
+        latent = (index - query_heads) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+        is_value, group = number >= groups, number % groups
+        rank = tl.load(ranks + number)
+        down = _point(addresses, 4 * groups + number, keys)
+        bias = _point(addresses, 6 * groups + number, keys)
+        source = tl.where(is_value, values + b * s_v, keys + b * s_k) + group * width
+        total = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, width, W):
+            part = first + tl.arange(0, W)
+            x = tl.load(source + part, mask=part < width, other=0.0).to(tl.float32)
+            if KEY_BIAS or VALUE_BIAS:
+                has = (is_value & VALUE_BIAS) | ((is_value == 0) & KEY_BIAS)
+                x -= tl.load(bias + part, mask=has & (part < width), other=0.0).to(tl.float32)
+                x = x.to(keys.dtype.element_ty).to(tl.float32)
+            where = (latent < rank)[:, None] & (part < width)[None]
+            matrix = tl.load(down + latent[:, None] * width + part[None], mask=where, other=0.0).to(tl.float32)
+            total += tl.sum(matrix * x[None], 1)
+        line = (group * tl.num_programs(0) + b) * room + since
+        tl.store(more_keys + line * RK + latent, total, mask=(latent < rank) & (is_value == 0))
+        tl.store(more_values + line * RV + latent, total, mask=(latent < rank) & is_value)
+
+
+@triton.jit
+def _load_columns(
+    up, heads, rank, first, dim, turning, own,
+    R: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Return U's rows of some heads as columns, (R, HEADS·DP), from a latent on. Channels of a pair are neighbours."""
+    column, latent = tl.arange(0, HEADS * DP), first + tl.arange(0, R)
+    pair, head = column % DP // 2, own + column // DP
+    one, two = _find_pair(pair, turning, dim)
+    channel = head * dim + tl.where(column % 2 == 0, one, two)
+    where = (latent < rank)[:, None] & ((pair < dim // 2) & (head < heads))[None]
+    u = tl.load(up + channel[None] * rank + latent[:, None], mask=where, other=0.0)
+    return u.to(tl.float32) if CAST else u
+
+
+@triton.jit
+def _multiply(source, at, here, rank, first, u, k, R: tl.constexpr, CAST: tl.constexpr):
+    """Add the product of some latents of the rows at `at` (N,), from a latent on, with their columns u to k."""
+    latent = first + tl.arange(0, R)
+    h = tl.load(source + at[:, None] + latent[None], mask=here[:, None] & (latent < rank)[None], other=0.0)
+    return tl.dot(h.to(tl.float32) if CAST else h, u, k, input_precision="ieee")
+
+
+@triton.jit
+def _turn_and_ask(
+    k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part,
+    NORM: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Return the products of keys (N, HEADS·DP), which are normed and rotated first, with queries, (N, M)."""
+    pair = tl.arange(0, DP // 2)
+    low, high = _find_pair(pair, turning, dim)
+    x, y = tl.split(tl.reshape(k, [N, HEADS, DP // 2, 2]))
+    if BIAS:
+        head = own + tl.arange(0, HEADS)
+        where = (head < heads)[:, None] & (pair < dim // 2)[None] & (part == 0)  # the bias counts once
+        x += tl.load(bias + head[:, None] * dim + low[None], mask=where, other=0.0).to(tl.float32)[None]
+        y += tl.load(bias + head[:, None] * dim + high[None], mask=where, other=0.0).to(tl.float32)[None]
+    if NORM:
+        inverse = (1.0 / tl.sqrt(tl.sum(x * x + y * y, 2) / dim + epsilon))[:, :, None]
+        x *= inverse * tl.load(key_norm + low, mask=pair < dim // 2, other=0.0).to(tl.float32)[None, None]
+        y *= inverse * tl.load(key_norm + high, mask=pair < dim // 2, other=0.0).to(tl.float32)[None, None]
+    c, s = c.to(tl.float32)[:, None], s.to(tl.float32)[:, None]
+    k = tl.reshape(tl.join(x * c - y * s, y * c + x * s), [N, HEADS * DP])
+    return tl.dot(k.to(q.dtype), q, input_precision="ieee")
+
+
+@triton.jit
+def _store_logits(
+    found, into, mark, line, left, query, asking, heads, each, is_new, N: tl.constexpr, MARKS: tl.constexpr
+):  # fmt: skip
+    """Store the logits of a tile, of which the first `left` rows exist."""
+    here = line < left
+    if MARKS:
+        marked = (here & (is_new == 0))[:, None] & asking[None]
+        holds = tl.load(mark + line[:, None] * heads + (query // each)[None], mask=marked, other=1)
+        found = tl.where(holds != 0, found, float("-inf"))
+    found = tl.where(here[:, None], found, float("-inf"))
+    tl.store(into + line[:, None] * (heads * each) + query[None], found, mask=asking[None])
+
+
+@triton.jit(do_not_specialize=["seen", "room", "held_tiles", "splits"])
+def _weigh(
+    queries, cos, sin, key_norm, step, addresses, ranks, counts, starts, positions, places, marks, more_keys, logits,
+    seen, room, held_tiles, splits, groups, heads, each, dim, turning, epsilon, scale,
+    NORM: tl.constexpr, BIAS: tl.constexpr, PLACES: tl.constexpr, MARKS: tl.constexpr, KEEP: tl.constexpr,
+    UNIT: tl.constexpr, R: tl.constexpr, RK: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Compute what some latents add to the logits of some KV heads of a group, for every `splits`-th tile of its rows.
+
+    `heads` is the number of KV heads of a group, `each` that of the queries of a KV head. Logits are in base 2. Rows
+    that a head does not hold and places of a tile without a row get -inf. With KEEP U stays in shared memory.
+    """
+    programs = tl.cdiv(heads, HEADS)
+    place, split, part = tl.program_id(0) // programs, tl.program_id(1), tl.program_id(2)
+    own = tl.program_id(0) % programs * HEADS  # the first head
+    b, group = place // groups, place % groups
+    places_total = tl.num_programs(0) // programs
+    index = group * (places_total // groups) + b
+    since, count = tl.load(step), tl.load(counts + index).to(tl.int32)
+    rank = tl.multiple_of(tl.load(ranks + group), [UNIT])
+    up = _point(addresses, 2 * groups + group, queries)
+    # the queries (HEADS·DP, M), zero outside their own head
+    column, query = tl.arange(0, HEADS * DP), tl.arange(0, M)
+    pair, head = column % DP // 2, own + column // DP
+    one, two = _find_pair(pair, turning, dim)
+    channel = tl.where(column % 2 == 0, one, two)
+    there = (pair < dim // 2) & (head < heads)
+    asking = (query < HEADS * each) & (own + query // each < heads)
+    mine = (column // DP)[:, None] == (query // each)[None]
+    q = tl.load(
+        queries + ((place * heads + own) * each + query)[None] * dim + channel[:, None],
+        mask=mine & asking[None] & there[:, None], other=0.0,
+    )  # fmt: skip
+    if CAST:
+        q = q.to(tl.float32)
+    bias = _point(addresses, 6 * groups + group, queries)
+    pairs = tl.arange(0, DP // 2)
+    if KEEP:
+        u = _load_columns(up, heads, rank, part * R, dim, turning, own, R, DP, HEADS, CAST)
+    start = tl.load(starts + index)
+    held = _point(addresses, group, queries) + start * rank
+    appended = more_keys + index.to(tl.int64) * room * RK
+    first_place = start
+    if PLACES:
+        first_place = tl.load(places + index)
+    slots = (held_tiles + tl.cdiv(room, N)) * N
+    logits += (part * places_total + place).to(tl.int64) * slots * (heads * each) + own * each
+    tiles = tl.cdiv(count, N)
+    total = tl.cdiv(tl.maximum(tiles + tl.cdiv(since + 1, N) - split, 0), splits)
+    line = tl.arange(0, N)
+    k = tl.zeros([N, HEADS * DP], tl.float32)
+    for turn in range(0, total):
+        tile = split + turn * splits
+        is_new = tile >= tiles
+        first = tl.where(is_new, tile - tiles, tile) * N
+        left = tl.where(is_new, since + 1, count) - first
+        here = line < left
+        at = first + line  # the positions
+        if PLACES:
+            at = tl.load(positions + first_place + at, mask=here & (is_new == 0), other=0)
+        at = tl.where(is_new, seen + first + line, at)
+        angle = at[:, None] * turning + pairs[None]
+        turns = here[:, None] & (pairs < turning // 2)[None]
+        c = tl.load(cos + angle, mask=turns, other=1.0)
+        s = tl.load(sin + angle, mask=turns, other=0.0)
+        pitch = tl.multiple_of(tl.where(is_new, RK, rank), [UNIT])
+        source = tl.where(is_new, appended, held) + first.to(tl.int64) * pitch
+        into = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * (heads * each)
+        mark = marks + (first_place + first) * heads + own
+        if KEEP:
+            k = _multiply(source, line * pitch, here, rank, part * R, u, tl.zeros([N, HEADS * DP], tl.float32), R, CAST)
+            if left > 0:  # always; under a condition the compiler starts to read the next tile before
+                found = _turn_and_ask(
+                    k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part, NORM, BIAS, N, DP, HEADS
+                )  # fmt: skip
+                _store_logits(found * scale, into, mark, line, left, query, asking, heads, each, is_new, N, MARKS)
+        else:
+            k = tl.zeros([N, HEADS * DP], tl.float32)
+            for latent in range(0, rank, R):
+                some = _load_columns(up, heads, rank, latent, dim, turning, own, R, DP, HEADS, CAST)
+                k = _multiply(source, line * pitch, here, rank, latent, some, k, R, CAST)
+            found = _turn_and_ask(
+                k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part, NORM, BIAS, N, DP, HEADS
+            )  # fmt: skip
+            _store_logits(found * scale, into, mark, line, left, query, asking, heads, each, is_new, N, MARKS)
+    if total < 0:  # never; a product that outlasts the loop may be waited for late
+        tl.store(logits + line, tl.sum(k, 1))
+
+
+@triton.jit(do_not_specialize=["room", "held_tiles", "splits"])
+def _sum(
+    logits, step, addresses, ranks, counts, starts, more_values, part_acc, part_max, part_norm,
+    room, held_tiles, splits, groups, queries,
+    UNIT: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CAST: tl.constexpr,
+):  # fmt: skip
+    """Sum the latents of the values of every `splits`-th tile of a group's rows, weighed by the softmax of M logits."""
+    place, split = tl.program_id(0), tl.program_id(1)
+    b, group = place // groups, place % groups
+    index = group * (tl.num_programs(0) // groups) + b
+    since, count = tl.load(step), tl.load(counts + index).to(tl.int32)
+    rank = tl.multiple_of(tl.load(ranks + groups + group), [UNIT])
+    held = _point(addresses, groups + group, more_values) + tl.load(starts + index) * rank
+    appended = more_values + index.to(tl.int64) * room * RV
+    size = ((held_tiles + tl.cdiv(room, N)) * N).to(tl.int64) * queries
+    logits += place * size
+    query, latent, line = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, R), tl.arange(0, N)
+    asking, known = query < queries, latent < rank
+    tiles = tl.cdiv(count, N)
+    m = tl.full([M], float("-inf"), tl.float32)
+    norm = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, R], tl.float32)
+    for tile in range(split, tiles + tl.cdiv(since + 1, N), splits):
+        is_new = tile >= tiles
+        first = tl.where(is_new, tile - tiles, tile) * N
+        here = line < tl.where(is_new, since + 1, count) - first
+        pitch = tl.multiple_of(tl.where(is_new, RV, rank), [UNIT])
+        source = tl.where(is_new, appended, held) + first.to(tl.int64) * pitch
+        h = tl.load(source + (line * pitch)[:, None] + latent[None], mask=here[:, None] & known[None], other=0.0)
+        own = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * queries
+        where = asking[:, None] & here[None]
+        own += line[None] * queries + query[:, None]
+        found = tl.load(own, mask=where, other=float("-inf"))
+        for part in tl.static_range(1, PARTS):
+            found += tl.load(own + part * tl.num_programs(0) * size, mask=where, other=0.0)
+        m, norm, acc = add_tile(found, h.to(tl.float32) if CAST else h, m, norm, acc)
+    part = ((place * splits + split) * queries + query).to(tl.int64)
+    tl.store(part_acc + part[:, None] * R + latent[None], acc, mask=asking[:, None])
+    tl.store(part_max + part, m, mask=asking)
+    tl.store(part_norm + part, norm, mask=asking)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _join(
+    part_acc, part_max, part_norm, addresses, ranks, outputs, splits, groups, heads, each, dim,
+    BIAS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """Join the sums of one query and map them to some channels of its output."""
+    head, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    queries = heads * each
+    place, query = head // queries, head % queries
+    group = place % groups
+    rank = tl.load(ranks + groups + group)
+    latent = tl.arange(0, R)
+    top = float("-inf")
+    for first in range(0, splits, JOINED):
+        split = first + tl.arange(0, JOINED)
+        part = (place * splits + split) * queries + query
+        top = tl.maximum(top, tl.max(tl.load(part_max + part, mask=split < splits, other=float("-inf")), 0))
+    total = 0.0
+    acc = tl.zeros([R], tl.float32)
+    for first in range(0, splits, JOINED):
+        split = first + tl.arange(0, JOINED)
+        part = (place * splits + split) * queries + query
+        weight = tl.exp2(tl.load(part_max + part, mask=split < splits, other=float("-inf")) - top)
+        total += tl.sum(weight * tl.load(part_norm + part, mask=split < splits, other=0.0), 0)
+        some = tl.load(
+            part_acc + part[:, None].to(tl.int64) * R + latent[None], mask=(split < splits)[:, None], other=0.0
+        )  # fmt: skip
+        acc += tl.sum(some * weight[:, None], 0)
+    row = query // each * dim + channel
+    up = _point(addresses, 3 * groups + group, outputs)
+    where = (channel < dim)[:, None] & (latent < rank)[None]
+    matrix = tl.load(up + row[:, None] * rank + latent[None], mask=where, other=0.0).to(tl.float32)
+    found = tl.sum(matrix * (acc / total)[None], 1)
+    if BIAS:
+        bias = _point(addresses, 7 * groups + group, outputs)
+        found += tl.load(bias + row, mask=channel < dim, other=0.0).to(tl.float32)
+    tl.store(outputs + head.to(tl.int64) * dim + channel, found, mask=channel < dim)
+
+
+def append_latents_triton(
+    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, rows: LatentRows, step: Tensor,
+    norm: tuple[Tensor, float] | None,
+) -> Tensor:  # fmt: skip
+    dim, width = rows.dim, len(rows.keys.up[0])
+    query_heads = queries.shape[1] // dim
+    out = torch.empty(rows.batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
+    weight, epsilon = norm or (queries, 0.0)
+    most = max(rows.keys.ranks + rows.values.ranks)
+    blocks = triton.cdiv(most, BLOCK)
+    _append[(rows.batch, query_heads + 2 * rows.groups * blocks)](
+        queries, keys, values, cos, sin, weight, out, step, rows.addresses, rows.ranks, rows.keys.more,
+        rows.values.more, rows.seen, rows.room, rows.groups, query_heads, width, cos.shape[1], dim, epsilon,
+        queries.stride(0), keys.stride(0), values.stride(0),
+        NORM=norm is not None, KEY_BIAS=rows.keys.bias is not None, VALUE_BIAS=rows.values.bias is not None,
+        RK=rows.keys.more.shape[3], RV=rows.values.more.shape[3], D=triton.next_power_of_2(dim),
+        W=min(256, triton.next_power_of_2(width)), BLOCK=BLOCK, BLOCKS=blocks, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def attend_latents_triton(
+    queries: Tensor, cos: Tensor, sin: Tensor, rows: LatentRows, scaling: float, step: Tensor,
+    norm: tuple[Tensor, float] | None,
+) -> Tensor:  # fmt: skip
+    batch, query_heads, _, dim = queries.shape
+    groups, heads = rows.groups, rows.heads // rows.groups
+    each = query_heads // rows.heads
+    exact = queries.dtype == torch.float32
+    shape = choose_shape(max(rows.keys.ranks), heads, each, dim, exact, norm is not None)
+    cast = triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16
+    terms, size = shape.pop("PARTS"), shape["N"]
+    held_tiles = triton.cdiv(rows.longest, size)
+    tiles = held_tiles + triton.cdiv(rows.room, size)
+    logits = torch.empty(terms, batch * groups, tiles * size, heads * each, dtype=torch.float32, device=queries.device)
+    weight, epsilon = norm or (queries, 0.0)
+    programs = batch * groups * triton.cdiv(heads, shape["HEADS"])
+    both = 2 * shape["HEADS"] * shape["DP"] * shape["R"] <= SMALL
+    splits = split_rows(programs * terms, held_tiles, 1 + both)
+    # the parts of a tile's latents lie apart in the grid: a multiprocessor is likely to run both, which share angles
+    _weigh[programs, splits, terms](
+        queries.contiguous(), cos, sin, weight, step, rows.addresses, rows.ranks, rows.counts, rows.starts,
+        rows.counts if rows.positions is None else rows.positions, rows.places,
+        rows.counts if rows.marks is None else rows.marks.view(torch.int8), rows.keys.more, logits,
+        rows.seen, rows.room, held_tiles, splits, groups, heads, each, dim, cos.shape[1], epsilon,
+        scaling * LOG2E.value,
+        NORM=norm is not None, BIAS=rows.keys.bias is not None, PLACES=rows.positions is not None,
+        MARKS=rows.marks is not None, UNIT=find_unit(rows.keys.ranks), RK=rows.keys.more.shape[3], CAST=cast, **shape,
+    )  # fmt: skip
+    rank = triton.next_power_of_2(max(16, *rows.values.ranks))
+    some = min(ASKING, triton.next_power_of_2(max(16, heads * each)))
+    turns = triton.cdiv(heads * each, some)
+    splits = split_rows(batch * groups * turns, held_tiles, 1)
+    parts = [
+        torch.empty(batch * groups, splits, heads * each, *more, dtype=torch.float32, device=queries.device)
+        for more in ((rank,), (), ())
+    ]
+    _sum[batch * groups, splits, turns](
+        logits, step, rows.addresses, rows.ranks, rows.counts, rows.starts, rows.values.more, *parts,
+        rows.room, held_tiles, splits, groups, heads * each,
+        UNIT=find_unit(rows.values.ranks), PARTS=terms, R=rank, RV=rows.values.more.shape[3], M=some, N=size,
+        CAST=cast, **choose_stages(rank, some, exact),
+    )  # fmt: skip
+    outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
+    _join[batch * query_heads, triton.cdiv(dim, BLOCK)](
+        *parts, rows.addresses, rows.ranks, outputs, splits, groups, heads, each, dim,
+        BIAS=rows.values.bias is not None, R=rank, BLOCK=BLOCK, JOINED=JOINED, num_warps=4,
+    )  # fmt: skip
+    return outputs
+
+
+def split_rows(programs: int, tiles: int, each: int) -> int:
+    """Return in how many parts rows of `tiles` tiles are split for so many programs, `each` on a multiprocessor."""
+    return max(1, min(each * CORES // programs, tiles))
+
+
+def choose_shape(rank: int, heads: int, each: int, dim: int, exact: bool, normed: bool) -> dict[str, int]:
+    """Return the sizes of a program that computes logits.
+
+    Args:
+        rank: The largest rank.
+        heads: KV heads of a group.
+        each: Queries of a KV head.
+        dim: Head dimension.
+        exact: Whether products are of float32 numbers, which the matrix units do not take.
+        normed: Whether keys are normed, which needs all their latents.
+    """
+    wide, latents = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(rank))
+    if not normed and not exact:
+        latents = min(latents, LATENTS)
+    taken = 1
+    while not exact and 2 * taken <= heads and 2 * taken * wide <= WIDE and 4 * taken * wide * latents <= KEPT:
+        taken *= 2
+    kept = not exact and 2 * taken * wide * latents <= KEPT
+    return {
+        "KEEP": kept, "PARTS": triton.cdiv(rank, latents), "R": latents if kept else 16 if exact else 64, "DP": wide,
+        "HEADS": taken, "M": max(16, triton.next_power_of_2(taken * each)), "N": 32 if exact else ROWS,
+        "num_warps": 4, "num_stages": 2 if latents <= 256 and not exact else 1,
+    }  # fmt: skip
+
+
+def choose_stages(rank: int, queries: int, exact: bool) -> dict[str, int]:
+    """Return the warps of a program that sums latents, and how many tiles it holds."""
+    stages = 3 if rank <= 256 and not exact else 2
+    return {"num_warps": 4 if rank * queries <= 8192 else 8, "num_stages": stages}

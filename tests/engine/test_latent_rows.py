@@ -1,0 +1,160 @@
+"""A step over latents of Palu, which makes no rows of them, gives what the modules give."""
+
+import pytest
+import torch
+
+from kvbench.cache.policy import choose_cache
+from kvbench.engine.context import decodes_in_graph
+from kvbench.engine.graph_decoding import CHUNK, GraphDecoder
+from kvbench.engine.packed_rows import PackedRows
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from tests.support.answer_paths import assert_same, make_contexts
+from tests.support.interrupted_answers import (
+    answer_with_interruptions,
+    assert_freed_at_once,
+    assert_nothing_follows_the_end,
+)
+from tests.support.method_files import build_policy
+from tests.support.palu_files import build_palu, find_palu
+from tests.support.tiny_models import ids, make_exact, tiny
+
+LONG = 2 * CHUNK + 9
+
+
+def read_prompts(method="full", model="llama3", allocator="uniform", budget=0.3, batch=2, more=None, **codec):
+    """Two contexts, of which the second one answers through the step."""
+    codec = build_palu(find_palu(model, **(codec or dict(removed=0.7))))
+    choice = choose_cache(*build_policy(method, allocator, model, **(more or {}))[:2], codec)
+    return make_contexts(make_exact(model), choice, Budget(1.0 if method == "full" else budget), batch)
+
+
+def assert_same_storage(modules, step):
+    """Two contexts hold the same numbers, in tensors of the same sizes, and have counted the same."""
+    assert_same(modules, step)
+    assert modules.bytes() == step.bytes()
+    for layer, another in zip(modules.own_layers, step.own_layers, strict=True):
+        assert another.rows.growing is None
+        for one, other in zip(layer.rows.stored.tensors(), another.rows.stored.tensors(), strict=True):
+            assert one.dtype == other.dtype and one.shape == other.shape
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+def assert_same_answers(modules, step, lengths=(LONG, 7, CHUNK + 9)):
+    """A short answer between two long ones is read by the modules."""
+    for tokens in lengths:
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers))
+        assert step.decoding == ("graph" if tokens > 7 else "modules")
+        assert_same_storage(modules, step)
+        torch.testing.assert_close(modules.logits, step.logits, rtol=0, atol=1e-9)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("model", ["llama", "llama3", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize(("method", "allocator"), [("full", "uniform"), ("snapkv", "ada"), ("tova", "uniform")])
+def test_the_step_gives_what_the_modules_give(method, allocator, model):
+    """All rows; heads of a group that hold different rows; heads that hold the same ones, with gaps."""
+    modules, step = read_prompts(method, model, allocator, more={"decoding": False} if method == "tova" else None)
+    held = step.own_layers[0].rows.stored.packed.held
+    assert (held is None) == (method != "snapkv" or step.own_layers[0].rows.shape[1] == 1)
+    assert_same_answers(modules, step)
+    more = ids(5, 9).repeat(2, 1)
+    torch.testing.assert_close(modules.extend(more), step.extend(more), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("codec", [dict(group=2, search="fisher"), dict(group=1), dict(removed=0.0)], ids=str)
+@pytest.mark.parametrize("method", ["full", "snapkv"])
+def test_groups_and_ranks_may_differ(method, codec):
+    assert_same_answers(*read_prompts(method, **codec), lengths=(CHUNK + 9,))
+
+
+def test_layers_with_a_sliding_window_stand_beside_them():
+    modules, step = read_prompts("snapkv", "gemma3")
+    answers = [list(context.generate(LONG, Sampling(), frozenset(), True)) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    assert_same(modules, step)
+    assert modules.bytes() == step.bytes()
+
+
+@pytest.mark.parametrize("every, graphs", [(1, False), (40, True)])
+def test_cuts_while_decoding_go_through_the_modules(every, graphs):
+    """Graphs read the tokens between two cuts that are far apart."""
+    modules, step = read_prompts("snapkv", more={"decoding": True, "decode_interval": every, "window": 4}, batch=1)
+    answers = [list(context.generate(100, Sampling(), frozenset(), True)) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers))
+    assert (step.decoding == "graph") is graphs
+    assert_same_storage(modules, step)
+
+
+def test_what_is_left_to_the_modules():
+    def choose(method, **codec):
+        own = build_policy(method, "uniform", "llama")[:2]
+        return choose_cache(*own, build_palu(find_palu("llama"), **codec))
+
+    assert decodes_in_graph(choose("full")) and not decodes_in_graph(choose("full", bits=4))
+    assert not decodes_in_graph(choose("quest"))
+
+
+@pytest.mark.parametrize("read_last", [False, True])
+@pytest.mark.parametrize("end", [4, CHUNK, CHUNK + 6])
+def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last):
+    modules, step = read_prompts("snapkv", batch=1)
+    assert_nothing_follows_the_end(modules, step, end, read_last)
+    assert_same_storage(modules, step)
+
+
+@pytest.mark.parametrize("first", [5, CHUNK + 2])
+def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read(first):
+    both = read_prompts("snapkv", batch=1)
+    found = [answer_with_interruptions(context, first) for context in both]
+    assert torch.equal(found[0][0], found[1][0])
+    assert_same_storage(*both)
+
+
+def test_a_branch_leaves_nothing_behind():
+    _, step = read_prompts("snapkv")
+    size, answers = step.bytes(), []
+    for _ in range(2):
+        with step.branch():
+            answers.append(torch.stack(list(step.generate(LONG, Sampling(), frozenset()))))
+    assert torch.equal(*answers) and step.bytes() == size
+
+
+def test_a_context_that_nobody_has_is_freed_at_once():
+    assert_freed_at_once(lambda: read_prompts()[1])
+
+
+def test_room_for_an_answer_is_counted_before_it_begins():
+    _, step = read_prompts(batch=1)
+    before, ranks = step.bytes().headroom, step.choice.codec.file.ranks
+    step.reserve(LONG)
+    groups = step.choice.codec.file.groups
+    latents = sum(max(own) * groups * (LONG - 1) * 8 for own in ranks.values())
+    tables = len(step.own_layers) * groups * (8 + 8 + 8 + 64)  # starts twice, two ranks, eight addresses
+    assert step.bytes().headroom - before == latents + tables
+    assert len(list(step.generate(LONG, Sampling(), frozenset()))) == LONG and step.bytes().headroom == 0
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv"])
+def test_the_kernels_take_the_same_step(method):
+    """Two steps, through the interpreter or on the GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    choice = choose_cache(*build_policy(method, "ada", "llama3")[:2], build_palu(find_palu("llama3", removed=0.7)))
+    model, found = tiny("llama3").to(device), []
+    try:
+        _, context = make_contexts(model, choice, 1.0 if method == "full" else 0.3, prompt=66)
+        for name in ("reference", "triton"):
+            with torch.inference_mode(), context.branch():
+                first = context.logits.argmax(-1)
+                rows = PackedRows(context.weights, context.own_layers, 2, context.seen, name)
+                draws = torch.zeros(1, 3, device=device)
+                decoder = GraphDecoder(context.weights, rows, first, 2, Sampling().pick, draws, name)
+                tokens = [int(decoder.next()[0]) for _ in range(2)]
+                logits = decoder.close()
+                found.append((tokens, logits, *context.own_layers[1].rows.stored.tensors()))
+        assert found[0][0] == found[1][0]
+        for one, other in zip(found[0][1:], found[1][1:], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
+    finally:
+        model.to("cpu")
