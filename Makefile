@@ -119,6 +119,10 @@ $(FILES)/deltakv_%.safetensors:
 	$(GPU) -m kvbench calibrate deltakv --untrained --model conf/model/shapes/$*.json \
 	  --device cpu --out $@
 
+$(FILES)/palu_%.safetensors:
+	$(GPU) -m kvbench calibrate palu --untrained --model conf/model/shapes/$*.json \
+	  --device cpu --out $@
+
 # Check a local copy of a benchmark's data: TASK=longbench DATA=file.
 data: setup
 	@$(BIN)/python -m kvbench data "$(TASK)" "$(DATA)"
@@ -187,16 +191,16 @@ GPU ?= $(BIN)/python
 test-gpu:
 	$(GPU) -m pytest -p no:benchmark -n 8 -k "not first_record" tests/gpu tests/kernels \
 	  tests/engine/test_graph_prefill.py tests/engine/test_graph_decoding.py tests/engine/test_sliding_rows.py \
-	  tests/engine/test_reconstructed_rows.py
+	  tests/engine/test_reconstructed_rows.py tests/engine/test_latent_rows.py
 	$(GPU) -m pytest -p no:benchmark -k first_record tests/gpu/test_warming.py
 
 LIST ?= $(if $(QUICK),quick,full)
-DELTAKV_decoding := llama31_8b# shapes of models that a list of conf/efficiency/plan.yaml needs compressors for
-DELTAKV_full := qwen25_7b_1m
+DRAWN_decoding := deltakv_llama31_8b palu_llama31_8b# untrained files that a list of conf/efficiency/plan.yaml needs
+DRAWN_full := deltakv_qwen25_7b_1m
 
 # Measure time, memory and throughput on a GPU and write the tables; QUICK=1 takes 6 minutes.
 # An interrupted call goes on where it was. MINUTES=n begins nothing after n; LIST=cpu measures KeyDiff's table, no GPU.
-efficiency: $(DELTAKV_$(LIST):%=$(FILES)/deltakv_%.safetensors)
+efficiency: $(DRAWN_$(LIST):%=$(FILES)/%.safetensors)
 	status=0; $(GPU) -m kvbench efficiency $(LIST) $(if $(MINUTES),--minutes $(MINUTES)) || status=$$?; \
 	$(GPU) -m kvbench papers --beside && exit $$status
 

@@ -21,18 +21,26 @@ tokens, but at least 16 of 64.
 By default the command reads essays that it writes (tasks/common/synthetic_prose.py). They are enough to try it; for a
 real model give real text. The authors read the training part of WikiText-2. If a text has fewer sequences, those are
 read.
+
+--untrained writes random projections of equal ranks, with orthonormal columns and without biases. They are for
+measurements of time and memory, so --model may also be a file of conf/model/shapes/. The file names no model, and its
+metadata say what it is.
 """
 
 from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from kvbench.cli.calibration_texts import add_text_options, check_text_options, open_texts
+from kvbench.cli.calibration_texts import SOURCES, add_text_options, check_text_options, open_texts
 from kvbench.cli.command import CommandParser
-from kvbench.validation import require_choice
+from kvbench.validation import SettingError, require_choice
 
 OPTIONS = {
     "removed": "removed", "ranks": "search", "group": "group", "sequences": "sequences", "length": "length",
     "fisher_sequences": "fisher_sequences", "fisher_length": "fisher_length",
 }  # fmt: skip
+# options without a meaning for --untrained
+READING = ("ranks", "sequences", "length", "fisher_sequences", "fisher_length", "dtype", *SOURCES)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -46,7 +54,8 @@ def add_options(parser: CommandParser) -> None:
     parser.add_argument("--length", type=int, help="their tokens (default: see below, at most the model's)")
     parser.add_argument("--fisher-sequences", type=int, help="sequences for the gradients (default: see below)")
     parser.add_argument("--fisher-length", type=int, help="their tokens (default: see below, at most --length)")
-    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16, of the model (default: float32)")
+    parser.add_argument("--untrained", action="store_true", help="write random projections and read no text")
+    parser.add_argument("--dtype", help="float32 or bfloat16, of the model (default: float32)")
 
 
 def calibrate(options: Namespace, device: str) -> None:
@@ -59,20 +68,35 @@ def calibrate(options: Namespace, device: str) -> None:
     Raises:
         SettingError: An option cannot be used, or the model or the text cannot be read.
     """
-    require_choice("--dtype", options.dtype, DTYPES)
+    dtype = options.dtype or "float32"
+    require_choice("--dtype", dtype, DTYPES)
     check_text_options(options)
+    if options.untrained and (unused := [name for name in READING if getattr(options, name) is not None]):
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        raise SettingError(f"--untrained: reads nothing, and ranks are equal; leave out {named}")
 
     import torch
 
+    from kvbench.config.provenance import find_version
     from kvbench.models.checkpoint import Checkpoint, find_model
+    from kvbench.models.configuration import load_layout
     from kvbench.training import palu_calibration
     from kvbench.training.recording import describe_origin, write_tensors
     from kvbench.training.token_sequences import pack_texts
 
+    given = {name: getattr(options, own) for own, name in OPTIONS.items()}
+    if options.untrained:
+        layout = load_layout(options.model if Path(options.model).is_file() else find_model(options.model))
+        recipe = palu_calibration.choose_recipe(layout, given | {"search": "uniform"})
+        weights, ranks = palu_calibration.draw_projections(layout, recipe, options.seed)
+        about = {"source": "untrained", "kvbench": find_version()}
+        write_tensors(options.out, weights, palu_calibration.describe_ranks(ranks, recipe) | about)
+        print(f"{options.out}: untrained {describe_sizes(ranks.values(), recipe.group, recipe.group * layout.dim)}")
+        return
     checkpoint = Checkpoint("calibrated", find_model(options.model))
     checkpoint.config()
     layout = checkpoint.layout()
-    recipe = palu_calibration.choose_recipe(layout, {name: getattr(options, own) for own, name in OPTIONS.items()})
+    recipe = palu_calibration.choose_recipe(layout, given)
     checkpoint.check()
     texts, source = open_texts(options, checkpoint.path, recipe.length, options.seed)
     width = recipe.group * layout.dim
@@ -80,11 +104,18 @@ def calibrate(options: Namespace, device: str) -> None:
     text = pack_texts(checkpoint.tokenizer(), texts, recipe.length, recipe.sequences_to_read, least)
     print(f"{source}: {text.texts} texts, {len(text.sequences)} of {recipe.sequences_to_read} sequences of "
           f"{recipe.length} tokens")  # fmt: skip
-    model = checkpoint.weights(getattr(torch, options.dtype), device)
+    model = checkpoint.weights(getattr(torch, dtype), device)
     weights, ranks = palu_calibration.calibrate_model(model, layout, recipe, text.sequences)
     metadata = palu_calibration.describe_ranks(ranks, recipe) | describe_origin(checkpoint.identity(), text, source)
     write_tensors(options.out, weights, metadata)
-    each = [rank for own in ranks.values() for rank in own]
+    print(f"{options.out}: {describe_sizes(ranks.values(), recipe.group, width)}")
+
+
+def describe_sizes(ranks: Iterable[Sequence[int]], group: int, width: int) -> str:
+    """Return a line about projections of groups of `group` KV heads, `width` numbers each."""
+    each = [rank for own in ranks for rank in own]
     removed = 1 - sum(each) / (len(each) * width)
-    print(f"{options.out}: projections of groups of {recipe.group} KV heads, {width} numbers to "
-          f"{min(each)}–{max(each)}; {removed:.1%} of keys and values removed")  # fmt: skip
+    return (
+        f"projections of groups of {group} KV heads, {width} numbers to {min(each)}–{max(each)}; {removed:.1%} of keys "
+        "and values removed"
+    )

@@ -297,6 +297,29 @@ def calibrate_model(
     return make_weights(moments, ranks, biases), ranks
 
 
+def draw_projections(layout: Layout, recipe: PaluRecipe, seed: int) -> tuple[dict[str, Tensor], dict[Place, list[int]]]:
+    """Draw projections with orthonormal columns and equal ranks, for measurements of time and memory.
+
+    Args:
+        layout: The model's layout.
+        recipe: The recipe, of which the share and the groups count.
+        seed: The seed.
+
+    Returns:
+        The weights of the file by their names, and the ranks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    groups, width = layout.heads // recipe.group, recipe.group * layout.dim
+    places = [(layer, side) for layer in range(layout.layers) if layer not in layout.sliding for side in SIDES]
+    ranks = choose_ranks(places, width, groups, recipe, None)
+    weights = {
+        f"{name_group(place, group)}.weight": torch.linalg.qr(torch.randn(width, rank, generator=generator)).Q
+        for place, own in ranks.items()
+        for group, rank in enumerate(own)
+    }
+    return weights, ranks
+
+
 def describe_ranks(ranks: Mapping[Place, Sequence[int]], recipe: PaluRecipe) -> dict[str, str]:
     """Return what the metadata say about the ranks and the recipe."""
     named = {name_module(place): list(own) for place, own in ranks.items()}

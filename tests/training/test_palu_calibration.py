@@ -11,8 +11,9 @@ from safetensors import safe_open
 from torch.nn import Linear
 
 from kvbench.cli.calibrate import calibrate, main, parse_arguments
+from kvbench.config.catalogue import SHAPES
 from kvbench.models.checkpoint import Checkpoint, find_model
-from kvbench.models.configuration import Layout
+from kvbench.models.configuration import Layout, load_layout
 from kvbench.models.transformers_port import read_layout
 from kvbench.training import palu_calibration
 from kvbench.training.palu_calibration import choose_ranks, choose_recipe, choose_unit, compute_fisher, compute_moments
@@ -150,6 +151,30 @@ def test_the_command_writes_a_file_for_the_model(tmp_path, capsys):
     assert (values[0].diff() <= 0).all() and [*tmp_path.glob("**/*")] == [out.parent, out]
     assert main(["palu", "--model", "reference", "--out", str(out)]) == 2
     assert "there is a file; delete it or give another name" in capsys.readouterr().err
+
+
+def test_untrained_projections_need_a_shape_only(tmp_path, capsys):
+    """They are orthonormal, of equal ranks, and belong to no model."""
+    shape, out = SHAPES / "llama31_8b.json", tmp_path / "new" / "file"
+    options = ["palu", "--untrained", "--model", str(shape), "--device", "cpu"]
+    assert main([*options, "--out", str(out)]) == 0
+    assert "untrained projections of groups of 4 KV heads, 512 numbers to 256–256; 50.0% of" in capsys.readouterr().out
+    codec, layout = build_palu(str(out)), load_layout(str(shape))
+    assert set(codec.file.ranks.values()) == {(256, 256)} and len(codec.file.ranks) == 2 * layout.layers
+    assert (codec.file.identity, codec.file.metadata["source"]) == (None, "untrained")
+    codec.check(layout.layers, layout.heads, layout.dim, (), layout.hidden)
+    with safe_open(str(out), "pt") as file:
+        ups = [file.get_tensor(f"model.layers.{layer}.self_attn.k_proj.U.1.weight").double() for layer in (0, 31)]
+    for up in ups:
+        torch.testing.assert_close(up.T @ up, torch.eye(256).double(), rtol=0, atol=1e-5)
+    assert not torch.equal(*ups)
+    assert main([*options, "--out", str(tmp_path / "other"), "--removed", "0.3"]) == 0
+    assert build_palu(str(tmp_path / "other")).file.ranks[0, "v"] == (352, 352)
+    for more in (["--ranks", "uniform"], ["--fisher-length", "64"], ["--text", str(out)], ["--dtype", "float32"]):
+        assert main([*options, "--out", str(tmp_path / "third"), *more]) == 2
+        line = f"--untrained: reads nothing, and ranks are equal; leave out {more[0]}"
+        assert capsys.readouterr().err.strip().endswith(line)
+    assert not (tmp_path / "third").exists()
 
 
 def test_a_command_that_is_stopped_leaves_no_file(tmp_path, monkeypatch):
