@@ -1,9 +1,12 @@
 """Scores of rows by their codes, in three launches, and the rows with the largest scores.
 
 `_products` multiplies the query heads with the centroids. Afterwards a row's logit is a sum of `m` of these products.
-It also finds the codes of the newest row, which is no candidate yet. `_sums` finds the maximum and the sum of each span
-of rows, and `_scores` joins those of all spans and computes the logits again. If the largest scores are wanted too,
-`_scores` counts the first digits of the scores for `kernels.row_selection`.
+It also finds the codes of the newest row, which is no candidate yet. `_sums` finds the log-sum-exp of each span of rows,
+and `_scores` joins those of all spans and computes the logits again. If the largest scores are wanted too, `_scores`
+counts the first digits of the scores for `kernels.row_selection`.
+
+No product is a term of a sum over threads. A thread would fuse its own product with the addition, but not those that it
+gets from others, and rows with equal codes would differ in the last bit.
 """
 
 import torch
@@ -87,12 +90,18 @@ def _load_logits(
     return tl.where(here[:, None] & (member < group)[None], logits, float("-inf"))
 
 
+@triton.jit
+def _add_logarithm(most, total, otherwise):
+    """Return most + log2(total), or `otherwise` where the total is 0."""
+    return tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), otherwise)
+
+
 @triton.jit(do_not_specialize=["heads", "count", "first", "rows", "c_b", "c_h", "c_m"])
 def _sums(
-    codes, tables, stop, maxima, sums, counts, heads, count, group, first, rows, c_b, c_h, c_m,
+    codes, tables, stop, sums, counts, heads, count, group, first, rows, c_b, c_h, c_m,
     PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maximum and the sum of 2^(logit - maximum) of a span of rows, (B·H, spans, G) each.
+    """Compute the logarithm of the sum of 2^logit over a span of rows, (B·H, spans, G), in base 2.
 
     SPLITS, if not 0: the programs of a head also clear its counts of digits.
     """
@@ -106,13 +115,12 @@ def _sums(
     most = tl.max(logits, 0)
     total = tl.sum(tl.exp2(logits - tl.where(most == float("-inf"), 0.0, most)[None]), 0)
     at = (line * tl.num_programs(0) + span).to(tl.int64) * G + tl.arange(0, G)
-    tl.store(maxima + at, most)
-    tl.store(sums + at, total)
+    tl.store(sums + at, _add_logarithm(most, total, float("-inf")))
 
 
 @triton.jit(do_not_specialize=["heads", "count", "first", "rows", "per_split", "c_b", "c_h", "c_m"])
 def _scores(
-    codes, tables, stop, maxima, sums, scores, counts, heads, count, group, first, rows, per_split, c_b, c_h, c_m,
+    codes, tables, stop, sums, scores, counts, heads, count, group, first, rows, per_split, c_b, c_h, c_m,
     PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Join the sums of all spans, SPANS at once, and write the scores of a span.
@@ -126,17 +134,15 @@ def _scores(
     for begin in range(0, spans, SPANS):
         other = begin + tl.arange(0, SPANS)
         at, there = (line * spans + other).to(tl.int64)[:, None] * G + member[None], (other < spans)[:, None]
-        high = tl.load(maxima + at, mask=there, other=float("-inf"))
-        new = tl.maximum(most, tl.max(high, 0))
+        own = tl.load(sums + at, mask=there, other=float("-inf"))
+        new = tl.maximum(most, tl.max(own, 0))
         safe = tl.where(new == float("-inf"), 0.0, new)
-        more = tl.sum(tl.load(sums + at, mask=there, other=0.0) * tl.exp2(high - safe[None]), 0)
-        total = total * tl.exp2(most - safe) + more
+        total = total * tl.exp2(most - safe) + tl.sum(tl.exp2(own - safe[None]), 0)
         most = new
-    safe = tl.where(most == float("-inf"), 0.0, most)
-    share = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    whole = _add_logarithm(most, total, 0.0)
     row, last = span * N + tl.arange(0, N), tl.minimum(tl.load(stop), rows).to(tl.int32)
     logits = _load_logits(codes, tables, row, first, last, line, count, group, c_m, PARTS, G)
-    score = tl.sum(tl.exp2(logits - safe[None]) * share[None], 1)
+    score = tl.sum(tl.exp2(logits - whole[None]), 1)
     score = tl.where((row >= first) & (row < last), score, float("-inf"))
     tl.store(scores + line.to(tl.int64) * rows + row, score, mask=row < rows)
     if SPLITS:
@@ -176,12 +182,12 @@ def code_scores_triton(
         M=max(16, wide), N=CENTROIDS, E=max(16, triton.next_power_of_2(size)), G=wide,
         CAST=is_interpreting() and queries.dtype == torch.bfloat16, ENCODE=newest is not None, num_warps=4,
     )  # fmt: skip
-    maxima, sums = (torch.empty(lines, spans, wide, dtype=torch.float32, device=codes.device) for _ in range(2))
+    sums = torch.empty(lines, spans, wide, dtype=torch.float32, device=codes.device)
     splits, per_split = (0, 1) if counts is None else split_rows(rows)
     sizes, strides = (heads, count, group, first, rows), codes.stride()[:3]
     shape = {"PARTS": parts, "G": wide, "N": span, "SPLITS": splits, "num_warps": 8}
-    _sums[spans, lines](codes, tables, stop, maxima, sums, counts, *sizes, *strides, **shape)
-    _scores[spans, lines](codes, tables, stop, maxima, sums, scores, counts, *sizes, per_split, *strides, **shape)
+    _sums[spans, lines](codes, tables, stop, sums, counts, *sizes, *strides, **shape)
+    _scores[spans, lines](codes, tables, stop, sums, scores, counts, *sizes, per_split, *strides, **shape)
     return scores
 
 

@@ -233,7 +233,7 @@ def ahead():
     from kvbench.kernels.product_quantization import triton as own
 
     whole = {"codes": "*u8", "stop": "*i64", "last": "*i64", "scale": "fp32", "counts": "*i32"}
-    whole |= dict.fromkeys(("tables", "maxima", "sums", "scores"), "*fp32")
+    whole |= dict.fromkeys(("tables", "sums", "scores"), "*fp32")
     for dtype, dim, parts, group in (("bf16", 128, 2, 4), ("fp32", 128, 4, 8), ("fp16", 96, 1, 1), ("bf16", 64, 4, 32)):
         kinds = whole | dict.fromkeys(("queries", "codebook", "keys"), f"*{dtype}")
         wide = 1 << (dim // parts - 1).bit_length()
