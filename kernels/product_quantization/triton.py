@@ -1,9 +1,9 @@
 """Scores of rows by their codes, in three launches, and the rows with the largest scores.
 
 `_products` multiplies the query heads with the centroids. Afterwards a row's logit is a sum of `m` of these products.
-It also finds the codes of the newest row, which is no candidate yet. `_sums` finds the log-sum-exp of each span of rows,
-and `_scores` joins those of all spans and computes the logits again. If the largest scores are wanted too, `_scores`
-counts the first digits of the scores for `kernels.row_selection`.
+It also finds the codes of the newest row, which is no candidate yet. `_sums` finds the log-sum-exp of each span of
+rows, and `_scores` joins those of all spans and computes the logits again. If the largest scores are wanted too,
+`_scores` counts the first digits of the scores for `kernels.row_selection`.
 
 No product is a term of a sum over threads. A thread would fuse its own product with the addition, but not those that it
 gets from others, and rows with equal codes would differ in the last bit.
