@@ -9,7 +9,7 @@ from kvbench.engine.graph_decoding import CHUNK, GraphDecoder
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
-from tests.support.answer_paths import assert_same, make_contexts
+from tests.support.answer_paths import LONG, assert_same, assert_same_answers, assert_same_storage, make_contexts
 from tests.support.interrupted_answers import (
     answer_with_interruptions,
     assert_freed_at_once,
@@ -19,35 +19,12 @@ from tests.support.method_files import build_policy
 from tests.support.palu_files import build_palu, find_palu
 from tests.support.tiny_models import ids, make_exact, tiny
 
-LONG = 2 * CHUNK + 9
-
 
 def read_prompts(method="full", model="llama3", allocator="uniform", budget=0.3, batch=2, more=None, **codec):
     """Two contexts, of which the second one answers through the step."""
     codec = build_palu(find_palu(model, **(codec or dict(removed=0.7))))
     choice = choose_cache(*build_policy(method, allocator, model, **(more or {}))[:2], codec)
     return make_contexts(make_exact(model), choice, Budget(1.0 if method == "full" else budget), batch)
-
-
-def assert_same_storage(modules, step):
-    """Two contexts hold the same numbers, in tensors of the same sizes, and have counted the same."""
-    assert_same(modules, step)
-    assert modules.bytes() == step.bytes()
-    for layer, another in zip(modules.own_layers, step.own_layers, strict=True):
-        assert another.rows.growing is None
-        for one, other in zip(layer.rows.stored.tensors(), another.rows.stored.tensors(), strict=True):
-            assert one.dtype == other.dtype and one.shape == other.shape
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
-
-
-def assert_same_answers(modules, step, lengths=(LONG, 7, CHUNK + 9)):
-    """A short answer between two long ones is read by the modules."""
-    for tokens in lengths:
-        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
-        assert torch.equal(*map(torch.stack, answers))
-        assert step.decoding == ("graph" if tokens > 7 else "modules")
-        assert_same_storage(modules, step)
-        torch.testing.assert_close(modules.logits, step.logits, rtol=0, atol=1e-9)
 
 
 @pytest.mark.cover

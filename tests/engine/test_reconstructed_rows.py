@@ -11,7 +11,7 @@ from kvbench.engine.graph_decoding import CHUNK, GraphDecoder
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.read_rows import ReadRows, make_reader
 from kvbench.engine.sampling import Sampling
-from tests.support.answer_paths import assert_same, make_contexts
+from tests.support.answer_paths import LONG, assert_same, assert_same_answers, assert_same_storage, make_contexts
 from tests.support.delta_files import build_delta
 from tests.support.interrupted_answers import (
     answer_with_interruptions,
@@ -23,7 +23,6 @@ from tests.support.selection import only_in_full
 from tests.support.tiny_models import ids, make_exact, tiny
 
 SELECTS = dict(full_layers=[0], depth=None, sinks=3, recent=8)
-LONG = 2 * CHUNK + 9  # tokens in which several blocks are compressed
 
 
 def read_prompts(method="deltakv", model="llama", selects=None, budget=0.3, batch=2, prompt=60, **codec):
@@ -32,28 +31,6 @@ def read_prompts(method="deltakv", model="llama", selects=None, budget=0.3, batc
     policy = build_policy(method, "uniform", model, **more)[:2]
     choice = choose_cache(*policy, build_delta(model, codec.pop("kind", "drawn"), **codec))
     return make_contexts(make_exact(model), choice, 1.0 if method == "full" else budget, batch, prompt=prompt)
-
-
-def assert_same_storage(modules, step):
-    """Two contexts hold the same numbers, in tensors of the same sizes, and have counted the same."""
-    assert_same(modules, step)
-    assert modules.bytes() == step.bytes()
-    for layer, another in zip(modules.own_layers, step.own_layers, strict=True):
-        assert another.rows.growing is None
-        if layer.packs:
-            for one, other in zip(layer.rows.stored.tensors(), another.rows.stored.tensors(), strict=True):
-                assert one.dtype == other.dtype
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
-
-
-def assert_same_answers(modules, step, lengths=(LONG, 7, CHUNK + 9)):
-    """A short answer between two long ones is read by the modules."""
-    for tokens in lengths:
-        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
-        assert torch.equal(*map(torch.stack, answers))
-        assert step.decoding == ("graph" if tokens > 7 else "modules")
-        assert_same_storage(modules, step)
-        torch.testing.assert_close(modules.logits, step.logits, rtol=0, atol=1e-9)
 
 
 @pytest.mark.cover

@@ -10,12 +10,11 @@ import torch
 
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
-from kvbench.engine.graph_decoding import GraphDecoder
-from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.kernels.latent_attention import LatentRows, Side, append_latents, attend_latents
 from kvbench.models.transformers_port import read_layout
+from tests.support.answer_paths import assert_graph_answers_alike, read_drawn_tokens
 from tests.support.gpu_models import make_llama
 from tests.support.method_files import build_policy
 from tests.support.palu_files import build_palu, draw_palu
@@ -100,32 +99,15 @@ def read_prompt(model, path, method="full", allocator="uniform", batch=1, graphs
 def test_graphs_decode_latents_as_the_modules_do(path, method, allocator, batch):
     model = make_llama(torch.float32)
     contexts = [read_prompt(model, path, method, allocator, batch, graphs) for graphs in (False, True)]
-    answers = [torch.stack(list(context.generate(ANSWER, GREEDY, frozenset()))) for context in contexts]
-    assert [context.decoding for context in contexts] == ["modules", "graph"]
-    assert (answers[0] == answers[1]).float().mean() >= 0.9
-    assert contexts[0].bytes() == contexts[1].bytes()
-    for one, other in zip(*(context.own_layers for context in contexts), strict=True):
-        assert one.attended == pytest.approx(other.attended)
-        assert torch.equal(one.rows.places, other.rows.places) and torch.equal(one.rows.lengths, other.rows.lengths)
+    assert_graph_answers_alike(contexts, ANSWER)
 
 
 def test_a_graph_in_bfloat16_gives_what_the_references_give(path):
     """The same tokens are read, so that logits can be compared: to 2^-5 of the largest."""
     context, found = read_prompt(make_llama(torch.bfloat16), path, "snapkv", "ada"), []
-
-    def pick(logits, draws):
-        return (draws * 512).long()
-
     for name in (None, "reference"):
         with torch.no_grad(), context.branch():
-            draws = torch.rand(1, ANSWER + 1, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-            rows = PackedRows(context.weights, context.own_layers, ANSWER, context.seen, name)
-            first = torch.full((1,), 7, device=DEVICE)
-            decoder = GraphDecoder(context.weights, rows, first, ANSWER, pick, draws, name)
-            assert bool(decoder.graphs) == (name is None)
-            for _ in range(ANSWER):
-                decoder.next()
-            found.append(decoder.close().float())
+            found.append(read_drawn_tokens(context, ANSWER, name))
     assert (found[0] - found[1]).abs().max() <= 2**-5 * found[1].abs().max()
 
 

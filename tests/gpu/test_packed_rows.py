@@ -9,12 +9,11 @@ from transformers import LlamaForCausalLM
 
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
-from kvbench.engine.graph_decoding import GraphDecoder
-from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.kernels.packed_attention import attend_packed
 from kvbench.methods.codecs.kivi import GrowingKivi, Kivi
+from tests.support.answer_paths import assert_graph_answers_alike, read_drawn_tokens
 from tests.support.gpu_models import make_llama
 from tests.support.method_files import build_policy
 
@@ -76,33 +75,21 @@ def test_the_kernels_do_what_the_references_do(dim, bits, group, residual, queri
 @pytest.mark.parametrize("batch", [1, 3])
 def test_graphs_decode_packed_rows_as_the_modules_do(exact, method, allocator, batch):
     contexts = [read_prompt(exact, method, allocator, batch, graphs) for graphs in (False, True)]
-    answers = [torch.stack(list(context.generate(ANSWER, GREEDY, frozenset()))) for context in contexts]
-    assert [context.decoding for context in contexts] == ["modules", "graph"]
-    assert (answers[0] == answers[1]).float().mean() >= 0.9  # now and then a rounded scale is the next one
-    assert contexts[0].bytes() == contexts[1].bytes()
-    for one, other in zip(*(context.own_layers for context in contexts), strict=True):
-        assert one.attended == pytest.approx(other.attended)
-        assert torch.equal(one.rows.places, other.rows.places) and torch.equal(one.rows.lengths, other.rows.lengths)
+    assert_graph_answers_alike(contexts, ANSWER)
 
 
 def test_a_graph_in_bfloat16_gives_what_the_references_give():
     """The same tokens are read, so that logits can be compared: to 2^-5 of the largest; 99 % of the codes are equal."""
     model, found = make_llama(torch.bfloat16), []
     context = read_prompt(model, "snapkv", "ada")
-
-    def pick(logits, draws):
-        return (draws * 512).long()
-
     for name in (None, "reference"):
         with torch.no_grad(), context.branch():
-            draws = torch.rand(1, ANSWER + 1, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-            rows = PackedRows(context.weights, context.own_layers, ANSWER, context.seen, name)
-            first = torch.full((1,), 7, device=DEVICE)
-            decoder = GraphDecoder(context.weights, rows, first, ANSWER, pick, draws, name)
-            assert bool(decoder.graphs) == (name is None)
-            for _ in range(ANSWER):
-                decoder.next()
-            found.append((decoder.close().float(), [layer.rows.stored.tensors() for layer in context.own_layers]))
+            found.append(
+                (
+                    read_drawn_tokens(context, ANSWER, name),
+                    [layer.rows.stored.tensors() for layer in context.own_layers],
+                )
+            )
     (logits, packed), (expected, own) = found
     assert (logits - expected).abs().max() <= 2**-5 * expected.abs().max()
     for one, other in zip(packed, own, strict=True):

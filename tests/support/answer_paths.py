@@ -1,13 +1,24 @@
 """Two contexts on one prompt, of which one answers through the model's modules and one through kvbench's own step."""
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
 from kvbench.cache.policy import CachePolicy
-from kvbench.engine.generation import GenerationContext
+from kvbench.engine.generation import WORTH, GenerationContext
+from kvbench.engine.graph_decoding import CHUNK, GraphDecoder
+from kvbench.engine.packed_rows import PackedRows
+from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.decoder_weights import collect_weights
 from tests.support.tiny_models import ids
+
+LONG = 2 * CHUNK + 9
+"""Tokens of a long answer."""
+LENGTHS = (LONG, 7, CHUNK + 9)
+"""A short answer between two long ones."""
 
 
 def make_contexts(
@@ -59,3 +70,55 @@ def assert_same(one: GenerationContext, other: GenerationContext) -> None:
         assert window.cumulative_length == another.cumulative_length == one.seen
         torch.testing.assert_close(window.keys, another.keys, rtol=0, atol=1e-4)
         torch.testing.assert_close(window.values, another.values, rtol=0, atol=1e-4)
+
+
+def assert_same_storage(modules: GenerationContext, step: GenerationContext) -> None:
+    """Two contexts hold the same numbers, packed in tensors of the same sizes, and have counted the same."""
+    assert_same(modules, step)
+    assert modules.bytes() == step.bytes()
+    for layer, another in zip(modules.own_layers, step.own_layers, strict=True):
+        assert another.rows.growing is None
+        if layer.packs:
+            for one, other in zip(layer.rows.stored.tensors(), another.rows.stored.tensors(), strict=True):
+                assert one.dtype == other.dtype
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+def assert_same_answers(modules: GenerationContext, step: GenerationContext, lengths: Sequence[int] = LENGTHS) -> None:
+    """The contexts give the same answers one after the other, of which the modules read those of few tokens."""
+    for tokens in lengths:
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers))
+        assert step.decoding == ("graph" if tokens >= WORTH else "modules")
+        assert_same_storage(modules, step)
+        torch.testing.assert_close(modules.logits, step.logits, rtol=0, atol=1e-9)
+
+
+def assert_graph_answers_alike(contexts: Sequence[GenerationContext], tokens: int) -> None:
+    """Of two contexts on a GPU modules answer in the first and a graph in the second, with almost the same tokens."""
+    answers = [torch.stack(list(context.generate(tokens, Sampling(), frozenset()))) for context in contexts]
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert (answers[0] == answers[1]).float().mean() >= 0.9  # a rounded scale, or a logit, is now and then the next one
+    assert contexts[0].bytes() == contexts[1].bytes()
+    for one, other in zip(*(context.own_layers for context in contexts), strict=True):
+        assert one.attended == pytest.approx(other.attended)
+        assert torch.equal(one.rows.places, other.rows.places) and torch.equal(one.rows.lengths, other.rows.lengths)
+
+
+def read_drawn_tokens(context: GenerationContext, tokens: int, implementation: str | None) -> torch.Tensor:
+    """Let packed rows read drawn tokens, in a graph unless an implementation is named. Returns the last logits."""
+    device = context.logits.device
+    draws = torch.rand(1, tokens + 1, generator=torch.Generator().manual_seed(2)).to(device)
+    rows = PackedRows(context.weights, context.own_layers, tokens, context.seen, implementation)
+    decoder = GraphDecoder(
+        context.weights, rows, torch.full((1,), 7, device=device), tokens, pick_drawn, draws, implementation
+    )
+    assert bool(decoder.graphs) == (implementation is None)
+    for _ in range(tokens):
+        decoder.next()
+    return decoder.close().float()
+
+
+def pick_drawn(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """A token that does not depend on the logits, so that they can be compared."""
+    return (draws * logits.shape[1]).long()
