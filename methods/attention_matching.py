@@ -44,7 +44,7 @@ from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.validation import SettingError
 
-LOGITS = 1 << 23  # that are held at once
+LOGITS, LOGITS_ON_GPU = 1 << 21, 1 << 23  # that are held at once
 SCRATCH = 2_000_000_000  # bytes of the normal equations that are held at once, roughly
 LARGE = 1024  # equations that are solved one system after the other
 TOLERANCE = 1e-10  # a projected gradient this small, in units of the largest slope at 0, ends the search for weights
@@ -219,7 +219,8 @@ def compute_logits(queries: Tensor, keys: Tensor, mass: Tensor, scaling: float) 
         scaling: The factor of the logits, s.
     """
     keys, mass = keys.double().mT, mass.double()[:, None]
-    for some in queries.split(max(1, LOGITS // mass.numel()), dim=1):
+    most = LOGITS_ON_GPU if keys.is_cuda else LOGITS
+    for some in queries.split(max(1, most // mass.numel()), dim=1):
         yield (some.double() @ keys * scaling + mass.log()).masked_fill(mass == 0, torch.finfo(keys.dtype).min)
 
 
