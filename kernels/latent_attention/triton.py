@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.attention.triton import LOG2E, add_tile
+from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.latent_attention.rows import LatentRows, find_unit
 from kvbench.kernels.rope_append.triton import rotate_head
 
@@ -341,7 +342,7 @@ def attend_latents_triton(
     each = query_heads // rows.heads
     exact = queries.dtype == torch.float32
     shape = choose_shape(max(rows.keys.ranks), heads, each, dim, exact, norm is not None)
-    cast = triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16
+    cast = is_interpreting() and queries.dtype == torch.bfloat16
     terms, size = shape.pop("PARTS"), shape["N"]
     held_tiles = triton.cdiv(rows.longest, size)
     tiles = held_tiles + triton.cdiv(rows.room, size)

@@ -167,7 +167,7 @@ def code_scores_triton(
     """
     batch, heads, parts, count, size = codebook.shape
     group, rows, lines = queries.shape[1] // heads, first + codes.shape[3], batch * heads
-    codes = codes if codes.stride(3) == 1 or newest is not None else codes.contiguous()
+    codes = codes if codes.stride(3) == 1 else codes.contiguous()
     wide = triton.next_power_of_2(group)  # query heads of a table
     span = min(SPAN, max(16, LOGITS // wide))
     spans = triton.cdiv(rows, span)

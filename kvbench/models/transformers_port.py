@@ -447,10 +447,12 @@ def differentiate(
 def observe_inputs(model: torch.nn.Module, cache: ContextCache) -> Iterator[None]:
     """Let the ports of a cache take what their layers ask for while the model reads. Others cost nothing."""
     with ExitStack() as stack:
-        for index, port in enumerate(cache.layers):
-            if isinstance(port, CacheLayerPort) and port.wants_inputs:
-                heads = text_config(model).num_key_value_heads
-                stack.enter_context(port.observe_inputs(list_decoder_layers(model)[index], heads))
+        asking = {
+            i: port for i, port in enumerate(cache.layers) if isinstance(port, CacheLayerPort) and port.wants_inputs
+        }
+        layers = list_decoder_layers(model) if asking else []  # which looks through all modules
+        for index, port in asking.items():
+            stack.enter_context(port.observe_inputs(layers[index], text_config(model).num_key_value_heads))
         yield
 
 

@@ -11,7 +11,14 @@ from kvbench.engine.graph_decoding import CHUNK, GraphDecoder
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.read_rows import ReadRows, make_reader
 from kvbench.engine.sampling import Sampling
-from tests.support.answer_paths import LONG, assert_same, assert_same_answers, assert_same_storage, make_contexts
+from tests.support.answer_paths import (
+    LONG,
+    assert_branch_leaves_nothing,
+    assert_same,
+    assert_same_answers,
+    assert_same_storage,
+    make_contexts,
+)
 from tests.support.delta_files import build_delta
 from tests.support.interrupted_answers import (
     answer_with_interruptions,
@@ -135,11 +142,7 @@ def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read
 
 def test_a_branch_leaves_nothing_behind():
     _, step = read_prompts()
-    size, answers = step.bytes(), []
-    for _ in range(2):
-        with step.branch():
-            answers.append(torch.stack(list(step.generate(LONG, Sampling(), frozenset()))))
-    assert torch.equal(*answers) and step.bytes() == size
+    assert_branch_leaves_nothing(step)
 
 
 def test_a_context_that_nobody_has_is_freed_at_once():

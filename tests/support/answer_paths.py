@@ -94,6 +94,15 @@ def assert_same_answers(modules: GenerationContext, step: GenerationContext, len
         torch.testing.assert_close(modules.logits, step.logits, rtol=0, atol=1e-9)
 
 
+def assert_branch_leaves_nothing(step: GenerationContext) -> None:
+    """A long answer in a branch is the same when it is given again, and leaves the context as large as it was."""
+    size, answers = step.bytes(), []
+    for _ in range(2):
+        with step.branch():
+            answers.append(torch.stack(list(step.generate(LONG, Sampling(), frozenset()))))
+    assert torch.equal(*answers) and step.bytes() == size
+
+
 def assert_graph_answers_alike(contexts: Sequence[GenerationContext], tokens: int) -> None:
     """Of two contexts on a GPU modules answer in the first and a graph in the second, with almost the same tokens."""
     answers = [torch.stack(list(context.generate(tokens, Sampling(), frozenset()))) for context in contexts]
