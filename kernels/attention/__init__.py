@@ -9,7 +9,7 @@ from kvbench.kernels.attention.reference import attend_reference, pad_ragged
 from kvbench.kernels.attention.sdpa import attend_cudnn, attend_sdpa, attend_sdpa_lse, cudnn_serves
 from kvbench.kernels.dispatch import FAST, announced, choose_implementation
 
-LONG = 512  # smallest block that goes to cuDNN, in tokens; chosen by trial on an H200
+PLANNED = 2.5e12  # smallest work of a block for cuDNN, in operations; chosen by trial on an H200 (README.md)
 
 
 def attend(
@@ -53,8 +53,8 @@ def attend(
     if mass is not None and mass.shape != keys.shape[:3]:
         raise ValueError(f"attend: mass {tuple(mass.shape)} for keys {tuple(keys.shape)}")
     whole = mass is None and look is None and tokens == keys.shape[2]
-    if whole and lse and implementation is None and queries.is_cuda and queries.dtype in FAST:
-        return attend_ragged(queries, None, keys, values, scaling, lse=True)
+    if whole and implementation is None and queries.is_cuda and queries.dtype in FAST:
+        return attend_ragged(queries, None, keys, values, scaling, lse=lse)
     whole = whole and queries.device.type == "cpu"
     implementation = implementation or ("reference" if lse and not whole else "sdpa")
     if implementation == "reference":
@@ -164,7 +164,10 @@ def attend_ragged(
 
 
 def choose_cudnn(queries: Tensor, held: RaggedRows | None, keys: Tensor, tail: int, step: Tensor | None) -> str | None:
-    """Return "cudnn" for a long block over even heads of single tokens if cuDNN supports it, otherwise None."""
+    """Return "cudnn" if cuDNN supports the rows and saves more time than its plan takes, otherwise None."""
+    batch, query_heads, tokens, dim = queries.shape
+    earlier = tail - tokens + (0 if held is None else held.longest)
+    if 4 * batch * query_heads * dim * tokens * (earlier + tokens / 2) < PLANNED:
+        return None
     plain = step is None and (held is None or (held.even and held.mass is None))
-    earlier = tail - queries.shape[2] + (0 if held is None else held.longest)  # cuDNN refuses a single row
-    return "cudnn" if plain and queries.shape[2] >= LONG and earlier != 1 and cudnn_serves(queries, keys) else None
+    return "cudnn" if plain and earlier != 1 and cudnn_serves(queries, keys) else None  # it refuses a single row

@@ -1,10 +1,15 @@
 """Attend through torch's scaled_dot_product_attention, which needs no memory for logits if it has a fused kernel."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbench.kernels.attention.reference import CHUNK, visible_mask
+
+PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend_sdpa(
@@ -13,9 +18,10 @@ def attend_sdpa(
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     if mass is None and look is None and tokens == rows:
-        return scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=scaling, enable_gqa=heads != query_heads
-        )
+        with avoid_plans(queries):
+            return scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scaling, enable_gqa=heads != query_heads
+            )
     # the query heads of a group become further queries, so keys and values are read once for the whole group
     groups = query_heads // heads
     grouped = queries.reshape(batch, heads, groups, tokens, dim)
@@ -25,9 +31,15 @@ def attend_sdpa(
         stop = min(start + step, tokens)
         bias = _bias(batch, heads, groups, tokens, start, stop, mass, look, rows, queries)
         some = grouped[..., start:stop, :].reshape(batch, heads, -1, dim)
-        found = scaled_dot_product_attention(some, keys, values, attn_mask=bias, scale=scaling)
+        with avoid_plans(queries):
+            found = scaled_dot_product_attention(some, keys, values, attn_mask=bias, scale=scaling)
         outputs[..., start:stop, :] = found.view(batch, heads, groups, stop - start, dim)
     return outputs.view_as(queries)
+
+
+def avoid_plans(queries: Tensor) -> AbstractContextManager[None]:
+    """Keep torch from choosing cuDNN, which plans anew for every number of rows: for every token of an answer."""
+    return sdpa_kernel(PLANLESS) if queries.is_cuda else nullcontext()
 
 
 def attend_sdpa_lse(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -115,6 +127,7 @@ def attend_windowed(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
 
 def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, seen: Tensor) -> Tensor:
     """Attend with queries (B, Hq, T, d) to those of the keys and values (B, H, n, d) that `seen` (T, n) names."""
-    return scaled_dot_product_attention(
-        queries, keys, values, attn_mask=seen, scale=scaling, enable_gqa=keys.shape[1] != queries.shape[1]
-    )
+    with avoid_plans(queries):
+        return scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen, scale=scaling, enable_gqa=keys.shape[1] != queries.shape[1]
+        )

@@ -266,7 +266,7 @@ class Layer:
 
         def work(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             keys, values = torch.cat([held[0], keys], 2), torch.cat([held[1], values], 2)
-            return attend(queries, keys, values, None, scaling)[0]
+            return attend(queries, keys, values, None, scaling, implementation="sdpa")[0]
 
         found: Tensor = checkpoint(work, queries, *fresh, use_reentrant=False, preserve_rng_state=False)
         return found

@@ -91,7 +91,8 @@ def test_masses_may_be_weights(enough, monkeypatch):
 @pytest.mark.cover
 @pytest.mark.parametrize("longest", [0, 300])
 @pytest.mark.parametrize("tail", [512, 700])
-def test_two_calls_joined_are_one_attention(longest, tail):
+def test_two_calls_joined_are_one_attention(monkeypatch, longest, tail):
+    monkeypatch.setattr("kvbench.kernels.attention.PLANNED", 1)
     queries, held, keys, values = made((2, 2, 4, 512, tail, longest, 64), False, torch.bfloat16)
     if held is not None:
         rows = torch.randn(2 * 2 * longest, 64, device=DEVICE).bfloat16()
@@ -107,6 +108,7 @@ def test_two_calls_joined_are_one_attention(longest, tail):
 def test_a_single_earlier_row_is_not_cudnns(monkeypatch):
     """What a small share of a short first block leaves: cuDNN takes no keys of one row."""
     monkeypatch.setattr("kvbench.kernels.attention.cudnn_serves", lambda queries, keys: True)
+    monkeypatch.setattr("kvbench.kernels.attention.PLANNED", 1)
     queries, keys = torch.zeros(1, 2, 600, 16), torch.zeros(1, 1, 700, 16)
     for longest, tail, chosen in (
         (1, 600, None),
@@ -118,6 +120,25 @@ def test_a_single_earlier_row_is_not_cudnns(monkeypatch):
         rows, count = torch.zeros(longest, 16), torch.tensor([longest])
         held = RaggedRows(rows, rows, None, count - longest, count, longest, even=True) if longest else None
         assert choose_cudnn(queries, held, keys, tail, None) == chosen
+
+
+@pytest.mark.parametrize(("tokens", "earlier", "chosen"), [(512, 0, None), (2**15, 0, "cudnn"), (512, 2**17, None)])
+def test_cudnn_is_chosen_for_work_that_is_worth_a_plan(monkeypatch, tokens, earlier, chosen):
+    monkeypatch.setattr("kvbench.kernels.attention.cudnn_serves", lambda queries, keys: True)
+    queries, keys = (torch.empty(1, *shape, 128, device="meta") for shape in ((32, tokens), (8, tokens + earlier)))
+    assert choose_cudnn(queries, None, keys, tokens + earlier, None) == chosen
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="torch chooses cuDNN on a GPU only")
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_length_needs_a_plan_of_cudnn(tokens, masked):
+    """A token of an answer would wait for a plan, because it attends to one more row than the last."""
+    queries, keys = (torch.randn(1, heads, n, 64, device=DEVICE).bfloat16() for heads, n in ((4, tokens), (2, 40)))
+    mass = torch.ones(1, 2, 40, device=DEVICE) if masked else None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        attend(queries, keys, keys, mass, 0.125)
+    assert not [event.key for event in seen.key_averages() if "cudnn" in event.key]
 
 
 def test_one_query_of_many_samples_reads_a_heads_rows_once(monkeypatch):
