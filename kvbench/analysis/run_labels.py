@@ -7,6 +7,7 @@ from typing import Any
 
 from kvbench.analysis.intervals import Mean
 from kvbench.analysis.paired import PairedDifference
+from kvbench.config.catalogue import find_preset
 from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import CACHE_GROUPS, UNSHARED_SETTINGS, StoredRun, find_differences
 from kvbench.validation import SettingError, escape
@@ -45,9 +46,9 @@ def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredR
 
 
 def label_cache(value: Mapping[str, Any]) -> str:
-    """Return the method and every setting of the cache that differs from the usual one."""
-    parts = [get_name(value, "method")]
-    parts += [get_name(value, group) for group, usual in USUAL_GROUPS.items() if value[group]["name"] != usual]
+    """Return the method and every setting of the cache that differs from the usual one, with presets by their name."""
+    groups = ["method", *(group for group, usual in USUAL_GROUPS.items() if value[group]["name"] != usual)]
+    parts = [" ".join(filter(None, (value[group]["name"], find_preset(group, value[group])))) for group in groups]
     if value.get("block_size") is not None:
         parts.append(f"block {value['block_size']}")
     if value.get("budget_of") not in (None, "prompt"):

@@ -89,6 +89,34 @@ def load_settings(group: str, name: str, overrides: Mapping[str, Any] | None = N
     return resolve(group, config)
 
 
+@cache
+def _resolve_presets(group: str, name: str) -> dict[str, dict[str, Any]]:
+    """Return the settings that each preset of conf/<group>/<name>.yaml chooses, resolved, the default preset first."""
+    offered = _compose_choice(group, name)
+    presets = offered.get("presets") or {}
+    found = {}
+    for preset in sorted(presets, key=lambda own: own != offered["preset"]):
+        own = load_settings(group, name, {"preset": preset})
+        found[preset] = {key: own[key] for key in presets[preset] or () if key in own}
+    return found
+
+
+def find_preset(group: str, settings: Mapping[str, Any]) -> str | None:
+    """Return the preset that a part of a run has the settings of, or None if that is the default one, or none is.
+
+    Args:
+        group: "method", "allocator" or "codec".
+        settings: The part's settings, as in a run's identity.
+    """
+    name = settings["name"]
+    presets = _resolve_presets(group, name) if name in list_choices(group) else {}
+    matching = (
+        preset for preset, own in presets.items() if all(settings.get(key) == value for key, value in own.items())
+    )
+    found = next(matching, None)
+    return None if found == next(iter(presets), None) else found
+
+
 def resolve(group: str, config: DictConfig) -> dict[str, Any]:
     """Return the settings of a group with its preset and, in a composite, the settings of its base method applied.
 

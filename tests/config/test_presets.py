@@ -9,7 +9,7 @@ import torch
 import yaml
 
 import kvbench
-from kvbench.config.catalogue import CONF, build, list_choices, load_settings
+from kvbench.config.catalogue import CONF, build, find_preset, list_choices, load_settings
 from tests.support.method_files import make_tiny_method_args
 from tests.support.tiny_models import BUILD, MADE, ids, make_fresh, tiny
 
@@ -75,6 +75,23 @@ def logits(name: str, model: str, preset: str, budget: int, **args) -> torch.Ten
     args = make_tiny_method_args(name, model) | {"preset": preset} | args
     held = kvbench.prefill(tiny(model), ids(120), name, budget, method_args=args)
     return torch.cat([held.extend(token) for token in ids(6, seed=1).split(1, dim=1)], 1)
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "changed", "preset"),
+    [
+        ("method", "kvzip", {}, None),
+        ("method", "kvzip", {"preset": "plus"}, "plus"),
+        ("method", "kvzip", {"preset": "plus", "postfix": 9}, "plus"),
+        ("method", "kvzip", {"chunk": 1999}, None),
+        ("method", "random", {}, None),
+        ("codec", "kivi", {"preset": "bits4"}, "bits4"),
+    ],
+)
+def test_the_settings_of_a_run_tell_its_preset(group, name, changed, preset):
+    """Only what the presets say differs between them; the default one needs no name."""
+    assert find_preset(group, load_settings(group, name, changed)) == preset
+    assert find_preset("method", {"name": "of another checkout"}) is None
 
 
 def test_omnikv_presets_differ(monkeypatch):
