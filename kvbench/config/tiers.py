@@ -35,9 +35,11 @@ class Tier:
         """Return the arguments of each sweep, with results and files in the folder `results`."""
 
         def place(argument: str) -> str:
-            name, _, value = argument.partition("=")
-            file = results / "files" / value.removeprefix(FILES)
-            return f"{name}={quote(file)}" if value.startswith(FILES) else argument
+            name, _, values = argument.partition("=")
+            each = values.split(",")
+            if not all(own.startswith(FILES) for own in each):
+                return argument
+            return f"{name}={','.join(quote(results / 'files' / own.removeprefix(FILES)) for own in each)}"
 
         lines = [f"{self.common} {line}".split() for line in self.sweeps]
         return [[*map(place, line), f"results={quote(results)}"] for line in lines]

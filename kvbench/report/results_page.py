@@ -63,8 +63,8 @@ more layers and heads. How methods rank here is therefore no evidence about how 
 neither are the sizes of the differences. What does carry over is how many samples it takes to tell methods apart, and
 that a score without an interval is not a comparison.
 
-The tables say nothing about time. Some methods pay for their score: kvzip lets the model read each prompt twice, and
-omnikv and quest keep the whole cache in memory ([cost](gpu-and-efficiency.md)).
+The tables say nothing about time. Some methods pay for their score: kvzip and kvgrad let the model read each prompt
+twice, and omnikv, quest and pqcache keep the whole cache in memory ([cost](gpu-and-efficiency.md)).
 
 The embedded model was trained by kvbench on tasks like these. Its tables test the harness and nothing else.
 """

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.config.compose import compose
-from kvbench.config.tiers import choose_tiers, read_tiers
+from kvbench.config.tiers import Tier, choose_tiers, read_tiers
 from kvbench.runs.spec import SharedParts
 from kvbench.sweeps.plan import describe_run, expand_sweep
 from kvbench.sweeps.tier_store import check_store, list_values
@@ -18,7 +18,7 @@ from tests.support.selection import only_in_full
 GPU = {"type": "cuda", "dtype": "bfloat16", "gpu": "NVIDIA H200", "torch": "2.11.0"}
 
 
-@pytest.mark.parametrize("name", ["a", only_in_full("b"), only_in_full("c"), only_in_full("d")])
+@pytest.mark.parametrize("name", ["a", *map(only_in_full, "bcdef")])
 def test_no_cell_of_a_tier_is_refused(name, tmp_path):
     """Here with the embedded model, because SmolLM2 must be downloaded. Tier a has at most 12,000 records."""
     tier, shared = read_tiers()[name], SharedParts()
@@ -40,9 +40,18 @@ def test_no_cell_of_a_tier_is_refused(name, tmp_path):
         assert len(cells) * config.task.samples * len(config.task.subtasks) == 9120 < 12_000
 
 
+def test_files_of_a_sweep_are_in_the_folder_of_results(tmp_path):
+    tier = Tier("x", "x", ["codec.path=FILES/one,FILES/two codec.bits=null,4"])
+    [cells] = map(expand_sweep, tier.list_sweeps(tmp_path / "a b"))
+    assert len(cells) == 4
+    assert {path for cell in cells for path in cell if path.startswith("codec.path=")} == {
+        f"codec.path='{tmp_path}/a b/files/{name}'" for name in ("one", "two")
+    }
+
+
 def test_tiers_are_chosen_by_name():
     assert [tier.name for tier in choose_tiers(["b", "a", "b"])] == ["b", "a"]
-    with pytest.raises(SettingError, match="tier=nosuch: choose one of a, b, c, d"):
+    with pytest.raises(SettingError, match="tier=nosuch: choose one of a, b, c, d, e, f"):
         choose_tiers(["nosuch"])
 
 
