@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.joint_decoding import Session, finish_answer
 from kvbench.engine.spending import spend
+from kvbench.engine.timing import now
 
 TOKENS = 16  # tokens of an answer that are read: few, because some methods read them one by one
 FILL = 8  # given answers that are read together have a multiple of so many tokens
@@ -65,7 +66,9 @@ class ForcedTokens:
         return draws % STEP
 
 
-def predict(context: GenerationContext, answers: Sequence[Sequence[int]], joins: bool = False) -> Session[Tensor]:
+def predict(
+    context: GenerationContext, answers: Sequence[Sequence[int]], joins: bool = False
+) -> Session[tuple[Tensor, float]]:
     """Let the context read answers that are given, and forget them.
 
     Args:
@@ -76,7 +79,8 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]], joins:
 
     Returns:
         A session with the log-probabilities of the next token in front of each token of the answers, shape
-        (B, longest, vocab), float32 or wider.
+        (B, longest, vocab), float32 or wider, and the seconds that reading took. They do not count the time in which
+        answers that will be read together wait for each other.
     """
     device = context.last_logits.device
     ids = pad_sequence([torch.tensor(own, dtype=torch.int64) for own in answers], batch_first=True).to(device)
@@ -85,6 +89,7 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]], joins:
     if joins:
         room = FILL if context.window is None else context.window - context.seen - longest  # the modules refuse more
         ids = pad(ids, (0, min(-longest % FILL, max(0, room))))
+    begin, seconds = now(context.device), None
     with context.branch():
         if ids.shape[1] == 1:
             logits = context.last_logits[:, None]
@@ -92,11 +97,13 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]], joins:
             logits = context.last_logits.new_empty(*ids.shape, context.last_logits.shape[1])
             answer = Answer(context, ids.shape[1], ForcedTokens(ids, logits), frozenset())
             yield from finish_answer(answer, lambda _: True)
+            seconds = context.capture_ms / 1000 + context.stamps[-1]
         else:
             with spend("comparing"):
                 logits = torch.cat([context.last_logits[:, None], context.extend(ids[:, :-1])], dim=1)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits[:, :longest].to(wide).log_softmax(-1)
+    predicted = logits[:, :longest].to(wide).log_softmax(-1)
+    return predicted, now(context.device) - begin if seconds is None else seconds
 
 
 def mean_nll(predicted: Tensor, answer: Sequence[int]) -> float:

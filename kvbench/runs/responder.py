@@ -378,17 +378,17 @@ class Responder:
         Nothing is compared if a conversation holds the model's own answers, because they differ between runs, or if a
         sample has no right answer. See kvbench.runs.fidelity.
         """
-        begin = now(self.run.device)
         answers = [self._right_answer(sample, prompt) for sample, prompt in batch]
         if not any(answers):
             return [{"fidelity": {}} for _ in batch]
-        predictions = yield from predict(context, answers, self._joins)
+        predictions, reading = yield from predict(context, answers, self._joins)
+        begin = now(self.run.device)
         with spend("comparing"):
             found = [
                 self._compare_one(sample, answer, predicted, batch) if answer else {"fidelity": {}}
                 for (sample, _), answer, predicted in zip(batch, answers, predictions, strict=True)
             ]
-            spent = 1000 * (now(self.run.device) - begin) / len(batch)
+            spent = 1000 * (reading + now(self.run.device) - begin) / len(batch)
         return [own | {"fidelity_ms": spent} if own["fidelity"] else own for own in found]
 
     def _compare_one(

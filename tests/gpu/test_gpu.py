@@ -445,7 +445,7 @@ def test_answers_that_are_read_predict_as_those_that_are_decoded(exact, method):
         context.prefill(prompts(2, 700))
         with context.branch():
             answer = torch.stack(list(context.generate(12, GREEDY, frozenset())), 1)
-        predicted = run_alone(predict(context, answer.tolist()))
+        predicted, _ = run_alone(predict(context, answer.tolist()))
         assert torch.equal(predicted.argmax(-1).cpu(), answer)
         found.append(predicted)
         again = torch.stack(list(context.generate(12, GREEDY, frozenset())), 1)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,7 +52,7 @@ def test_the_full_cache_predicts_what_the_model_does():
     with torch.no_grad():
         logits = model(torch.cat([prompt, torch.tensor([ANSWER])], 1)).logits[0, 89:-1]
     expected = logits.log_softmax(-1)
-    found = run_alone(predict(read("full"), [ANSWER]))[0]
+    found = run_alone(predict(read("full"), [ANSWER]))[0][0]
     assert torch.allclose(found.double(), expected, atol=1e-4)
     mean = -sum(expected[place, token].item() for place, token in enumerate(ANSWER)) / len(ANSWER)
     assert mean_nll(found, ANSWER) == pytest.approx(mean, abs=1e-4)
@@ -71,25 +72,33 @@ def test_an_answer_that_is_read_predicts_as_one_that_is_decoded(method, codec):
     for _ in range(2):
         with context.branch():
             answers.append(answer(context, 9))
-        predicted = run_alone(predict(context, [answers[0]]))[0]
+        predicted = run_alone(predict(context, [answers[0]]))[0][0]
         assert predicted.argmax(-1).tolist() == answers[0]  # what was picked was the most likely token each time
     assert answers[0] == answers[1] and context.bytes() == before
 
 
 @pytest.mark.parametrize("method", ["snapkv", "tova", "quest"])
 def test_answers_of_a_batch_are_predicted_as_alone(method):
-    both = run_alone(predict(read(method, batch=2), [ANSWER, ANSWER[:2]]))
+    both, _ = run_alone(predict(read(method, batch=2), [ANSWER, ANSWER[:2]]))
     for place, own in ((0, ANSWER), (1, ANSWER[:2])):
         choice = choose_cache(*build_policy(method, "uniform", "llama"))
         context = GenerationContext(tiny("llama"), choice, Budget(0.3), None, (0,))
         context.prefill(distinct(90, place))
-        alone = run_alone(predict(context, [own]))[0]
+        alone = run_alone(predict(context, [own]))[0][0]
         assert torch.allclose(both[place, : len(own)], alone, atol=1e-4)
+
+
+def test_waiting_for_other_answers_takes_no_time():
+    session = predict(read("tova"), [ANSWER])
+    next(session)
+    time.sleep(1)
+    _, seconds = run_alone(session)
+    assert 0 < seconds < 1
 
 
 def test_one_token_needs_no_reading():
     context = read("tova")
-    assert torch.equal(run_alone(predict(context, [[7]]))[0, 0], context.logits[0].float().log_softmax(-1))
+    assert torch.equal(run_alone(predict(context, [[7]]))[0][0, 0], context.logits[0].float().log_softmax(-1))
 
 
 def exact(p: np.ndarray, q: np.ndarray) -> float:
