@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
-from kvbench.kernels.row_selection.triton import SINGLE, count_first_digits, list_top, reserve_counts, split_rows
+from kvbench.kernels.row_selection.triton import LINE, SINGLE, clear_work, count_first_digits, list_top
 
 LOG2E = 1.4426950408889634
 CENTROIDS = 64  # that a program multiplies or compares
@@ -98,17 +98,16 @@ def _add_logarithm(most, total, otherwise):
 
 @triton.jit(do_not_specialize=["heads", "count", "first", "rows", "c_b", "c_h", "c_m"])
 def _sums(
-    codes, tables, stop, sums, counts, heads, count, group, first, rows, c_b, c_h, c_m,
-    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    codes, tables, stop, sums, work, heads, count, group, first, rows, c_b, c_h, c_m,
+    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Compute the logarithm of the sum of 2^logit over a span of rows, (B·H, spans, G), in base 2.
 
-    SPLITS, if not 0: the programs of a head also clear its counts of digits.
+    COUNT: the first program of a head also clears its work, for `_scores`.
     """
     span, line = tl.program_id(0), tl.program_id(1)
-    if SPLITS:
-        for split in range(span, SPLITS, tl.num_programs(0)):
-            tl.store(counts + (line * SPLITS + split) * 256 + tl.arange(0, 256), tl.zeros((256,), tl.int32))
+    if COUNT and span == 0:
+        clear_work(work + line * LINE)
     codes += (line // heads).to(tl.int64) * c_b + (line % heads).to(tl.int64) * c_h
     row, last = span * N + tl.arange(0, N), tl.minimum(tl.load(stop), rows).to(tl.int32)
     logits = _load_logits(codes, tables, row, first, last, line, count, group, c_m, PARTS, G)
@@ -118,14 +117,14 @@ def _sums(
     tl.store(sums + at, _add_logarithm(most, total, float("-inf")))
 
 
-@triton.jit(do_not_specialize=["heads", "count", "first", "rows", "per_split", "c_b", "c_h", "c_m"])
+@triton.jit(do_not_specialize=["heads", "count", "first", "rows", "c_b", "c_h", "c_m"])
 def _scores(
-    codes, tables, stop, sums, scores, counts, heads, count, group, first, rows, per_split, c_b, c_h, c_m,
-    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    codes, tables, stop, sums, scores, work, heads, count, group, first, rows, c_b, c_h, c_m,
+    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Join the sums of all spans, SPANS at once, and write the scores of a span.
 
-    SPLITS, if not 0: their first digits are counted, for splits of `per_split` rows.
+    COUNT: their first digits are counted in the head's work.
     """
     span, spans, line = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     codes += (line // heads).to(tl.int64) * c_b + (line % heads).to(tl.int64) * c_h
@@ -145,13 +144,13 @@ def _scores(
     score = tl.sum(tl.exp2(logits - whole[None]), 1)
     score = tl.where((row >= first) & (row < last), score, float("-inf"))
     tl.store(scores + line.to(tl.int64) * rows + row, score, mask=row < rows)
-    if SPLITS:
-        count_first_digits(score, row < rows, counts, span * N // per_split, line, SPLITS)
+    if COUNT:
+        count_first_digits(score, row < rows, work + line * LINE)
 
 
 def code_scores_triton(
     queries: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
-    newest: tuple[Tensor, Tensor] | None = None, counts: Tensor | None = None,
+    newest: tuple[Tensor, Tensor] | None = None, work: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return scores.
 
@@ -163,7 +162,7 @@ def code_scores_triton(
         first: As of `code_scores`.
         stop: As of `code_scores`.
         newest: The keys, and the newest row, whose codes are written.
-        counts: Where the first digits of the scores are counted (`reserve_counts`).
+        work: Where the first digits of the scores are counted (`choose_by_digits`).
     """
     batch, heads, parts, count, size = codebook.shape
     group, rows, lines = queries.shape[1] // heads, first + codes.shape[3], batch * heads
@@ -183,11 +182,10 @@ def code_scores_triton(
         CAST=is_interpreting() and queries.dtype == torch.bfloat16, ENCODE=newest is not None, num_warps=4,
     )  # fmt: skip
     sums = torch.empty(lines, spans, wide, dtype=torch.float32, device=codes.device)
-    splits, per_split = (0, 1) if counts is None else split_rows(rows)
-    sizes, strides = (heads, count, group, first, rows), codes.stride()[:3]
-    shape = {"PARTS": parts, "G": wide, "N": span, "SPLITS": splits, "num_warps": 8}
-    _sums[spans, lines](codes, tables, stop, sums, counts, *sizes, *strides, **shape)
-    _scores[spans, lines](codes, tables, stop, sums, scores, counts, *sizes, per_split, *strides, **shape)
+    sizes = heads, count, group, first, rows, *codes.stride()[:3]
+    shape = {"PARTS": parts, "G": wide, "N": span, "COUNT": work is not None, "num_warps": 8}
+    _sums[spans, lines](codes, tables, stop, sums, work, *sizes, **shape)
+    _scores[spans, lines](codes, tables, stop, sums, scores, work, *sizes, **shape)
     return scores
 
 
@@ -196,7 +194,9 @@ def choose_by_codes_triton(
     last: Tensor, found: Tensor,
 ) -> None:  # fmt: skip
     rows = first + codes.shape[3]
-    counts = reserve_counts(codes[:, :, 0, 0].numel(), rows, codes.device) if rows > SINGLE else None
-    scores = code_scores_triton(queries, codes, codebook, scaling, first, stop, (keys, last), counts)
+    lines, work = codes[:, :, 0, 0].numel(), None
+    if rows > SINGLE:
+        work = torch.empty(lines, LINE.value, dtype=torch.int32, device=codes.device)
+    scores = code_scores_triton(queries, codes, codebook, scaling, first, stop, (keys, last), work)
     if found.numel():
-        list_top(scores, found, counted=counts)
+        list_top(scores, found, counted=work)

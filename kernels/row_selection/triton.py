@@ -1,10 +1,10 @@
 """Choose rows by counting digits of their scores, without sorting, and gather keys and values together.
 
 A float32 score becomes an unsigned whole number with the same order. The quota-th largest number of a head is found
-eight bits at a time, in four passes. In each pass all splits of a head count the next digit of the scores that begin
-with the known digits, and every program of the next kernel finds the digit from these counts. A kernel that makes
-scores can count their first digits along (`count_first_digits`). Only whole numbers are added up, so equal inputs give
-equal outputs.
+eight bits at a time. In each of four phases, all programs of a head count the next digit of the scores that begin with
+the known digits. Two more phases count the rows of each program that stay, and write them. A kernel that makes scores
+can count their first digits along (`count_first_digits`). Only whole numbers are added up, so equal inputs give equal
+outputs.
 """
 
 import torch
@@ -12,11 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.dispatch import is_interpreting
+
 TILE = 2048  # scores or marks that a program reads together
 SIZES = ((256, 256), (4096, 256), (8192, 512), (16384, 1024))  # scores of a head that one program may hold: powers of
 # two, and some more, because a prompt of 2^17 tokens and its answer have more pages. Few sizes, as each is compiled
 SINGLE = sum(SIZES[-1])
 ROWS = 32  # rows that a program copies
+PHASES = tl.constexpr(6)
+LINE = tl.constexpr(4 * 256 + 8)  # numbers that the programs of a head share: counts of four digits, and of programs
 GUESSES = tl.constexpr(24)  # after so many, the numbers between are halved, which ends after 32 more
 LEAST, MOST = tl.constexpr(0x007FFFFF), tl.constexpr(0xFF7FFFFF)  # numbers of -inf and of the largest finite score
 
@@ -38,12 +42,24 @@ def _score(number):
 
 
 @triton.jit
-def count_first_digits(scores, here, counts, split, line, SPLITS: tl.constexpr):
-    """Add the first digits of scores (N,) of a split of head number `line` to `counts` (heads, SPLITS, 256)."""
+def _count_digits(number, here, shift, counts):
+    """Add the digits of numbers (N,) that begin at bit `shift` to `counts` (256,)."""
     tl.debug_barrier()  # Triton 3.6 clears the histogram's memory while other warps may still read from it
-    digits = tl.histogram((_number(scores) >> 24).to(tl.int32), 256, mask=here)
-    bins = tl.arange(0, 256)
-    tl.atomic_add(counts + (line * SPLITS + split) * 256 + bins, digits, mask=digits > 0, sem="relaxed")
+    digits = tl.histogram(((number >> shift) & 255).to(tl.int32), 256, mask=here)
+    tl.atomic_add(counts + tl.arange(0, 256), digits, mask=digits > 0, sem="relaxed")
+
+
+@triton.jit
+def clear_work(work):
+    """Clear the numbers that the programs of a head share."""
+    place = tl.arange(0, 2048)
+    tl.store(work + place, tl.zeros((2048,), tl.int32), mask=place < LINE)
+
+
+@triton.jit
+def count_first_digits(scores, here, work):
+    """Count the first digits of scores (N,) of a head in its `work`, which was cleared."""
+    _count_digits(_number(scores), here, 24, work)
 
 
 @triton.jit
@@ -56,116 +72,116 @@ def _load_quota(quotas, each, head):
 
 
 @triton.jit
-def _digit(counts, known, left, quota, head, rows, PASS: tl.constexpr, SPLITS: tl.constexpr):
-    """Return the state after `PASS` passes.
+def _find_digit(counts, start, room):
+    """Return the first digits of the quota-th largest number with one more, and how many rows that begin so still fit.
 
-    That is the first digits of the quota-th largest number, how many rows that begin with them still fit the quota, and
-    the number of rows with the last pass's digit in each split, (SPLITS,).
+    Args:
+        counts: How many of the numbers that begin with `start` have which digit next, (256,).
+        start: The digits known before.
+        room: How many rows that begin with them fit.
     """
-    split = tl.arange(0, SPLITS)
-    if PASS == 0:
-        room = tl.minimum(tl.maximum(quota, 0), rows).to(tl.int32)
-        return tl.full((), 0, tl.uint32), room, tl.zeros((SPLITS,), tl.int32)
-    else:
-        start = tl.full((), 0, tl.uint32)
-        if PASS == 1:
-            room = tl.minimum(tl.maximum(quota, 0), rows).to(tl.int32)
-        else:
-            start = tl.load(known + head * 4 + PASS - 1).to(tl.uint32)
-            room = tl.load(left + head * 4 + PASS - 1)
-        bins = tl.arange(0, 256)
-        found = tl.load(counts + ((PASS - 1) * tl.num_programs(1) + head) * SPLITS * 256 + split[:, None] * 256 + bins)
-        digits = tl.sum(found, 0)
-        above = tl.sum(digits) - tl.cumsum(digits, 0)
-        is_it = (above < room) & (room <= above + digits)
-        digit = tl.sum(tl.where(is_it, bins, 0))
-        room -= tl.sum(tl.where(is_it, above, 0))
-        same = tl.sum(tl.where(bins[None] == digit, found, 0), 1)
-        return (start << 8) | digit.to(tl.uint32), room, same
+    bins = tl.arange(0, 256)
+    digits = tl.load(counts + bins, cache_modifier=".cg")
+    above = tl.sum(digits) - tl.cumsum(digits, 0)
+    is_it = (above < room) & (room <= above + digits)
+    room -= tl.sum(tl.where(is_it, above, 0))
+    return (start << 8) | tl.sum(tl.where(is_it, bins, 0)).to(tl.uint32), room
 
 
-@triton.jit(do_not_specialize=["each", "rows", "heads", "per_split", "stride_b", "stride_h"])
-def _count(
-    scores, quotas, each, counts, known, left, rows, heads, stride_b, stride_h, stride_n, per_split,
-    PASS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Count digit `PASS` of the rows of one split of a head that begin like the quota-th largest number."""
-    split, head = tl.program_id(0), tl.program_id(1)
-    start, room, _ = _digit(counts, known, left, _load_quota(quotas, each, head), head, rows, PASS, SPLITS)
-    if split == 0:
-        tl.store(known + head * 4 + PASS, start.to(tl.int64))
-        tl.store(left + head * 4 + PASS, room)
-    scores += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
-    digits = tl.zeros((256,), tl.int32)
-    for first in range(split * per_split, min((split + 1) * per_split, rows), TILE):
-        row = first + tl.arange(0, TILE)
-        here = row < rows
-        number = _number(tl.load(scores + row.to(tl.int64) * stride_n, mask=here, other=0.0))
-        if PASS > 0:
-            here &= (number >> (32 - 8 * PASS)) == start
-        digits += tl.histogram(((number >> (24 - 8 * PASS)) & 255).to(tl.int32), 256, mask=here)
-    out = (PASS * tl.num_programs(1) + head) * SPLITS * 256 + split * 256
-    tl.store(counts + out + tl.arange(0, 256), digits)
+@triton.jit
+def _wait(arrived, SPLITS: tl.constexpr):
+    """Wait until all programs of a head are here. What they wrote before can be read then."""
+    tl.debug_barrier()
+    if SPLITS > 1:
+        tl.atomic_add(arrived, 1, sem="release")
+        while tl.atomic_add(arrived, 0, sem="acquire") < SPLITS:
+            pass
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["each", "rows", "heads", "per_split", "line", "stride_b", "stride_h"])
 def _choose(
-    scores, quotas, each, counts, known, left, chosen, rows, heads, stride_b, stride_h, stride_n, per_split, line,
+    scores, quotas, each, work, tallies, known, chosen, rows, heads, stride_b, stride_h, stride_n, per_split, line,
     LIST: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    BEGIN: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """Choose the rows above the quota-th largest number, and the first rows that equal it, as many as fit the quota.
 
     They are marked in `chosen` (B·H, n). LIST: their indices are written there, each head's `line` places behind those
     of the head before. FLAT: the rows of all heads are counted together.
+
+    The programs of a head wait for each other between the phases from BEGIN to END. All of them run at once, because a
+    GPU starts programs in the order of their numbers, those of a head follow each other, and earlier heads end on their
+    own. Where programs run one after the other, each phase is a launch, and `known` (B·H, PHASES, 2) carries over what
+    was found.
     """
     split, head = tl.program_id(0), tl.program_id(1)
-    quota, base = _load_quota(quotas, each, head), tl.full((), 0, tl.int64)
-    least, room, same = _digit(counts, known, left, quota, head, rows, 4, SPLITS)
-    earlier = tl.arange(0, SPLITS) < split
-    equal = tl.sum(tl.where(earlier, same, 0))
-    if LIST:  # after the rows that earlier splits write
-        place = head.to(tl.int64) * line + tl.sum(tl.where(earlier, _above(counts, least, head, SPLITS), 0))
-        place += tl.minimum(equal, room)
-        base += head.to(tl.int64) * rows if FLAT else 0
+    quota = _load_quota(quotas, each, head)
     scores += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
-    marks = chosen + head.to(tl.int64) * rows
-    for first in range(split * per_split, min((split + 1) * per_split, rows), TILE):
-        row = first + tl.arange(0, TILE)
-        here = row < rows
-        number = _number(tl.load(scores + row.to(tl.int64) * stride_n, mask=here, other=0.0))
-        equals = (here & (number == least)).to(tl.int32)
-        rank = equal + tl.cumsum(equals, 0)
-        stays = (number > least) | ((equals == 1) & (rank <= room))
-        if LIST:
-            kept = (stays & here).to(tl.int32)
-            tl.store(chosen + place + tl.cumsum(kept, 0) - 1, base + row, mask=kept == 1)
-            place += tl.sum(kept)
+    work += head * LINE
+    known += head * PHASES * 2
+    tallies += head * SPLITS * 2
+    begin, stop = split * per_split, min((split + 1) * per_split, rows)
+    start, room = tl.full((), 0, tl.uint32), tl.minimum(tl.maximum(quota, 0), rows).to(tl.int32)
+    if BEGIN > 1:
+        start = tl.load(known + 2 * (BEGIN - 1)).to(tl.uint32)
+        room = tl.load(known + 2 * (BEGIN - 1) + 1).to(tl.int32)
+    for phase in tl.static_range(BEGIN, END):
+        if phase > BEGIN:
+            _wait(work + 4 * 256 + phase, SPLITS)
+        if phase > 0 and phase < 5:
+            start, room = _find_digit(work + (phase - 1) * 256, start, room)
+        if phase < 4:
+            for first in range(begin, stop, TILE):
+                row = first + tl.arange(0, TILE)
+                here = row < rows
+                number = _number(tl.load(scores + row.to(tl.int64) * stride_n, mask=here, other=0.0))
+                if phase > 0:
+                    here &= (number >> (32 - 8 * phase)) == start
+                _count_digits(number, here, 24 - 8 * phase, work + phase * 256)
+        elif phase == 4:
+            above, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+            for first in range(begin, stop, TILE):
+                row = first + tl.arange(0, TILE)
+                here = row < rows
+                number = _number(tl.load(scores + row.to(tl.int64) * stride_n, mask=here, other=0.0))
+                above += tl.sum((here & (number > start)).to(tl.int32))
+                equal += tl.sum((here & (number == start)).to(tl.int32))
+            tl.store(tallies + 2 * split, above)
+            tl.store(tallies + 2 * split + 1, equal)
         else:
-            tl.store(marks + row, (stays & (quota > 0)).to(tl.uint8), mask=here)
-        equal += tl.sum(equals)
-
-
-@triton.jit
-def _above(counts, least, head, SPLITS: tl.constexpr):
-    """Return the number of rows above `least` in each split, (SPLITS,), from the counts of all four passes."""
-    split, bins = tl.arange(0, SPLITS), tl.arange(0, 256)
-    above = tl.zeros((SPLITS,), tl.int32)
-    for step in tl.static_range(4):  # rows that begin like `least` and have a larger digit next
-        at = counts + (step * tl.num_programs(1) + head) * SPLITS * 256 + split[:, None] * 256 + bins
-        digit = ((least >> (24 - 8 * step)) & 255).to(tl.int32)
-        above += tl.sum(tl.where(bins[None] > digit, tl.load(at), 0), 1)
-    return above
+            other = tl.arange(0, SPLITS)
+            earlier = other < split
+            equal = tl.sum(tl.where(earlier, tl.load(tallies + 2 * other + 1, cache_modifier=".cg"), 0))
+            place, base = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+            if LIST:  # after the rows that earlier splits write
+                above = tl.sum(tl.where(earlier, tl.load(tallies + 2 * other, cache_modifier=".cg"), 0))
+                place += head.to(tl.int64) * line + above + tl.minimum(equal, room)
+                base += head.to(tl.int64) * rows if FLAT else 0
+            marks = chosen + head.to(tl.int64) * rows
+            for first in range(begin, stop, TILE):
+                row = first + tl.arange(0, TILE)
+                here = row < rows
+                number = _number(tl.load(scores + row.to(tl.int64) * stride_n, mask=here, other=0.0))
+                equals = (here & (number == start)).to(tl.int32)
+                rank = equal + tl.cumsum(equals, 0)
+                stays = (number > start) | ((equals == 1) & (rank <= room))
+                if LIST:
+                    kept = (stays & here).to(tl.int32)
+                    tl.store(chosen + place + tl.cumsum(kept, 0) - 1, base + row, mask=kept == 1)
+                    place += tl.sum(kept)
+                else:
+                    tl.store(marks + row, (stays & (quota > 0)).to(tl.uint8), mask=here)
+                equal += tl.sum(equals)
+    if END < PHASES and split == 0:
+        tl.store(known + 2 * (END - 1), start.to(tl.int64))
+        tl.store(known + 2 * (END - 1) + 1, room.to(tl.int64))
 
 
 def split_rows(rows: int) -> tuple[int, int]:
     """Return into how many splits the rows of a head are cut, and the rows of a split, a multiple of TILE."""
     splits = 1 if rows <= 2 * TILE else 8 if rows <= 32 * TILE else 32  # only three values, because each is compiled
     return splits, triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
-
-
-def reserve_counts(lines: int, rows: int, device: torch.device) -> Tensor:
-    """Return memory for the counts of all digits of the scores of `lines` heads, (4, lines, splits, 256) int32."""
-    return torch.empty(4, lines, split_rows(rows)[0], 256, dtype=torch.int32, device=device)
 
 
 def choose_by_digits(
@@ -178,19 +194,21 @@ def choose_by_digits(
         quotas: (B, H), or one number for all heads.
         chosen: Gets what `_choose` writes.
         line: See `_choose`.
-        counted: What `reserve_counts` returned, if the first digits have been counted there already.
+        counted: The work of each head, (B·H, LINE) int32, if the first digits have been counted there already.
         more: Constants of `_choose`.
     """
     batch, heads, rows = scores.shape
-    (splits, per_split), lines = split_rows(rows), batch * heads
-    counts = reserve_counts(lines, rows, scores.device) if counted is None else counted
-    known = torch.empty(lines, 4, dtype=torch.int64, device=scores.device)
-    left = torch.empty(lines, 4, dtype=torch.int32, device=scores.device)
+    (splits, per_split), lines, device = split_rows(rows), batch * heads, scores.device
+    first, work = 1, counted
+    if work is None:
+        first, work = 0, torch.zeros(lines, LINE.value, dtype=torch.int32, device=device)
+    tallies = torch.empty(lines, splits, 2, dtype=torch.int32, device=device)
+    known = torch.empty(lines, PHASES.value, 2, dtype=torch.int64, device=device)
     own, each = (None, quotas) if isinstance(quotas, int) else (quotas.contiguous(), 0)
-    given, sizes = (scores, own, each, counts, known, left), (rows, heads, *scores.stride(), per_split)
-    for step in range(0 if counted is None else 1, 4):
-        _count[splits, lines](*given, *sizes, PASS=step, SPLITS=splits, TILE=TILE)
-    _choose[splits, lines](*given, chosen, *sizes, line, **more, SPLITS=splits, TILE=TILE)
+    given = scores, own, each, work, tallies, known, chosen, rows, heads, *scores.stride(), per_split, line
+    apart = is_interpreting() and splits > 1
+    for begin, end in [(n, n + 1) for n in range(first, PHASES.value)] if apart else [(first, PHASES.value)]:
+        _choose[splits, lines](*given, **more, SPLITS=splits, TILE=TILE, BEGIN=begin, END=end)
 
 
 def top_k_mask_triton(scores: Tensor, quotas: Tensor | int) -> Tensor:
@@ -287,7 +305,7 @@ def list_top(scores: Tensor, found: Tensor, flat: bool = False, counted: Tensor 
         scores: (B, H, n)
         found: Gets the indices, (B, H, k). The lists of all heads lie at equal distances.
         flat: Whether the rows of all heads are counted together.
-        counted: See `choose_by_digits`. Used if no program can hold the scores of a head (SINGLE).
+        counted: See `choose_by_digits`. Used only if no program can hold the scores of a head (SINGLE).
     """
     (batch, heads, rows), (k, line) = scores.shape, (found.shape[2], found.stride(1))
     if rows > SINGLE:

@@ -232,13 +232,13 @@ def test_inputs_that_do_not_fit():
 def ahead():
     from kvbench.kernels.product_quantization import triton as own
 
-    whole = {"codes": "*u8", "stop": "*i64", "last": "*i64", "scale": "fp32", "counts": "*i32"}
+    whole = {"codes": "*u8", "stop": "*i64", "last": "*i64", "scale": "fp32", "work": "*i32"}
     whole |= dict.fromkeys(("tables", "sums", "scores"), "*fp32")
     for dtype, dim, parts, group in (("bf16", 128, 2, 4), ("fp32", 128, 4, 8), ("fp16", 96, 1, 1), ("bf16", 64, 4, 32)):
         kinds = whole | dict.fromkeys(("queries", "codebook", "keys"), f"*{dtype}")
         wide = 1 << (dim // parts - 1).bit_length()
         sizes = {"M": max(16, group), "N": own.CENTROIDS, "E": wide, "G": group, "CAST": False, "q_d": 1, "k_d": 1}
         yield list_kernel(own._products, kinds, {**sizes, "ENCODE": True}, num_warps=4)
-        sizes = {"PARTS": parts, "G": group, "N": min(own.SPAN, own.LOGITS // group), "SPLITS": 32}
+        sizes = {"PARTS": parts, "G": group, "N": min(own.SPAN, own.LOGITS // group), "COUNT": True}
         for kernel in (own._sums, own._scores):
             yield list_kernel(kernel, kinds, sizes, num_warps=8)

@@ -180,20 +180,15 @@ def test_inputs_that_do_not_fit():
 def ahead():
     from kvbench.kernels.row_selection import triton as own
 
-    work = {"quotas": "*i64", "counts": "*i32", "known": "*i64", "left": "*i32", "chosen": "*u8"}
-    for splits in (1, 32):
-        for step in (0, 1, 3):
-            yield list_kernel(
-                own._count, {**work, "scores": "*fp32"}, {"PASS": step, "SPLITS": splits, "TILE": own.TILE}
-            )
-        sizes = {"LIST": False, "FLAT": False, "SPLITS": splits, "TILE": own.TILE}
-        yield list_kernel(own._choose, {**work, "scores": "*bf16"}, sizes)
-    sizes |= {"LIST": True, "FLAT": True}
-    yield list_kernel(own._choose, {**work, "chosen": "*i64", "scores": "*fp32"}, sizes)
-    del work["quotas"]  # all heads keep as many rows
-    yield list_kernel(
-        own._count, {**work, "scores": "*fp32"}, {"quotas": None, "PASS": 1, "SPLITS": 8, "TILE": own.TILE}
-    )
+    work = {"quotas": "*i64", "work": "*i32", "tallies": "*i32", "known": "*i64", "chosen": "*u8"}
+    marks = {"LIST": False, "FLAT": False, "TILE": own.TILE, "BEGIN": 0, "END": own.PHASES.value}
+    listed = {**marks, "LIST": True, "FLAT": True, "BEGIN": 1}
+    for splits in (1, 8, 32):
+        yield list_kernel(own._choose, {**work, "scores": "*bf16"}, {**marks, "SPLITS": splits})
+        given = {**work, "chosen": "*i64", "scores": "*fp32"}
+        yield list_kernel(own._choose, given, {**listed, "SPLITS": splits})
+    del given["quotas"]  # all heads keep as many rows
+    yield list_kernel(own._choose, given, {**listed, "quotas": None, "SPLITS": 32})
     top = {"scores": "*fp32", "found": "*i64"}
     for flat in (False, True):
         sizes = dict(zip(("TILE", "MORE"), own.SIZES[-1], strict=True))
