@@ -57,6 +57,15 @@ def choose_gpus(count: int, visible: str | None, found: int) -> list[str]:
     return [names[number % len(names)] for number in range(count)]
 
 
+def share_threads(threads: int, processes: int) -> int:
+    """Return how many of a process's CPU threads each of several processes may have.
+
+    Threads of small operations wait for each other in a loop. With more of them than processors, an operation can take
+    a hundred times as long.
+    """
+    return max(1, threads // processes)
+
+
 class Workers:
     """Processes that execute runs at once, from the first call of `execute` to `close`.
 
@@ -180,6 +189,8 @@ def run_worker(connection: Connection, results: Path, gpu_processes: int, proces
             try:
                 for runs in groups:
                     if bench is None:
+                        if runs[0].device != "cpu":  # there the number of threads may change the last bits of a result
+                            torch.set_num_threads(share_threads(torch.get_num_threads(), processes))
                         bench = Resources(runs[0], gpu_processes=gpu_processes, processes=processes)
                     else:
                         bench = bench.renew(runs[0])

@@ -16,7 +16,7 @@ from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder
 from kvbench.runs.runner import execute_run
 from kvbench.runs.spec import RunSpec, SharedParts
-from kvbench.runs.workers import Workers, choose_gpus, count_workers
+from kvbench.runs.workers import Workers, choose_gpus, count_workers, share_threads
 from kvbench.validation import ContractError, SettingError
 from tests.support.selection import only_in_full
 
@@ -178,3 +178,8 @@ def test_weights_without_memory_are_a_wrong_setting_only_alone(make_run, monkeyp
     for processes, error in ((1, SettingError), (2, torch.cuda.OutOfMemoryError)):
         with pytest.raises(error):
             _ = Resources(run, gpu_processes=processes).model
+
+
+@pytest.mark.parametrize(("threads", "processes", "each"), [(16, 1, 16), (16, 12, 1), (16, 5, 3), (1, 4, 1)])
+def test_processes_of_a_gpu_share_the_threads(threads, processes, each):
+    assert share_threads(threads, processes) == each
