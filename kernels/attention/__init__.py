@@ -9,7 +9,9 @@ from kvbench.kernels.attention.reference import attend_reference, pad_ragged
 from kvbench.kernels.attention.sdpa import attend_cudnn, attend_sdpa, attend_sdpa_lse, cudnn_serves
 from kvbench.kernels.dispatch import FAST, announced, choose_implementation
 
-PLANNED = 2.5e12  # smallest work of a block for cuDNN, in operations; chosen by trial on an H200 (README.md)
+PLANNED = (
+    2.5e12  # smallest work of a block of a sample for cuDNN, in operations; chosen by trial on an H200 (README.md)
+)
 
 
 def attend(
@@ -167,7 +169,7 @@ def choose_cudnn(queries: Tensor, held: RaggedRows | None, keys: Tensor, tail: i
     """Return "cudnn" if cuDNN supports the rows and saves more time than its plan takes, otherwise None."""
     batch, query_heads, tokens, dim = queries.shape
     earlier = tail - tokens + (0 if held is None else held.longest)
-    if 4 * batch * query_heads * dim * tokens * (earlier + tokens / 2) < PLANNED:
+    if 4 * query_heads * dim * tokens * (earlier + tokens / 2) < PLANNED:  # whatever the batch: README.md
         return None
     plain = step is None and (held is None or (held.even and held.mass is None))
     return "cudnn" if plain and earlier != 1 and cudnn_serves(queries, keys) else None  # it refuses a single row

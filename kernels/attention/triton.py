@@ -13,7 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 PROGRAMS = {16: 512, 32: 512, 64: 264, 128: 132}  # most programs that rows are split into, by a program's queries
 SPLITS = (16, 128)  # most splits that are joined at once; only two values, because each is compiled
 FEW = 64  # queries of a KV head that one program always takes together
-ENOUGH = 256  # programs, each with 128 queries of a head, that fill a GPU without splitting the rows
+ENOUGH = 256  # programs of a sample, each with 128 queries of a head, that fill a GPU without splitting the rows
 
 
 @triton.jit
@@ -227,7 +227,8 @@ def attend_triton(
     strides = (*queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     scale, mass = scaling * LOG2E.value, held_keys if mass is None else mass
     given = (queries, held_keys, held_values, mass, starts, lengths, keys, values)
-    if group * tokens > FEW and batch * query_heads * triton.cdiv(tokens, 128) >= ENOUGH:
+    block_of_prompt = group * tokens > FEW  # is rounded alike whatever the batch: what a method keeps hangs on it
+    if block_of_prompt and query_heads * triton.cdiv(tokens, 128) >= ENOUGH:
         rows = 64 if exact or sizes["D"] > 128 else 128
         grid = (triton.cdiv(tokens, rows), batch * query_heads)
         _many[grid](
@@ -238,7 +239,8 @@ def attend_triton(
     largest = 32 if exact else 64 if sizes["D"] > 128 else 128
     rows = 16 if group * tokens <= 16 else min(64, largest) if group * tokens <= 64 else largest
     block, tiles = 32 if exact or sizes["D"] > 128 else 64, triton.cdiv(group * tokens, rows)
-    most = min(max(1, PROGRAMS[rows] // (batch * heads * tiles)), SPLITS[1])
+    samples = 1 if block_of_prompt else batch
+    most = min(max(1, PROGRAMS[rows] // (samples * heads * tiles)), SPLITS[1])
     splits = min(most, triton.cdiv(longest, 2 * block))
     parts = [outputs, outputs, outputs]
     if most > 1:  # not by `splits`, which follows from lengths: each constant is compiled

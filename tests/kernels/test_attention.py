@@ -153,6 +153,19 @@ def test_one_query_of_many_samples_reads_a_heads_rows_once(monkeypatch):
     assert torch.allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("enough", [8, 10**6])
+def test_a_prompt_is_rounded_alike_whatever_the_batch(enough, monkeypatch):
+    """By the batch, three samples would share fewer splits, or be read by the other kernel."""
+    monkeypatch.setattr("kvbench.kernels.attention.triton.ENOUGH", enough)
+    monkeypatch.setattr("kvbench.kernels.attention.triton.PROGRAMS", dict.fromkeys((16, 32, 64, 128), 40))
+    queries, _, keys, values = made((3, 1, 2, 150, 150, 0, 16), False, torch.float32)
+    together = attend_ragged(queries, None, keys, values, 0.25, implementation="triton")[0]
+    for sample in range(3):
+        part = (own[sample : sample + 1] for own in (queries, keys, values))
+        alone = attend_ragged(next(part), None, *part, 0.25, implementation="triton")[0]
+        assert torch.equal(together[sample], alone[0])
+
+
 @pytest.mark.parametrize("group", [3, 1])
 def test_a_query_attends_to_ragged_rows_without_a_tail(group):
     """As to the same rows, of which the last are a tail."""
