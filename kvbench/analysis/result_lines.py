@@ -15,6 +15,7 @@ Numbers are rounded to DECIMALS. Nothing in a line depends on other tiers.
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from kvbench.analysis.answer_metrics import FIDELITY, collect_metrics
@@ -39,11 +40,12 @@ TEXTS = (  # columns whose values may look like numbers and are none
 Line = dict[str, Any]
 
 
-def make_lines(runs: Sequence[StoredRun]) -> list[Line]:
+def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
     """Return a line for each run, and for each full cache that they are compared with.
 
     Args:
         runs: The runs of a tier, finished or not, with those of the full cache. Unfinished ones are left out.
+        files: `content_hash` of a file -> its name. Settings, and so labels, hold the hashes.
 
     Raises:
         SettingError: Runs of a protocol cannot be shown in one table (`build_blocks`).
@@ -62,6 +64,8 @@ def make_lines(runs: Sequence[StoredRun]) -> list[Line]:
             for cell, own in rank_column([own[budget] for own in block.rows.values() if budget in own], block)
         }
         for _, label, cell in list_cells([block]):
+            for identity, file in files.items():
+                label = label.replace(identity, file)
             name = cell.run.hash
             first, last = ranks.get(name, (None, None))
             line = {"model": block.model, "task": block.task, "question": block.question}

@@ -94,6 +94,7 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
     from kvbench.analysis.result_lines import format_lines, make_lines
     from kvbench.atomic import replace_file
     from kvbench.cli.run import run_sweep
+    from kvbench.config.provenance import content_hash
     from kvbench.efficiency.measure import machine_name
     from kvbench.runs.executor import Executor
     from kvbench.store.runs import check_folder, find_runs
@@ -102,7 +103,7 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
 
     own_settings = [f"workers={workers}"] if workers is not None else []
     sweeps = [[*given, *own_settings] for given in tier.list_sweeps(results)]
-    missing = tier.list_files(results)
+    missing = {path: command for path, command in tier.list_files(results).items() if not path.exists()}
     if missing:  # the runs that need them are not known yet, but the others are
         known = [own for own in sweeps if not any(path.name in text for path in missing for text in own)]
         check_store(tier.name, list_values(map(Sweep.plan, known)), results)
@@ -116,7 +117,7 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
             run_sweep(own, executor=executor)
     check_folder(results)
     runs = [run for run in find_runs(results).runs if run.hash in values]
-    lines = make_lines(runs)
+    lines = make_lines(runs, {content_hash(path): path.stem for path in tier.list_files(results)})
     if not lines:
         raise SettingError(f"tier {tier.name}: no run of a method is finished")
     device = next(iter(values.values()))["device"]["type"]

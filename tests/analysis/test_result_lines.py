@@ -104,6 +104,18 @@ def test_fidelity_is_a_mean_with_an_interval(runs):
     assert line["nll"] == 1.0
 
 
+def test_labels_name_the_files_of_cells_and_no_setting_that_is_not_used(tmp_path):
+    for path, bits in (("0123456789abcdef", None), ("0123456789abcdef", 4), ("fedcba9876543210", None)):
+        codec = {"name": "palu", "path": path, "bits": bits}
+        write_run(tmp_path, draw_records(1.0, 0.9, 1), method=FULL, codec=codec, budget=1.0)
+    write_run(tmp_path, draw_records(1.0, 1.0, 1), method=FULL)
+    lines = make_lines(load_runs(tmp_path), {"0123456789abcdef": "palu-50"})
+    assert sorted(line["label"] for line in lines) == [
+        "full cache", "full · palu · codec.bits=4 · codec.path=palu-50", "full · palu · codec.path=fedcba9876543210",
+        "full · palu · codec.path=palu-50",
+    ]  # fmt: skip
+
+
 def test_a_file_gives_back_what_was_written(runs):
     lines = make_lines(runs)
     again = parse_lines(format_lines([lines[0] | {"hash": "12e4567890123456"}]))
