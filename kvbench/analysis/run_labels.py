@@ -38,8 +38,8 @@ def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredR
             if name.split(".")[0] in (*CACHE_GROUPS, "sources")
         ]
         differ = [name for name in differ if name != "sources"] or differ
-        values = {name: own[0].settings.get(name) for name in differ}
-        more = [f"{name.removeprefix('method.')}={shorten(str(own))}" for name, own in values.items() if own is not None]
+        given = {name: value for name in differ if (value := own[0].settings.get(name)) is not None}
+        more = [f"{name.removeprefix('method.')}={shorten(str(value))}" for name, value in given.items()]
         method = own[0].value["method"]["name"]
         dashes[method] = dashes.get(method, -1) + 1
         found.append((" · ".join([label, *more]), dashes[method], own))
