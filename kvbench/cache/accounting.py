@@ -35,11 +35,11 @@ ZERO = torch.tensor(0)  # no rows
 
 
 def find_largest(counts: Iterable[Tensor]) -> int:
-    """Return the largest of some counts, tensors without dimensions. The host waits for each device only once."""
+    """Return the largest number in some tensors. The host waits for each device only once."""
     found: dict[torch.device, list[Tensor]] = {}
     for own in counts:
-        found.setdefault(own.device, []).append(own)
-    return max(int(torch.stack(own).max()) for own in found.values())
+        found.setdefault(own.device, []).append(own.flatten())
+    return max(int(torch.cat(own).max()) for own in found.values())
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class LayerTally:
 
     evicted: Tensor | None = None
     """Tokens whose rows were evicted, (B, H)."""
-    protected: Tensor = ZERO
-    """The largest number of rows that a head protected at the last cut."""
-    given_up: dict[str, Tensor] = field(default_factory=lambda: {"sinks": ZERO, "recents": ZERO})
-    """For "sinks" and "recents", the largest number of rows that a head could not protect at any cut, because they did
-    not fit its quota.
+    head_protected: Tensor = ZERO
+    """Rows that each head protected at the last cut, in any shape."""
+    head_given_up: dict[str, Tensor] = field(default_factory=lambda: {"sinks": ZERO, "recents": ZERO})
+    """For "sinks" and "recents", the largest number of rows that each head could not protect at any cut, because they
+    did not fit its quota, in shapes that broadcast.
     """
     peak_rows: int = 0
     """The largest number of rows that a head held after a cut, or after a block of a prompt that is not cut."""
@@ -64,12 +64,22 @@ class LayerTally:
 
         Args:
             evicted: Tokens whose rows were evicted, (B, H).
-            protected: The largest number of rows that a head protected.
-            given_up: By kind, the largest number of rows that a head could not protect.
+            protected: Rows that each head protected.
+            given_up: By kind, the number of rows that each head could not protect.
         """
         gone = evicted if self.evicted is None else self.evicted + evicted
-        return replace(self, evicted=gone, protected=protected, given_up=self.find_most_given_up(given_up))
+        return replace(self, evicted=gone, head_protected=protected, head_given_up=self.find_most_given_up(given_up))
 
     def find_most_given_up(self, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the larger of the counts so far and those of a further cut, by kind."""
-        return self.given_up | {kind: self.given_up[kind].maximum(own) for kind, own in counts.items()}
+        return self.head_given_up | {kind: self.head_given_up[kind].maximum(own) for kind, own in counts.items()}
+
+    @property
+    def protected(self) -> int:
+        """The largest number of rows that a head protected at the last cut. The host waits for it."""
+        return find_largest([self.head_protected])
+
+    @property
+    def given_up(self) -> dict[str, int]:
+        """By kind, the largest number of rows that a head could not protect at any cut. The host waits for it."""
+        return {kind: find_largest([own]) for kind, own in self.head_given_up.items()}

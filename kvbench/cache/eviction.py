@@ -82,9 +82,11 @@ class Eviction:
     evicted: Tensor
     """Tokens whose rows are gone, (B, H) int64."""
     protected: Tensor
-    """The largest number of rows that a head protected."""
+    """Rows that each head protected, (B, H), or 0 if the method protects none."""
     given_up: dict[str, Tensor]
-    """For "sinks" and "recents", the largest number of rows that a head could not protect within its quota."""
+    """For "sinks" and "recents", if the method has them, the rows that each head could not protect within its quota,
+    (B, H), or (1, H) with the most of all samples.
+    """
 
 
 def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quota) -> Eviction:
@@ -99,18 +101,18 @@ def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quot
     scores = rows.columns[SCORE] if SCORE in rows.columns else score_rows(observation, rows, policy)
     protected, given_up = protect_rows(observation, rows, policy, quota)
     scores = scores.masked_fill(protected, torch.inf) if given_up else scores
-    most = protected.sum(-1).max() if given_up else ZERO
+    count = protected.sum(-1) if given_up else ZERO
     if quota.each is not None and policy.keeps_best:
         counts = torch.full(rows.mass.shape[:2], quota.each, device=scores.device)
         evicted = torch.full_like(counts, len(rows) - quota.each)
-        return Eviction(rows, top_k_indices(scores, quota.each, flat=True), counts, evicted, most, given_up)
+        return Eviction(rows, top_k_indices(scores, quota.each, flat=True), counts, evicted, count, given_up)
     scores = scores.masked_fill(~rows.present, -torch.inf)
     counts = share_among_heads(scores, protected, rows, policy, quota)
     kept = find_safe_rows(scores, protected, counts, policy, quota)
     after = policy.method.cut(observation, rows, scores, counts, kept, quota.each, policy.state)
     before, left = (own.present if policy.method.method.weighs_rows else own.mass for own in (rows, after))
     evicted = (before.sum(-1) - left.sum(-1)).round().long()
-    return Eviction(after, None, counts, evicted, most, given_up)
+    return Eviction(after, None, counts, evicted, count, given_up)
 
 
 def score_rows(observation: Observation, rows: Rows, policy: LayerPolicy) -> Tensor:
@@ -136,7 +138,7 @@ def protect_rows(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the protected rows that fit the quota, (B, H, n) bool, and how many of each kind do not fit.
 
-    These are the counts of the head with most of them. There are none if the method protects no rows at all.
+    These are counts of each head. There are none if the method protects no rows at all.
     """
     given_up: dict[str, Tensor] = {}
     decides = policy.method.method.budget_setting is not None
@@ -149,8 +151,8 @@ def protect_rows(
             recents = recents & ~sinks  # a row of both kinds counts once
         found = fit_protected(sinks, recents, rows, size)
         for kind, counts in found.given_up.items():
-            most = counts[samples].max()
-            given_up[kind] = most.maximum(given_up[kind]) if kind in given_up else most
+            own = counts[samples][..., 0]
+            given_up[kind] = own.maximum(given_up[kind]) if kind in given_up else own
         return found.kept[samples]
 
     return for_each_quota(quota, protect), given_up

@@ -38,6 +38,8 @@ Work = TypeVar("Work", bound=Callable[..., Any])
 PASSED_ON = (ContractError, SettingError, torch.cuda.OutOfMemoryError)  # their messages already say what is wrong
 ROWS = ("keys", "values", "places", "mass")
 SHOWN = ("queries", "outputs", "lse", "output_weight", "unrotated_keys", "hidden", "normed_hidden", "gradient")
+NAMED_ROWS = tuple((name, f"rows.{name}") for name in ROWS)
+NAMED_SHOWN = tuple((name, f"observation.{name}") for name in SHOWN)
 
 
 def without_gradients(work: Work) -> Work:
@@ -163,20 +165,20 @@ class Handed:
         if tensor is not None and (self.exact or not tensor.is_inference()):  # inference tensors have no versions
             self.names.append(name)
             self.tensors.append(tensor)
-            self.versions.append(count_writes(tensor))
+            self.versions.append(count_writes(tensor) if self.exact else tensor._version)
             if self.exact:
                 self.copies.append(tensor.clone())
 
     def add_seen(self, observation: Observation) -> "Handed":
         """Watch the tensors of an observation."""
-        for name in SHOWN:
-            self.add(f"observation.{name}", getattr(observation, name))
+        for field, name in NAMED_SHOWN:
+            self.add(name, getattr(observation, field))
         return self
 
     def add_rows(self, rows: Rows) -> "Handed":
         """Watch the tensors of rows."""
-        for name in ROWS:
-            self.add(f"rows.{name}", getattr(rows, name))
+        for field, name in NAMED_ROWS:
+            self.add(name, getattr(rows, field))
         for name, column in rows.columns.items():
             self.add(f"rows.columns[{name!r}]", column)
         return self

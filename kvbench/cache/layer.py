@@ -94,6 +94,9 @@ class Layer:
         self.inputs: LayerInputs | None = None  # of this block, until the hooks have seen it
         self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of a block that is differentiated
         self.read: Observation | None = None  # of such a block, until its gradient is known
+        self.metered: ref[StoredRows] | None = (
+            None  # rows that the cache's meter knows, if the method remembers nothing
+        )
         self.token_bytes = 0  # bytes of keys and values of one token, all samples and heads
         self.attended: list[float] = []  # mean rows attended to per query head, one number per token
 
@@ -516,12 +519,12 @@ class Layer:
             self.attended.append(rows.mean_rows if look is None else look.sum(-1).float().mean().item())
 
     def count_protected(self, rows: Tensor) -> None:
-        """Note the largest number of rows that a head protected at the last cut."""
-        self.tally = replace(self.tally, protected=rows)
+        """Note the number of rows that each head protected at the last cut."""
+        self.tally = replace(self.tally, head_protected=rows)
 
     def count_given_up(self, counts: Mapping[str, Tensor]) -> None:
-        """Note how many protected rows of each kind a cut had no room for, in the head with most of them."""
-        self.tally = replace(self.tally, given_up=self.tally.find_most_given_up(counts))
+        """Note how many protected rows of each kind a cut had no room for in each head."""
+        self.tally = replace(self.tally, head_given_up=self.tally.find_most_given_up(counts))
 
     def count_peak(self, rows: int) -> None:
         """Note that a head held this many rows after a cut or a block."""
@@ -552,8 +555,11 @@ class Layer:
         return self.rows.seen * self.token_bytes
 
     def update_memory(self) -> None:
-        """Tell the cache's meter how many bytes the layer occupies. Called after its storage changed."""
-        self.cache.memory.update(self.index, self.bytes().total)
+        """Tell the cache's meter how many bytes the layer occupies. Called after its storage may have changed."""
+        known = self.metered is not None and self.metered() is self.rows
+        if not known or self.state.layer or self.rows.growing is not None:
+            self.cache.memory.update(self.index, self.bytes().total)
+            self.metered = None if self.state.layer else ref(self.rows)
 
     # guards
 

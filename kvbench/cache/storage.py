@@ -15,6 +15,7 @@ and they are normed and rotated whenever the rows are viewed.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol, cast
 
@@ -421,6 +422,14 @@ class StoredRows:
 
     def bytes(self) -> "Bytes":
         """Return the bytes that the rows occupy, counted by the storages of their tensors."""
+        return self._count_bytes() if self.growing is not None else self._bytes
+
+    @cached_property
+    def _bytes(self) -> "Bytes":
+        """The bytes of rows whose storages do not change: all but those that grow."""
+        return self._count_bytes()
+
+    def _count_bytes(self) -> "Bytes":
         packed = count_bytes(self.stored.tensors()) if self.stored is not None else 0
         tail = count_bytes([self.tail_keys, self.tail_values])
         used = 0 if self.tail_keys is None or not tail else tail * self.tail // self.tail_keys.shape[2]

@@ -153,7 +153,7 @@ class QuotaRows(StepRows):
 
     def give_tally(self, index: int) -> None:
         """Let a layer note how many rows its heads protected and gave up."""
-        protected, sinks, recents = (own.max() for own in self.tally[index])
+        protected, sinks, recents = self.tally[index].clone()  # later steps write into `tally`
         self.layers[index].count_protected(protected)
         self.layers[index].count_given_up({"sinks": sinks, "recents": recents})
 

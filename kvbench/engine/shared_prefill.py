@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import Handed, count_writes, without_gradients
+from kvbench.cache.guard import Handed, without_gradients
 from kvbench.cache.layer import Layer, Lazy
 from kvbench.cache.storage import StoredRows
 from kvbench.engine.generation import GenerationContext
@@ -138,7 +138,7 @@ class SharedTensors:
         """Watch the keys and values that a layer has just read."""
         rows = layer.rows
         tails = [own for own in (rows.tail_keys, rows.tail_values) if own is not None]
-        self.tensors += [(ref(own), count_writes(own), layer.index) for own in tails]
+        self.tensors += [(ref(own), own._version, layer.index) for own in tails]
 
     def check(self, owner: str, shown: Handed) -> None:
         """Check that neither these tensors nor those that hooks of several contexts were shown were written to.
@@ -150,7 +150,7 @@ class SharedTensors:
             raise ContractError(f"{owner}: a hook wrote into {', '.join(written)}, which other runs share")
         for reference, before, index in self.tensors:
             tensor = reference()
-            if tensor is not None and count_writes(tensor) != before:
+            if tensor is not None and tensor._version != before:
                 line = f"a hook wrote into the keys or values of layer {index}, which other runs share"
                 raise ContractError(f"{owner}: {line}")
 

@@ -10,6 +10,7 @@ A fraction becomes whole rows by exact decimal arithmetic. It is rounded down, t
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from kvbench.validation import SettingError, require_choice
 
@@ -53,7 +54,7 @@ class Budget:
         """Whether nothing is ever cut."""
         return isinstance(self.value, float) and self.value == 1
 
-    @property
+    @cached_property
     def fraction(self) -> Fraction | None:
         """The budget exactly as written if it is a fraction below 1, otherwise None."""
         return None if self.everything or not isinstance(self.value, float) else Fraction(repr(float(self.value)))

@@ -27,7 +27,7 @@ from kvbench.interfaces.settings import check_settings, setting
 from kvbench.kernels.row_selection import top_k_mask
 from kvbench.validation import SettingError, require_choice
 
-LINE = 1024  # marks that are counted in one piece
+LINE = 8192  # marks that are counted in one piece
 
 
 @dataclass(frozen=True)

@@ -448,10 +448,10 @@ class Responder:
         prompt = context.progress.prompt
         return {
             "quota": None if self.run.budget.value is None else context.budget.rows(prompt, prompt),
-            "protected": find_largest(layer.tally.protected for layer in layers),
+            "protected": find_largest(layer.tally.head_protected for layer in layers),
             # protected rows that the quota had no room for, in the head and at the eviction with most of them
             "given_up": {
-                kind: find_largest(layer.tally.given_up[kind] for layer in layers) for kind in ("sinks", "recents")
+                kind: find_largest(layer.tally.head_given_up[kind] for layer in layers) for kind in ("sinks", "recents")
             },
             "allocation": layers[0].state.shared.get("allocation"),  # the rule that the allocator says it followed
             "resident_bytes": held.rows // batch, "full_bytes": context.full_bytes() // batch,
