@@ -42,6 +42,7 @@ from kvbench.interfaces.settings import setting
 from kvbench.kernels.product_quantization import (
     choose_by_codes,
     code_scores,
+    count_pairs,
     cut_keys,
     encode,
     find_nearest,
@@ -163,8 +164,14 @@ class CodeReader:
         self.method, self.answer = method, answer
         self.recent, self.chosen = counts or (0, 0)
         self.tables: dict[int, dict[str, Tensor]] = {}  # of each layer, unless it attends to all rows
+        self.counts: dict[int, Tensor] = {}  # of the pairs of codes of the rows before `counted`
+        self.counted = answer.seen - self.recent  # all of them are candidates for each token
+        behind = self.counted - method.sinks
         for layer in answer.all_layers if counts else ():
             own = answer.states[layer].layer
+            if behind >= self.chosen > 0:
+                pairs = count_pairs(own["codes"][..., :behind], own["codebook"].shape[3])
+                self.counts |= {} if pairs is None else {layer: pairs}
             codes = own["codes"].new_zeros(*own["codes"].shape[:3], answer.seen + answer.tokens - method.sinks)
             codes[..., : own["codes"].shape[3]] = own["codes"]
             self.tables[layer] = {"codes": codes, "codebook": own["codebook"]}
@@ -181,7 +188,10 @@ class CodeReader:
                 lists[0][..., : len(always)] = always
             codes, codebook = self.tables[layer]["codes"], self.tables[layer]["codebook"]
             found = lists[0][..., len(always) :]
-            choose_by_codes(queries[:, :, 0], keys, codes, codebook, scaling, method.sinks, stop, last, found)
+            counted = (self.counts[layer], self.counted) if layer in self.counts else None
+            choose_by_codes(
+                queries[:, :, 0], keys, codes, codebook, scaling, method.sinks, stop, last, found, counted=counted
+            )
             return ListedRows(lists[0])
 
         return choose

@@ -4,10 +4,16 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
-from kvbench.kernels.product_quantization.centroids import cut_keys, encode, find_nearest, split_points
+from kvbench.kernels.product_quantization.centroids import (
+    count_pairs,
+    cut_keys,
+    encode,
+    find_nearest,
+    split_points,
+)
 from kvbench.kernels.product_quantization.reference import choose_by_codes_reference, code_scores_reference
 
-__all__ = ["choose_by_codes", "code_scores", "cut_keys", "encode", "find_nearest", "split_points"]
+__all__ = ["choose_by_codes", "code_scores", "count_pairs", "cut_keys", "encode", "find_nearest", "split_points"]
 
 
 @announced
@@ -65,6 +71,7 @@ def choose_by_codes(
     last: Tensor,
     found: Tensor,
     *,
+    counted: tuple[Tensor, int] | None = None,
     implementation: str | None = None,
 ) -> None:
     """Compute the codes of the newest row, in place, and list the candidates with the largest scores.
@@ -80,6 +87,8 @@ def choose_by_codes(
         last: The newest row, a whole number without dimensions, from `first` to first + n - 1.
         found: Gets the rows, ascending, (B, H, k) int64; of equal scores the lower row comes first. The lists of all
             heads lie at equal distances. With fewer than k candidates, rows that are none follow.
+        counted: `count_pairs` of the codes of the rows from `first` on and before a number, which is at most `stop` and
+            at least first + k, and that number. The kernel is faster with them.
         implementation: "reference" or "triton"; None chooses.
 
     Raises:
@@ -92,6 +101,8 @@ def choose_by_codes(
         found.dtype == torch.int64 and found.shape[:2] == codes.shape[:2] and found.shape[2] <= first + codes.shape[3]
     )
     lists = lists and found.stride(2) == 1 and found.stride(0) == found.shape[1] * found.stride(1)
+    if counted is not None:
+        lists = lists and counted[1] >= first + found.shape[2] and counted[0].shape[:2] == codes.shape[:2]
     if not fits or not lists or codes.stride(3) != 1:
         raise ValueError(
             f"choose_by_codes: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, codes {tuple(codes.shape)} "
@@ -103,7 +114,7 @@ def choose_by_codes(
         return
     from kvbench.kernels.product_quantization.triton import choose_by_codes_triton
 
-    choose_by_codes_triton(*given)
+    choose_by_codes_triton(*given, counted)
 
 
 def check_codebook(op: str, vectors: Tensor, codes: Tensor, codebook: Tensor) -> None:

@@ -13,6 +13,26 @@ def cut_keys(keys: Tensor, parts: int) -> Tensor:
     return keys.to(dtype).unflatten(-1, (parts, -1)).transpose(-3, -2)
 
 
+PAIRED = 64  # most centroids of a part, of which pairs are counted
+
+
+def count_pairs(codes: Tensor, count: int) -> Tensor | None:
+    """Return how many rows have each pair of codes, (B, H, W·W) int32. The codes i and j are the pair i·W + j.
+
+    Returns None if rows have another number of codes than two, or if there are more than PAIRED centroids.
+
+    Args:
+        codes: Codes of the rows, (B, H, m, n) uint8.
+        count: Number of centroids of a part, K. W is the first power of two that is not below it.
+    """
+    if codes.shape[2] != 2 or count > PAIRED:
+        return None
+    wide = 1 << (count - 1).bit_length()
+    pair = codes[:, :, 0].long() * wide + codes[:, :, 1]
+    none = torch.zeros(*pair.shape[:2], wide * wide, dtype=torch.int32, device=codes.device)
+    return none.scatter_add_(2, pair, torch.ones_like(pair, dtype=torch.int32))
+
+
 def encode(keys: Tensor, codebook: Tensor) -> Tensor:
     """Return the codes of keys (B, H, n, d), (B, H, m, n) uint8. `codebook` is (B, H, m, K, d/m), K at most 256."""
     points = cut_keys(keys, codebook.shape[2])

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
+from kvbench.kernels.product_quantization.pairs import HELD, list_by_pairs
 from kvbench.kernels.row_selection.triton import LINE, SINGLE, clear_work, count_first_digits, list_top
 
 LOG2E = 1.4426950408889634
@@ -173,14 +174,7 @@ def code_scores_triton(
     scores = torch.empty(batch, heads, rows, dtype=torch.float32, device=codes.device)
     if not scores.numel():
         return scores
-    tables = torch.empty(lines, parts, count, wide, dtype=torch.float32, device=codes.device)
-    keys, last = (queries[..., None], stop) if newest is None else newest
-    _products[triton.cdiv(count, CENTROIDS), lines, parts](
-        queries, codebook.contiguous(), tables, keys, codes, last, heads, group, parts, count, size, first,
-        scaling * LOG2E, *queries.stride(), *keys.stride(), *codes.stride()[:3],
-        M=max(16, wide), N=CENTROIDS, E=max(16, triton.next_power_of_2(size)), G=wide,
-        CAST=is_interpreting() and queries.dtype == torch.bfloat16, ENCODE=newest is not None, num_warps=4,
-    )  # fmt: skip
+    tables = multiply(queries, codes, codebook, scaling, first, stop, newest)
     sums = torch.empty(lines, spans, wide, dtype=torch.float32, device=codes.device)
     sizes = heads, count, group, first, rows, *codes.stride()[:3]
     shape = {"PARTS": parts, "G": wide, "N": span, "COUNT": work is not None, "num_warps": 8}
@@ -189,11 +183,37 @@ def code_scores_triton(
     return scores
 
 
+def multiply(
+    queries: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
+    newest: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Return the logits of all centroids in base 2, (B·H, m, K, G), with G rounded up to a power of two.
+
+    Arguments are those of `code_scores_triton`.
+    """
+    batch, heads, parts, count, size = codebook.shape
+    group, lines = queries.shape[1] // heads, batch * heads
+    wide = triton.next_power_of_2(group)
+    tables = torch.empty(lines, parts, count, wide, dtype=torch.float32, device=codes.device)
+    keys, last = (queries[..., None], stop) if newest is None else newest
+    _products[triton.cdiv(count, CENTROIDS), lines, parts](
+        queries, codebook.contiguous(), tables, keys, codes, last, heads, group, parts, count, size, first,
+        scaling * LOG2E, *queries.stride(), *keys.stride(), *codes.stride()[:3],
+        M=max(16, wide), N=CENTROIDS, E=max(16, triton.next_power_of_2(size)), G=wide,
+        CAST=is_interpreting() and queries.dtype == torch.bfloat16, ENCODE=newest is not None, num_warps=4,
+    )  # fmt: skip
+    return tables
+
+
 def choose_by_codes_triton(
     queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
-    last: Tensor, found: Tensor,
+    last: Tensor, found: Tensor, counted: tuple[Tensor, int] | None,
 ) -> None:  # fmt: skip
-    rows = first + codes.shape[3]
+    rows, group = first + codes.shape[3], queries.shape[1] // codes.shape[1]
+    if counted is not None and found.numel() and counted[0].shape[2] * triton.next_power_of_2(group) <= HELD:
+        tables = multiply(queries, codes, codebook, scaling, first, stop, (keys, last))
+        list_by_pairs(tables, codes, counted[0], group, first, counted[1], stop, found)
+        return
     lines, work = codes[:, :, 0, 0].numel(), None
     if rows > SINGLE:
         work = torch.empty(lines, LINE.value, dtype=torch.int32, device=codes.device)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvbench.kernels.product_quantization import choose_by_codes, code_scores, encode
+from kvbench.kernels.product_quantization import choose_by_codes, code_scores, count_pairs, encode
 from kvbench.kernels.row_selection import top_k_indices
 from tests.support.compile_kernels import list_kernel
 
@@ -196,6 +196,37 @@ def test_chosen_rows_are_those_with_the_largest_scores(rows, k, dtype, monkeypat
     )
 
 
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count, group", [(16, 3), (64, 4), (11, 1)])
+@pytest.mark.parametrize("rows, later, k", [(600, 0, 1), (600, 300, 150), (9000, 20, 700), (9000, 20, 8980)])
+def test_rows_listed_by_pairs_are_those_with_the_largest_scores(rows, later, k, count, group, dtype):
+    """The pairs of all candidates but the `later` ones are counted. Codes behind the candidates are garbage."""
+    draw = torch.Generator().manual_seed(rows + count)
+    keys = torch.randn(2, 2, rows + 9, 64, generator=draw).to(DEVICE, dtype)
+    queries = torch.randn(2, 2 * group, 64, generator=draw).to(DEVICE, dtype)
+    codebook = torch.randn(2, 2, 2, count, 32, generator=draw).to(DEVICE, dtype)
+    codes = torch.randint(count, (2, 2, 2, rows + 2), generator=draw, dtype=torch.uint8).to(DEVICE)
+    codes[..., rows:] = 255
+    stop, last = torch.tensor(rows + 7, device=DEVICE), torch.tensor(rows + 8, device=DEVICE)
+    pairs = count_pairs(codes[..., : rows - later], count)
+    assert pairs.sum() == 4 * (rows - later)
+    lists = torch.full((2, 2, 5 + k), -7, device=DEVICE)
+    choose_by_codes(
+        queries, keys, codes, codebook, 0.2, 7, stop, last, lists[..., 5:], counted=(pairs, rows + 7 - later),
+        implementation="triton",
+    )  # fmt: skip
+    scores = code_scores(queries, codes, codebook, 0.2, 7, stop, implementation="triton")
+    assert torch.equal(lists[..., 5:], top_k_indices(scores, k, implementation="triton"))
+    assert (lists[..., :5] == -7).all()
+    assert torch.equal(codes[..., rows + 1], encode(keys[:, :, rows + 8 :][:, :, :1], codebook)[..., 0])
+
+
+def test_pairs_of_many_centroids_or_other_numbers_of_codes_are_not_counted():
+    assert count_pairs(torch.zeros(1, 1, 2, 5, dtype=torch.uint8), 65) is None
+    assert count_pairs(torch.zeros(1, 1, 4, 5, dtype=torch.uint8), 16) is None
+
+
 def test_codes_of_all_rows_are_those_of_each():
     keys, codebook = torch.randn(1, 2, 30, 32), torch.randn(1, 2, 4, 16, 8)
     codes = torch.zeros(1, 2, 4, 30, dtype=torch.uint8)
@@ -230,6 +261,7 @@ def test_inputs_that_do_not_fit():
 
 
 def ahead():
+    from kvbench.kernels.product_quantization import pairs
     from kvbench.kernels.product_quantization import triton as own
 
     whole = {"codes": "*u8", "stop": "*i64", "last": "*i64", "scale": "fp32", "work": "*i32"}
@@ -242,3 +274,9 @@ def ahead():
         sizes = {"PARTS": parts, "G": group, "N": min(own.SPAN, own.LOGITS // group), "COUNT": True}
         for kernel in (own._sums, own._scores):
             yield list_kernel(kernel, kinds, sizes, num_warps=8)
+    numbers = dict.fromkeys(("counts", "totals", "rooms", "arrived", "tallies"), "*i32")
+    kinds = whole | numbers | {"classes": "*u8", "found": "*i64"}
+    for wide, group in ((64, 4), (16, 1), (64, 8)):
+        yield list_kernel(pairs._rank_pairs, kinds, {"WIDE": wide, "G": group, "N": pairs.MORE}, num_warps=16)
+        sizes = {"WIDE": wide, "SPLITS": 32, "TILE": pairs.TILE, "BEGIN": 0, "END": 2}
+        yield list_kernel(pairs._list_pairs, kinds, sizes, num_warps=4)
