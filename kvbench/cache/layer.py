@@ -608,6 +608,7 @@ class Layer:
             snapshot.token_bytes, snapshot.stamped, list(snapshot.attended)
         )  # fmt: skip
         self.state.layer = copy_containers(snapshot.state)
+        self.metered = None  # the engine restores the meter, which may not have known these rows yet
 
     def check_snapshot(self, snapshot: LayerSnapshot) -> None:
         """Check that the method has not written into tensors that it remembered at the snapshot.

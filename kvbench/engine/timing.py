@@ -48,7 +48,7 @@ class Stamps:
         self.points: list[Any] = []
 
     def put(self) -> None:
-        """Take the time: on a GPU, when the stream reaches this point that was current when the stamps were made."""
+        """Take the time. On a GPU it is when the stream gets here that was current when the stamps were made."""
         if self.stream is None:
             self.points.append(time.perf_counter())
         else:

@@ -340,3 +340,16 @@ def test_an_error_ends_all_sessions_and_changes_nothing(monkeypatch):
     assert before == [(own.seen, [layer.rows.longest_head for layer in own.own_layers]) for _, own in pairs]
     monkeypatch.setattr(KeyDiff, "score", score)
     assert all(map(torch.equal, *answer_all(pairs, tokens=12)))
+
+
+def test_the_memory_of_every_forgotten_answer_is_counted():
+    """The first answer stays, and leaves rows that the cache's meter does not know in full."""
+    [[_, context]] = make_pairs(make_double("llama"), ["snapkv"])
+    run_alone(tell(context, 40, after=12))  # memory for 28 tokens is left
+    peaks = []
+    for _ in range(3):
+        with context.branch():
+            run_alone(tell(context, 12))
+            assert context.memory.held == [layer.bytes().total for layer in context.own_layers]
+            peaks.append(context.memory.peak)
+    assert len(set(peaks)) == 1
