@@ -13,6 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 PROGRAMS = {16: 512, 32: 512, 64: 264, 128: 132}  # most programs that rows are split into, by a program's queries
 SPLITS = (16, 128)  # most splits that are joined at once; only two values, because each is compiled
 FEW = 64  # queries of a KV head that one program always takes together
+SCRATCH = 128 << 20  # bytes of partial results that the ranges of several samples may have
 ENOUGH = 256  # programs of a sample, each with 128 queries of a head, that fill a GPU without splitting the rows
 
 
@@ -242,6 +243,21 @@ def attend_triton(
     samples = 1 if block_of_prompt else batch
     most = min(max(1, PROGRAMS[rows] // (samples * heads * tiles)), SPLITS[1])
     splits = min(most, triton.cdiv(longest, 2 * block))
+    needed = 4 * heads * splits * group * tokens * (dim + 2)  # bytes of a sample
+    if most > 1 and samples < batch and batch * needed > SCRATCH:
+        some = max(1, SCRATCH // needed)
+        for low in range(0, batch, some) if some < batch else ():
+            own = slice(low, low + some)
+            cut = held and (
+                *held[:3],
+                *(own_heads.flatten()[low * heads : (low + some) * heads] for own_heads in held[3:]),
+            )
+            outputs[own], found = attend_triton(
+                queries[own], cut, keys[own], values[own], scaling, longest, tail, lse, step
+            )
+            if found is not None:
+                sums[own] = found
+        return outputs, sums if lse else None
     parts = [outputs, outputs, outputs]
     if most > 1:  # not by `splits`, which follows from lengths: each constant is compiled
         parts = [

@@ -102,7 +102,10 @@ def choose_by_codes(
     )
     lists = lists and found.stride(2) == 1 and found.stride(0) == found.shape[1] * found.stride(1)
     if counted is not None:
-        lists = lists and counted[1] >= first + found.shape[2] and counted[0].shape[:2] == codes.shape[:2]
+        wide = 1 << (codebook.shape[3] - 1).bit_length()
+        lists = lists and counted[1] >= first + found.shape[2] and codes.shape[2] == 2
+        lists = lists and counted[0].shape == (*codes.shape[:2], wide * wide) and counted[0].dtype == torch.int32
+        lists = lists and counted[0].is_contiguous()
     if not fits or not lists or codes.stride(3) != 1:
         raise ValueError(
             f"choose_by_codes: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, codes {tuple(codes.shape)} "

@@ -126,7 +126,7 @@ def _list_pairs(
 def list_by_pairs(
     tables: Tensor, codes: Tensor, counts: Tensor, group: int, first: int, counted: int, stop: Tensor, found: Tensor
 ) -> None:
-    """List the k candidates with the largest scores, of which there are k.
+    """List the k candidates with the largest scores. There are at least k candidates.
 
     Args:
         tables: Logits in base 2 of each centroid for each query head of a group, (B·H, 2, K, G).

@@ -166,6 +166,16 @@ def test_a_prompt_is_rounded_alike_whatever_the_batch(enough, monkeypatch):
         assert torch.equal(together[sample], alone[0])
 
 
+@pytest.mark.parametrize("longest", [0, 70])
+def test_samples_whose_ranges_need_much_memory_are_read_after_each_other(longest, monkeypatch):
+    queries, held, keys, values = made((3, 2, 2, 40, 90, longest, 16), False, torch.float32)
+    given = queries, held, keys, values, 0.25
+    together = attend_ragged(*given, lse=True, implementation="triton")
+    monkeypatch.setattr("kvbench.kernels.attention.triton.SCRATCH", 1)
+    apart = attend_ragged(*given, lse=True, implementation="triton")
+    assert all(map(torch.equal, together, apart))
+
+
 @pytest.mark.parametrize("group", [3, 1])
 def test_a_query_attends_to_ragged_rows_without_a_tail(group):
     """As to the same rows, of which the last are a tail."""

@@ -222,6 +222,15 @@ def test_rows_listed_by_pairs_are_those_with_the_largest_scores(rows, later, k, 
     assert torch.equal(codes[..., rows + 1], encode(keys[:, :, rows + 8 :][:, :, :1], codebook)[..., 0])
 
 
+def test_counts_that_do_not_fit_are_refused():
+    queries, codes, book = torch.zeros(1, 4, 8), torch.zeros(1, 2, 2, 5, dtype=torch.uint8), torch.zeros(1, 2, 2, 3, 4)
+    keys, last, found = torch.zeros(1, 2, 6, 8), torch.tensor(4), torch.zeros(1, 2, 3, dtype=torch.int64)
+    fits = count_pairs(codes, 3)
+    for counts, rows in ((fits, 2), (fits[..., :9], 4), (fits.long(), 4), (fits[:, :1], 4)):
+        with pytest.raises(ValueError, match="^choose_by_codes: queries"):
+            choose_by_codes(queries, keys, codes, book, 1.0, 0, last, last, found, counted=(counts, rows))
+
+
 def test_pairs_of_many_centroids_or_other_numbers_of_codes_are_not_counted():
     assert count_pairs(torch.zeros(1, 1, 2, 5, dtype=torch.uint8), 65) is None
     assert count_pairs(torch.zeros(1, 1, 4, 5, dtype=torch.uint8), 16) is None
