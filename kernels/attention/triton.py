@@ -246,12 +246,9 @@ def attend_triton(
     needed = 4 * heads * splits * group * tokens * (dim + 2)  # bytes of a sample
     if most > 1 and samples < batch and batch * needed > SCRATCH:
         some = max(1, SCRATCH // needed)
-        for low in range(0, batch, some) if some < batch else ():
-            own = slice(low, low + some)
-            cut = held and (
-                *held[:3],
-                *(own_heads.flatten()[low * heads : (low + some) * heads] for own_heads in held[3:]),
-            )
+        for low in range(0, batch, some):
+            own, lines = slice(low, low + some), slice(low * heads, (low + some) * heads)
+            cut = held and (*held[:3], held[3].flatten()[lines], held[4].flatten()[lines])
             outputs[own], found = attend_triton(
                 queries[own], cut, keys[own], values[own], scaling, longest, tail, lse, step
             )
