@@ -101,7 +101,7 @@ def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quot
     scores = rows.columns[SCORE] if SCORE in rows.columns else score_rows(observation, rows, policy)
     protected, given_up = protect_rows(observation, rows, policy, quota)
     scores = scores.masked_fill(protected, torch.inf) if given_up else scores
-    count = protected.sum(-1) if given_up else ZERO
+    count = protected.sum(-1, dtype=torch.int32) if given_up else ZERO
     if quota.each is not None and policy.keeps_best:
         counts = torch.full(rows.mass.shape[:2], quota.each, device=scores.device)
         evicted = torch.full_like(counts, len(rows) - quota.each)

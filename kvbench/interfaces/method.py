@@ -487,7 +487,7 @@ def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quot
         recents = recents & rows.present
         if kept is not None:
             recents = recents & ~kept
-            room = room - kept.sum(-1, keepdim=True)
+            room = room - kept.sum(-1, keepdim=True, dtype=torch.int32)
         ranks = count_marks(recents)
         surplus = ranks[..., -1:] - room
         recents = recents & (ranks > surplus)
@@ -498,12 +498,12 @@ def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quot
 
 
 def count_marks(marks: Tensor) -> Tensor:
-    """Return how many marks there are up to each place, (…, n), for marks (…, n) bool.
+    """Return how many marks there are up to each place, (…, n) int32, for marks (…, n) bool.
 
     A GPU sums few long lines slowly. Long lines are therefore summed in parts of LINE marks.
     """
     if marks.shape[-1] <= LINE:
-        return marks.cumsum(-1)
-    within = pad(marks, (0, -marks.shape[-1] % LINE)).reshape(*marks.shape[:-1], -1, LINE).cumsum(-1)
-    before = within[..., -1].cumsum(-1) - within[..., -1]
+        return marks.cumsum(-1, dtype=torch.int32)
+    within = pad(marks, (0, -marks.shape[-1] % LINE)).reshape(*marks.shape[:-1], -1, LINE).cumsum(-1, dtype=torch.int32)
+    before = within[..., -1].cumsum(-1, dtype=torch.int32) - within[..., -1]
     return (within + before[..., None]).reshape(*marks.shape[:-1], -1)[..., : marks.shape[-1]]
