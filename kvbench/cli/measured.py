@@ -103,7 +103,7 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
 
     own_settings = [f"workers={workers}"] if workers is not None else []
     sweeps = [[*given, *own_settings] for given in tier.list_sweeps(results)]
-    missing = {path: command for path, command in tier.list_files(results).items() if not path.exists()}
+    missing = tier.list_files(results)
     if missing:  # the runs that need them are not known yet, but the others are
         known = [own for own in sweeps if not any(path.name in text for path in missing for text in own)]
         check_store(tier.name, list_values(map(Sweep.plan, known)), results)
@@ -117,7 +117,7 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
             run_sweep(own, executor=executor)
     check_folder(results)
     runs = [run for run in find_runs(results).runs if run.hash in values]
-    lines = make_lines(runs, {content_hash(path): path.stem for path in tier.list_files(results)})
+    lines = make_lines(runs, {content_hash(results / "files" / name): Path(name).stem for name in tier.files})
     if not lines:
         raise SettingError(f"tier {tier.name}: no run of a method is finished")
     device = next(iter(values.values()))["device"]["type"]

@@ -45,8 +45,9 @@ class Tier:
         return [[*map(place, line), f"results={quote(results)}"] for line in lines]
 
     def list_files(self, results: Path) -> dict[Path, list[str]]:
-        """Return the path of each file, and the arguments of `kvbench` that make it, without `--out`."""
-        return {results / "files" / name: command.split() for name, command in self.files.items()}
+        """Return the path of each missing file, and the arguments of `kvbench` that make it, without `--out`."""
+        made = {results / "files" / name: command.split() for name, command in self.files.items()}
+        return {path: command for path, command in made.items() if not path.exists()}
 
 
 def quote(path: Path) -> str:

@@ -26,6 +26,7 @@ def test_no_cell_of_a_tier_is_refused(name, tmp_path):
         assert command[:1] == ["calibrate"] and path.parent == tmp_path / "files"
         path.parent.mkdir(exist_ok=True)
         path.touch()
+    assert tier.list_files(tmp_path) == {}
     cells = [cell for sweep in tier.list_sweeps(tmp_path) for cell in expand_sweep(sweep)]
     assert len(set(map(tuple, cells))) == len(cells)
     different = {tuple(own for own in cell if not own.startswith(("budget=", "question="))): cell for cell in cells}
