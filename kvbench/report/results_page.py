@@ -181,7 +181,7 @@ def describe_origin(tiers: Mapping[str, Sequence[Line]]) -> list[str]:
 
     def join(name: str) -> str:
         known = {COMMIT.sub(r"\1", str(line[name])) for line in lines if line[name]}
-        return " and ".join(sorted(known)) or "unknown"
+        return join_words(sorted(known) or ["unknown"], "and")
 
     said = f"Measured on {join('machine')} in {join('dtype')}, with torch {join('torch')} and transformers "
     said += f"{join('transformers')}, by code {join('code')}. conf/measured.yaml lists the sweeps."
