@@ -38,8 +38,8 @@ Work = TypeVar("Work", bound=Callable[..., Any])
 PASSED_ON = (ContractError, SettingError, torch.cuda.OutOfMemoryError)  # their messages already say what is wrong
 ROWS = ("keys", "values", "places", "mass")
 SHOWN = ("queries", "outputs", "lse", "output_weight", "unrotated_keys", "hidden", "normed_hidden", "gradient")
-NAMED_ROWS = tuple((name, f"rows.{name}") for name in ROWS)
-NAMED_SHOWN = tuple((name, f"observation.{name}") for name in SHOWN)
+NAMED_ROWS = [(name, f"rows.{name}") for name in ROWS]  # formatted once, not at every hook
+NAMED_SHOWN = [(name, f"observation.{name}") for name in SHOWN]
 
 
 def without_gradients(work: Work) -> Work:

@@ -611,3 +611,21 @@ def test_the_kernels_take_the_same_step(chosen):
         assert torch.equal(found[0][2], found[1][2])
     finally:
         model.to("cpu")
+
+
+def test_rows_in_the_order_of_the_text_are_copied_as_any_others(monkeypatch):
+    """`take_in_order` leaves what `take_rows` leaves, each called twice."""
+    [_, context] = make_contexts(make_double("llama"), choice_of(method="keydiff", decoding=True))
+    plan = find_answer_quotas(context.own_layers, [18, 18])
+    found = []
+    for fast in (True, False):
+        rows = ReplacedRows(context.weights, context.own_layers, 2, plan, seen=context.seen)
+        assert all(rows.takes_in_order(index, 18) for index in rows.cut) and rows.cut
+        with monkeypatch.context() as patch:
+            if not fast:
+                patch.setattr(ReplacedRows, "takes_in_order", lambda *_: False)
+            for _ in range(2):
+                rows.back(0)
+        held = [rows.padded(index)[:, :, :, :18] for index in rows.cut]
+        found.append([*held, *rows.places, *rows.ranks, *rows.mass, rows.free, rows.lengths])
+    assert all(map(torch.equal, *found))
