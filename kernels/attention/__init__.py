@@ -9,9 +9,7 @@ from kvbench.kernels.attention.reference import attend_reference, pad_ragged
 from kvbench.kernels.attention.sdpa import attend_cudnn, attend_sdpa, attend_sdpa_lse, cudnn_serves
 from kvbench.kernels.dispatch import FAST, announced, choose_implementation
 
-PLANNED = (
-    2.5e12  # smallest work of a block of a sample for cuDNN, in operations; chosen by trial on an H200 (README.md)
-)
+PLANNED = 2.5e12  # smallest work of a sample's block for cuDNN, in operations; chosen by trial on an H200 (README.md)
 
 
 def attend(

@@ -248,7 +248,7 @@ def attend_triton(
         some = max(1, SCRATCH // needed)
         for low in range(0, batch, some):
             own, lines = slice(low, low + some), slice(low * heads, (low + some) * heads)
-            cut = held and (*held[:3], held[3].flatten()[lines], held[4].flatten()[lines])
+            cut = held and (*held[:3], held[3][lines], held[4][lines])
             outputs[own], found = attend_triton(
                 queries[own], cut, keys[own], values[own], scaling, longest, tail, lse, step
             )

@@ -9,6 +9,7 @@ from kvbench.kernels.product_quantization.centroids import (
     cut_keys,
     encode,
     find_nearest,
+    find_width,
     split_points,
 )
 from kvbench.kernels.product_quantization.reference import choose_by_codes_reference, code_scores_reference
@@ -102,7 +103,7 @@ def choose_by_codes(
     )
     lists = lists and found.stride(2) == 1 and found.stride(0) == found.shape[1] * found.stride(1)
     if counted is not None:
-        wide = 1 << (codebook.shape[3] - 1).bit_length()
+        wide = find_width(codebook.shape[3])
         lists = lists and counted[1] >= first + found.shape[2] and codes.shape[2] == 2
         lists = lists and counted[0].shape == (*codes.shape[:2], wide * wide) and counted[0].dtype == torch.int32
         lists = lists and counted[0].is_contiguous()

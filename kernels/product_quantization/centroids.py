@@ -5,6 +5,7 @@ from torch import Tensor
 
 DISTANCES = 1 << 20  # that are computed together: as many as a CPU's cache holds
 MOST_DISTANCES = 1 << 25  # on a GPU
+PAIRED = 64  # most centroids of a part, of which pairs are counted
 
 
 def cut_keys(keys: Tensor, parts: int) -> Tensor:
@@ -13,21 +14,23 @@ def cut_keys(keys: Tensor, parts: int) -> Tensor:
     return keys.to(dtype).unflatten(-1, (parts, -1)).transpose(-3, -2)
 
 
-PAIRED = 64  # most centroids of a part, of which pairs are counted
+def find_width(count: int) -> int:
+    """Return W, the first power of two that is not below the number of centroids; codes i and j are pair i·W + j."""
+    return 1 << (count - 1).bit_length()
 
 
 def count_pairs(codes: Tensor, count: int) -> Tensor | None:
-    """Return how many rows have each pair of codes, (B, H, W·W) int32. The codes i and j are the pair i·W + j.
+    """Return how many rows have each pair of codes, (B, H, W·W) int32, as `find_width` numbers pairs.
 
     Returns None if rows have another number of codes than two, or if there are more than PAIRED centroids.
 
     Args:
         codes: Codes of the rows, (B, H, m, n) uint8.
-        count: Number of centroids of a part, K. W is the first power of two that is not below it.
+        count: Number of centroids of a part, K.
     """
     if codes.shape[2] != 2 or count > PAIRED:
         return None
-    wide = 1 << (count - 1).bit_length()
+    wide = find_width(count)
     pair = codes[:, :, 0].long() * wide + codes[:, :, 1]
     none = torch.zeros(*pair.shape[:2], wide * wide, dtype=torch.int32, device=codes.device)
     return none.scatter_add_(2, pair, torch.ones_like(pair, dtype=torch.int32))

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
+from kvbench.kernels.product_quantization.centroids import find_width
 from kvbench.kernels.row_selection.triton import TILE, _number, _wait, split_rows
 
 HELD = 32768  # most logits of pairs that a program holds
@@ -138,7 +139,7 @@ def list_by_pairs(
         stop: As of `choose_by_codes`, at least `counted`.
         found: As of `choose_by_codes`.
     """
-    (lines, _, count, grouped), heads, wide = tables.shape, codes.shape[1], triton.next_power_of_2(tables.shape[2])
+    (lines, _, count, grouped), heads, wide = tables.shape, codes.shape[1], find_width(tables.shape[2])
     (splits, per_split), device, strides = split_rows(codes.shape[3]), codes.device, codes.stride()[:3]
     classes = torch.empty(lines, wide * wide, dtype=torch.uint8, device=device)
     rooms, arrived = (torch.empty(lines, dtype=torch.int32, device=device) for _ in range(2))
