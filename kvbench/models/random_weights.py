@@ -5,7 +5,7 @@ A random model has no tokenizer, but it can use the embedded model's, whose toke
 smallest. Prompts of tasks then have their true lengths and times, but the answers mean nothing.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,20 +37,14 @@ class RandomCheckpoint(Checkpoint):
             tokenizer: None, or "reference" for the embedded model's tokenizer.
 
         Raises:
-            SettingError: There is no such shape or tokenizer, or the shape has too few tokens.
+            SettingError: There is no such shape or tokenizer.
         """
         require_choice("model.like", name, list_shapes())
         require_choice("model.tokenizer", tokenizer, (None, "reference"))
         path = str(SHAPES / f"{name}.json")
         if tokenizer is None:
             return cls(str(name), path, seed=seed)
-        own, lender = cls(f"random_{name}", path, seed=seed), Checkpoint("reference", str(REFERENCE))
-        known, lent = (one.config().get_text_config(decoder=True).vocab_size for one in (own, lender))
-        if known < lent:
-            raise SettingError(
-                f"model.tokenizer={tokenizer}: it has {lent} tokens, but model.like={name} has {known}; use null"
-            )
-        return replace(own, lender=lender)
+        return cls(f"random_{name}", path, seed=seed, lender=Checkpoint("reference", str(REFERENCE)))
 
     @property
     def reads_text(self) -> bool:
@@ -64,7 +58,15 @@ class RandomCheckpoint(Checkpoint):
         return load_layout(self.path)
 
     def check(self) -> None:
-        """Do nothing, because no file can be missing."""
+        """Raise a SettingError if the shape has fewer tokens than the tokenizer. No file can be missing."""
+        if self.lender is None:
+            return
+        known, lent = (own.config().get_text_config(decoder=True).vocab_size for own in (self, self.lender))
+        if known < lent:
+            raise SettingError(
+                f"model.tokenizer={self.lender.name}: it has {lent} tokens, but model.like={Path(self.path).stem} has "
+                f"{known}; use null"
+            )
 
     def tokenizer(self) -> Any:
         if self.lender is None:

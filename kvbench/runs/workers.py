@@ -5,10 +5,12 @@ it had claimed.
 """
 
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing import get_context, parent_process
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partialmethod
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
@@ -19,6 +21,7 @@ from tqdm import tqdm
 
 from kvbench.engine.spending import spend, start_counting
 from kvbench.engine.timing import clear
+from kvbench.runs.fork_server import start_fork_server
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_runs, make_records_folder
 from kvbench.runs.spec import RunSpec
@@ -28,7 +31,6 @@ from kvbench.validation import (
     SettingError,
     Terminated,
     describe_write_error,
-    ignore_interrupts,
     raise_on_sigterm,
 )
 
@@ -111,15 +113,12 @@ class Workers:
 
     def _start(self, index: int) -> tuple[Any, Connection]:
         """Start a process."""
-        context, own, sharing = get_context("spawn"), {}, 1
-        if self.gpus:
-            own, sharing = {"CUDA_VISIBLE_DEVICES": self.gpus[index]}, self.gpus.count(self.gpus[index])
-        own |= {"TQDM_DISABLE": "1"} if index else {}
+        context = start_fork_server()
+        gpu, sharing = (self.gpus[index], self.gpus.count(self.gpus[index])) if self.gpus else (None, 1)
         here, there = context.Pipe()
-        arguments = there, self.results, sharing, len(self.processes)
+        arguments = there, self.results, gpu, sharing, len(self.processes), index == 0
         process = context.Process(target=run_worker, args=arguments, daemon=True)
-        with set_environment(own), ignore_interrupts():  # before the new process imports tqdm, which reads it
-            process.start()
+        process.start()
         there.close()  # so that `recv` fails if the process dies
         return process, here
 
@@ -156,20 +155,9 @@ class Workers:
             connection.close()
 
 
-@contextmanager
-def set_environment(own: dict[str, str]) -> Iterator[None]:
-    """Set environment variables inside."""
-    before = dict(os.environ)
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name in own:
-            os.environ.pop(name)
-        os.environ.update({name: value for name, value in before.items() if name in own})
-
-
-def run_worker(connection: Connection, results: Path, gpu_processes: int, processes: int) -> None:
+def run_worker(
+    connection: Connection, results: Path, gpu: str | None, gpu_processes: int, processes: int, shows_progress: bool
+) -> None:
     """Execute the runs that arrive, and answer when they are done; the main function of a process.
 
     It is silent about invalid settings, broken contracts and a disk that cannot be written. The process that asks for
@@ -178,9 +166,16 @@ def run_worker(connection: Connection, results: Path, gpu_processes: int, proces
     Args:
         connection: Gives lists of groups of runs, and None at the end.
         results: The results folder.
+        gpu: What CUDA_VISIBLE_DEVICES must be; None on a CPU.
         gpu_processes: The number of processes that use the GPU, this one included; 1 on a CPU.
         processes: The number of processes that share the samples, this one included.
+        shows_progress: Whether its progress bars are shown. They count what all processes do.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    if not shows_progress:  # TQDM_DISABLE would be too late, because tqdm is imported
+        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
     Thread(target=exit_with_parent, daemon=True).start()
     bench: Resources | None = None
     say_spending = start_counting(" of a worker")

@@ -20,6 +20,7 @@ from kvbench.integrations.loggers import make_logger
 from kvbench.papers.experiment_key import CUT_SETTINGS
 from kvbench.papers.paper_runs import FULL, Settings, expand_preset, is_of_cache, list_rows, read_rows
 from kvbench.runs.checks import check_results, check_settings
+from kvbench.runs.fork_server import start_fork_server
 from kvbench.runs.spec import RunSpec, SharedParts
 from kvbench.store.run_folder import RunFolder, run_hash
 from kvbench.sweeps import status
@@ -283,6 +284,7 @@ def plan_cell(
     try:
         run, log = describe_run(composition.config, shared)
         if results is None or not is_done(run, results, counts):
+            import_for_workers(composition.config.workers, run)
             run.check()
             shares = composition.config.sweep.share_prefill and not run.measures
             readings = [own.reading for own in (run, run.baseline())] if shares else []
@@ -292,6 +294,12 @@ def plan_cell(
     except (SettingError, ContractError) as error:
         return PlannedCell(composition, status.SweepCell(label, refused=str(error), overrides=overrides))
     return PlannedCell(composition, cell, run, log)
+
+
+def import_for_workers(workers: object, run: RunSpec) -> None:
+    """Let the imports of worker processes begin if a run needs any for certain. `workers`: The setting."""
+    if isinstance(workers, int) and workers > 1 and not run.measures:
+        start_fork_server()
 
 
 def is_done(run: RunSpec, results: Path, counts: Callable[[Path], tuple[int, int]]) -> bool:
@@ -318,6 +326,7 @@ def make_run(config: DictConfig) -> tuple[RunSpec, Any]:
         SettingError: It cannot be made.
     """
     run, log = describe_run(config)
+    import_for_workers(config.workers, run)
     run.check()
     return run, log
 

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+from functools import partial
 from multiprocessing import get_context
 
 import pytest
@@ -63,9 +64,10 @@ def test_resources_keep_what_another_run_can_use(make_run):
     assert bench.renew(make_run("question=hidden")).predictions == {}
 
 
-@pytest.mark.parametrize("how", ["fork", only_in_full("spawn")])
+@pytest.mark.parametrize("how", ["fork", only_in_full("forkserver")])
 def test_workers_stay_from_cell_to_cell_and_are_replaced_if_they_die(how, make_run, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("kvbench.runs.workers.get_context", lambda method: get_context(how))
+    if how == "fork":
+        monkeypatch.setattr("kvbench.runs.workers.start_fork_server", partial(get_context, how))
     with Executor(tmp_path) as executor:
         first = executor.execute([make_run("budget=0.3")], count=2)
         workers = executor.workers
@@ -86,7 +88,7 @@ def test_workers_stay_from_cell_to_cell_and_are_replaced_if_they_die(how, make_r
 
 
 def test_workers_make_room_for_what_they_left(make_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvbench.runs.workers.get_context", lambda method: get_context("fork"))
+    monkeypatch.setattr("kvbench.runs.workers.start_fork_server", partial(get_context, "fork"))
 
     def fail(runs, results, bench):
         raise EOFError if fail_as is EOFError else ContractError("broken")
@@ -132,7 +134,7 @@ def test_a_worker_gets_a_gpu_and_knows_how_many_share_it(make_run, tmp_path, mon
     def describe(runs, results, bench):
         (results / str(os.getpid())).write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {bench.gpu_processes}")
 
-    monkeypatch.setattr("kvbench.runs.workers.get_context", lambda method: get_context("fork"))
+    monkeypatch.setattr("kvbench.runs.workers.start_fork_server", partial(get_context, "fork"))
     monkeypatch.setattr("kvbench.runs.workers.execute_runs", describe)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
@@ -157,7 +159,7 @@ def test_what_has_no_memory_beside_others_is_answered_alone(make_run, tmp_path, 
     monkeypatch.setattr(
         Responder, "attempt", lambda self, batch: attempt(self, batch) if os.getpid() == parent else None
     )
-    monkeypatch.setattr("kvbench.runs.workers.get_context", lambda method: get_context("fork"))
+    monkeypatch.setattr("kvbench.runs.workers.start_fork_server", partial(get_context, "fork"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("kvbench.runs.executor.Workers", lambda results, count, _: Workers(results, count, "cuda"))
     with Executor(tmp_path) as executor:
