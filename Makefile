@@ -123,6 +123,10 @@ $(FILES)/palu_%.safetensors:
 	$(GPU) -m kvbench calibrate palu --untrained --model conf/model/shapes/$*.json \
 	  --device cpu --out $@
 
+$(FILES)/palu_heads_%.safetensors:
+	$(GPU) -m kvbench calibrate palu --untrained --group 1 --model conf/model/shapes/$*.json \
+	  --device cpu --out $@
+
 # Check a local copy of a benchmark's data: TASK=longbench DATA=file.
 data: setup
 	@$(BIN)/python -m kvbench data "$(TASK)" "$(DATA)"
@@ -195,7 +199,7 @@ test-gpu:
 	$(GPU) -m pytest -p no:benchmark -k first_record tests/gpu/test_warming.py
 
 LIST ?= $(if $(QUICK),quick,full)
-DRAWN_decoding := deltakv_llama31_8b palu_llama31_8b# untrained files that a list of conf/efficiency/plan.yaml needs
+DRAWN_decoding := deltakv_llama31_8b palu_llama31_8b palu_heads_llama31_8b# untrained files that a list of conf/efficiency/plan.yaml needs
 DRAWN_full := deltakv_qwen25_7b_1m
 
 # Measure time, memory and throughput on a GPU and write the tables; QUICK=1 takes 6 minutes.

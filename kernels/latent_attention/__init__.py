@@ -4,9 +4,10 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.latent_attention.reference import append_latents_reference, attend_latents_reference
-from kvbench.kernels.latent_attention.rows import LatentRows, Side
+from kvbench.kernels.latent_attention.rounding import restore_latents, round_latents
+from kvbench.kernels.latent_attention.rows import LatentRows, Rounding, Side
 
-__all__ = ["LatentRows", "Side", "append_latents", "attend_latents"]
+__all__ = ["LatentRows", "Rounding", "Side", "append_latents", "attend_latents", "restore_latents", "round_latents"]
 
 
 @announced
@@ -24,7 +25,8 @@ def append_latents(
 ) -> Tensor:
     """Norm and rotate the queries of a token, and write the latents of its keys and values behind the rows.
 
-    Nothing else is written, so that any number of tokens may be taken back.
+    If the latents of the rows are rounded, these are too. Nothing else is written, so that any number of tokens may be
+    taken back.
 
     Args:
         queries: As projected, (B, Hq·d).

@@ -6,6 +6,7 @@ from torch.nn.functional import linear
 
 from kvbench.kernels.attention.reference import attend_reference
 from kvbench.kernels.fused_linear.reference import rms_norm_reference
+from kvbench.kernels.latent_attention.rounding import restore_latents, round_latents
 from kvbench.kernels.latent_attention.rows import LatentRows, Side
 from kvbench.kernels.rerotation.reference import rotate_reference
 
@@ -17,12 +18,20 @@ def append_latents_reference(
     for side, own in ((rows.keys, keys), (rows.values, values)):
         for group, x in enumerate(own.chunk(rows.groups, 1)):
             less = x if side.bias is None else x - side.bias[group]
-            side.more[group, :, int(step), : side.ranks[group]] = linear(less, side.down[group])
+            write_latents(side, group, int(step), linear(less, side.down[group]))
     asking = queries.view(rows.batch, -1, 1, rows.dim)
     if norm is not None:
         asking = rms_norm_reference(asking, *norm)
     at = rows.seen + int(step)
     return rotate_reference(asking, *(part[at].to(queries.dtype) for part in (cos, sin)))
+
+
+def write_latents(side: Side, group: int, step: int, latents: Tensor) -> None:
+    """Write the latents of one token of all samples, (B, r), behind the rows of a group, rounded if the side's are."""
+    if (own := side.rounding) is not None:
+        latents, steps, zeros = round_latents(latents, own.bits, own.clip)
+        own.more_steps[group, :, step], own.more_zeros[group, :, step] = steps[:, 0], zeros[:, 0]
+    side.more[group, :, step, : latents.shape[1]] = latents
 
 
 def attend_latents_reference(
@@ -36,9 +45,9 @@ def pad_rows(
     rows: LatentRows, step: int, cos: Tensor, sin: Tensor, norm: tuple[Tensor, float] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make all rows: keys and values (B, H, n, d) and mass (B, H, n), which is 0 for rows that a head does not hold."""
-    each, dtype = rows.heads // rows.groups, rows.keys.more.dtype
+    each, dtype = rows.heads // rows.groups, rows.keys.up[0].dtype
     size = rows.longest + step + 1
-    keys, values = (rows.keys.more.new_zeros(rows.batch, rows.heads, size, rows.dim) for _ in range(2))
+    keys, values = (rows.keys.up[0].new_zeros(rows.batch, rows.heads, size, rows.dim) for _ in range(2))
     mass = torch.zeros(
         rows.batch, rows.heads, size, dtype=torch.promote_types(dtype, torch.float32), device=keys.device
     )
@@ -65,7 +74,11 @@ def pad_rows(
 def read_side(rows: LatentRows, side: Side, group: int, b: int, step: int) -> Tensor:
     """Return the keys or values of a group and a sample, before norm and rotation, (H/G, n, d)."""
     start, rank = int(rows.starts[group, b]), side.ranks[group]
-    held = side.latents[group][start : start + int(rows.counts[group, b])]
-    latents = torch.cat([held, side.more[group, b, : step + 1, :rank]])
+    here, new = slice(start, start + int(rows.counts[group, b])), slice(step + 1)
+    latents = torch.cat([side.latents[group][here], side.more[group, b, new, : side.pitch(rank)]])
+    if (own := side.rounding) is not None:
+        steps = torch.cat([own.steps[group][here, 0], own.more_steps[group, b, new]])
+        zeros = torch.cat([own.zeros[group][here, 0], own.more_zeros[group, b, new]])
+        latents = restore_latents((latents, steps[:, None], zeros[:, None]), own.bits, side.up[group].dtype)
     made = linear(latents, side.up[group], None if side.bias is None else side.bias[group])
     return made.unflatten(1, (rows.heads // rows.groups, rows.dim)).transpose(0, 1)

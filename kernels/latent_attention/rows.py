@@ -7,6 +7,36 @@ import torch
 from torch import Tensor
 
 ALIGNED = 16  # bytes; addresses that the kernels read from a table are multiples
+EIGHT = 8  # codes whose bits of equal weight share a byte
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How the latents of a side are rounded to a few bits (`rounding.round_latents`).
+
+    Latents are then codes, (n, r·bits/8) uint8, and with a token's s and z they stand for (c − z)·s.
+    """
+
+    bits: int
+    """Bits of a code."""
+    clip: float
+    """Share of a token's range that the codes cover."""
+    steps: tuple[Tensor, ...]
+    """s of each row of a group, (n_g, 1) float16 each."""
+    zeros: tuple[Tensor, ...]
+    """z, (n_g, 1) uint8 each."""
+    more_steps: Tensor
+    """Memory for s of further rows, (G, B, room) float16."""
+    more_zeros: Tensor
+    """Memory for z of further rows, (G, B, room) uint8."""
+
+    def check(self, rows: Sequence[int], room: tuple[int, ...]) -> None:
+        """Raise a ValueError if shapes or dtypes do not fit groups of so many rows and the memory for further ones."""
+        kinds = ((self.steps, self.more_steps, torch.float16), (self.zeros, self.more_zeros, torch.uint8))
+        for parts, more, dtype in kinds:
+            shapes = [tuple(own.shape) for own in parts] == [(count, 1) for count in rows]
+            if not shapes or more.shape != room or any(own.dtype != dtype for own in (*parts, more)):
+                raise ValueError(f"latent rows: {[tuple(own.shape) for own in (*parts, more)]} of s or z")
 
 
 @dataclass(frozen=True)
@@ -17,7 +47,7 @@ class Side:
     """
 
     latents: tuple[Tensor, ...]
-    """Latents that were there when `step` was 0, (n_g, r_g) each. Samples come one after the other."""
+    """Latents that were there when `step` was 0, (n_g, r_g) each, or their codes. Samples come one after the other."""
     down: tuple[Tensor, ...]
     """Maps a row less its bias to latents, (r_g, w) each."""
     up: tuple[Tensor, ...]
@@ -25,30 +55,68 @@ class Side:
     bias: tuple[Tensor, ...] | None
     """(w,) each; None for none."""
     more: Tensor
-    """Memory for the latents of further rows, (G, B, room, R); R is the largest rank."""
+    """Memory for the latents of further rows, (G, B, room, R), or for their codes; R is the largest rank."""
+    rounding: Rounding | None = None
+    """How latents are rounded; None if they are numbers of the model."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code, or 0."""
+        return 0 if self.rounding is None else self.rounding.bits
+
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank, R."""
+        return max(self.ranks)
+
+    def pitch(self, rank: int) -> int:
+        """Return the size of the latents of a row: numbers, or bytes of codes."""
+        return rank * self.bits // EIGHT if self.bits else rank
 
     @property
     def ranks(self) -> list[int]:
         """The rank of each group."""
         return [len(own) for own in self.down]
 
+    @property
+    def own_tensors(self) -> Sequence[Tensor]:
+        """The memory for further rows."""
+        return (
+            (self.more,) if self.rounding is None else (self.more, self.rounding.more_steps, self.rounding.more_zeros)
+        )
+
+    def list_more(self, read: int) -> list[tuple[Tensor, ...]]:
+        """Return the latents of each group's first `read` further rows, flat: numbers, or codes, s and z."""
+        own = [x[:, :read, : self.pitch(rank)].flatten(0, 1) for x, rank in zip(self.more, self.ranks, strict=True)]
+        if self.rounding is None:
+            return [(x,) for x in own]
+        both = self.rounding.more_steps, self.rounding.more_zeros
+        steps, zeros = ([x[:, :read].flatten()[:, None] for x in part] for part in both)
+        return list(zip(own, steps, zeros, strict=True))
+
     def check(self, groups: int, width: int) -> None:
         """Raise a ValueError if shapes do not fit."""
-        parts = [*self.latents, *self.down, *self.up, *(self.bias or ())]
+        own = [*self.down, *self.up, *(self.bias or ())]  # of the model's numbers
+        parts = [*self.latents, *own]
         shapes = [
-            *((len(own), rank) for own, rank in zip(self.latents, self.ranks, strict=True)),
+            *((len(x), self.pitch(rank)) for x, rank in zip(self.latents, self.ranks, strict=True)),
             *((rank, width) for rank in self.ranks), *((width, rank) for rank in self.ranks),
             *([(width,)] * groups if self.bias else ()),
         ]  # fmt: skip
-        if len(self.ranks) != groups or [tuple(own.shape) for own in parts] != shapes:
-            raise ValueError(
-                f"latent rows: {[tuple(own.shape) for own in parts]} of {groups} groups of {width} numbers"
-            )
-        if self.more.shape[::3] != (groups, max(self.ranks)):
+        if len(self.ranks) != groups or [tuple(x.shape) for x in parts] != shapes:
+            raise ValueError(f"latent rows: {[tuple(x.shape) for x in parts]} of {groups} groups of {width} numbers")
+        if self.more.shape[::3] != (groups, self.pitch(self.largest_rank)):
             raise ValueError(f"latent rows: memory {tuple(self.more.shape)} for ranks {self.ranks}")
+        if self.rounding is not None:
+            if any(rank % EIGHT for rank in self.ranks):
+                raise ValueError(f"latent rows: {EIGHT} does not divide each of the ranks {self.ranks} of rounded ones")
+            self.rounding.check([len(x) for x in self.latents], tuple(self.more.shape[:3]))
+            parts += [*self.rounding.steps, *self.rounding.zeros]
         parts.append(self.more)
-        odd = any(not own.is_contiguous() or (own.is_cuda and own.data_ptr() % ALIGNED) for own in parts)
-        if odd or any(own.dtype != self.more.dtype for own in parts):
+        odd = any(not x.is_contiguous() or (x.is_cuda and x.data_ptr() % ALIGNED) for x in parts)
+        stored = torch.uint8 if self.bits else own[0].dtype
+        alike = all(x.dtype == stored for x in (*self.latents, self.more)) and len({x.dtype for x in own}) == 1
+        if odd or not alike:
             raise ValueError(f"latent rows: contiguous parts of one dtype, at addresses that {ALIGNED} divides")
 
 
@@ -82,7 +150,7 @@ class LatentRows:
     ranks: Tensor = field(init=False)
     """Ranks of the keys of each group, and then of the values, (2·G,) int32."""
     addresses: Tensor = field(init=False)
-    """Addresses of the tensors of each group, (8·G,) int64: latents, up, down, bias; of keys, then of values."""
+    """Addresses of the tensors of each group, (12·G,) int64: latents, up, down, bias, s, z; of keys, then of values."""
 
     def __post_init__(self) -> None:
         groups = len(self.counts)
@@ -91,6 +159,8 @@ class LatentRows:
             raise ValueError(f"latent rows: {self.heads} heads in {groups} groups of {width} numbers")
         for side in (self.keys, self.values):
             side.check(groups, width)
+        if self.keys.bits != self.values.bits:
+            raise ValueError(f"latent rows: keys of {self.keys.bits} bits and values of {self.values.bits}")
         if self.keys.more.shape[:3] != self.values.more.shape[:3] or self.keys.more.shape[1] != self.counts.shape[1]:
             raise ValueError(f"latent rows: memory {tuple(self.keys.more.shape)} and {tuple(self.values.more.shape)}")
         if self.marks is not None and (self.positions is None or self.marks.shape[1] != self.heads // groups):
@@ -100,15 +170,13 @@ class LatentRows:
         object.__setattr__(self, "starts", self.counts.cumsum(1) - self.counts)
         object.__setattr__(self, "ranks", ranks)
         sides = self.keys, self.values
-        object.__setattr__(self, "addresses", torch.tensor(
-            [
-                own.data_ptr()
-                for name in ("latents", "up", "down", "bias")
-                for side in sides
-                for own in getattr(side, name) or side.down
-            ],
-            dtype=torch.int64, device=device,
-        ))  # fmt: skip
+        tables = [
+            *([getattr(side, name) or side.down for side in sides] for name in ("latents", "up", "down", "bias")),
+            *([side.down if side.rounding is None else getattr(side.rounding, name) for side in sides]
+              for name in ("steps", "zeros")),
+        ]  # fmt: skip
+        addresses = [own.data_ptr() for table in tables for side in table for own in side]
+        object.__setattr__(self, "addresses", torch.tensor(addresses, dtype=torch.int64, device=device))
 
     @property
     def groups(self) -> int:
@@ -136,6 +204,7 @@ class LatentRows:
         return self.starts, self.ranks, self.addresses
 
 
-def find_unit(ranks: Sequence[int]) -> int:
-    """Return the largest power of two up to 16 that divides all ranks."""
-    return next(unit for unit in (16, 8, 4, 2, 1) if all(rank % unit == 0 for rank in ranks))
+def find_unit(side: Side) -> int:
+    """Return the largest power of two up to 16 that divides the size of every row's latents."""
+    sizes = list(map(side.pitch, side.ranks))
+    return next(unit for unit in (16, 8, 4, 2, 1) if all(size % unit == 0 for size in sizes))

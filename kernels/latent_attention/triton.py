@@ -1,5 +1,7 @@
 """Decode over latent rows in Triton, in four launches: append, logits, sums of latents, joined sums times U.
 
+If latents are rounded, a fifth one does this after the first.
+
 README.md says what decides the time, and why the logits are a launch of their own.
 """
 
@@ -10,7 +12,9 @@ from torch import Tensor
 
 from kvbench.kernels.attention.triton import LOG2E, add_tile
 from kvbench.kernels.dispatch import is_interpreting
-from kvbench.kernels.latent_attention.rows import LatentRows, find_unit
+from kvbench.kernels.latent_attention.rounding import LARGEST, LEAST
+from kvbench.kernels.latent_attention.rows import EIGHT, LatentRows, Side, find_unit
+from kvbench.kernels.quantize.triton import EVEN
 from kvbench.kernels.rope_append.triton import rotate_head
 
 CORES = 132  # multiprocessors that the rows are split over
@@ -46,9 +50,12 @@ def _append(
     queries, keys, values, cos, sin, query_norm, out, step, addresses, ranks, more_keys, more_values,
     seen, room, groups, query_heads, width, turning, dim, epsilon, s_q, s_k, s_v,
     NORM: tl.constexpr, KEY_BIAS: tl.constexpr, VALUE_BIAS: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
-    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one query head of one token, or make some latents of its keys or values of one group."""
+    """Rotate one query head of one token, or make some latents of its keys or values of one group.
+
+    With ROUNDED the memory has room for the latents of one token, which `_round` reads.
+    """
     b, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
     since = tl.load(step)
     if index < query_heads:
@@ -75,9 +82,93 @@ def _append(
             where = (latent < rank)[:, None] & (part < width)[None]
             matrix = tl.load(down + latent[:, None] * width + part[None], mask=where, other=0.0).to(tl.float32)
             total += tl.sum(matrix * x[None], 1)
-        line = (group * tl.num_programs(0) + b) * room + since
+        line = group * tl.num_programs(0) + b
+        if not ROUNDED:
+            line = line * room + since
         tl.store(more_keys + line * RK + latent, total, mask=(latent < rank) & (is_value == 0))
         tl.store(more_values + line * RV + latent, total, mask=(latent < rank) & is_value)
+
+
+@triton.jit(do_not_specialize=["room"])
+def _round(
+    keys, values, step, ranks, more_keys, more_values, key_steps, value_steps, key_zeros, value_zeros,
+    room, groups, key_clip, value_clip,
+    RK: tl.constexpr, RV: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr,
+    LEAST: tl.constexpr, LARGEST: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Round the latents of a token's keys or values of a group, (G, B, RK) and (G, B, RV), and store their codes."""
+    b, number = tl.program_id(0), tl.program_id(1)
+    is_value, group = number >= groups, number % groups
+    rank, line = tl.load(ranks + number), (group * tl.num_programs(0) + b).to(tl.int64)
+    eight, own = tl.arange(0, R // EIGHT), tl.arange(0, EIGHT)
+    latent = eight[:, None] * EIGHT + own[None]
+    known = latent < rank
+    x = tl.load(keys + line * RK + latent, mask=known & (is_value == 0), other=0.0).to(tl.float32)
+    x += tl.load(values + line * RV + latent, mask=known & is_value, other=0.0).to(tl.float32)
+    clip = tl.where(is_value, value_clip, key_clip)
+    low = clip * tl.min(tl.min(tl.where(known, x, float("inf")), 1), 0)
+    high = clip * tl.max(tl.max(tl.where(known, x, float("-inf")), 1), 0)
+    most = 2.0**BITS - 1
+    size = tl.minimum(tl.div_rn(tl.maximum(high - low, LEAST), most), LARGEST).to(tl.float16)
+    unit = size.to(tl.float32)
+    zero = tl.minimum(tl.maximum(tl.div_rn(-low, unit), 0.0), most)
+    zero = (zero + EVEN) - EVEN
+    share = tl.div_rn(x, tl.broadcast_to(unit, x.shape))
+    share = tl.minimum(tl.maximum(share, -2 * most), 2 * most)  # farther off than any code
+    code = tl.minimum(tl.maximum((share + EVEN) - EVEN + zero, 0.0), most).to(tl.int32)
+    line = line * room + tl.load(step)
+    for bit in tl.static_range(BITS):
+        byte = tl.sum((code >> bit & 1) << own[None], 1).to(tl.uint8)
+        at = eight * BITS + bit
+        here = eight < rank // EIGHT
+        tl.store(more_keys + line * (RK * BITS // EIGHT) + at, byte, mask=here & (is_value == 0))
+        tl.store(more_values + line * (RV * BITS // EIGHT) + at, byte, mask=here & is_value)
+    tl.store(key_steps + line, size, mask=is_value == 0)
+    tl.store(value_steps + line, size, mask=is_value)
+    tl.store(key_zeros + line, zero.to(tl.uint8), mask=is_value == 0)
+    tl.store(value_zeros + line, zero.to(tl.uint8), mask=is_value)
+
+
+@triton.jit
+def _find_rows(
+    addresses, start, group, groups, side, index, room, rank, more, more_steps, more_zeros,
+    R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr,
+):  # fmt: skip
+    """Return where latents, s and z of a sample's held rows begin and where those of appended ones, for keys (`side` 0)
+    or values (1), and the size of a held row's latents.
+    """
+    size = rank * BITS // EIGHT if BITS else rank
+    first = index.to(tl.int64) * room
+    held = _point(addresses, side * groups + group, more) + start * size
+    steps = _point(addresses, (8 + side) * groups + group, more_steps) + start
+    zeros = _point(addresses, (10 + side) * groups + group, more_zeros) + start
+    return held, more + first * R, steps, more_steps + first, zeros, more_zeros + first, size
+
+
+@triton.jit
+def _load_latents(
+    source, steps, zeros, like, line, pitch, here, rank, first,
+    N: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr,
+):  # fmt: skip
+    """Return R latents of the N rows at `line`, from a latent on, (N, R), as numbers of the type of `like`.
+
+    Rows that do not exist (`here`) are zero; latents behind the rank are so only without rounding.
+    """
+    if BITS == 0:
+        latent = first + tl.arange(0, R)
+        where = here[:, None] & (latent < rank)[None]
+        return tl.load(source + (line * pitch)[:, None] + latent[None], mask=where, other=0.0)
+    eight, own = first // EIGHT + tl.arange(0, R // EIGHT), tl.arange(0, EIGHT)
+    at = source + (line * pitch)[:, None] + (eight * BITS)[None]
+    where = here[:, None] & (eight < rank // EIGHT)[None]
+    codes = tl.zeros([N, R // EIGHT, EIGHT], tl.int32)
+    for bit in tl.static_range(BITS):
+        byte = tl.load(at + bit, mask=where, other=0).to(tl.int32)
+        codes += (byte[:, :, None] >> own[None, None] & 1) << bit
+    unit = tl.load(steps + line, mask=here, other=0.0).to(tl.float32)
+    zero = tl.load(zeros + line, mask=here, other=0).to(tl.float32)
+    x = (tl.reshape(codes, [N, R]).to(tl.float32) - zero[:, None]) * unit[:, None]
+    return x.to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -96,10 +187,12 @@ def _load_columns(
 
 
 @triton.jit
-def _multiply(source, at, here, rank, first, u, k, R: tl.constexpr, CAST: tl.constexpr):
-    """Add the product of some latents of the rows at `at` (N,), from a latent on, with their columns u to k."""
-    latent = first + tl.arange(0, R)
-    h = tl.load(source + at[:, None] + latent[None], mask=here[:, None] & (latent < rank)[None], other=0.0)
+def _multiply(
+    source, steps, zeros, like, line, pitch, here, rank, first, u, k,
+    N: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Add the product of some latents of rows (`_load_latents`) with their columns u to k."""
+    h = _load_latents(source, steps, zeros, like, line, pitch, here, rank, first, N, R, BITS, EIGHT)
     return tl.dot(h.to(tl.float32) if CAST else h, u, k, input_precision="ieee")
 
 
@@ -142,11 +235,11 @@ def _store_logits(
 
 @triton.jit(do_not_specialize=["seen", "room", "held_tiles", "splits"])
 def _weigh(
-    queries, cos, sin, key_norm, step, addresses, ranks, counts, starts, positions, places, marks, more_keys, logits,
-    seen, room, held_tiles, splits, groups, heads, each, dim, turning, epsilon, scale,
+    queries, cos, sin, key_norm, step, addresses, ranks, counts, starts, positions, places, marks, more_keys,
+    more_steps, more_zeros, logits, seen, room, held_tiles, splits, groups, heads, each, dim, turning, epsilon, scale,
     NORM: tl.constexpr, BIAS: tl.constexpr, PLACES: tl.constexpr, MARKS: tl.constexpr, KEEP: tl.constexpr,
     UNIT: tl.constexpr, R: tl.constexpr, RK: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, CAST: tl.constexpr,
+    N: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Compute what some latents add to the logits of some KV heads of a group, for every `splits`-th tile of its rows.
 
@@ -181,8 +274,9 @@ def _weigh(
     if KEEP:
         u = _load_columns(up, heads, rank, part * R, dim, turning, own, R, DP, HEADS, CAST)
     start = tl.load(starts + index)
-    held = _point(addresses, group, queries) + start * rank
-    appended = more_keys + index.to(tl.int64) * room * RK
+    held, appended, held_steps, more_steps, held_zeros, more_zeros, size = _find_rows(
+        addresses, start, group, groups, 0, index, room, rank, more_keys, more_steps, more_zeros, RK, BITS, EIGHT
+    )  # fmt: skip
     first_place = start
     if PLACES:
         first_place = tl.load(places + index)
@@ -206,12 +300,19 @@ def _weigh(
         turns = here[:, None] & (pairs < turning // 2)[None]
         c = tl.load(cos + angle, mask=turns, other=1.0)
         s = tl.load(sin + angle, mask=turns, other=0.0)
-        pitch = tl.multiple_of(tl.where(is_new, RK, rank), [UNIT])
+        pitch = tl.multiple_of(tl.where(is_new, RK, size), [UNIT])
         source = tl.where(is_new, appended, held) + first.to(tl.int64) * pitch
+        steps, zeros = (
+            tl.where(is_new, more_steps, held_steps) + first,
+            tl.where(is_new, more_zeros, held_zeros) + first,
+        )
         into = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * (heads * each)
         mark = marks + (first_place + first) * heads + own
         if KEEP:
-            k = _multiply(source, line * pitch, here, rank, part * R, u, tl.zeros([N, HEADS * DP], tl.float32), R, CAST)
+            k = _multiply(
+                source, steps, zeros, queries, line, pitch, here, rank, part * R, u,
+                tl.zeros([N, HEADS * DP], tl.float32), N, R, BITS, EIGHT, CAST,
+            )  # fmt: skip
             if left > 0:  # always; under a condition the compiler starts to read the next tile before
                 found = _turn_and_ask(
                     k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part, NORM, BIAS, N, DP, HEADS
@@ -221,7 +322,9 @@ def _weigh(
             k = tl.zeros([N, HEADS * DP], tl.float32)
             for latent in range(0, rank, R):
                 some = _load_columns(up, heads, rank, latent, dim, turning, own, R, DP, HEADS, CAST)
-                k = _multiply(source, line * pitch, here, rank, latent, some, k, R, CAST)
+                k = _multiply(
+                    source, steps, zeros, queries, line, pitch, here, rank, latent, some, k, N, R, BITS, EIGHT, CAST
+                )  # fmt: skip
             found = _turn_and_ask(
                 k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part, NORM, BIAS, N, DP, HEADS
             )  # fmt: skip
@@ -232,10 +335,10 @@ def _weigh(
 
 @triton.jit(do_not_specialize=["room", "held_tiles", "splits"])
 def _sum(
-    logits, step, addresses, ranks, counts, starts, more_values, part_acc, part_max, part_norm,
-    room, held_tiles, splits, groups, queries,
+    logits, step, addresses, ranks, counts, starts, like, more_values, more_steps, more_zeros,
+    part_acc, part_max, part_norm, room, held_tiles, splits, groups, queries,
     UNIT: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CAST: tl.constexpr,
+    BITS: tl.constexpr, EIGHT: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Sum the latents of the values of every `splits`-th tile of a group's rows, weighed by the softmax of M logits."""
     place, split = tl.program_id(0), tl.program_id(1)
@@ -243,12 +346,14 @@ def _sum(
     index = group * (tl.num_programs(0) // groups) + b
     since, count = tl.load(step), tl.load(counts + index).to(tl.int32)
     rank = tl.multiple_of(tl.load(ranks + groups + group), [UNIT])
-    held = _point(addresses, groups + group, more_values) + tl.load(starts + index) * rank
-    appended = more_values + index.to(tl.int64) * room * RV
+    held, appended, held_steps, more_steps, held_zeros, more_zeros, row = _find_rows(
+        addresses, tl.load(starts + index), group, groups, 1, index, room, rank, more_values, more_steps, more_zeros,
+        RV, BITS, EIGHT,
+    )  # fmt: skip
     size = ((held_tiles + tl.cdiv(room, N)) * N).to(tl.int64) * queries
     logits += place * size
     query, latent, line = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, R), tl.arange(0, N)
-    asking, known = query < queries, latent < rank
+    asking = query < queries
     tiles = tl.cdiv(count, N)
     m = tl.full([M], float("-inf"), tl.float32)
     norm = tl.zeros([M], tl.float32)
@@ -257,9 +362,13 @@ def _sum(
         is_new = tile >= tiles
         first = tl.where(is_new, tile - tiles, tile) * N
         here = line < tl.where(is_new, since + 1, count) - first
-        pitch = tl.multiple_of(tl.where(is_new, RV, rank), [UNIT])
+        pitch = tl.multiple_of(tl.where(is_new, RV, row), [UNIT])
         source = tl.where(is_new, appended, held) + first.to(tl.int64) * pitch
-        h = tl.load(source + (line * pitch)[:, None] + latent[None], mask=here[:, None] & known[None], other=0.0)
+        steps, zeros = (
+            tl.where(is_new, more_steps, held_steps) + first,
+            tl.where(is_new, more_zeros, held_zeros) + first,
+        )
+        h = _load_latents(source, steps, zeros, like, line, pitch, here, rank, 0, N, R, BITS, EIGHT)
         own = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * queries
         where = asking[:, None] & here[None]
         own += line[None] * queries + query[:, None]
@@ -321,16 +430,32 @@ def append_latents_triton(
     out = torch.empty(rows.batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     weight, epsilon = norm or (queries, 0.0)
     most = max(rows.keys.ranks + rows.values.ranks)
-    blocks = triton.cdiv(most, BLOCK)
+    blocks, bits = triton.cdiv(most, BLOCK), rows.keys.bits
+    sides = rows.keys, rows.values
+    made = [queries.new_empty(rows.groups, rows.batch, 1, side.largest_rank) if bits else side.more for side in sides]
     _append[(rows.batch, query_heads + 2 * rows.groups * blocks)](
-        queries, keys, values, cos, sin, weight, out, step, rows.addresses, rows.ranks, rows.keys.more,
-        rows.values.more, rows.seen, rows.room, rows.groups, query_heads, width, cos.shape[1], dim, epsilon,
+        queries, keys, values, cos, sin, weight, out, step, rows.addresses, rows.ranks, *made,
+        rows.seen, rows.room, rows.groups, query_heads, width, cos.shape[1], dim, epsilon,
         queries.stride(0), keys.stride(0), values.stride(0),
         NORM=norm is not None, KEY_BIAS=rows.keys.bias is not None, VALUE_BIAS=rows.values.bias is not None,
-        RK=rows.keys.more.shape[3], RV=rows.values.more.shape[3], D=triton.next_power_of_2(dim),
-        W=min(256, triton.next_power_of_2(width)), BLOCK=BLOCK, BLOCKS=blocks, num_warps=4,
+        RK=made[0].shape[3], RV=made[1].shape[3], D=triton.next_power_of_2(dim),
+        W=min(256, triton.next_power_of_2(width)), BLOCK=BLOCK, BLOCKS=blocks, ROUNDED=bits > 0, num_warps=4,
     )  # fmt: skip
+    if bits:
+        more, steps, zeros = zip(*map(list_memory, sides), strict=True)
+        _round[(rows.batch, 2 * rows.groups)](
+            *made, step, rows.ranks, *more, *steps, *zeros, rows.room, rows.groups,
+            *(side.rounding.clip for side in sides if side.rounding),
+            RK=made[0].shape[3], RV=made[1].shape[3], R=max(2 * EIGHT, triton.next_power_of_2(most)), BITS=bits,
+            EIGHT=EIGHT, LEAST=LEAST, LARGEST=LARGEST, EVEN=EVEN, num_warps=4,
+        )  # fmt: skip
     return out
+
+
+def list_memory(side: Side) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the memory for further latents, s and z. Without rounding nobody reads the last two, which are any."""
+    own = side.rounding
+    return (side.more,) * 3 if own is None else (side.more, own.more_steps, own.more_zeros)
 
 
 def attend_latents_triton(
@@ -341,7 +466,7 @@ def attend_latents_triton(
     groups, heads = rows.groups, rows.heads // rows.groups
     each = query_heads // rows.heads
     exact = queries.dtype == torch.float32
-    shape = choose_shape(max(rows.keys.ranks), heads, each, dim, exact, norm is not None)
+    shape = choose_shape(max(rows.keys.ranks), heads, each, dim, exact, norm is not None, rows.keys.bits)
     cast = is_interpreting() and queries.dtype == torch.bfloat16
     terms, size = shape.pop("PARTS"), shape["N"]
     held_tiles = triton.cdiv(rows.longest, size)
@@ -355,11 +480,12 @@ def attend_latents_triton(
     _weigh[programs, splits, terms](
         queries.contiguous(), cos, sin, weight, step, rows.addresses, rows.ranks, rows.counts, rows.starts,
         rows.counts if rows.positions is None else rows.positions, rows.places,
-        rows.counts if rows.marks is None else rows.marks.view(torch.int8), rows.keys.more, logits,
+        rows.counts if rows.marks is None else rows.marks.view(torch.int8), *list_memory(rows.keys), logits,
         rows.seen, rows.room, held_tiles, splits, groups, heads, each, dim, cos.shape[1], epsilon,
         scaling * LOG2E.value,
         NORM=norm is not None, BIAS=rows.keys.bias is not None, PLACES=rows.positions is not None,
-        MARKS=rows.marks is not None, UNIT=find_unit(rows.keys.ranks), RK=rows.keys.more.shape[3], CAST=cast, **shape,
+        MARKS=rows.marks is not None, UNIT=find_unit(rows.keys), RK=rows.keys.more.shape[3], BITS=rows.keys.bits,
+        EIGHT=EIGHT, CAST=cast, **shape,
     )  # fmt: skip
     rank = triton.next_power_of_2(max(16, *rows.values.ranks))
     some = min(ASKING, triton.next_power_of_2(max(16, heads * each)))
@@ -370,10 +496,10 @@ def attend_latents_triton(
         for more in ((rank,), (), ())
     ]
     _sum[batch * groups, splits, turns](
-        logits, step, rows.addresses, rows.ranks, rows.counts, rows.starts, rows.values.more, *parts,
+        logits, step, rows.addresses, rows.ranks, rows.counts, rows.starts, queries, *list_memory(rows.values), *parts,
         rows.room, held_tiles, splits, groups, heads * each,
-        UNIT=find_unit(rows.values.ranks), PARTS=terms, R=rank, RV=rows.values.more.shape[3], M=some, N=size,
-        CAST=cast, **choose_stages(rank, some, exact),
+        UNIT=find_unit(rows.values), PARTS=terms, R=rank, RV=rows.values.more.shape[3], M=some, N=size,
+        BITS=rows.values.bits, EIGHT=EIGHT, CAST=cast, **choose_stages(rank, some, exact, rows.values.bits),
     )  # fmt: skip
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     _join[batch * query_heads, triton.cdiv(dim, BLOCK)](
@@ -388,7 +514,9 @@ def split_rows(programs: int, tiles: int, each: int) -> int:
     return max(1, min(each * CORES // programs, tiles))
 
 
-def choose_shape(rank: int, heads: int, each: int, dim: int, exact: bool, normed: bool) -> dict[str, int]:
+def choose_shape(
+    rank: int, heads: int, each: int, dim: int, exact: bool, normed: bool, bits: int = 0
+) -> dict[str, int]:
     """Return the sizes of a program that computes logits.
 
     Args:
@@ -398,12 +526,18 @@ def choose_shape(rank: int, heads: int, each: int, dim: int, exact: bool, normed
         dim: Head dimension.
         exact: Whether products are of float32 numbers, which the matrix units do not take.
         normed: Whether keys are normed, which needs all their latents.
+        bits: Bits of a code, or 0. Codes take registers until they are numbers.
     """
     wide, latents = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(rank))
     if not normed and not exact:
         latents = min(latents, LATENTS)
     taken = 1
-    while not exact and 2 * taken <= heads and 2 * taken * wide <= WIDE and 4 * taken * wide * latents <= KEPT:
+    while (
+        not exact
+        and 2 * taken <= heads
+        and 2 * taken * wide <= (WIDE // 2 if bits else WIDE)
+        and 4 * taken * wide * latents <= KEPT
+    ):
         taken *= 2
     kept = not exact and 2 * taken * wide * latents <= KEPT
     return {
@@ -413,7 +547,7 @@ def choose_shape(rank: int, heads: int, each: int, dim: int, exact: bool, normed
     }  # fmt: skip
 
 
-def choose_stages(rank: int, queries: int, exact: bool) -> dict[str, int]:
+def choose_stages(rank: int, queries: int, exact: bool, bits: int = 0) -> dict[str, int]:
     """Return the warps of a program that sums latents, and how many tiles it holds."""
     stages = 3 if rank <= 256 and not exact else 2
-    return {"num_warps": 4 if rank * queries <= 8192 else 8, "num_stages": stages}
+    return {"num_warps": 4 if rank * queries <= 8192 and not (bits and rank > 128) else 8, "num_stages": stages}

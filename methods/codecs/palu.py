@@ -23,8 +23,8 @@ bfloat16 were rounded before: with a large bias, such as Qwen2.5's of keys, h is
 W_o by the U of values, so that values are never reconstructed; results are the same. s is stored in float16, z in a
 byte.
 
-Without `bits` a CUDA graph decodes, whose attention reads the latents and makes no rows
-(kernels/latent_attention/README.md).
+A CUDA graph decodes, whose attention reads the latents or their codes, and makes no rows
+(kernels/latent_attention/README.md). `round_latents` and `restore_latents` are there.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,16 @@ from torch import Tensor
 from kvbench.interfaces.codec import Codec, Packed, copy_samples, join
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.settings import setting
-from kvbench.kernels.latent_attention import LatentRows, Side, append_latents, attend_latents
+from kvbench.kernels.latent_attention import (
+    LatentRows,
+    Rounding,
+    Side,
+    append_latents,
+    attend_latents,
+    restore_latents,
+    round_latents,
+)
+from kvbench.kernels.latent_attention.rows import EIGHT
 from kvbench.methods.codecs.palu_projections import (
     SIDES,
     LayerProjections,
@@ -50,8 +59,6 @@ from kvbench.methods.codecs.palu_projections import (
 )
 from kvbench.validation import SettingError
 
-LEAST = 1e-5  # smallest range of the latents of a token
-LARGEST = torch.finfo(torch.float16).max
 Latents = tuple[Tensor, ...]  # (n, r), or codes (n, r·bits/8) uint8, s (n, 1) float16 and z (n, 1) uint8
 
 
@@ -72,15 +79,12 @@ class Palu(Codec):
     packs_before_attention = True
     takes_unrotated_keys = True
     replicates = True
-
-    @property
-    def grows(self) -> bool:
-        return self.bits is None
+    grows = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits is not None:
-            wrong = next((rank for own in self.file.ranks.values() for rank in own if rank * self.bits % 8), None)
+            wrong = next((rank for own in self.file.ranks.values() for rank in own if rank % EIGHT), None)
             if wrong is not None:
                 raise SettingError(f"codec.bits={self.bits}: {wrong} latents of a group do not fill whole bytes")
         _ = self.file  # refuse an unusable file at once
@@ -129,10 +133,7 @@ class PaluLayer(Codec):
     packs = True
     packs_before_attention = True
     takes_unrotated_keys = True
-
-    @property
-    def grows(self) -> bool:
-        return self.whole.grows
+    grows = True
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "PaluRows":
         batch, heads = lengths.shape
@@ -154,7 +155,7 @@ class PaluLayer(Codec):
         """Return the keys of each group, (n, w), and then the values, with the dtype of `like`."""
         found, bits = [], self.whole.bits
         for projection, own in zip(self.whole.projections.like(self.layer, like).each, latents, strict=True):
-            found.append(projection.decode(own[0] if bits is None else read_rounded(own, bits, like.dtype)))
+            found.append(projection.decode(own[0] if bits is None else restore_latents(own, bits, like.dtype)))
         return found
 
     def count_needs(self, packed: Packed, rows: float) -> tuple[int, int] | None:
@@ -318,7 +319,7 @@ class GrowingPalu:
         marks = None if held.held is None else torch.cat(held.held)
         longest = int(held.counts.max())
         self.rows = LatentRows(held.shape[1], seen, keys, values, held.counts, longest, positions, first, marks)
-        self.made = [keys.more, values.more, first, *self.rows.own_tensors]
+        self.made = [*keys.own_tensors, *values.own_tensors, first, *self.rows.own_tensors]
         if marks is not None and positions is not None:  # other positions are the layer's own
             self.made += [marks, positions]
 
@@ -326,12 +327,20 @@ class GrowingPalu:
         """Return the latents of the keys or the values of each group, with memory for those of further tokens."""
         held, codec = self.held, self.held.codec
         each = codec.whole.projections.like(codec.layer, held.like).each[own]
-        latents = tuple(part[0] for part in held.latents[own])
-        more = held.like.new_empty(len(each), held.shape[0], self.tokens, max(part.shape[1] for part in latents))
+        latents, bits = held.latents[own], codec.whole.bits
+        room = len(each), held.shape[0], self.tokens
+        more = latents[0][0].new_empty(*room, max(part[0].shape[1] for part in latents))
+        rounding = None
+        if bits is not None:
+            steps, zeros = (tuple(part[number] for part in latents) for number in (1, 2))
+            rounding = Rounding(
+                bits, codec.whole.clip, steps, zeros, steps[0].new_empty(room), zeros[0].new_empty(room)
+            )
         biases = None
         if any(one.bias is not None for one in each):
             biases = tuple(one.up.new_zeros(len(one.up)) if one.bias is None else one.bias for one in each)
-        return Side(latents, tuple(one.down for one in each), tuple(one.up for one in each), biases, more)
+        downs, ups = tuple(one.down for one in each), tuple(one.up for one in each)
+        return Side(tuple(part[0] for part in latents), downs, ups, biases, more, rounding)
 
     def begin(self) -> None:
         """Do nothing: tokens are appended by their number."""
@@ -350,40 +359,7 @@ class GrowingPalu:
         """Do nothing: `attend` packs."""
 
     def finish(self, read: int, lengths: Tensor) -> PaluRows:
-        block = [
-            (own[:, :read, :rank].flatten(0, 1),)
-            for side in (self.rows.keys, self.rows.values)
-            for own, rank in zip(side.more, side.ranks, strict=True)
-        ]
-        return self.held.append(block, read)
+        return self.held.append([*self.rows.keys.list_more(read), *self.rows.values.list_more(read)], read)
 
     def tensors(self) -> list[Tensor]:
         return self.made
-
-
-def round_latents(latents: Tensor, bits: int, clip: float) -> Latents:
-    """Round latents (n, r) to a few bits.
-
-    Returns:
-        The codes, (n, r·bits/8) uint8, s (n, 1) float16 and z (n, 1) uint8. A byte holds one bit of eight codes.
-    """
-    x = latents.to(torch.promote_types(latents.dtype, torch.float32))
-    low, high = (clip * own for own in x.aminmax(dim=-1, keepdim=True))
-    largest = 2**bits - 1
-    scale = ((high - low).clamp(min=LEAST) / largest).clamp(max=LARGEST).half()
-    step = scale.to(x.dtype)
-    zero = (-low / step).round().clamp(0, largest)
-    codes = ((x / step).round() + zero).clamp(0, largest).to(torch.uint8)
-    shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
-    each = (codes[..., None] >> shifts[:bits] & 1).unflatten(1, (codes.shape[1] // 8, 8))  # (n, r/8, 8, bits)
-    return (each << shifts[:, None]).sum(2, dtype=torch.uint8).flatten(1), scale, zero.to(torch.uint8)
-
-
-def read_rounded(latents: Latents, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that rounded latents stand for, (n, r)."""
-    packed, scale, zero = latents
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    each = packed.unflatten(1, (packed.shape[1] // bits, 1, bits)) >> shifts[:, None] & 1  # (n, r/8, 8, bits)
-    codes = (each << shifts[:bits]).sum(-1, dtype=torch.uint8).flatten(1)
-    work = torch.promote_types(dtype, torch.float32)
-    return ((codes.to(work) - zero) * scale.to(work)).to(dtype)

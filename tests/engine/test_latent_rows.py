@@ -27,9 +27,11 @@ from tests.support.palu_files import build_palu, find_palu
 from tests.support.tiny_models import ids, make_exact, tiny
 
 
-def read_prompts(method="full", model="llama3", allocator="uniform", budget=0.3, batch=2, more=None, **codec):
+def read_prompts(
+    method="full", model="llama3", allocator="uniform", budget=0.3, batch=2, more=None, bits=None, **codec
+):
     """Two contexts, of which the second one answers through the step."""
-    codec = build_palu(find_palu(model, **(codec or dict(removed=0.7))))
+    codec = build_palu(find_palu(model, **(codec or dict(removed=0.7))), bits=bits)
     choice = choose_cache(*build_policy(method, allocator, model, **(more or {}))[:2], codec)
     return make_contexts(make_exact(model), choice, Budget(1.0 if method == "full" else budget), batch)
 
@@ -45,6 +47,14 @@ def test_the_step_gives_what_the_modules_give(method, allocator, model):
     assert_same_answers(modules, step)
     more = ids(5, 9).repeat(2, 1)
     torch.testing.assert_close(modules.extend(more), step.extend(more), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize(("method", "allocator"), [("full", "uniform"), ("snapkv", "ada")])
+def test_rounded_latents_are_read_by_the_step_too(method, allocator, bits):
+    modules, step = read_prompts(method, allocator=allocator, bits=bits)
+    assert_same_answers(modules, step, lengths=(CHUNK + 9,))
+    assert_same_storage(modules, step)
 
 
 @pytest.mark.parametrize("codec", [dict(group=2, search="fisher"), dict(group=1), dict(removed=0.0)], ids=str)
@@ -72,12 +82,10 @@ def test_cuts_while_decoding_go_through_the_modules(every, graphs):
 
 
 def test_what_is_left_to_the_modules():
-    def choose(method, **codec):
-        own = build_policy(method, "uniform", "llama")[:2]
-        return choose_cache(*own, build_palu(find_palu("llama"), **codec))
+    def choose(method):
+        return choose_cache(*build_policy(method, "uniform", "llama")[:2], build_palu(find_palu("llama")))
 
-    assert decodes_in_graph(choose("full")) and not decodes_in_graph(choose("full", bits=4))
-    assert not decodes_in_graph(choose("quest"))
+    assert decodes_in_graph(choose("full")) and not decodes_in_graph(choose("quest"))
 
 
 @pytest.mark.parametrize("read_last", [False, True])
@@ -111,16 +119,17 @@ def test_room_for_an_answer_is_counted_before_it_begins():
     step.reserve(LONG)
     groups = step.choice.codec.file.groups
     latents = sum(max(own) * groups * (LONG - 1) * 8 for own in ranks.values())
-    tables = len(step.own_layers) * groups * (8 + 8 + 8 + 64)  # starts twice, two ranks, eight addresses
+    tables = len(step.own_layers) * groups * (8 + 8 + 8 + 96)  # starts twice, two ranks, twelve addresses
     assert step.bytes().headroom - before == latents + tables
     assert len(list(step.generate(LONG, Sampling(), frozenset()))) == LONG and step.bytes().headroom == 0
 
 
-@pytest.mark.parametrize("method", ["full", "snapkv"])
-def test_the_kernels_take_the_same_step(method):
+@pytest.mark.parametrize(("method", "bits"), [("full", None), ("snapkv", None), ("snapkv", 4)])
+def test_the_kernels_take_the_same_step(method, bits):
     """Two steps, through the interpreter or on the GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    choice = choose_cache(*build_policy(method, "ada", "llama3")[:2], build_palu(find_palu("llama3", removed=0.7)))
+    codec = build_palu(find_palu("llama3", removed=0.7), bits=bits)
+    choice = choose_cache(*build_policy(method, "ada", "llama3")[:2], codec)
     model, found = tiny("llama3").to(device), []
     try:
         _, context = make_contexts(model, choice, 1.0 if method == "full" else 0.3, prompt=66)

@@ -6,8 +6,16 @@ from itertools import chain
 import pytest
 import torch
 
-from kvbench.kernels.latent_attention import LatentRows, Side, append_latents, attend_latents
+from kvbench.kernels.latent_attention import (
+    LatentRows,
+    Rounding,
+    Side,
+    append_latents,
+    attend_latents,
+    round_latents,
+)
 from kvbench.kernels.latent_attention import triton as own
+from kvbench.kernels.latent_attention.rounding import LARGEST, LEAST
 from tests.support.compile_kernels import list_typed_kernel
 from tests.support.kernel_checks import poison_memory
 from tests.support.selection import only_in_full
@@ -40,6 +48,9 @@ class Case:
     bias: tuple[bool, bool] = (False, False)
     normed: bool = False
     dtype: torch.dtype = torch.float32
+    bits: int | None = None
+    """Bits of a code of rounded latents."""
+    clip: float = 1.0
 
     @property
     def groups(self) -> int:
@@ -61,6 +72,8 @@ CASES = {
     "cut alike": Case(((50, 50), (50, 50)), evicted=True),
     "biases and norms": Case(((65, 65),), 2, 3, 16, (8,), (8,), bias=(True, True), normed=True),
     "half of the channels turn": Case(((33,),), 1, 1, 32, (8,), (8,), turning=16, bias=(True, False)),
+    "4 bits": Case(bits=4, tokens=3),
+    "3 bits, uneven": Case(**UNEVEN, heads=4, each=4, keys=(24, 16), values=(8, 48), bits=3, clip=0.9),
     "bfloat16, uneven": Case(**UNEVEN, heads=4, each=4, dim=32, keys=(24, 16), values=(8, 48), dtype=torch.bfloat16),
 }
 FULL = {
@@ -70,6 +83,10 @@ FULL = {
     ),
     "float16, nothing removed": Case(((70,),), 2, 2, 64, (128,), (128,), normed=True, dtype=torch.float16),
     "more queries than a program takes": Case(((70,),), 4, 20, 16, (8,), (8,)),
+    "bfloat16, 2 bits": Case(((200,),), 4, 4, 64, (128,), (136,), bits=2, dtype=torch.bfloat16),
+    "4 bits, with norms": Case(
+        ((70,),), 2, 2, 64, (128,), (128,), bias=(True, True), normed=True, bits=4, clip=0.8, dtype=torch.float16
+    ),
     "ranks of one": Case(((70,),), 1, 1, 16, (1,), (1,), bias=(False, True)),
     "a memory of many tiles": Case(((3,),), 1, 2, 16, (8,), (8,), tokens=70),
 }
@@ -105,8 +122,13 @@ class Run:
                 for g, (rank, total) in enumerate(zip(ranks, counts.sum(1), strict=True))
             ]
             biases = tuple(case.draw(width, seed=40 + 50 * number + g) for g in range(groups)) if bias else None
-            more = torch.full((groups, batch, case.tokens, max(ranks)), torch.nan, dtype=case.dtype, device=DEVICE)
-            sides.append(Side(tuple(latents), tuple(downs), tuple(ups), biases, more))
+            more, rounding = case.draw(groups, batch, case.tokens, max(ranks), seed=0) * torch.nan, None
+            if case.bits is not None:
+                latents, steps, zeros = zip(*(round_latents(own, case.bits, case.clip) for own in latents), strict=True)
+                more = torch.full((*more.shape[:3], max(ranks) * case.bits // 8), 255, dtype=torch.uint8, device=DEVICE)
+                memory = (torch.zeros(more.shape[:3], dtype=own[0].dtype, device=DEVICE) for own in (steps, zeros))
+                rounding = Rounding(case.bits, case.clip, steps, zeros, *memory)
+            sides.append(Side(tuple(latents), tuple(downs), tuple(ups), biases, more, rounding))
         flat = torch.tensor([p for own in self.places for places in own for p in places], dtype=torch.int32)
         starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
         marks = torch.cat([held for own in self.held for held in own]).to(DEVICE)
@@ -151,6 +173,28 @@ class Run:
         made = side.up[group].cpu().double() @ latent
         return made if side.bias is None else made + side.bias[group].cpu().double()
 
+    def read_held(self, side: Side, group: int, row: int) -> torch.Tensor:
+        """The latents (r,) of a row that was there before the first token."""
+        own, rounding = side.latents[group][row].tolist(), side.rounding
+        if rounding is None:
+            return torch.tensor(own, dtype=torch.float64)
+        bits = rounding.bits
+        codes = [
+            sum((own[latent // 8 * bits + bit] >> latent % 8 & 1) << bit for bit in range(bits))
+            for latent in range(side.ranks[group])
+        ]
+        zero, unit = int(rounding.zeros[group][row]), float(rounding.steps[group][row])
+        return torch.tensor([(code - zero) * unit for code in codes], dtype=torch.float64)
+
+    def round(self, latents: torch.Tensor) -> torch.Tensor:
+        """What is left of a token's latents (r,), by the source's rule."""
+        if self.case.bits is None:
+            return latents
+        low, high, most = self.case.clip * latents.min(), self.case.clip * latents.max(), 2**self.case.bits - 1
+        unit = ((high - low) / most).half().double()
+        zero = (-low / unit).round().clamp(0, most)
+        return (((latents / unit).round() + zero).clamp(0, most) - zero) * unit
+
     def expect(self, step: int) -> torch.Tensor:
         """The outputs by the definition."""
         case, rows = self.case, self.rows
@@ -162,11 +206,11 @@ class Run:
                 own = []
                 for side, number in ((rows.keys, 0), (rows.values, 1)):
                     start = int(rows.starts[group, b])
-                    latents = [*side.latents[group][start : start + case.counts[group][b]].cpu().double()]
+                    latents = [self.read_held(side, group, row) for row in range(start, start + case.counts[group][b])]
                     for token in self.appended:
                         x = token[number][b].chunk(case.groups)[group]
                         less = x if side.bias is None else x - side.bias[group].cpu().double()
-                        latents.append(side.down[group].cpu().double() @ less)
+                        latents.append(self.round(side.down[group].cpu().double() @ less))
                     own.append([self.make(side, group, latent) for latent in latents])
                 places = self.places[group][b] if case.evicted else [*range(case.counts[group][b])]
                 places = places + [self.seen + token for token in range(step + 1)]
@@ -200,15 +244,16 @@ def test_every_token_attends_to_what_the_definition_makes(case, implementation, 
 
 
 @BOTH
-def test_steps_that_are_done_again_write_and_give_the_same(implementation):
-    case = Case(**UNEVEN, tokens=5)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_steps_that_are_done_again_write_and_give_the_same(implementation, bits):
+    case = Case(**UNEVEN, tokens=5, bits=bits)
     (run, straight), found = (Run(case) for _ in range(2)), []
     for step in range(5):
         found.append(straight.attend(step, implementation))
         for again in range(step + 1):
             assert torch.equal(run.attend(again, implementation), found[again])
     for one, other in ((run.rows.keys, straight.rows.keys), (run.rows.values, straight.rows.values)):
-        assert torch.equal(one.more, other.more) and not one.more.isnan().any()
+        assert all(map(torch.equal, one.own_tensors, other.own_tensors)) and not one.more.isnan().any()
 
 
 @pytest.mark.parametrize("programs", [1, 3, 40])
@@ -249,6 +294,22 @@ def change_side(side: Side, **more: object) -> Side:
     return replace(side, **more)
 
 
+def make_rounding(side: Side, bits: int, dtype: torch.dtype = torch.float16) -> Rounding:
+    """Memory for s and z of a side's rows."""
+    steps, zeros = (
+        tuple(torch.zeros(len(own), 1, dtype=kind, device=DEVICE) for own in side.latents)
+        for kind in (dtype, torch.uint8)
+    )
+    memory = (torch.zeros(side.more.shape[:3], dtype=kind, device=DEVICE) for kind in (dtype, torch.uint8))
+    return Rounding(bits, 1.0, steps, zeros, *memory)
+
+
+def round_side(side: Side, bits: int, dtype: torch.dtype = torch.float16) -> Side:
+    codes = tuple(torch.zeros(len(x), x.shape[1] * bits // 8, dtype=torch.uint8, device=DEVICE) for x in side.latents)
+    more = torch.zeros(*side.more.shape[:3], side.more.shape[3] * bits // 8, dtype=torch.uint8, device=DEVICE)
+    return replace(side, latents=codes, more=more, rounding=make_rounding(side, bits, dtype))
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -257,6 +318,9 @@ def change_side(side: Side, **more: object) -> Side:
         (lambda rows: {"keys": change_side(rows.keys, more=rows.keys.more[..., :4].contiguous())}, "for ranks"),
         (lambda rows: {"keys": change_side(rows.keys, more=rows.keys.more.half())}, "one dtype"),
         (lambda rows: {"values": change_side(rows.values, more=rows.values.more[:, :, :1].contiguous())}, "memory"),
+        (lambda rows: {"keys": change_side(rows.keys, rounding=make_rounding(rows.keys, 3))}, "groups of"),
+        (lambda rows: {"keys": round_side(rows.keys, 4)}, "keys of 4 bits and values of 0"),
+        (lambda rows: {"keys": round_side(rows.keys, 4, torch.float32)}, "of s or z"),
         (lambda rows: {"marks": torch.ones(140, 2, dtype=torch.bool)}, "marks"),
     ],
 )
@@ -293,23 +357,42 @@ def ahead():
     table |= dict.fromkeys(("step", "ranks", "positions"), "*i32")
     table |= dict.fromkeys(("logits", "part_acc", "part_max", "part_norm"), "*fp32")
     table |= {"marks": "*i8", "scale": "fp32", "epsilon": "fp32"}
-    model = ("keys", "values", "cos", "sin", "query_norm", "key_norm", "out", "outputs", "more_keys", "more_values")
-    for rank, dim, more, dtype in (
-        (256, 128, False, "bf16"), (256, 128, True, "bf16"), (512, 128, True, "fp16"), (128, 64, False, "bf16"),
-        (256, 128, False, "fp32"),
+    model = ("keys", "values", "cos", "sin", "query_norm", "key_norm", "out", "outputs", "like")
+    memory = ("more_keys", "more_values", "more_steps", "more_zeros")
+    for rank, dim, more, dtype, bits in (
+        (256, 128, False, "bf16", 0), (256, 128, True, "bf16", 0), (512, 128, True, "fp16", 0),
+        (128, 64, False, "bf16", 0), (256, 128, False, "fp32", 0), (256, 128, False, "bf16", 4),
+        (256, 128, True, "bf16", 3),
     ):  # fmt: skip
         exact = dtype == "fp32"
         kinds = table | dict.fromkeys(model, f"*{dtype}")
+        kinds |= dict.fromkeys(memory, "*u8" if bits else f"*{dtype}") | ({"more_steps": "*fp16"} if bits else {})
+        pitch = rank * bits // 8 if bits else rank
         asked = kinds | {"queries": f"*{dtype}"}
-        shape = own.choose_shape(rank, 4, 4, dim, exact, more)
+        shape = own.choose_shape(rank, 4, 4, dim, exact, more, bits)
         terms = shape.pop("PARTS")
+        eights = {"BITS": bits, "EIGHT": 8}
         flags = {"NORM": more, "BIAS": more, "PLACES": more, "MARKS": more, "CAST": False}
-        yield list_typed_kernel(own._weigh, asked, flags | {"UNIT": 16, "RK": rank} | shape)
-        summing = {"UNIT": 16, "PARTS": terms, "R": rank, "RV": rank, "M": 16, "N": shape["N"], "CAST": False}
-        yield list_typed_kernel(own._sum, kinds, summing | own.choose_stages(rank, 16, exact))
+        yield list_typed_kernel(own._weigh, asked, flags | {"UNIT": 16, "RK": pitch} | eights | shape)
+        summing = {"UNIT": 16, "PARTS": terms, "R": rank, "RV": pitch, "M": 16, "N": shape["N"], "CAST": False}
+        summing |= eights
+        yield list_typed_kernel(own._sum, kinds, summing | own.choose_stages(rank, 16, exact, bits))
         small = {"num_warps": 4, "num_stages": 3}
         joining = {"BIAS": more, "R": rank, "BLOCK": own.BLOCK, "JOINED": own.JOINED}
         yield list_typed_kernel(own._join, kinds, joining | small)
         appending = {"NORM": more, "KEY_BIAS": more, "VALUE_BIAS": False, "RK": rank, "RV": rank, "D": dim, "W": 256}
-        appending |= {"BLOCK": own.BLOCK, "BLOCKS": rank // own.BLOCK}
-        yield list_typed_kernel(own._append, asked, appending | small)
+        appending |= {"BLOCK": own.BLOCK, "BLOCKS": rank // own.BLOCK, "ROUNDED": bits > 0}
+        raw = dict.fromkeys(memory[:2], f"*{dtype}")  # what `_round` reads
+        yield list_typed_kernel(own._append, asked | raw, appending | small)
+        if bits:
+            stored = {"more_keys": "*u8", "more_values": "*u8", "key_steps": "*fp16", "value_steps": "*fp16"}
+            stored |= {"key_zeros": "*u8", "value_zeros": "*u8", "key_clip": "fp32", "value_clip": "fp32"}
+            rounding = {
+                "RK": rank,
+                "RV": rank,
+                "R": rank,
+                "LEAST": LEAST,
+                "LARGEST": LARGEST,
+                "EVEN": own.EVEN,
+            } | eights
+            yield list_typed_kernel(own._round, kinds | stored, rounding | small)
