@@ -18,7 +18,7 @@ from tests.support.selection import only_in_full
 GPU = {"type": "cuda", "dtype": "bfloat16", "gpu": "NVIDIA H200", "torch": "2.11.0"}
 
 
-@pytest.mark.parametrize("name", ["a", *map(only_in_full, "bcdef")])
+@pytest.mark.parametrize("name", ["a", *map(only_in_full, "bcdefg")])
 def test_no_cell_of_a_tier_is_refused(name, tmp_path):
     """Here with the embedded model, because SmolLM2 must be downloaded. Tier a has at most 12,000 records."""
     tier, shared = read_tiers()[name], SharedParts()
@@ -51,7 +51,7 @@ def test_files_of_a_sweep_are_in_the_folder_of_results(tmp_path):
 
 def test_tiers_are_chosen_by_name():
     assert [tier.name for tier in choose_tiers(["b", "a", "b"])] == ["b", "a"]
-    with pytest.raises(SettingError, match="tier=nosuch: choose one of a, b, c, d, e, f"):
+    with pytest.raises(SettingError, match="tier=nosuch: choose one of a, b, c, d, e, f, g"):
         choose_tiers(["nosuch"])
 
 
