@@ -145,30 +145,49 @@ def _find_rows(
     return held, more + first * R, steps, more_steps + first, zeros, more_zeros + first, size
 
 
+@triton.constexpr_function
+def _list_factors(bits, eight):
+    """Return Σ_b 2^(8·(bits − 1) − 7·b). No two products of a bit meet, so nothing is carried."""
+    return sum(1 << (eight * (bits - 1) - (eight - 1) * bit) for bit in range(bits))
+
+
 @triton.jit
 def _load_latents(
-    source, steps, zeros, like, line, pitch, here, rank, first,
-    N: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr,
+    source, like, line, pitch, here, rank, first, N: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr,
+    EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Return R latents of the N rows at `line`, from a latent on, (N, R), as numbers of the type of `like`.
+    """Return R latents of the N rows at `line`, from a latent on, (N, R), or their codes as numbers of `like`'s type.
 
-    Rows that do not exist (`here`) are zero; latents behind the rank are so only without rounding.
+    They are zero where there is no row (`here`) or no latent.
     """
-    if BITS == 0:
+    if BITS:
+        return _load_codes(source, line, pitch, here, rank, first, N, R, BITS, EIGHT).to(like.dtype.element_ty)
+    else:
         latent = first + tl.arange(0, R)
         where = here[:, None] & (latent < rank)[None]
         return tl.load(source + (line * pitch)[:, None] + latent[None], mask=where, other=0.0)
-    eight, own = first // EIGHT + tl.arange(0, R // EIGHT), tl.arange(0, EIGHT)
-    at = source + (line * pitch)[:, None] + (eight * BITS)[None]
+
+
+@triton.jit
+def _load_codes(
+    source, line, pitch, here, rank, first, N: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr
+):  # fmt: skip
+    """Return the codes of R latents, (N, R) float32. Of eight codes, byte b has the bits of weight 2^b."""
+    eight = first // EIGHT + tl.arange(0, R // EIGHT)
     where = here[:, None] & (eight < rank // EIGHT)[None]
-    codes = tl.zeros([N, R // EIGHT, EIGHT], tl.int32)
-    for bit in tl.static_range(BITS):
-        byte = tl.load(at + bit, mask=where, other=0).to(tl.int32)
-        codes += (byte[:, :, None] >> own[None, None] & 1) << bit
-    unit = tl.load(steps + line, mask=here, other=0.0).to(tl.float32)
-    zero = tl.load(zeros + line, mask=here, other=0).to(tl.float32)
-    x = (tl.reshape(codes, [N, R]).to(tl.float32) - zero[:, None]) * unit[:, None]
-    return x.to(like.dtype.element_ty)
+    if BITS == 3:
+        at = source + (line * pitch)[:, None] + (eight * BITS)[None]
+        word = tl.zeros([N, R // EIGHT], tl.uint32)
+        for byte in tl.static_range(BITS):
+            word |= tl.load(at + byte, mask=where, other=0).to(tl.uint32) << (EIGHT * byte)
+    else:
+        words = source.to(tl.pointer_type(tl.uint32 if BITS == 4 else tl.uint16))
+        word = tl.load(words + (line * (pitch // BITS))[:, None] + eight[None], mask=where, other=0).to(tl.uint32)
+    ones: tl.constexpr = 0x01010101 >> (EIGHT * (4 - BITS))
+    gather: tl.constexpr = _list_factors(BITS, EIGHT)  # brings the bits of a code, one in each byte, together
+    bits = (word[:, :, None] >> tl.arange(0, EIGHT).to(tl.uint32)[None, None]) & ones
+    codes = (bits * gather >> (EIGHT * (BITS - 1))) & (2**BITS - 1)
+    return tl.reshape(codes, [N, R]).to(tl.float32)
 
 
 @triton.jit
@@ -188,12 +207,20 @@ def _load_columns(
 
 @triton.jit
 def _multiply(
-    source, steps, zeros, like, line, pitch, here, rank, first, u, k,
+    source, like, line, pitch, here, rank, first, u, k,
     N: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Add the product of some latents of rows (`_load_latents`) with their columns u to k."""
-    h = _load_latents(source, steps, zeros, like, line, pitch, here, rank, first, N, R, BITS, EIGHT)
+    h = _load_latents(source, like, line, pitch, here, rank, first, N, R, BITS, EIGHT)
     return tl.dot(h.to(tl.float32) if CAST else h, u, k, input_precision="ieee")
+
+
+@triton.jit
+def _restore(k, total, steps, zeros, line, here):
+    """Return what rows are whose codes' products with U are k (N, W), if `total` (W,) are the sums of U's columns."""
+    unit = tl.load(steps + line, mask=here, other=0.0).to(tl.float32)
+    zero = tl.load(zeros + line, mask=here, other=0).to(tl.float32)
+    return (k - zero[:, None] * total[None]) * unit[:, None]
 
 
 @triton.jit
@@ -273,6 +300,8 @@ def _weigh(
     pairs = tl.arange(0, DP // 2)
     if KEEP:
         u = _load_columns(up, heads, rank, part * R, dim, turning, own, R, DP, HEADS, CAST)
+        if BITS:
+            sums = tl.sum(u.to(tl.float32), 0)
     start = tl.load(starts + index)
     held, appended, held_steps, more_steps, held_zeros, more_zeros, size = _find_rows(
         addresses, start, group, groups, 0, index, room, rank, more_keys, more_steps, more_zeros, RK, BITS, EIGHT
@@ -302,29 +331,30 @@ def _weigh(
         s = tl.load(sin + angle, mask=turns, other=0.0)
         pitch = tl.multiple_of(tl.where(is_new, RK, size), [UNIT])
         source = tl.where(is_new, appended, held) + first.to(tl.int64) * pitch
-        steps, zeros = (
-            tl.where(is_new, more_steps, held_steps) + first,
-            tl.where(is_new, more_zeros, held_zeros) + first,
-        )
+        steps = tl.where(is_new, more_steps, held_steps) + first
+        zeros = tl.where(is_new, more_zeros, held_zeros) + first
         into = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * (heads * each)
         mark = marks + (first_place + first) * heads + own
         if KEEP:
             k = _multiply(
-                source, steps, zeros, queries, line, pitch, here, rank, part * R, u,
-                tl.zeros([N, HEADS * DP], tl.float32), N, R, BITS, EIGHT, CAST,
+                source, queries, line, pitch, here, rank, part * R, u, tl.zeros([N, HEADS * DP], tl.float32),
+                N, R, BITS, EIGHT, CAST,
             )  # fmt: skip
+            if BITS:
+                k = _restore(k, sums, steps, zeros, line, here)
             if left > 0:  # always; under a condition the compiler starts to read the next tile before
                 found = _turn_and_ask(
                     k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part, NORM, BIAS, N, DP, HEADS
                 )  # fmt: skip
                 _store_logits(found * scale, into, mark, line, left, query, asking, heads, each, is_new, N, MARKS)
         else:
-            k = tl.zeros([N, HEADS * DP], tl.float32)
+            k, sums = tl.zeros([N, HEADS * DP], tl.float32), tl.zeros([HEADS * DP], tl.float32)
             for latent in range(0, rank, R):
                 some = _load_columns(up, heads, rank, latent, dim, turning, own, R, DP, HEADS, CAST)
-                k = _multiply(
-                    source, steps, zeros, queries, line, pitch, here, rank, latent, some, k, N, R, BITS, EIGHT, CAST
-                )  # fmt: skip
+                k = _multiply(source, queries, line, pitch, here, rank, latent, some, k, N, R, BITS, EIGHT, CAST)
+                sums += tl.sum(some.to(tl.float32), 0)
+            if BITS:
+                k = _restore(k, sums, steps, zeros, line, here)
             found = _turn_and_ask(
                 k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part, NORM, BIAS, N, DP, HEADS
             )  # fmt: skip
@@ -364,11 +394,11 @@ def _sum(
         here = line < tl.where(is_new, since + 1, count) - first
         pitch = tl.multiple_of(tl.where(is_new, RV, row), [UNIT])
         source = tl.where(is_new, appended, held) + first.to(tl.int64) * pitch
-        steps, zeros = (
-            tl.where(is_new, more_steps, held_steps) + first,
-            tl.where(is_new, more_zeros, held_zeros) + first,
-        )
-        h = _load_latents(source, steps, zeros, like, line, pitch, here, rank, 0, N, R, BITS, EIGHT)
+        steps = tl.where(is_new, more_steps, held_steps) + first
+        zeros = tl.where(is_new, more_zeros, held_zeros) + first
+        h = _load_latents(source, like, line, pitch, here, rank, 0, N, R, BITS, EIGHT)
+        if BITS:
+            h = _restore(h.to(tl.float32), tl.full([R], 1.0, tl.float32), steps, zeros, line, here).to(h.dtype)
         own = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * queries
         where = asking[:, None] & here[None]
         own += line[None] * queries + query[:, None]
