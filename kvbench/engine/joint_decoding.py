@@ -21,6 +21,7 @@ from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, Norms, Step
 from kvbench.engine.joined_growing_rows import JoinedGrowingRows
 from kvbench.engine.joined_replaced_rows import JoinedReplacedRows, find_shared_kind
 from kvbench.engine.replaced_rows import ReplacedRows
+from kvbench.engine.sampling import GivenTokens
 from kvbench.engine.spending import spend
 from kvbench.engine.streams import STREAMS, make_streams
 from kvbench.engine.timing import now
@@ -51,6 +52,24 @@ def finish_answer(answer: Answer, goes_on: Callable[[Tensor], bool]) -> Session[
                 return
 
 
+def read_given(context: GenerationContext, ids: Tensor) -> Session[float]:
+    """Read given tokens one by one, as those of an answer, so that a graph can read them and others beside them.
+
+    Args:
+        context: The context, which keeps them.
+        ids: Token ids, (B, n).
+
+    Returns:
+        A session with the seconds that it took.
+    """
+    drawn = context.drawn
+    yield from finish_answer(
+        Answer(context, ids.shape[1], GivenTokens(ids), frozenset(), read_last=True, stays=True), lambda _: True
+    )
+    context.drawn = drawn  # none of them was drawn
+    return context.capture_ms / 1000 + context.stamps[-1]
+
+
 def run_alone(session: Session[T]) -> T:
     """Run a session whose answers are decoded alone, and return its result."""
     with closing(session):
@@ -67,8 +86,9 @@ def run_together(sessions: Iterable[Session[T]]) -> list[T]:
     """Run sessions side by side and decode their answers together where possible. Returns their results.
 
     A session begins before the next one is asked for. No two may append to the same memory (`separate_memory`), and
-    each must forget its answer (`PromptContext.branch`): the batch goes on until the longest answer ends, and what a
-    shorter one then leaves, apart from its counts, may be what further tokens left.
+    each must forget its answer (`PromptContext.branch`) or read all tokens that it may (`read_given`): the batch goes
+    on until the longest answer ends, and what a shorter one then leaves, apart from its counts, may be what further
+    tokens left.
 
     If one of them raises an error, all of them are ended.
 
@@ -91,8 +111,9 @@ def run_together(sessions: Iterable[Session[T]]) -> list[T]:
             begun.append(stack.enter_context(closing(session)))
             go_on(number)
         while waiting:
-            shortest = sorted(waiting.values(), key=lambda answer: answer.left)  # the others are not ready to join yet
-            joined = join_answers(shortest) or shortest[:1]
+            # what answers follow comes first, then the shortest: the others are not ready to join yet
+            first = sorted(waiting.values(), key=lambda answer: (answer.is_forgotten, answer.left))
+            joined = join_answers(first) or first[:1]
             members = {number: own for number, own in waiting.items() if own in joined}
             while running := [number for number, answer in members.items() if not answer.is_over]:
                 for number in running:
@@ -304,7 +325,7 @@ class JointDecoder:
         sizes = [len(answer.token) for answer in answers]
         self.weights = weights
         self.rows = JoinedRows([made[number] for number in order], sizes, [len(group) for group in groups], device)
-        self.rows.kept -= {number for number, answer in enumerate(answers) if answer.context.forgets}
+        self.rows.kept -= {number for number, answer in enumerate(answers) if answer.is_forgotten}
         samplings = [answer.sampling for answer in answers]
         alike = all(own == samplings[0] for own in samplings)
 

@@ -15,7 +15,7 @@ MEANINGS = {
     "comparing": "looking at the cache, and with fidelity=true comparing predictions",
     "capturing": "preparing CUDA graphs, and reserving memory for answers",
     "restoring": "noting what a cache holds before an answer, and returning to it",
-    "answering": "generating tokens",
+    "answering": "generating tokens, and reading questions that a GPU reads token by token",
     "grading": "scoring answers and making records",
     "writing": "records",
     "waiting": "for samples of other processes",

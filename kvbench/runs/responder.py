@@ -18,7 +18,7 @@ from kvbench.cache.guard import ask
 from kvbench.engine.compressed_cache import trim
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
-from kvbench.engine.joint_decoding import Session, finish_answer, run_alone
+from kvbench.engine.joint_decoding import Session, finish_answer, read_given, run_alone
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import forget_peak, now, peak
@@ -141,7 +141,7 @@ class Responder:
         rounds = [[turn] for turn in batch] if batch[0][0].conversation else [batch]
         with context.branch():
             for number, some in enumerate(rounds):
-                self._extend(context, [prompt.rest if number or hidden else () for _, prompt in some])
+                yield from self._extend(context, [prompt.rest if number or hidden else () for _, prompt in some])
                 sample = some[0][0]
                 if self.run.fidelity and any(answers := [self._right_answer(*own) for own in some]):
                     yield from predict(context, answers, self._joins)
@@ -207,7 +207,7 @@ class Responder:
         rest = [prompt.rest if self.run.question == "hidden" else () for _, prompt in batch]
         context = self.open(batch)
         with context.branch():
-            spent = self.prefill_ms + self._extend(context, rest)
+            spent = self.prefill_ms + (yield from self._extend(context, rest))
             return (yield from self._generate_answers(context, batch, spent))[0]
 
     def _converse(self, turns: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
@@ -217,13 +217,13 @@ class Responder:
         with context.branch():
             for turn, (sample, prompt) in enumerate(turns):
                 asked = prompt.rest if turn or self.run.question == "hidden" else ()
-                spent = self._extend(context, [asked]) + (0.0 if turn else self.prefill_ms)
+                spent = (yield from self._extend(context, [asked])) + (0.0 if turn else self.prefill_ms)
                 with nullcontext() if sample.said is None else context.branch():
                     [own], answer = yield from self._generate_answers(context, [(sample, prompt)], spent)
                 found.append(own)
                 last = int(answer[0, -1])  # not read yet; if it ends answers, the next turn brings it
                 if sample.said is None and last not in self.stop:
-                    self._extend(context, [(last,)])
+                    yield from self._extend(context, [(last,)])
         return found
 
     @property
@@ -280,14 +280,19 @@ class Responder:
         assert self.context is not None  # it was read now or before
         return self.context
 
-    @spend("reading")
-    def _extend(self, context: GenerationContext, rest: Sequence[tuple[int, ...]]) -> float:
-        """Read what follows the context, if anything; return the milliseconds."""
+    def _extend(self, context: GenerationContext, rest: Sequence[tuple[int, ...]]) -> Session[float]:
+        """Return a session that reads what follows the context, if anything, and gives the milliseconds.
+
+        On a GPU, tokens that are read one by one are read like those of an answer.
+        """
         if not rest[0]:
             return 0.0
-        begin = now(self.run.device)
-        context.extend(self._tensor(rest))
-        return 1000 * (now(self.run.device) - begin)
+        if self.choice.token_by_token and context.weights is not None:
+            return 1000 * (yield from read_given(context, self._tensor(rest)))
+        with spend("reading"):
+            begin = now(self.run.device)
+            context.extend(self._tensor(rest))
+            return 1000 * (now(self.run.device) - begin)
 
     def _generate_answers(
         self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]], spent: float

@@ -1,6 +1,7 @@
 """Answers that are decoded as one batch are those of contexts that answer alone, and leave the same behind."""
 
-from itertools import combinations
+from contextlib import ExitStack
+from itertools import chain, combinations
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kvbench.engine.joint_decoding import (
     finish_answer,
     join_answers,
     list_memory,
+    read_given,
     run_alone,
     run_together,
     separate_memory,
@@ -105,6 +107,29 @@ def test_every_kind_of_rows_answers_with_the_others():
             assert (modules.decoding, modules.decoded_together) == ("modules", 1)
             assert (own.decoding, own.decoded_together) == ("graph", len(KINDS))
             assert len(own.stamps) == tokens and own.stamps == sorted(own.stamps)
+            assert_same(modules, own)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_given_tokens_are_read_side_by_side_and_stay(branches):
+    """An answer attends to them, also in a branch, where other answers leave no rows."""
+    pairs, question = make_pairs(make_double("llama"), KINDS), ids(CHUNK + 5, 7)
+    drawn = pairs[0][1].drawn
+    with ExitStack() as stack:
+        for context in chain(*pairs) if branches else ():
+            stack.enter_context(context.branch())
+        for modules, _ in pairs:
+            for token in question.split(1, 1):
+                modules.extend(token)
+        run_together([read_given(own, question) for _, own in pairs])
+        for modules, own in pairs:
+            assert own.decoded_together == len(pairs) and own.drawn == drawn
+            torch.testing.assert_close(modules.last_logits, own.last_logits, rtol=0, atol=1e-5)
+            assert_same(modules, own)
+        alone, joined = answer_all(pairs, tokens=12)
+        assert all(map(torch.equal, alone, joined))
+    if branches:
+        for modules, own in pairs:
             assert_same(modules, own)
 
 

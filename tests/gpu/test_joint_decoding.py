@@ -3,6 +3,9 @@
 `make test-gpu` on a machine with a GPU.
 """
 
+from contextlib import ExitStack
+from itertools import chain
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -10,7 +13,7 @@ from transformers import LlamaForCausalLM
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
-from kvbench.engine.joint_decoding import Session, finish_answer, run_alone, run_together
+from kvbench.engine.joint_decoding import Session, finish_answer, read_given, run_alone, run_together
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.store.runs import load_runs
@@ -71,6 +74,23 @@ def test_graphs_of_many_contexts_give_what_each_alone_gives(model, ends):
         assert alone == joined
         for context in contexts:
             assert len(context.stamps) > 1 and context.stamps == sorted(context.stamps)
+
+
+def test_graphs_read_given_tokens_as_modules_do(model):
+    """In a branch. Codes of KIVI may now and then be the next ones."""
+    pairs = list(zip(make_contexts(model), make_contexts(model), strict=True))
+    question = torch.randint(3, 512, (1, CHUNK + 8), generator=torch.Generator().manual_seed(99)).to("cuda")
+    with ExitStack() as stack:
+        for context in chain(*pairs):
+            stack.enter_context(context.branch())
+        for modules, _ in pairs:
+            for token in question.split(1, 1):
+                modules.extend(token)
+        run_together([read_given(own, question) for _, own in pairs])
+        for modules, own in pairs:
+            assert (own.decoding, own.decoded_together, own.seen) == ("graph", len(KINDS), modules.seen)
+            largest = modules.last_logits.abs().max()
+            assert (own.last_logits - modules.last_logits).abs().max() <= 0.02 * largest, own.choice
 
 
 def test_few_answers_of_a_sweep_change(tmp_path, monkeypatch, capsys):
