@@ -170,7 +170,8 @@ class CodeReader:
         for layer in answer.all_layers if counts else ():
             own = answer.states[layer].layer
             if behind >= self.chosen > 0:
-                pairs = count_pairs(own["codes"][..., :behind], own["codebook"].shape[3])
+                group = answer.query_heads // own["codes"].shape[1]
+                pairs = count_pairs(own["codes"][..., :behind], own["codebook"].shape[3], group)
                 self.counts |= {} if pairs is None else {layer: pairs}
             codes = own["codes"].new_zeros(*own["codes"].shape[:3], answer.seen + answer.tokens - method.sinks)
             codes[..., : own["codes"].shape[3]] = own["codes"]

@@ -6,6 +6,7 @@ from torch import Tensor
 DISTANCES = 1 << 20  # that are computed together: as many as a CPU's cache holds
 MOST_DISTANCES = 1 << 25  # on a GPU
 PAIRED = 64  # most centroids of a part, of which pairs are counted
+HELD = 32768  # most logits of pairs that a program of `pairs` holds
 
 
 def cut_keys(keys: Tensor, parts: int) -> Tensor:
@@ -15,22 +16,24 @@ def cut_keys(keys: Tensor, parts: int) -> Tensor:
 
 
 def find_width(count: int) -> int:
-    """Return W, the first power of two that is not below the number of centroids; codes i and j are pair i·W + j."""
+    """Return W, the first power of two from `count` on. With so many centroids, codes i and j are pair i·W + j."""
     return 1 << (count - 1).bit_length()
 
 
-def count_pairs(codes: Tensor, count: int) -> Tensor | None:
+def count_pairs(codes: Tensor, count: int, group: int) -> Tensor | None:
     """Return how many rows have each pair of codes, (B, H, W·W) int32, as `find_width` numbers pairs.
 
-    Returns None if rows have another number of codes than two, or if there are more than PAIRED centroids.
+    Returns None if rows have another number of codes than two, if there are more than PAIRED centroids, or if the
+    queries of a KV head have more than HELD logits of pairs, because then no kernel uses them.
 
     Args:
         codes: Codes of the rows, (B, H, m, n) uint8.
         count: Number of centroids of a part, K.
+        group: Number of queries of a KV head, G.
     """
-    if codes.shape[2] != 2 or count > PAIRED:
-        return None
     wide = find_width(count)
+    if codes.shape[2] != 2 or count > PAIRED or wide * wide * find_width(group) > HELD:
+        return None
     pair = codes[:, :, 0].long() * wide + codes[:, :, 1]
     none = torch.zeros(*pair.shape[:2], wide * wide, dtype=torch.int32, device=codes.device)
     return none.scatter_add_(2, pair, torch.ones_like(pair, dtype=torch.int32))

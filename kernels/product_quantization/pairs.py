@@ -14,7 +14,6 @@ from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.product_quantization.centroids import find_width
 from kvbench.kernels.row_selection.triton import TILE, _number, _wait, split_rows
 
-HELD = 32768  # most logits of pairs that a program holds
 MORE = 256  # further rows whose pairs are counted at once
 
 

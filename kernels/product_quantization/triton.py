@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
-from kvbench.kernels.product_quantization.pairs import HELD, list_by_pairs
+from kvbench.kernels.product_quantization.pairs import list_by_pairs
 from kvbench.kernels.row_selection.triton import LINE, SINGLE, clear_work, count_first_digits, list_top
 
 LOG2E = 1.4426950408889634
@@ -210,7 +210,7 @@ def choose_by_codes_triton(
     last: Tensor, found: Tensor, counted: tuple[Tensor, int] | None,
 ) -> None:  # fmt: skip
     rows, group = first + codes.shape[3], queries.shape[1] // codes.shape[1]
-    if counted is not None and found.numel() and counted[0].shape[2] * triton.next_power_of_2(group) <= HELD:
+    if counted is not None and found.numel():
         tables = multiply(queries, codes, codebook, scaling, first, stop, (keys, last))
         list_by_pairs(tables, codes, counted[0], group, first, counted[1], stop, found)
         return

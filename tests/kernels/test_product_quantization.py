@@ -209,7 +209,7 @@ def test_rows_listed_by_pairs_are_those_with_the_largest_scores(rows, later, k, 
     codes = torch.randint(count, (2, 2, 2, rows + 2), generator=draw, dtype=torch.uint8).to(DEVICE)
     codes[..., rows:] = 255
     stop, last = torch.tensor(rows + 7, device=DEVICE), torch.tensor(rows + 8, device=DEVICE)
-    pairs = count_pairs(codes[..., : rows - later], count)
+    pairs = count_pairs(codes[..., : rows - later], count, group)
     assert pairs.sum() == 4 * (rows - later)
     lists = torch.full((2, 2, 5 + k), -7, device=DEVICE)
     choose_by_codes(
@@ -225,15 +225,16 @@ def test_rows_listed_by_pairs_are_those_with_the_largest_scores(rows, later, k, 
 def test_counts_that_do_not_fit_are_refused():
     queries, codes, book = torch.zeros(1, 4, 8), torch.zeros(1, 2, 2, 5, dtype=torch.uint8), torch.zeros(1, 2, 2, 3, 4)
     keys, last, found = torch.zeros(1, 2, 6, 8), torch.tensor(4), torch.zeros(1, 2, 3, dtype=torch.int64)
-    fits = count_pairs(codes, 3)
+    fits = count_pairs(codes, 3, 2)
     for counts, rows in ((fits, 2), (fits[..., :9], 4), (fits.long(), 4), (fits[:, :1], 4)):
         with pytest.raises(ValueError, match="^choose_by_codes: queries"):
             choose_by_codes(queries, keys, codes, book, 1.0, 0, last, last, found, counted=(counts, rows))
 
 
 def test_pairs_of_many_centroids_or_other_numbers_of_codes_are_not_counted():
-    assert count_pairs(torch.zeros(1, 1, 2, 5, dtype=torch.uint8), 65) is None
-    assert count_pairs(torch.zeros(1, 1, 4, 5, dtype=torch.uint8), 16) is None
+    two, four = (torch.zeros(1, 1, parts, 5, dtype=torch.uint8) for parts in (2, 4))
+    assert count_pairs(two, 64, 8) is not None and count_pairs(two, 64, 9) is None
+    assert count_pairs(two, 65, 1) is None and count_pairs(four, 16, 1) is None
 
 
 def test_codes_of_all_rows_are_those_of_each():

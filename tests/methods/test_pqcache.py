@@ -310,9 +310,10 @@ def test_pqcache_over_packed_rows():
     assert torch.isfinite(held.extend(ids(1))).all() and held.contexts[0].layers[2].attended == [32 + 13 + 13 + 1]
 
 
-def test_the_reader_lists_the_rows_that_read_marks():
+@pytest.mark.parametrize("parts", [2, 4])
+def test_the_reader_lists_the_rows_that_read_marks(parts):
     """Drawn queries and keys in float64, token after token, and a token once more after it was undone."""
-    draws, method = torch.Generator().manual_seed(2), make_method(bits=4)
+    draws, method = torch.Generator().manual_seed(2), make_method(bits=4, parts=parts)
     queries, keys = (torch.randn(2, h, 150, 32, generator=draws, dtype=torch.float64) for h in (6, 2))
     states = [State((3, 4)), State((3, 4))]
     for state in states:
@@ -324,6 +325,10 @@ def test_the_reader_lists_the_rows_that_read_marks():
         {0: written}, {0: states[0]}, 1, 6, 118, 32, 118, 35, Fraction(3, 10), 0.2, 4, lambda *_: None
     )
     reader = method.row_reader(answer)
+    if parts == 2:  # pairs of the rows from 5 to 105, which are never among the 13 newest
+        pairs = states[0].layer["codes"][:, :, :, :100].long()
+        expected = (16 * pairs[:, :, 0] + pairs[:, :, 1])[..., None] == torch.arange(256)
+        assert reader.counted == 105 and torch.equal(reader.counts[0].long(), expected.sum(2))
     for row in (*range(118, 130), 128, 129, *range(130, 150)):
         written[:, :, row] = keys[:, :, row]
         own = queries[:, :, row : row + 1]
