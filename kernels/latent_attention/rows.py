@@ -55,7 +55,9 @@ class Side:
     bias: tuple[Tensor, ...] | None
     """(w,) each; None for none."""
     more: Tensor
-    """Memory for the latents of further rows, (G, B, room, R), or for their codes; R is the largest rank."""
+    """Memory for the latents of further rows, (G, B, room, R), R being the largest rank, or for their codes, of which
+    a row has the `pitch` of that rank.
+    """
     rounding: Rounding | None = None
     """How latents are rounded; None if they are numbers of the model."""
 
@@ -205,6 +207,6 @@ class LatentRows:
 
 
 def find_unit(side: Side) -> int:
-    """Return the largest power of two up to 16 that divides the size of every row's latents."""
+    """Return the largest power of two up to 16 that divides the pitch of each rank."""
     sizes = list(map(side.pitch, side.ranks))
     return next(unit for unit in (16, 8, 4, 2, 1) if all(size % unit == 0 for size in sizes))

@@ -132,17 +132,17 @@ def _round(
 @triton.jit
 def _find_rows(
     addresses, start, group, groups, side, index, room, rank, more, more_steps, more_zeros,
-    R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr,
+    PITCH: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Return where latents, s and z of a sample's held rows begin and where those of appended ones, for keys (`side` 0)
-    or values (1), and the size of a held row's latents.
+    or values (1), and the size of a held row's latents. PITCH is the size of an appended row's.
     """
     size = rank * BITS // EIGHT if BITS else rank
     first = index.to(tl.int64) * room
     held = _point(addresses, side * groups + group, more) + start * size
     steps = _point(addresses, (8 + side) * groups + group, more_steps) + start
     zeros = _point(addresses, (10 + side) * groups + group, more_zeros) + start
-    return held, more + first * R, steps, more_steps + first, zeros, more_zeros + first, size
+    return held, more + first * PITCH, steps, more_steps + first, zeros, more_zeros + first, size
 
 
 @triton.constexpr_function

@@ -15,8 +15,9 @@ which each subtask weighs the same. The last row may be the average over the sub
 (kvbench.analysis.answer_metrics).
 
 If one side of a pair failed (`error`), the pair is left out and counted. Without a method the table shows the full
-cache alone. Notes say so if several runs shared the prefill of a prompt (`shared_prefill`), were decoded as one batch
-(`decoded_together`), or were made while several processes used the GPU (`gpu_processes`).
+cache alone. Notes say so if several runs shared the prefill of a prompt (`shared_prefill`), if questions were read or
+answers decoded as one batch (`asked_together`, `decoded_together`), or if several processes used the GPU
+(`gpu_processes`).
 """
 
 import math
@@ -70,6 +71,10 @@ SHARED_DECODING_NOTE = (
     "Time per token of the {}: answers of several cells that were decoded as one batch are left out. "
     "sweep.share_decoding=false measures each cell alone."
 )
+SHARED_QUESTION_NOTE = (
+    "Time to first token of the {}: answers whose questions were read as one batch with others are left out. "
+    "sweep.share_decoding=false measures each cell alone."
+)
 SHARED_GPU_NOTE = (
     "Times of the {}: answers that were made while several processes shared a GPU are left out. workers=auto starts "
     "one process on each GPU."
@@ -77,6 +82,7 @@ SHARED_GPU_NOTE = (
 SHARED_NOTES = {  # field of a record that counts who shared something -> the note if several did
     "shared_prefill": SHARED_PREFILL_NOTE,
     "decoded_together": SHARED_DECODING_NOTE,
+    "asked_together": SHARED_QUESTION_NOTE,
     "gpu_processes": SHARED_GPU_NOTE,
 }
 NO_INTERVAL_NOTE = (
@@ -297,7 +303,7 @@ def _draft_row(subtask: str, pairs: Sequence[Pair]) -> RowDraft:
     times = {}
     for name, own in (("_full", full), ("", method)):
         timed = [record for record in own if record.get("gpu_processes", 1) == 1]
-        times[f"ttft{name}"] = [record["ttft_ms"] for record in timed]
+        times[f"ttft{name}"] = [record["ttft_ms"] for record in timed if record.get("asked_together", 1) == 1]
         times[f"tpot{name}"] = [
             divide(record["decode_ms"], record["tokens_out"] - 1)
             for record in timed

@@ -108,7 +108,7 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False, executor: Any = N
 
     say_spending = start_counting()
     with spend("starting"):
-        sweep = Sweep.plan(overrides)
+        sweep = Sweep.plan(overrides, executes=True)
         sweep.announce(find_width(), is_styled())
     if sweep.finished:
         return sweep.exit_code
@@ -209,7 +209,7 @@ def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[
         from kvbench.runs.executor import Executor
         from kvbench.sweeps.plan import plan_cell, sharing_groups
 
-        own = plan_cell(overrides)
+        own = plan_cell(overrides, executes=True)
     groups = []
     if own.run is not None and not own.run.measures:
         known = status.read_cells(folder)

@@ -96,7 +96,7 @@ class Answer:
         context: The context that the tokens are read into.
         token: The last token of the answer, (B,) on the CPU.
         is_over: Whether no token follows.
-        is_forgotten: Whether nothing needs the rows of its tokens when it is over.
+        keeps_rows: Whether the rows of its tokens are needed when it is over.
         path: What reads the tokens; None before the second token. Another path may follow it.
     """
 
@@ -111,7 +111,7 @@ class Answer:
         read_last: bool = False,
         seeds: tuple[int, ...] | None = None,
         min_new_tokens: int = 0,
-        stays: bool = False,
+        keeps_rows: bool = False,
     ) -> None:
         """Choose the first token.
 
@@ -123,11 +123,11 @@ class Answer:
             read_last: Whether the last token is read into the cache too, so that what follows continues the answer.
             seeds: Seeds of the samples; None uses the context's own.
             min_new_tokens: 1 if no answer may begin with a token of `stop`, otherwise 0.
-            stays: Whether other tokens follow its rows, also in a branch that will be forgotten.
+            keeps_rows: Whether other tokens follow the answer's, also in a branch that will be forgotten.
         """
         context.leave_path()
         self.context, self.sampling, self.read_last = context, sampling, read_last
-        self.is_forgotten = context.forgets and not stays
+        self.keeps_rows = keeps_rows or not context.forgets
         self.ended = torch.zeros(len(context.seeds), dtype=torch.bool)
         self.ends = torch.tensor(sorted(stop), dtype=torch.int64)
         self.path: DecodePath | None = None

@@ -8,6 +8,7 @@ contexts need not hold equally many rows, and their answers end on their own.
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TypeVar, cast
@@ -52,7 +53,19 @@ def finish_answer(answer: Answer, goes_on: Callable[[Tensor], bool]) -> Session[
                 return
 
 
-def read_given(context: GenerationContext, ids: Tensor) -> Session[float]:
+@dataclass(frozen=True)
+class Reading:
+    """What it cost to read given tokens."""
+
+    milliseconds: float = 0.0
+    """Without the time that capturing a graph took."""
+    capture_ms: float = 0.0
+    """That time."""
+    together: int = 1
+    """Number of contexts that read such tokens as one batch. Above 1, the time is that of all."""
+
+
+def read_given(context: GenerationContext, ids: Tensor) -> Session[Reading]:
     """Read given tokens one by one, as those of an answer, so that a graph can read them and others beside them.
 
     Args:
@@ -60,14 +73,14 @@ def read_given(context: GenerationContext, ids: Tensor) -> Session[float]:
         ids: Token ids, (B, n).
 
     Returns:
-        A session with the seconds that it took.
+        A session with what it cost.
     """
     drawn = context.drawn
     yield from finish_answer(
-        Answer(context, ids.shape[1], GivenTokens(ids), frozenset(), read_last=True, stays=True), lambda _: True
+        Answer(context, ids.shape[1], GivenTokens(ids), frozenset(), read_last=True, keeps_rows=True), lambda _: True
     )
     context.drawn = drawn  # none of them was drawn
-    return context.capture_ms / 1000 + context.stamps[-1]
+    return Reading(1000 * context.stamps[-1], context.capture_ms, context.decoded_together)
 
 
 def run_alone(session: Session[T]) -> T:
@@ -112,7 +125,7 @@ def run_together(sessions: Iterable[Session[T]]) -> list[T]:
             go_on(number)
         while waiting:
             # what answers follow comes first, then the shortest: the others are not ready to join yet
-            first = sorted(waiting.values(), key=lambda answer: (answer.is_forgotten, answer.left))
+            first = sorted(waiting.values(), key=lambda answer: (not answer.keeps_rows, answer.left))
             joined = join_answers(first) or first[:1]
             members = {number: own for number, own in waiting.items() if own in joined}
             while running := [number for number, answer in members.items() if not answer.is_over]:
@@ -140,7 +153,8 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
     """Let answers read their tokens as one batch, as far as possible. Returns those that will; none is one alone.
 
     An answer stays out if modules must read its tokens, if a graph cannot read all of them or needs to cut rows after
-    some of them, if it has another length than the first one, or if it would append to memory that another one uses.
+    some of them, if it has another length than the first one, if only one of both has given tokens, or if it would
+    append to memory that another one uses.
     """
     parts: list[tuple[Answer, PlannedRows]] = []
     used: set[int] = set()
@@ -149,6 +163,8 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
         if answer.is_over or answer.path is not None:
             continue
         if answer.left != like.left or context.model is not like.context.model:
+            continue
+        if answer.draws.dtype != like.draws.dtype:  # tokens that are given, and tokens that are chosen
             continue
         planned, memory = plan_rows(context, answer.left, WORTH_TOGETHER), list_memory(context)
         if planned is None or planned.cut or planned.tokens < answer.left or used & memory:
@@ -325,7 +341,7 @@ class JointDecoder:
         sizes = [len(answer.token) for answer in answers]
         self.weights = weights
         self.rows = JoinedRows([made[number] for number in order], sizes, [len(group) for group in groups], device)
-        self.rows.kept -= {number for number, answer in enumerate(answers) if answer.is_forgotten}
+        self.rows.kept -= {number for number, answer in enumerate(answers) if not answer.keeps_rows}
         samplings = [answer.sampling for answer in answers]
         alike = all(own == samplings[0] for own in samplings)
 

@@ -5,7 +5,8 @@ this module imports them.
 """
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
@@ -18,24 +19,35 @@ IMPORTED = ("kvbench.runs.workers",)
 def start_fork_server() -> ForkServerContext:
     """Start the process, unless it runs already, and return the context that makes processes from it.
 
-    It ends with this process. It must not start CUDA, which forked processes could not use then, so torch asks the
-    driver's management library which GPUs there are.
+    It ends with this process, or when its imports are done if this process ends before. It imports from the same
+    folders as this process, whatever the current folder has. It must not start CUDA, which forked processes could not
+    use then, so torch asks the driver's management library which GPUs there are.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
-    with set_environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}), ignore_interrupts():
+    own = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONSAFEPATH": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+    with set_environment(os.environ | own), ignore_interrupts():
         forkserver.ensure_running()
     return context
 
 
 @contextmanager
-def set_environment(own: dict[str, str]) -> Iterator[None]:
-    """Set environment variables inside."""
+def set_environment(own: Mapping[str, str]) -> Iterator[None]:
+    """Have these environment variables, and no others, inside."""
     before = dict(os.environ)
-    os.environ.update(own)
+    replace_environment(own)
     try:
         yield
     finally:
-        for name in own:
-            os.environ.pop(name)
-        os.environ.update({name: value for name, value in before.items() if name in own})
+        replace_environment(before)
+
+
+def replace_environment(own: Mapping[str, str]) -> None:
+    """Have these environment variables and no others."""
+    for name in os.environ.keys() - own.keys():
+        del os.environ[name]
+    os.environ.update(own)

@@ -18,7 +18,7 @@ from kvbench.cache.guard import ask
 from kvbench.engine.compressed_cache import trim
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
-from kvbench.engine.joint_decoding import Session, finish_answer, read_given, run_alone
+from kvbench.engine.joint_decoding import Reading, Session, finish_answer, read_given, run_alone
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import forget_peak, now, peak
@@ -207,8 +207,8 @@ class Responder:
         rest = [prompt.rest if self.run.question == "hidden" else () for _, prompt in batch]
         context = self.open(batch)
         with context.branch():
-            spent = self.prefill_ms + (yield from self._extend(context, rest))
-            return (yield from self._generate_answers(context, batch, spent))[0]
+            asked = yield from self._extend(context, rest)
+            return (yield from self._generate_answers(context, batch, self.prefill_ms, asked))[0]
 
     def _converse(self, turns: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
         """Answer the turns of a conversation. The task's or the model's own answers stay in the cache."""
@@ -216,10 +216,11 @@ class Responder:
         context = self.open(turns)
         with context.branch():
             for turn, (sample, prompt) in enumerate(turns):
-                asked = prompt.rest if turn or self.run.question == "hidden" else ()
-                spent = (yield from self._extend(context, [asked])) + (0.0 if turn else self.prefill_ms)
+                rest = prompt.rest if turn or self.run.question == "hidden" else ()
+                asked = yield from self._extend(context, [rest])
+                spent = 0.0 if turn else self.prefill_ms
                 with nullcontext() if sample.said is None else context.branch():
-                    [own], answer = yield from self._generate_answers(context, [(sample, prompt)], spent)
+                    [own], answer = yield from self._generate_answers(context, [(sample, prompt)], spent, asked)
                 found.append(own)
                 last = int(answer[0, -1])  # not read yet; if it ends answers, the next turn brings it
                 if sample.said is None and last not in self.stop:
@@ -280,29 +281,30 @@ class Responder:
         assert self.context is not None  # it was read now or before
         return self.context
 
-    def _extend(self, context: GenerationContext, rest: Sequence[tuple[int, ...]]) -> Session[float]:
-        """Return a session that reads what follows the context, if anything, and gives the milliseconds.
+    def _extend(self, context: GenerationContext, rest: Sequence[tuple[int, ...]]) -> Session[Reading]:
+        """Return a session that reads what follows the context, if anything, and says what that cost.
 
         On a GPU, tokens that are read one by one are read like those of an answer.
         """
         if not rest[0]:
-            return 0.0
+            return Reading()
         if self.choice.token_by_token and context.weights is not None:
-            return 1000 * (yield from read_given(context, self._tensor(rest)))
+            return (yield from read_given(context, self._tensor(rest)))
         with spend("reading"):
             begin = now(self.run.device)
             context.extend(self._tensor(rest))
-            return 1000 * (now(self.run.device) - begin)
+            return Reading(1000 * (now(self.run.device) - begin))
 
     def _generate_answers(
-        self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]], spent: float
+        self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]], spent: float, asked: Reading
     ) -> Session[tuple[list[dict], Tensor]]:
         """Generate the answers of a batch.
 
         Args:
             context: The context that was read.
             batch: Samples with their prompts.
-            spent: Milliseconds that reading took.
+            spent: Milliseconds that reading the context took.
+            asked: What reading the questions cost.
 
         Returns:
             For each sample the answer and its costs, and the tokens, shape (B, n).
@@ -325,16 +327,18 @@ class Responder:
             "rows_seen_decoding": context.seen - (tokens - 2) / 2 if tokens > 1 else context.seen,
             "decoding": context.decoding,
             "decoded_together": context.decoded_together,
-            "capture_ms": context.capture_ms,
+            "capture_ms": asked.capture_ms + context.capture_ms,
             "peak_rows": max(layer.tally.peak_rows for layer in context.own_layers),
             "peak_rows_attended": max(layer.tally.peak_attended for layer in context.own_layers),
-            "prefill_ms": spent,
+            "prefill_ms": spent + asked.milliseconds,
             "shared_prefill": shared,  # runs that the prompt was read for at once
-            "ttft_ms": spent + 1000 * context.stamps[0],
+            "ttft_ms": spent + asked.milliseconds + 1000 * context.stamps[0],
             "peak_bytes": max(before, peak(self.run.device) or 0) if gpu else cached,
             "peak_of": "cuda" if gpu else "cache",
             "error": None,
         }
+        if asked.together > 1:
+            counted["asked_together"] = asked.together
         outputs = [self._output(sample, row, context.stamps) for (sample, _), row in zip(batch, answers, strict=True)]
         return [counted | own | other for own, other in zip(looked, outputs, strict=True)], answers
 

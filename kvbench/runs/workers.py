@@ -7,7 +7,7 @@ it had claimed.
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partialmethod
 from multiprocessing import parent_process
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from kvbench.engine.spending import spend, start_counting
 from kvbench.engine.timing import clear
-from kvbench.runs.fork_server import start_fork_server
+from kvbench.runs.fork_server import replace_environment, start_fork_server
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_runs, make_records_folder
 from kvbench.runs.spec import RunSpec
@@ -114,9 +114,11 @@ class Workers:
     def _start(self, index: int) -> tuple[Any, Connection]:
         """Start a process."""
         context = start_fork_server()
-        gpu, sharing = (self.gpus[index], self.gpus.count(self.gpus[index])) if self.gpus else (None, 1)
+        environment, sharing = dict(os.environ), 1
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"], sharing = self.gpus[index], self.gpus.count(self.gpus[index])
         here, there = context.Pipe()
-        arguments = there, self.results, gpu, sharing, len(self.processes), index == 0
+        arguments = there, self.results, environment, sharing, len(self.processes), index == 0
         process = context.Process(target=run_worker, args=arguments, daemon=True)
         process.start()
         there.close()  # so that `recv` fails if the process dies
@@ -156,8 +158,9 @@ class Workers:
 
 
 def run_worker(
-    connection: Connection, results: Path, gpu: str | None, gpu_processes: int, processes: int, shows_progress: bool
-) -> None:
+    connection: Connection, results: Path, environment: Mapping[str, str], gpu_processes: int, processes: int,
+    shows_progress: bool,
+) -> None:  # fmt: skip
     """Execute the runs that arrive, and answer when they are done; the main function of a process.
 
     It is silent about invalid settings, broken contracts and a disk that cannot be written. The process that asks for
@@ -166,14 +169,14 @@ def run_worker(
     Args:
         connection: Gives lists of groups of runs, and None at the end.
         results: The results folder.
-        gpu: What CUDA_VISIBLE_DEVICES must be; None on a CPU.
+        environment: The environment variables of the process. Packages that read theirs when they are imported have
+            seen those of the time when the sweep was planned.
         gpu_processes: The number of processes that use the GPU, this one included; 1 on a CPU.
         processes: The number of processes that share the samples, this one included.
         shows_progress: Whether its progress bars are shown. They count what all processes do.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    replace_environment(environment)
     if not shows_progress:  # TQDM_DISABLE would be too late, because tqdm is imported
         tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
     Thread(target=exit_with_parent, daemon=True).start()

@@ -25,6 +25,7 @@ ANSWERED = "records without `error`"
 COMPARED = "runs with `fidelity=true`, records without `error`"
 PREDICTED = "the same, where `fidelity` is not empty"
 REFERENCE = "the same, of the full cache"
+ASKED_TOGETHER = "records whose question was read beside others"
 SHARED_GPU = "records made beside other processes of the sweep on the same GPU"
 
 
@@ -34,8 +35,8 @@ def described(meaning: str, unit: str = "", held_by: str = ALWAYS, since: int = 
     Args:
         meaning: One or two sentences for the table of fields.
         unit: Unit of the value, "" if it has none.
-        held_by: Which records have the field: `ALWAYS`, `ANSWERED`, `COMPARED`, `PREDICTED`, `REFERENCE` or
-            `SHARED_GPU`.
+        held_by: Which records have the field: `ALWAYS`, `ANSWERED`, `COMPARED`, `PREDICTED`, `REFERENCE`,
+            `ASKED_TOGETHER` or `SHARED_GPU`.
         since: Version of the record that introduced the field.
         default: Value of a record that is built without the field.
 
@@ -151,6 +152,13 @@ class Record:
         "Number of processes of the sweep that shared the GPU. Times of such a record say nothing about cost.",
         "processes",
         SHARED_GPU,
+        since=3,
+    )
+    asked_together: int = described(
+        "Number of contexts, of several runs and samples, whose questions were read token by token as one batch. "
+        "`prefill_ms` and `ttft_ms` contain the time of the batch.",
+        "contexts",
+        ASKED_TOGETHER,
         since=3,
     )
     ttft_ms: float = described("Time to first token: `prefill_ms` plus the decoding of one token.", "ms", ANSWERED)

@@ -136,11 +136,12 @@ class Sweep:
     folder: Path
 
     @classmethod
-    def plan(cls, overrides: Sequence[str]) -> "Sweep":
+    def plan(cls, overrides: Sequence[str], executes: bool = False) -> "Sweep":
         """Compose and check the cells.
 
         Args:
             overrides: The command line after `kvbench run -m`.
+            executes: Whether this process will launch the sweep.
 
         Raises:
             SettingError: A folder cannot be written, there is no SLURM here, or all cells are refused for the same
@@ -158,7 +159,7 @@ class Sweep:
         parts, counts = SharedParts(), status.RecordCounter()
         with sources_unchanging():
             cells = [
-                plan_cell(own, label, results, parts, counts)
+                plan_cell(own, label, results, parts, counts, executes and launcher != "slurm")
                 for own, label in zip(shown, label_cells(expanded), strict=True)
             ]
         for preset in _read_names(overrides, "preset"):
@@ -269,6 +270,7 @@ def plan_cell(
     results: Path | None = None,
     shared: SharedParts | None = None,
     counts: Callable[[Path], tuple[int, int]] = status.count_records,
+    executes: bool = False,
 ) -> PlannedCell:
     """Compose and check a cell. If it is refused, the returned cell holds the reason.
 
@@ -279,12 +281,14 @@ def plan_cell(
             sweep needs neither torch nor transformers. None checks every cell.
         shared: Parts that its run may share with other runs of the sweep.
         counts: How the records of a run are counted. It may remember what it counted.
+        executes: Whether this process will execute the cell, so that the imports of its workers may begin.
     """
     composition = compose(overrides)
     try:
         run, log = describe_run(composition.config, shared)
         if results is None or not is_done(run, results, counts):
-            import_for_workers(composition.config.workers, run)
+            if executes:
+                import_for_workers(composition.config.workers, run)
             run.check()
             shares = composition.config.sweep.share_prefill and not run.measures
             readings = [own.reading for own in (run, run.baseline())] if shares else []
@@ -297,7 +301,7 @@ def plan_cell(
 
 
 def import_for_workers(workers: object, run: RunSpec) -> None:
-    """Let the imports of worker processes begin if a run needs any for certain. `workers`: The setting."""
+    """Let the imports of worker processes begin if the setting `workers` asks for them."""
     if isinstance(workers, int) and workers > 1 and not run.measures:
         start_fork_server()
 
@@ -320,7 +324,7 @@ def is_done(run: RunSpec, results: Path, counts: Callable[[Path], tuple[int, int
 
 
 def make_run(config: DictConfig) -> tuple[RunSpec, Any]:
-    """Return the run that composed settings describe, checked, and its logger or None.
+    """Return the run that composed settings describe, checked, and its logger or None. This process will execute it.
 
     Raises:
         SettingError: It cannot be made.

@@ -86,7 +86,7 @@ class Palu(Codec):
         if self.bits is not None:
             wrong = next((rank for own in self.file.ranks.values() for rank in own if rank % EIGHT), None)
             if wrong is not None:
-                raise SettingError(f"codec.bits={self.bits}: {wrong} latents of a group do not fill whole bytes")
+                raise SettingError(f"codec.bits={self.bits}: needs ranks that {EIGHT} divides, and a group has {wrong}")
         _ = self.file  # refuse an unusable file at once
 
     @property

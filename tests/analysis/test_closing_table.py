@@ -12,6 +12,7 @@ from kvbench.analysis.closing_table import (
     MINIATURE_NOTE,
     SHARED_GPU_NOTE,
     SHARED_PREFILL_NOTE,
+    SHARED_QUESTION_NOTE,
     build_closing_table,
     median_error,
 )
@@ -251,6 +252,14 @@ def test_a_time_to_first_token_of_shared_prompts_says_so():
     for sides, table in said.items():
         found = [note for note in table.notes if note.startswith("Time to first token")]
         assert found == ([SHARED_PREFILL_NOTE.format(sides)] if sides else [])
+
+
+def test_a_time_to_first_token_with_the_questions_of_others_is_left_out():
+    full, method = records(FULL), records(METHOD, asked_together=4)
+    plain, table = (build_closing_table(full, own, HEADING) for own in (records(METHOD), method))
+    assert SHARED_QUESTION_NOTE.format("method") in table.notes
+    for own, alone in zip(table.rows, plain.rows, strict=True):
+        assert own.ttft is None and (own.tpot, own.ttft_full) == (alone.tpot, alone.ttft_full)
 
 
 def test_times_of_processes_that_shared_a_gpu_are_left_out():

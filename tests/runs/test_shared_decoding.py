@@ -52,7 +52,7 @@ def sweep(kvbench, monkeypatch, tmp_path):
 
 def strip(records):
     """What must be equal."""
-    left_out = OWN | {"decoded_together", "fidelity", "fidelity_ms", "predictions"}
+    left_out = OWN | {"asked_together", "decoded_together", "fidelity", "fidelity_ms", "predictions"}
     return {key: {name: own for name, own in record.items() if name not in left_out} for key, record in records.items()}
 
 
@@ -84,6 +84,16 @@ def test_records_are_those_of_lone_runs(sweep, more, most):
         assert ("predictions" in joined[key]) == ("predictions" in record)
     assert {record["decoded_together"] for record in alone.values()} == {1}
     assert max(record["decoded_together"] for record in joined.values()) == most
+
+
+@pytest.mark.parametrize("name", ["kivi", only_in_full("raw")])
+def test_questions_are_read_together_token_by_token(name, sweep, kvbench, tmp_path):
+    """With `raw` only quest reads them so."""
+    cells = ("method=full,snapkv,quest", "budget=0.5", f"codec={name}", "question=hidden")
+    alone, joined = (sweep(*cells, together=together)[2] for together in (False, True))
+    assert strip(alone) == strip(joined) and {record.get("asked_together", 1) for record in alone.values()} == {1}
+    asked = [record["asked_together"] for record in joined.values() if "asked_together" in record]
+    assert max(asked) == (4 if name == "kivi" else 2)  # two samples each; quest over packed rows is left to the modules
 
 
 @pytest.mark.parametrize("after", [1, only_in_full(9)])
