@@ -110,7 +110,7 @@ def test_every_kind_of_rows_answers_with_the_others():
             assert_same(modules, own)
 
 
-@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("branches", [only_in_full(False), True])
 def test_given_tokens_are_read_side_by_side_and_stay(branches):
     """An answer attends to them, also in a branch, where other answers leave no rows."""
     pairs, question = make_pairs(make_double("llama"), KINDS), ids(CHUNK + 5, 7)
