@@ -83,6 +83,19 @@ def read_given(context: GenerationContext, ids: Tensor) -> Session[Reading]:
     return Reading(1000 * context.stamps[-1], context.capture_ms, context.decoded_together)
 
 
+def read_on(context: GenerationContext, ids: Tensor) -> Session[Reading]:
+    """Read known tokens that follow, (B, n), and say in the end what it cost.
+
+    They are read as one block, or on a GPU like those of an answer if they must be read one by one (`read_given`).
+    """
+    if context.choice.token_by_token and context.weights is not None:
+        return (yield from read_given(context, ids))
+    with spend("reading"):
+        begin = now(context.device)
+        context.extend(ids)
+        return Reading(1000 * (now(context.device) - begin))
+
+
 def run_alone(session: Session[T]) -> T:
     """Run a session whose answers are decoded alone, and return its result."""
     with closing(session):

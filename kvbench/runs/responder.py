@@ -18,7 +18,7 @@ from kvbench.cache.guard import ask
 from kvbench.engine.compressed_cache import trim
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
-from kvbench.engine.joint_decoding import Reading, Session, finish_answer, read_given, run_alone
+from kvbench.engine.joint_decoding import Reading, Session, finish_answer, read_on, run_alone
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import forget_peak, now, peak
@@ -282,18 +282,8 @@ class Responder:
         return self.context
 
     def _extend(self, context: GenerationContext, rest: Sequence[tuple[int, ...]]) -> Session[Reading]:
-        """Return a session that reads what follows the context, if anything, and says what that cost.
-
-        On a GPU, tokens that are read one by one are read like those of an answer.
-        """
-        if not rest[0]:
-            return Reading()
-        if self.choice.token_by_token and context.weights is not None:
-            return (yield from read_given(context, self._tensor(rest)))
-        with spend("reading"):
-            begin = now(self.run.device)
-            context.extend(self._tensor(rest))
-            return Reading(1000 * (now(self.run.device) - begin))
+        """Return a session that reads what follows the context, if anything, and says what that cost."""
+        return (yield from read_on(context, self._tensor(rest))) if rest[0] else Reading()
 
     def _generate_answers(
         self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]], spent: float, asked: Reading

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from kvbench.engine.context import FEW
 from kvbench.engine.generation import WORTH, GenerationContext
 from kvbench.engine.graph_prefill import SHORT
+from kvbench.engine.joint_decoding import read_on, run_alone
 from kvbench.engine.rehearsal import LAYERS, rehearse
 from kvbench.engine.timing import clear, forget_peak
 from kvbench.engine.warming import Compilations, compile_ahead, count_compilations
@@ -215,7 +216,7 @@ def read_beginning(run: RunSpec, bench: Resources, prompt: Prompt, answer: int, 
     if answer:
         with context.branch():
             if rest:
-                context.extend(torch.tensor([rest], device=device))
+                run_alone(read_on(context, torch.tensor([rest], device=device)))
             context.reserve(answer)
             for _ in context.generate(answer, run.sampling, frozenset()):
                 pass
