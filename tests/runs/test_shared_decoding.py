@@ -193,3 +193,21 @@ def test_fewer_answer_together_if_memory_does_not_suffice(sweep, monkeypatch):
 def test_the_setting_is_checked(kvbench):
     code, out, errors = kvbench("-m", "sweep.share_decoding=maybe", "method=snapkv,knorm")
     assert (code, out) == (2, "") and errors.startswith("kvbench: sweep.share_decoding=") and errors.count("\n") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fidelity", ["false", "true"])
+def test_turns_read_token_by_token_get_the_answers_of_the_modules(fidelity, kvbench, monkeypatch, tmp_path):
+    """Also where an answer's last token is read with the next turn."""
+    given = ("-m", "task=scbench", "task.subtasks=scbench_many_shot", "task.max_turns=3", "limit=1", "question=hidden")
+    given += ("method=full,quest", "budget=0.3", "codec=kivi", f"fidelity={fidelity}", "dtype=float32")
+    found = []
+    for captures in (False, True):
+        monkeypatch.setattr("kvbench.engine.context.can_capture", lambda model, captures=captures: captures)
+        results = tmp_path / f"{captures}"
+        assert kvbench(*given, f"results={results}")[0] == 0
+        found.append({(run.hash, uid): own for run in load_runs(results) for uid, own in run.records.items()})
+    modules, step = found
+    assert {record["decoding"] for record in modules.values()} == {"modules"} and len(modules) == 9
+    assert modules.keys() == step.keys() and "graph" in {record["decoding"] for record in step.values()}
+    assert all(record["output"] == step[key]["output"] for key, record in modules.items())
