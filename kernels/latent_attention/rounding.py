@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+EIGHT = 8  # codes whose bits of equal weight share a byte
 LEAST = 1e-5  # smallest range of the latents of a token
 LARGEST = torch.finfo(torch.float16).max
 
@@ -25,15 +26,15 @@ def round_latents(latents: Tensor, bits: int, clip: float) -> tuple[Tensor, Tens
     step = scale.to(x.dtype)
     zero = (-low / step).round().clamp(0, largest)
     codes = ((x / step).round() + zero).clamp(0, largest).to(torch.uint8)
-    shifts = torch.arange(8, dtype=torch.uint8, device=x.device)
-    each = (codes[..., None] >> shifts[:bits] & 1).unflatten(1, (codes.shape[1] // 8, 8))  # (n, r/8, 8, bits)
+    shifts = torch.arange(EIGHT, dtype=torch.uint8, device=x.device)
+    each = (codes[..., None] >> shifts[:bits] & 1).unflatten(1, (codes.shape[1] // EIGHT, EIGHT))  # (n, r/8, 8, bits)
     return (each << shifts[:, None]).sum(2, dtype=torch.uint8).flatten(1), scale, zero.to(torch.uint8)
 
 
 def restore_latents(latents: Sequence[Tensor], bits: int, dtype: torch.dtype) -> Tensor:
     """Return the numbers that rounded latents stand for, (n, r)."""
     packed, scale, zero = latents
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    shifts = torch.arange(EIGHT, dtype=torch.uint8, device=packed.device)
     each = packed.unflatten(1, (packed.shape[1] // bits, 1, bits)) >> shifts[:, None] & 1  # (n, r/8, 8, bits)
     codes = (each << shifts[:bits]).sum(-1, dtype=torch.uint8).flatten(1)
     work = torch.promote_types(dtype, torch.float32)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvbench.kernels.latent_attention.rounding import EIGHT
+
 ALIGNED = 16  # bytes; addresses that the kernels read from a table are multiples
-EIGHT = 8  # codes whose bits of equal weight share a byte
 
 
 @dataclass(frozen=True)
@@ -81,20 +82,17 @@ class Side:
         return [len(own) for own in self.down]
 
     @property
-    def own_tensors(self) -> Sequence[Tensor]:
-        """The memory for further rows."""
-        return (
-            (self.more,) if self.rounding is None else (self.more, self.rounding.more_steps, self.rounding.more_zeros)
-        )
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        """The memory for further rows: of their latents, and if these are rounded of s and z."""
+        own = self.rounding
+        return (self.more,) if own is None else (self.more, own.more_steps, own.more_zeros)
 
     def list_more(self, read: int) -> list[tuple[Tensor, ...]]:
         """Return the latents of each group's first `read` further rows, flat: numbers, or codes, s and z."""
         own = [x[:, :read, : self.pitch(rank)].flatten(0, 1) for x, rank in zip(self.more, self.ranks, strict=True)]
-        if self.rounding is None:
-            return [(x,) for x in own]
-        both = self.rounding.more_steps, self.rounding.more_zeros
-        steps, zeros = ([x[:, :read].flatten()[:, None] for x in part] for part in both)
-        return list(zip(own, steps, zeros, strict=True))
+        return list(
+            zip(own, *([x[:, :read].flatten()[:, None] for x in part] for part in self.own_tensors[1:]), strict=True)
+        )
 
     def check(self, groups: int, width: int) -> None:
         """Raise a ValueError if shapes do not fit."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvbench.kernels.attention.triton import LOG2E, add_tile
 from kvbench.kernels.dispatch import is_interpreting
-from kvbench.kernels.latent_attention.rounding import LARGEST, LEAST
-from kvbench.kernels.latent_attention.rows import EIGHT, LatentRows, Side, find_unit
+from kvbench.kernels.latent_attention.rounding import EIGHT, LARGEST, LEAST
+from kvbench.kernels.latent_attention.rows import LatentRows, Side, find_unit
 from kvbench.kernels.quantize.triton import EVEN
 from kvbench.kernels.rope_append.triton import rotate_head
 
@@ -352,7 +352,8 @@ def _weigh(
             for latent in range(0, rank, R):
                 some = _load_columns(up, heads, rank, latent, dim, turning, own, R, DP, HEADS, CAST)
                 k = _multiply(source, queries, line, pitch, here, rank, latent, some, k, N, R, BITS, EIGHT, CAST)
-                sums += tl.sum(some.to(tl.float32), 0)
+                if BITS:
+                    sums += tl.sum(some.to(tl.float32), 0)
             if BITS:
                 k = _restore(k, sums, steps, zeros, line, here)
             found = _turn_and_ask(
@@ -459,9 +460,9 @@ def append_latents_triton(
     query_heads = queries.shape[1] // dim
     out = torch.empty(rows.batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     weight, epsilon = norm or (queries, 0.0)
-    most = max(rows.keys.ranks + rows.values.ranks)
-    blocks, bits = triton.cdiv(most, BLOCK), rows.keys.bits
-    sides = rows.keys, rows.values
+    sides, bits = (rows.keys, rows.values), rows.keys.bits
+    most = max(side.largest_rank for side in sides)
+    blocks = triton.cdiv(most, BLOCK)
     made = [queries.new_empty(rows.groups, rows.batch, 1, side.largest_rank) if bits else side.more for side in sides]
     _append[(rows.batch, query_heads + 2 * rows.groups * blocks)](
         queries, keys, values, cos, sin, weight, out, step, rows.addresses, rows.ranks, *made,
@@ -482,10 +483,9 @@ def append_latents_triton(
     return out
 
 
-def list_memory(side: Side) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the memory for further latents, s and z. Without rounding nobody reads the last two, which are any."""
-    own = side.rounding
-    return (side.more,) * 3 if own is None else (side.more, own.more_steps, own.more_zeros)
+def list_memory(side: Side) -> tuple[Tensor, ...]:
+    """Return the memory for further latents, s and z. Without rounding the first stands for all; only it is read."""
+    return side.own_tensors if side.bits else side.own_tensors * 3
 
 
 def attend_latents_triton(
@@ -496,7 +496,7 @@ def attend_latents_triton(
     groups, heads = rows.groups, rows.heads // rows.groups
     each = query_heads // rows.heads
     exact = queries.dtype == torch.float32
-    shape = choose_shape(max(rows.keys.ranks), heads, each, dim, exact, norm is not None, rows.keys.bits)
+    shape = choose_shape(rows.keys.largest_rank, heads, each, dim, exact, norm is not None, rows.keys.bits)
     cast = is_interpreting() and queries.dtype == torch.bfloat16
     terms, size = shape.pop("PARTS"), shape["N"]
     held_tiles = triton.cdiv(rows.longest, size)
@@ -517,7 +517,7 @@ def attend_latents_triton(
         MARKS=rows.marks is not None, UNIT=find_unit(rows.keys), RK=rows.keys.more.shape[3], BITS=rows.keys.bits,
         EIGHT=EIGHT, CAST=cast, **shape,
     )  # fmt: skip
-    rank = triton.next_power_of_2(max(16, *rows.values.ranks))
+    rank = triton.next_power_of_2(max(16, rows.values.largest_rank))
     some = min(ASKING, triton.next_power_of_2(max(16, heads * each)))
     turns = triton.cdiv(heads * each, some)
     splits = split_rows(batch * groups * turns, held_tiles, 1)

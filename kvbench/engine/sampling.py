@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvbench.validation import check_sampling
 
@@ -28,9 +29,7 @@ class GivenTokens:
 
     def draws(self, seeds: tuple[int, ...], tokens: int, after: int = 0) -> Tensor:
         """Return the token ids, (B, tokens); zeros behind the last of `ids` are not used."""
-        found = torch.zeros(len(self.ids), tokens, dtype=torch.int64)
-        found[:, : self.ids.shape[1]] = self.ids.cpu()
-        return found
+        return pad(self.ids.cpu(), (0, tokens - self.ids.shape[1]))
 
     def pick(self, logits: Tensor, draws: Tensor) -> Tensor:
         """Return the token ids of one step, (B,)."""

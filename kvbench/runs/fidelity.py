@@ -55,10 +55,8 @@ class ForcedTokens:
 
     def draws(self, seeds: tuple[int, ...], tokens: int, after: int = 0) -> Tensor:
         """Return steps with token ids, shape (B, tokens); zeros behind the last of `ids` are not used."""
-        found = torch.zeros(len(self.ids), tokens, dtype=torch.int64)
         count = self.ids.shape[1]
-        found[:, :count] = self.ids.cpu() + STEP * torch.arange(count)
-        return found
+        return pad(self.ids.cpu() + STEP * torch.arange(count), (0, tokens - count))
 
     def pick(self, logits: Tensor, draws: Tensor) -> Tensor:
         """Return the token ids of one step, shape (B,)."""

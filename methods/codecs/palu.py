@@ -46,7 +46,7 @@ from kvbench.kernels.latent_attention import (
     restore_latents,
     round_latents,
 )
-from kvbench.kernels.latent_attention.rows import EIGHT
+from kvbench.kernels.latent_attention.rounding import EIGHT
 from kvbench.methods.codecs.palu_projections import (
     SIDES,
     LayerProjections,

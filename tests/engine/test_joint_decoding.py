@@ -15,7 +15,6 @@ from kvbench.engine.joint_decoding import (
     finish_answer,
     join_answers,
     list_memory,
-    read_given,
     run_alone,
     run_together,
     separate_memory,
@@ -27,7 +26,7 @@ from kvbench.kernels.joined_rows import attend_joined
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
-from tests.support.answer_paths import assert_same, make_contexts
+from tests.support.answer_paths import assert_same, make_contexts, read_given_both_ways
 from tests.support.delta_files import build_delta
 from tests.support.method_files import make_method_args
 from tests.support.selection import only_in_full
@@ -118,10 +117,7 @@ def test_given_tokens_are_read_side_by_side_and_stay(branches):
     with ExitStack() as stack:
         for context in chain(*pairs) if branches else ():
             stack.enter_context(context.branch())
-        for modules, _ in pairs:
-            for token in question.split(1, 1):
-                modules.extend(token)
-        run_together([read_given(own, question) for _, own in pairs])
+        read_given_both_ways(pairs, question)
         for modules, own in pairs:
             assert own.decoded_together == len(pairs) and own.drawn == drawn
             torch.testing.assert_close(modules.last_logits, own.last_logits, rtol=0, atol=1e-5)

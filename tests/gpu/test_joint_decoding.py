@@ -13,10 +13,11 @@ from transformers import LlamaForCausalLM
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
-from kvbench.engine.joint_decoding import Session, finish_answer, read_given, run_alone, run_together
+from kvbench.engine.joint_decoding import Session, finish_answer, run_alone, run_together
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.store.runs import load_runs
+from tests.support.answer_paths import read_given_both_ways
 from tests.support.command_line import run_cli
 from tests.support.gpu_models import make_llama
 from tests.support.method_files import build_policy
@@ -83,10 +84,7 @@ def test_graphs_read_given_tokens_as_modules_do(model):
     with ExitStack() as stack:
         for context in chain(*pairs):
             stack.enter_context(context.branch())
-        for modules, _ in pairs:
-            for token in question.split(1, 1):
-                modules.extend(token)
-        run_together([read_given(own, question) for _, own in pairs])
+        read_given_both_ways(pairs, question)
         for modules, own in pairs:
             assert (own.decoding, own.decoded_together, own.seen) == ("graph", len(KINDS), modules.seen)
             largest = modules.last_logits.abs().max()

@@ -64,6 +64,7 @@ class Case:
         return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, self.dtype)
 
 
+SMALL = dict(counts=((7, 3), (4, 13)))
 UNEVEN = dict(counts=((67, 3), (40, 130)), evicted=True, uneven=True)
 CASES = {
     "two groups": Case(),
@@ -244,16 +245,18 @@ def test_every_token_attends_to_what_the_definition_makes(case, implementation, 
 
 
 @BOTH
-@pytest.mark.parametrize("bits", [None, 4])
-def test_steps_that_are_done_again_write_and_give_the_same(implementation, bits):
-    case = Case(((7, 3), (4, 13)), evicted=True, uneven=True, tokens=3, bits=bits)
+@pytest.mark.parametrize(
+    "case", [Case(**UNEVEN, tokens=5), Case(**UNEVEN | SMALL, tokens=5, bits=4)], ids=["numbers", "codes"]
+)
+def test_steps_that_are_done_again_write_and_give_the_same(implementation, case):
     (run, straight), found = (Run(case) for _ in range(2)), []
-    for step in range(3):
+    for step in range(5):
         found.append(straight.attend(step, implementation))
         for again in range(step + 1):
             assert torch.equal(run.attend(again, implementation), found[again])
     for one, other in ((run.rows.keys, straight.rows.keys), (run.rows.values, straight.rows.values)):
         assert all(map(torch.equal, one.own_tensors, other.own_tensors)) and not one.more.isnan().any()
+        assert one.rounding is None or (one.rounding.more_steps > 0).all()
 
 
 @pytest.mark.parametrize("programs", [1, 3, 40])

@@ -87,7 +87,7 @@ def test_records_are_those_of_lone_runs(sweep, more, most):
 
 
 @pytest.mark.parametrize("name", ["kivi", only_in_full("raw")])
-def test_questions_are_read_together_token_by_token(name, sweep, kvbench, tmp_path):
+def test_questions_are_read_together_token_by_token(name, sweep):
     """With `raw` only quest reads them so."""
     cells = ("method=full,snapkv,quest", "budget=0.5", f"codec={name}", "question=hidden")
     alone, joined = (sweep(*cells, together=together)[2] for together in (False, True))

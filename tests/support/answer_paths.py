@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.generation import WORTH, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder
+from kvbench.engine.joint_decoding import read_given, run_together
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
@@ -101,6 +102,14 @@ def assert_branch_leaves_nothing(step: GenerationContext) -> None:
         with step.branch():
             answers.append(torch.stack(list(step.generate(LONG, Sampling(), frozenset()))))
     assert torch.equal(*answers) and step.bytes() == size
+
+
+def read_given_both_ways(pairs: Sequence[Sequence[GenerationContext]], ids: torch.Tensor) -> None:
+    """Of each pair, modules read the tokens into the first context one by one, and the second ones read together."""
+    for modules, _ in pairs:
+        for token in ids.split(1, dim=1):
+            modules.extend(token)
+    run_together([read_given(joined, ids) for _, joined in pairs])
 
 
 def assert_graph_answers_alike(contexts: Sequence[GenerationContext], tokens: int) -> None:
