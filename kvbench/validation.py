@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
@@ -92,6 +93,16 @@ def pause_garbage_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@cache
+def exempt_imports_from_collection() -> None:
+    """Let the search for cyclic garbage skip all that exists now, once per process.
+
+    PyTorch and its companions leave half a million objects, which every full collection would visit. To be called
+    before a model is loaded, because garbage among these objects is never freed.
+    """
+    gc.freeze()
 
 
 @contextmanager

@@ -215,7 +215,7 @@ def shared(name: str, observation: Observation, state: State, make: Callable[[],
     before, found = state.shared.pop(name, (None, None))
     if before != about:
         found = make()
-    if observation.layer < max(observation.cut_layers, default=0):
+    if not observation.is_last_layer:
         state.shared[name] = about, found
     return found
 

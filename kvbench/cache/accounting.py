@@ -74,6 +74,12 @@ class LayerTally:
         """Return the larger of the counts so far and those of a further cut, by kind."""
         return self.head_given_up | {kind: self.head_given_up[kind].maximum(own) for kind, own in counts.items()}
 
+    def copy(self) -> "LayerTally":
+        """Return a copy with tensors of its own."""
+        evicted = None if self.evicted is None else self.evicted.clone()
+        given_up = {kind: own.clone() for kind, own in self.head_given_up.items()}
+        return replace(self, evicted=evicted, head_protected=self.head_protected.clone(), head_given_up=given_up)
+
     @property
     def protected(self) -> int:
         """The largest number of rows that a head protected at the last cut. The host waits for it."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
-from weakref import proxy, ref
+from weakref import ProxyType, proxy, ref
 
 import torch
 from torch import Tensor, empty, zeros_like
@@ -31,6 +31,7 @@ from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedM
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.rerotation import rotate_by_slot
 from kvbench.cache.storage import Bytes, StoredRows, count_bytes
+from kvbench.cache.watched_observation import watch
 from kvbench.interfaces.codec import ListingGrowing
 from kvbench.interfaces.observation import LayerInputs, Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
@@ -78,7 +79,8 @@ class Layer:
     """The rows of one layer, and everything that happens to them when a block is read."""
 
     def __init__(self, index: int, layers: int, choice: CachePolicy, state: State, cache: Layers):
-        self.index, self.layers, self.choice, self.cache = index, layers, choice, proxy(cache)
+        self.index, self.layers, self.choice = index, layers, choice
+        self.cache: Any = cache if isinstance(cache, ProxyType) else proxy(cache)
         self.state = State(state.seeds, {}, state.shared)
         self.guard = Guard(index, choice.exact)
         self.method = GuardedMethod(choice.method, self.guard)
@@ -89,6 +91,7 @@ class Layer:
         self.shares: HeadShares | None = None  # how heads shared the quota at the last uneven cut
         self.shown: Observation | None = None  # of this block, while a later layer may cut this one
         self.share_scores: ScoreSharing | None = None  # while contexts that read a prompt together cut this layer
+        self.asked: list[str] | None = None  # notes what hooks ask the observation for (`watch`), if it is wanted
         self.stamped = Handed(choice.exact)  # tensors that a hook may have kept a reference to
         self.output_weight: ref[Tensor] | None = None  # W_o of the model's layer, after a hook has seen it
         self.inputs: LayerInputs | None = None  # of this block, until the hooks have seen it
@@ -308,6 +311,8 @@ class Layer:
             inputs.hidden if inputs and method.wants_hidden else None,
             inputs.normed_hidden if inputs and method.wants_normed_hidden else None,
         )  # fmt: skip
+        if self.asked is not None:
+            observation = watch(observation, self.asked)
         self.stamped.add_seen(observation)  # until all hooks have returned: the outputs go on through the model
         if self.differentiates:
             self.read = observation
@@ -391,6 +396,24 @@ class Layer:
         method = self.choice.method
         self.rows = self.rows.keep(found.rows, self.even, method.merges, quota.each, chosen, method.weighs_rows)
         self.update_memory()
+
+    def take_over_cut(
+        self, rows: StoredRows, tally: LayerTally, state: dict[str, Any], rise: int, output_weight: Tensor
+    ) -> None:
+        """Take over what the same cut of an equal layer has left, instead of seeing the block and being cut.
+
+        Args:
+            rows: The rows.
+            tally: What was counted.
+            state: The method's state of the layer.
+            rise: By how many bytes the cache grew at most during the cut.
+            output_weight: This layer's output projection W_o.
+        """
+        self.rows, self.tally, self.state.layer, self.inputs = rows, tally, state, None
+        self.output_weight, meter = ref(output_weight), self.cache.memory
+        meter.peak = max(meter.peak, meter.total + rise)
+        self.update_memory()
+        self.renew_stamp()
 
     @property
     def policy(self) -> LayerPolicy:

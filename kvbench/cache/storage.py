@@ -150,6 +150,26 @@ class StoredRows:
             return self
         return replace(self, tail_keys=self.tail_keys.clone(), tail_values=self.tail_values.clone())
 
+    def take_tail(self, other: "StoredRows") -> None:
+        """Overwrite the tail with that of rows of the same size, in place."""
+        for into, own in ((self.tail_keys, other.tail_keys), (self.tail_values, other.tail_values)):
+            if into is not None and own is not None:
+                into.copy_(own)
+
+    def cut_like(self, other: "StoredRows") -> "StoredRows":
+        """Return these rows as a cut has left others of the same size, with copies of what it left.
+
+        Args:
+            other: What the cut has left: plain rows in the cut part, or all rows if nothing was cut.
+        """
+        columns = {name: column.clone() for name, column in other.columns.items()}
+        if other.stored is None:
+            return self.with_columns(columns) if columns else self
+        keys, values = (own.clone() for own in other.stored.read())
+        parts = {name: getattr(other, name) for name in ("places", "mass", "lengths", "starts")}
+        parts = {name: own.clone() for name, own in parts.items() if own is not None}
+        return replace(other, stored=Plain(keys, values), columns=columns, **parts)
+
     def reserve_packed(self, tokens: int, ahead: int) -> "StoredRows":
         """Reserve memory for further tokens behind packed rows.
 

@@ -101,29 +101,32 @@ def keep_pool(gpu: int) -> torch.cuda.CUDAGraph:
 
 
 def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture a CUDA graph of `work`, which runs once before.
-
-    `torch.cuda.graph` would first return all free memory to the GPU, which takes longer than to capture a step, and has
-    to be asked for again. Here this is done only if memory does not suffice otherwise, because PyTorch does not do so
-    itself during a capture.
-    """
+    """Capture a CUDA graph of `work`, which runs once before."""
     side = capture_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         work()
     torch.cuda.synchronize()
-    graph = None
-    with suppress(torch.cuda.OutOfMemoryError):
-        graph = record_launches(work)
-    if graph is None:  # not in an except block, whose error would keep tensors alive
-        torch.cuda.empty_cache()
-        graph = record_launches(work)
+    graph = record_launches(work)
     torch.cuda.current_stream().wait_stream(side)
     return graph
 
 
 def record_launches(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of what `work` launches, which does not run.
+    """Return a CUDA graph of what `work` launches, which does not run. Its kernels must be loaded already.
+
+    `torch.cuda.graph` would first return all free memory to the GPU, which takes longer than to capture a step, and has
+    to be asked for again. Here this is done only if memory does not suffice otherwise, because PyTorch does not do so
+    itself during a capture.
+    """
+    with suppress(torch.cuda.OutOfMemoryError):
+        return try_to_record(work)
+    torch.cuda.empty_cache()  # not in an except block, whose error would keep tensors alive
+    return try_to_record(work)
+
+
+def try_to_record(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph of what `work` launches, if memory suffices.
 
     No garbage is collected meanwhile, because freeing another graph would end the capture.
     """

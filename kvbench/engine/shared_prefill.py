@@ -2,59 +2,52 @@
 
 The model reads the prompt once, as one block. At every layer, attention is computed once. Then the layers of the
 contexts, which share the same rows, are cut one after the other, each as it would be alone. Contexts that differ only
-in the budget share the scores too (`kvbench.engine.shared_scores`). Either all methods need the log-sum-exps or none
+in the budget share the scores too (`kvbench.engine.shared_scores`), and on a GPU the cuts of one layer are repeated for
+others where possible (`kvbench.engine.repeated_cuts`). Either all methods need the log-sum-exps or none
 does, because the two attention kernels round differently.
 
 If a method writes into rows that other contexts share, the check after its layer names the context. The rows are then
 wrong for all contexts, so the caller must read the prompt again without that context.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from weakref import ref
 
-import torch
 from torch import Tensor
 
 from kvbench.cache.guard import Handed, without_gradients
-from kvbench.cache.layer import Layer, Lazy
-from kvbench.cache.storage import StoredRows
+from kvbench.cache.layer import Layer
+from kvbench.engine.cuts_in_turn import SeenBlock, attribute_errors_to, cut_in_turn
 from kvbench.engine.generation import GenerationContext
+from kvbench.engine.repeated_cuts import RepeatedCuts
 from kvbench.engine.shared_scores import SharedScores, group_by_scores
 from kvbench.engine.spending import move
 from kvbench.engine.timing import Stamps, now
 from kvbench.interfaces.observation import LayerInputs
-from kvbench.interfaces.rows import Rows
 from kvbench.models.transformers_port import forward, kvbench_attention, make_cache
 from kvbench.validation import ContractError
-
-
-class ContextFailed(Exception):
-    """The context with this number failed, and its error is the cause of this one.
-
-    The others can continue without it.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 class FanOutLayer:
     """The layers with the same index in several contexts, as one layer for the model."""
 
-    def __init__(self, layers: Sequence[Layer], watched: "SharedTensors", groups: Sequence[int]) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], watched: "SharedTensors", groups: Sequence[int], repeated: RepeatedCuts,
+        place: int,
+    ) -> None:  # fmt: skip
         """Combine the layers.
 
         Args:
             layers: The layers.
             watched: The tensors that they share.
             groups: A number for each layer. Layers with the same number may share scores.
+            repeated: Cuts those whose cuts can be repeated.
+            place: How many layers the model has before that hold rows.
         """
         self.layers, self.watched, self.groups = layers, watched, groups
-        self.stamps: Stamps | None = None  # the time after attention, and after each of the layers
+        self.repeated, self.place = repeated, place
+        self.stamps: Stamps | None = None  # the time after attention, after repeated cuts, and after each other cut
+        self.cut_here: list[int] = []  # numbers of the contexts whose cut was none of the repeated ones
         self.scores: list[SharedScores] = []
 
     @property
@@ -101,28 +94,27 @@ class FanOutLayer:
                 layer.count_attended(None, None)
         self.stamps = Stamps(queries.device.type)
         self.stamps.put()
-        shown = Handed()  # what hooks of several contexts are shown
-
-        def view(rows: StoredRows) -> Rows:
-            found = rows.view()
-            shown.add_rows(found)
-            return found
-
-        views: dict[int, Lazy] = {}  # of the same rows
-        own_views = [views.setdefault(id(own.rows), Lazy(partial(view, own.rows))) for own in self.layers]
-        groups = [(group, id(own.rows)) for group, own in zip(self.groups, self.layers, strict=True)]
-        scores = {group: SharedScores(queries.device.type, shown) for group, n in Counter(groups).items() if n > 1}
-        for number, (layer, own, group) in enumerate(zip(self.layers, own_views, groups, strict=True)):
-            with attribute_errors_to(number):
-                layer.share_scores = partial(scores[group].find, number) if group in scores else None
-                layer.after_attention(queries, outputs, lse, scaling, output_weight, rotation, own)
-                layer.share_scores = None
-                self.watched.check(f"method={layer.choice.method.name}", shown)
+        block = SeenBlock(queries, outputs, lse, scaling, output_weight, rotation)
+        done = self.repeated.cut(self.place, self.layers, block)
+        self.stamps.put()
+        others = {number: layer for number, layer in enumerate(self.layers) if number not in done}
+        for number in cut_in_turn(others, self.groups, block, self.watched.check, self.scores):
+            self.cut_here.append(number)
             self.stamps.put()
-        self.scores = list(scores.values())
-        for shared in self.scores:
-            shared.release()
         return outputs
+
+    def measure(self) -> tuple[float, dict[int, float]]:
+        """Return the milliseconds of all cuts, and of each context whose cut was none of the repeated ones.
+
+        Scores that it took from another context count as its own, as if it had computed them.
+        """
+        assert self.stamps is not None  # the model has read the block
+        between = self.stamps.between()
+        own = dict(zip(self.cut_here, between[1:], strict=True))
+        for shared in (shared for shared in self.scores if shared.borrowers):
+            for number in shared.borrowers:
+                own[number] += shared.saved()
+        return sum(between), own
 
 
 class SharedTensors:
@@ -165,7 +157,7 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
 
     Returns:
         Milliseconds of each context: the time of the shared part plus its own. Scores that it took from another
-        context count as its own, as if it had computed them.
+        context count as its own, as if it had computed them. A repeated cut counts like the one of the last layer.
 
     Raises:
         ContextFailed: A context failed.
@@ -178,39 +170,28 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
     for context in contexts:
         context.begin(tokens)
         context.expect(tokens)
-    watched = SharedTensors()
-    groups = group_by_scores(contexts)
-    layers = [
-        FanOutLayer(own, watched, groups) for own in zip(*(context.own_layers for context in contexts), strict=True)
-    ]
+    watched, groups = SharedTensors(), group_by_scores(contexts)
+    repeated = RepeatedCuts(contexts, groups, watched.check)
+    every = zip(*(context.own_layers for context in contexts), strict=True)
+    layers = [FanOutLayer(own, watched, groups, repeated, place) for place, own in enumerate(every)]
     cache = make_cache(model, layers)
     with kvbench_attention(model):
         logits = forward(model, ids, cache, keep=1)[:, -1]
     spent = 1000 * (now(device) - begin)
-    stamps = [layer.stamps for layer in layers if layer.stamps is not None]
-    own = [sum(times) for times in zip(*(stamp.between() for stamp in stamps), strict=True)]
-    common = spent - sum(own)
+    repeated.raise_faults()
+    measured = [layer.measure() for layer in layers]
+    cutting = sum(time for time, _ in measured)
+    last = measured[-1][1]  # no cut of it was repeated
+    own = [sum(times.get(number, last[number]) for _, times in measured) for number in range(len(contexts))]
+    common = spent - cutting
     for number, context in enumerate(contexts):
         begin = now(device)
         with attribute_errors_to(number):
             context.passed(tokens, cache.frequencies)
             context.end(logits)
             context.lent = [(index, reference) for reference, _, index in watched.tensors]
-        own[number] += 1000 * (now(device) - begin)
-    move("reading", "cutting", sum(own) / 1000)
-    for scores in (scores for layer in layers for scores in layer.scores if scores.borrowers):
-        saved = scores.saved()
-        for number in scores.borrowers:
-            own[number] += saved
+        ending = 1000 * (now(device) - begin)
+        own[number] += ending
+        cutting += ending
+    move("reading", "cutting", cutting / 1000)
     return [common + times for times in own]
-
-
-@contextmanager
-def attribute_errors_to(number: int) -> Iterator[None]:
-    """Raise errors inside as `ContextFailed`. Out-of-memory errors pass, because any context may have caused them."""
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise ContextFailed(number) from error

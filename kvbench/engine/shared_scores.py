@@ -6,24 +6,15 @@ after the call) and does not ask for the budget. Otherwise every context compute
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from kvbench.cache.guard import Handed
+from kvbench.cache.watched_observation import watch
 from kvbench.engine.context import PromptContext
 from kvbench.engine.timing import Stamps
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
-
-
-class WatchedObservation(Observation):
-    """An observation that notes in the list `asked` that a hook asked for the budget, which differs among contexts."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "share":
-            vars(self).get("asked", []).append(name)  # a copy that a hook has made has no list; making it asked
-        return super().__getattribute__(name)
 
 
 class SharedScores:
@@ -33,10 +24,16 @@ class SharedScores:
         borrowers: The numbers of the contexts that took the scores that another one had computed.
     """
 
-    def __init__(self, device: str, shown: Handed) -> None:
-        """Share scores on a device. `shown` watches them as soon as they may be shared."""
+    def __init__(self, device: str, shown: Handed, timed: bool = True) -> None:
+        """Share scores on a device.
+
+        Args:
+            device: The device.
+            shown: Watches the scores as soon as they may be shared.
+            timed: Whether to take the time that they need.
+        """
         self.borrowers: list[int] = []
-        self.shown, self.stamps = shown, Stamps(device)
+        self.shown, self.timed, self.stamps = shown, timed, Stamps(device)
         self.found: tuple[Rows, Tensor] | None = None
 
     def find(
@@ -52,13 +49,13 @@ class SharedScores:
             self.borrowers.append(number)
             return self.found[1]
         asked: list[str] = []
-        watched = object.__new__(WatchedObservation)
-        vars(watched).update(vars(observation), asked=asked)
         self.stamps = Stamps(self.stamps.device)
-        self.stamps.put()
-        scores = compute(watched)
-        self.stamps.put()
-        if not (asked or state.layer or state.shared):
+        if self.timed:
+            self.stamps.put()
+        scores = compute(watch(observation, asked))
+        if self.timed:
+            self.stamps.put()
+        if not ("share" in asked or state.layer or state.shared):
             self.found = rows, scores
             self.shown.add("scores", scores)
         return scores

@@ -106,7 +106,10 @@ def allocated(device: str) -> int | None:
 
 def peak(device: str) -> int | None:
     """Return the peak of the bytes since `forget_peak`, or None on the CPU."""
-    return torch.cuda.max_memory_allocated() if device != "cpu" else None
+    if device == "cpu":
+        return None
+    found = torch.cuda.memory_stats_as_nested_dict()  # `max_memory_allocated` would also flatten and sort it
+    return int(found["allocated_bytes"]["all"]["peak"])
 
 
 def forget_peak(device: str) -> None:

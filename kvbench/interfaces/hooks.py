@@ -1,5 +1,7 @@
 """The common base of methods and allocators: classes whose hooks a subclass may override."""
 
+from functools import cache
+
 
 class Hooks:
     """Base of an interface whose methods are hooks with a default.
@@ -10,5 +12,11 @@ class Hooks:
 
     def overrides(self, *hooks: str) -> bool:
         """Return whether the object's class overrides at least one of the hooks with these names."""
-        interface = next(own for own in type(self).__mro__ if Hooks in own.__bases__)
-        return any(getattr(type(self), hook) is not getattr(interface, hook) for hook in hooks)
+        return overrides_any(type(self), hooks)
+
+
+@cache
+def overrides_any(kind: type, hooks: tuple[str, ...]) -> bool:
+    """Return whether a class overrides at least one of these hooks. The engine asks this for every layer and cut."""
+    interface = next(own for own in kind.__mro__ if Hooks in own.__bases__)
+    return any(getattr(kind, hook) is not getattr(interface, hook) for hook in hooks)

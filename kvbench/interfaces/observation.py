@@ -136,6 +136,12 @@ class Observation:
         """Number of tokens read so far, this block included."""
         return self.first + self.queries.shape[2]
 
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether no later layer shares the budget. Asking this is not asking for the layer's index."""
+        own = vars(self)
+        return bool(own["layer"] >= max(own["cut_layers"], default=0))
+
 
 @dataclass
 class State:

@@ -21,10 +21,11 @@ from torch import Tensor
 from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config import catalogue
 from kvbench.config.provenance import enter_packages, find_packages, find_unfollowed, map_imports
-from kvbench.engine import shared_prefill
+from kvbench.engine.cuts_in_turn import ContextFailed
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.sampling import Sampling
+from kvbench.engine.shared_prefill import prefill
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import PromptEncoder
@@ -259,8 +260,8 @@ def check_sharing(subject: MethodUnderTest) -> str:
 
     shared = contexts()
     try:
-        shared_prefill.prefill(shared, subject.prompt())
-    except shared_prefill.ContextFailed as failed:
+        prefill(shared, subject.prompt())
+    except ContextFailed as failed:
         raise (failed.__cause__ or failed) from None
     for alone, context in zip(contexts(), shared, strict=True):
         alone.prefill(subject.prompt())

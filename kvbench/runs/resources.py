@@ -12,7 +12,7 @@ from kvbench.models.chat_template import count_template_tokens
 from kvbench.runs.prompt import Prompt, encode_all
 from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
-from kvbench.validation import SettingError
+from kvbench.validation import SettingError, exempt_imports_from_collection
 
 
 @dataclass
@@ -80,6 +80,7 @@ class Resources:
 
         @spend("loading")
         def load() -> torch.nn.Module:
+            exempt_imports_from_collection()
             try:
                 return self.run.checkpoint.weights(self.run.torch_dtype, self.run.device)
             except torch.cuda.OutOfMemoryError:

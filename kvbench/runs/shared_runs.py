@@ -20,9 +20,10 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from kvbench.engine.cuts_in_turn import ContextFailed
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.joint_decoding import Session, run_alone, run_together, separate_memory
-from kvbench.engine.shared_prefill import ContextFailed, prefill
+from kvbench.engine.shared_prefill import prefill
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import clear, forget_peak
 from kvbench.interfaces.task import Sample

@@ -15,6 +15,7 @@ from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import list_choices
 from kvbench.config.compose import compose_config
 from kvbench.engine import shared_prefill
+from kvbench.engine.cuts_in_turn import ContextFailed
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
@@ -299,7 +300,7 @@ def test_writing_later_into_what_contexts_are_shown_together_is_an_error():
     uniform, codec = build_policy("knorm", "uniform", "llama", "raw")[1:]
     policies = [CachePolicy(Keeper("keeper"), own, codec) for own in (uniform, Writer("writer"))]
     contexts = [GenerationContext(tiny("llama"), policy, Budget(0.2), None, (1,)) for policy in policies]
-    with pytest.raises(shared_prefill.ContextFailed, match="^1$") as failed:
+    with pytest.raises(ContextFailed, match="^1$") as failed:
         shared_prefill.prefill(contexts, ids(60))
     assert isinstance(failed.value.__cause__, ContractError) and "rows.mass" in str(failed.value.__cause__)
 

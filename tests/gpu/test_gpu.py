@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvbench
 from kvbench.config.catalogue import build, load_settings
 from kvbench.config.compose import compose_config
-from kvbench.engine import shared_prefill
+from kvbench.engine import repeated_cuts, shared_prefill
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.graph_prefill import GraphPrefill
@@ -367,14 +367,27 @@ def test_out_of_memory_is_a_record(tmp_path, monkeypatch, capsys):
     assert "out_of_memory" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def deep_model() -> LlamaForCausalLM:
+    return make_llama(torch.bfloat16, hidden=512, layers=repeated_cuts.FEWEST + 2)
+
+
 @pytest.mark.parametrize("lse", [False, True])
-def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, lse):
-    """Row by row and token by token: attention is the same call in both, and every method is asked as it is alone."""
+@pytest.mark.parametrize("deep", [False, True])
+def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, deep_model, monkeypatch, deep, lse):
+    """Row by row and token by token: attention is the same call in both, and every method is asked as it is alone.
+
+    In a deep model, a graph repeats the cuts of a layer for others.
+    """
     built = [choose_cache(*build_policy(name, "uniform", "llama")) for name in METHODS if name not in MAKE]
     choices = [own for own in built if own.method.wants_lse == lse and not own.method.needs_extra_reads]
+    pairs = [(own, budget) for own in choices for budget in ((0.2, 0.5) if deep else (0.2,))]
+    captured, record = [], repeated_cuts.record_launches
+    monkeypatch.setattr(repeated_cuts, "record_launches", lambda work: captured.append(record(work)) or captured[-1])
 
     def some() -> list[GenerationContext]:
-        return [GenerationContext(model, own, Budget(0.2), None, (0,), answer=24) for own in choices]
+        of = deep_model if deep else model
+        return [GenerationContext(of, own, Budget(budget), None, (0,), answer=24) for own, budget in pairs]
 
     shared, ids, wrong = some(), prompts(1, 3000), []
     shared_prefill.prefill(shared, ids)
@@ -385,9 +398,11 @@ def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, lse
             rows, found = one.rows.view(), other.rows.view()
             if not all(torch.equal(getattr(rows, name), getattr(found, name)) for name in ("places", "keys", "values")):
                 wrong.append((context.choice.method, one.index))
+            if (one.tally.protected, one.tally.given_up) != (other.tally.protected, other.tally.given_up):
+                wrong.append((context.choice.method, one.index, "tally"))
         if not torch.equal(*answers):
             wrong.append((context.choice.method, "answer"))
-    assert len(choices) > 1 and not wrong
+    assert len(choices) > 1 and not wrong and len(captured) == deep
 
 
 def test_runs_of_one_prefill_write_the_records_of_lone_ones(tmp_path):

@@ -1,0 +1,212 @@
+"""Cut the layers of several contexts after a prompt's only block, and repeat the cuts of one layer for others.
+
+With a small model, the host needs longer to launch the kernels of a cut than the GPU needs to run them. All layers of a
+prompt have the same shapes, and a `capturable` method runs the same operations in each of them. So the cuts of the
+second layer are captured in a CUDA graph, which then cuts all other layers but the first and the last one.
+
+The first layer shows whose cuts can be repeated: a method that asks for the layer's index decides by itself in every
+layer. So does a context that `can_repeat` excludes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.accounting import LayerTally
+from kvbench.cache.guard import Handed
+from kvbench.cache.layer import Layer
+from kvbench.cache.storage import StoredRows
+from kvbench.engine.context import PromptContext, can_capture
+from kvbench.engine.cuts_in_turn import SeenBlock, attribute_errors_to, cut_in_turn
+from kvbench.engine.graph_decoding import record_launches
+from kvbench.engine.quota_rows import repeats_cuts
+from kvbench.interfaces.observation import State
+from kvbench.kernels.dispatch import is_announcing
+from kvbench.validation import ContractError
+
+FEWEST = 6  # layers; with fewer, capturing takes longer than it saves
+MOST = 32 << 20  # bytes of a block's queries; with more, the GPU needs longer for a cut than the host
+
+
+@dataclass(frozen=True)
+class CapturedCut:
+    """What the captured cut of a layer left. The tensors are in the graph's memory, which its next replay overwrites.
+
+    Attributes:
+        rows: The rows.
+        tally: What the layer has counted.
+        state: What the method remembers of the layer.
+        rise: By how many bytes the cache grew at most during the cut.
+        faults: Messages of the flags that the guard has noted.
+    """
+
+    rows: StoredRows
+    tally: LayerTally
+    state: dict[str, Any]
+    rise: int
+    faults: tuple[str, ...]
+
+
+class CutGraph:
+    """The cuts of one layer in several contexts, captured for the layers with the same shapes."""
+
+    def __init__(
+        self, layers: Mapping[int, Layer], groups: Sequence[int], block: SeenBlock, check: Callable[[str, Handed], None]
+    ) -> None:
+        """Capture the cuts. The layers stay as they are. Arguments are those of `cut_in_turn`.
+
+        Raises:
+            ContextFailed: A context failed.
+        """
+        self.block = replace(
+            block, queries=block.queries.clone(), outputs=block.outputs.clone(), lse=copy_tensor(block.lse),
+            output_weight=block.output_weight.clone(),
+        )  # fmt: skip
+        self.rows = {id(own.rows): own.rows.copy_tail() for own in layers.values()}
+        self.sources = {id(own.rows): number for number, own in layers.items()}
+        self.layer = next(iter(layers.values())).index
+        self.cuts: dict[int, CapturedCut] = {}
+        self.flags = block.queries.new_zeros(0, dtype=torch.bool)
+        self.graph = record_launches(partial(self._cut, layers, groups, check))
+
+    def _cut(self, layers: Mapping[int, Layer], groups: Sequence[int], check: Callable[[str, Handed], None]) -> None:
+        meters = {number: own.cache.memory for number, own in layers.items()}
+        before = {number: meter.snapshot() for number, meter in meters.items()}
+        own = {number: self._copy(layer) for number, layer in layers.items()}
+        for meter in meters.values():
+            meter.peak = meter.total
+        for number in cut_in_turn(own, groups, self.block, check, [], timed=False):
+            layer, meter = own[number], meters[number]
+            rise = meter.peak - sum(before[number][0])
+            self.cuts[number] = CapturedCut(layer.rows, layer.tally, layer.state.layer, rise, tuple(layer.guard.faults))
+            meter.restore(before[number])
+        flags = [flag for layer in own.values() for flag in layer.guard.faults.values()]
+        if flags:
+            self.flags = torch.stack(flags)
+
+    def _copy(self, layer: Layer) -> Layer:
+        """Return a layer that holds copies of the rows and may change without changing anything else."""
+        state = State(layer.state.seeds, {}, dict(layer.state.shared))
+        found = Layer(layer.index, layer.layers, layer.choice, state, layer.cache)
+        found.rows, found.tally = self.rows[id(layer.rows)], layer.tally
+        return found
+
+    def fits(self, block: SeenBlock) -> bool:
+        """Return whether a block has the shapes of the captured one."""
+        pairs = zip(block.tensors, self.block.tensors, strict=True)
+        return all(one.shape == own.shape and one.dtype == own.dtype for one, own in pairs)
+
+    def repeat(self, layers: Sequence[Layer], block: SeenBlock) -> Tensor:
+        """Cut the layers of all contexts as the captured ones, and return the guards' flags.
+
+        Args:
+            layers: The layers of all contexts, of which those that were captured are cut.
+            block: What attention made of the block.
+        """
+        for into, own in zip(self.block.tensors, block.tensors, strict=True):
+            into.copy_(own)
+        for key, number in self.sources.items():
+            self.rows[key].take_tail(layers[number].rows)
+        self.graph.replay()
+        for number, cut in self.cuts.items():
+            state = {name: copy_tensor(own) for name, own in cut.state.items()}
+            rows = layers[number].rows.cut_like(cut.rows)
+            layers[number].take_over_cut(rows, cut.tally.copy(), state, cut.rise, block.output_weight)
+        return self.flags.clone()
+
+
+def copy_tensor(value: Any) -> Any:
+    """Return a copy of a tensor, and any other value itself."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+class RepeatedCuts:
+    """Cuts the contexts that can repeat their cuts, in all layers but the first and the last one.
+
+    Attributes:
+        numbers: The contexts whose cuts are repeated.
+    """
+
+    def __init__(
+        self, contexts: Sequence[PromptContext], groups: Sequence[int], check: Callable[[str, Handed], None]
+    ) -> None:
+        """Choose contexts. Arguments are those of `cut_in_turn`."""
+        self.groups, self.check, self.count = groups, check, len(contexts[0].own_layers)
+        self.numbers = {n for n, own in enumerate(contexts) if can_repeat(own)} if self.count >= FEWEST else set()
+        self.asked: dict[int, list[str]] = {number: [] for number in self.numbers}
+        self.graph: CutGraph | None = None
+        self.found: list[tuple[int, Tensor]] = []  # layers, and the flags that their guards would have noted
+
+    def cut(self, place: int, layers: Sequence[Layer], block: SeenBlock) -> set[int]:
+        """Cut the layers of some contexts, and return the numbers of these.
+
+        Args:
+            place: How many layers were cut before.
+            layers: The layers of all contexts.
+            block: What attention made of the block.
+
+        Raises:
+            ContextFailed: A context failed.
+        """
+        if place == 0:
+            for number, asked in self.asked.items():
+                layers[number].asked = asked
+        if place == 1:
+            self._choose(layers, block)
+        if not self.numbers or not 0 < place < self.count - 1:
+            return set()
+        if self.graph is None:
+            own = {number: layers[number] for number in sorted(self.numbers)}
+            self.graph = CutGraph(own, self.groups, block, self.check)
+        if not self.graph.fits(block):
+            return set()
+        self.found.append((layers[0].index, self.graph.repeat(layers, block)))
+        return self.numbers
+
+    def _choose(self, layers: Sequence[Layer], block: SeenBlock) -> None:
+        """Leave out the contexts that the first layer has shown to differ from layer to layer."""
+        if block.queries.nbytes > MOST:
+            self.numbers = set()
+        for number in sorted(self.numbers):
+            first = layers[number].cache[0]
+            if "layer" in self.asked[number] or first is None or not is_flat(first.state.layer):
+                self.numbers.remove(number)
+
+    def raise_faults(self) -> None:
+        """Release the graph, and raise what a guard has found in a repeated cut.
+
+        Raises:
+            ContextFailed: A hook returned something that it must not return.
+        """
+        graph, self.graph = self.graph, None
+        if graph is None or not len(graph.flags):
+            return
+        lines = [(number, line) for number, cut in graph.cuts.items() for line in cut.faults]
+        for (layer, _), flags in zip(self.found, torch.stack([own for _, own in self.found]).tolist(), strict=True):
+            for (number, line), wrong in zip(lines, flags, strict=True):
+                with attribute_errors_to(number):
+                    if wrong:
+                        raise ContractError(line.replace(f" of layer {graph.layer}", f" of layer {layer}", 1))
+
+
+def is_flat(state: Mapping[str, Any]) -> bool:
+    """Return whether a method's state holds nothing but tensors, numbers and texts, so that `copy_tensor` copies it."""
+    return all(isinstance(own, Tensor | int | float | str | None) for own in state.values())
+
+
+def can_repeat(context: PromptContext) -> bool:
+    """Return whether the cuts of a context's layers run the same operations, as far as its settings tell.
+
+    Guards that are `exact` compare tensors on the host, so nothing is captured with them.
+    """
+    choice, progress = context.choice, context.progress
+    if context.weights is None or not can_capture(context.model) or is_announcing() or choice.exact:
+        return False  # `weights` are None if graphs are not wanted
+    if progress.quota is None or choice.asks_for_inputs or choice.codec.packs_before_attention:
+        return False
+    every = tuple(own.index for own in context.own_layers)
+    return repeats_cuts(choice) and context.layers.cut_layers == every
