@@ -108,6 +108,7 @@ def run_alone(session: Session[T]) -> T:
                 answer.step()
 
 
+@spend("answering")
 def run_together(sessions: Iterable[Session[T]]) -> list[T]:
     """Run sessions side by side and decode their answers together where possible. Returns their results.
 

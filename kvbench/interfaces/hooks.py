@@ -1,6 +1,7 @@
 """The common base of methods and allocators: classes whose hooks a subclass may override."""
 
 from functools import cache
+from typing import Any
 
 
 class Hooks:
@@ -12,11 +13,12 @@ class Hooks:
 
     def overrides(self, *hooks: str) -> bool:
         """Return whether the object's class overrides at least one of the hooks with these names."""
-        return overrides_any(type(self), hooks)
+        kind: Any = type(self)
+        return overrides_any(kind, hooks)
 
 
 @cache
-def overrides_any(kind: type, hooks: tuple[str, ...]) -> bool:
+def overrides_any(kind: type[Hooks], hooks: tuple[str, ...]) -> bool:
     """Return whether a class overrides at least one of these hooks. The engine asks this for every layer and cut."""
     interface = next(own for own in kind.__mro__ if Hooks in own.__bases__)
     return any(getattr(kind, hook) is not getattr(interface, hook) for hook in hooks)
