@@ -74,11 +74,19 @@ class LayerTally:
         """Return the larger of the counts so far and those of a further cut, by kind."""
         return self.head_given_up | {kind: self.head_given_up[kind].maximum(own) for kind, own in counts.items()}
 
-    def copy(self) -> "LayerTally":
-        """Return a copy with tensors of its own."""
-        evicted = None if self.evicted is None else self.evicted.clone()
-        given_up = {kind: own.clone() for kind, own in self.head_given_up.items()}
-        return replace(self, evicted=evicted, head_protected=self.head_protected.clone(), head_given_up=given_up)
+    @property
+    def counted(self) -> list[Tensor]:
+        """The tensors that cuts have counted."""
+        evicted = [] if self.evicted is None else [self.evicted]
+        return [own for own in (*evicted, self.head_protected, *self.head_given_up.values()) if own is not ZERO]
+
+    def with_counted(self, counted: Iterable[Tensor]) -> "LayerTally":
+        """Return the same tally with other tensors in the place of `counted`."""
+        others = iter(counted)
+        evicted = None if self.evicted is None else next(others)
+        protected = ZERO if self.head_protected is ZERO else next(others)
+        given_up = {kind: ZERO if own is ZERO else next(others) for kind, own in self.head_given_up.items()}
+        return replace(self, evicted=evicted, head_protected=protected, head_given_up=given_up)
 
     @property
     def protected(self) -> int:

@@ -398,21 +398,23 @@ class Layer:
         self.update_memory()
 
     def take_over_cut(
-        self, rows: StoredRows, tally: LayerTally, state: dict[str, Any], rise: int, output_weight: Tensor
-    ) -> None:
+        self, rows: StoredRows, tally: LayerTally, state: dict[str, Any], held: int, rise: int, output_weight: Tensor
+    ) -> None:  # fmt: skip
         """Take over what the same cut of an equal layer has left, instead of seeing the block and being cut.
 
         Args:
             rows: The rows.
             tally: What was counted.
             state: The method's state of the layer.
+            held: Bytes that the layer occupies then.
             rise: By how many bytes the cache grew at most during the cut.
             output_weight: This layer's output projection W_o.
         """
         self.rows, self.tally, self.state.layer, self.inputs = rows, tally, state, None
         self.output_weight, meter = ref(output_weight), self.cache.memory
         meter.peak = max(meter.peak, meter.total + rise)
-        self.update_memory()
+        meter.update(self.index, held)
+        self.metered = None if state else ref(rows)
         self.renew_stamp()
 
     @property

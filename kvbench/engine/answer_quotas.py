@@ -6,7 +6,7 @@ follows how many rows each head holds after each token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class AnswerQuotas:
     """Rows that a head may keep at the cut after each token, (T, L, b, h) int64; `NEVER` where it is not cut."""
     rows: Tensor
     """Rows that a head holds before the first and after each token, (T + 1, L, b, h) int64."""
+    attended: dict[tuple[int, int], tuple[list[list[float]], list[int]]] = field(default_factory=dict, compare=False)
+    """What `count_attended` has counted."""
 
     @property
     def tokens(self) -> int:
@@ -62,6 +64,17 @@ class AnswerQuotas:
         """
         cuts = (self.quotas[begin:end, layer] < NEVER).flatten(1).any(-1).nonzero()
         return begin + 1 + int(cuts[-1]) if len(cuts) else None
+
+    def count_attended(self, begin: int, end: int) -> tuple[list[list[float]], list[int]]:
+        """Return how many rows the heads of each layer attend to for the tokens from `begin` to before `end`.
+
+        Returns:
+            For each layer the mean over the heads, for every token; and for the last token the most of a head.
+        """
+        if (begin, end) not in self.attended:  # all layers ask for the same
+            rows = self.rows[begin:end].flatten(2) + 1  # with the token itself
+            self.attended[begin, end] = rows.double().mean(-1).T.tolist(), rows[-1].amax(-1).tolist()
+        return self.attended[begin, end]
 
 
 def join_answer_quotas(plans: Sequence[AnswerQuotas], sizes: Sequence[int]) -> AnswerQuotas:

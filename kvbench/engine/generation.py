@@ -73,8 +73,9 @@ class GenerationContext(PromptContext):
         """Reserve memory for an answer of `tokens` tokens, or up to its first cut, so that `bytes` counts it."""
         self.leave_path()
         if tokens > 1 and not self.choice.codec.packs:
+            room = find_first_cut(self, tokens - 1) or tokens - 1
             for layer in self.own_layers:
-                layer.reserve(find_first_cut(self, tokens - 1) or tokens - 1)
+                layer.reserve(room)
         elif tokens > WORTH and self.weights is not None and self._grows_packed(tokens - 1):
             # the modules would pack every token into new memory
             room = (find_first_cut(self, tokens - 1) or tokens) - 1

@@ -11,6 +11,7 @@ layer. So does a context that `can_repeat` excludes.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class CapturedCut:
         rows: The rows.
         tally: What the layer has counted.
         state: What the method remembers of the layer.
+        held: Bytes that the layer occupied then.
         rise: By how many bytes the cache grew at most during the cut.
         faults: Messages of the flags that the guard has noted.
     """
@@ -47,6 +49,7 @@ class CapturedCut:
     rows: StoredRows
     tally: LayerTally
     state: dict[str, Any]
+    held: int
     rise: int
     faults: tuple[str, ...]
 
@@ -71,6 +74,7 @@ class CutGraph:
         self.layer = next(iter(layers.values())).index
         self.cuts: dict[int, CapturedCut] = {}
         self.flags = block.queries.new_zeros(0, dtype=torch.bool)
+        self.counted = block.queries.new_zeros(0, dtype=torch.int64)  # what tallies have counted, one after the other
         self.graph = record_launches(partial(self._cut, layers, groups, check))
 
     def _cut(self, layers: Mapping[int, Layer], groups: Sequence[int], check: Callable[[str, Handed], None]) -> None:
@@ -81,12 +85,16 @@ class CutGraph:
             meter.peak = meter.total
         for number in cut_in_turn(own, groups, self.block, check, [], timed=False):
             layer, meter = own[number], meters[number]
-            rise = meter.peak - sum(before[number][0])
-            self.cuts[number] = CapturedCut(layer.rows, layer.tally, layer.state.layer, rise, tuple(layer.guard.faults))
+            held, rise = meter.held[layer.index], meter.peak - sum(before[number][0])
+            faults = tuple(layer.guard.faults)
+            self.cuts[number] = CapturedCut(layer.rows, layer.tally, layer.state.layer, held, rise, faults)
             meter.restore(before[number])
         flags = [flag for layer in own.values() for flag in layer.guard.faults.values()]
         if flags:
             self.flags = torch.stack(flags)
+        counted = [numbers.flatten().long() for cut in self.cuts.values() for numbers in cut.tally.counted]
+        if counted:
+            self.counted = torch.cat(counted)
 
     def _copy(self, layer: Layer) -> Layer:
         """Return a layer that holds copies of the rows and may change without changing anything else."""
@@ -112,10 +120,14 @@ class CutGraph:
         for key, number in self.sources.items():
             self.rows[key].take_tail(layers[number].rows)
         self.graph.replay()
+        shapes = [numbers.shape for cut in self.cuts.values() for numbers in cut.tally.counted]
+        copied = self.counted.clone().split([shape.numel() for shape in shapes])  # one copy instead of many small ones
+        counted = (numbers.view(shape) for numbers, shape in zip(copied, shapes, strict=True))
         for number, cut in self.cuts.items():
             state = {name: copy_tensor(own) for name, own in cut.state.items()}
             rows = layers[number].rows.cut_like(cut.rows)
-            layers[number].take_over_cut(rows, cut.tally.copy(), state, cut.rise, block.output_weight)
+            tally = cut.tally.with_counted(islice(counted, len(cut.tally.counted)))
+            layers[number].take_over_cut(rows, tally, state, cut.held, cut.rise, block.output_weight)
         return self.flags.clone()
 
 

@@ -215,8 +215,9 @@ class ReplacedRows(SlotRows):
         seen = self.layers[0].rows.seen
         read = seen - self.seen
         if self.kept_order is None:
+            slots = torch.arange(max(order.shape[2] for order in self.order), device=self.device)
             for order in self.order:
-                order.copy_(torch.arange(order.shape[2], device=self.device).expand_as(order))
+                order.copy_(slots[: order.shape[2]].expand_as(order))
         else:  # back into the same slots, so that sums are done in the same order again
             kept = self.kept_order.split([order.numel() for order in self.order])
             for order, before in zip(self.order, kept, strict=True):
@@ -256,11 +257,12 @@ class ReplacedRows(SlotRows):
         into[1, :, :, :count] = values
         places[..., :count] = held.places.view(*self.held, count)
         places[..., count] = held.seen
-        places[..., count + 1 :] = -1
         self.ranks[index].copy_(self.order[index])  # slots are in the order of the text
         self.free[index], self.lengths[index] = count, count + 1
-        self.mass[index][..., : count + 1] = 1
-        self.mass[index][..., count + 1 :] = 0
+        if self.grows[index]:  # else every slot is in use
+            places[..., count + 1 :] = -1
+            self.mass[index][..., : count + 1] = 1
+            self.mass[index][..., count + 1 :] = 0
 
     def take_rows(self, index: int, count: Tensor) -> None:
         """Copy a layer's rows into the slots that `order` says. The host does not wait for the GPU.
@@ -312,15 +314,16 @@ class ReplacedRows(SlotRows):
     def forget(self, read: int) -> None:
         """Let the layers count the first `read` tokens, and give them that many rows of no meaning."""
         before = self.layers[0].rows.seen - self.seen
+        counts = self.plan.rows[read].expand(-1, *self.held).flatten(1)  # of the heads of each layer
+        totals, longest = counts.sum(1).tolist(), counts.amax(1).tolist()
         for index in self.cut if read > before else ():
-            layer, numbers = self.layers[index], self.plan.rows[read, index].expand(self.held)
-            count, longest, lengths = int(numbers.sum()), int(numbers.max()), layer.rows.lengths
+            layer, like = self.layers[index], self.rows[index]
+            lengths = layer.rows.lengths
             if lengths is None or self.grows[index] or layer.rows.tail:
-                lengths = numbers.to(self.device)
-            like = self.rows[index]
-            stored = Plain(*(like.new_empty(count, like.shape[2]) for _ in range(2)))
-            places = like.new_empty(count, dtype=torch.int32)
-            rows = layer.rows.replace_all(read - before, stored, places, lengths, longest, layer.even, {}, None)
+                lengths = counts[index].view(self.held).to(self.device)
+            stored = Plain(*(like.new_empty(totals[index], like.shape[2]) for _ in range(2)))
+            places = like.new_empty(totals[index], dtype=torch.int32)
+            rows = layer.rows.replace_all(read - before, stored, places, lengths, longest[index], layer.even, {}, None)
             self.hand_over(index, before, read, rows)
         if self.growing is not None:
             self.growing.forget(read)
@@ -361,8 +364,9 @@ class ReplacedRows(SlotRows):
 
     def hand_over(self, index: int, before: int, read: int, rows: StoredRows) -> None:
         """Give a layer its rows after `read` tokens, and let it count these. It has counted `before` tokens."""
-        numbers, gone = self.plan.rows[:, index], read - before
-        more = numbers[read] - numbers[before]  # rows than before
-        evicted = (gone - more).expand(self.held).to(self.device) if more.any() else gone
-        attended = numbers[before:read].double().flatten(1).mean(-1) + 1
-        self.layers[index].replace_rows(rows, evicted, attended.tolist(), int(numbers[read - 1].max()) + 1)
+        evicted: Tensor | int = read - before
+        if self.grows[index]:
+            more = self.plan.rows[read, index] - self.plan.rows[before, index]  # rows than before
+            evicted = (evicted - more).expand(self.held).to(self.device)
+        attended, most = self.plan.count_attended(before, read)
+        self.layers[index].replace_rows(rows, evicted, attended[index], most[index])

@@ -5,9 +5,10 @@ The positions 0 … n - 1 are divided into m = min(BINS, n) bins: position p lie
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
+from torch import Tensor
 
 from kvbench.cache.storage import StoredRows
 from kvbench.interfaces.task import Sample
@@ -33,11 +34,28 @@ def measure_survival(layers: Sequence[StoredRows], tokens: int) -> list[str]:
     edges = [-(-number * tokens // bins) for number in range(bins + 1)]
     devices = {rows.device for rows in layers}
     places = {device: torch.tensor(edges, dtype=torch.int32, device=device) for device in devices}
-    parts = [rows.rank_of(places[rows.device]).diff().sum(1) for rows in layers]  # (B, bins) each
+    alike: dict[Hashable, list[StoredRows]] = {}
+    for rows in layers:
+        cut = rows.even and rows.places is not None and not rows.tail
+        alike.setdefault((rows.device, rows.shape, rows.longest) if cut else id(rows), []).append(rows)
+    parts = [rank_together(own, places[own[0].device]).diff().sum((0, 2)) for own in alike.values()]  # (B, bins) each
     held = torch.stack([part.to(parts[0].device) for part in parts]).sum(0).tolist()
     heads = sum(rows.shape[1] for rows in layers)
     most = [heads * (stop - start) for start, stop in zip(edges, edges[1:], strict=False)]
     return [bytes((200 * own + of) // (2 * of) for own, of in zip(sample, most, strict=True)).hex() for sample in held]
+
+
+def rank_together(layers: Sequence[StoredRows], places: Tensor) -> Tensor:
+    """Return how many rows each head holds before each of m positions, (layers, B, H, m) int64.
+
+    Args:
+        layers: The rows of one layer, or those of several that were cut to equal numbers of rows.
+        places: The positions, (m,) int32 on the device of the rows.
+    """
+    if len(layers) == 1:
+        return layers[0].rank_of(places)[None]
+    held = torch.stack([rows.places.view(*rows.shape, -1) for rows in layers if rows.places is not None])
+    return torch.searchsorted(held, places.expand(*held.shape[:3], -1).contiguous())
 
 
 def find_evidence(sample: Sample, prompt: Prompt, tokens: int) -> list[int]:

@@ -186,9 +186,9 @@ def full_beyond(size: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("many", "size", "where"),
     [
-        only_in_full(("method=snapkv",), 8600, RECORDS),
-        (("-m", "method=snapkv,knorm"), 8600, RECORDS),
-        only_in_full(("method=snapkv", "workers=2"), 8600, RECORDS),
+        only_in_full(("method=snapkv",), 9600, RECORDS),
+        (("-m", "method=snapkv,knorm"), 9600, RECORDS),
+        only_in_full(("method=snapkv", "workers=2"), 9600, RECORDS),
     ],
 )
 def test_a_full_disk_ends_a_run_in_one_line(many, size, where, quick, tmp_path, monkeypatch, capsys):
