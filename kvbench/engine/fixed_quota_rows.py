@@ -61,7 +61,8 @@ class FixedQuotaRows(QuotaRows):
         begin = seen - self.before
         end = begin + -(-(self.before + tokens) // size) * size
         capacities = [torch.full(layer.rows.shape, quota + size) for layer in layers]
-        super().__init__(weights, layers, capacities, begin, end, implementation)
+        super().__init__(weights, layers, len(capacities[0]), begin, end, implementation)
+        self.allocate(capacities)
         self.quota, self.size = quota, size
         self.every_place = torch.stack(self.places)
         self.places = list(self.every_place)

@@ -157,24 +157,28 @@ class Answer:
         """Random numbers for the tokens that may follow, (B, number of tokens)."""
         return self.draws[:, self.count :]
 
-    @spend("answering")
-    @without_gradients
     def step(self) -> bool:
         """Read the last token and generate the next one. Returns whether that token is part of the answer."""
-        context = self.context
-        if self.path is None or self.path.is_over or self.path is not context.path:  # or other tokens were read since
-            context.leave_path()
-            opened = now(context.device)
-            self.path = context.path = open_path(self)
-            if isinstance(self.path, GraphPath):
-                context.capture_ms += 1000 * (now(context.device) - opened)
-        token, stamp = self.path.step()
-        context.stamps.append(stamp)
+        path = self.path
+        if path is None or path.is_over or path is not self.context.path:  # or other tokens were read since
+            path = self._open_path()
+        token, stamp = path.step()
+        self.context.stamps.append(stamp)
         if self.is_last:
             self.is_over = True
             return False
         self._take(token)
         return True
+
+    @without_gradients
+    def _open_path(self) -> DecodePath:
+        context = self.context
+        context.leave_path()
+        opened = now(context.device)
+        self.path = context.path = path = open_path(self)
+        if isinstance(path, GraphPath):
+            context.capture_ms += 1000 * (now(context.device) - opened)
+        return path
 
     def end(self) -> None:
         """Let no further token follow."""
@@ -324,7 +328,10 @@ def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None
         return None  # the method must see spared layers too, and `ReplacedRows` do not show them
 
     def plan(tokens: int) -> AnswerQuotas | None:
-        nominal = [context.find_decode_quota(context.seen + token) for token in range(1, tokens + 1)]
+        first, last = (context.find_decode_quota(context.seen + token) for token in (1, tokens))
+        nominal = [first] * tokens  # the quota never falls while tokens are read
+        if first != last:
+            nominal = [context.find_decode_quota(context.seen + token) for token in range(1, tokens + 1)]
         known = [quota for quota in nominal if quota is not None]
         return find_answer_quotas(layers, known) if len(known) == tokens else None
 
@@ -357,6 +364,7 @@ class ModulePath:
         self.answer, self.began = answer, answer.context.stamps[-1]
         self.is_over = False
 
+    @without_gradients
     def step(self) -> tuple[Tensor, float]:
         answer, context, self.is_over = self.answer, self.answer.context, True
         begin = now(context.device)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from kvbench.cache.guard import without_gradients
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.timing import Stamps
@@ -367,6 +368,7 @@ class GraphDecoder:
         """Whether all tokens have been read and returned."""
         return self.left == 0 and not self.ahead
 
+    @without_gradients
     def next(self) -> tuple[Tensor, float]:
         """Read the token that was generated last.
 

@@ -20,19 +20,19 @@ class JoinedReplacedRows(SlotRows):
     """
 
     def __init__(self, parts: Sequence[ReplacedRows]) -> None:
-        """Join rows that have read none of their tokens yet. What they hold is lost until their `back`.
+        """Join rows that have read none of their tokens yet.
 
         The first context's layers call the hooks for all.
 
         Args:
-            parts: The rows of each context, in the order of the samples. `find_shared_kind` is the same for all.
+            parts: The rows of each context, without memory, in the order of the samples. `find_shared_kind` is the same
+                for all.
         """
         first, sizes = parts[0], [part.held[0] for part in parts]
-        for part in parts:
-            part.rows = []  # frees the memory before that of all is allocated
         plan = join_answer_quotas([part.plan for part in parts], sizes)
         seen = [part.seen for part in parts for _ in range(part.held[0])]
         super().__init__(first.weights, first.layers, plan.tokens, plan, seen, first.implementation)
+        self.allocate_slots()
         self.parts = parts
         growing = [part.growing for part in parts if isinstance(part.growing, GrowingRows)]
         self.growing = JoinedGrowingRows(growing) if growing else None
@@ -48,7 +48,7 @@ class JoinedReplacedRows(SlotRows):
 
     def lend(self, part: ReplacedRows, own: slice) -> None:
         """Let a context's rows use their samples of the memory."""
-        heads = self.held[1]
+        heads, part.has_memory = self.held[1], True
         part.places, part.ranks, part.order, part.mass = (
             [table[own] for table in tables] for tables in (self.places, self.ranks, self.order, self.mass)
         )
@@ -56,13 +56,22 @@ class JoinedReplacedRows(SlotRows):
         part.rows = [rows[:, own.start * size : own.stop * size] for rows, size in zip(self.rows, sizes, strict=True)]
         part.starts = [starts[: own.stop - own.start] for starts in self.starts]
         part.columns = [{name: column[own] for name, column in columns.items()} for columns in self.columns]
+        part.ragged, part.in_memory = self.ragged, self.in_memory  # no layer is ragged
         part.free, part.lengths, part.tally = self.free[:, own], self.lengths[:, own], self.tally[:, :, own]
         part.grows, part.last, part.table, part.invalid = self.grows, self.last, self.table, self.invalid
 
+    def prepare(self) -> None:
+        """Do nothing: each head has a slot for a token, and its other slots hold zeros."""
+
     def back(self, step: int) -> int:
         """Return to the state before the first token. `step` is 0, because contexts go back alone later."""
-        for part in self.parts:
-            part.back(step)
+        if all(part.kept_order is None for part in self.parts):
+            self.order_by_text()  # of all contexts at once
+            for part in self.parts:
+                part.copy_rows()
+        else:
+            for part in self.parts:
+                part.back(step)
         self.step.fill_(step)
         if self.growing is not None:
             self.growing.back(step)
@@ -85,5 +94,5 @@ def find_shared_kind(rows: ReplacedRows) -> object | None:
     remembers = any(own.state.layer or own.state.shared for own in rows.layers)
     if choice.method.streams or remembers:
         return None
-    columns = [sorted(own) for own in rows.columns]
+    columns = [sorted(own.rows.columns) for own in rows.layers]
     return choice.method, choice.codec, choice.exact, rows.cut, columns, layer.progress.prefix, rows.plan.tokens

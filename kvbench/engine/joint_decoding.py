@@ -96,6 +96,7 @@ def read_on(context: GenerationContext, ids: Tensor) -> Session[Reading]:
         return Reading(1000 * (now(context.device) - begin))
 
 
+@spend("answering")
 def run_alone(session: Session[T]) -> T:
     """Run a session whose answers are decoded alone, and return its result."""
     with closing(session):

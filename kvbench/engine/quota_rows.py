@@ -110,23 +110,33 @@ class QuotaRows(StepRows):
     """The rows of all layers, with room for the tokens until the next cut, at fixed addresses."""
 
     def __init__(
-        self, weights: DecoderWeights, layers: Sequence[Layer], capacities: Sequence[Tensor], seen: int, end: int,
+        self, weights: DecoderWeights, layers: Sequence[Layer], batch: int, seen: int, end: int,
         implementation: str | None = None,
     ) -> None:  # fmt: skip
-        """Allocate memory.
+        """Prepare rows. `allocate` gives them memory.
 
         Args:
             weights: The model's weights.
             layers: The layers. Their rows are not packed and stand for one token each.
-            capacities: For each layer, the number of rows that each head has memory for, (B, H) on the CPU.
+            batch: Number of samples.
             seen: Number of tokens read before the first one that `angles` are for.
             end: The position behind the last token that will be read.
             implementation: Name of the kernels' implementation; None chooses one.
         """
-        self.weights, self.layers, self.implementation, self.seen = weights, layers, implementation, seen
+        self.weights, self.layers, self.implementation, self.seen, self.end = weights, layers, implementation, seen, end
         self.states = [layer.state for layer in layers]  # that the method's hooks get
-        self.held, self.device = capacities[0].shape, weights.embed.device
+        self.held, self.device = torch.Size((batch, layers[0].rows.shape[1])), weights.embed.device
         self.prompt: Tensor | None = None  # tokens of each sample's prompt, (B, 1, 1), if the layers do not know them
+        turns = weights.rotation(torch.arange(seen, end, device=self.device)[None])
+        self.angles = [part[0].to(weights.embed.dtype) for part in turns]  # cos and sin from the first token on
+
+    def allocate(self, capacities: Sequence[Tensor]) -> None:
+        """Allocate memory for the rows, empty.
+
+        Args:
+            capacities: For each layer, the number of rows that each head has memory for, (B, H) on the CPU.
+        """
+        weights, layers = self.weights, self.layers
         dim = len(weights.blocks[0].project[1]) // self.held[1]
         shapes = [(*self.held, int(own.max())) for own in capacities]
         self.rows = [weights.embed.new_zeros(2, int(own.sum()), dim) for own in capacities]  # keys and values
@@ -139,11 +149,9 @@ class QuotaRows(StepRows):
         dtype = mass_dtype(weights.embed)
         ones = {shape: torch.ones(shape, dtype=dtype, device=self.device) for shape in set(shapes)}
         self.mass = [ones[shape] for shape in shapes]
-        turns = weights.rotation(torch.arange(seen, end, device=self.device)[None])
-        self.angles = [part[0].to(weights.embed.dtype) for part in turns]  # cos and sin from the first token on
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of all positions, if rows are rotated by slot
         if layers[0].choice.method.uses_cache_positions:
-            most = max(end, *(shape[2] for shape in shapes))
+            most = max(self.end, *(shape[2] for shape in shapes))
             cos, sin = weights.rotation(torch.arange(most, device=self.device)[None])
             self.table = cos[0], sin[0]
         self.invalid = torch.zeros((), dtype=torch.bool, device=self.device)  # whether a score was NaN

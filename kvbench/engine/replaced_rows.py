@@ -42,7 +42,7 @@ class SlotRows(QuotaRows):
         self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, plan: AnswerQuotas, seen: Sequence[int],
         implementation: str | None = None,
     ) -> None:  # fmt: skip
-        """Allocate memory.
+        """Prepare rows. `allocate_slots` gives them memory.
 
         Args:
             weights: The model's weights.
@@ -52,39 +52,50 @@ class SlotRows(QuotaRows):
             seen: Number of tokens of each sample that were read so far.
             implementation: Name of the kernels' implementation; None chooses one.
         """
+        super().__init__(weights, layers, len(seen), min(seen), max(seen) + tokens, implementation)
         method = layers[0].choice.method
         looks = method.watches or method.uses_cache_positions  # at all layers that it does not spare
         own = [
             plan.is_cut(number) or (looks and layer.index in layer.cut_layers) for number, layer in enumerate(layers)
         ]
-        capacities = [rows.expand(len(seen), layers[0].rows.shape[1]) + 1 for rows in plan.rows[-1]]
-        if not method.streams:  # it sees keys and values, which are padded to the longest head
-            capacities = [torch.full_like(count, int(count.max())) for count in capacities]
-        capacities = [count * cut for count, cut in zip(capacities, own, strict=True)]
-        super().__init__(weights, layers, capacities, min(seen), max(seen) + tokens, implementation)
-        self.ragged = [bool((count != count.max()).any()) for count in capacities]
-        self.in_memory = [  # of all heads' slots, padded to the longest head, those that a ragged layer has memory for
-            (torch.arange(int(count.max())) < count[..., None]).flatten().nonzero()[:, 0].to(weights.embed.device)
-            if ragged else None
-            for count, ragged in zip(capacities, self.ragged, strict=True)
-        ]  # fmt: skip
         self.plan, self.cut = plan, [index for index, cut in enumerate(own) if cut]
         self.quotas = plan.quotas.to(self.device)
         self.grows = [cut and not plan.is_constant(index) for index, cut in enumerate(own)]
-        shape, device = self.held, self.device
-        self.ranks = [torch.zeros_like(own) for own in self.places]  # of each slot's row
-        self.order = [torch.zeros_like(own) for own in self.places]  # the slot of each rank
-        self.free = torch.zeros(len(layers), *shape, dtype=torch.int64, device=device)  # the next token's slot
-        self.lengths = torch.ones_like(self.free)  # slots in use, the next token's included
-        self.mass = [torch.zeros_like(own) if grows else own for own, grows in zip(self.mass, self.grows, strict=True)]
-        # a new row's rank in a layer that does not grow
-        self.last = torch.tensor([int(count.max()) - 1 for count in capacities], device=device)
-        self.step = torch.zeros((), dtype=torch.int32, device=device)  # number of tokens read
-        self.begins = torch.tensor(seen, device=device)[:, None, None]  # each sample's position at step 0, (B, 1, 1)
+        self.step = torch.zeros((), dtype=torch.int32, device=self.device)  # number of tokens read
+        self.begins = torch.tensor(seen, device=self.device)[
+            :, None, None
+        ]  # each sample's position at step 0, (B, 1, 1)
         self.offsets = (self.begins - min(seen)).flatten()  # of `angles`
         spared = [index for index, cut in enumerate(own) if not cut]
         self.spared = {index: number for number, index in enumerate(spared)}
-        self.beside = Beside(device)  # rows are replaced there, while the next layers read the token
+        self.beside = Beside(self.device)  # rows are replaced there, while the next layers read the token
+
+    def allocate_slots(self) -> None:
+        """Allocate memory for the slots of all heads, which hold zeros."""
+        capacities = [rows.expand(self.held) + 1 for rows in self.plan.rows[-1]]
+        if not self.layers[0].choice.method.streams:  # it sees keys and values, which are padded to the longest head
+            capacities = [torch.full_like(count, int(count.max())) for count in capacities]
+        capacities = [count * (index not in self.spared) for index, count in enumerate(capacities)]
+        self.allocate(capacities)
+        self.ragged = [bool((count != count.max()).any()) for count in capacities]
+        self.in_memory = [  # of all heads' slots, padded to the longest head, those that a ragged layer has memory for
+            (torch.arange(int(count.max())) < count[..., None]).flatten().nonzero()[:, 0].to(self.device)
+            if ragged else None
+            for count, ragged in zip(capacities, self.ragged, strict=True)
+        ]  # fmt: skip
+        self.ranks = [torch.zeros_like(own) for own in self.places]  # of each slot's row
+        self.order = [torch.zeros_like(own) for own in self.places]  # the slot of each rank
+        self.free = torch.zeros(len(self.layers), *self.held, dtype=torch.int64, device=self.device)  # the next token's
+        self.lengths = torch.ones_like(self.free)  # slots in use, the next token's included
+        self.mass = [torch.zeros_like(own) if grows else own for own, grows in zip(self.mass, self.grows, strict=True)]
+        # a new row's rank in a layer that does not grow
+        self.last = torch.tensor([int(count.max()) - 1 for count in capacities], device=self.device)
+
+    def order_by_text(self) -> None:
+        """Say that the rows stand in the slots in the order of the text."""
+        slots = torch.arange(max(order.shape[2] for order in self.order), device=self.device)
+        for own in (*self.order, *self.ranks):
+            own.copy_(slots[: own.shape[2]].expand_as(own))
 
     def cuts(self, number: int) -> bool:
         """Return False: every token needs the same graph."""
@@ -171,9 +182,6 @@ class SlotRows(QuotaRows):
             column.copy_(rows.columns[name])
             column.scatter_(-1, free[..., None], 0)
 
-    def prepare(self) -> None:
-        """Do nothing: each head has a slot for a token, and its other slots hold zeros."""
-
     def use_lane(self, lane: int) -> None:
         self.beside.lane = lane
 
@@ -194,7 +202,7 @@ class ReplacedRows(SlotRows):
         self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, plan: AnswerQuotas, seen: int,
         implementation: str | None = None,
     ) -> None:  # fmt: skip
-        """Allocate memory. `back` copies the layers' rows into it.
+        """Prepare rows. They get memory of their own when they are used, unless another object lends them some.
 
         Args:
             weights: The model's weights.
@@ -207,24 +215,35 @@ class ReplacedRows(SlotRows):
         super().__init__(weights, layers, tokens, plan, [seen] * layers[0].rows.shape[0], implementation)
         appended = [layers[index] for index in self.spared]
         self.growing = GrowingRows(weights, appended, tokens, seen, implementation) if appended else None
-        self.kept_tally = self.tally.clone()  # when the layers got their rows last
+        self.kept_tally: Tensor | None = None  # when the layers got their rows last; None if they hold their first
         self.kept_order: Tensor | None = None  # of all layers at that time, flat; None for that of the text
+        self.has_memory = False
+
+    def prepare(self) -> None:
+        """Allocate memory if there is none. Each head has a slot for a token, and its other slots hold zeros."""
+        if not self.has_memory:
+            self.allocate_slots()
+            self.has_memory = True
 
     def back(self, step: int) -> int:
         """Copy the rows from the layers and return how many tokens have been read by then: `step` or fewer."""
-        seen = self.layers[0].rows.seen
-        read = seen - self.seen
+        self.prepare()
         if self.kept_order is None:
-            slots = torch.arange(max(order.shape[2] for order in self.order), device=self.device)
-            for order in self.order:
-                order.copy_(slots[: order.shape[2]].expand_as(order))
+            self.order_by_text()
         else:  # back into the same slots, so that sums are done in the same order again
             kept = self.kept_order.split([order.numel() for order in self.order])
             for order, before in zip(self.order, kept, strict=True):
                 order.copy_(before.view_as(order))
+        return self.copy_rows()
+
+    def copy_rows(self) -> int:
+        """Copy the rows from the layers into the slots that `order` says, and return how many tokens were read then."""
+        read = self.layers[0].rows.seen - self.seen
         rows = self.plan.rows[read]
         counts = rows.to(self.device)  # once for all layers, because the host waits for it
         equal = [own[0] if len(set(own)) == 1 else None for own in rows.flatten(1).tolist()]  # of all heads of a layer
+        self.free.copy_(counts)
+        self.lengths.copy_(counts + 1)
         for index in self.cut:
             count = equal[index]
             if count is not None and self.kept_order is None and self.takes_in_order(index, count):
@@ -232,7 +251,10 @@ class ReplacedRows(SlotRows):
             else:
                 self.take_rows(index, counts[index].expand(self.held)[..., None])
         self.invalid.zero_()
-        self.tally.copy_(self.kept_tally)
+        if self.kept_tally is None:
+            self.tally.zero_()
+        else:
+            self.tally.copy_(self.kept_tally)
         self.step.fill_(read)
         if self.growing is not None:
             self.growing.back(read)
@@ -257,8 +279,6 @@ class ReplacedRows(SlotRows):
         into[1, :, :, :count] = values
         places[..., :count] = held.places.view(*self.held, count)
         places[..., count] = held.seen
-        self.ranks[index].copy_(self.order[index])  # slots are in the order of the text
-        self.free[index], self.lengths[index] = count, count + 1
         if self.grows[index]:  # else every slot is in use
             places[..., count + 1 :] = -1
             self.mass[index][..., : count + 1] = 1
@@ -290,7 +310,6 @@ class ReplacedRows(SlotRows):
         self.free[index] = free[..., 0]
         for name, column in self.columns[index].items():
             column.copy_(held.columns[name].gather(-1, first).masked_fill(absent, 0))
-        self.lengths[index] = count[..., 0] + 1
         self.mass[index].copy_(slots <= count)
 
     def keep(self, read: int) -> None:
