@@ -592,7 +592,7 @@ def test_the_kernels_take_the_same_step(chosen):
     try:
         found = []
         for name in ("reference", "triton"):
-            with torch.inference_mode(), context.branch():
+            with torch.no_grad(), context.branch():
                 first, size = context.logits.argmax(-1), min(2, choice.method.decode_interval)
                 args, more = (context.weights, context.own_layers, 2), (context.seen, name)
                 if not choice.method.decoding:
@@ -620,6 +620,7 @@ def test_rows_in_the_order_of_the_text_are_copied_as_any_others(monkeypatch):
     found = []
     for fast in (True, False):
         rows = ReplacedRows(context.weights, context.own_layers, 2, plan, seen=context.seen)
+        rows.prepare()
         assert all(rows.takes_in_order(index, 18) for index in rows.cut) and rows.cut
         with monkeypatch.context() as patch:
             if not fast:

@@ -180,7 +180,7 @@ def test_the_kernels_take_the_same_step(method, kind):
     try:
         _, context = make_contexts(model, choice, 1.0 if method == "full" else 0.3, prompt=66)
         for name in ("reference", "triton"):
-            with torch.inference_mode(), context.branch():
+            with torch.no_grad(), context.branch():
                 first = context.logits.argmax(-1)
                 given = context.weights, context.own_layers, 2
                 if method == "full":
