@@ -402,6 +402,8 @@ class Layer:
     ) -> None:  # fmt: skip
         """Take over what the same cut of an equal layer has left, instead of seeing the block and being cut.
 
+        No hook has seen this layer's tensors, so they are not watched.
+
         Args:
             rows: The rows.
             tally: What was counted.
@@ -415,7 +417,7 @@ class Layer:
         meter.peak = max(meter.peak, meter.total + rise)
         meter.update(self.index, held)
         self.metered = None if state else ref(rows)
-        self.renew_stamp()
+        self.stamped = Handed(self.choice.exact)
 
     @property
     def policy(self) -> LayerPolicy:
@@ -523,11 +525,11 @@ class Layer:
             attended: Mean rows per query head that each token attended to.
             peak: The largest number of rows that a head attended to.
         """
-        self.rows = rows
+        self.rows, tally = rows, self.tally
+        gone = tally.evicted
         if rows.lengths is not None:
-            gone = zeros_like(rows.lengths) if self.tally.evicted is None else self.tally.evicted
-            self.tally = replace(self.tally, evicted=evicted + gone)
-        self.count_peak_attended(peak)
+            gone = evicted + (zeros_like(rows.lengths) if gone is None else gone)
+        self.tally = replace(tally, evicted=gone, peak_attended=max(tally.peak_attended, peak))
         if self.progress.decoding:
             self.attended += attended
         self.update_memory()

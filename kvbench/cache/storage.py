@@ -527,5 +527,9 @@ class Bytes:
 
 def count_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of the storages behind these tensors. A storage that several tensors share counts once."""
-    storages = [own.untyped_storage() for own in tensors if own is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    found: dict[int, int] = {}
+    for own in tensors:
+        if own is not None:
+            storage = own.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())

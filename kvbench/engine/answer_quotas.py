@@ -7,6 +7,7 @@ follows how many rows each head holds after each token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,14 +49,19 @@ class AnswerQuotas:
         """Number of tokens."""
         return len(self.quotas)
 
-    def is_cut(self, layer: int) -> bool:
-        """Return whether a layer is cut at all."""
-        return bool((self.quotas[:, layer] < NEVER).any())
+    @cached_property
+    def cut(self) -> list[bool]:
+        """Whether each layer is cut at all."""
+        found: list[bool] = (self.quotas < NEVER).flatten(2).any(-1).any(0).tolist()
+        return found
 
-    def is_constant(self, layer: int) -> bool:
-        """Return whether every head of a layer holds the same number of rows and loses one of them at every token."""
-        rows = self.rows[:, layer]
-        return bool((rows == rows.flatten()[0]).all() and (self.quotas[:, layer] < NEVER).all())
+    @cached_property
+    def constant(self) -> list[bool]:
+        """Whether every head of each layer holds the same number of rows and loses one of them at every token."""
+        rows, quotas = self.rows.flatten(2), self.quotas.flatten(2)
+        alike = (rows == rows[:1, :, :1]).all(-1).all(0) & (quotas < NEVER).all(-1).all(0)
+        found: list[bool] = alike.tolist()
+        return found
 
     def find_last_cut(self, layer: int, begin: int, end: int) -> int | None:
         """Return how many tokens had been read at the last cut of a layer from token `begin` to before `end`.
@@ -102,10 +108,16 @@ def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> Answe
     numbers = {own: number for number, own in enumerate(sorted(set(nominal)))}
     which = torch.tensor([numbers[own] for own in nominal])
     wanted, held, even, stays_even = [], [], [], []
-    streams = layers[0].choice.method.streams
+    streams, uniform = layers[0].choice.method.streams, layers[0].choice.allocator.is_uniform
+    known: dict[bool, Tensor] = {}  # of layers that the method spares or not, if all of them have the same quotas
     for layer in layers:
-        found = torch.stack([find_layer_quotas(layer, own) for own in numbers])  # (numbers, B, H or 1)
-        wanted.append(found[which])
+        spared = layer.index not in layer.cut_layers
+        found = known.get(spared)
+        if found is None:
+            found = torch.stack([find_layer_quotas(layer, own) for own in numbers])[which]  # (T, B, H or 1)
+        if uniform and not streams:
+            known[spared] = found
+        wanted.append(found)
         held.append(torch.tensor([[layer.rows.longest_head]]) if layer.rows.even else layer.rows.counts().cpu())
         even.append(layer.rows.even or streams)
         stays_even.append(layer.even or streams)

@@ -55,12 +55,10 @@ class SlotRows(QuotaRows):
         super().__init__(weights, layers, len(seen), min(seen), max(seen) + tokens, implementation)
         method = layers[0].choice.method
         looks = method.watches or method.uses_cache_positions  # at all layers that it does not spare
-        own = [
-            plan.is_cut(number) or (looks and layer.index in layer.cut_layers) for number, layer in enumerate(layers)
-        ]
+        own = [cut or (looks and layer.index in layer.cut_layers) for cut, layer in zip(plan.cut, layers, strict=True)]
         self.plan, self.cut = plan, [index for index, cut in enumerate(own) if cut]
         self.quotas = plan.quotas.to(self.device)
-        self.grows = [cut and not plan.is_constant(index) for index, cut in enumerate(own)]
+        self.grows = [cut and not constant for cut, constant in zip(own, plan.constant, strict=True)]
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)  # number of tokens read
         self.begins = torch.tensor(seen, device=self.device)[
             :, None, None
@@ -272,11 +270,9 @@ class ReplacedRows(SlotRows):
         Other slots keep what they hold.
         """
         held, places = self.layers[index].rows, self.places[index]
-        assert held.places is not None  # the layer was cut
-        keys, values, _ = held.attention_view()
-        into = self.padded(index)
-        into[0, :, :, :count] = keys
-        into[1, :, :, :count] = values
+        assert held.places is not None and held.stored is not None  # the layer was cut
+        for into, rows in zip(self.padded(index), held.stored.read(), strict=True):
+            into[:, :, :count] = rows.view(*self.held, count, -1)
         places[..., :count] = held.places.view(*self.held, count)
         places[..., count] = held.seen
         if self.grows[index]:  # else every slot is in use
