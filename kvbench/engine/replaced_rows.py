@@ -334,7 +334,7 @@ class ReplacedRows(SlotRows):
         for index in self.cut if read > before else ():
             layer, like = self.layers[index], self.rows[index]
             lengths = layer.rows.lengths
-            if lengths is None or self.grows[index] or layer.rows.tail:
+            if lengths is None or layer.rows.tail or not self.plan.constant[index]:
                 lengths = counts[index].view(self.held).to(self.device)
             stored = Plain(*(like.new_empty(totals[index], like.shape[2]) for _ in range(2)))
             places = like.new_empty(totals[index], dtype=torch.int32)
@@ -353,7 +353,7 @@ class ReplacedRows(SlotRows):
         stored, held_places, tail, lengths = None, None, None, None
         longest, starts = int(now.max()) - length, self.starts[index][..., None]
         held = rows.lengths
-        if held is None or self.grows[index] or rows.tail:  # else as many rows of each head as before
+        if held is None or rows.tail or not plan.constant[index]:  # else as many rows of each head as before
             held = (now - length).to(self.device).expand(self.held).contiguous()
         flat = self.rows[index][:, None, None].unbind()  # (1, 1, R, d) each
         if cut is not None or rows.stored is not None:
@@ -380,7 +380,7 @@ class ReplacedRows(SlotRows):
     def hand_over(self, index: int, before: int, read: int, rows: StoredRows) -> None:
         """Give a layer its rows after `read` tokens, and let it count these. It has counted `before` tokens."""
         evicted: Tensor | int = read - before
-        if self.grows[index]:
+        if not self.plan.constant[index]:
             more = self.plan.rows[read, index] - self.plan.rows[before, index]  # rows than before
             evicted = (evicted - more).expand(self.held).to(self.device)
         attended, most = self.plan.count_attended(before, read)
