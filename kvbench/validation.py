@@ -100,8 +100,9 @@ def exempt_imports_from_collection() -> None:
     """Let the search for cyclic garbage skip all that exists now, once per process.
 
     PyTorch and its companions leave half a million objects, which every full collection would visit. To be called
-    before a model is loaded, because garbage among these objects is never freed.
+    before a model is loaded, because what exists then and becomes cyclic garbage is never freed.
     """
+    gc.collect()
     gc.freeze()
 
 

@@ -156,19 +156,14 @@ class StoredRows:
             if into is not None and own is not None:
                 into.copy_(own)
 
-    def cut_like(self, other: "StoredRows") -> "StoredRows":
-        """Return these rows as a cut has left others of the same size, with copies of what it left.
-
-        Args:
-            other: What the cut has left: plain rows in the cut part, or all rows if nothing was cut.
-        """
-        columns = {name: column.clone() for name, column in other.columns.items()}
-        if other.stored is None:
-            return self.with_columns(columns) if columns else self
-        keys, values = (own.clone() for own in other.stored.read())
-        parts = {name: getattr(other, name) for name in ("places", "mass", "lengths", "starts")}
+    def copy_cut(self) -> "StoredRows":
+        """Return a copy of rows that a cut has just left, plain and without a tail."""
+        assert self.stored is not None  # they were cut
+        keys, values = (own.clone() for own in self.stored.read())
+        parts = {name: getattr(self, name) for name in ("places", "mass", "lengths", "starts")}
         parts = {name: own.clone() for name, own in parts.items() if own is not None}
-        return replace(other, stored=Plain(keys, values), columns=columns, **parts)
+        columns = {name: column.clone() for name, column in self.columns.items()}
+        return replace(self, stored=Plain(keys, values), columns=columns, **parts)
 
     def reserve_packed(self, tokens: int, ahead: int) -> "StoredRows":
         """Reserve memory for further tokens behind packed rows.

@@ -78,8 +78,9 @@ class AnswerQuotas:
             For each layer the mean over the heads, for every token; and for the last token the most of a head.
         """
         if (begin, end) not in self.attended:  # all layers ask for the same
-            rows = self.rows[begin:end].flatten(2) + 1  # with the token itself
-            self.attended[begin, end] = rows.double().mean(-1).T.tolist(), rows[-1].amax(-1).tolist()
+            rows = self.rows[begin:end].flatten(2)
+            mean, most = rows.double().mean(-1).T + 1, rows[-1].amax(-1) + 1  # with the token itself
+            self.attended[begin, end] = mean.tolist(), most.tolist()
         return self.attended[begin, end]
 
 

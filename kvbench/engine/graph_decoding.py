@@ -91,7 +91,8 @@ def capture_stream(gpu: int) -> torch.cuda.Stream:
 def keep_pool(gpu: int) -> torch.cuda.CUDAGraph:
     """Capture a graph whose memory pool all graphs of a GPU share. A pool lasts as long as one of its graphs.
 
-    No graph needs anything of what another one, or its own last replay, left in this memory.
+    No graph needs anything that another one left in this memory. What a replay leaves there must be copied before
+    another graph is replayed.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(capture_stream(gpu)), pause_garbage_collection():
@@ -129,15 +130,21 @@ def record_launches(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 def try_to_record(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Return a CUDA graph of what `work` launches, if memory suffices.
 
-    No garbage is collected meanwhile, because freeing another graph would end the capture.
+    No garbage is collected meanwhile, because freeing another graph would end the capture. After an error, other graphs
+    can be captured.
     """
     gpu, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(capture_stream(gpu)), pause_garbage_collection():
         graph.capture_begin(keep_pool(gpu).pool())
         try:
             work()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            try:
+                graph.capture_end()
+            except RuntimeError:  # `work` has ended the capture, for example by waiting for the device
+                keep_pool.cache_clear()  # PyTorch takes this pool for one that is still in use
+            raise
+        graph.capture_end()
     return graph
 
 

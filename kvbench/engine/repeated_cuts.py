@@ -4,13 +4,12 @@ With a small model, the host needs longer to launch the kernels of a cut than th
 prompt have the same shapes, and a `capturable` method runs the same operations in each of them. So the cuts of the
 second layer are captured in a CUDA graph, which then cuts all other layers but the first and the last one.
 
-The first layer shows whose cuts can be repeated: a method that asks for the layer's index decides by itself in every
-layer. So does a context that `can_repeat` excludes.
+The first two layers show whose cuts can be repeated. A method that asks for the layer's index, or changes what all
+layers share, cuts each layer itself. So do contexts that `can_repeat` excludes, and all of them if the capture fails.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.accounting import LayerTally
-from kvbench.cache.guard import Handed
+from kvbench.cache.guard import Handed, copy_containers
 from kvbench.cache.layer import Layer
 from kvbench.cache.storage import StoredRows
 from kvbench.engine.context import PromptContext, can_capture
-from kvbench.engine.cuts_in_turn import SeenBlock, attribute_errors_to, cut_in_turn
+from kvbench.engine.cuts_in_turn import ContextFailed, SeenBlock, attribute_errors_to, cut_in_turn
 from kvbench.engine.graph_decoding import record_launches
 from kvbench.engine.quota_rows import repeats_cuts
 from kvbench.interfaces.observation import State
@@ -31,6 +30,7 @@ from kvbench.validation import ContractError
 
 FEWEST = 6  # layers; with fewer, capturing takes longer than it saves
 MOST = 32 << 20  # bytes of a block's queries; with more, the GPU needs longer for a cut than the host
+FAILED: set[str] = set()  # methods that took part in a capture that failed, and are not captured any more
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class CutGraph:
 
         Raises:
             ContextFailed: A context failed.
+            RuntimeError: The cuts cannot be captured, or memory does not suffice.
         """
         self.block = replace(
             block, queries=block.queries.clone(), outputs=block.outputs.clone(), lse=copy_tensor(block.lse),
@@ -73,22 +74,35 @@ class CutGraph:
         self.sources = {id(own.rows): number for number, own in layers.items()}
         self.layer = next(iter(layers.values())).index
         self.cuts: dict[int, CapturedCut] = {}
+        self.differing: set[int] = set()  # contexts whose hooks make each layer's cut another one
         self.flags = block.queries.new_zeros(0, dtype=torch.bool)
         self.counted = block.queries.new_zeros(0, dtype=torch.int64)  # what tallies have counted, one after the other
-        self.graph = record_launches(partial(self._cut, layers, groups, check))
+        meters = [own.cache.memory for own in layers.values()]
+        before = [meter.snapshot() for meter in meters]
+
+        def cut() -> None:
+            for meter, own in zip(meters, before, strict=True):
+                meter.restore(own)
+            self._cut(layers, groups, check)
+
+        try:
+            self.graph = record_launches(cut)
+        finally:
+            for meter, own in zip(meters, before, strict=True):
+                meter.restore(own)
 
     def _cut(self, layers: Mapping[int, Layer], groups: Sequence[int], check: Callable[[str, Handed], None]) -> None:
-        meters = {number: own.cache.memory for number, own in layers.items()}
-        before = {number: meter.snapshot() for number, meter in meters.items()}
         own = {number: self._copy(layer) for number, layer in layers.items()}
-        for meter in meters.values():
-            meter.peak = meter.total
+        totals = {number: layer.cache.memory.total for number, layer in own.items()}
+        asked: dict[int, list[str]] = {number: [] for number in own}
+        for number, layer in own.items():
+            layer.cache.memory.peak, layer.asked = totals[number], asked[number]
         for number in cut_in_turn(own, groups, self.block, check, [], timed=False):
-            layer, meter = own[number], meters[number]
-            held, rise = meter.held[layer.index], meter.peak - sum(before[number][0])
-            faults = tuple(layer.guard.faults)
+            layer, meter = own[number], own[number].cache.memory
+            held, rise, faults = meter.held[layer.index], meter.peak - totals[number], tuple(layer.guard.faults)
             self.cuts[number] = CapturedCut(layer.rows, layer.tally, layer.state.layer, held, rise, faults)
-            meter.restore(before[number])
+            if "layer" in asked[number] or mark(layer.state.shared) != mark(layers[number].state.shared):
+                self.differing.add(number)
         flags = [flag for layer in own.values() for flag in layer.guard.faults.values()]
         if flags:
             self.flags = torch.stack(flags)
@@ -97,16 +111,20 @@ class CutGraph:
             self.counted = torch.cat(counted)
 
     def _copy(self, layer: Layer) -> Layer:
-        """Return a layer that holds copies of the rows and may change without changing anything else."""
-        state = State(layer.state.seeds, {}, dict(layer.state.shared))
+        """Return a layer that holds copies of the rows and may change without changing anything but the meter."""
+        state = State(layer.state.seeds, {}, copy_containers(layer.state.shared))
         found = Layer(layer.index, layer.layers, layer.choice, state, layer.cache)
         found.rows, found.tally = self.rows[id(layer.rows)], layer.tally
         return found
 
-    def fits(self, block: SeenBlock) -> bool:
-        """Return whether a block has the shapes of the captured one."""
-        pairs = zip(block.tensors, self.block.tensors, strict=True)
-        return all(one.shape == own.shape and one.dtype == own.dtype for one, own in pairs)
+    def fits(self, layers: Sequence[Layer], block: SeenBlock) -> bool:
+        """Return whether a block and the rows have the shapes of the captured ones, on the same device."""
+        pairs = [*zip(block.tensors, self.block.tensors, strict=True)]
+        for key, number in self.sources.items():
+            own, held = layers[number].rows.tail_keys, self.rows[key].tail_keys
+            assert own is not None and held is not None  # the layers have read the block
+            pairs.append((own, held))
+        return all((one.shape, one.dtype, one.device) == (own.shape, own.dtype, own.device) for one, own in pairs)
 
     def repeat(self, layers: Sequence[Layer], block: SeenBlock) -> Tensor:
         """Cut the layers of all contexts as the captured ones, and return the guards' flags.
@@ -125,15 +143,23 @@ class CutGraph:
         counted = (numbers.view(shape) for numbers, shape in zip(copied, shapes, strict=True))
         for number, cut in self.cuts.items():
             state = {name: copy_tensor(own) for name, own in cut.state.items()}
-            rows = layers[number].rows.cut_like(cut.rows)
             tally = cut.tally.with_counted(islice(counted, len(cut.tally.counted)))
-            layers[number].take_over_cut(rows, tally, state, cut.held, cut.rise, block.output_weight)
+            layers[number].take_over_cut(cut.rows.copy_cut(), tally, state, cut.held, cut.rise, block.output_weight)
         return self.flags.clone()
 
 
 def copy_tensor(value: Any) -> Any:
     """Return a copy of a tensor, and any other value itself."""
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def mark(value: Any) -> Any:
+    """Return what tells whether a value is the same as before: containers with the ids of their tensors."""
+    if isinstance(value, Tensor):
+        return id(value)
+    if isinstance(value, Mapping):
+        return {key: mark(own) for key, own in value.items()}
+    return [mark(own) for own in value] if isinstance(value, list | tuple) else value
 
 
 class RepeatedCuts:
@@ -150,6 +176,7 @@ class RepeatedCuts:
         self.groups, self.check, self.count = groups, check, len(contexts[0].own_layers)
         self.numbers = {n for n, own in enumerate(contexts) if can_repeat(own)} if self.count >= FEWEST else set()
         self.asked: dict[int, list[str]] = {number: [] for number in self.numbers}
+        self.first: Sequence[Layer] = []  # the first layers of the contexts
         self.graph: CutGraph | None = None
         self.found: list[tuple[int, Tensor]] = []  # layers, and the flags that their guards would have noted
 
@@ -160,33 +187,44 @@ class RepeatedCuts:
             place: How many layers were cut before.
             layers: The layers of all contexts.
             block: What attention made of the block.
-
-        Raises:
-            ContextFailed: A context failed.
         """
         if place == 0:
+            self.first = layers
             for number, asked in self.asked.items():
                 layers[number].asked = asked
         if place == 1:
-            self._choose(layers, block)
-        if not self.numbers or not 0 < place < self.count - 1:
-            return set()
-        if self.graph is None:
-            own = {number: layers[number] for number in sorted(self.numbers)}
-            self.graph = CutGraph(own, self.groups, block, self.check)
-        if not self.graph.fits(block):
+            self._choose(block)
+            self._capture(layers, block)
+        if self.graph is None or place == self.count - 1 or not self.graph.fits(layers, block):
             return set()
         self.found.append((layers[0].index, self.graph.repeat(layers, block)))
         return self.numbers
 
-    def _choose(self, layers: Sequence[Layer], block: SeenBlock) -> None:
+    def _choose(self, block: SeenBlock) -> None:
         """Leave out the contexts that the first layer has shown to differ from layer to layer."""
-        if block.queries.nbytes > MOST:
-            self.numbers = set()
         for number in sorted(self.numbers):
-            first = layers[number].cache[0]
-            if "layer" in self.asked[number] or first is None or not is_flat(first.state.layer):
+            first = self.first[number]
+            first.asked = None
+            if "layer" in self.asked[number] or not is_flat(first.state.layer) or block.queries.nbytes > MOST:
                 self.numbers.remove(number)
+
+    def _capture(self, layers: Sequence[Layer], block: SeenBlock) -> None:
+        """Capture the cuts of the contexts that are left. If that fails, every layer is cut on its own.
+
+        An error of a hook then comes again, and is attributed to its context.
+        """
+        while self.numbers and self.graph is None:
+            own, graph = {number: layers[number] for number in sorted(self.numbers)}, None
+            try:
+                graph = CutGraph(own, self.groups, block, self.check)
+            except torch.cuda.OutOfMemoryError:
+                self.numbers = set()
+            except (ContextFailed, RuntimeError):  # as CUDA's errors are
+                self.numbers = set()
+                FAILED.update(repr(layer.choice.method) for layer in own.values())
+            if graph is not None:
+                self.numbers -= graph.differing
+                self.graph = None if graph.differing else graph
 
     def raise_faults(self) -> None:
         """Release the graph, and raise what a guard has found in a repeated cut.
@@ -206,8 +244,10 @@ class RepeatedCuts:
 
 
 def is_flat(state: Mapping[str, Any]) -> bool:
-    """Return whether a method's state holds nothing but tensors, numbers and texts, so that `copy_tensor` copies it."""
-    return all(isinstance(own, Tensor | int | float | str | None) for own in state.values())
+    """Return whether `copy_tensor` copies what a method remembers: numbers, texts, tensors that are no views."""
+    tensors = [own for own in state.values() if isinstance(own, Tensor)]
+    simple = all(isinstance(own, Tensor | int | float | str | None) for own in state.values())
+    return simple and all(own.untyped_storage().nbytes() == own.nbytes for own in tensors)
 
 
 def can_repeat(context: PromptContext) -> bool:
@@ -217,8 +257,9 @@ def can_repeat(context: PromptContext) -> bool:
     """
     choice, progress = context.choice, context.progress
     if context.weights is None or not can_capture(context.model) or is_announcing() or choice.exact:
-        return False  # `weights` are None if graphs are not wanted
-    if progress.quota is None or choice.asks_for_inputs or choice.codec.packs_before_attention:
+        return False  # without `weights`, graphs are not wanted or cannot decode
+    if progress.quota is None or progress.quota >= progress.prompt:
+        return False  # nothing is cut
+    if choice.asks_for_inputs or choice.codec.packs_before_attention or repr(choice.method) in FAILED:
         return False
-    every = tuple(own.index for own in context.own_layers)
-    return repeats_cuts(choice) and context.layers.cut_layers == every
+    return repeats_cuts(choice) and context.layers.cut_layers == tuple(own.index for own in context.own_layers)

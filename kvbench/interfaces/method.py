@@ -161,6 +161,10 @@ class Method(Hooks):
         calculate with it and compare it with them, but not use it as a Python number. So is the quota of `protect` and
         `protect_sinks`, if it changes during the answer. Between two cuts, `update` gets rows of which some are absent
         and stand on the right. The samples of a batch may be at different positions and follow different prompts.
+
+        The only block of a prompt may also be captured, in one layer for others (`kvbench.engine.repeated_cuts`).
+        `Observation.first` is a number then, and the state may be used as outside of a graph. Layers whose hooks ask
+        for the layer's index, or change what all layers share, are not captured.
         """
         return False
 
@@ -352,8 +356,8 @@ class Method(Hooks):
 
         A `capturable` method that remembers something while it decodes overrides this hook and `release_state`. The
         returned state holds tensors of its own, which `update` changes in place. Tokens may be undone, so what is
-        remembered of one must not overwrite what tokens that are not undone need. Blocks of a prompt are then left to
-        the modules.
+        remembered of one must not overwrite what tokens that are not undone need. Short blocks of a prompt are then
+        left to the modules.
 
         Args:
             state: The state that the layer has now. It must not change.

@@ -6,12 +6,14 @@
 import copy
 import gc
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
+from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import build, load_settings
 from kvbench.config.compose import compose_config
 from kvbench.engine import repeated_cuts, shared_prefill
@@ -21,6 +23,9 @@ from kvbench.engine.graph_prefill import GraphPrefill
 from kvbench.engine.joint_decoding import run_alone
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Observation, State
+from kvbench.interfaces.rows import Rows
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs.fidelity import predict
 from kvbench.runs.resources import Resources
@@ -403,6 +408,37 @@ def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, dee
         if not torch.equal(*answers):
             wrong.append((context.choice.method, "answer"))
     assert len(choices) > 1 and not wrong and len(captured) == deep
+
+
+@dataclass(frozen=True)
+class Waiting(Method):
+    """A method that says that graphs can capture it, and waits for the device in a prompt."""
+
+    capturable = True
+
+    def score(self, observation: Observation, rows: Rows, state: State) -> torch.Tensor:
+        scores = rows.keys.float().norm(dim=-1)
+        return scores if observation.decoding else scores * float(scores.amax())
+
+
+def test_a_capture_that_fails_spoils_no_other(deep_model, monkeypatch):
+    """Every layer is then cut on its own, and later graphs are captured as before."""
+    monkeypatch.setattr(repeated_cuts, "FAILED", set())
+    rest = build_policy("knorm", "uniform", "llama")[1:]
+    policies = [CachePolicy(Waiting("waiting"), *rest), choose_cache(*build_policy("snapkv", "uniform", "llama"))]
+    ids = prompts(1, 1000)
+
+    def some() -> list[GenerationContext]:
+        return [GenerationContext(deep_model, own, Budget(0.3), None, (0,), answer=24) for own in policies]
+
+    for _ in range(2):
+        shared = some()
+        shared_prefill.prefill(shared, ids)
+        for alone, context in zip(some(), shared, strict=True):
+            alone.prefill(ids)
+            answers = [torch.stack(list(own.generate(24, GREEDY, frozenset()))) for own in (alone, context)]
+            assert torch.equal(*answers) and context.decoding == "graph"
+    assert repeated_cuts.FAILED == {repr(own.method) for own in policies}
 
 
 def test_runs_of_one_prefill_write_the_records_of_lone_ones(tmp_path):
