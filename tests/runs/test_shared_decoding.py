@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from kvbench.engine import joint_decoding
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.runs import runner, shared_runs
 from kvbench.runs.responder import Responder
@@ -188,6 +189,25 @@ def test_fewer_answer_together_if_memory_does_not_suffice(sweep, monkeypatch):
     assert code == 0 and strip(found) == strip(expected) and "no memory for 18 answers at once: 9 from now on" in errors
     assert [len(begun) for begun in counts] == [3] * 10  # a rehearsal, three times too many, then 18 answers
     assert max(record["decoded_together"] for record in found.values()) == 3
+
+
+@pytest.mark.full
+def test_fewer_questions_are_read_together_if_memory_does_not_suffice(sweep, monkeypatch):
+    """What was read of them before is forgotten."""
+    make, tried = joint_decoding.JointDecoder.__init__, []
+
+    def limited(self, parts):
+        tried.append(len(parts))
+        if len(parts) > 2 and parts[0][0].keeps_rows:
+            raise torch.cuda.OutOfMemoryError("for a test")
+        make(self, parts)
+
+    cells = ("method=full,snapkv", "budget=0.5", "codec=kivi", "question=hidden")
+    _, _, expected = sweep(*cells, together=False)
+    monkeypatch.setattr(joint_decoding.JointDecoder, "__init__", limited)
+    code, errors, found = sweep(*cells, together=True)
+    assert code == 0 and strip(found) == strip(expected) and "no memory for" in errors and max(tried) > 2
+    assert max(record.get("asked_together", 1) for record in found.values()) == 2
 
 
 def test_the_setting_is_checked(kvbench):
