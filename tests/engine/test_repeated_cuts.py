@@ -126,6 +126,8 @@ class Capturable(Method):
         scores = rows.keys.norm(dim=-1) + observation.output_weight[0, 0]
         if self.kind == "layer":
             return scores * (-1) ** observation.layer
+        if self.kind == "last layer":
+            return -scores if observation.is_last_layer else scores
         if self.kind == "memory":
             state.layer["mean"] = scores.mean()
         if self.kind == "list":
@@ -152,8 +154,8 @@ def pick(*kinds: str) -> list[tuple[CachePolicy, float]]:
 @pytest.mark.parametrize(
     ("kind", "cut_here", "captured"),
     [
-        ("plain", 0, 1), ("layer", 1, 1), ("memory", 0, 1), ("list", 1, 1), ("view", 1, 1), ("layer later", 1, 2),
-        ("sum", 1, 2), ("list of layers", 1, 2),
+        ("plain", 0, 1), ("layer", 1, 1), ("memory", 0, 1), ("list", 1, 1), ("view", 1, 1), ("last layer", 0, 1),
+        ("layer later", 1, 2), ("sum", 1, 2), ("list of layers", 1, 2),
     ],
 )  # fmt: skip
 def test_a_context_whose_layers_differ_cuts_each_of_them_itself(model, graphs, monkeypatch, kind, cut_here, captured):
