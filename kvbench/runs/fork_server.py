@@ -21,7 +21,8 @@ def start_fork_server() -> ForkServerContext:
 
     It ends with this process, or when its imports are done if this process ends before. It imports from the same
     folders as this process, whatever the current folder has. It must not start CUDA, which forked processes could not
-    use then, so torch asks the driver's management library which GPUs there are.
+    use then, so torch asks the driver's management library which GPUs there are. Threads of an operation sleep while
+    they wait for each other, unless OMP_WAIT_POLICY says otherwise, because all processes share the processors.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
@@ -30,7 +31,7 @@ def start_fork_server() -> ForkServerContext:
         "PYTHONSAFEPATH": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
-    with set_environment(os.environ | own), ignore_interrupts():
+    with set_environment({"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | own), ignore_interrupts():
         forkserver.ensure_running()
     return context
 

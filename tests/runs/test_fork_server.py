@@ -40,3 +40,13 @@ def test_this_process_keeps_its_environment(server, monkeypatch):
     assert dict(os.environ) == before
     replace_environment(before | {"KVBENCH_TEST": "2"})
     assert os.environ["KVBENCH_TEST"] == "2"
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_threads_of_workers_sleep_while_they_wait(given, server, monkeypatch):
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    with start_fork_server().Pool(1) as pool:
+        assert pool.apply(os.getenv, ("OMP_WAIT_POLICY",)) == (given or "PASSIVE")
