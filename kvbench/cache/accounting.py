@@ -81,7 +81,7 @@ class LayerTally:
         return [own for own in (*evicted, self.head_protected, *self.head_given_up.values()) if own is not ZERO]
 
     def with_counted(self, counted: Iterable[Tensor]) -> "LayerTally":
-        """Return the same tally with other tensors in the place of `counted`."""
+        """Return the same tally with the next tensors of an iterable in the place of its own `counted`."""
         others = iter(counted)
         evicted = None if self.evicted is None else next(others)
         protected = ZERO if self.head_protected is ZERO else next(others)

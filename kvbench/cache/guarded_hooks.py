@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from kvbench.cache.guard import ROWS, Guard, T, find_codec_of_layer
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec, Cuttable, Growable, Growing, ListingGrowing, MadeRows, Packed, Replicable
-from kvbench.interfaces.hooks import overrides_any
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import ListedRows
@@ -19,13 +18,6 @@ from kvbench.interfaces.rows import Rows
 from kvbench.validation import ContractError
 
 HOOKS = ("update", "protect_sinks", "protect", "score", "select", "merge", "cut", "read", "forget")
-
-
-@cache
-def list_own_hooks(kind: type[Method]) -> frozenset[str]:
-    """Return which of `HOOKS` a class of methods overrides. Every layer of every cache asks this."""
-    method: Any = kind
-    return frozenset(hook for hook in HOOKS if overrides_any(method, (hook,)))
 
 
 class GuardedMethod:
@@ -37,8 +29,7 @@ class GuardedMethod:
 
     def __init__(self, method: Method, guard: Guard) -> None:
         self.method, self.guard, self.owner = method, guard, f"method={method.name}"
-        kind: Any = type(method)
-        self.own = list_own_hooks(kind)
+        self.own = {hook for hook in HOOKS if method.overrides(hook)}
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         handed = self.guard.handed_rows(observation, rows)

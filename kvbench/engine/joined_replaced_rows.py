@@ -32,7 +32,7 @@ class JoinedReplacedRows(SlotRows):
         plan = join_answer_quotas([part.plan for part in parts], sizes)
         seen = [part.seen for part in parts for _ in range(part.held[0])]
         super().__init__(first.weights, first.layers, plan.tokens, plan, seen, first.implementation)
-        self.allocate_slots()
+        self.prepare()
         self.parts = parts
         growing = [part.growing for part in parts if isinstance(part.growing, GrowingRows)]
         self.growing = JoinedGrowingRows(growing) if growing else None
@@ -60,18 +60,11 @@ class JoinedReplacedRows(SlotRows):
         part.free, part.lengths, part.tally = self.free[:, own], self.lengths[:, own], self.tally[:, :, own]
         part.grows, part.last, part.table, part.invalid = self.grows, self.last, self.table, self.invalid
 
-    def prepare(self) -> None:
-        """Do nothing: each head has a slot for a token, and its other slots hold zeros."""
-
     def back(self, step: int) -> int:
         """Return to the state before the first token. `step` is 0, because contexts go back alone later."""
-        if all(part.kept_order is None for part in self.parts):
-            self.order_by_text()  # of all contexts at once
-            for part in self.parts:
-                part.copy_rows()
-        else:
-            for part in self.parts:
-                part.back(step)
+        self.order_by_text()  # of all contexts at once
+        for part in self.parts:
+            part.copy_rows()
         self.step.fill_(step)
         if self.growing is not None:
             self.growing.back(step)

@@ -10,7 +10,6 @@ layers share, cuts each layer itself. So do contexts that `can_repeat` excludes,
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -77,6 +76,7 @@ class CutGraph:
         self.differing: set[int] = set()  # contexts whose hooks make each layer's cut another one
         self.flags = block.queries.new_zeros(0, dtype=torch.bool)
         self.counted = block.queries.new_zeros(0, dtype=torch.int64)  # what tallies have counted, one after the other
+        self.shapes: list[torch.Size] = []  # of the parts of `counted`
         meters = [own.cache.memory for own in layers.values()]
         before = [meter.snapshot() for meter in meters]
 
@@ -106,9 +106,10 @@ class CutGraph:
         flags = [flag for layer in own.values() for flag in layer.guard.faults.values()]
         if flags:
             self.flags = torch.stack(flags)
-        counted = [numbers.flatten().long() for cut in self.cuts.values() for numbers in cut.tally.counted]
+        counted = [numbers for cut in self.cuts.values() for numbers in cut.tally.counted]
+        self.shapes = [numbers.shape for numbers in counted]
         if counted:
-            self.counted = torch.cat(counted)
+            self.counted = torch.cat([numbers.flatten().long() for numbers in counted])
 
     def _copy(self, layer: Layer) -> Layer:
         """Return a layer that holds copies of the rows and may change without changing anything but the meter."""
@@ -138,12 +139,11 @@ class CutGraph:
         for key, number in self.sources.items():
             self.rows[key].take_tail(layers[number].rows)
         self.graph.replay()
-        shapes = [numbers.shape for cut in self.cuts.values() for numbers in cut.tally.counted]
-        copied = self.counted.clone().split([shape.numel() for shape in shapes])  # one copy instead of many small ones
-        counted = (numbers.view(shape) for numbers, shape in zip(copied, shapes, strict=True))
+        copied = self.counted.clone().split([shape.numel() for shape in self.shapes])  # instead of many small copies
+        counted = (numbers.view(shape) for numbers, shape in zip(copied, self.shapes, strict=True))
         for number, cut in self.cuts.items():
             state = {name: copy_tensor(own) for name, own in cut.state.items()}
-            tally = cut.tally.with_counted(islice(counted, len(cut.tally.counted)))
+            tally = cut.tally.with_counted(counted)  # which takes as many as it has
             layers[number].take_over_cut(cut.rows.copy_cut(), tally, state, cut.held, cut.rise, block.output_weight)
         return self.flags.clone()
 

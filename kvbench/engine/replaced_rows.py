@@ -42,7 +42,7 @@ class SlotRows(QuotaRows):
         self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, plan: AnswerQuotas, seen: Sequence[int],
         implementation: str | None = None,
     ) -> None:  # fmt: skip
-        """Prepare rows. `allocate_slots` gives them memory.
+        """Prepare rows. `prepare` gives them memory, unless another object lends them some.
 
         Args:
             weights: The model's weights.
@@ -60,13 +60,19 @@ class SlotRows(QuotaRows):
         self.quotas = plan.quotas.to(self.device)
         self.grows = [cut and not constant for cut, constant in zip(own, plan.constant, strict=True)]
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)  # number of tokens read
-        self.begins = torch.tensor(seen, device=self.device)[
-            :, None, None
-        ]  # each sample's position at step 0, (B, 1, 1)
+        # each sample's position at step 0, (B, 1, 1)
+        self.begins = torch.tensor(seen, device=self.device)[:, None, None]
         self.offsets = (self.begins - min(seen)).flatten()  # of `angles`
         spared = [index for index, cut in enumerate(own) if not cut]
         self.spared = {index: number for number, index in enumerate(spared)}
         self.beside = Beside(self.device)  # rows are replaced there, while the next layers read the token
+        self.has_memory = False
+
+    def prepare(self) -> None:
+        """Allocate memory if there is none. Each head has a slot for a token, and its other slots hold zeros."""
+        if not self.has_memory:
+            self.allocate_slots()
+            self.has_memory = True
 
     def allocate_slots(self) -> None:
         """Allocate memory for the slots of all heads, which hold zeros."""
@@ -215,13 +221,6 @@ class ReplacedRows(SlotRows):
         self.growing = GrowingRows(weights, appended, tokens, seen, implementation) if appended else None
         self.kept_tally: Tensor | None = None  # when the layers got their rows last; None if they hold their first
         self.kept_order: Tensor | None = None  # of all layers at that time, flat; None for that of the text
-        self.has_memory = False
-
-    def prepare(self) -> None:
-        """Allocate memory if there is none. Each head has a slot for a token, and its other slots hold zeros."""
-        if not self.has_memory:
-            self.allocate_slots()
-            self.has_memory = True
 
     def back(self, step: int) -> int:
         """Copy the rows from the layers and return how many tokens have been read by then: `step` or fewer."""
