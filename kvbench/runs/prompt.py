@@ -11,12 +11,15 @@ and spaces stay that the template would strip from a message.
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import split_template, split_turns
+from kvbench.threads import map_in_threads
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,25 @@ def encode_all(tokenizer: Any, samples: Iterable[Sample]) -> dict[str, tuple[Sam
     """Encode samples. Return sample and prompt by uid, in the samples' order; ValueError if a uid occurs twice."""
     found: dict[str, tuple[Sample, Prompt]] = {}
     last: tuple[Sample, Prompt] | None = None
-    for sample in samples:
+
+    def add_previous() -> Iterator[tuple[Sample | None, Sample]]:
+        before = None
+        for sample in samples:
+            yield before, sample
+            before = sample
+
+    def encode_opening(pair: tuple[Sample | None, Sample]) -> tuple[Sample, Prompt | None]:
+        before, sample = pair
+        follows = before is not None and sample.conversation and sample.conversation == before.conversation
+        return sample, None if follows else encode(tokenizer, sample)
+
+    for sample, opening in map_in_threads(encode_opening, add_previous()):
         if sample.uid in found:
             raise ValueError(f"{sample.uid}: two samples with this uid")
-        if last is not None and sample.conversation and sample.conversation == last[0].conversation:
-            prompt = _next_turn(tokenizer, sample, *last)
-        else:
-            prompt = encode(tokenizer, sample)
-        last = found[sample.uid] = (sample, prompt)
+        if opening is None:
+            assert last is not None
+            opening = _next_turn(tokenizer, sample, *last)
+        last = found[sample.uid] = (sample, opening)
     return found
 
 
@@ -107,12 +121,16 @@ def encode_parts(tokenizer: Any, text: str, begin: int, end: int, special: bool)
         special: Whether the tokenizer's special tokens are added.
     """
     found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    # special tokens in front have the empty span (0, 0); the first real span that reaches past `end` opens the rest
-    split = next((i for i, (_, stop) in enumerate(found["offset_mapping"]) if stop > end), len(found["input_ids"]))
-    ids = found["input_ids"]
-    spans = found["offset_mapping"]
-    prefix = next((i for i, (_, stop) in enumerate(spans) if stop > begin), len(ids))
-    ends = array("I", (max(0, stop - begin) for _, stop in spans[:split]))  # an array, because a long prompt has many
+    ids, stops = found["input_ids"], np.array([stop for _, stop in found["offset_mapping"]], dtype=np.uint32)
+
+    def find_first(place: int) -> int:
+        """Return the first token that reaches past a character. Special tokens in front have the empty span (0, 0)."""
+        behind = stops > place
+        return int(behind.argmax()) if behind.any() else len(ids)
+
+    prefix, split = find_first(begin), find_first(end)
+    ends = array("I")  # an array, because a long prompt has many
+    ends.frombytes((np.maximum(stops[:split], begin) - np.uint32(begin)).tobytes())
     return Prompt(tuple(ids[:split]), tuple(ids[split:]), min(prefix, split), ends=ends)
 
 

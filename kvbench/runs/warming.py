@@ -69,7 +69,7 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
     with report_compilations() as done, torch.random.fork_rng([gpu]):
         begin = time.perf_counter()
         try:
-            key = run_hash({"runs": sorted(folder.hash for folder in runs), "triton": version("triton")})
+            key = hash_compilation(every, needs, [some[0][0] for some in examples])
             compile_ahead(key, partial(read_beginnings, kinds, bench, [some[0] for some in examples]))
         except Exception as error:  # of Triton; what follows compiles them too
             say_not_ahead("all methods", error)
@@ -93,6 +93,23 @@ def list_needs(runs: Collection[RunSpec], prompts: Mapping[str, tuple[Sample, Pr
     sizes = {size for own in prompts.values() for size in list_sizes(own[1], first)}
     how = first.shares_decoding, first.shares_decoding and len(runs) > 1
     return {(name_kind(run), str(run.budget), how, size) for run in runs for size in sizes}
+
+
+def hash_compilation(runs: Sequence[RunSpec], needs: Collection[Hashable], samples: Iterable[Sample]) -> str:
+    """Hash all that the kernels of `read_beginnings` follow from, which the number of samples is no part of.
+
+    Args:
+        runs: The runs.
+        needs: What their samples need (`list_needs`).
+        samples: The samples whose beginnings are read.
+    """
+    known = {
+        "needs": sorted(map(repr, needs)),
+        "answers": sorted({sample.max_new_tokens for sample in samples}),
+        "sources": sorted({run.value["sources"] for run in runs}),
+        "triton": version("triton"),
+    }
+    return run_hash(known | {name: runs[0].value[name] for name in ("model", "device")})
 
 
 def name_kind(run: RunSpec) -> str:

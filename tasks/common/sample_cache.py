@@ -9,26 +9,28 @@ from typing import Any
 
 from kvbench.atomic import replace_file
 from kvbench.interfaces.task import Sample
+from kvbench.threads import map_in_threads
 
 
 def read_or_make(path: Path | None, prefix: str, count: int, make: Callable[[int], Sample]) -> Iterator[Sample]:
-    """Yield samples 0 to count - 1: from the file as far as it reaches, then made one by one.
+    """Yield samples 0 to count - 1: from the file as far as it reaches, then newly made ones.
 
-    New samples are added to the file when the caller stops, so a larger count extends it.
+    New samples are added to the file when the caller stops, so a larger count extends it. While the caller uses one,
+    threads make the next few.
 
     Args:
         path: The file; None to keep nothing.
         prefix: The uid of sample `index` is ``prefix/index``.
         count: Number of samples.
-        make: Makes the sample of an index.
+        make: Makes the sample of an index. Several threads may call it at once.
     """
     kept = _read(path, prefix) if path else []
     samples = list(kept)
     try:
-        for index in range(count):
-            if index == len(samples):
-                samples.append(make(index))
-            yield samples[index]
+        yield from kept[:count]
+        for sample in map_in_threads(make, range(len(kept), count)):
+            samples.append(sample)
+            yield sample
     finally:
         if path and len(samples) > len(kept):
             _write(path, samples)

@@ -12,7 +12,7 @@ from tests.support.repository import ROOT
 
 # A module may import from its own package and from those above it; who has rules of its own, see RULES.
 ORDER = (
-    "validation atomic",
+    "validation atomic threads",
     "kernels",
     "config",
     "interfaces",
@@ -34,13 +34,27 @@ RANK = {f"kvbench.{name}": rank for rank, names in enumerate(ORDER) for name in 
 RULES = {  # the only modules of kvbench that these know
     "kvbench.kernels": ("kvbench.kernels",),
     "kvbench.methods": ("kvbench.interfaces", "kvbench.kernels", "kvbench.validation"),
-    "kvbench.tasks": ("kvbench.interfaces.task", "kvbench.validation", "kvbench.atomic", "kvbench.tasks"),
+    "kvbench.tasks": (
+        "kvbench.interfaces.task",
+        "kvbench.validation",
+        "kvbench.atomic",
+        "kvbench.threads",
+        "kvbench.tasks",
+    ),
 }
 # These may import a method or a task by its name; all others build them from conf/.
 BY_NAME = ("kvbench.efficiency", "kvbench.training", "kvbench.cli")
 WITH_TRANSFORMERS = ("kvbench.models", "kvbench.training")
 WITHOUT_TORCH = (
-    *("kvbench.validation", "kvbench.atomic", "kvbench.config", "kvbench.store", "kvbench.analysis", "kvbench.papers"),
+    *(
+        "kvbench.validation",
+        "kvbench.atomic",
+        "kvbench.threads",
+        "kvbench.config",
+        "kvbench.store",
+        "kvbench.analysis",
+        "kvbench.papers",
+    ),
     *("kvbench.report", "kvbench.integrations.loggers", "kvbench.integrations.math_verify"),
     *("kvbench.integrations.wandb_logger", "kvbench.integrations.wandb_run", "kvbench.integrations.worker"),
     "kvbench.sweeps.status",
@@ -85,7 +99,7 @@ def test_no_arrow_turns_back():
 def test_nothing_stands_at_the_top_but_what_all_use():
     """A few base modules, and at most 15 packages, all of them in the order."""
     top = [path for path in (ROOT / "kvbench").iterdir() if path.name != "__pycache__"]
-    base = {"__init__.py", "__main__.py", "validation.py", "atomic.py", "py.typed"}
+    base = {"__init__.py", "__main__.py", "validation.py", "atomic.py", "threads.py", "py.typed"}
     assert {path.name for path in top if path.is_file()} <= base
     folders = {path.name for path in top if path.is_dir() and any(path.glob("*.py"))}
     assert len(folders) <= 15 and {f"kvbench.{name}" for name in folders} <= RANK.keys()

@@ -21,7 +21,7 @@ from kvbench.runs.prompt import Prompt
 from kvbench.runs.responder import Responder
 from kvbench.runs.shared_runs import RunGroup
 from kvbench.runs.spec import RunSpec
-from kvbench.runs.warming import choose_examples, list_needs, make_warm_group, read_beginnings
+from kvbench.runs.warming import choose_examples, hash_compilation, list_needs, make_warm_group, read_beginnings
 from kvbench.validation import SettingError
 from tests.support.recorded_runs import TIMES
 from tests.support.repository import ROOT
@@ -228,6 +228,18 @@ def test_what_a_group_may_need_follows_from_its_runs_and_sizes():
     together = list_needs([replace(own, shares_decoding=True) for own in pair], prompts)
     assert not together & list_needs(pair, prompts)
     assert not together & list_needs([replace(run, shares_decoding=True)], prompts)  # whose last sample is alone
+
+
+def test_more_samples_of_the_same_sizes_compile_nothing_again():
+    def name(*more, lengths=((1000, 9),)):
+        run = RunSpec.from_config(compose_config(["task=niah", "method=knorm", "budget=0.3", *more]))
+        prompts = make_prompts(*lengths)
+        return hash_compilation([run], list_needs([run], prompts), [sample for sample, _ in prompts.values()])
+
+    same = name()
+    assert name("limit=3") == name("seed=1") == name(lengths=((1000, 9), (1010, 9))) == same
+    others = [name("dtype=float16"), name("budget=0.4"), name("method=keydiff"), name(lengths=((2000, 9),))]
+    assert len({same, *others}) == 5
 
 
 def test_processes_compile_one_after_the_other(tmp_path, monkeypatch):

@@ -1,0 +1,38 @@
+"""Do work in threads that spends most of its time outside Python, such as a tokenizer's."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def map_in_threads(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    """Yield the results of ``map(work, items)`` in order, while threads already work on the next items.
+
+    There are as many threads as processors. The first item is done before they start, so that `work` can set up what
+    all items use. Up to two items for each thread are asked for ahead. An error is raised where its result would be
+    yielded.
+
+    Args:
+        work: A function that several threads may call at once, each with another item.
+        items: The items. Only this thread iterates over them.
+    """
+    own, waiting = iter(items), deque[Future[T]]()
+    for first in own:
+        yield work(first)
+        break
+    threads = len(os.sched_getaffinity(0))
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for item in own:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) == 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
