@@ -82,12 +82,12 @@ def run_single(overrides: Sequence[str]) -> int:
     launcher = composition.launcher
     if launcher == "slurm":
         raise SettingError("hydra/launcher=slurm: needs -m, which makes each cell a job; or hydra/launcher=local")
-    run, log = make_run(composition.config)
+    run, log = make_run(composition)
     from kvbench.runs.executor import Executor
 
     try:
         with Executor(Path(composition.config.results)) as executor:
-            execute_cell(run, composition.config, log, launcher, executor)
+            execute_cell(run, composition, log, executor)
     except KeyboardInterrupt as stop:
         stop.args = (describe_progress(run, Path(composition.config.results)),)
         raise
@@ -168,7 +168,7 @@ def run_sweep_cell(
         if own.run is None:
             raise SettingError(own.cell.refused)
         own.run.check()  # the plan takes the records' word for a run that is done
-        execute_cell(own.run, own.composition.config, own.log, launcher, executor, groups, heading)
+        execute_cell(own.run, own.composition, own.log, executor, groups, heading)
     except (SettingError, ContractError) as error:
         print_refusal(f"{' '.join(own.cell.overrides)}: {error}")
         reason["failed" if isinstance(error, ContractError) else "refused"] = str(error)
@@ -222,9 +222,8 @@ def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[
 
 def execute_cell(
     run: Any,
-    config: Any,
+    composition: Any,
     log: Any,
-    launcher: str,
     executor: Any,
     groups: Sequence[Sequence[Any]] = (),
     heading: str | None = None,
@@ -234,9 +233,8 @@ def execute_cell(
 
     Args:
         run: The `kvbench.runs.spec.RunSpec`.
-        config: The settings that it was made of.
+        composition: The `kvbench.config.compose.Composition` that it was made of.
         log: The logger, or None.
-        launcher: How the sweep is launched; "local" takes all GPUs unless `workers` says otherwise.
         executor: A `kvbench.runs.executor.Executor`.
         groups: Runs of the sweep that read prompts together with these.
         heading: Begins the line; None prints the table.
@@ -247,7 +245,7 @@ def execute_cell(
         from kvbench.efficiency import measure
         from kvbench.runs.workers import count_workers
 
-    results = Path(config.results)
+    results = Path(composition.config.results)
     if run.measures:
         executor.close()  # processes that earlier cells left would use the GPU too
         print(measure.summarize_lines(*measure.measure_once(run, results)))
@@ -255,8 +253,7 @@ def execute_cell(
     base = run.baseline()
     runs = [base] if run.value == base.value else [base, run]
     try:
-        default = "auto" if launcher == "local" else 1
-        workers = count_workers(config.workers if config.workers is not None else default, run.device)
+        workers = count_workers(composition.workers, run.device)
         records = executor.execute(runs, groups, workers)
         with spend("tables"):
             print_table(runs, records, results, heading)

@@ -51,6 +51,12 @@ class Composition:
         """How cells are launched: basic, local or slurm."""
         return str(self.choices["hydra/launcher"])
 
+    @property
+    def workers(self) -> int | str:
+        """How many processes share the samples; "auto": one for each GPU."""
+        default = "auto" if self.launcher == "local" else 1
+        return default if self.config.workers is None else self.config.workers
+
 
 def compose(overrides: Sequence[str] = ()) -> Composition:
     """Compose the settings that `overrides` describe.

@@ -13,19 +13,20 @@ from multiprocessing.context import ForkServerContext
 
 from kvbench.validation import ignore_interrupts
 
+FIRST = "kvbench.runs.end_with_parent"
 IMPORTED = ("kvbench.runs.workers",)
 
 
 def start_fork_server() -> ForkServerContext:
     """Start the process, unless it runs already, and return the context that makes processes from it.
 
-    It ends with this process, or when its imports are done if this process ends before. It imports from the same
+    It ends with this process, at once on Linux and elsewhere after its imports. It imports from the same
     folders as this process, whatever the current folder has. It must not start CUDA, which forked processes could not
     use then, so torch asks the driver's management library which GPUs there are. Threads of an operation sleep while
     they wait for each other, unless OMP_WAIT_POLICY says otherwise, because all processes share the processors.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
+    context.set_forkserver_preload([FIRST, *IMPORTED])
     own = {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "PYTHONSAFEPATH": "1",

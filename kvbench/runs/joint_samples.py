@@ -59,7 +59,7 @@ def limit_claim(most: int, size: int, left: int, processes: int) -> int:
     Args:
         most: Batches whose answers it decodes together.
         size: Samples of a batch at most.
-        left: Samples without a record.
+        left: Samples without a record that no other process has claimed.
         processes: Number of processes that share the samples.
     """
     return max(1, min(most, ceil(left / (size * processes))))

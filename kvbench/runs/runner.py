@@ -103,8 +103,8 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
             uid, free = claimed
             turns = list_turns(uid, prompts)
             batches = [turns or [uid, *claim_companions(uid, prompts, size, free)]]
-            if not turns and company.most_batches > 1:  # counting what is left reads every sample of every run
-                left = sum(not all(folder.is_recorded(other) for folder in free) for other in prompts)
+            if not turns and company.most_batches > 1:
+                left = len(batches[0]) + sum(any(folder.is_free(other) for folder in free) for other in prompts)
                 most = limit_claim(company.most_batches, size, left, bench.processes)
                 batches += claim_batches(uid, prompts, size, free, most - 1)
             every = list(chain(*batches))

@@ -237,6 +237,18 @@ class RunFolder:
             return False
         return True
 
+    def is_free(self, uid: str) -> bool:
+        """Return whether the sample had no record when the files were last read, and no process claims it."""
+        if uid in self._claimed or self.is_recorded(uid):
+            return False
+        byte = _lock_byte(uid)
+        try:
+            fcntl.lockf(self._open_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        except (BlockingIOError, PermissionError):
+            return False
+        fcntl.lockf(self._open_locks, fcntl.LOCK_UN, 1, byte)
+        return True
+
     def release(self, uid: str) -> None:
         """Release the claim of a sample. Without a claim nothing happens."""
         if uid in self._claimed:

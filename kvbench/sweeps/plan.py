@@ -20,6 +20,7 @@ from kvbench.integrations.loggers import make_logger
 from kvbench.papers.experiment_key import CUT_SETTINGS
 from kvbench.papers.paper_runs import FULL, Settings, expand_preset, is_of_cache, list_rows, read_rows
 from kvbench.runs.checks import check_results, check_settings
+from kvbench.runs.devices import is_built_for_gpus
 from kvbench.runs.fork_server import start_fork_server
 from kvbench.runs.spec import RunSpec, SharedParts
 from kvbench.store.run_folder import RunFolder, run_hash
@@ -285,10 +286,12 @@ def plan_cell(
     """
     composition = compose(overrides)
     try:
+        if executes:
+            import_for_workers(composition)
         run, log = describe_run(composition.config, shared)
         if results is None or not is_done(run, results, counts):
             if executes:
-                import_for_workers(composition.config.workers, run)
+                import_for_workers(composition, run.device)
             run.check()
             shares = composition.config.sweep.share_prefill and not run.measures
             readings = [own.reading for own in (run, run.baseline())] if shares else []
@@ -300,9 +303,22 @@ def plan_cell(
     return PlannedCell(composition, cell, run, log)
 
 
-def import_for_workers(workers: object, run: RunSpec) -> None:
-    """Let the imports of worker processes begin if the setting `workers` asks for them."""
-    if isinstance(workers, int) and workers > 1 and not run.measures:
+def import_for_workers(composition: Composition, device: str | None = None) -> None:
+    """Let the imports of worker processes begin if there will be several.
+
+    Args:
+        composition: The settings of a run.
+        device: Its device. None if it is not known yet: then the imports begin only if torch, whose own import takes
+            seconds, must say whether there is a GPU. Otherwise it is soon known whether the run needs any worker.
+    """
+    count = composition.workers
+    if "measure" in composition.config.task or device is None and not is_built_for_gpus():
+        return
+    if count == "auto" and device == "cuda":
+        import torch
+
+        count = torch.cuda.device_count()
+    if isinstance(count, int) and count > 1:
         start_fork_server()
 
 
@@ -323,14 +339,15 @@ def is_done(run: RunSpec, results: Path, counts: Callable[[Path], tuple[int, int
     return status.read_cell_state(results, names, counts).name == "done"
 
 
-def make_run(config: DictConfig) -> tuple[RunSpec, Any]:
-    """Return the run that composed settings describe, checked, and its logger or None. This process will execute it.
+def make_run(composition: Composition) -> tuple[RunSpec, Any]:
+    """Return the run that settings describe, checked, and its logger or None. This process will execute it.
 
     Raises:
         SettingError: It cannot be made.
     """
-    run, log = describe_run(config)
-    import_for_workers(config.workers, run)
+    import_for_workers(composition)
+    run, log = describe_run(composition.config)
+    import_for_workers(composition, run.device)
     run.check()
     return run, log
 

@@ -1,13 +1,20 @@
 """The process that workers are forked from imports from the folders of its parent, and hands over its environment."""
 
 import os
+import subprocess
+import sys
+import time
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 
 import kvbench
 from kvbench.runs import fork_server
 from kvbench.runs.fork_server import replace_environment, set_environment, start_fork_server
+from tests.support.repository import ROOT
+
+SLEEP = "import time\ntime.sleep(60)"
 
 
 @pytest.fixture
@@ -28,6 +35,36 @@ def test_a_checkout_in_the_current_folder_is_not_imported(foreign, server, tmp_p
     with start_fork_server().Pool(1) as pool:
         assert pool.apply(eval, ("'kvbench.runs.fork_server' in __import__('sys').modules",))
         assert pool.apply(eval, ("__import__('kvbench').__file__",)) == kvbench.__file__
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the server ends after its imports")
+def test_the_server_ends_with_its_parent_while_it_imports(tmp_path):
+    (tmp_path / "slow.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'begun')!r}).touch()\n{SLEEP}")
+    text = f"""
+import time
+from pathlib import Path
+from multiprocessing import forkserver
+from kvbench.runs import fork_server
+fork_server.IMPORTED = ("slow",)
+fork_server.start_fork_server()
+print(forkserver._forkserver._forkserver_pid, flush=True)
+while not Path({str(tmp_path / "begun")!r}).exists():
+    time.sleep(0.01)
+"""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", text], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    while has_process(int(done.stdout)):
+        assert time.monotonic() < begin + 30  # the import takes a minute
+        time.sleep(0.01)
+
+
+def has_process(number: int) -> bool:
+    """Whether the process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_this_process_keeps_its_environment(server, monkeypatch):

@@ -87,6 +87,22 @@ def test_records_are_those_of_lone_runs(sweep, more, most):
     assert max(record["decoded_together"] for record in joined.values()) == most
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_samples_that_others_have_claimed_are_not_left(taken, sweep, monkeypatch):
+    """What a process claims at once follows from the samples that are left (`limit_claim`)."""
+    asked, limit_claim = [], runner.limit_claim
+
+    def note(most, size, left, processes):
+        asked.append(left)
+        return limit_claim(most, size, left, processes)
+
+    monkeypatch.setattr(runner, "limit_claim", note)
+    if taken:
+        monkeypatch.setattr(RunFolder, "is_free", lambda folder, uid: False)
+    assert sweep("method=snapkv", "budget=0.5", together=True)[0] == 0
+    assert asked == ([1, 1] if taken else [2])
+
+
 @pytest.mark.parametrize("name", ["kivi", only_in_full("raw")])
 def test_questions_are_read_together_token_by_token(name, sweep):
     """With `raw` only quest reads them so."""

@@ -171,6 +171,31 @@ def test_claims_are_one_per_sample_and_can_be_given_back(tmp_path):
     assert len(lines(folder)) == 2
 
 
+def test_a_sample_is_free_until_it_is_claimed_or_recorded(tmp_path):
+    def find_free_elsewhere() -> str:
+        """The samples that another process finds free."""
+        reading, writing = os.pipe()
+        if (process := os.fork()) == 0:
+            other = RunFolder(tmp_path, VALUE)
+            with other.open({}):
+                other.refresh()
+                os.write(writing, "".join(filter(other.is_free, "abc")).encode())
+            os._exit(0)
+        os.waitpid(process, 0)
+        os.close(writing)
+        with os.fdopen(reading) as file:
+            return file.read()
+
+    folder = RunFolder(tmp_path, VALUE)
+    with folder.open({}):
+        assert folder.is_free("a") and find_free_elsewhere() == "abc"
+        assert folder.claim("a") and folder.claim("b")
+        assert list(filter(folder.is_free, "abc")) == ["c"] and find_free_elsewhere() == "c"
+        folder.append({"uid": "a"})
+        folder.release("b")
+        assert list(filter(folder.is_free, "abc")) == ["b", "c"] and find_free_elsewhere() == "bc"
+
+
 def test_a_torn_tail_is_passed_over_and_cut_off(tmp_path):
     folder = RunFolder(tmp_path, VALUE)
     with folder.open({}):
