@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerContext
 from kvbench.validation import ignore_interrupts
 
 FIRST = "kvbench.runs.end_with_parent"
-IMPORTED = ("kvbench.runs.workers",)
+IMPORTED = ("kvbench.runs.import_ahead",)
 
 
 def start_fork_server() -> ForkServerContext:

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from kvbench.cache.guard import extra_reads
-from kvbench.config.provenance import find_revision, replay_hash, source_hashes
+from kvbench.config.provenance import find_revision, replay_hash, source_hashes, sources_unchanging
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
@@ -84,10 +84,10 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
     with spend("warming up"):
         company = make_warm_group(open_, bench)
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
+    with spend("starting"), sources_unchanging():
+        processes = [describe_process(run) for run in open_.values()]
     with ExitStack() as stack:
-        for folder, run in open_.items():
-            with spend("starting"):
-                process = describe_process(run)
+        for folder, process in zip(open_, processes, strict=True):
             with spend("writing"):
                 stack.enter_context(folder.open(process, len(prompts)))
                 folder.refresh()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvbench
+from kvbench.config import provenance
 from kvbench.runs import fork_server
 from kvbench.runs.fork_server import replace_environment, set_environment, start_fork_server
 from tests.support.repository import ROOT
@@ -35,6 +36,19 @@ def test_a_checkout_in_the_current_folder_is_not_imported(foreign, server, tmp_p
     with start_fork_server().Pool(1) as pool:
         assert pool.apply(eval, ("'kvbench.runs.fork_server' in __import__('sys').modules",))
         assert pool.apply(eval, ("__import__('kvbench').__file__",)) == kvbench.__file__
+
+
+@pytest.mark.full  # it imports torch and transformers
+def test_workers_find_packages_imported_and_sources_read(server, monkeypatch):
+    monkeypatch.undo()
+    with start_fork_server().Pool(1) as pool:
+        assert pool.apply(eval, ("'kvbench.runs.workers' in __import__('sys').modules",))
+        assert pool.apply(count_sources) > 100
+
+
+def count_sources() -> int:
+    """The sources that this process has read."""
+    return provenance._read_source.cache_info().currsize
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the server ends after its imports")
