@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+MOST = 8  # threads; what work does in Python is done in turn, so more bring little
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -13,9 +14,9 @@ T = TypeVar("T")
 def map_in_threads(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
     """Yield the results of ``map(work, items)`` in order, while threads already work on the next items.
 
-    There are as many threads as processors. The first item is done before they start, so that `work` can set up what
-    all items use. Up to two items for each thread are asked for ahead. An error is raised where its result would be
-    yielded.
+    There are as many threads as processors, at most MOST. The first item is done before they start, so that `work` can
+    set up what all items use. Up to two items for each thread are asked for ahead. An error of `work` is raised where
+    its result would be yielded, an error of `items` when it occurs.
 
     Args:
         work: A function that several threads may call at once, each with another item.
@@ -25,7 +26,7 @@ def map_in_threads(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
     for first in own:
         yield work(first)
         break
-    threads = len(os.sched_getaffinity(0))
+    threads = min(MOST, count_processors())
     pool = ThreadPoolExecutor(threads)
     try:
         for item in own:
@@ -36,3 +37,8 @@ def map_in_threads(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def count_processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

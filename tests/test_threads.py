@@ -1,15 +1,14 @@
-"""`map_in_threads` does what `map` does, a few items ahead."""
+"""`map_in_threads` yields what `map` does, a few items ahead."""
 
-import os
 import threading
 import time
 from itertools import count, islice
 
 import pytest
 
-from kvbench.threads import map_in_threads
+from kvbench.threads import MOST, count_processors, map_in_threads
 
-AHEAD = 2 * len(os.sched_getaffinity(0))
+AHEAD = 2 * min(MOST, count_processors())
 
 
 def test_results_come_in_order_and_threads_work_at_once():

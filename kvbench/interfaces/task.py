@@ -116,7 +116,8 @@ class Task(Protocol):
         """Return the samples in order.
 
         Args:
-            tokenizer: The model's tokenizer.
+            tokenizer: The model's tokenizer. Other threads encode earlier samples with it meanwhile, so its settings,
+                such as truncation, must stay as they are.
             template_tokens: Number of tokens that a chat template adds to every prompt.
             longest: Number of tokens of prompt and answer that the model supports.
         """

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
+from threading import current_thread, main_thread
 
 from kvbench.validation import ignore_interrupts
 
@@ -20,14 +21,16 @@ IMPORTED = ("kvbench.runs.import_ahead",)
 def start_fork_server() -> ForkServerContext:
     """Start the process, unless it runs already, and return the context that makes processes from it.
 
-    It ends with this process, at once on Linux and elsewhere after its imports. It imports from the same
+    It ends with this process, on Linux even while it imports. It imports from the same
     folders as this process, whatever the current folder has. It must not start CUDA, which forked processes could not
     use then, so torch asks the driver's management library which GPUs there are. Threads of an operation sleep while
     they wait for each other, unless OMP_WAIT_POLICY says otherwise, because all processes share the processors.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload([FIRST, *IMPORTED])
+    first = [FIRST] if current_thread() is main_thread() else []  # other threads may end before this process does
+    context.set_forkserver_preload([*first, *IMPORTED])
     own = {
+        "KVBENCH_PARENT": str(os.getpid()),  # for kvbench.runs.end_with_parent
         "PYTHONPATH": os.pathsep.join(sys.path),
         "PYTHONSAFEPATH": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

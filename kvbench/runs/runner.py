@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,9 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
             turns = list_turns(uid, prompts)
             batches = [turns or [uid, *claim_companions(uid, prompts, size, free)]]
             if not turns and company.most_batches > 1:
-                left = len(batches[0]) + sum(any(folder.is_free(other) for folder in free) for other in prompts)
+                others = (other for other in prompts if any(folder.is_free(other) for folder in free))
+                enough = company.most_batches * size * bench.processes  # with more than this nothing is limited
+                left = len(batches[0]) + sum(1 for _ in islice(others, enough))
                 most = limit_claim(company.most_batches, size, left, bench.processes)
                 batches += claim_batches(uid, prompts, size, free, most - 1)
             every = list(chain(*batches))

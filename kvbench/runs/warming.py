@@ -96,7 +96,9 @@ def list_needs(runs: Collection[RunSpec], prompts: Mapping[str, tuple[Sample, Pr
 
 
 def hash_compilation(runs: Sequence[RunSpec], needs: Collection[Hashable], samples: Iterable[Sample]) -> str:
-    """Hash all that the kernels of `read_beginnings` follow from, which the number of samples is no part of.
+    """Hash what the kernels of `read_beginnings` follow from, as far as sizes that are powers of two tell.
+
+    The number of samples is no part of it.
 
     Args:
         runs: The runs.
@@ -105,7 +107,7 @@ def hash_compilation(runs: Sequence[RunSpec], needs: Collection[Hashable], sampl
     """
     known = {
         "needs": sorted(map(repr, needs)),
-        "answers": sorted({sample.max_new_tokens for sample in samples}),
+        "answers": sorted({limit_answer(run, sample.max_new_tokens) for run in runs for sample in samples}),
         "sources": sorted({run.value["sources"] for run in runs}),
         "triton": version("triton"),
     }
@@ -221,9 +223,9 @@ def read_beginning(run: RunSpec, bench: Resources, prompt: Prompt, answer: int, 
     else:  # as many whole blocks as a graph is worth, if it may read them, and the last one
         last, size = len(ids) % size, min(size, most)
         ids = ids[: (FEW + 2 if size <= SHORT else 2) * size + min(last, size)]
-    rows, method = run.budget.rows(len(ids), len(ids)), run.choice().method
+    rows = run.budget.rows(len(ids), len(ids))
     budget = run.budget if rows is None or rows < len(ids) else Budget(SHARE)
-    answer = min(answer, max(WORTH, method.decode_interval if method.decoding else 0) + 1)
+    answer = limit_answer(run, answer)
     device = next(bench.model.parameters()).device
     context = GenerationContext(
         bench.model, run.choice(), budget, size, (0,), prompt.prefix, make_prompt_encoder(bench.tokenizer),
@@ -237,6 +239,12 @@ def read_beginning(run: RunSpec, bench: Resources, prompt: Prompt, answer: int, 
             context.reserve(answer)
             for _ in context.generate(answer, run.sampling, frozenset()):
                 pass
+
+
+def limit_answer(run: RunSpec, answer: int) -> int:
+    """Return how many tokens of an answer are read, of `answer` at most: more need no further kernels."""
+    method = run.choice().method
+    return min(answer, max(WORTH, method.decode_interval if method.decoding else 0) + 1)
 
 
 def say_not_ahead(whose: str, error: Exception) -> None:

@@ -30,6 +30,8 @@ import os
 import re
 import secrets
 import socket
+import struct
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +45,9 @@ from kvbench.atomic import replace_file
 from kvbench.validation import SettingError, name_file_in_errors
 
 FORMAT = 1  # of the folder and its records; a folder of another format is rejected, so that formats never mix
+LOCK = {"type": "h", "whence": "h", "start": "q", "length": "q", "process": "i"}  # C's struct flock, in Linux's order
+if sys.platform == "darwin":
+    LOCK = {name: LOCK[name] for name in ("start", "length", "process", "type", "whence")}
 OPEN_BYTE = 1 << 57  # byte of claims.lock that is locked while a process has the run open, also between two samples
 
 
@@ -238,16 +243,9 @@ class RunFolder:
         return True
 
     def is_free(self, uid: str) -> bool:
-        """Return whether the sample had no record when the files were last read, and no process claims it."""
-        if uid in self._claimed or self.is_recorded(uid):
-            return False
-        byte = _lock_byte(uid)
-        try:
-            fcntl.lockf(self._open_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):
-            return False
-        fcntl.lockf(self._open_locks, fcntl.LOCK_UN, 1, byte)
-        return True
+        """Return whether the sample had no record when the files were last read, and no process has claimed it."""
+        unclaimed = uid not in self._claimed and not self.is_recorded(uid)
+        return unclaimed and not _is_locked(self._open_locks, _lock_byte(uid))
 
     def release(self, uid: str) -> None:
         """Release the claim of a sample. Without a claim nothing happens."""
@@ -437,6 +435,16 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 def _lock_byte(uid: str) -> int:
     """Return the byte of claims.lock that stands for a sample: 1 to 2^56, so many that two samples never share one."""
     return 1 + int.from_bytes(hashlib.sha256(uid.encode(errors="surrogatepass")).digest()[:7], "big")
+
+
+def _is_locked(descriptor: int, byte: int) -> bool:
+    """Return whether another process has locked a byte of a file. To try to lock it would get in others' way."""
+    asked = {"type": fcntl.F_WRLCK, "whence": os.SEEK_SET, "start": byte, "length": 1, "process": 0}
+    layout = "".join(LOCK.values())
+    given = struct.pack(layout, *(asked[name] for name in LOCK))
+    found = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, given))
+    kind: int = found[list(LOCK).index("type")]
+    return kind != fcntl.F_UNLCK
 
 
 def read_seal(path: Path) -> dict[str, Any] | None:

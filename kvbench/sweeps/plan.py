@@ -11,7 +11,6 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from kvbench.config.compose import Composition, compose, expand_cells, expand_override, is_group, parse_override
@@ -286,11 +285,9 @@ def plan_cell(
     """
     composition = compose(overrides)
     try:
-        if executes:
-            import_for_workers(composition)
-        run, log = describe_run(composition.config, shared)
+        run, log = describe_run(composition, shared, executes)
         if results is None or not is_done(run, results, counts):
-            if executes:
+            if executes and not run.measures:
                 import_for_workers(composition, run.device)
             run.check()
             shares = composition.config.sweep.share_prefill and not run.measures
@@ -309,10 +306,10 @@ def import_for_workers(composition: Composition, device: str | None = None) -> N
     Args:
         composition: The settings of a run.
         device: Its device. None if it is not known yet: then the imports begin only if torch, whose own import takes
-            seconds, must say whether there is a GPU. Otherwise it is soon known whether the run needs any worker.
+            seconds, must be asked for a GPU. Otherwise it is soon known whether the run needs any worker.
     """
     count = composition.workers
-    if "measure" in composition.config.task or device is None and not is_built_for_gpus():
+    if count == 1 or device is None and (composition.config.device == "cpu" or not is_built_for_gpus()):
         return
     if count == "auto" and device == "cuda":
         import torch
@@ -345,23 +342,35 @@ def make_run(composition: Composition) -> tuple[RunSpec, Any]:
     Raises:
         SettingError: It cannot be made.
     """
-    import_for_workers(composition)
-    run, log = describe_run(composition.config)
-    import_for_workers(composition, run.device)
+    run, log = describe_run(composition, executes=True)
+    if not run.measures:  # such a task has one process
+        import_for_workers(composition, run.device)
     run.check()
     return run, log
 
 
-def describe_run(config: DictConfig, shared: SharedParts | None = None) -> tuple[RunSpec, Any]:
-    """Return the run that composed settings describe, not checked yet, and its logger or None. This needs no torch.
+def describe_run(
+    composition: Composition, shared: SharedParts | None = None, executes: bool = False
+) -> tuple[RunSpec, Any]:
+    """Return the run that settings describe, not checked yet, and its logger or None.
+
+    This needs torch only if there may be a GPU.
+
+    Args:
+        composition: The settings.
+        shared: Parts that the run may share with other runs of a sweep.
+        executes: Whether this process will execute the run, so that the imports of its workers may begin.
 
     Raises:
         SettingError: A setting is invalid.
     """
+    config = composition.config
     checked = check_settings(config, shared.tasks if shared else None)
-    log = make_logger(config)
-    if log is not None and getattr(checked.task, "measures", False):
+    log, measures = make_logger(config), getattr(checked.task, "measures", False)
+    if log is not None and measures:
         raise SettingError(f"logger={config.logger.name}: task={config.task.name} keeps no records; logger=none")
+    if executes and not measures:
+        import_for_workers(composition)
     return RunSpec.describe(config, checked, shared), log
 
 

@@ -127,7 +127,7 @@ class Ruler:
         return hash_parts(self._texts().fingerprint, load_wordings().fingerprint())
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Yield the samples subtask by subtask. Each is drawn when it is asked for, and kept in the cache."""
+        """Yield the samples subtask by subtask. A few are drawn ahead. The cache keeps those that were yielded."""
         texts, count = self._texts(), self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
         folder = Path(__file__).parent
         sources = sorted([*folder.glob("*.py"), *map((folder.parent / "common").joinpath, GENERATORS)])

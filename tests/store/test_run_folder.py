@@ -176,11 +176,13 @@ def test_a_sample_is_free_until_it_is_claimed_or_recorded(tmp_path):
         """The samples that another process finds free."""
         reading, writing = os.pipe()
         if (process := os.fork()) == 0:
-            other = RunFolder(tmp_path, VALUE)
-            with other.open({}):
-                other.refresh()
-                os.write(writing, "".join(filter(other.is_free, "abc")).encode())
-            os._exit(0)
+            try:
+                other = RunFolder(tmp_path, VALUE)
+                with other.open({}):
+                    other.refresh()
+                    os.write(writing, "".join(filter(other.is_free, "abc")).encode())
+            finally:
+                os._exit(0)
         os.waitpid(process, 0)
         os.close(writing)
         with os.fdopen(reading) as file:

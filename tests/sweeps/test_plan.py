@@ -4,10 +4,14 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from kvbench.cli import plan
+from kvbench.config.compose import compose
 from kvbench.config.provenance import sources_unchanging
 from kvbench.runs.spec import SharedParts
-from kvbench.sweeps.plan import plan_cell
+from kvbench.sweeps import plan as plan_module
+from kvbench.sweeps.plan import import_for_workers, plan_cell
 from tests.support.repository import ROOT
 
 SWEEP = ["task.subtasks=niah_single_1", "task.samples=1", "task.length=512"]
@@ -34,6 +38,55 @@ def test_a_finished_sweep_is_answered_without_torch(kvbench, checkpoint, tmp_pat
 
     first, *_, last = again()
     assert first == "2 cells: 2 done" and last == "imported:"
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """How often the process that workers are forked from was asked for; it does not start."""
+    found = []
+    monkeypatch.setattr(plan_module, "start_fork_server", lambda: found.append("started"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "built", "count"),
+    [
+        ("workers=2", False, 1),  # when the cell is known to need it
+        ("workers=2", True, 2),  # before torch is asked for a GPU, too
+        ("workers=2 device=cpu", True, 1),
+        ("workers=1", True, 0),
+        ("workers=auto", True, 0),  # there is no GPU
+        ("hydra/launcher=local", True, 0),
+        ("workers=2 block_size=0", True, 0),  # refused
+        ("workers=2 task=efficiency", True, 0),
+    ],
+)
+def test_imports_of_workers_begin_where_there_will_be_some(settings, built, count, starts, monkeypatch):
+    monkeypatch.setattr(plan_module, "is_built_for_gpus", lambda: built)
+    monkeypatch.setattr("kvbench.runs.devices.has_gpu", lambda: False)
+    given = [*settings.split(), *([] if "task=" in settings else SWEEP)]
+    plan_cell(given, executes=True)
+    assert len(starts) == count
+    plan_cell(given)
+    assert len(starts) == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "count"),
+    [("hydra/launcher=local", 2, 1), ("hydra/launcher=local", 1, 0), ("", 2, 0), ("workers=auto", 2, 1)],
+)
+def test_imports_of_workers_begin_if_there_are_several_gpus(settings, gpus, count, starts, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    import_for_workers(compose(settings.split()), "cuda")
+    assert len(starts) == count
+
+
+def test_a_cell_that_is_done_needs_no_workers(kvbench, checkpoint, tmp_path, starts):
+    settings = ["model=hf", f"model.path={checkpoint}", "device=cpu", "method=snapkv", "budget=0.5", *SWEEP]
+    assert kvbench(*settings[3:])[0] == 0
+    results = tmp_path / "results"
+    plan_cell([*settings, f"results={results}", "workers=2"], results=results, executes=True)
+    assert starts == []
 
 
 def test_a_done_cell_is_described_and_another_one_is_checked(kvbench, checkpoint, tmp_path):

@@ -31,10 +31,11 @@ def test_no_cell_of_a_tier_is_refused(name, tmp_path):
     assert len(set(map(tuple, cells))) == len(cells)
     different = {tuple(own for own in cell if not own.startswith(("budget=", "question="))): cell for cell in cells}
     for cell in different.values():
-        config = compose([own.replace("model=smollm2", "model=reference") for own in cell]).config
+        composition = compose([own.replace("model=smollm2", "model=reference") for own in cell])
+        config = composition.config
         assert config.results == str(tmp_path) and config.fidelity
         if "path" not in config.method and "path" not in config.codec:  # such a file must be made from the model
-            run, _ = describe_run(config, shared)
+            run, _ = describe_run(composition, shared)
             run.choice()
     if name == "a":
         assert len(cells) * config.task.samples * len(config.task.subtasks) == 9120 < 12_000

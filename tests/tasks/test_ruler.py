@@ -861,7 +861,7 @@ def test_the_cache_is_reused_extended_and_mended(tmp_path, tokenizer):
         assert files[0].read_text() == whole[0]
 
 
-def test_a_reader_that_stops_early_leaves_what_was_drawn(tmp_path, tokenizer):
+def test_a_reader_that_stops_early_leaves_what_it_got(tmp_path, tokenizer):
     task = ruler(subtasks="niah_single_1", samples=50, cache=str(tmp_path))
     samples = task.samples(tokenizer, 0, 4096)
     first = [next(samples), next(samples)]
