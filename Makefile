@@ -67,7 +67,7 @@ test-all: setup style
 	$(PYTEST) -n auto --dist worksteal -m "not gpu and not parity and not package"
 
 # Build the wheel, install it into an empty environment and run the main job there.
-test-package: setup
+test-package: setup $(TYPED)# links, which the wheel must not follow
 	$(PYTEST) -m package tests/package
 
 # Run the laws with every supported version of transformers.
