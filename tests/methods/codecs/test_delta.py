@@ -182,6 +182,14 @@ def test_without_a_residual_a_token_is_the_mean_of_its_references(tmp_path, remo
         torch.testing.assert_close(found, own, **EXACT)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_means_of_references_are_rounded_once(dtype):
+    """Here of numbers whose sums of four need no rounding in float32."""
+    bases, numbers = torch.randint(-64, 64, (2, 30, 5)).to(dtype), torch.randint(0, 30, (2, 50, 4), dtype=torch.int16)
+    expected = [[bases[own, row.long()].double().sum(0) / 4 for row in numbers[own]] for own in range(2)]
+    assert torch.equal(delta.mean_of(bases, numbers), torch.stack([*map(torch.stack, expected)]).to(dtype))
+
+
 class Projections:
     """What a model's projections gave to each layer: [K ‖ V] of every token, before norm and rotation."""
 
