@@ -4,6 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import TypeVar
 
 MOST = 8  # threads; what work does in Python is done in turn, so more bring little
@@ -23,9 +24,7 @@ def map_in_threads(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
         items: The items. Only this thread iterates over them.
     """
     own, waiting = iter(items), deque[Future[T]]()
-    for first in own:
-        yield work(first)
-        break
+    yield from map(work, islice(own, 1))
     threads = min(MOST, count_processors())
     pool = ThreadPoolExecutor(threads)
     try:

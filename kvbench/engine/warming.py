@@ -8,7 +8,6 @@ wait.
 """
 
 import fcntl
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from kvbench.kernels.dispatch import announce_launches
+from kvbench.threads import count_processors
 
 
 @dataclass
@@ -105,7 +105,7 @@ def compile_announced(work: Callable[[], None]) -> bool:
         if hasattr(found, "future") and found.future.done():
             found.result(ignore_errors=True)  # now Triton knows the variant, and finds it sooner
 
-    threads, gpu = len(os.sched_getaffinity(0)), torch.cuda.current_device()
+    threads, gpu = count_processors(), torch.cuda.current_device()
     with ThreadPoolExecutor(threads, initializer=partial(torch.cuda.set_device, gpu)) as pool:
         compiling = AsyncCompileMode(pool, ignore_errors=True)
         JITFunction.run = announce

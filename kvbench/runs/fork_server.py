@@ -14,6 +14,7 @@ from threading import current_thread, main_thread
 
 from kvbench.validation import ignore_interrupts
 
+PARENT = "KVBENCH_PARENT"  # environment variable with the number of the process that started the server
 FIRST = "kvbench.runs.end_with_parent"
 IMPORTED = ("kvbench.runs.import_ahead",)
 
@@ -30,7 +31,7 @@ def start_fork_server() -> ForkServerContext:
     first = [FIRST] if current_thread() is main_thread() else []  # other threads may end before this process does
     context.set_forkserver_preload([*first, *IMPORTED])
     own = {
-        "KVBENCH_PARENT": str(os.getpid()),  # for kvbench.runs.end_with_parent
+        PARENT: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(sys.path),
         "PYTHONSAFEPATH": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

@@ -34,27 +34,14 @@ RANK = {f"kvbench.{name}": rank for rank, names in enumerate(ORDER) for name in 
 RULES = {  # the only modules of kvbench that these know
     "kvbench.kernels": ("kvbench.kernels",),
     "kvbench.methods": ("kvbench.interfaces", "kvbench.kernels", "kvbench.validation"),
-    "kvbench.tasks": (
-        "kvbench.interfaces.task",
-        "kvbench.validation",
-        "kvbench.atomic",
-        "kvbench.threads",
-        "kvbench.tasks",
-    ),
+    "kvbench.tasks": ("kvbench.interfaces.task", "kvbench.tasks", *(f"kvbench.{name}" for name in ORDER[0].split())),
 }
 # These may import a method or a task by its name; all others build them from conf/.
 BY_NAME = ("kvbench.efficiency", "kvbench.training", "kvbench.cli")
 WITH_TRANSFORMERS = ("kvbench.models", "kvbench.training")
 WITHOUT_TORCH = (
-    *(
-        "kvbench.validation",
-        "kvbench.atomic",
-        "kvbench.threads",
-        "kvbench.config",
-        "kvbench.store",
-        "kvbench.analysis",
-        "kvbench.papers",
-    ),
+    *("kvbench.validation", "kvbench.atomic", "kvbench.threads", "kvbench.config", "kvbench.store"),
+    *("kvbench.analysis", "kvbench.papers"),
     *("kvbench.report", "kvbench.integrations.loggers", "kvbench.integrations.math_verify"),
     *("kvbench.integrations.wandb_logger", "kvbench.integrations.wandb_run", "kvbench.integrations.worker"),
     "kvbench.sweeps.status",
