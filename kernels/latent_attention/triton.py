@@ -21,6 +21,9 @@ CORES = 132  # multiprocessors that the rows are split over
 LATENTS = 128  # most latents of a row that a program makes keys of
 KEPT = 128 * 1024  # most bytes of U that a program keeps in shared memory
 SMALL = 64 * 1024  # most with which a multiprocessor runs two programs
+NARROW = 64  # most latents of a row of which a multiprocessor runs three programs, with REGISTERS for a thread
+REGISTERS = 168
+BY_ROW = 16  # least queries of a group whose logits are stored row by row
 WIDE = 256  # most channels of the keys that a program makes at once
 ROWS = 64  # rows of a tile, as many as the matrix units take at least
 ASKING = 64  # most queries of a group that a program sums latents for
@@ -247,8 +250,23 @@ def _turn_and_ask(
 
 
 @triton.jit
+def _find_pitches(held_tiles, room, queries, N: tl.constexpr, BY_ROW: tl.constexpr):
+    """Return how far apart the logits of rows lie, how far those of queries, and how many a group has in all.
+
+    They are stored row by row (BY_ROW) or query by query.
+    """
+    places = tl.multiple_of((held_tiles + tl.cdiv(room, N)) * N, [N])
+    size = places.to(tl.int64) * queries
+    if BY_ROW:
+        return queries, 1, size
+    else:
+        return 1, places, size
+
+
+@triton.jit
 def _store_logits(
-    found, into, mark, line, left, query, asking, heads, each, is_new, N: tl.constexpr, MARKS: tl.constexpr
+    found, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
+    N: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     """Store the logits of a tile, of which the first `left` rows exist."""
     here = line < left
@@ -257,7 +275,7 @@ def _store_logits(
         holds = tl.load(mark + line[:, None] * heads + (query // each)[None], mask=marked, other=1)
         found = tl.where(holds != 0, found, float("-inf"))
     found = tl.where(here[:, None], found, float("-inf"))
-    tl.store(into + line[:, None] * (heads * each) + query[None], found, mask=asking[None])
+    tl.store(into + line[:, None] * row_pitch + query[None] * query_pitch, found, mask=asking[None])
 
 
 @triton.jit(do_not_specialize=["seen", "room", "held_tiles", "splits"])
@@ -266,7 +284,7 @@ def _weigh(
     more_steps, more_zeros, logits, seen, room, held_tiles, splits, groups, heads, each, dim, turning, epsilon, scale,
     NORM: tl.constexpr, BIAS: tl.constexpr, PLACES: tl.constexpr, MARKS: tl.constexpr, KEEP: tl.constexpr,
     UNIT: tl.constexpr, R: tl.constexpr, RK: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr, CAST: tl.constexpr,
+    N: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr, BY_ROW: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Compute what some latents add to the logits of some KV heads of a group, for every `splits`-th tile of its rows.
 
@@ -309,8 +327,8 @@ def _weigh(
     first_place = start
     if PLACES:
         first_place = tl.load(places + index)
-    slots = (held_tiles + tl.cdiv(room, N)) * N
-    logits += (part * places_total + place).to(tl.int64) * slots * (heads * each) + own * each
+    row_pitch, query_pitch, place_size = _find_pitches(held_tiles, room, heads * each, N, BY_ROW)
+    logits += (part * places_total + place) * place_size + own * each * query_pitch
     tiles = tl.cdiv(count, N)
     total = tl.cdiv(tl.maximum(tiles + tl.cdiv(since + 1, N) - split, 0), splits)
     line = tl.arange(0, N)
@@ -333,7 +351,7 @@ def _weigh(
         source = tl.where(is_new, appended, held) + first.to(tl.int64) * pitch
         steps = tl.where(is_new, more_steps, held_steps) + first
         zeros = tl.where(is_new, more_zeros, held_zeros) + first
-        into = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * (heads * each)
+        into = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * row_pitch
         mark = marks + (first_place + first) * heads + own
         if KEEP:
             k = _multiply(
@@ -346,7 +364,10 @@ def _weigh(
                 found = _turn_and_ask(
                     k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part, NORM, BIAS, N, DP, HEADS
                 )  # fmt: skip
-                _store_logits(found * scale, into, mark, line, left, query, asking, heads, each, is_new, N, MARKS)
+                _store_logits(
+                    found * scale, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
+                    N, MARKS,
+                )  # fmt: skip
         else:
             k, sums = tl.zeros([N, HEADS * DP], tl.float32), tl.zeros([HEADS * DP], tl.float32)
             for latent in range(0, rank, R):
@@ -359,7 +380,10 @@ def _weigh(
             found = _turn_and_ask(
                 k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part, NORM, BIAS, N, DP, HEADS
             )  # fmt: skip
-            _store_logits(found * scale, into, mark, line, left, query, asking, heads, each, is_new, N, MARKS)
+            _store_logits(
+                found * scale, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
+                N, MARKS,
+            )  # fmt: skip
     if total < 0:  # never; a product that outlasts the loop may be waited for late
         tl.store(logits + line, tl.sum(k, 1))
 
@@ -369,7 +393,7 @@ def _sum(
     logits, step, addresses, ranks, counts, starts, like, more_values, more_steps, more_zeros,
     part_acc, part_max, part_norm, room, held_tiles, splits, groups, queries,
     UNIT: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BITS: tl.constexpr, EIGHT: tl.constexpr, CAST: tl.constexpr,
+    BITS: tl.constexpr, EIGHT: tl.constexpr, BY_ROW: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Sum the latents of the values of every `splits`-th tile of a group's rows, weighed by the softmax of M logits."""
     place, split = tl.program_id(0), tl.program_id(1)
@@ -381,8 +405,8 @@ def _sum(
         addresses, tl.load(starts + index), group, groups, 1, index, room, rank, more_values, more_steps, more_zeros,
         RV, BITS, EIGHT,
     )  # fmt: skip
-    size = ((held_tiles + tl.cdiv(room, N)) * N).to(tl.int64) * queries
-    logits += place * size
+    row_pitch, query_pitch, place_size = _find_pitches(held_tiles, room, queries, N, BY_ROW)
+    logits += place * place_size
     query, latent, line = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, R), tl.arange(0, N)
     asking = query < queries
     tiles = tl.cdiv(count, N)
@@ -400,12 +424,12 @@ def _sum(
         h = _load_latents(source, like, line, pitch, here, rank, 0, N, R, BITS, EIGHT)
         if BITS:
             h = _restore(h.to(tl.float32), tl.full([R], 1.0, tl.float32), steps, zeros, line, here).to(h.dtype)
-        own = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * queries
+        own = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * row_pitch
         where = asking[:, None] & here[None]
-        own += line[None] * queries + query[:, None]
+        own += line[None] * row_pitch + query[:, None] * query_pitch
         found = tl.load(own, mask=where, other=float("-inf"))
         for part in tl.static_range(1, PARTS):
-            found += tl.load(own + part * tl.num_programs(0) * size, mask=where, other=0.0)
+            found += tl.load(own + part * tl.num_programs(0) * place_size, mask=where, other=0.0)
         m, norm, acc = add_tile(found, h.to(tl.float32) if CAST else h, m, norm, acc)
     part = ((place * splits + split) * queries + query).to(tl.int64)
     tl.store(part_acc + part[:, None] * R + latent[None], acc, mask=asking[:, None])
@@ -504,8 +528,9 @@ def attend_latents_triton(
     logits = torch.empty(terms, batch * groups, tiles * size, heads * each, dtype=torch.float32, device=queries.device)
     weight, epsilon = norm or (queries, 0.0)
     programs = batch * groups * triton.cdiv(heads, shape["HEADS"])
-    both = 2 * shape["HEADS"] * shape["DP"] * shape["R"] <= SMALL
-    splits = split_rows(programs * terms, held_tiles, 1 + both)
+    kept = 2 * shape["HEADS"] * shape["DP"] * shape["R"]
+    splits = split_rows(programs * terms, held_tiles, 3 if "maxnreg" in shape else 1 + (kept <= SMALL))
+    by_row = heads * each >= BY_ROW
     # the parts of a tile's latents lie apart in the grid: a multiprocessor is likely to run both, which share angles
     _weigh[programs, splits, terms](
         queries.contiguous(), cos, sin, weight, step, rows.addresses, rows.ranks, rows.counts, rows.starts,
@@ -515,12 +540,12 @@ def attend_latents_triton(
         scaling * LOG2E.value,
         NORM=norm is not None, BIAS=rows.keys.bias is not None, PLACES=rows.positions is not None,
         MARKS=rows.marks is not None, UNIT=find_unit(rows.keys), RK=rows.keys.more.shape[3], BITS=rows.keys.bits,
-        EIGHT=EIGHT, CAST=cast, **shape,
+        EIGHT=EIGHT, BY_ROW=by_row, CAST=cast, **shape,
     )  # fmt: skip
     rank = triton.next_power_of_2(max(16, rows.values.largest_rank))
     some = min(ASKING, triton.next_power_of_2(max(16, heads * each)))
     turns = triton.cdiv(heads * each, some)
-    splits = split_rows(batch * groups * turns, held_tiles, 1)
+    splits = split_rows(batch * groups * turns, held_tiles, 4 if rank <= 64 else 2)
     parts = [
         torch.empty(batch * groups, splits, heads * each, *more, dtype=torch.float32, device=queries.device)
         for more in ((rank,), (), ())
@@ -529,7 +554,7 @@ def attend_latents_triton(
         logits, step, rows.addresses, rows.ranks, rows.counts, rows.starts, queries, *list_memory(rows.values), *parts,
         rows.room, held_tiles, splits, groups, heads * each,
         UNIT=find_unit(rows.values), PARTS=terms, R=rank, RV=rows.values.more.shape[3], M=some, N=size,
-        BITS=rows.values.bits, EIGHT=EIGHT, CAST=cast, **choose_stages(rank, some, exact, rows.values.bits),
+        BITS=rows.values.bits, EIGHT=EIGHT, BY_ROW=by_row, CAST=cast, **choose_stages(rank, some, exact, rows.values.bits),
     )  # fmt: skip
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     _join[batch * query_heads, triton.cdiv(dim, BLOCK)](
@@ -570,11 +595,12 @@ def choose_shape(
     ):
         taken *= 2
     kept = not exact and 2 * taken * wide * latents <= KEPT
+    narrow = kept and latents <= NARROW and not normed and not bits
     return {
         "KEEP": kept, "PARTS": triton.cdiv(rank, latents), "R": latents if kept else 16 if exact else 64, "DP": wide,
         "HEADS": taken, "M": max(16, triton.next_power_of_2(taken * each)), "N": 32 if exact else ROWS,
         "num_warps": 4, "num_stages": 2 if latents <= 256 and not exact else 1,
-    }  # fmt: skip
+    } | ({"maxnreg": REGISTERS} if narrow else {})  # fmt: skip
 
 
 def choose_stages(rank: int, queries: int, exact: bool, bits: int = 0) -> dict[str, int]:

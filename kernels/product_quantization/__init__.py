@@ -11,6 +11,7 @@ from kvbench.kernels.product_quantization.centroids import (
     encode,
     find_nearest,
     find_width,
+    round_up,
     split_points,
 )
 from kvbench.kernels.product_quantization.reference import choose_by_codes_reference, code_scores_reference
@@ -108,7 +109,7 @@ def choose_by_codes(
         lists = lists and counted[1] >= first + found.shape[2] and codes.shape[2] == 2
         lists = lists and counted[0].shape == (*codes.shape[:2], wide * wide) and counted[0].dtype == torch.int32
         lists = lists and counted[0].is_contiguous()
-        lists = lists and wide * wide * find_width(queries.shape[1] // codes.shape[1]) <= HELD
+        lists = lists and wide * wide * round_up(queries.shape[1] // codes.shape[1]) <= HELD
     if not fits or not lists or codes.stride(3) != 1:
         raise ValueError(
             f"choose_by_codes: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, codes {tuple(codes.shape)} "

@@ -15,9 +15,14 @@ def cut_keys(keys: Tensor, parts: int) -> Tensor:
     return keys.to(dtype).unflatten(-1, (parts, -1)).transpose(-3, -2)
 
 
-def find_width(count: int) -> int:
-    """Return W, the first power of two from `count` on. With so many centroids, codes i and j are pair i·W + j."""
+def round_up(count: int) -> int:
+    """Return the first power of two from `count` on."""
     return 1 << (count - 1).bit_length()
+
+
+def find_width(count: int) -> int:
+    """Return W, the first power of two from `count` and 16 on. With so many centroids, codes i and j are pair i·W + j."""
+    return max(16, round_up(count))
 
 
 def count_pairs(codes: Tensor, count: int, group: int) -> Tensor | None:
@@ -32,7 +37,7 @@ def count_pairs(codes: Tensor, count: int, group: int) -> Tensor | None:
         group: Number of queries of a KV head, G.
     """
     wide = find_width(count)
-    if codes.shape[2] != 2 or count > PAIRED or wide * wide * find_width(group) > HELD:
+    if codes.shape[2] != 2 or count > PAIRED or wide * wide * round_up(group) > HELD:
         return None
     pair = codes[:, :, 0].long() * wide + codes[:, :, 1]
     none = torch.zeros(*pair.shape[:2], wide * wide, dtype=torch.int32, device=codes.device)

@@ -11,10 +11,33 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
-from kvbench.kernels.product_quantization.centroids import find_width
-from kvbench.kernels.row_selection.triton import TILE, _number, _wait, split_rows
+from kvbench.kernels.product_quantization.centroids import find_width, round_up
+from kvbench.kernels.row_selection.triton import _number, _wait
 
+LOG2E = 1.4426950408889634
+CENTROIDS = 64  # that a program multiplies or compares
 MORE = 256  # further rows whose pairs are counted at once
+TILE = 4096  # rows of which a program looks up the pairs at once
+MOST = 64  # programs that list the rows of a head
+COUNTED = 21  # bits of a number of rows. Three such numbers are added up as one
+
+
+@triton.jit
+def _find_nearest(key, codebook, count, size, stride, N: tl.constexpr, E: tl.constexpr):
+    """Return the centroid of codebook (count, size) nearest to a key (size,), the first of equally near ones."""
+    column = tl.arange(0, E)
+    key = tl.load(key + column * stride, mask=column < size, other=0.0).to(tl.float32)
+    best, found = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    for begin in range(0, count, N):
+        code = begin + tl.arange(0, N)
+        here = (code < count)[:, None] & (column < size)[None]
+        centroid = tl.load(codebook + code[:, None] * size + column[None], mask=here, other=0.0).to(tl.float32)
+        nearness = tl.where(code < count, tl.sum(centroid * (2 * key[None] - centroid), 1), float("-inf"))
+        largest = tl.max(nearness, 0)
+        nearest = tl.min(tl.where(nearness == largest, code, 256), 0)
+        found = tl.where(largest > best, nearest, found)
+        best = tl.maximum(best, largest)
+    return found.to(tl.uint8)
 
 
 @triton.jit
@@ -25,130 +48,198 @@ def _load_pairs(codes, row, here, first, c_m, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _reach(numbers, rows, low):
-    """Count the rows of the pairs whose numbers are not below `low`."""
-    return tl.sum(tl.where(numbers >= low, rows, 0))
+def _find_last(numbers, rows, k, COUNTED: tl.constexpr):
+    """Return the number of the k-th row if `rows` rows have each of the numbers, and rows are in descending order.
+
+    Each turn looks at three numbers between the bounds, because a sum over all threads takes longer than three terms.
+    """
+    low, high = tl.full((), 1, tl.uint32), tl.max(numbers, 0)  # k rows reach `low`, and fewer reach `high` + 1
+    rows, most = rows.to(tl.int64), (1 << COUNTED) - 1
+    while low < high:
+        fourth = (high - low) // 4 + 1
+        reach = tl.where(numbers >= low + fourth, rows, 0) + (tl.where(numbers >= low + 2 * fourth, rows, 0) << COUNTED)
+        reach = tl.sum(reach + (tl.where(numbers >= low + 3 * fourth, rows, 0) << 2 * COUNTED), 0)
+        one, two, three = reach & most, (reach >> COUNTED) & most, reach >> 2 * COUNTED
+        enough = (one >= k).to(tl.uint32) + (two >= k).to(tl.uint32) + (three >= k).to(tl.uint32)
+        low += enough * fourth
+        high = tl.where(enough == 3, high, tl.minimum(high, low + fourth - 1))
+    return low
 
 
-@triton.jit(do_not_specialize=["heads", "count", "first", "counted", "k", "c_b", "c_h", "c_m"])
+@triton.jit
+def _multiply(
+    query, codebook, code, column, there, count, size, scale, G: tl.constexpr, M: tl.constexpr, CAST: tl.constexpr
+):  # fmt: skip
+    """Return the logits (W, G) in base 2 of centroids `code` (W,) for queries (M, E), of which those from G on are 0."""
+    where = (code < count)[:, None] & there
+    centroid = tl.load(codebook + code[:, None] * size + column[None], mask=where, other=0.0)
+    if CAST:
+        query, centroid = query.to(tl.float32), centroid.to(tl.float32)
+    product = tl.dot(centroid, tl.trans(query), input_precision="ieee") * scale
+    return tl.sum(tl.reshape(product, [code.shape[0], M // G, G]), 1)
+
+
+@triton.jit(do_not_specialize=["heads", "count", "first", "counted", "k", "c_b", "c_h", "c_m", "k_b", "k_h"])
 def _rank_pairs(
-    codes, tables, counts, totals, stop, classes, rooms, arrived, heads, group, count, first, counted, k, c_b, c_h, c_m,
-    WIDE: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    queries, codebook, keys, codes, counts, totals, stop, last, classes, rooms, arrived,
+    heads, group, count, size, first, counted, k, scale, q_b, q_h, q_d, k_b, k_h, k_n, k_d, c_b, c_h, c_m,
+    WIDE: tl.constexpr, G: tl.constexpr, M: tl.constexpr, E: tl.constexpr, N: tl.constexpr, CENTROIDS: tl.constexpr,
+    COUNTED: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Write the class of each pair of a head (B·H, W·W), and for how many rows of class 1 there is room.
 
     A pair is of class 2 if its score is above that of the k-th row, of class 1 if it is that score, otherwise of class
     0. `counts` (B·H, W·W) are those of the rows from `first` to `counted`. With those of later candidates they are
-    `totals`.
+    `totals`. The last two programs of a head find the codes of row `last` of the keys instead.
     """
-    line = tl.program_id(0)
-    tl.store(arrived + line, 0)
-    codes += (line // heads).to(tl.int64) * c_b + (line % heads).to(tl.int64) * c_h
-    pair, member = tl.arange(0, WIDE * WIDE), tl.arange(0, G)
-    rows = tl.load(counts + line.to(tl.int64) * WIDE * WIDE + pair)
-    last = tl.load(stop).to(tl.int32)
-    own = totals + line.to(tl.int64) * WIDE * WIDE
-    tl.store(own + pair, rows)
-    tl.debug_barrier()
-    for begin in range(counted, last, N):
-        row = begin + tl.arange(0, N)
-        here = row < last
-        tl.atomic_add(own + _load_pairs(codes, row, here, first, c_m, WIDE), 1, mask=here, sem="relaxed")
-    tl.debug_barrier()
-    rows = tl.load(own + pair, cache_modifier=".cg")
-    there = (rows > 0)[:, None] & (member < group)[None]
-    table = tables + line.to(tl.int64) * 2 * count * G + member[None]
-    logits = tl.load(table + (pair // WIDE)[:, None] * G, mask=there, other=float("-inf"))
-    logits += tl.load(table + (count + pair % WIDE)[:, None] * G, mask=there, other=0.0)
-    most = tl.max(logits, 0)
-    most = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.sum(rows.to(tl.float32)[:, None] * tl.exp2(logits - most[None]), 0)
-    whole = most + tl.log2(tl.where(total > 0, total, 1.0))
-    numbers = tl.where(rows > 0, _number(tl.sum(tl.exp2(logits - whole[None]), 1)), 0)
-    low, high = tl.full((), 1, tl.uint32), tl.max(numbers, 0)  # k rows reach `low`, and fewer reach `high` + 1
-    while low < high:
-        middle = high - (high - low) // 2
-        enough = _reach(numbers, rows, middle) >= k
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
-    above = tl.sum(tl.where(numbers > low, rows, 0))
-    found = tl.where(numbers > low, 2, tl.where(numbers == low, 1, 0))
-    tl.store(classes + line * WIDE * WIDE + pair, found.to(tl.uint8))
-    tl.store(rooms + line, k - above)
+    part, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = line // heads, line % heads
+    codes += b * c_b + h * c_h
+    codebook += line * 2 * count * size
+    column = tl.arange(0, E)
+    there = (column < size)[None]
+    if part > 0:
+        newest, book = tl.load(last).to(tl.int64), codebook + (part - 1) * count * size
+        key = keys + b * k_b + h * k_h + newest * k_n + (part - 1) * size * k_d
+        nearest = _find_nearest(key, book, count, size, k_d, CENTROIDS, E)
+        tl.store(codes + (part - 1) * c_m + newest - first, nearest)
+    else:
+        tl.store(arrived + line, 0)
+        pair, code, member = tl.arange(0, WIDE * WIDE), tl.arange(0, WIDE), tl.arange(0, M)
+        rows = tl.load(counts + line * WIDE * WIDE + pair)
+        stop_row = tl.load(stop).to(tl.int32)
+        own = totals + line * WIDE * WIDE
+        tl.store(own + pair, rows)
+        tl.debug_barrier()
+        for begin in range(counted, stop_row, N):
+            row = begin + tl.arange(0, N)
+            here = row < stop_row
+            tl.atomic_add(own + _load_pairs(codes, row, here, first, c_m, WIDE), 1, mask=here, sem="relaxed")
+        at = queries + b * q_b + (h * group + member)[:, None] * q_h + column[None] * q_d
+        asking = (member < group)[:, None] & there
+        one, two = tl.load(at, mask=asking, other=0.0), tl.load(at + size * q_d, mask=asking, other=0.0)
+        logits = _multiply(one, codebook, code, column, there, count, size, scale, G, M, CAST)[:, None]
+        more = _multiply(two, codebook + count * size, code, column, there, count, size, scale, G, M, CAST)
+        logits = tl.reshape(logits + more[None], [WIDE * WIDE, G])
+        tl.debug_barrier()
+        rows = tl.load(own + pair, cache_modifier=".cg")
+        logits = tl.where((rows > 0)[:, None] & (tl.arange(0, G) < group)[None], logits, float("-inf"))
+        most = tl.max(logits, 0)
+        most = tl.where(most == float("-inf"), 0.0, most)
+        total = tl.sum(rows.to(tl.float32)[:, None] * tl.exp2(logits - most[None]), 0)
+        whole = most + tl.log2(tl.where(total > 0, total, 1.0))
+        numbers = tl.where(rows > 0, _number(tl.sum(tl.exp2(logits - whole[None]), 1)), 0)
+        low = _find_last(numbers, rows, k, COUNTED)
+        above = tl.sum(tl.where(numbers > low, rows, 0))
+        found = tl.where(numbers > low, 2, tl.where(numbers == low, 1, 0))
+        tl.store(classes + line * WIDE * WIDE + pair, found.to(tl.uint8))
+        tl.store(rooms + line, k - above)
 
 
-@triton.jit(do_not_specialize=["heads", "first", "per_split", "line", "c_b", "c_h", "c_m"])
+@triton.jit
+def _load_classes(codes, classes, start, end, first, c_m, WIDE: tl.constexpr, TILE: tl.constexpr):
+    """Return some rows, and the classes of their pairs; 0 from row `end` on."""
+    row = start + tl.arange(0, TILE)
+    here = row < end
+    return row, tl.load(classes + _load_pairs(codes, row, here, first, c_m, WIDE), mask=here, other=0).to(tl.int32)
+
+
+@triton.jit
+def _write_rows(found, row, own, equal, room, place):
+    """Write the rows that stay, and return how many rows of class 1 there were so far, and the place behind."""
+    equals = (own == 1).to(tl.int32)
+    stays = (own == 2) | ((equals == 1) & (equal + tl.cumsum(equals, 0) <= room))
+    kept = stays.to(tl.int32)
+    tl.store(found + place + tl.cumsum(kept, 0) - 1, row.to(tl.int64), mask=stays)
+    return equal + tl.sum(equals), place + tl.sum(kept)
+
+
+@triton.jit(do_not_specialize=["heads", "first", "per_split", "splits", "line", "c_b", "c_h", "c_m"])
 def _list_pairs(
-    codes, classes, rooms, arrived, tallies, stop, found, heads, first, per_split, line, c_b, c_h, c_m,
-    WIDE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr,
+    codes, classes, rooms, arrived, tallies, stop, found, heads, first, per_split, splits, line, c_b, c_h, c_m,
+    WIDE: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, ONE: tl.constexpr, BEGIN: tl.constexpr,
+    END: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of class 2, and the first ones of class 1 that there is room for, each head's `line` places behind
     those of the head before.
 
-    The programs of a head count first and write afterwards, as in `_choose` of kernels.row_selection.
+    The programs of a head count first and write afterwards, as in `_choose` of kernels.row_selection. With ONE each has
+    at most TILE rows, whose classes it then keeps in registers.
     """
     split, head = tl.program_id(0), tl.program_id(1)
     codes += (head // heads).to(tl.int64) * c_b + (head % heads).to(tl.int64) * c_h
     classes += head * WIDE * WIDE
-    tallies += head * SPLITS * 2
+    tallies += head * splits * 2
     last, room = tl.load(stop).to(tl.int32), tl.load(rooms + head)
     begin = first + split * per_split
     end = tl.minimum(begin + per_split, last)
-    if BEGIN == 0:
-        above, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    above, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    if ONE:
+        row, own = _load_classes(codes, classes, begin, end, first, c_m, WIDE, TILE)
+        above, equal = tl.sum((own == 2).to(tl.int32)), tl.sum((own == 1).to(tl.int32))
+    elif BEGIN == 0:
         for start in range(begin, end, TILE):
-            row = start + tl.arange(0, TILE)
-            here = row < end
-            own = tl.load(classes + _load_pairs(codes, row, here, first, c_m, WIDE), mask=here, other=0)
-            above += tl.sum((own == 2).to(tl.int32))
-            equal += tl.sum((own == 1).to(tl.int32))
+            _, some = _load_classes(codes, classes, start, end, first, c_m, WIDE, TILE)
+            above += tl.sum((some == 2).to(tl.int32))
+            equal += tl.sum((some == 1).to(tl.int32))
+    if BEGIN == 0:
         tl.store(tallies + 2 * split, above)
         tl.store(tallies + 2 * split + 1, equal)
     if BEGIN == 0 and END == 2:
-        _wait(arrived + head, SPLITS)
+        _wait(arrived + head, splits)
     if END == 2:
-        other = tl.arange(0, SPLITS)
+        other = tl.arange(0, MOST)
         earlier = other < split
-        above = tl.sum(tl.where(earlier, tl.load(tallies + 2 * other, cache_modifier=".cg"), 0))
-        equal = tl.sum(tl.where(earlier, tl.load(tallies + 2 * other + 1, cache_modifier=".cg"), 0))
+        above = tl.sum(tl.load(tallies + 2 * other, mask=earlier, other=0, cache_modifier=".cg"))
+        equal = tl.sum(tl.load(tallies + 2 * other + 1, mask=earlier, other=0, cache_modifier=".cg"))
         place = head.to(tl.int64) * line + above + tl.minimum(equal, room)
-        for start in range(begin, end, TILE):
-            row = start + tl.arange(0, TILE)
-            here = row < end
-            own = tl.load(classes + _load_pairs(codes, row, here, first, c_m, WIDE), mask=here, other=0)
-            equals = (own == 1).to(tl.int32)
-            stays = (own == 2) | ((equals == 1) & (equal + tl.cumsum(equals, 0) <= room))
-            kept = stays.to(tl.int32)
-            tl.store(found + place + tl.cumsum(kept, 0) - 1, row.to(tl.int64), mask=stays)
-            place += tl.sum(kept)
-            equal += tl.sum(equals)
+        if ONE:
+            _write_rows(found, row, own, equal, room, place)
+        else:
+            for start in range(begin, end, TILE):
+                row, own = _load_classes(codes, classes, start, end, first, c_m, WIDE, TILE)
+                equal, place = _write_rows(found, row, own, equal, room, place)
 
 
 def list_by_pairs(
-    tables: Tensor, codes: Tensor, counts: Tensor, group: int, first: int, counted: int, stop: Tensor, found: Tensor
-) -> None:
-    """List the k candidates with the largest scores. There are at least k candidates.
+    queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
+    last: Tensor, found: Tensor, counts: Tensor, counted: int,
+) -> None:  # fmt: skip
+    """List the k candidates with the largest scores, of which there are at least k, and find the newest row's codes.
 
     Args:
-        tables: Logits in base 2 of each centroid for each query head of a group, (B·H, 2, K, G).
+        queries: As of `choose_by_codes`.
+        keys: As of `choose_by_codes`.
         codes: As of `choose_by_codes`.
-        counts: `count_pairs` of the codes of the rows from `first` to `counted`.
-        group: Number of query heads of a KV head.
+        codebook: As of `choose_by_codes`.
+        scaling: As of `choose_by_codes`.
         first: As of `choose_by_codes`.
-        counted: The row after the last one in `counts`, at least first + k.
         stop: As of `choose_by_codes`, at least `counted`.
+        last: As of `choose_by_codes`.
         found: As of `choose_by_codes`.
+        counts: `count_pairs` of the codes of the rows from `first` to `counted`.
+        counted: The row after the last one in `counts`, at least first + k.
     """
-    (lines, _, count, grouped), heads, wide = tables.shape, codes.shape[1], find_width(tables.shape[2])
-    (splits, per_split), device, strides = split_rows(codes.shape[3]), codes.device, codes.stride()[:3]
+    batch, heads, _, count, size = codebook.shape
+    group, lines, wide, device = queries.shape[1] // heads, batch * heads, find_width(count), codes.device
+    grouped, strides = round_up(group), codes.stride()[:3]
+    splits = min(MOST, triton.cdiv(codes.shape[3], TILE))
+    per_split = triton.cdiv(triton.cdiv(codes.shape[3], splits), TILE) * TILE
     classes = torch.empty(lines, wide * wide, dtype=torch.uint8, device=device)
     rooms, arrived = (torch.empty(lines, dtype=torch.int32, device=device) for _ in range(2))
     tallies = torch.empty(lines, splits, 2, dtype=torch.int32, device=device)
-    _rank_pairs[lines,](
-        codes, tables, counts, torch.empty_like(counts), stop, classes, rooms, arrived, heads, group, count, first,
-        counted, found.shape[2], *strides,
-        WIDE=wide, G=grouped, N=MORE, num_warps=16 if wide * wide * grouped > 4096 else 4,
+    _rank_pairs[3, lines](
+        queries, codebook.contiguous(), keys, codes, counts, torch.empty_like(counts), stop, last, classes, rooms,
+        arrived, heads, group, count, size, first, counted, found.shape[2], scaling * LOG2E, *queries.stride(),
+        *keys.stride(), *strides,
+        WIDE=wide, G=grouped, M=max(16, grouped), E=max(16, round_up(size)), N=MORE, CENTROIDS=CENTROIDS,
+        COUNTED=COUNTED, CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+        num_warps=8 if wide * wide * grouped > 4096 else 4,
     )  # fmt: skip
-    given = codes, classes, rooms, arrived, tallies, stop, found, heads, first, per_split, found.stride(1), *strides
+    given = codes, classes, rooms, arrived, tallies, stop, found, heads, first, per_split, splits
     apart = is_interpreting() and splits > 1  # programs run one after the other there and cannot wait
     for begin, end in ((0, 1), (1, 2)) if apart else ((0, 2),):
-        _list_pairs[splits, lines](*given, WIDE=wide, SPLITS=splits, TILE=TILE, BEGIN=begin, END=end)
+        _list_pairs[splits, lines](
+            *given, found.stride(1), *strides,
+            WIDE=wide, MOST=MOST, TILE=TILE, ONE=per_split == TILE, BEGIN=begin, END=end, num_warps=8,
+        )  # fmt: skip

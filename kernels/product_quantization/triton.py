@@ -15,32 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
-from kvbench.kernels.product_quantization.pairs import list_by_pairs
+from kvbench.kernels.product_quantization.pairs import CENTROIDS, LOG2E, _find_nearest, list_by_pairs
 from kvbench.kernels.row_selection.triton import LINE, SINGLE, clear_work, count_first_digits, list_top
 
-LOG2E = 1.4426950408889634
-CENTROIDS = 64  # that a program multiplies or compares
 SPAN = 2048  # rows of a program, unless the group is large. Sums are in this order whatever the batch is
 LOGITS = 16384  # most logits that a program holds
 SPANS = tl.constexpr(64)  # whose sums are joined at once
-
-
-@triton.jit
-def _find_nearest(key, codebook, count, size, stride, N: tl.constexpr, E: tl.constexpr):
-    """Return the centroid of codebook (count, size) nearest to a key (size,), the first of equally near ones."""
-    column = tl.arange(0, E)
-    key = tl.load(key + column * stride, mask=column < size, other=0.0).to(tl.float32)
-    best, found = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
-    for begin in range(0, count, N):
-        code = begin + tl.arange(0, N)
-        here = (code < count)[:, None] & (column < size)[None]
-        centroid = tl.load(codebook + code[:, None] * size + column[None], mask=here, other=0.0).to(tl.float32)
-        nearness = tl.where(code < count, tl.sum(centroid * (2 * key[None] - centroid), 1), float("-inf"))
-        largest = tl.max(nearness, 0)
-        nearest = tl.min(tl.where(nearness == largest, code, 256), 0)
-        found = tl.where(largest > best, nearest, found)
-        best = tl.maximum(best, largest)
-    return found.to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["count", "heads", "first", "k_b", "k_h", "c_b", "c_h", "c_m"])
@@ -209,10 +189,9 @@ def choose_by_codes_triton(
     queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
     last: Tensor, found: Tensor, counted: tuple[Tensor, int] | None,
 ) -> None:  # fmt: skip
-    rows, group = first + codes.shape[3], queries.shape[1] // codes.shape[1]
+    rows = first + codes.shape[3]
     if counted is not None and found.numel():
-        tables = multiply(queries, codes, codebook, scaling, first, stop, (keys, last))
-        list_by_pairs(tables, codes, counted[0], group, first, counted[1], stop, found)
+        list_by_pairs(queries, keys, codes, codebook, scaling, first, stop, last, found, *counted)
         return
     lines, work = codes[:, :, 0, 0].numel(), None
     if rows > SINGLE:

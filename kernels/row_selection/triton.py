@@ -89,12 +89,12 @@ def _find_digit(counts, start, room):
 
 
 @triton.jit
-def _wait(arrived, SPLITS: tl.constexpr):
+def _wait(arrived, splits):
     """Wait until all programs of a head are here. What they wrote before can be read then."""
     tl.debug_barrier()
-    if SPLITS > 1:
+    if splits > 1:
         tl.atomic_add(arrived, 1, sem="release")
-        while tl.atomic_add(arrived, 0, sem="acquire") < SPLITS:
+        while tl.atomic_add(arrived, 0, sem="acquire") < splits:
             pass
         tl.debug_barrier()
 

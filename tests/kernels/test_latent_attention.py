@@ -365,7 +365,7 @@ def ahead():
     for rank, dim, more, dtype, bits in (
         (256, 128, False, "bf16", 0), (256, 128, True, "bf16", 0), (512, 128, True, "fp16", 0),
         (128, 64, False, "bf16", 0), (256, 128, False, "fp32", 0), (256, 128, False, "bf16", 4),
-        (256, 128, True, "bf16", 3),
+        (256, 128, True, "bf16", 3), (64, 128, False, "bf16", 0),
     ):  # fmt: skip
         exact = dtype == "fp32"
         kinds = table | dict.fromkeys(model, f"*{dtype}")
@@ -374,11 +374,11 @@ def ahead():
         asked = kinds | {"queries": f"*{dtype}"}
         shape = own.choose_shape(rank, 4, 4, dim, exact, more, bits)
         terms = shape.pop("PARTS")
-        eights = {"BITS": bits, "EIGHT": 8}
+        eights, laid = {"BITS": bits, "EIGHT": 8}, {"BY_ROW": rank > 64}
         flags = {"NORM": more, "BIAS": more, "PLACES": more, "MARKS": more, "CAST": False}
-        yield list_typed_kernel(own._weigh, asked, flags | {"UNIT": 16, "RK": pitch} | eights | shape)
+        yield list_typed_kernel(own._weigh, asked, flags | {"UNIT": 16, "RK": pitch} | eights | laid | shape)
         summing = {"UNIT": 16, "PARTS": terms, "R": rank, "RV": pitch, "M": 16, "N": shape["N"], "CAST": False}
-        summing |= eights
+        summing |= eights | laid
         yield list_typed_kernel(own._sum, kinds, summing | own.choose_stages(rank, 16, exact, bits))
         small = {"num_warps": 4, "num_stages": 3}
         joining = {"BIAS": more, "R": rank, "BLOCK": own.BLOCK, "JOINED": own.JOINED}

@@ -279,14 +279,18 @@ def ahead():
     for dtype, dim, parts, group in (("bf16", 128, 2, 4), ("fp32", 128, 4, 8), ("fp16", 96, 1, 1), ("bf16", 64, 4, 32)):
         kinds = whole | dict.fromkeys(("queries", "codebook", "keys"), f"*{dtype}")
         wide = 1 << (dim // parts - 1).bit_length()
-        sizes = {"M": max(16, group), "N": own.CENTROIDS, "E": wide, "G": group, "CAST": False, "q_d": 1, "k_d": 1}
+        sizes = {"M": max(16, group), "N": pairs.CENTROIDS, "E": wide, "G": group, "CAST": False, "q_d": 1, "k_d": 1}
         yield list_kernel(own._products, kinds, {**sizes, "ENCODE": True}, num_warps=4)
         sizes = {"PARTS": parts, "G": group, "N": min(own.SPAN, own.LOGITS // group), "COUNT": True}
         for kernel in (own._sums, own._scores):
             yield list_kernel(kernel, kinds, sizes, num_warps=8)
     numbers = dict.fromkeys(("counts", "totals", "rooms", "arrived", "tallies"), "*i32")
     kinds = whole | numbers | {"classes": "*u8", "found": "*i64"}
+    vectors = dict.fromkeys(("queries", "codebook", "keys"), "*bf16")
     for wide, group in ((64, 4), (16, 1), (64, 8)):
-        yield list_kernel(pairs._rank_pairs, kinds, {"WIDE": wide, "G": group, "N": pairs.MORE}, num_warps=16)
-        sizes = {"WIDE": wide, "SPLITS": 32, "TILE": pairs.TILE, "BEGIN": 0, "END": 2}
-        yield list_kernel(pairs._list_pairs, kinds, sizes, num_warps=4)
+        sizes = {"WIDE": wide, "G": group, "M": 16, "E": 64, "N": pairs.MORE, "CENTROIDS": pairs.CENTROIDS}
+        sizes |= {"COUNTED": pairs.COUNTED, "CAST": False, "q_d": 1, "k_d": 1}
+        yield list_kernel(pairs._rank_pairs, kinds | vectors, sizes, num_warps=8)
+        sizes = {"WIDE": wide, "MOST": pairs.MOST, "TILE": pairs.TILE, "BEGIN": 0, "END": 2}
+        for one in (True, False):
+            yield list_kernel(pairs._list_pairs, kinds, sizes | {"ONE": one}, num_warps=8)

@@ -44,7 +44,7 @@ def list_kernel(kernel: object, pointers: dict[str, str], constants: dict[str, i
 
 def list_typed_kernel(kernel, kinds, constants):
     """A kernel with the types of all arguments, integers where nothing else is said, its constants and options."""
-    options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
     names = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
     return kernel, names, constants, options
 
