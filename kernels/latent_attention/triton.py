@@ -27,7 +27,7 @@ BY_ROW = 16  # least queries of a group whose logits are stored row by row
 WIDE = 256  # most channels of the keys that a program makes at once
 ROWS = 64  # rows of a tile, as many as the matrix units take at least
 ASKING = 64  # most queries of a group that a program sums latents for
-JOINED = 16  # sums that are joined at once
+JOINED = 4096  # most latents of sums that are joined at once
 BLOCK = 32  # latents of a program that appends, and channels of one that joins
 
 
@@ -554,12 +554,13 @@ def attend_latents_triton(
         logits, step, rows.addresses, rows.ranks, rows.counts, rows.starts, queries, *list_memory(rows.values), *parts,
         rows.room, held_tiles, splits, groups, heads * each,
         UNIT=find_unit(rows.values), PARTS=terms, R=rank, RV=rows.values.more.shape[3], M=some, N=size,
-        BITS=rows.values.bits, EIGHT=EIGHT, BY_ROW=by_row, CAST=cast, **choose_stages(rank, some, exact, rows.values.bits),
+        BITS=rows.values.bits, EIGHT=EIGHT, BY_ROW=by_row, CAST=cast,
+        **choose_stages(rank, some, exact, rows.values.bits),
     )  # fmt: skip
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     _join[batch * query_heads, triton.cdiv(dim, BLOCK)](
         *parts, rows.addresses, rows.ranks, outputs, splits, groups, heads, each, dim,
-        BIAS=rows.values.bias is not None, R=rank, BLOCK=BLOCK, JOINED=JOINED, num_warps=4,
+        BIAS=rows.values.bias is not None, R=rank, BLOCK=BLOCK, JOINED=max(1, JOINED // rank), num_warps=4,
     )  # fmt: skip
     return outputs
 

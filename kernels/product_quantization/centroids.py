@@ -21,7 +21,7 @@ def round_up(count: int) -> int:
 
 
 def find_width(count: int) -> int:
-    """Return W, the first power of two from `count` and 16 on. With so many centroids, codes i and j are pair i·W + j."""
+    """Return W, the first power of two from `count` and 16 on. Codes i and j of so many centroids are pair i·W + j."""
     return max(16, round_up(count))
 
 

@@ -381,7 +381,7 @@ def ahead():
         summing |= eights | laid
         yield list_typed_kernel(own._sum, kinds, summing | own.choose_stages(rank, 16, exact, bits))
         small = {"num_warps": 4, "num_stages": 3}
-        joining = {"BIAS": more, "R": rank, "BLOCK": own.BLOCK, "JOINED": own.JOINED}
+        joining = {"BIAS": more, "R": rank, "BLOCK": own.BLOCK, "JOINED": own.JOINED // rank}
         yield list_typed_kernel(own._join, kinds, joining | small)
         appending = {"NORM": more, "KEY_BIAS": more, "VALUE_BIAS": False, "RK": rank, "RV": rank, "D": dim, "W": 256}
         appending |= {"BLOCK": own.BLOCK, "BLOCKS": rank // own.BLOCK, "ROUNDED": bits > 0}
