@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.product_quantization.centroids import (
+    COUNTABLE,
     HELD,
     count_pairs,
     cut_keys,
@@ -108,7 +109,7 @@ def choose_by_codes(
         wide = find_width(codebook.shape[3])
         lists = lists and counted[1] >= first + found.shape[2] and codes.shape[2] == 2
         lists = lists and counted[0].shape == (*codes.shape[:2], wide * wide) and counted[0].dtype == torch.int32
-        lists = lists and counted[0].is_contiguous()
+        lists = lists and counted[0].is_contiguous() and codes.shape[3] < 2 * COUNTABLE
         lists = lists and wide * wide * round_up(queries.shape[1] // codes.shape[1]) <= HELD
     if not fits or not lists or codes.stride(3) != 1:
         raise ValueError(

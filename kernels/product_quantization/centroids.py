@@ -7,6 +7,7 @@ DISTANCES = 1 << 20  # that are computed together: as many as a CPU's cache hold
 MOST_DISTANCES = 1 << 25  # on a GPU
 PAIRED = 64  # most centroids of a part, of which pairs are counted
 HELD = 32768  # most logits of pairs that a program of `pairs` holds
+COUNTABLE = 1 << 20  # most rows whose pairs are counted: three numbers of rows, also of later ones, fit 63 bits
 
 
 def cut_keys(keys: Tensor, parts: int) -> Tensor:
@@ -28,8 +29,8 @@ def find_width(count: int) -> int:
 def count_pairs(codes: Tensor, count: int, group: int) -> Tensor | None:
     """Return how many rows have each pair of codes, (B, H, W·W) int32, as `find_width` numbers pairs.
 
-    Returns None if rows have another number of codes than two, if there are more than PAIRED centroids, or if the
-    queries of a KV head have more than HELD logits of pairs, because then no kernel uses them.
+    Returns None if rows have another number of codes than two, if there are more than PAIRED centroids or COUNTABLE rows,
+    or if the queries of a KV head have more than HELD logits of pairs, because then no kernel uses them.
 
     Args:
         codes: Codes of the rows, (B, H, m, n) uint8.
@@ -37,7 +38,7 @@ def count_pairs(codes: Tensor, count: int, group: int) -> Tensor | None:
         group: Number of queries of a KV head, G.
     """
     wide = find_width(count)
-    if codes.shape[2] != 2 or count > PAIRED or wide * wide * round_up(group) > HELD:
+    if codes.shape[2] != 2 or codes.shape[3] > COUNTABLE or count > PAIRED or wide * wide * round_up(group) > HELD:
         return None
     pair = codes[:, :, 0].long() * wide + codes[:, :, 1]
     none = torch.zeros(*pair.shape[:2], wide * wide, dtype=torch.int32, device=codes.device)

@@ -231,10 +231,11 @@ def test_counts_that_do_not_fit_are_refused():
             choose_by_codes(queries, keys, codes, book, 1.0, 0, last, last, found, counted=(counts, rows))
 
 
-def test_pairs_of_many_centroids_or_other_numbers_of_codes_are_not_counted():
+def test_pairs_of_many_centroids_or_rows_or_other_numbers_of_codes_are_not_counted():
     two, four = (torch.zeros(1, 1, parts, 5, dtype=torch.uint8) for parts in (2, 4))
     assert count_pairs(two, 64, 8) is not None and count_pairs(two, 64, 9) is None
     assert count_pairs(two, 65, 1) is None and count_pairs(four, 16, 1) is None
+    assert count_pairs(two[..., :1].expand(1, 1, 2, (1 << 20) + 1), 16, 1) is None
 
 
 def test_codes_of_all_rows_are_those_of_each():
