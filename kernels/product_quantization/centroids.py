@@ -29,8 +29,8 @@ def find_width(count: int) -> int:
 def count_pairs(codes: Tensor, count: int, group: int) -> Tensor | None:
     """Return how many rows have each pair of codes, (B, H, W·W) int32, as `find_width` numbers pairs.
 
-    Returns None if rows have another number of codes than two, if there are more than PAIRED centroids or more than
-    COUNTABLE rows, or if the queries of a KV head have more than HELD logits of pairs, because then no kernel uses them.
+    Returns None if no kernel uses them: if rows have another number of codes than two, if there are more than PAIRED
+    centroids or more than COUNTABLE rows, or if the queries of a KV head have more than HELD logits of pairs.
 
     Args:
         codes: Codes of the rows, (B, H, m, n) uint8.
