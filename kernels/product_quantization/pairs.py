@@ -20,6 +20,7 @@ MORE = 256  # further rows whose pairs are counted at once
 TILE = 4096  # rows of which a program looks up the pairs at once
 MOST = 64  # programs that list the rows of a head
 NEAR = 1 << 18  # numbers between bounds among which pairs are looked at one by one
+STEPS = 12  # pairs that are
 COUNTED = 21  # bits of a number of rows. Three such numbers are added up as one
 
 
@@ -49,27 +50,39 @@ def _load_pairs(codes, row, here, first, c_m, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _find_last(numbers, rows, k, COUNTED: tl.constexpr, NEAR: tl.constexpr):
+def _narrow(numbers, rows, k, low, high, COUNTED: tl.constexpr):
+    """Return nearer bounds, from the counts (int64) of the rows that reach three numbers between them.
+
+    A sum over all threads takes longer than its terms, so the three counts are added up as one number.
+    """
+    fourth, most = (high - low) // 4 + 1, (1 << COUNTED) - 1
+    reach = tl.where(numbers >= low + fourth, rows, 0) + (tl.where(numbers >= low + 2 * fourth, rows, 0) << COUNTED)
+    reach = tl.sum(reach + (tl.where(numbers >= low + 3 * fourth, rows, 0) << 2 * COUNTED), 0)
+    one, two, three = reach & most, (reach >> COUNTED) & most, reach >> 2 * COUNTED
+    enough = (one >= k).to(tl.uint32) + (two >= k).to(tl.uint32) + (three >= k).to(tl.uint32)
+    low += enough * fourth
+    return low, tl.where(enough == 3, high, tl.minimum(high, low + fourth - 1))
+
+
+@triton.jit
+def _find_last(numbers, rows, k, COUNTED: tl.constexpr, NEAR: tl.constexpr, STEPS: tl.constexpr):
     """Return the number of the k-th row if `rows` rows have each of the numbers, and rows are in descending order.
 
-    Each turn looks at three numbers between the bounds, because a sum over all threads takes longer than three terms.
-    Between near bounds there are few pairs, which are looked at one by one.
+    Between near bounds there are mostly few pairs, so the largest ones are looked at one by one before the bounds are
+    narrowed further.
     """
     low = tl.min(tl.where(numbers > 0, numbers, 0xFFFFFFFF), 0).to(tl.uint32)
     high = tl.max(numbers, 0)  # k rows reach `low`, and fewer reach `high` + 1
-    wide, most = rows.to(tl.int64), (1 << COUNTED) - 1
+    wide, steps = rows.to(tl.int64), tl.full((), 0, tl.int32)
     while low + NEAR < high:
-        fourth = (high - low) // 4 + 1
-        reach = tl.where(numbers >= low + fourth, wide, 0) + (tl.where(numbers >= low + 2 * fourth, wide, 0) << COUNTED)
-        reach = tl.sum(reach + (tl.where(numbers >= low + 3 * fourth, wide, 0) << 2 * COUNTED), 0)
-        one, two, three = reach & most, (reach >> COUNTED) & most, reach >> 2 * COUNTED
-        enough = (one >= k).to(tl.uint32) + (two >= k).to(tl.uint32) + (three >= k).to(tl.uint32)
-        low += enough * fourth
-        high = tl.where(enough == 3, high, tl.minimum(high, low + fourth - 1))
-    while low < high:
+        low, high = _narrow(numbers, wide, k, low, high, COUNTED)
+    while (low < high) & (steps < STEPS):
         largest = tl.max(tl.where(numbers <= high, numbers, 0), 0)
         enough = tl.sum(tl.where(numbers >= largest, rows, 0), 0) >= k
         low, high = tl.where(enough, largest, low), tl.where(enough, largest, largest - 1)
+        steps += 1
+    while low < high:
+        low, high = _narrow(numbers, wide, k, low, high, COUNTED)
     return low
 
 
@@ -91,7 +104,7 @@ def _rank_pairs(
     queries, codebook, keys, codes, counts, totals, stop, last, classes, rooms, arrived,
     heads, group, count, size, first, counted, k, scale, q_b, q_h, q_d, k_b, k_h, k_n, k_d, c_b, c_h, c_m,
     WIDE: tl.constexpr, G: tl.constexpr, M: tl.constexpr, E: tl.constexpr, N: tl.constexpr, CENTROIDS: tl.constexpr,
-    COUNTED: tl.constexpr, NEAR: tl.constexpr, CAST: tl.constexpr,
+    COUNTED: tl.constexpr, NEAR: tl.constexpr, STEPS: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Write the class of each pair of a head (B·H, W·W), and for how many rows of class 1 there is room.
 
@@ -136,7 +149,7 @@ def _rank_pairs(
         total = tl.sum(rows.to(tl.float32)[:, None] * tl.exp2(logits - most[None]), 0)
         whole = most + tl.log2(tl.where(total > 0, total, 1.0))
         numbers = tl.where(rows > 0, _number(tl.sum(tl.exp2(logits - whole[None]), 1)), 0)
-        low = _find_last(numbers, rows, k, COUNTED, NEAR)
+        low = _find_last(numbers, rows, k, COUNTED, NEAR, STEPS)
         above = tl.sum(tl.where(numbers > low, rows, 0))
         found = tl.where(numbers > low, 2, tl.where(numbers == low, 1, 0))
         tl.store(classes + line * WIDE * WIDE + pair, found.to(tl.uint8))
@@ -240,7 +253,7 @@ def list_by_pairs(
         arrived, heads, group, count, size, first, counted, found.shape[2], scaling * LOG2E, *queries.stride(),
         *keys.stride(), *strides,
         WIDE=wide, G=grouped, M=max(16, grouped), E=max(16, round_up(size)), N=MORE, CENTROIDS=CENTROIDS,
-        COUNTED=COUNTED, NEAR=NEAR, CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+        COUNTED=COUNTED, NEAR=NEAR, STEPS=STEPS, CAST=is_interpreting() and queries.dtype == torch.bfloat16,
         num_warps=8 if wide * wide * grouped > 4096 else 4,
     )  # fmt: skip
     given = codes, classes, rooms, arrived, tallies, stop, found, heads, first, per_split, splits

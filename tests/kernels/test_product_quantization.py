@@ -199,9 +199,15 @@ def test_chosen_rows_are_those_with_the_largest_scores(rows, k, dtype, monkeypat
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count, group", [(16, 3), (64, 4), (11, 1)])
-@pytest.mark.parametrize("rows, later, k", [(600, 0, 1), (600, 300, 150), (9000, 20, 700), (9000, 20, 8980)])
-def test_rows_listed_by_pairs_are_those_with_the_largest_scores(rows, later, k, count, group, dtype):
-    """The pairs of all candidates but the `later` ones are counted. Codes behind the candidates are garbage."""
+@pytest.mark.parametrize(
+    "rows, later, k, scaling",
+    [(600, 0, 1, 0.2), (600, 300, 150, 0.2), (9000, 20, 700, 0.2), (9000, 20, 8980, 0.2), (9000, 20, 3500, 3e-3)],
+)
+def test_rows_listed_by_pairs_are_those_with_the_largest_scores(rows, later, k, scaling, count, group, dtype):
+    """The pairs of all candidates but the `later` ones are counted. Codes behind the candidates are garbage.
+
+    With a small factor of the logits the scores of all pairs are near each other.
+    """
     draw = torch.Generator().manual_seed(rows + count)
     keys = torch.randn(2, 2, rows + 9, 64, generator=draw).to(DEVICE, dtype)
     queries = torch.randn(2, 2 * group, 64, generator=draw).to(DEVICE, dtype)
@@ -213,10 +219,10 @@ def test_rows_listed_by_pairs_are_those_with_the_largest_scores(rows, later, k, 
     assert pairs.sum() == 4 * (rows - later)
     lists = torch.full((2, 2, 5 + k), -7, device=DEVICE)
     choose_by_codes(
-        queries, keys, codes, codebook, 0.2, 7, stop, last, lists[..., 5:], counted=(pairs, rows + 7 - later),
+        queries, keys, codes, codebook, scaling, 7, stop, last, lists[..., 5:], counted=(pairs, rows + 7 - later),
         implementation="triton",
     )  # fmt: skip
-    scores = code_scores(queries, codes, codebook, 0.2, 7, stop, implementation="triton")
+    scores = code_scores(queries, codes, codebook, scaling, 7, stop, implementation="triton")
     assert torch.equal(lists[..., 5:], top_k_indices(scores, k, implementation="triton"))
     assert (lists[..., :5] == -7).all()
     assert torch.equal(codes[..., rows + 1], encode(keys[:, :, rows + 8 :][:, :, :1], codebook)[..., 0])
@@ -290,7 +296,7 @@ def ahead():
     vectors = dict.fromkeys(("queries", "codebook", "keys"), "*bf16")
     for wide, group in ((64, 4), (16, 1), (64, 8)):
         sizes = {"WIDE": wide, "G": group, "M": 16, "E": 64, "N": pairs.MORE, "CENTROIDS": pairs.CENTROIDS}
-        sizes |= {"COUNTED": pairs.COUNTED, "NEAR": pairs.NEAR, "CAST": False, "q_d": 1, "k_d": 1}
+        sizes |= {"COUNTED": pairs.COUNTED, "NEAR": pairs.NEAR, "STEPS": pairs.STEPS, "CAST": False, "q_d": 1, "k_d": 1}
         yield list_kernel(pairs._rank_pairs, kinds | vectors, sizes, num_warps=8)
         sizes = {"WIDE": wide, "MOST": pairs.MOST, "TILE": pairs.TILE, "BEGIN": 0, "END": 2}
         for one in (True, False):
