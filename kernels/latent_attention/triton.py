@@ -21,8 +21,8 @@ CORES = 132  # multiprocessors that the rows are split over
 LATENTS = 128  # most latents of a row that a program makes keys of
 KEPT = 128 * 1024  # most bytes of U that a program keeps in shared memory
 SMALL = 64 * 1024  # most with which a multiprocessor runs two programs
-NARROW = 64  # most latents of a row of which a multiprocessor runs three programs, with REGISTERS for a thread
-REGISTERS = 168
+NARROW = 64  # most latents of a row with which a multiprocessor runs further programs
+REGISTERS = 168  # of a thread that computes logits of so few latents: three programs
 BY_ROW = 16  # least queries of a group whose logits are stored row by row
 WIDE = 256  # most channels of the keys that a program makes at once
 ROWS = 64  # rows of a tile, as many as the matrix units take at least
@@ -545,7 +545,7 @@ def attend_latents_triton(
     rank = triton.next_power_of_2(max(16, rows.values.largest_rank))
     some = min(ASKING, triton.next_power_of_2(max(16, heads * each)))
     turns = triton.cdiv(heads * each, some)
-    splits = split_rows(batch * groups * turns, held_tiles, 4 if rank <= 64 else 2)
+    splits = split_rows(batch * groups * turns, held_tiles, 4 if rank <= NARROW else 2)
     parts = [
         torch.empty(batch * groups, splits, heads * each, *more, dtype=torch.float32, device=queries.device)
         for more in ((rank,), (), ())
