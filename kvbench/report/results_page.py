@@ -26,6 +26,7 @@ WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show
 MOST_CURVES = 12  # methods of a picture
 ALL = 0.995  # share of the full cache's bytes from which on a cell holds all of them
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
+SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 Protocol = tuple[str, ...]
 
 HEAD = """\
@@ -185,9 +186,26 @@ def describe_origin(tiers: Mapping[str, Sequence[Line]]) -> list[str]:
 
     said = f"Measured on {join('machine')} in {join('dtype')}, with torch {join('torch')} and transformers "
     said += f"{join('transformers')}, by code {join('code')}. conf/measured.yaml lists the sweeps."
-    warnings = dict.fromkeys(line["warnings"] for line in lines if line["warnings"])
-    notes = [f"\n{wrap(own)}" for own in (said, *warnings)]
+    warnings = dict.fromkeys(own for line in lines for own in SENTENCE.split(line["warnings"] or "") if own)
+    notes = [f"\n{wrap(own)}" for own in (said, describe_versions(tiers), " ".join(warnings)) if own]
     return [*format_markdown(columns, [*map(describe, tiers.items())]), *notes]
+
+
+def describe_versions(tiers: Mapping[str, Sequence[Line]]) -> str:
+    """Return what the full cache scores where tiers share a protocol but not the code; empty if it scores the same."""
+    found = []
+    for protocol, cells in split_protocols([line for own in tiers.values() for line in own if is_full(line)]):
+        scores = sorted({line["score"] for line in cells})
+        if len(scores) > 1 and len({line["code"] for line in cells}) > 1:
+            bounds = f"{format_number(scores[0])} to {format_number(scores[-1])}"
+            found.append(f"{bounds} with {describe_protocol(protocol)}")
+    if not found:
+        return ""
+    return (
+        f"The full cache scores {join_words(found, 'and')}, depending on the tier. These tiers were measured with "
+        "different kernels, which add up numbers of 16 bits in other orders, and a few answers change with that. All "
+        "cells of a tier have the same kernels: compare a method with the cells of its own tier."
+    )
 
 
 def describe_separation(cells: Sequence[Line]) -> list[str]:

@@ -76,6 +76,28 @@ def test_the_same_lines_give_the_same_page(machine, tmp_path):
     assert [path.read_text() for path in one] == [path.read_text() for path in other]
 
 
+def test_the_page_says_where_tiers_of_different_code_score_differently(machine, lines, tmp_path):
+    def write_page(**changes) -> str:
+        shared = [
+            line | changes if line["method"] == "full" else line for line in lines if line["question"] == "hidden"
+        ]
+        (machine / "b.csv").write_text(format_lines([line for line in shared if line["question"] == "hidden"]))
+        return " ".join(write_results_page(machine, tmp_path / "docs")[0].read_text().split())
+
+    said = "The full cache scores 80.0 to 90.0 with tiny, ruler length 2048, question hidden, depending on the tier."
+    assert said in write_page(score=80.0, code="git other")
+    assert "depending on the tier" not in write_page(score=80.0)
+    assert "depending on the tier" not in write_page(code="git other")
+
+
+def test_a_warning_that_tiers_share_is_said_once(machine, lines, tmp_path):
+    both = "Made-up texts: no evidence. Generated text (haystack) replaces the benchmark's own."
+    for name, warnings in {"a": both, "b": both.split(". ")[1]}.items():
+        (machine / f"{name}.csv").write_text(format_lines([line | {"warnings": warnings} for line in lines]))
+    text = write_results_page(machine, tmp_path / "docs")[0].read_text()
+    assert text.count("Made-up texts") == text.count("Generated text") == 1
+
+
 def test_the_page_says_which_methods_hold_all_bytes(lines):
     assert describe_holders(lines) == []
     held = [line | {"bytes_held": 1.0} if line["label"] == "random" else line for line in lines]
