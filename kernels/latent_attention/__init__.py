@@ -51,7 +51,11 @@ def append_latents(
             f"append: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)} for "
             f"{batch} samples and {rows.heads} heads of {rows.dim}"
         )
-    check_angles("append", cos, sin, rows)
+    if cos.shape != sin.shape or cos.shape[1] > rows.dim or len(cos) < rows.seen + rows.room:
+        raise ValueError(
+            f"append: cos {tuple(cos.shape)}, sin {tuple(sin.shape)} for {rows.seen + rows.room} positions of "
+            f"{rows.dim} channels"
+        )
     if choose_implementation("append", implementation, queries) == "reference":
         return append_latents_reference(queries, keys, values, cos, sin, rows, step, norm)
     from kvbench.kernels.latent_attention.triton import append_latents_triton
@@ -62,8 +66,7 @@ def append_latents(
 @announced
 def attend_latents(
     queries: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    pairs: Tensor,
     rows: LatentRows,
     scaling: float,
     step: Tensor,
@@ -75,8 +78,8 @@ def attend_latents(
 
     Args:
         queries: Normed and rotated, (B, Hq, 1, d); H divides Hq.
-        cos: The cosines of all positions, (P, r), with r at most d. Both halves of a position are equal.
-        sin: (P, r)
+        pairs: Cosine and sine of each pair of channels that is rotated, for all positions, (P, r/2, 2), contiguous and
+            in the queries' dtype, with r at most d.
         rows: The rows.
         scaling: The factor of the logits.
         step: Number of tokens read since the memory was made, this one not counted, int32 on the device.
@@ -93,17 +96,14 @@ def attend_latents(
         raise ValueError(
             f"attend: queries {tuple(queries.shape)}, {rows.batch} samples and {rows.heads} heads of {rows.dim}"
         )
-    check_angles("attend", cos, sin, rows)
+    shape = tuple(pairs.shape)
+    if shape[2:] != (2,) or 2 * shape[1] > rows.dim or shape[0] < rows.seen + rows.room or pairs.dtype != queries.dtype:
+        raise ValueError(
+            f"attend: pairs {shape} of {pairs.dtype} for {rows.seen + rows.room} positions of {rows.dim} channels of "
+            f"{queries.dtype}"
+        )
     if choose_implementation("attend", implementation, queries) == "reference":
-        return attend_latents_reference(queries, cos, sin, rows, scaling, step, norm)
+        return attend_latents_reference(queries, pairs, rows, scaling, step, norm)
     from kvbench.kernels.latent_attention.triton import attend_latents_triton
 
-    return attend_latents_triton(queries, cos, sin, rows, scaling, step, norm)
-
-
-def check_angles(op: str, cos: Tensor, sin: Tensor, rows: LatentRows) -> None:
-    """Raise a ValueError if there are not the angles of all positions."""
-    if cos.shape != sin.shape or cos.shape[1] > rows.dim or len(cos) < rows.seen + rows.room:
-        raise ValueError(
-            f"{op}: cos {tuple(cos.shape)}, sin {tuple(sin.shape)} for {rows.seen + rows.room} positions of {rows.dim}"
-        )
+    return attend_latents_triton(queries, pairs, rows, scaling, step, norm)

@@ -35,9 +35,10 @@ def write_latents(side: Side, group: int, step: int, latents: Tensor) -> None:
 
 
 def attend_latents_reference(
-    queries: Tensor, cos: Tensor, sin: Tensor, rows: LatentRows, scaling: float, step: Tensor,
+    queries: Tensor, pairs: Tensor, rows: LatentRows, scaling: float, step: Tensor,
     norm: tuple[Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
+    cos, sin = (part.repeat(1, 2) for part in pairs.unbind(-1))
     return attend_reference(queries, *pad_rows(rows, int(step), cos, sin, norm), scaling, None, False)[0]
 
 

@@ -227,8 +227,23 @@ def _restore(k, total, steps, zeros, line, here):
 
 
 @triton.jit
+def _split_pairs(word, like):
+    """Return the cosines and the sines that words hold side by side, as float32."""
+    if like.dtype.element_ty == tl.bfloat16:
+        return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+    elif like.dtype.element_ty == tl.float16:
+        cos, sin = (
+            word.to(tl.int16).to(tl.float16, bitcast=True),
+            (word >> 16).to(tl.int16).to(tl.float16, bitcast=True),
+        )
+        return cos.to(tl.float32), sin.to(tl.float32)
+    else:
+        return word.to(tl.int32).to(tl.float32, bitcast=True), (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _turn_and_ask(
-    k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part,
+    k, bias, key_norm, word, like, q, heads, dim, turning, epsilon, own, part,
     NORM: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Return the products of keys (N, HEADS·DP), which are normed and rotated first, with queries, (N, M)."""
@@ -244,7 +259,7 @@ def _turn_and_ask(
         inverse = (1.0 / tl.sqrt(tl.sum(x * x + y * y, 2) / dim + epsilon))[:, :, None]
         x *= inverse * tl.load(key_norm + low, mask=pair < dim // 2, other=0.0).to(tl.float32)[None, None]
         y *= inverse * tl.load(key_norm + high, mask=pair < dim // 2, other=0.0).to(tl.float32)[None, None]
-    c, s = c.to(tl.float32)[:, None], s.to(tl.float32)[:, None]
+    c, s = _split_pairs(word[:, None], like)
     k = tl.reshape(tl.join(x * c - y * s, y * c + x * s), [N, HEADS * DP])
     return tl.dot(k.to(q.dtype), q, input_precision="ieee")
 
@@ -280,16 +295,19 @@ def _store_logits(
 
 @triton.jit(do_not_specialize=["seen", "room", "held_tiles", "splits"])
 def _weigh(
-    queries, cos, sin, key_norm, step, addresses, ranks, counts, starts, positions, places, marks, more_keys,
+    queries, angles, key_norm, step, addresses, ranks, counts, starts, positions, places, marks, more_keys,
     more_steps, more_zeros, logits, seen, room, held_tiles, splits, groups, heads, each, dim, turning, epsilon, scale,
     NORM: tl.constexpr, BIAS: tl.constexpr, PLACES: tl.constexpr, MARKS: tl.constexpr, KEEP: tl.constexpr,
     UNIT: tl.constexpr, R: tl.constexpr, RK: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr, BY_ROW: tl.constexpr, CAST: tl.constexpr,
+    STILL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Compute what some latents add to the logits of some KV heads of a group, for every `splits`-th tile of its rows.
 
     `heads` is the number of KV heads of a group, `each` that of the queries of a KV head. Logits are in base 2. Rows
-    that a head does not hold and places of a tile without a row get -inf. With KEEP U stays in shared memory.
+    that a head does not hold and places of a tile without a row get -inf. `angles` are words of a cosine and a sine,
+    STILL that of channels that are not rotated, 0 if there are none. With KEEP U stays in shared memory. With AHEAD the
+    compiler starts to read the next tile before this one is rotated.
     """
     programs = tl.cdiv(heads, HEADS)
     place, split, part = tl.program_id(0) // programs, tl.program_id(1), tl.program_id(2)
@@ -315,7 +333,7 @@ def _weigh(
     if CAST:
         q = q.to(tl.float32)
     bias = _point(addresses, 6 * groups + group, queries)
-    pairs = tl.arange(0, DP // 2)
+    pair = tl.arange(0, DP // 2)
     if KEEP:
         u = _load_columns(up, heads, rank, part * R, dim, turning, own, R, DP, HEADS, CAST)
         if BITS:
@@ -343,10 +361,10 @@ def _weigh(
         if PLACES:
             at = tl.load(positions + first_place + at, mask=here & (is_new == 0), other=0)
         at = tl.where(is_new, seen + first + line, at)
-        angle = at[:, None] * turning + pairs[None]
-        turns = here[:, None] & (pairs < turning // 2)[None]
-        c = tl.load(cos + angle, mask=turns, other=1.0)
-        s = tl.load(sin + angle, mask=turns, other=0.0)
+        turns = here[:, None] & ((pair < turning // 2)[None] if STILL else True)
+        word = tl.load(angles + at[:, None] * (turning // 2) + pair[None], mask=turns, other=0)
+        if STILL:
+            word = tl.where(pair[None] < turning // 2, word, STILL)
         pitch = tl.multiple_of(tl.where(is_new, RK, size), [UNIT])
         source = tl.where(is_new, appended, held) + first.to(tl.int64) * pitch
         steps = tl.where(is_new, more_steps, held_steps) + first
@@ -360,9 +378,10 @@ def _weigh(
             )  # fmt: skip
             if BITS:
                 k = _restore(k, sums, steps, zeros, line, here)
-            if left > 0:  # always; under a condition the compiler starts to read the next tile before
+            if left > 0 if AHEAD else True:  # always; reads of the next tile come before what is under a condition
                 found = _turn_and_ask(
-                    k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part, NORM, BIAS, N, DP, HEADS
+                    k, bias, key_norm, word, queries, q, heads, dim, turning, epsilon, own, part,
+                    NORM, BIAS, N, DP, HEADS,
                 )  # fmt: skip
                 _store_logits(
                     found * scale, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
@@ -378,7 +397,8 @@ def _weigh(
             if BITS:
                 k = _restore(k, sums, steps, zeros, line, here)
             found = _turn_and_ask(
-                k, bias, key_norm, c, s, q, heads, dim, turning, epsilon, own, part, NORM, BIAS, N, DP, HEADS
+                k, bias, key_norm, word, queries, q, heads, dim, turning, epsilon, own, part,
+                NORM, BIAS, N, DP, HEADS,
             )  # fmt: skip
             _store_logits(
                 found * scale, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
@@ -513,7 +533,7 @@ def list_memory(side: Side) -> tuple[Tensor, ...]:
 
 
 def attend_latents_triton(
-    queries: Tensor, cos: Tensor, sin: Tensor, rows: LatentRows, scaling: float, step: Tensor,
+    queries: Tensor, pairs: Tensor, rows: LatentRows, scaling: float, step: Tensor,
     norm: tuple[Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
     batch, query_heads, _, dim = queries.shape
@@ -527,20 +547,22 @@ def attend_latents_triton(
     tiles = held_tiles + triton.cdiv(rows.room, size)
     logits = torch.empty(terms, batch * groups, tiles * size, heads * each, dtype=torch.float32, device=queries.device)
     weight, epsilon = norm or (queries, 0.0)
+    words, turning = view_words(pairs), 2 * pairs.shape[1]
+    still = 0 if turning == shape["DP"] else view_words(pairs.new_tensor([1, 0], device="cpu")).item()
     programs = batch * groups * triton.cdiv(heads, shape["HEADS"])
     kept = 2 * shape["HEADS"] * shape["DP"] * shape["R"]
     splits = split_rows(programs * terms, held_tiles, 3 if "maxnreg" in shape else 1 + (kept <= SMALL))
     by_row = heads * each >= BY_ROW
     # the parts of a tile's latents lie apart in the grid: a multiprocessor is likely to run both, which share angles
     _weigh[programs, splits, terms](
-        queries.contiguous(), cos, sin, weight, step, rows.addresses, rows.ranks, rows.counts, rows.starts,
+        queries.contiguous(), words, weight, step, rows.addresses, rows.ranks, rows.counts, rows.starts,
         rows.counts if rows.positions is None else rows.positions, rows.places,
         rows.counts if rows.marks is None else rows.marks.view(torch.int8), *list_memory(rows.keys), logits,
-        rows.seen, rows.room, held_tiles, splits, groups, heads, each, dim, cos.shape[1], epsilon,
+        rows.seen, rows.room, held_tiles, splits, groups, heads, each, dim, turning, epsilon,
         scaling * LOG2E.value,
         NORM=norm is not None, BIAS=rows.keys.bias is not None, PLACES=rows.positions is not None,
         MARKS=rows.marks is not None, UNIT=find_unit(rows.keys), RK=rows.keys.more.shape[3], BITS=rows.keys.bits,
-        EIGHT=EIGHT, BY_ROW=by_row, CAST=cast, **shape,
+        EIGHT=EIGHT, BY_ROW=by_row, CAST=cast, STILL=still, **shape,
     )  # fmt: skip
     rank = triton.next_power_of_2(max(16, rows.values.largest_rank))
     some = min(ASKING, triton.next_power_of_2(max(16, heads * each)))
@@ -563,6 +585,11 @@ def attend_latents_triton(
         BIAS=rows.values.bias is not None, R=rank, BLOCK=BLOCK, JOINED=max(1, JOINED // rank), num_warps=4,
     )  # fmt: skip
     return outputs
+
+
+def view_words(pairs: Tensor) -> Tensor:
+    """Return pairs of numbers of 2 or 4 bytes each, (…, 2), as words, (…)."""
+    return pairs.view(torch.int32 if pairs.element_size() == 2 else torch.int64)[..., 0]
 
 
 def split_rows(programs: int, tiles: int, each: int) -> int:
@@ -600,6 +627,7 @@ def choose_shape(
     return {
         "KEEP": kept, "PARTS": triton.cdiv(rank, latents), "R": latents if kept else 16 if exact else 64, "DP": wide,
         "HEADS": taken, "M": max(16, triton.next_power_of_2(taken * each)), "N": 32 if exact else ROWS,
+        "AHEAD": not narrow,
         "num_warps": 4, "num_stages": 2 if latents <= 256 and not exact else 1,
     } | ({"maxnreg": REGISTERS} if narrow else {})  # fmt: skip
 

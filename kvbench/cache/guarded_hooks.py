@@ -10,7 +10,17 @@ from torch import Tensor
 
 from kvbench.cache.guard import ROWS, Guard, T, find_codec_of_layer
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec, Cuttable, Growable, Growing, ListingGrowing, MadeRows, Packed, Replicable
+from kvbench.interfaces.codec import (
+    Angles,
+    Codec,
+    Cuttable,
+    Growable,
+    Growing,
+    ListingGrowing,
+    MadeRows,
+    Packed,
+    Replicable,
+)
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import ListedRows
@@ -376,7 +386,7 @@ class GuardedGrowing:
         self._call("begin", self.growing.begin)
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
+        self, queries: Tensor, keys: Tensor, values: Tensor, angles: Angles, step: Tensor,
         scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
         made: MadeRows | None = None, counts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
@@ -390,7 +400,7 @@ class GuardedGrowing:
         return found
 
     def make_rows(
-        self, listed: ListedRows, angles: tuple[Tensor, Tensor], step: Tensor,
+        self, listed: ListedRows, angles: Angles, step: Tensor,
         norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
     ) -> MadeRows:  # fmt: skip
         growing = cast(ListingGrowing, self.growing)  # the codec lists rows

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.cache.layer import Layer
 from kvbench.engine.graph_decoding import CHUNK, GrowingRows, Norms
+from kvbench.interfaces.codec import Angles, join_angles
 from kvbench.models.decoder_weights import DecoderWeights
 
 
@@ -27,11 +28,11 @@ class PackedRows(GrowingRows):
         super().__init__(weights, layers, tokens, seen, implementation)
         self.growing = {index: layer.reserve_packed(tokens, CHUNK) for index, layer in enumerate(layers) if layer.packs}
         self.turned_later = {index for index in self.growing if layers[index].codec.takes_unrotated_keys}
-        self.all_angles = self.angles  # from the first position on
+        self.own_angles = self.all_angles = join_angles(*self.angles)
         if self.turned_later:
             places = torch.arange(seen + tokens, device=weights.embed.device)
-            cos, sin = weights.rotation(places[None])
-            self.all_angles = cos[0].to(weights.embed.dtype), sin[0].to(weights.embed.dtype)
+            cos, sin = weights.rotation(places[None])  # from the first position on
+            self.all_angles = join_angles(cos[0].to(weights.embed.dtype), sin[0].to(weights.embed.dtype))
         for growing in self.growing.values():
             growing.begin()
 
@@ -40,9 +41,9 @@ class PackedRows(GrowingRows):
             return self.attend_packed(index, projected, norms)
         return super().attend(index, projected, norms)
 
-    def find_angles(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the cos and sin that a packed layer needs."""
-        return self.all_angles if index in self.turned_later else self.angles
+    def find_angles(self, index: int) -> Angles:
+        """Return the angles that a packed layer needs."""
+        return self.all_angles if index in self.turned_later else self.own_angles
 
     def attend_packed(self, index: int, projected: Sequence[Tensor], norms: Norms, *made: Any) -> Tensor:
         """Append a token to a packed layer and attend to all rows, or to made ones (`ListingGrowing.attend`)."""

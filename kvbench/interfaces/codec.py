@@ -10,13 +10,30 @@ Symbols: B samples, H KV heads, R rows of all heads together, d head dimension.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.settings import check_settings
+
+
+class Angles(NamedTuple):
+    """The rotary embedding of some tokens, which rotates r of the d channels, and pairs i and i + r/2 of them."""
+
+    cos: Tensor
+    """Cosines, (tokens, r). Both halves are equal."""
+    sin: Tensor
+    """Sines, (tokens, r)."""
+    pairs: Tensor
+    """Cosine and sine of each pair of channels side by side, (tokens, r/2, 2)."""
+
+
+def join_angles(cos: Tensor, sin: Tensor) -> Angles:
+    """Return the rotary embedding with these cosines and sines, (tokens, r) each."""
+    half = cos.shape[1] // 2
+    return Angles(cos, sin, torch.stack([cos[:, :half], sin[:, :half]], -1))
 
 
 class Stored(Protocol):
@@ -99,7 +116,7 @@ class Growing(Protocol):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         step: Tensor,
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,
@@ -115,8 +132,8 @@ class Growing(Protocol):
             queries: As projected, (B, Hq·d).
             keys: As projected, (B, H·d).
             values: As projected, (B, H·d).
-            angles: cos and sin of the rotary embedding, (tokens, r) each, with r at most d. The row at `step` belongs
-                to this token. If the codec `takes_unrotated_keys`, of all positions, from 0 on.
+            angles: The rotary embedding. The row at `step` belongs to this token. If the codec `takes_unrotated_keys`,
+                of all positions, from 0 on.
             step: Number of tokens appended so far, int32 on the device.
             scaling: The factor of the logits.
             norms: The weights (d,) of the queries' and the keys' RMS norm, and its ε; None for no norm.
@@ -154,7 +171,7 @@ class ListingGrowing(Growing, Protocol):
     def make_rows(
         self,
         listed: ListedRows,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         step: Tensor,
         norms: tuple[Tensor, Tensor, float] | None,
         implementation: str | None,
@@ -176,7 +193,7 @@ class ListingGrowing(Growing, Protocol):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         step: Tensor,
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from kvbench.interfaces.codec import Codec, MadeRows, Packed, copy_samples
+from kvbench.interfaces.codec import Angles, Codec, MadeRows, Packed, copy_samples
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.rows import mass_dtype
@@ -459,7 +459,7 @@ class GrowingDelta:
         self.rows.raw[:, : self.start.shape[1]] = self.start
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
+        self, queries: Tensor, keys: Tensor, values: Tensor, angles: Angles, step: Tensor,
         scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
         made: MadeRows | None = None, counts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
@@ -469,7 +469,7 @@ class GrowingDelta:
         made_keys, made_values, slots, place, last = made
         own = slots.shape[2]  # the place of the token's own row
         raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
-        cos, sin = (part[rows.seen :] for part in angles)
+        cos, sin = (part[rows.seen :] for part in angles[:2])
         append(
             queries, keys, values, cos, sin, raw[:, :, 0], raw[:, :, 1], first, step,
             norms=norms, rotates_keys=False, implementation=implementation,
@@ -484,12 +484,12 @@ class GrowingDelta:
         )  # fmt: skip
 
     def make_rows(
-        self, listed: ListedRows, angles: tuple[Tensor, Tensor], step: Tensor,
+        self, listed: ListedRows, angles: Angles, step: Tensor,
         norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
     ) -> MadeRows:  # fmt: skip
         own, norm = listed.blocks[:, 0], None if norms is None else norms[1:]
         made = rebuild_rows(
-            own, self.find_expansion(own, step, implementation), self.rows, *angles, step, self.held.heads,
+            own, self.find_expansion(own, step, implementation), self.rows, *angles[:2], step, self.held.heads,
             norm=norm, implementation=implementation,
         )  # fmt: skip
         batch, count = own.shape  # the place of the token's own row, for each head and alone

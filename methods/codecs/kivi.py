@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Codec, copy_samples, join, split
+from kvbench.interfaces.codec import Angles, Codec, copy_samples, join, split
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.packed_attention import PackedRows, append_packed, attend_packed
 from kvbench.kernels.quantize import Groups, dequantize, quantize
@@ -156,11 +156,11 @@ class GrowingKivi:
             ring.flatten(0, 1)[heads, slots] = raw
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
+        self, queries: Tensor, keys: Tensor, values: Tensor, angles: Angles, step: Tensor,
         scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
     ) -> Tensor:  # fmt: skip
         queries = append_packed(
-            queries, keys, values, *angles, self.rows, step, norms=norms, implementation=implementation
+            queries, keys, values, *angles[:2], self.rows, step, norms=norms, implementation=implementation
         )
         return attend_packed(queries, self.rows, scaling, step, implementation=implementation)
 

@@ -34,7 +34,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Codec, Packed, copy_samples, join
+from kvbench.interfaces.codec import Angles, Codec, Packed, copy_samples, join
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.latent_attention import (
@@ -346,14 +346,16 @@ class GrowingPalu:
         """Do nothing: tokens are appended by their number."""
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
+        self, queries: Tensor, keys: Tensor, values: Tensor, angles: Angles, step: Tensor,
         scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
     ) -> Tensor:  # fmt: skip
         own = (None, None) if norms is None else ((norms[0], norms[2]), (norms[1], norms[2]))
         queries = append_latents(
-            queries, keys, values, *angles, self.rows, step, norm=own[0], implementation=implementation
+            queries, keys, values, *angles[:2], self.rows, step, norm=own[0], implementation=implementation
         )
-        return attend_latents(queries, *angles, self.rows, scaling, step, norm=own[1], implementation=implementation)
+        return attend_latents(
+            queries, angles.pairs, self.rows, scaling, step, norm=own[1], implementation=implementation
+        )
 
     def pack_due(self, number: int) -> None:
         """Do nothing: `attend` packs."""

@@ -12,6 +12,7 @@ from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.codec import join_angles
 from kvbench.kernels.latent_attention import LatentRows, Side, append_latents, attend_latents
 from kvbench.models.transformers_port import read_layout
 from tests.support.answer_paths import assert_graph_answers_alike, read_drawn_tokens
@@ -63,7 +64,7 @@ def test_the_kernels_do_what_the_references_do(heads, each, dim, keys, values, m
     angles = torch.outer(
         torch.arange(seen + room, device=DEVICE), 10000 ** -torch.linspace(0, 1, dim // 2, device=DEVICE)
     )
-    angles = [part.repeat(1, 2).to(dtype) for part in (angles.cos(), angles.sin())]
+    angles = join_angles(*(part.repeat(1, 2).to(dtype) for part in (angles.cos(), angles.sin())))
     norm = (draw(dim), 1e-6) if more else None
     share = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-16}[dtype]
     for step in (0, 1, 64, 69):
@@ -71,9 +72,9 @@ def test_the_kernels_do_what_the_references_do(heads, each, dim, keys, values, m
         asked = [draw(3, n * groups * heads * dim) for n in (each, 1, 1)]
         found = []
         for name in ("reference", "triton"):
-            queries = append_latents(*asked, *angles, rows, count, norm=norm, implementation=name)
+            queries = append_latents(*asked, *angles[:2], rows, count, norm=norm, implementation=name)
             appended = [side.more[:, :, step].clone() for side in sides]
-            outputs = attend_latents(queries, *angles, rows, dim**-0.5, count, norm=norm, implementation=name)
+            outputs = attend_latents(queries, angles.pairs, rows, dim**-0.5, count, norm=norm, implementation=name)
             found.append((queries, *appended, outputs))
         for one, other in zip(*found, strict=True):
             assert (one.float() - other.float()).abs().max() <= share * max(1, one.float().abs().max())

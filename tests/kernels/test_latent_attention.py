@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
+from kvbench.interfaces.codec import join_angles
 from kvbench.kernels.latent_attention import (
     LatentRows,
     Rounding,
@@ -139,7 +140,7 @@ class Run:
         )  # fmt: skip
         turning = case.turning or case.dim
         angles = torch.outer(torch.arange(self.seen + case.tokens), 1.3 ** -torch.arange(turning // 2)).repeat(1, 2)
-        self.angles = angles.cos().to(DEVICE, case.dtype), angles.sin().to(DEVICE, case.dtype)
+        self.angles = join_angles(angles.cos().to(DEVICE, case.dtype), angles.sin().to(DEVICE, case.dtype))
         self.norms = [case.draw(case.dim, seed=seed) for seed in (1, 2)] if case.normed else None
         self.appended: list[list[torch.Tensor]] = []  # of each token: keys and values, (B, H·d)
 
@@ -154,10 +155,15 @@ class Run:
     def attend(self, step: int, implementation: str) -> torch.Tensor:
         count = torch.tensor(step, dtype=torch.int32, device=DEVICE)
         queries = append_latents(
-            *self.project(step), *self.angles, self.rows, count, norm=self.find_norm(0), implementation=implementation
+            *self.project(step),
+            *self.angles[:2],
+            self.rows,
+            count,
+            norm=self.find_norm(0),
+            implementation=implementation,
         )
         return attend_latents(
-            queries, *self.angles, self.rows, SCALING, count, norm=self.find_norm(1), implementation=implementation
+            queries, self.angles.pairs, self.rows, SCALING, count, norm=self.find_norm(1), implementation=implementation
         )
 
     def turn(self, x: torch.Tensor, place: int, number: int) -> torch.Tensor:
@@ -165,7 +171,7 @@ class Run:
         if self.norms is not None:
             x = x / (x.square().mean() + 1e-6).sqrt() * self.norms[number].cpu().double()
         turning = self.angles[0].shape[1]
-        cos, sin = (part[place, : turning // 2].cpu().double() for part in self.angles)
+        cos, sin = (part[place, : turning // 2].cpu().double() for part in self.angles[:2])
         one, two, rest = x[: turning // 2], x[turning // 2 : turning], x[turning:]
         return torch.cat([one * cos - two * sin, two * cos + one * sin, rest])
 
@@ -338,16 +344,20 @@ def test_rows_that_do_not_fit_are_refused(change, word):
 def test_arguments_that_do_not_fit_are_refused():
     run = Run(Case())
     queries, keys, values = run.project(0)
-    step, rows, few = torch.tensor(0, dtype=torch.int32, device=DEVICE), run.rows, [own[:9] for own in run.angles]
+    step, rows = torch.tensor(0, dtype=torch.int32, device=DEVICE), run.rows
+    both, pairs = run.angles[:2], run.angles.pairs
     asking = queries.view(1, 8, 1, 16)
     for message, call in (
-        ("append: queries", lambda: append_latents(queries, keys[:, :16], values, *run.angles, rows, step)),
-        ("append: cos", lambda: append_latents(queries, keys, values, *few, rows, step)),
-        ("attend: queries", lambda: attend_latents(asking[:, :7], *run.angles, rows, 0.3, step)),
-        ("attend: cos", lambda: attend_latents(asking, *few, rows, 0.3, step)),
+        ("append: queries", lambda: append_latents(queries, keys[:, :16], values, *both, rows, step)),
+        ("append: cos", lambda: append_latents(queries, keys, values, *(part[:9] for part in both), rows, step)),
+        ("attend: queries", lambda: attend_latents(asking[:, :7], pairs, rows, 0.3, step)),
+        ("attend: pairs", lambda: attend_latents(asking, pairs[:9], rows, 0.3, step)),
+        ("attend: pairs", lambda: attend_latents(asking, pairs[..., 0], rows, 0.3, step)),
+        ("attend: pairs", lambda: attend_latents(asking, pairs.double(), rows, 0.3, step)),
+        ("attend: pairs", lambda: attend_latents(asking, pairs.repeat(1, 2, 1), rows, 0.3, step)),
         (
             "attend: implementation",
-            lambda: attend_latents(asking, *run.angles, rows, 0.3, step, implementation="x"),
+            lambda: attend_latents(asking, pairs, rows, 0.3, step, implementation="x"),
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -362,20 +372,21 @@ def ahead():
     table |= {"marks": "*i8", "scale": "fp32", "epsilon": "fp32"}
     model = ("keys", "values", "cos", "sin", "query_norm", "key_norm", "out", "outputs", "like")
     memory = ("more_keys", "more_values", "more_steps", "more_zeros")
-    for rank, dim, more, dtype, bits in (
-        (256, 128, False, "bf16", 0), (256, 128, True, "bf16", 0), (512, 128, True, "fp16", 0),
-        (128, 64, False, "bf16", 0), (256, 128, False, "fp32", 0), (256, 128, False, "bf16", 4),
-        (256, 128, True, "bf16", 3), (64, 128, False, "bf16", 0),
+    for rank, dim, more, dtype, bits, heads in (
+        (256, 128, False, "bf16", 0, 4), (256, 128, True, "bf16", 0, 4), (512, 128, True, "fp16", 0, 4),
+        (128, 64, False, "bf16", 0, 4), (256, 128, False, "fp32", 0, 4), (256, 128, False, "bf16", 4, 4),
+        (256, 128, True, "bf16", 3, 4), (64, 128, False, "bf16", 0, 4), (64, 128, False, "bf16", 0, 1),
     ):  # fmt: skip
         exact = dtype == "fp32"
         kinds = table | dict.fromkeys(model, f"*{dtype}")
         kinds |= dict.fromkeys(memory, "*u8" if bits else f"*{dtype}") | ({"more_steps": "*fp16"} if bits else {})
         pitch = rank * bits // 8 if bits else rank
         asked = kinds | {"queries": f"*{dtype}"}
-        shape = own.choose_shape(rank, 4, 4, dim, exact, more, bits)
+        shape = own.choose_shape(rank, heads, 4, dim, exact, more, bits)
         terms = shape.pop("PARTS")
         eights, laid = {"BITS": bits, "EIGHT": 8}, {"BY_ROW": rank > 64}
-        flags = {"NORM": more, "BIAS": more, "PLACES": more, "MARKS": more, "CAST": False}
+        flags = {"NORM": more, "BIAS": more, "PLACES": more, "MARKS": more, "CAST": False, "STILL": int(more)}
+        asked |= {"angles": "*i64" if exact else "*i32"}
         yield list_typed_kernel(own._weigh, asked, flags | {"UNIT": 16, "RK": pitch} | eights | laid | shape)
         summing = {"UNIT": 16, "PARTS": terms, "R": rank, "RV": pitch, "M": 16, "N": shape["N"], "CAST": False}
         summing |= eights | laid
