@@ -79,10 +79,11 @@ class Network:
         """Return what the last matrix is multiplied with, of x (..., inputs)."""
         if self.kind == "linear":
             return x
-        inner = linear(x, self.weights[0], self.biases[0])
+        weight, bias = self.weights[0], self.biases[0]
         if self.kind == "mlp_gelu":
-            return gelu(inner)
-        gate, value = inner.chunk(2, -1)
+            return gelu(linear(x, weight, bias))
+        # products of their own, because the halves of a wide one are not contiguous, and slow to read on a GPU
+        gate, value = map(linear, (x, x), weight.chunk(2), (None, None) if bias is None else bias.chunk(2))
         return silu(gate) * value
 
     def tensors(self) -> list[Tensor]:

@@ -386,9 +386,10 @@ class DeltaRows:
 
     def wait(self, kv: Tensor) -> "DeltaRows":
         """Return the rows followed by further tokens (B, n, 2·d_k) behind the sinks, compressed if they are enough."""
-        waiting = torch.cat([self.waiting, kv], 1)
-        count = self.codec.whole.count_compressed(waiting.shape[1])
-        return replace(self, waiting=waiting) if count == 0 else self.compress(waiting, count)
+        count = self.codec.whole.count_compressed(self.waiting.shape[1] + kv.shape[1])
+        if self.waiting.shape[1] or not count:  # `compress` copies what it keeps
+            kv = torch.cat([self.waiting, kv], 1)
+        return self.compress(kv, count) if count else replace(self, waiting=kv)
 
     def compress(self, waiting: Tensor, count: int) -> "DeltaRows":
         """Return the rows with the first `count` of the tokens that waited, (B, n, 2·d_k), compressed as a block."""
