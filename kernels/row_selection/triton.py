@@ -18,6 +18,8 @@ TILE = 2048  # scores or marks that a program reads together
 SIZES = ((256, 256), (4096, 256), (8192, 512), (16384, 1024))  # scores of a head that one program may hold: powers of
 # two, and some more, because a prompt of 2^17 tokens and its answer have more pages. Few sizes, as each is compiled
 SINGLE = sum(SIZES[-1])
+FEW = 8  # scores that are found one after the other if a head lists no more
+HELD = 1024  # scores of a warp that finds them
 ROWS = 32  # rows that a program copies
 PHASES = tl.constexpr(6)
 LINE = tl.constexpr(4 * 256 + 8)  # numbers that the programs of a head share: counts of four digits, and of programs
@@ -292,6 +294,25 @@ def _list_top(
     _write_top(found, second, base + later, low, tied, room, place)
 
 
+@triton.jit(do_not_specialize=["rows", "heads", "line", "s_b", "s_h"])
+def _list_few(scores, found, rows, heads, line, s_b, s_h, s_n, K: tl.constexpr, FLAT: tl.constexpr, TILE: tl.constexpr):
+    """Write the indices of a head's K largest scores (`_list_top`): take the largest one K times.
+
+    A score's number and, below it, what its row lacks to 2^20 make a key. No two are equal, and of equal scores the
+    lower row has the larger one.
+    """
+    head = tl.program_id(0)
+    scores += (head // heads).to(tl.int64) * s_b + (head % heads).to(tl.int64) * s_h
+    row = tl.arange(0, TILE)
+    key = (_load_numbers(scores, row, rows, s_n).to(tl.int64) << 20) + ((1 << 20) - 1 - row)
+    last = tl.max(key, 0)
+    for _ in tl.static_range(K - 1):
+        last = tl.max(tl.where(key < last, key, 0), 0)
+    kept = (key >= last).to(tl.int32)
+    place, base = head.to(tl.int64) * line, head.to(tl.int64) * rows if FLAT else 0
+    tl.store(found + place + tl.cumsum(kept, 0) - 1, base + row.to(tl.int64), mask=kept == 1)
+
+
 def top_k_indices_triton(scores: Tensor, k: int, flat: bool) -> Tensor:
     found = torch.empty(*scores.shape[:2], k, dtype=torch.int64, device=scores.device)
     list_top(scores, found, flat)
@@ -310,6 +331,12 @@ def list_top(scores: Tensor, found: Tensor, flat: bool = False, counted: Tensor 
     (batch, heads, rows), (k, line) = scores.shape, (found.shape[2], found.stride(1))
     if rows > SINGLE:
         choose_by_digits(scores, k, found, line, counted, LIST=True, FLAT=flat)
+        return
+    if k <= FEW and rows <= SIZES[-1][0]:
+        tile = max(HELD, triton.next_power_of_2(rows))
+        _list_few[batch * heads,](
+            scores, found, rows, heads, line, *scores.stride(), K=k, FLAT=flat, TILE=tile, num_warps=tile // HELD
+        )
         return
     tile, more = next(sizes for sizes in SIZES if rows <= sum(sizes))
     _list_top[batch * heads,](

@@ -570,11 +570,13 @@ def multiply_exactly(rows: Tensor, others: Tensor) -> Tensor:
 def mean_of(bases: Tensor, numbers: Tensor) -> Tensor:
     """Return the means of k of the `bases` (B, b, w), (B, n, w), by their numbers (B, n, k).
 
-    They are added up in at least float32, and the bases that a token refers to are never gathered into memory.
+    They are added up in at least float32, which `embedding_bag` does by itself on a GPU, and the bases that a token
+    refers to are never gathered into memory.
     """
     before = torch.arange(len(bases), device=bases.device)[:, None, None] * bases.shape[1]
-    every, wide = (numbers.long() + before).flatten(0, 1), bases.to(mass_dtype(bases)).flatten(0, 1)
-    return embedding_bag(every, wide, mode="mean").unflatten(0, numbers.shape[:2]).to(bases.dtype)
+    wide = bases if bases.is_cuda else bases.to(mass_dtype(bases))
+    means = embedding_bag((numbers.long() + before).flatten(0, 1), wide.flatten(0, 1), mode="mean")
+    return means.unflatten(0, numbers.shape[:2]).to(bases.dtype)
 
 
 def join_numbers(parts: list[Tensor], bases: int) -> Tensor:

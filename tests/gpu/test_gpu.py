@@ -26,6 +26,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.methods.codecs.delta import mean_of
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs.fidelity import predict
 from kvbench.runs.resources import Resources
@@ -215,6 +216,16 @@ def test_graphs_reconstruct_the_rows_that_the_modules_read(exact, batch, method,
         if one.packs:
             sizes = [[own.shape for own in layer.rows.stored.tensors()] for layer in (one, other)]
             assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_references_of_16_bits_are_added_up_in_float32(dtype):
+    draw = torch.Generator("cuda").manual_seed(0)
+    bases = torch.randn(2, 300, 96, generator=draw, device="cuda").to(dtype)
+    numbers = torch.randint(300, (2, 1000, 4), generator=draw, device="cuda")
+    every = (numbers + torch.tensor([[[0]], [[300]]], device="cuda")).flatten(0, 1)
+    wide = torch.nn.functional.embedding_bag(every, bases.flatten(0, 1).float(), mode="mean")
+    assert torch.equal(mean_of(bases, numbers), wide.view(2, 1000, 96).to(dtype))
 
 
 def test_a_graph_that_cuts_takes_back_what_was_read_beyond_the_end(exact):

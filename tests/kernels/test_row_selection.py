@@ -118,7 +118,9 @@ def test_take_writes_where_it_is_told():
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("rows, k", [(1, 1), (40, 7), (40, 40), (400, 300), (2100, 300), (8205, 409)])
+@pytest.mark.parametrize(
+    "rows, k", [(1, 1), (40, 7), (40, 40), (400, 300), (2100, 300), (2112, 4), (8205, 409), (16384, 8)]
+)
 @pytest.mark.parametrize("ties", [False, True])
 def test_indices_of_the_largest(rows, k, ties):
     scores = torch.randn(2, 3, rows + 2, generator=torch.Generator().manual_seed(rows)).to(DEVICE)[..., :rows]
@@ -193,6 +195,10 @@ def ahead():
     for flat in (False, True):
         sizes = dict(zip(("TILE", "MORE"), own.SIZES[-1], strict=True))
         yield list_kernel(own._list_top, top, {"FLAT": flat, **sizes}, num_warps=8)
+        for tile in (own.HELD, own.SIZES[-1][0]):
+            yield list_kernel(
+                own._list_few, top, {"K": own.FEW, "FLAT": flat, "TILE": tile}, num_warps=tile // own.HELD
+            )
     marks = {"marks": "*u8", "counts": "*i32", "places": "*i64", "size": "i64", "total": "i64"}
     yield list_kernel(own._count_marks, marks, {"TILE": own.TILE})
     yield list_kernel(own._write_places, marks, {"TILE": own.TILE})
