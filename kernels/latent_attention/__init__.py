@@ -97,10 +97,11 @@ def attend_latents(
             f"attend: queries {tuple(queries.shape)}, {rows.batch} samples and {rows.heads} heads of {rows.dim}"
         )
     shape = tuple(pairs.shape)
-    if shape[2:] != (2,) or 2 * shape[1] > rows.dim or shape[0] < rows.seen + rows.room or pairs.dtype != queries.dtype:
+    fits = shape[2:] == (2,) and 2 * shape[1] <= rows.dim and shape[0] >= rows.seen + rows.room
+    if not (fits and pairs.is_contiguous() and pairs.dtype == queries.dtype):
         raise ValueError(
-            f"attend: pairs {shape} of {pairs.dtype} for {rows.seen + rows.room} positions of {rows.dim} channels of "
-            f"{queries.dtype}"
+            f"attend: pairs {shape} of {pairs.dtype} with strides {pairs.stride()} for {rows.seen + rows.room} "
+            f"positions of {rows.dim} channels of {queries.dtype}"
         )
     if choose_implementation("attend", implementation, queries) == "reference":
         return attend_latents_reference(queries, pairs, rows, scaling, step, norm)

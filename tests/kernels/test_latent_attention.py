@@ -354,6 +354,7 @@ def test_arguments_that_do_not_fit_are_refused():
         ("attend: pairs", lambda: attend_latents(asking, pairs[:9], rows, 0.3, step)),
         ("attend: pairs", lambda: attend_latents(asking, pairs[..., 0], rows, 0.3, step)),
         ("attend: pairs", lambda: attend_latents(asking, pairs.double(), rows, 0.3, step)),
+        ("attend: pairs", lambda: attend_latents(asking, pairs.mT.contiguous().mT, rows, 0.3, step)),
         ("attend: pairs", lambda: attend_latents(asking, pairs.repeat(1, 2, 1), rows, 0.3, step)),
         (
             "attend: implementation",
