@@ -90,7 +90,7 @@ def attend_latents(
         The outputs, (B, Hq, 1, d) in the queries' dtype.
 
     Raises:
-        ValueError: Shapes do not fit.
+        ValueError: Shapes do not fit, or the angles are not contiguous or of another dtype.
     """
     if len(queries) != rows.batch or queries.shape[1] % rows.heads or queries.shape[2:] != (1, rows.dim):
         raise ValueError(

@@ -23,6 +23,7 @@ from kvbench.validation import SettingError, require_choice
 
 PAGE = "results.md"
 WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
+FEW = 3  # methods that a sentence names in any case
 MOST_CURVES = 12  # methods of a picture
 ALL = 0.995  # share of the full cache's bytes from which on a cell holds all of them
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
@@ -47,13 +48,19 @@ methods whose ranks overlap may still differ, but these samples do not show it. 
 cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full cache's, in
 nats a token.
 """
-MORE = "{{more}} score more than the same cell without the {}, {{less}} score less, and {{same}} cannot be told."
-CHANGES = {  # key of GAINS -> what it says of the numbers of cells that score less, more, or as much
-    "question_gain": "{less} lose points when the cache is cut before the question is known, {more} gain, and {same} "
-    "cannot be told.",
+MORE = (
+    "Scores are higher than without the {} in {{more}} of {{count}} cells, lower in {{less}}, and cannot be told from "
+    "them in {{same}}."
+)
+CHANGES = {  # key of GAINS -> what it says of the numbers of cells, and of those that score less, more, or as much
+    "question_gain": "Scores fall in {less} of {count} cells when the cache is cut before the question is known, rise "
+    "in {more}, and cannot be told from the others in {same}.",
     "allocator_gain": MORE.format("allocator"),
     "codec_gain": MORE.format("codec"),
 }
+FILES = """\
+The fronts go by the bytes of a cache. *with files* adds those of the files that a method or codec needs beside the
+model, as if they served a single prompt. All prompts share them."""
 LIMITS = """\
 ## What these numbers cannot tell
 
@@ -123,21 +130,23 @@ def format_page(tiers: Mapping[str, Sequence[Line]], source: str, pictures: Mapp
         source: Folder of the lines, relative to the page's.
         pictures: Names of the pictures that there are.
     """
-    lines = list({line["hash"]: line for own in tiers.values() for line in own}.values())  # tiers may share cells
+    groups = {  # cells are compared within a tier, whose kernels are the same
+        f"Tier {name}: {describe_protocol(protocol)}": (name, cells)
+        for name, own in tiers.items()
+        for protocol, cells in split_protocols(own)
+    }
     parts = [HEAD.format(source=source.removeprefix("../"), link=source), *describe_origin(tiers), ""]
     parts += ["## Which methods can be told apart", "", RANKS]
-    for name, own in tiers.items():
-        for protocol, cells in split_protocols(own):
-            parts += [f"### Tier {name}: {describe_protocol(protocol)}", ""]
-            parts += [
-                f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in list_pictures(name, cells, pictures)
-            ]
-            parts += [f"{wrap(text)}\n" for text in (*describe_separation(cells), *describe_holders(cells))]
-            parts += [*format_scores(cells), ""]
+    for title, (name, cells) in groups.items():
+        parts += [f"### {title}", ""]
+        parts += [f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in list_pictures(name, cells, pictures)]
+        parts += [f"{wrap(text)}\n" for text in (*describe_separation(cells), *describe_holders(cells))]
+        parts += [*format_scores(cells), ""]
+    compared = {title: cells for title, (_, cells) in groups.items()}
     sections = {
-        "What changes when the question is hidden": format_gains(lines, "question_gain"),
-        "What allocators bring": format_gains(lines, "allocator_gain"),
-        "What a byte buys": format_bytes(lines),
+        "What changes when the question is hidden": format_gains(compared, "question_gain"),
+        "What allocators bring": format_gains(compared, "allocator_gain"),
+        "What a byte buys": format_bytes(compared),
     }
     for title, text in sections.items():
         parts += [f"## {title}", "", *text, ""] if text else []
@@ -198,7 +207,7 @@ def describe_versions(tiers: Mapping[str, Sequence[Line]]) -> str:
         scores = sorted({line["score"] for line in cells})
         if len(scores) > 1 and len({line["code"] for line in cells}) > 1:
             bounds = f"{format_number(scores[0])} to {format_number(scores[-1])}"
-            found.append(f"{bounds} with {describe_protocol(protocol)}")
+            found.append(f"{bounds} ({describe_protocol(protocol)})")
     if not found:
         return ""
     return (
@@ -218,7 +227,8 @@ def describe_separation(cells: Sequence[Line]) -> list[str]:
         apart, pairs = sum(line["rank_first"] - 1 for line in column), len(column) * (len(column) - 1) // 2
         first = [line["label"] for line in column if line["rank_first"] == 1]
         like = sum(line["low"] is None or line["low"] <= 0 <= line["high"] for line in column)
-        best = f"The best may be {join_words(first, 'or')}." if len(first) <= len(column) / 2 else ""
+        few = len(first) <= max(FEW, len(column) / 2)
+        best = f"The best may be {join_words(first, 'or')}." if few else ""
         best = best or f"Any of {len(first)} cells may be the best."
         said.append(
             f"**{format_budget(budget)} kept.** {apart} of {pairs} pairs of cells can be told apart. {best} {like} of "
@@ -265,14 +275,21 @@ def format_scores(cells: Sequence[Line]) -> list[str]:
     return format_markdown(columns, [*ordered, full["label"]])
 
 
-def format_gains(lines: Sequence[Line], gain: str) -> list[str]:
-    """Return what a key of GAINS changes; nothing if no cell was measured with and without it."""
+def format_gains(compared: Mapping[str, Sequence[Line]], gain: str) -> list[str]:
+    """Return what a key of GAINS changes; nothing if no cell was measured with and without it.
+
+    Args:
+        compared: Title -> cells that are compared.
+        gain: The key.
+    """
     text: list[str] = []
-    for protocol, cells in split_protocols([line for line in lines if line[gain] is not None]):
-        found = list_methods(cells)
+    for title, cells in compared.items():
+        found = list_methods([line for line in cells if line[gain] is not None])
+        if not found:
+            continue
         signs = count_signs(found, gain)
-        told = CHANGES[gain].format(less=signs[-1], more=signs[1], same=signs[0])
-        said = f"**{describe_protocol(protocol)}.** Of {len(found)} cells, {told}"
+        told = CHANGES[gain].format(count=len(found), less=signs[-1], more=signs[1], same=signs[0])
+        said = f"**{title}.** {told}"
         text += [wrap(said), "", *format_changes(found, gain), ""]
     return text
 
@@ -297,16 +314,20 @@ def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
     return format_markdown(columns, sorted(rows))
 
 
-def format_bytes(lines: Sequence[Line]) -> list[str]:
-    """Return what evicting and quantising bring together; nothing if no cell is quantised."""
+def format_bytes(compared: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Return what evicting and quantising bring together; nothing if no cell is quantised.
+
+    Args:
+        compared: Title -> cells that are compared.
+    """
     text: list[str] = []
-    for protocol, cells in split_protocols(lines):
+    for title, cells in compared.items():
         if not any(line["codec"] != "raw" for line in cells):
             continue
         front = find_front(cells)
         packed = [line for line in front if line["codec"] != "raw"]
         said = (
-            f"**{describe_protocol(protocol)}.** These {len(front)} of {len(cells)} cells are on the front: no other "
+            f"**{title}.** These {len(front)} of {len(cells)} cells are on the front: no other "
             f"one holds fewer bytes and scores as much. {len(packed)} of them are quantised. The front goes by mean "
             "scores, and neighbours on it often cannot be told apart."
         )
@@ -315,11 +336,17 @@ def format_bytes(lines: Sequence[Line]) -> list[str]:
             Column("cell", "", lambda line: line["label"]),
             Column("budget", "", lambda line: format_budget(line["budget"])),
             Column("bytes held", "", lambda line: format_percent(line["bytes_held"])),
+            Column("with files", "", lambda line: format_share(line["bytes_with_files"])),
             Column("score", "", lambda line: format_number(line["score"])),
             Column("95 %", "", lambda line: format_interval(line["score_low"], line["score_high"])),
         ]
         text += [*format_markdown(columns, front), ""]
-    return [*text, *format_gains(lines, "codec_gain")] if text else []
+    return [FILES, "", *text, *format_gains(compared, "codec_gain")] if text else []
+
+
+def format_share(share: float | None) -> str:
+    """Return a share as a percentage; nothing if older runs do not say it."""
+    return "" if share is None else format_percent(share)
 
 
 def find_front(cells: Sequence[Line]) -> list[Line]:

@@ -574,8 +574,8 @@ def mean_of(bases: Tensor, numbers: Tensor) -> Tensor:
     refers to are never gathered into memory.
     """
     before = torch.arange(len(bases), device=bases.device)[:, None, None] * bases.shape[1]
-    wide = bases if bases.is_cuda else bases.to(mass_dtype(bases))
-    means = embedding_bag((numbers.long() + before).flatten(0, 1), wide.flatten(0, 1), mode="mean")
+    added = bases if bases.is_cuda else bases.to(mass_dtype(bases))
+    means = embedding_bag((numbers.long() + before).flatten(0, 1), added.flatten(0, 1), mode="mean")
     return means.unflatten(0, numbers.shape[:2]).to(bases.dtype)
 
 

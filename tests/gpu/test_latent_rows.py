@@ -31,7 +31,7 @@ ANSWER = 150
     ("heads", "each", "dim", "keys", "values", "more"),
     [(4, 4, 128, (256, 256), (256, 256), False), (4, 4, 128, (224, 256), (288, 512), True),
      (4, 7, 128, (192,), (320,), True), (2, 4, 64, (96, 64), (128, 96), True), (4, 1, 128, (384,), (512,), False),
-     (4, 4, 96, (200, 136), (24, 8), True)],
+     (4, 4, 96, (200, 136), (24, 8), True), (1, 4, 128, (64, 48), (64, 64), False)],
 )  # fmt: skip
 def test_the_kernels_do_what_the_references_do(heads, each, dim, keys, values, more, dtype):
     """Outputs to 2^-6 of the largest value in bfloat16: keys are rounded once here, and several times in PyTorch."""
