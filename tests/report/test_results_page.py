@@ -5,7 +5,7 @@ import re
 import pytest
 
 from kvbench.analysis.result_lines import format_lines, make_lines
-from kvbench.report.results_page import choose_machine, describe_holders, find_front, write_results_page
+from kvbench.report.results_page import choose_machine, describe_holders, find_front, format_page, write_results_page
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
@@ -78,35 +78,36 @@ def test_the_same_lines_give_the_same_page(machine, tmp_path):
     assert [path.read_text() for path in one] == [path.read_text() for path in other]
 
 
-def test_the_page_says_where_tiers_of_different_code_score_differently(machine, lines, tmp_path):
-    def write_page(**changes) -> str:
+def format_text(**tiers) -> str:
+    """The page of these tiers in one line, without pictures."""
+    return " ".join(format_page(tiers, "measured/gpu-x", {}).split())
+
+
+def test_the_page_says_where_tiers_of_different_code_score_differently(lines):
+    def describe(**changes) -> str:
         shared = [line | changes if line["method"] == "full" else line for line in lines]
-        (machine / "b.csv").write_text(format_lines([line for line in shared if line["question"] == "hidden"]))
-        return " ".join(write_results_page(machine, tmp_path / "docs")[0].read_text().split())
+        return format_text(a=lines, b=[line for line in shared if line["question"] == "hidden"])
 
     said = "The full cache scores 80.0 to 90.0 (tiny, ruler length 2048, question hidden), depending on the tier."
-    assert said in write_page(score=80.0, code="git other")
-    assert "depending on the tier" not in write_page(score=80.0)
-    assert "depending on the tier" not in write_page(code="git other")
+    assert said in describe(score=80.0, code="git other")
+    assert "depending on the tier" not in describe(score=80.0)
+    assert "depending on the tier" not in describe(code="git other")
 
 
-def test_cells_are_compared_within_their_tier(machine, lines, tmp_path):
+def test_cells_are_compared_within_their_tier(lines):
     """A cell of another tier that is measured again has another hash and may score otherwise."""
     again = [line | {"hash": line["hash"][::-1], "code": "git other"} for line in lines]
-    better = [line | {"score": 95.0} if line["allocator"] == "ada" else line for line in again]
-    (machine / "b.csv").write_text(format_lines(better))
-    text = " ".join(write_results_page(machine, tmp_path / "docs")[0].read_text().split())
+    text = format_text(a=lines, b=[line | {"score": 95.0} if line["allocator"] == "ada" else line for line in again])
     for tier in "ab":
         said = f"**Tier {tier}: tiny, ruler length 2048, question visible.** "
         assert f"{said}Scores are higher than without the allocator in 0 of 1 cells" in text
         assert f"{said}These " in text and " of 7 cells are on the front" in text.split(said + "These ")[1][:40]
 
 
-def test_a_warning_that_tiers_share_is_said_once(machine, lines, tmp_path):
+def test_a_warning_that_tiers_share_is_said_once(lines):
     both = "Made-up texts: no evidence. Generated text (haystack) replaces the benchmark's own."
-    for name, warnings in {"a": both, "b": both.split(". ")[1]}.items():
-        (machine / f"{name}.csv").write_text(format_lines([line | {"warnings": warnings} for line in lines]))
-    text = write_results_page(machine, tmp_path / "docs")[0].read_text()
+    warned = {name: [line | {"warnings": own} for line in lines] for name, own in (("a", both), ("b", both[28:]))}
+    text = format_text(**warned)
     assert text.count("Made-up texts") == text.count("Generated text") == 1
 
 
