@@ -378,7 +378,7 @@ def _weigh(
             )  # fmt: skip
             if BITS:
                 k = _restore(k, sums, steps, zeros, line, here)
-            if left > 0 if AHEAD else True:  # always; reads of the next tile come before what is under a condition
+            if left > 0 if AHEAD else True:  # always; reads of the next tile are issued before code under a condition
                 found = _turn_and_ask(
                     k, bias, key_norm, word, queries, q, heads, dim, turning, epsilon, own, part,
                     NORM, BIAS, N, DP, HEADS,

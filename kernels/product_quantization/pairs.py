@@ -19,8 +19,8 @@ CENTROIDS = 64  # that a program multiplies or compares
 MORE = 256  # further rows whose pairs are counted at once
 TILE = 4096  # rows of which a program looks up the pairs at once
 MOST = 64  # programs that list the rows of a head
-NEAR = 1 << 18  # numbers between bounds among which pairs are looked at one by one
-STEPS = 12  # pairs that are
+NEAR = 1 << 18  # distance of bounds that are near
+STEPS = 12  # most numbers between near bounds that are looked at one by one
 COUNTED = 21  # bits of a number of rows. Three such numbers are added up as one
 
 

@@ -298,8 +298,8 @@ def _list_top(
 def _list_few(scores, found, rows, heads, line, s_b, s_h, s_n, K: tl.constexpr, FLAT: tl.constexpr, TILE: tl.constexpr):
     """Write the indices of a head's K largest scores (`_list_top`): take the largest one K times.
 
-    A score's number and, below it, what its row lacks to 2^20 make a key. No two are equal, and of equal scores the
-    lower row has the larger one.
+    A key holds the number of a score in its high bits and 2^20 - 1 - row in its low bits. So no two keys are equal, and
+    of equal scores the lower row has the larger key.
     """
     head = tl.program_id(0)
     scores += (head // heads).to(tl.int64) * s_b + (head % heads).to(tl.int64) * s_h

@@ -82,7 +82,7 @@ class Network:
         weight, bias = self.weights[0], self.biases[0]
         if self.kind == "mlp_gelu":
             return gelu(linear(x, weight, bias))
-        # products of their own, because the halves of a wide one are not contiguous, and slow to read on a GPU
+        # Two products, because the halves of a single one are not contiguous, and a GPU reads them slowly.
         gate, value = map(linear, (x, x), weight.chunk(2), (None, None) if bias is None else bias.chunk(2))
         return silu(gate) * value
 

@@ -130,19 +130,17 @@ def format_page(tiers: Mapping[str, Sequence[Line]], source: str, pictures: Mapp
         source: Folder of the lines, relative to the page's.
         pictures: Names of the pictures that there are.
     """
-    groups = {  # cells are compared within a tier, whose kernels are the same
-        f"Tier {name}: {describe_protocol(protocol)}": (name, cells)
-        for name, own in tiers.items()
-        for protocol, cells in split_protocols(own)
-    }
     parts = [HEAD.format(source=source.removeprefix("../"), link=source), *describe_origin(tiers), ""]
     parts += ["## Which methods can be told apart", "", RANKS]
-    for title, (name, cells) in groups.items():
-        parts += [f"### {title}", ""]
-        parts += [f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in list_pictures(name, cells, pictures)]
-        parts += [f"{wrap(text)}\n" for text in (*describe_separation(cells), *describe_holders(cells))]
-        parts += [*format_scores(cells), ""]
-    compared = {title: cells for title, (_, cells) in groups.items()}
+    compared = {}  # only within a tier, because others may have been measured with other kernels
+    for name, own in tiers.items():
+        for protocol, cells in split_protocols(own):
+            title = f"Tier {name}: {describe_protocol(protocol)}"
+            compared[title] = cells
+            shown = list_pictures(name, cells, pictures)
+            parts += [f"### {title}", "", *(f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in shown)]
+            parts += [f"{wrap(text)}\n" for text in (*describe_separation(cells), *describe_holders(cells))]
+            parts += [*format_scores(cells), ""]
     sections = {
         "What changes when the question is hidden": format_gains(compared, "question_gain"),
         "What allocators bring": format_gains(compared, "allocator_gain"),
@@ -227,9 +225,8 @@ def describe_separation(cells: Sequence[Line]) -> list[str]:
         apart, pairs = sum(line["rank_first"] - 1 for line in column), len(column) * (len(column) - 1) // 2
         first = [line["label"] for line in column if line["rank_first"] == 1]
         like = sum(line["low"] is None or line["low"] <= 0 <= line["high"] for line in column)
-        few = len(first) <= max(FEW, len(column) / 2)
-        best = f"The best may be {join_words(first, 'or')}." if few else ""
-        best = best or f"Any of {len(first)} cells may be the best."
+        named = len(first) <= max(FEW, len(column) / 2)
+        best = f"The best may be {join_words(first, 'or')}." if named else f"Any of {len(first)} cells may be the best."
         said.append(
             f"**{format_budget(budget)} kept.** {apart} of {pairs} pairs of cells can be told apart. {best} {like} of "
             f"{len(column)} cannot be told from the full cache, each by its own 95 % interval."

@@ -105,8 +105,10 @@ def test_cells_are_compared_within_their_tier(lines):
 
 
 def test_a_warning_that_tiers_share_is_said_once(lines):
-    both = "Made-up texts: no evidence. Generated text (haystack) replaces the benchmark's own."
-    warned = {name: [line | {"warnings": own} for line in lines] for name, own in (("a", both), ("b", both[28:]))}
+    one, other = "Made-up texts: no evidence.", "Generated text (haystack) replaces the benchmark's own."
+    warned = {
+        name: [line | {"warnings": own} for line in lines] for name, own in (("a", f"{one} {other}"), ("b", other))
+    }
     text = format_text(**warned)
     assert text.count("Made-up texts") == text.count("Generated text") == 1
 
