@@ -16,7 +16,7 @@ from tests.support.repository import ROOT
 from tests.support.slurm_cluster import find_missing_programs, run_cluster, wait_until
 
 SAMPLES = 24
-CELLS = ["method=snapkv,keydiff,dropkv,sink", "budget=0.05,0.1,0.3"]
+CELLS = ["method=snapkv,keydiff,dropkv,sink", "budget=0.05,0.1,0.3,0.5"]
 
 pytestmark = pytest.mark.slurm
 
@@ -29,7 +29,7 @@ def environment():
 
 
 def begin(results, environment):
-    """The command that a user types; 12 cells."""
+    """The command that a user types; 16 cells."""
     launcher = ["gpus_per_node=null", "cpus_per_task=1", "timeout_min=20", "array_parallelism=2", "signal_delay_s=5"]
     arguments = ["-m", "hydra/launcher=slurm", *(f"hydra.launcher.{own}" for own in launcher), *CELLS]
     arguments += ["task.subtasks=niah_single_1", f"task.samples={SAMPLES}", "task.length=1024", f"results={results}"]
@@ -68,7 +68,7 @@ def records(results):
 
 
 def test_a_sweep_survives_what_happens_to_its_jobs(environment, tmp_path):
-    """Of 12 jobs one is queued again, one cancelled, one killed; the same command then finishes what they left."""
+    """Of 16 jobs one is queued again, one cancelled, one killed; the same command then finishes what they left."""
     first, harmed = begin(tmp_path, environment), []
     harms = {
         "queued again": lambda job, process: subprocess.run(["scontrol", "requeue", job], env=environment, check=True),
@@ -87,13 +87,13 @@ def test_a_sweep_survives_what_happens_to_its_jobs(environment, tmp_path):
         harm(*found[0])
         harmed.append(found[0][0])
     out, err = first.communicate(timeout=900)
-    assert out.startswith("12 cells: 12 missing") and first.returncode != 0, err  # two jobs did not come back
+    assert out.startswith("16 cells: 16 missing") and first.returncode != 0, err  # two jobs did not come back
     cells = dict(status.read_states(tmp_path, status.find_newest(tmp_path)))
-    assert len(cells) == 12 and sum(own.name == "done" for own in cells.values()) >= 9, cells
+    assert len(cells) == 16 and sum(own.name == "done" for own in cells.values()) >= 13, cells
     second = begin(tmp_path, environment)
     out, err = second.communicate(timeout=900)
     assert second.returncode == 0, err
     assert all(own.name == "done" for _, own in status.read_states(tmp_path, status.find_newest(tmp_path)))
     found = records(tmp_path)
-    assert len(found) == 13 * SAMPLES and set(found.values()) == {1}
+    assert len(found) == 17 * SAMPLES and set(found.values()) == {1}
     assert not [wrong for _, _, wrong in audit.audit_runs(tmp_path) if wrong]
