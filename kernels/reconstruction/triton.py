@@ -126,19 +126,19 @@ def _turned(x, partner, column, there, row, cos, sin, turning, like):
 
 @triton.jit(do_not_specialize=SIZES)
 def _rebuild(
-    listed, inner, more_inner, key_weight, value_weight, key_bias, value_bias, bases, more_bases, references,
-    more_references, raw, cos, sin, scale, step, keys, values, slots,
+    listed, inner, more_inner, weight, bias, bases, more_bases, references, more_references, raw, cos, sin, scale, step,
+    keys,
     listed_count, seen, sinks, compressed, block, raw_from, base_count, base_room, reference_room, raw_room, code_room,
-    inner_width, key_inner, value_inner, value_from, heads, dim, epsilon,
+    inner_width, numbers, heads, dim, epsilon,
     NEAREST: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, REST: tl.constexpr,
     CAST: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Make one head of the keys or of the values of some listed rows.
+    """Make one head of the keys of some listed rows.
 
     A head has the channels that turn, in two halves, and perhaps others. `inner` holds what f_d's last matrix is
     multiplied with: of each compressed row (INNER 1), of each listed row (2), or nothing (0).
     """
-    part, b = tl.program_id(0), tl.program_id(2).to(tl.int64)  # all parts of a tile, then those of the next
+    head, b = tl.program_id(0), tl.program_id(2).to(tl.int64)  # all heads of a tile, then those of the next
     entry = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside, turning = entry < listed_count, 2 * HALF
     first, rest = tl.arange(0, H), turning + tl.arange(0, R)
@@ -148,11 +148,7 @@ def _rebuild(
     exists, old = inside & (row < now), row - sinks
     stored = exists & (old >= 0) & (row < stop)
     plain, row = exists & (stored == 0), tl.where(exists, row, 0)  # others are 0, however they are turned
-    head, width = part % heads, 2 * heads * dim
-    if part == 0:
-        slot = tl.where(exists, entry, listed_count + 1).to(tl.int64)
-        tl.store(slots + b * listed_count + entry, slot, mask=inside)
-    begin = part * dim
+    width, begin = 2 * heads * dim, head * dim
     own_bases = bases + b * base_count * width + begin
     at = tl.where(row < raw_from, own_bases, raw + (b * raw_room - raw_from) * width + begin) + row.to(tl.int64) * width
     x, y, z = _read(at, plain, first, there), _read(at, plain, second, there), tl.zeros((ROWS, R), tl.float32)
@@ -175,38 +171,31 @@ def _rebuild(
         x, y, z = x * share, y * share, z * share
     x, y, z = x.to(raw.dtype.element_ty), y.to(raw.dtype.element_ty), z.to(raw.dtype.element_ty)
     if INNER:
-        weight, bias, numbers, skip = key_weight, key_bias, key_inner, 0
-        if part >= heads:
-            weight, bias, numbers, skip = value_weight, value_bias, value_inner, value_from
         if INNER == 1:
-            further = more_inner + (b * code_room - compressed) * inner_width + skip
-            at = tl.where(old < compressed, inner + b * compressed * inner_width + skip, further)
+            further = more_inner + (b * code_room - compressed) * inner_width
+            at = tl.where(old < compressed, inner + b * compressed * inner_width, further)
             at += old.to(tl.int64) * inner_width
         else:
-            at = inner + b * listed_count * inner_width + skip + entry.to(tl.int64) * inner_width
+            at = inner + b * listed_count * inner_width + entry.to(tl.int64) * inner_width
         pair = tl.arange(0, 2 * H)  # channels that turn together lie side by side, so that a thread has both
-        of_row, known = head * dim + pair % 2 * HALF + pair // 2, _below(pair, 2 * HALF, 2 * H)
+        of_row, known = begin + pair % 2 * HALF + pair // 2, _below(pair, 2 * HALF, 2 * H)
         both = _multiply(at, weight, bias, stored, of_row, known, numbers, ROWS, 2 * H, K, BIAS, CAST)
         one, two = tl.split(tl.reshape(both.to(x.dtype), (ROWS, H, 2)))
         x, y = _add(x, one, stored, BIAS), _add(y, two, stored, BIAS)
         if REST:
-            both = _multiply(at, weight, bias, stored, head * dim + rest, others, numbers, ROWS, R, K, BIAS, CAST)
+            both = _multiply(at, weight, bias, stored, begin + rest, others, numbers, ROWS, R, K, BIAS, CAST)
             z = _add(z, both.to(z.dtype), stored, BIAS)
     x, y, z = x.to(tl.float32), y.to(tl.float32), z.to(tl.float32)
-    out = values
-    if part < heads:
-        out = keys
-        if NORM:
-            square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
-            inverse = (1.0 / tl.sqrt(square / dim + epsilon))[:, None]
-            x = _normed(x, first, there, inverse, scale, keys)
-            y = _normed(y, second, there, inverse, scale, keys)
-            z = _normed(z, rest, others, inverse, scale, keys)
-        turned = _turned(x, -y, first, there, row, cos, sin, turning, keys)
-        y = _turned(y, x, second, there, row, cos, sin, turning, keys)
-        x = turned
-    into = out + (b * heads + head) * (listed_count + 1) * dim + entry[:, None] * dim
-    tl.store(into + first[None], x, mask=inside[:, None] & there[None])
+    if NORM:
+        square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
+        inverse = (1.0 / tl.sqrt(square / dim + epsilon))[:, None]
+        x = _normed(x, first, there, inverse, scale, keys)
+        y = _normed(y, second, there, inverse, scale, keys)
+        z = _normed(z, rest, others, inverse, scale, keys)
+    turned = _turned(x, -y, first, there, row, cos, sin, turning, keys)
+    y = _turned(y, x, second, there, row, cos, sin, turning, keys)
+    into = keys + (b * heads + head) * (listed_count + 1) * dim + entry[:, None] * dim
+    tl.store(into + first[None], turned, mask=inside[:, None] & there[None])
     tl.store(into + second[None], y, mask=inside[:, None] & there[None])
     if REST:
         tl.store(into + rest[None], z, mask=inside[:, None] & others[None])
@@ -222,33 +211,33 @@ def take_codes_triton(listed: Tensor, codes: Tensor, more: Tensor, rows: Referen
     return out
 
 
-def rebuild_rows_triton(
+def rebuild_keys_triton(
     listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, cos: Tensor, sin: Tensor, step: Tensor,
     heads: int, norm: tuple[Tensor, float] | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     (batch, count), raw = listed.shape, rows.raw
     dim, turning = raw.shape[2] // (2 * heads), cos.shape[1]
-    keys, values = (torch.empty(batch, heads, count + 1, dim, dtype=raw.dtype, device=raw.device) for _ in range(2))
-    slots = torch.empty(batch, 1, count, dtype=torch.int64, device=raw.device)
+    keys = torch.empty(batch, heads, count + 1, dim, dtype=raw.dtype, device=raw.device)
     references, more = rows.references, rows.more_references
-    weight, epsilon = norm or (raw, 0.0)
-    given, sizes, kind, biased = [raw] * 6, [0] * 5, 0, False
+    scale, epsilon = norm or (raw, 0.0)
+    given, sizes, kind, biased = [raw] * 4, [0] * 3, 0, False
     if expansion is not None:
-        inner, further, matrices = expansion.inner.contiguous(), expansion.more, expansion.weights
-        biased = any(own is not None for own in expansion.biases)
-        biases = [(raw.new_zeros(dim * heads) if biased else raw) if own is None else own for own in expansion.biases]
-        kind, further = (2, inner) if further is None else (1, further)
-        given = [inner, further, *(own.contiguous() for own in matrices), *biases]
-        numbers = [inner.shape[2], *(own.shape[1] for own in matrices), inner.shape[2] - matrices[1].shape[1]]
-        sizes = [further.shape[1], *numbers]
+        inner, further, weight, bias = (
+            expansion.inner.contiguous(),
+            expansion.more,
+            *(own[0] for own in (expansion.weights, expansion.biases)),
+        )
+        kind, biased = 2 if further is None else 1, bias is not None
+        given = [inner, inner if further is None else further, weight.contiguous(), raw if bias is None else bias]
+        sizes = [given[1].shape[1], inner.shape[2], weight.shape[1]]
     exact, half = raw.dtype == torch.float32, max(8, triton.next_power_of_2(turning // 2))
     tile = 32 if exact else TILE if half <= 64 else TILE // 2
     more_needed = exact or biased or norm is not None or turning < dim or half > 64 or references is None
     limit = {} if more_needed else {"maxnreg": REGISTERS}
-    _rebuild[2 * heads, triton.cdiv(count, tile), batch](
+    _rebuild[heads, triton.cdiv(count, tile), batch](
         listed.contiguous(), *given, rows.bases.contiguous(), rows.more_bases,
         listed if references is None else references.contiguous(), listed if more is None else more,
-        raw, cos.contiguous(), sin.contiguous(), weight, step, keys, values, slots,
+        raw, cos.contiguous(), sin.contiguous(), scale, step, keys,
         count, rows.seen, rows.sinks, rows.compressed, rows.block, rows.raw_from, rows.bases.shape[1],
         rows.more_bases.shape[1], 0 if more is None else more.shape[1], raw.shape[1], *sizes, heads, dim, epsilon,
         NEAREST=0 if references is None else references.shape[2], INNER=kind, BIAS=biased,
@@ -256,4 +245,4 @@ def rebuild_rows_triton(
         HALF=turning // 2, H=half, R=max(16, triton.next_power_of_2(dim - turning)), K=COLUMNS,
         num_warps=4 if exact else WARPS, num_stages=STAGES, **limit,
     )  # fmt: skip
-    return keys, values, slots
+    return keys

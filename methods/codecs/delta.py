@@ -38,9 +38,14 @@ from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.rows import mass_dtype
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
-from kvbench.kernels.listed_attention import attend_listed
 from kvbench.kernels.quantize import Groups, dequantize, quantize
-from kvbench.kernels.reconstruction import Expansion, ReferencedRows, rebuild_rows, take_codes
+from kvbench.kernels.reconstruction import (
+    Expansion,
+    ReferencedRows,
+    attend_compressed,
+    rebuild_keys,
+    take_codes,
+)
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.methods.codecs.delta_compressors import (
@@ -467,8 +472,7 @@ class GrowingDelta:
         rows, first = self.rows, self.rows.seen - self.rows.raw_from
         if made is None:
             made = self.make_rows(ListedRows(self.every[:, None]), angles, step, norms, implementation)
-        made_keys, made_values, slots, place, last = made
-        own = slots.shape[2]  # the place of the token's own row
+        made_keys, listed, place, *inner = made
         raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
         cos, sin = (part[rows.seen :] for part in angles[:2])
         append(
@@ -476,12 +480,12 @@ class GrowingDelta:
             norms=norms, rotates_keys=False, implementation=implementation,
         )  # fmt: skip
         queries = append(
-            queries, keys, values, cos, sin, made_keys, made_values, 0, step,
+            queries, keys, values, cos, sin, made_keys, None, 0, step,
             slots=place, norms=norms, implementation=implementation,
         )  # fmt: skip
-        return attend_listed(
-            queries, made_keys, made_values, slots, 1, last, scaling,
-            after=own, counts=counts, implementation=implementation,
+        return attend_compressed(
+            queries, made_keys, listed, self.find_expansion(*inner), rows, step, scaling,
+            counts=counts, implementation=implementation,
         )  # fmt: skip
 
     def make_rows(
@@ -489,29 +493,45 @@ class GrowingDelta:
         norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
     ) -> MadeRows:  # fmt: skip
         own, norm = listed.blocks[:, 0], None if norms is None else norms[1:]
-        made = rebuild_rows(
-            own, self.find_expansion(own, step, implementation), self.rows, *angles[:2], step, self.held.heads,
+        inner = self.find_inner(own, step, implementation)
+        made = rebuild_keys(
+            own, self.find_expansion(*inner), self.rows, *angles[:2], step, self.held.heads,
             norm=norm, implementation=implementation,
         )  # fmt: skip
-        batch, count = own.shape  # the place of the token's own row, for each head and alone
-        place = torch.full((batch, self.held.heads), count, device=own.device)
-        return *made, place, torch.full_like(step, count)
+        batch, count = own.shape  # the place of the token's own key, for each head
+        return made, own, torch.full((batch, self.held.heads), count, device=own.device), *inner
 
-    def find_expansion(self, listed: Tensor, step: Tensor, implementation: str | None) -> Expansion | None:
-        """Return what f_d's last product is made of, for listed rows (B, n); None if no codes are stored.
+    def find_inner(self, listed: Tensor, step: Tensor, implementation: str | None) -> tuple[Tensor, ...]:
+        """Return what f_d's last product is made of, for listed rows (B, n): nothing, or one tensor (B, n, …).
 
         A linear f_d has only this product, which takes codes that are numbers from where they are stored.
         """
-        rows, held, more = self.rows, self.held.codes, self.codes
-        if held is None or more is None:
-            return None
-        compressor = self.codec.whole.compressors.like(self.codec.layer, rows.raw)
-        if compressor.up[0].kind == "linear" and isinstance(held, Tensor) and isinstance(more, Tensor):
-            return Expansion(held, more, *compressor.split_last())
+        held, more = self.held.codes, self.codes
+        if held is None or more is None or self.takes_stored_codes:
+            return ()
         pairs = zip(list_parts(held), list_parts(more), strict=True)
-        taken = [take_codes(listed, *pair, rows, step, implementation=implementation) for pair in pairs]
-        codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], rows.raw.dtype)
-        return Expansion(compressor.find_inner(codes), None, *compressor.split_last())
+        taken = [take_codes(listed, *pair, self.rows, step, implementation=implementation) for pair in pairs]
+        codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], self.rows.raw.dtype)
+        return (self.compressor.find_inner(codes),)
+
+    def find_expansion(self, inner: Tensor | None = None) -> Expansion | None:
+        """Return f_d's last product of what `find_inner` made, or of stored codes; None if no codes are stored."""
+        if inner is not None:
+            return Expansion(inner, None, *self.compressor.split_last())
+        if not self.takes_stored_codes:
+            return None
+        assert isinstance(self.held.codes, Tensor) and isinstance(self.codes, Tensor)
+        return Expansion(self.held.codes, self.codes, *self.compressor.split_last())
+
+    @property
+    def compressor(self) -> Compressor:
+        """The layer's compressor."""
+        return self.codec.whole.compressors.like(self.codec.layer, self.rows.raw)
+
+    @property
+    def takes_stored_codes(self) -> bool:
+        """Whether f_d's last product takes codes from where they are stored: they are numbers, and f_d is linear."""
+        return isinstance(self.held.codes, Tensor) and self.compressor.up[0].kind == "linear"
 
     def pack_due(self, number: int) -> None:
         whole, rows = self.codec.whole, self.rows

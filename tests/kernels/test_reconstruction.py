@@ -1,11 +1,17 @@
-"""Listed rows made from codes and references: both implementations against a loop over rows in float64."""
+"""Keys made of codes and references, and attention to such rows: both against a loop over rows in float64."""
 
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from kvbench.kernels.reconstruction import Expansion, ReferencedRows, rebuild_rows, take_codes
+from kvbench.kernels.reconstruction import (
+    Expansion,
+    ReferencedRows,
+    attend_compressed,
+    rebuild_keys,
+    take_codes,
+)
 from tests.support.compile_kernels import list_typed_kernel
 from tests.support.kernel_checks import DEVICE, poison_memory
 
@@ -158,28 +164,47 @@ def expect(case, made, listed, expansion, compressed, last, cos, sin, norm):
 @EVERY
 @BOTH
 @pytest.mark.parametrize("step", STEPS)
-def test_rows_are_made_as_defined(case, implementation, step, monkeypatch):
+def test_keys_are_made_and_attended_to_as_defined(case, implementation, step, monkeypatch):
     waiting = case.seen - case.sinks - case.compressed + step
     blocks = max(0, waiting // 8 - 1)
     made, last = Made(case, blocks), case.seen + step - 1
     assert made.rows.count_compressed(step) == case.compressed + 8 * blocks
     listed = list_some(case, last, 10**6)
     expansion = draw_expansion(case, 8 * blocks, listed)
-    angles = torch.randn(last + 1, case.turning // 2, generator=torch.Generator().manual_seed(6)).repeat(1, 2)
+    angles = torch.randn(last + 2, case.turning // 2, generator=torch.Generator().manual_seed(6)).repeat(1, 2)
     cos, sin = (part.to(DEVICE, case.dtype) for part in (angles.cos(), angles.sin()))
     norm = None if case.norm is None else (case.draw(case.dim, seed=7).to(case.norm), 1e-6)
     on_device = torch.tensor(step, dtype=torch.int32, device=DEVICE)
     poison_memory(monkeypatch)
     given = listed, expansion, made.rows, cos, sin, on_device, case.heads
-    keys, values, slots = rebuild_rows(*given, norm=norm, implementation=implementation)
-    expected = expect(case, made, listed, expansion, case.compressed + 8 * blocks, last, cos, sin, norm)
-    bound = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-4}[case.dtype]
-    count = listed.shape[1]
-    for found, exact in zip((keys, values), expected, strict=True):
-        assert found.dtype == case.dtype and found.shape[2] == count + 1
-        torch.testing.assert_close(found[:, :, :count].double(), exact, rtol=bound, atol=bound)
-    where = torch.arange(count, device=DEVICE).where(listed <= last, count + 1)
-    assert slots.dtype == torch.int64 and torch.equal(slots[:, 0], where)
+    keys = rebuild_keys(*given, norm=norm, implementation=implementation)
+    everything = torch.cat([listed, listed.new_full((case.batch, 1), last + 1)], 1)  # with the token's own row
+    if expansion is not None and expansion.more is None:
+        longer = replace(expansion, inner=torch.cat([expansion.inner, expansion.inner[:, :1]], 1))
+    else:
+        longer = expansion
+    total = case.compressed + 8 * blocks
+    exact, values = expect(case, made, everything, longer, total, last + 1, cos, sin, norm)
+    count, bound = listed.shape[1], {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-4}[case.dtype]
+    absent = (listed > last)[:, None, :, None]
+    assert keys.dtype == case.dtype and keys.shape[2] == count + 1
+    torch.testing.assert_close(
+        keys[:, :, :count].double(), exact[:, :, :count].masked_fill(absent, 0), rtol=bound, atol=bound
+    )
+    keys[:, :, count] = exact[:, :, count]
+    queries, group = case.draw(case.batch, 3 * case.heads, 1, case.dim, seed=9), 3
+    counts = torch.tensor([7, 0], device=DEVICE), torch.tensor(1, device=DEVICE)
+    found = attend_compressed(
+        queries, keys, listed, expansion, made.rows, on_device, 0.4, counts=counts, implementation=implementation
+    )
+    logits = queries.double() @ keys.double().repeat_interleave(group, 1).mT * 0.4
+    logits[..., :count] = logits[..., :count].masked_fill(absent.mT, -torch.inf)
+    weights = logits.softmax(-1)
+    assert found.dtype == case.dtype
+    out = weights @ values.repeat_interleave(group, 1)
+    torch.testing.assert_close(found.double(), out, rtol=bound, atol=bound / 2)
+    attended = int((listed <= last).sum()) + case.batch
+    assert counts[0].tolist() == [7, attended * 3 * case.heads]
 
 
 @pytest.mark.cover
@@ -209,39 +234,39 @@ def test_what_does_not_fit_is_refused():
     made_of = Expansion(codes, codes, (torch.zeros(32, 5),) * 2, (None, None))
 
     def rebuild_listed(expansion):
-        return rebuild_rows(listed, expansion, made.rows, angles, angles, step, 2)
+        return rebuild_keys(listed, expansion, made.rows, angles, angles, step, 2)
 
     for message, call in (
         ("take_codes: codes", lambda: take_codes(listed, codes[:, :3], codes, made.rows, step)),
         ("take_codes: codes", lambda: take_codes(listed, codes, codes[..., :2], made.rows, step)),
         ("take_codes: listed", lambda: take_codes(listed[:1], codes, codes, made.rows, step)),
-        ("rebuild_rows: numbers", lambda: rebuild_listed(replace(made_of, more=None))),
-        ("rebuild_rows: numbers", lambda: rebuild_listed(replace(made_of, inner=codes[:, :3]))),
-        ("rebuild_rows: numbers", lambda: rebuild_listed(replace(made_of, weights=(torch.zeros(31, 5),) * 2))),
+        ("rebuild_keys: numbers", lambda: rebuild_listed(replace(made_of, more=None))),
+        ("rebuild_keys: numbers", lambda: rebuild_listed(replace(made_of, inner=codes[:, :3]))),
+        ("rebuild_keys: numbers", lambda: rebuild_listed(replace(made_of, weights=(torch.zeros(31, 5),) * 2))),
         ("expansion: numbers", lambda: replace(made_of, inner=codes[0])),
         ("expansion: numbers", lambda: replace(made_of, more=codes[..., :4])),
         ("expansion: numbers", lambda: replace(made_of, more=codes.double())),
         ("expansion: numbers", lambda: replace(made_of, weights=(torch.zeros(32, 5), torch.zeros(32, 6)))),
         ("expansion: numbers", lambda: replace(made_of, weights=(torch.zeros(32, 5), torch.zeros(31, 5)))),
-        ("rebuild_rows: 64 numbers", lambda: rebuild_rows(listed, None, made.rows, angles, angles, step, 5)),
-        ("rebuild_rows: 64 numbers", lambda: rebuild_rows(listed, None, made.rows, angles, angles, step, 4)),
-        ("rebuild_rows: listed", lambda: rebuild_rows(listed.float(), None, made.rows, angles, angles, step, 2)),
+        ("rebuild_keys: 64 numbers", lambda: rebuild_keys(listed, None, made.rows, angles, angles, step, 5)),
+        ("rebuild_keys: 64 numbers", lambda: rebuild_keys(listed, None, made.rows, angles, angles, step, 4)),
+        ("rebuild_keys: listed", lambda: rebuild_keys(listed.float(), None, made.rows, angles, angles, step, 2)),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call()
     alone = replace(made.rows, references=None, more_references=None)
     with pytest.raises(ValueError, match="neither references nor codes"):
-        rebuild_rows(listed, None, alone, angles, angles, step, 2)
+        rebuild_keys(listed, None, alone, angles, angles, step, 2)
     for change in ({"references": None}, {"block": 0}, {"compressed": 18}, {"raw": made.rows.raw[..., :3]}):
         with pytest.raises(ValueError, match="^referenced rows: "):
             replace(made.rows, **change)
 
 
 def ahead():
+    from kvbench.kernels.reconstruction.attention import _finish, _gather, _spread, _weigh
     from kvbench.kernels.reconstruction.triton import COLUMNS, STAGES, TILE, WARPS, _rebuild, _take
 
     int64, int32, single = "*i64", "*i32", "fp32"
-    weights = ("inner", "more_inner", "key_weight", "value_weight", "key_bias", "value_bias")
     for dtype, norm, change in (
         ("bf16", False, {}),
         ("bf16", False, {"NEAREST": 0, "BIAS": True}),
@@ -249,14 +274,26 @@ def ahead():
         ("bf16", True, {"INNER": 2}),
         ("fp32", True, {}),
     ):
-        floats = (*weights, "bases", "more_bases", "raw", "cos", "sin", "scale", "keys", "values")
-        kinds = dict.fromkeys(floats, f"*{dtype}") | {"listed": int64, "slots": int64, "step": int32}
+        floats = ("inner", "more_inner", "weight", "bias", "bases", "more_bases", "raw", "cos", "sin", "scale", "keys")
+        kinds = dict.fromkeys(floats, f"*{dtype}") | {"listed": int64, "step": int32}
         numbers = int32 if norm else "*i16"
         kinds |= {"references": numbers, "more_references": int32, "epsilon": single}
         exact = dtype == "fp32"
         constants = {"NEAREST": 4, "INNER": 1, "BIAS": norm, "NORM": norm, "REST": norm, "CAST": False} | change
         constants |= {"ROWS": 32 if exact else TILE, "HALF": 48 if norm else 64, "H": 64, "R": 32, "K": COLUMNS}
         yield list_typed_kernel(_rebuild, kinds, constants | {"num_warps": 4 if exact else WARPS, "num_stages": STAGES})
+        tile, inner, nearest = 32 if exact else 64, constants["INNER"], constants["NEAREST"]
+        floats = ("queries", "keys", "inner", "more_inner", "bases", "more_bases", "raw", "weight", "bias", "outputs")
+        sums = ("logits", "part_most", "part_norm", "part_sum", "part_out")
+        kinds |= dict.fromkeys(floats, f"*{dtype}") | dict.fromkeys(sums, "*fp32") | {"scale": single}
+        kinds |= dict.fromkeys(("cleared", "counts", "number", "base_weights"), int64)
+        run, of_head = {"num_warps": 4, "num_stages": 3}, {"M": 16, "N": tile, "D": 128, "CAST": False}
+        yield list_typed_kernel(_weigh, kinds, {"COUNT": True} | of_head | run)
+        one = {"NEAREST": nearest, "INNER": inner, "M": 32, "N": tile, "Z": 128, "S": 32, "CAST": False}
+        yield list_typed_kernel(_spread, kinds, one | run)
+        yield list_typed_kernel(_gather, kinds, {"NEAREST": nearest, "S": 32} | of_head | run)
+        one = {"INNER": inner, "BIAS": norm, "BLOCK": 32, "Z": 128, "S": 32}
+        yield list_typed_kernel(_finish, kinds, one | {"num_warps": 4})
     for dtype in ("*bf16", "*u8"):
         kinds = dict.fromkeys(("codes", "more", "out"), dtype) | {"listed": int64, "step": int32}
         yield list_typed_kernel(_take, kinds, {"ROWS": 16, "W": 512, "num_warps": 4, "num_stages": 3})
