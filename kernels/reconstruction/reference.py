@@ -1,7 +1,5 @@
 """All operations in PyTorch. They wait for the host."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
@@ -28,22 +26,12 @@ def take_codes_reference(listed: Tensor, codes: Tensor, more: Tensor, rows: Refe
     return take([codes, more], listed - rows.sinks, find_compressed(listed, rows, step))
 
 
-def expand_reference(listed: Tensor, expansion: Expansion, rows: ReferencedRows, step: Tensor, part: int) -> Tensor:
-    """Return what f_d gives for the keys (part 0) or the values (part 1) of listed rows, (B, n, w/2)."""
-    inner, more = expansion.inner, expansion.more
-    if more is not None:
-        inner = take_codes_reference(listed, inner, more, rows, step)
-    weight, bias = expansion.weights[part], expansion.biases[part]
-    first = (inner.shape[2] - weight.shape[1]) * part
-    return linear(inner[..., first : first + weight.shape[1]], weight, bias)
-
-
 def rebuild_reference(
-    listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, step: Tensor, heads: int, part: int
+    listed: Tensor, decoded: Tensor | None, rows: ReferencedRows, step: Tensor, heads: int, part: int
 ) -> Tensor:
     """Return the keys (part 0) before norm and rotation, or the values (part 1), of listed rows, (B, H, n, d).
 
-    Rows that do not exist are 0. The row of the token that is being read exists.
+    `decoded` is what f_d gives for them, (B, n, w/2). Rows behind that of the token that is being read are 0.
     """
     exists, compressed = listed <= rows.seen + int(step), find_compressed(listed, rows, step)
     plain, width = exists & ~compressed, rows.raw.shape[2] // 2
@@ -56,35 +44,28 @@ def rebuild_reference(
         where = compressed[..., None].expand_as(numbers).flatten(1)
         found = take([rows.bases[..., half], rows.more_bases[..., half]], numbers.flatten(1), where)
         made = made + found.unflatten(1, numbers.shape[1:]).mean(2)
-    if expansion is not None:
-        made = (made + expand_reference(listed, expansion, rows, step, part)).where(compressed[..., None], made)
+    if decoded is not None:
+        made = (made + decoded).where(compressed[..., None], made)
     return made.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def rebuild_keys_reference(
-    listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, cos: Tensor, sin: Tensor, step: Tensor,
-    heads: int, norm: tuple[Tensor, float] | None,
+def attend_compressed_reference(
+    queries: Tensor, listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, cos: Tensor, sin: Tensor,
+    step: Tensor, scaling: float, norm: tuple[Tensor, float] | None, counts: tuple[Tensor, Tensor] | None,
 ) -> Tensor:  # fmt: skip
-    exists = listed < rows.seen + int(step)
-    keys = rebuild_reference(listed, expansion, rows, step, heads, 0)
+    now, (query_heads, _, dim) = rows.seen + int(step), queries.shape[1:]
+    look, decoded = pad(listed < now, (0, 1), value=True), [None, None]
+    listed = pad(listed, (0, 1), value=now)  # with the token's own row, which has no code
+    if expansion is not None:
+        values = linear(expansion.inner, expansion.weight, expansion.bias)
+        decoded = [pad(part, (0, 0, 0, 1)) for part in (expansion.keys, values)]
+    heads = rows.raw.shape[2] // (2 * dim)
+    keys, values = (rebuild_reference(listed, own, rows, step, heads, part) for part, own in enumerate(decoded))
     if norm is not None:
         keys = rms_norm_reference(keys, *norm)
-    places = listed.where(exists, 0)
+    places = listed.where(look, 0)
     keys = rotate_reference(keys, *(part[places][:, None].to(keys.dtype) for part in (cos, sin)))
-    return pad(keys.where(exists[:, None, :, None], 0), (0, 0, 0, 1))
-
-
-def attend_compressed_reference(
-    queries: Tensor, keys: Tensor, listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, step: Tensor,
-    scaling: float, counts: tuple[Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
-    now = rows.seen + int(step)
-    look = pad(listed < now, (0, 1), value=True)
-    listed = pad(listed, (0, 1), value=now)
-    if expansion is not None and expansion.more is None:
-        expansion = replace(expansion, inner=pad(expansion.inner, (0, 0, 0, 1)))  # the token's own row has no code
-    values = rebuild_reference(listed, expansion, rows, step, keys.shape[1], 1)
-    look = look[:, None].expand(-1, queries.shape[1], -1)
+    look = look[:, None].expand(-1, query_heads, -1)
     if counts is not None:
         counts[0][int(counts[1])] += look.sum()
     return attend_reference(queries, keys, values, None, scaling, look, False)[0]

@@ -54,27 +54,22 @@ class ReferencedRows:
 
 @dataclass(frozen=True)
 class Expansion:
-    """The last product of f_d, [K ‖ V] = inner·Wᵀ + bias, which is added to the mean of a row's references.
+    """What f_d gives for listed rows, and is added to the mean of their references: keys, and values as a product.
 
-    K and V have a matrix each. The one of K is multiplied with the first numbers of `inner`, as many as it has inputs,
-    and the one of V with the last ones. With one f_d for both, both take all numbers.
+    The values are inner·weightᵀ + bias.
     """
 
+    keys: Tensor
+    """(B, n, w/2)"""
     inner: Tensor
-    """What the matrices are multiplied with: of the rows that were compressed when step was 0, (B, C, i), or, if there
-    is no `more`, of the listed rows, (B, n, i).
-    """
-    more: Tensor | None
-    """Memory for that of further compressed rows, (B, room, i)."""
-    weights: tuple[Tensor, Tensor]
-    """(w/2, i_K) and (w/2, i_V)."""
-    biases: tuple[Tensor | None, Tensor | None]
-    """(w/2,) or None each."""
+    """(B, n, i)"""
+    weight: Tensor
+    """(w/2, i)"""
+    bias: Tensor | None
+    """(w/2,)"""
 
     def __post_init__(self) -> None:
-        inner, more = self.inner, self.more
-        fits = inner.dim() == 3 and max(own.shape[1] for own in self.weights) <= inner.shape[2]
-        fits = fits and (more is None or (more.shape[::2] == inner.shape[::2] and more.dtype == inner.dtype))
-        if not fits or len(self.weights[0]) != len(self.weights[1]):
-            shapes = [tuple(own.shape) for own in (inner, *self.weights)]
-            raise ValueError(f"expansion: numbers and matrices {shapes}, more {None if more is None else more.shape}")
+        fits = self.keys.shape[:2] == self.inner.shape[:2] and self.keys.dim() == self.inner.dim() == 3
+        if not fits or self.weight.shape != (self.keys.shape[2], self.inner.shape[2]):
+            shapes = [tuple(own.shape) for own in (self.keys, self.inner, self.weight)]
+            raise ValueError(f"expansion: keys, numbers and matrix {shapes}")

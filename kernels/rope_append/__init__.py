@@ -17,7 +17,7 @@ def append(
     cos: Tensor,
     sin: Tensor,
     tail_keys: Tensor,
-    tail_values: Tensor | None,
+    tail_values: Tensor,
     tail: int,
     step: Tensor,
     *,
@@ -40,7 +40,7 @@ def append(
         cos: (P, r), with r at most d. The rows from step to step + T belong to these tokens, if there are no `offsets`.
         sin: (P, r)
         tail_keys: (B, H, m, d), written in place; with `starts` (R, d).
-        tail_values: Like `tail_keys`; None leaves the values out.
+        tail_values: Like `tail_keys`.
         tail: Number of rows of the tail when the graph was captured.
         step: Number of rows written since then, int32 on the device.
         slots: The row of each head that the token is written to, (B, H) whole numbers, for T = 1; None for the next.

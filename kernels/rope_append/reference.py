@@ -8,23 +8,24 @@ from kvbench.kernels.rerotation.reference import rotate_reference
 
 
 def append_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor,
-    tail_values: Tensor | None, tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None,
-    offsets: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, rotates_keys: bool = True,
+    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
+    tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None, offsets: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None, rotates_keys: bool = True,
 ) -> Tensor:  # fmt: skip
     batch, dim = len(tail_keys) if starts is None else len(starts), tail_keys.shape[-1]
     plain = keys.view(batch, -1, keys.shape[1] // dim, dim).transpose(1, 2)
     queries, keys, values = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms, offsets)
     keys = keys if rotates_keys else plain
-    for tail_rows, rows in ((tail_keys, keys), (tail_values, values)):
-        if tail_rows is None:
-            continue
-        if slots is None:
-            tail_rows[:, :, tail + int(step) : tail + int(step) + rows.shape[2]] = rows
-        elif starts is not None:
-            tail_rows[(starts + slots).flatten()] = rows.flatten(0, 2)
-        else:
-            tail_rows.scatter_(2, slots.long()[..., None, None].expand_as(rows), rows)
+    if slots is None:
+        here = slice(tail + int(step), tail + int(step) + keys.shape[2])
+        tail_keys[:, :, here], tail_values[:, :, here] = keys, values
+    elif starts is not None:
+        where = (starts + slots).flatten()
+        tail_keys[where], tail_values[where] = keys.flatten(0, 2), values.flatten(0, 2)
+    else:
+        where = slots.long()[..., None, None].expand_as(keys)
+        tail_keys.scatter_(2, where, keys)
+        tail_values.scatter_(2, where, values)
     return queries
 
 

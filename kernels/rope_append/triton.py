@@ -82,17 +82,16 @@ def _append(
 
 
 def append_triton(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor,
-    tail_values: Tensor | None, tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None,
-    offsets: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, rotates_keys: bool,
+    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
+    tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None, offsets: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None, rotates_keys: bool,
 ) -> Tensor:  # fmt: skip
     (batch, heads), dim = tail_keys.shape[:2] if starts is None else starts.shape, tail_keys.shape[-1]
-    written, tail_values = 1 if tail_values is None else 2, tail_keys if tail_values is None else tail_values
     into = [own.stride()[:3] if starts is None else (0, 0, own.stride(0)) for own in (tail_keys, tail_values)]
     tokens, query_heads = len(keys) // batch, queries.shape[1] // dim
     out = torch.empty(batch, query_heads, tokens, dim, dtype=queries.dtype, device=queries.device)
     query_norm, key_norm, epsilon = norms or (queries, keys, 0.0)
-    _append[(len(keys), query_heads + written * heads)](
+    _append[(len(keys), query_heads + 2 * heads)](
         queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step,
         step if slots is None else slots, step if starts is None else starts,
         step if offsets is None else offsets,

@@ -31,7 +31,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
+from torch.nn.functional import embedding_bag, linear
 
 from kvbench.interfaces.codec import Angles, Codec, MadeRows, Packed, copy_samples
 from kvbench.interfaces.networks import LayerWeights
@@ -43,7 +43,6 @@ from kvbench.kernels.reconstruction import (
     Expansion,
     ReferencedRows,
     attend_compressed,
-    rebuild_keys,
     take_codes,
 )
 from kvbench.kernels.rope_append import append
@@ -472,66 +471,37 @@ class GrowingDelta:
         rows, first = self.rows, self.rows.seen - self.rows.raw_from
         if made is None:
             made = self.make_rows(ListedRows(self.every[:, None]), angles, step, norms, implementation)
-        made_keys, listed, place, *inner = made
         raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
-        cos, sin = (part[rows.seen :] for part in angles[:2])
-        append(
-            queries, keys, values, cos, sin, raw[:, :, 0], raw[:, :, 1], first, step,
+        queries = append(
+            queries, keys, values, *(part[rows.seen :] for part in angles[:2]), raw[:, :, 0], raw[:, :, 1], first, step,
             norms=norms, rotates_keys=False, implementation=implementation,
         )  # fmt: skip
-        queries = append(
-            queries, keys, values, cos, sin, made_keys, None, 0, step,
-            slots=place, norms=norms, implementation=implementation,
-        )  # fmt: skip
+        listed, *decoded = made
+        expansion = Expansion(*decoded, *self.find_compressor().split_last()[1]) if decoded else None
         return attend_compressed(
-            queries, made_keys, listed, self.find_expansion(*inner), rows, step, scaling,
-            counts=counts, implementation=implementation,
+            queries, listed, expansion, rows, *angles[:2], step, scaling,
+            norm=None if norms is None else norms[1:], counts=counts, implementation=implementation,
         )  # fmt: skip
 
     def make_rows(
         self, listed: ListedRows, angles: Angles, step: Tensor,
         norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
     ) -> MadeRows:  # fmt: skip
-        own, norm = listed.blocks[:, 0], None if norms is None else norms[1:]
-        inner = self.find_inner(own, step, implementation)
-        made = rebuild_keys(
-            own, self.find_expansion(*inner), self.rows, *angles[:2], step, self.held.heads,
-            norm=norm, implementation=implementation,
-        )  # fmt: skip
-        batch, count = own.shape  # the place of the token's own key, for each head
-        return made, own, torch.full((batch, self.held.heads), count, device=own.device), *inner
-
-    def find_inner(self, listed: Tensor, step: Tensor, implementation: str | None) -> tuple[Tensor, ...]:
-        """Return what f_d's last product is made of, for listed rows (B, n): nothing, or one tensor (B, n, …).
-
-        A linear f_d has only this product, which takes codes that are numbers from where they are stored.
-        """
-        held, more = self.held.codes, self.codes
-        if held is None or more is None or self.takes_stored_codes:
-            return ()
+        """Return the list, (B, n), and what `Expansion` has of its rows, if codes are stored."""
+        own, held, more = listed.blocks[:, 0].contiguous(), self.held.codes, self.codes
+        if held is None or more is None:
+            return (own,)
         pairs = zip(list_parts(held), list_parts(more), strict=True)
-        taken = [take_codes(listed, *pair, self.rows, step, implementation=implementation) for pair in pairs]
+        taken = [take_codes(own, *pair, self.rows, step, implementation=implementation) for pair in pairs]
         codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], self.rows.raw.dtype)
-        return (self.compressor.find_inner(codes),)
+        compressor = self.find_compressor()
+        (weight, bias), (other, _) = compressor.split_last()
+        inner = compressor.find_inner(codes)  # of K and V together, or one behind the other
+        return own, linear(inner[..., : weight.shape[1]], weight, bias), inner[..., inner.shape[2] - other.shape[1] :]
 
-    def find_expansion(self, inner: Tensor | None = None) -> Expansion | None:
-        """Return f_d's last product of what `find_inner` made, or of stored codes; None if no codes are stored."""
-        if inner is not None:
-            return Expansion(inner, None, *self.compressor.split_last())
-        if not self.takes_stored_codes:
-            return None
-        assert isinstance(self.held.codes, Tensor) and isinstance(self.codes, Tensor)
-        return Expansion(self.held.codes, self.codes, *self.compressor.split_last())
-
-    @property
-    def compressor(self) -> Compressor:
-        """The layer's compressor."""
+    def find_compressor(self) -> Compressor:
+        """Return the layer's compressor where the rows are, in their dtype."""
         return self.codec.whole.compressors.like(self.codec.layer, self.rows.raw)
-
-    @property
-    def takes_stored_codes(self) -> bool:
-        """Whether f_d's last product takes codes from where they are stored: they are numbers, and f_d is linear."""
-        return isinstance(self.held.codes, Tensor) and self.compressor.up[0].kind == "linear"
 
     def pack_due(self, number: int) -> None:
         whole, rows = self.codec.whole, self.rows

@@ -70,14 +70,17 @@ class Compressor:
         """Return what the last matrix of f_d is multiplied with, of codes (..., d_c). A linear f_d takes the codes."""
         return join_parts(self.up, z, Network.find_inner)
 
-    def split_last(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-        """Return the last matrix of f_d for K and the one for V, (d_k, …) each, and their biases."""
+    def split_last(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+        """Return the last matrix of f_d, (d_k, …), and its bias, (d_k,) or None: those of K, and those of V."""
         first, last = self.up[0], self.up[-1]
         if len(self.up) == 2:
-            return (first.weights[-1], last.weights[-1]), (first.biases[-1], last.biases[-1])
+            return (first.weights[-1], first.biases[-1]), (last.weights[-1], last.biases[-1])
         keys, values = first.weights[-1].chunk(2)
         bias = first.biases[-1]
-        return (keys, values), (None, None) if bias is None else (bias[: len(keys)], bias[len(keys) :])
+        return (keys, None if bias is None else bias[: len(keys)]), (
+            values,
+            None if bias is None else bias[len(keys) :],
+        )
 
     def parameters(self) -> list[Tensor]:
         """Return all weights."""
