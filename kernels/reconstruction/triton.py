@@ -15,17 +15,22 @@ from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 
 ROWS = 16  # listed rows of a program that gathers codes
-TILE = 32  # listed rows of which keys are made at once
+TILE = 32  # listed rows of which a program makes keys
+REGISTERS = 128  # of a thread that does so, where no more are needed: a multiprocessor holds four programs
+HEADS = 4  # heads of these keys
+LISTED = 16  # listed rows whose weights are counted at once
+SPREADING = 8  # programs of a range that do so
 ADDED = 64  # rows, codes or bases that are added to a sum at once
-RANGES = (64, 32)  # most ranges of rows of a head's keys, and of other sums, that are joined
-PROGRAMS = 528  # most programs of a launch
+RANGES = 32  # most ranges whose sums are joined
 NUMBERS = 128  # most numbers of a code that a program sums
 CHANNELS = 32  # of an output that a program writes
 UNIT = tl.constexpr(2.0**32)  # parts of the largest weight that weights of bases are counted in
+UNKNOWN = tl.constexpr(-(2**62))  # what a weight that is not a number is counted as
 RAISED = tl.constexpr(2.0**14)  # factor of the weights in a product, so that float16 holds small ones
-CLEARED = tl.constexpr(1024)  # weights of bases that are set to 0 at once
+EXTRA = tl.constexpr(3)  # what is counted beside the weights of bases and of rows that are not compressed:
+TOTAL, CODED, MOST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # all, those of codes; the largest logit
 SIZES = [  # what varies from prompt to prompt
-    *("listed_count", "seen", "compressed", "raw_from", "splits", "weighed"),
+    *("listed_count", "seen", "compressed", "raw_from", "splits"),
     *("base_count", "base_room", "reference_room", "raw_room"),
 ]
 
@@ -110,51 +115,56 @@ def _list(listed, entry, listed_count, seen, sinks, compressed, block, step):
     return tl.where(exists, row, 0), exists, exists & (row >= sinks) & (row < stop)
 
 
+@triton.jit
+def _order(x):
+    """Return whole numbers above 0 in the order of float32 numbers x."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits.to(tl.int64) + 2147483648, (~bits).to(tl.int64))
+
+
+@triton.jit
+def _restore(ordered):
+    """Return the float32 numbers that `_order` was given."""
+    bits = tl.where(ordered >= 2147483648, ordered - 2147483648, ~ordered)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _weigh(
     queries, listed, decoded, references, more_references, bases, more_bases, raw, cos, sin, scale, step,
-    logits, part_most, base_weights, counts, number,
+    logits, counted, counts, number,
     listed_count, seen, sinks, compressed, block, raw_from, base_count, base_room, reference_room, raw_room,
-    splits, heads, group, dim, factor, epsilon,
+    heads, group, dim, factor, epsilon,
     NEAREST: tl.constexpr, DECODED: tl.constexpr, NORM: tl.constexpr, REST: tl.constexpr, COUNT: tl.constexpr,
-    CAST: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
+    CAST: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
-    """Make the keys of a KV head in a range of the list, and their logits in base 2 with the head's queries.
+    """Make some heads of the keys of N listed rows, and their logits in base 2 with these heads' queries.
 
-    A head has the channels that turn, in two halves, and perhaps others. All programs together set the weights of
-    bases to 0.
+    A head has the channels that turn, in two halves, and perhaps others.
     """
-    line, split, turning = tl.program_id(0), tl.program_id(1), 2 * HALF
-    b, head, query_heads, entries = (line // heads).to(tl.int64), line % heads, heads * group, listed_count + 1
-    cleared = tl.num_programs(0) // heads * (base_count + base_room + raw_room + 2) * query_heads
-    size = tl.cdiv(cleared, tl.num_programs(0) * splits)
-    begin = (line * splits + split).to(tl.int64) * size
-    for done in range(0, size, CLEARED):
-        at = done + tl.arange(0, CLEARED)
-        tl.store(base_weights + begin + at, tl.zeros((CLEARED,), tl.int64), mask=(at < size) & (begin + at < cleared))
+    b, turning, query_heads = tl.program_id(2).to(tl.int64), 2 * HALF, heads * group
+    entries, places, width = listed_count + 1, base_count + base_room + raw_room, 2 * heads * dim
     member, first, rest = tl.arange(0, M), tl.arange(0, H), turning + tl.arange(0, R)
     second, there, others = first + HALF, _below(first, HALF, H), rest < dim
     asking = member < group
-    query = queries + (line * group + member) * dim
-    qx = tl.load(query[:, None] + first[None], mask=asking[:, None] & there[None], other=0.0)
-    qy = tl.load(query[:, None] + second[None], mask=asking[:, None] & there[None], other=0.0)
-    qz = tl.load(query[:, None] + rest[None], mask=asking[:, None] & others[None], other=0.0)
-    if CAST:
-        qx, qy, qz = qx.to(tl.float32), qy.to(tl.float32), qz.to(tl.float32)
-    width, listed = 2 * heads * dim, listed + b * listed_count
     references += b * compressed * NEAREST
     more_references += b * reference_room * NEAREST
-    own_bases = bases + b * base_count * width + head * dim
-    further = more_bases + (b * base_room - base_count) * width + head * dim
-    own_raw = raw + (b * raw_room - raw_from) * width + head * dim
-    logits += b * entries * query_heads + head * group
-    most, attended = tl.full([M], float("-inf"), tl.float32), tl.zeros([N], tl.int32)
-    share = tl.cdiv(tl.cdiv(entries, splits), N) * N
-    for start in range(split * share, tl.minimum((split + 1) * share, entries), N):
-        entry = start + tl.arange(0, N)
-        row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
-        plain = exists & (stored == 0)
-        at = tl.where(row < raw_from, own_bases, own_raw) + row.to(tl.int64) * width
+    own_bases = bases + b * base_count * width
+    further = more_bases + (b * base_room - base_count) * width
+    own_raw = raw + (b * raw_room - raw_from) * width
+    entry = tl.program_id(0) * N + tl.arange(0, N)
+    row, exists, stored = _list(
+        listed + b * listed_count, entry, listed_count, seen, sinks, compressed, block, step
+    )  # fmt: skip
+    angle, plain = row[:, None] * turning + first[None], exists & (stored == 0)
+    c = _rounded(tl.load(cos + angle, mask=there[None], other=1.0).to(tl.float32), raw)
+    s = _rounded(tl.load(sin + angle, mask=there[None], other=0.0).to(tl.float32), raw)
+    raw_at = tl.where(row < raw_from, own_bases, own_raw) + row.to(tl.int64) * width
+    decoded_at = decoded + (b * listed_count + entry) * (width // 2)
+    begin = tl.program_id(1) * HEADS
+    for head in range(begin, tl.minimum(begin + HEADS, heads)):
+        at = raw_at + head * dim
         x, y, z = _read(at, plain, first, there), _read(at, plain, second, there), tl.zeros((N, R), tl.float32)
         if REST:
             z = _read(at, plain, rest, others)
@@ -162,15 +172,15 @@ def _weigh(
             for nearest in tl.static_range(NEAREST):
                 at = (row - sinks) * NEAREST + nearest
                 base = _refer(references, more_references, at, compressed, stored, NEAREST)
-                at = tl.where(base < base_count, own_bases, further) + base.to(tl.int64) * width
+                at = tl.where(base < base_count, own_bases, further) + base.to(tl.int64) * width + head * dim
                 x += _read(at, stored, first, there)
                 y += _read(at, stored, second, there)
                 if REST:
                     z += _read(at, stored, rest, others)
-            share_of_one = tl.where(stored, 1.0 / NEAREST, 1.0)[:, None]
-            x, y, z = x * share_of_one, y * share_of_one, z * share_of_one
+            share = tl.where(stored, 1.0 / NEAREST, 1.0)[:, None]
+            x, y, z = x * share, y * share, z * share
         if DECODED:
-            at = decoded + (b * listed_count + entry) * (width // 2) + head * dim
+            at = decoded_at + head * dim
             x = _rounded(x, raw) + _read(at, stored, first, there)
             y = _rounded(y, raw) + _read(at, stored, second, there)
             if REST:
@@ -182,96 +192,126 @@ def _weigh(
             x = _normed(x, first, there, inverse, scale, raw)
             y = _normed(y, second, there, inverse, scale, raw)
             z = _normed(z, rest, others, inverse, scale, raw)
-        angle = row[:, None] * turning + first[None]
-        c = _rounded(tl.load(cos + angle, mask=there[None], other=1.0).to(tl.float32), raw)
-        s = _rounded(tl.load(sin + angle, mask=there[None], other=0.0).to(tl.float32), raw)
-        kx, ky = _turn(x, -y, c, s, raw).to(qx.dtype), _turn(y, x, c, s, raw).to(qx.dtype)
+        kx, ky = _turn(x, -y, c, s, raw).to(raw.dtype.element_ty), _turn(y, x, c, s, raw).to(raw.dtype.element_ty)
+        query = queries + ((b * heads + head) * group + member) * dim
+        qx = tl.load(query[:, None] + first[None], mask=asking[:, None] & there[None], other=0.0)
+        qy = tl.load(query[:, None] + second[None], mask=asking[:, None] & there[None], other=0.0)
+        if CAST:
+            qx, qy, kx, ky = qx.to(tl.float32), qy.to(tl.float32), kx.to(tl.float32), ky.to(tl.float32)
         own = tl.dot(qy, ky.T, tl.dot(qx, kx.T, input_precision="ieee"), input_precision="ieee")
         if REST:
-            own = tl.dot(qz, z.to(qz.dtype).T, own, input_precision="ieee")
+            qz = tl.load(query[:, None] + rest[None], mask=asking[:, None] & others[None], other=0.0)
+            kz = z.to(raw.dtype.element_ty)
+            if CAST:
+                qz, kz = qz.to(tl.float32), kz.to(tl.float32)
+            own = tl.dot(qz, kz.T, own, input_precision="ieee")
         own = tl.where(exists[None], own * factor, float("-inf"))
-        most = tl.maximum(most, tl.max(own, 1))
-        attended += exists.to(tl.int32)
-        into = logits + entry[None].to(tl.int64) * query_heads + member[:, None]
+        asked = head * group + member
+        into = logits + (b * entries + entry[None]) * query_heads + asked[:, None]
         tl.store(into, own, mask=asking[:, None] & (entry < entries)[None])
-    if COUNT:
-        tl.atomic_add(counts + tl.load(number), (tl.sum(attended) * group).to(tl.int64))
-    tl.store(part_most + (b * splits + split) * query_heads + head * group + member, most, mask=asking)
+        most = counted + (b * (places + EXTRA) + places + MOST) * query_heads + asked
+        tl.atomic_max(most, _order(tl.max(own, 1)), mask=asking, sem="relaxed")
+    if COUNT and tl.program_id(1) == 0:
+        tl.atomic_add(counts + tl.load(number), (tl.sum(exists.to(tl.int32)) * query_heads).to(tl.int64))
 
 
 @triton.jit
-def _count(counted, of_row, query_heads, head, units, here):
-    """Add weights (N, M) to those of a base of each row, in whole numbers, so that the order does not matter."""
-    at = counted + of_row[:, None].to(tl.int64) * query_heads + head[None]
+def _count(counted, place, query_heads, head, units, here):
+    """Add weights (N, M) to those of a place of each row, in whole numbers, so that the order does not matter."""
+    at = counted + place[:, None].to(tl.int64) * query_heads + head[None]
     tl.atomic_add(at, units, mask=here[:, None] & (head < query_heads)[None], sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _spread(
-    listed, logits, part_most, references, more_references, inner, step, base_weights, part_sum,
+    listed, logits, references, more_references, inner, step, counted, part_sum,
     listed_count, seen, sinks, compressed, block, raw_from, base_count, base_room, reference_room, raw_room,
-    weighed, splits, inner_width, numbers, query_heads,
-    NEAREST: tl.constexpr, DECODED: tl.constexpr, CAST: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, L: tl.constexpr, Z: tl.constexpr, S: tl.constexpr,
+    splits, parts, inner_width, numbers, query_heads,
+    NEAREST: tl.constexpr, CAST: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, L: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
-    """Sum some numbers of the codes of a range of the list, by the weights of all queries of a sample.
+    """Weigh a range of the list with all queries of a sample.
 
-    The programs of a range share its rows to add their weights to those of their bases.
+    Some programs sum numbers of the rows' codes. The others add the weights of the rows to those of their bases.
     """
     part, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    head, ranges, entries = tl.arange(0, M), tl.arange(0, S), listed_count + 1
-    asking, places = head < query_heads, base_count + base_room + raw_room
-    parts = part_most + (b * weighed + ranges)[:, None] * query_heads + head[None]
-    most = tl.max(tl.load(parts, mask=(ranges < weighed)[:, None] & asking[None], other=float("-inf")), 0)
-    most = tl.where(asking, most, 0.0)
+    head, entries, places = tl.arange(0, M), listed_count + 1, base_count + base_room + raw_room
+    asking = head < query_heads
+    counted += b * (places + EXTRA) * query_heads
+    most = _restore(tl.load(counted + (places + MOST) * query_heads + head, mask=asking, other=2147483648))
     share = tl.cdiv(tl.cdiv(entries, splits), L) * L
     low, high = split * share, tl.minimum((split + 1) * share, entries)
     logits += b * entries * query_heads
     listed += b * listed_count
-    references += b * compressed * NEAREST
-    more_references += b * reference_room * NEAREST
-    base_weights += b * (places + 2) * query_heads
-    total, coded = tl.zeros([M], tl.int64), tl.zeros([M], tl.int64)
-    for start in range(low + part * N, high, tl.num_programs(0) * N):
-        entry = start + tl.arange(0, N)
-        row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
-        exists, stored = exists & (entry < high), stored & (entry < high)
-        at = logits + entry[:, None].to(tl.int64) * query_heads + head[None]
-        p = tl.exp2(tl.load(at, mask=exists[:, None] & asking[None], other=float("-inf")) - most[None])
-        units = (p * UNIT).to(tl.int64)
-        total += tl.sum(units, 0)
-        coded += tl.sum(tl.where(stored[:, None], units, 0), 0)
-        place = tl.where(row < raw_from, row, base_count + base_room + row - raw_from)
-        _count(base_weights, place, query_heads, head, units * max(NEAREST, 1), exists & (stored == 0))
-        for nearest in tl.static_range(NEAREST):
-            at = (row - sinks) * NEAREST + nearest
-            base = _refer(references, more_references, at, compressed, stored, NEAREST)
-            _count(base_weights, base, query_heads, head, units, stored)
-    tl.atomic_add(base_weights + places * query_heads + head, total, mask=asking, sem="relaxed")
-    tl.atomic_add(base_weights + (places + 1) * query_heads + head, coded, mask=asking, sem="relaxed")
-    if DECODED:
+    if part < parts:
         column = part * Z + tl.arange(0, Z)
         there, acc = column < numbers, tl.zeros([M, Z], tl.float32)
         for start in range(low, high, L):
             entry = start + tl.arange(0, L)
-            row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
+            _, _, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
             at = logits + entry[None].to(tl.int64) * query_heads + head[:, None]
             p = tl.exp2(tl.load(at, mask=stored[None] & asking[:, None], other=float("-inf")) - most[:, None])
             at = inner + (b * listed_count + entry) * inner_width
-            z = tl.load(at[:, None] + column[None], mask=stored[:, None] & there[None], other=0.0)
+            z = tl.load(at[:, None] + column[None], mask=(entry < listed_count)[:, None] & there[None], other=0.0)
             if CAST:
                 z = z.to(tl.float32)
             acc = tl.dot(p.to(z.dtype), z, acc, input_precision="ieee")
         into = part_sum + ((b * splits + split) * query_heads + head)[:, None] * numbers + column[None]
         tl.store(into, acc, mask=asking[:, None] & there[None])
+    else:
+        references += b * compressed * NEAREST
+        more_references += b * reference_room * NEAREST
+        total, coded = tl.zeros([M], tl.int64), tl.zeros([M], tl.int64)
+        for start in range(low + (part - parts) * N, high, (tl.num_programs(0) - parts) * N):
+            entry = start + tl.arange(0, N)
+            row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
+            exists, stored = exists & (entry < high), stored & (entry < high)
+            at = logits + entry[:, None].to(tl.int64) * query_heads + head[None]
+            p = tl.exp2(tl.load(at, mask=exists[:, None] & asking[None], other=float("-inf")) - most[None])
+            units = (tl.where(p <= 1.0, p, 0.0) * UNIT).to(tl.int64)
+            total += tl.sum(tl.where(p == p, units, UNKNOWN), 0)
+            coded += tl.sum(tl.where(stored[:, None], units, 0), 0)
+            place = tl.where(row < raw_from, row, base_count + base_room + row - raw_from)
+            _count(counted, place, query_heads, head, units * max(NEAREST, 1), exists & (stored == 0))
+            for nearest in tl.static_range(NEAREST):
+                at = (row - sinks) * NEAREST + nearest
+                base = _refer(references, more_references, at, compressed, stored, NEAREST)
+                _count(counted, base, query_heads, head, units, stored)
+        sums = counted + (places + TOTAL) * query_heads + head
+        tl.atomic_add(sums, total, mask=asking, sem="relaxed")
+        tl.atomic_add(sums + (CODED - TOTAL) * query_heads, coded, mask=asking, sem="relaxed")
+
+
+@triton.jit
+def _add_places(
+    acc, counted, values, low, high, factor, asked, query_heads, width, dim,
+    CHECK: tl.constexpr, CAST: tl.constexpr, M: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Add the weighed values (N, D) of a range of places to the sums (M, D) of G queries."""
+    columns = tl.arange(0, D)
+    for start in range(low, high, N):
+        place = start + tl.arange(0, N)
+        here = place < high
+        at = counted + place[None].to(tl.int64) * query_heads + asked[:, None]
+        units = tl.load(at, mask=here[None] & (asked < query_heads)[:, None], other=0)
+        at = values + place[:, None].to(tl.int64) * width + columns[None]
+        v = tl.load(at, mask=here[:, None] & _below(columns, dim, D)[None], other=0.0)
+        if CHECK:  # memory for further rows may hold anything
+            v = tl.where((tl.max(units, 0) > 0)[:, None], v, 0.0)
+        if CAST:
+            v = v.to(tl.float32)
+        p = (units.to(tl.float32) * factor[:, None]).to(v.dtype)
+        p = tl.reshape(tl.broadcast_to(p[None], (M // G, G, N)), (M, N))  # as many rows as matrix units take
+        acc = tl.dot(p, v, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=["base_count", "base_room", "raw_room", "splits", "spread"])
 def _gather(
-    base_weights, part_sum, bases, more_bases, raw, part_out, sums,
-    base_count, base_room, raw_room, splits, spread, numbers, heads, group, dim,
-    NEAREST: tl.constexpr, CAST: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, Z: tl.constexpr,
-    S: tl.constexpr,
+    counted, part_sum, bases, more_bases, raw, part_out, sums,
+    base_count, base_room, raw_room, splits, spread, numbers, heads, group,
+    NEAREST: tl.constexpr, CAST: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, Z: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Sum a range of the bases and of the rows that are not compressed, for the queries of a KV head.
 
@@ -279,34 +319,33 @@ def _gather(
     """
     line, split = tl.program_id(0), tl.program_id(1)
     b, head, query_heads = (line // heads).to(tl.int64), line % heads, heads * group
-    places, width = base_count + base_room + raw_room, 2 * heads * dim
+    places, width = base_count + base_room + raw_room, 2 * heads * DIM
     if split < splits:
-        member, columns = tl.arange(0, M), tl.arange(0, D)
-        asking = member < group
-        base_weights += b * (places + 2) * query_heads + head * group
-        norm = tl.load(base_weights + places * query_heads + member, mask=asking, other=1).to(tl.float32)
-        factor = RAISED / (norm * max(NEAREST, 1))
-        values = (heads + head) * dim
-        bases += b * base_count * width + values
-        more_bases += (b * base_room - base_count) * width + values
-        raw += (b * raw_room - base_count - base_room) * width + values
-        share = tl.cdiv(tl.cdiv(places, splits), N) * N
-        total = tl.zeros([M, D], tl.float32)
-        for start in range(split * share, tl.minimum((split + 1) * share, places), N):
-            place = start + tl.arange(0, N)
-            here = place < places
-            at = base_weights + place[None].to(tl.int64) * query_heads + member[:, None]
-            units = tl.load(at, mask=asking[:, None] & here[None], other=0)
-            at = tl.where(place < base_count, bases, tl.where(place < base_count + base_room, more_bases, raw))
-            at = at[:, None] + place[:, None].to(tl.int64) * width + columns[None]
-            v = tl.load(at, mask=here[:, None] & (columns < dim)[None], other=0.0)
-            v = tl.where((tl.max(units, 0) > 0)[:, None], v, 0.0)  # memory for further rows may hold anything
-            if CAST:
-                v = v.to(tl.float32)
-            p = (units.to(tl.float32) * factor[:, None]).to(v.dtype)
-            total = tl.dot(p, v, total, input_precision="ieee")
-        into = part_out + ((line * splits + split) * group + member)[:, None] * dim + columns[None]
-        tl.store(into, total, mask=asking[:, None] & (columns < dim)[None])
+        member, columns = tl.arange(0, G), tl.arange(0, D)
+        asked = tl.where(member < group, head * group + member, query_heads)
+        counted += b * (places + EXTRA) * query_heads
+        total = counted + (places + TOTAL) * query_heads + asked
+        factor = RAISED / (tl.load(total, mask=member < group, other=1).to(tl.float32) * max(NEAREST, 1))
+        values, acc = (heads + head) * DIM, tl.zeros([M, D], tl.float32)
+        share = tl.cdiv(base_count, splits)
+        low, high = split * share, tl.minimum((split + 1) * share, base_count)
+        at = bases + b * base_count * width + values
+        acc = _add_places(
+            acc, counted, at, low, high, factor, asked, query_heads, width, DIM, False, CAST, M, G, N, D
+        )  # fmt: skip
+        counted += base_count * query_heads
+        share = tl.cdiv(base_room, splits)
+        low, high = split * share, tl.minimum((split + 1) * share, base_room)
+        at = more_bases + b * base_room * width + values
+        acc = _add_places(acc, counted, at, low, high, factor, asked, query_heads, width, DIM, True, CAST, M, G, N, D)
+        counted += base_room * query_heads
+        share = tl.cdiv(raw_room, splits)
+        low, high = split * share, tl.minimum((split + 1) * share, raw_room)
+        at = raw + b * raw_room * width + values
+        acc = _add_places(acc, counted, at, low, high, factor, asked, query_heads, width, DIM, True, CAST, M, G, N, D)
+        member = tl.arange(0, M)
+        into = part_out + ((line * splits + split) * group + member)[:, None] * DIM + columns[None]
+        tl.store(into, acc, mask=(member < group)[:, None] & (columns < DIM)[None])
     else:
         column, ranges = (split - splits) * Z + tl.arange(0, Z), tl.arange(0, S)
         here = (ranges < spread)[:, None] & (column < numbers)[None]
@@ -318,7 +357,7 @@ def _gather(
 
 @triton.jit(do_not_specialize=["places", "splits"])
 def _finish(
-    part_out, base_weights, sums, weight, bias, outputs, places, splits, numbers, query_heads, group, dim,
+    part_out, counted, sums, weight, bias, outputs, places, splits, numbers, query_heads, group, dim,
     DECODED: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Join the sums of a query, and add f_d's last product of the summed codes."""
@@ -326,6 +365,8 @@ def _finish(
     b, query = (index // query_heads).to(tl.int64), index % query_heads
     column, ranges = tl.program_id(1) * C + tl.arange(0, C), tl.arange(0, S)
     line, here, row = index // group, column < dim, query // group * dim + column
+    counted += (b * (places + EXTRA) + places) * query_heads + query
+    total = tl.load(counted + TOTAL * query_heads).to(tl.float32)
     parts = part_out + ((line * splits + ranges) * group + query % group)[:, None] * dim + column[None]
     out = tl.sum(tl.load(parts, mask=(ranges < splits)[:, None] & here[None], other=0.0), 0) / RAISED
     if DECODED:
@@ -336,13 +377,11 @@ def _finish(
             at = weight + row[:, None] * numbers + z[None]
             matrix = tl.load(at, mask=here[:, None] & (z < numbers)[None], other=0.0)
             added += tl.sum(matrix.to(tl.float32) * summed[None], 1)
-        norms = base_weights + (b * (places + 2) + places) * query_heads + query
-        added /= tl.load(norms).to(tl.float32) / UNIT
+        out += added * (UNIT / total)
         if BIAS:
-            coded = tl.load(norms + query_heads).to(tl.float32) / tl.load(norms).to(tl.float32)
-            added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32) * coded
-        out += added
-    tl.store(outputs + index * dim + column, out, mask=here)
+            coded = tl.load(counted + CODED * query_heads).to(tl.float32)
+            out += tl.load(bias + row, mask=here, other=0.0).to(tl.float32) * (coded / total)
+    tl.store(outputs + index * dim + column, tl.where(total > 0, out, float("nan")), mask=here)
 
 
 def take_codes_triton(listed: Tensor, codes: Tensor, more: Tensor, rows: ReferencedRows, step: Tensor) -> Tensor:
@@ -355,11 +394,6 @@ def take_codes_triton(listed: Tensor, codes: Tensor, more: Tensor, rows: Referen
     return out
 
 
-def split_rows(count: int, lines: int, tile: int, most: int) -> int:
-    """Return how many ranges of `count` rows each of `lines` programs gets, of at least two tiles each."""
-    return min(max(1, PROGRAMS // lines), most, triton.cdiv(count, 2 * tile))
-
-
 def attend_compressed_triton(
     queries: Tensor, listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, cos: Tensor, sin: Tensor,
     step: Tensor, scaling: float, norm: tuple[Tensor, float] | None, counts: tuple[Tensor, Tensor] | None,
@@ -367,58 +401,56 @@ def attend_compressed_triton(
     (batch, query_heads, _, dim), (_, count), raw = queries.shape, listed.shape, rows.raw
     heads, turning = raw.shape[2] // (2 * dim), cos.shape[1]
     group, listed, bases = query_heads // heads, listed.contiguous(), rows.bases.contiguous()
-    decoded, inner, weight, bias = raw, raw, raw, None
+    decoded, inner, weight, bias, numbers = raw, raw, raw, None, 0
     if expansion is not None:
-        decoded, inner = expansion.keys.contiguous(), expansion.inner
+        decoded, inner, numbers = expansion.keys.contiguous(), expansion.inner, expansion.inner.shape[2]
         inner = inner if inner.stride(2) == 1 and inner.stride(0) == count * inner.stride(1) else inner.contiguous()
         weight, bias = expansion.weight.contiguous(), expansion.bias
-    numbers = 0 if expansion is None else inner.shape[2]
     known, more, nearest = listed, listed, 0
     if rows.references is not None and rows.more_references is not None:
         known, more, nearest = rows.references.contiguous(), rows.more_references, rows.references.shape[2]
     rooms = bases.shape[1], rows.more_bases.shape[1], more.shape[1], raw.shape[1]
     places = rooms[0] + rooms[1] + rooms[3]
     sizes = count, rows.seen, rows.sinks, rows.compressed, rows.block, rows.raw_from, *rooms
-    wide, of_code = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(numbers))
-    part = min(NUMBERS, of_code)
-    parts = max(1, triton.cdiv(numbers, part))
-    tile = 32 if raw.dtype == torch.float32 else ADDED
-    weighed = split_rows(count + 1, batch * heads, TILE, RANGES[0])
-    spread = split_rows(count + 1, batch * parts, tile, RANGES[1])
-    gathered = split_rows(places, batch * heads, tile, RANGES[1])
+    of_code, of_group = max(16, triton.next_power_of_2(numbers)), triton.next_power_of_2(group)
+    part, tile = min(NUMBERS, of_code), 32 if raw.dtype == torch.float32 else ADDED
+    parts = triton.cdiv(numbers, part)
+    spread = min(RANGES, triton.cdiv(count + 1, 2 * tile))
+    gathered = min(RANGES, triton.cdiv(rooms[0], 2 * tile) + 1)
 
     def reserve(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=raw.device)
 
-    logits, most = reserve(batch, count + 1, query_heads), reserve(batch, weighed, query_heads)
-    weights, sums = reserve(batch, places + 2, query_heads, dtype=torch.int64), reserve(batch, query_heads, numbers)
+    counted = torch.zeros(batch, places + EXTRA.value, query_heads, dtype=torch.int64, device=raw.device)
+    logits, sums = reserve(batch, count + 1, query_heads), reserve(batch, query_heads, numbers)
     part_sum, part_out = reserve(batch, spread, query_heads, numbers), reserve(batch * heads, gathered, group, dim)
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=raw.device)
-    (counted, number), (scale, epsilon) = counts or (step, step), norm or (raw, 0.0)
+    (counts, number), (scale, epsilon), counting = counts or (step, step), norm or (raw, 0.0), counts is not None
     kinds = dict(NEAREST=nearest, CAST=is_interpreting() and raw.dtype == torch.bfloat16)
-    run, own = dict(num_warps=4, num_stages=3), max(16, triton.next_power_of_2(group))
-    _weigh[batch * heads, weighed](
+    run, own = dict(num_warps=4, num_stages=3), max(16, of_group)
+    more_needed = raw.dtype == torch.float32 or norm is not None or turning < dim or dim > 128
+    limit = {} if more_needed else {"maxnreg": REGISTERS}
+    _weigh[triton.cdiv(count + 1, TILE), triton.cdiv(heads, HEADS), batch](
         queries.contiguous(), listed, decoded, known, more, bases, rows.more_bases, raw, cos.contiguous(),
-        sin.contiguous(), scale, step, logits, most, weights, counted, number,
-        *sizes, weighed, heads, group, dim, scaling * LOG2E.value, epsilon,
-        **kinds, DECODED=numbers > 0, NORM=norm is not None, REST=turning < dim, COUNT=counts is not None,
-        M=own, N=TILE, HALF=turning // 2, H=max(16, triton.next_power_of_2(turning // 2)),
-        R=max(16, triton.next_power_of_2(dim - turning)), num_warps=4, num_stages=1,
+        sin.contiguous(), scale, step, logits, counted, counts, number,
+        *sizes, heads, group, dim, scaling * LOG2E.value, epsilon,
+        **kinds, DECODED=numbers > 0, NORM=norm is not None, REST=turning < dim, COUNT=counting, HEADS=HEADS, M=own,
+        N=TILE, HALF=turning // 2, H=max(16, triton.next_power_of_2(turning // 2)),
+        R=max(16, triton.next_power_of_2(dim - turning)), num_warps=4, num_stages=1, **limit,
     )  # fmt: skip
-    _spread[parts, spread, batch](
-        listed, logits, most, known, more, inner, step, weights, part_sum,
-        *sizes, weighed, spread, inner.stride(1), numbers, query_heads,
-        **kinds, DECODED=numbers > 0, M=max(16, triton.next_power_of_2(query_heads)), N=16, L=tile, Z=part,
-        S=RANGES[0], **run,
+    _spread[parts + SPREADING, spread, batch](
+        listed, logits, known, more, inner, step, counted, part_sum,
+        *sizes, spread, parts, inner.stride(1), numbers, query_heads,
+        **kinds, M=max(16, triton.next_power_of_2(query_heads)), N=LISTED, L=tile, Z=part, **run,
     )  # fmt: skip
-    _gather[batch * heads, gathered + (triton.cdiv(numbers, part))](
-        weights, part_sum, bases, rows.more_bases, raw, part_out, sums,
-        rooms[0], rooms[1], rooms[3], gathered, spread, numbers, heads, group, dim,
-        **kinds, M=own, N=tile, D=max(16, wide), Z=part, S=RANGES[1], **run,
+    _gather[batch * heads, gathered + parts](
+        counted, part_sum, bases, rows.more_bases, raw, part_out, sums,
+        rooms[0], rooms[1], rooms[3], gathered, spread, numbers, heads, group,
+        **kinds, DIM=dim, M=own, G=of_group, N=tile, D=max(16, triton.next_power_of_2(dim)), Z=part, S=RANGES, **run,
     )  # fmt: skip
     _finish[batch * query_heads, triton.cdiv(dim, CHANNELS)](
-        part_out, weights, sums, weight, raw if bias is None else bias, outputs, places, gathered, numbers,
+        part_out, counted, sums, weight, raw if bias is None else bias, outputs, places, gathered, numbers,
         query_heads, group, dim,
-        DECODED=numbers > 0, BIAS=bias is not None, C=CHANNELS, Z=min(512, of_code), S=RANGES[1], num_warps=4,
+        DECODED=numbers > 0, BIAS=bias is not None, C=CHANNELS, Z=min(512, of_code), S=RANGES, num_warps=4,
     )  # fmt: skip
     return outputs

@@ -266,30 +266,21 @@ def ahead():
         ("fp32", True, {}),
     ):
         floats = ("queries", "decoded", "inner", "bases", "more_bases", "raw", "cos", "sin", "scale", "weight", "bias")
-        sums = ("logits", "part_most", "part_sum", "part_out", "sums")
-        kinds = dict.fromkeys((*floats, "outputs"), f"*{dtype}") | dict.fromkeys(sums, "*fp32")
-        kinds |= dict.fromkeys(("listed", "base_weights", "counts", "number"), int64) | {"step": int32}
+        kinds = dict.fromkeys((*floats, "outputs"), f"*{dtype}")
+        kinds |= dict.fromkeys(("logits", "part_sum", "part_out", "sums"), "*fp32")
+        kinds |= dict.fromkeys(("listed", "counted", "counts", "number"), int64) | {"step": int32}
         kinds |= {"references": int32 if norm else "*i16", "more_references": int32}
         kinds |= {"factor": single, "epsilon": single}
         tile, run = 32 if dtype == "fp32" else 64, {"num_warps": 4, "num_stages": 3}
-        both = {"NEAREST": 4, "CAST": False, "DECODED": True} | change
-        one = {
-            "NORM": norm,
-            "REST": norm,
-            "COUNT": True,
-            "M": 16,
-            "N": 32,
-            "HALF": 48 if norm else 64,
-            "H": 64,
-            "R": 32,
-        }
-        yield list_typed_kernel(_weigh, kinds, both | one | run | {"num_stages": 1})
-        one = {"M": 32, "N": 16, "L": tile, "Z": 128, "S": 64}
-        yield list_typed_kernel(_spread, kinds, both | one | run)
-        decoded = both.pop("DECODED")
-        one = {"M": 16, "N": tile, "D": 128, "Z": 128, "S": 32}
+        both = {"NEAREST": 4, "CAST": False} | {name: own for name, own in change.items() if name == "NEAREST"}
+        decoded = change.get("DECODED", True)
+        one = {"DECODED": decoded, "NORM": norm, "REST": norm, "COUNT": True, "HEADS": 4, "M": 16, "N": 32}
+        halves = {"HALF": 48 if norm else 64, "H": 64, "R": 32}
+        yield list_typed_kernel(_weigh, kinds, both | one | halves | run | {"num_stages": 1})
+        yield list_typed_kernel(_spread, kinds, both | {"M": 32, "N": 16, "L": tile, "Z": 128} | run)
+        one = {"DIM": 128, "M": 16, "G": 4, "N": tile, "D": 128, "Z": 128, "S": 64}
         yield list_typed_kernel(_gather, kinds, both | one | run)
-        one = {"DECODED": decoded, "BIAS": norm, "C": 32, "Z": 512, "S": 32}
+        one = {"DECODED": decoded, "BIAS": norm, "C": 32, "Z": 512, "S": 64}
         yield list_typed_kernel(_finish, kinds, one | {"num_warps": 4})
     for dtype in ("*bf16", "*u8"):
         kinds = dict.fromkeys(("codes", "more", "out"), dtype) | {"listed": int64, "step": int32}
