@@ -57,7 +57,7 @@ def attend_compressed_reference(
     look, decoded = pad(listed < now, (0, 1), value=True), [None, None]
     listed = pad(listed, (0, 1), value=now)  # with the token's own row, which has no code
     if expansion is not None:
-        values = linear(expansion.inner, expansion.weight, expansion.bias)
+        values = linear(expansion.inner, expansion.weight)
         decoded = [pad(part, (0, 0, 0, 1)) for part in (expansion.keys, values)]
     heads = rows.raw.shape[2] // (2 * dim)
     keys, values = (rebuild_reference(listed, own, rows, step, heads, part) for part, own in enumerate(decoded))

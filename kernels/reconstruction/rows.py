@@ -54,9 +54,9 @@ class ReferencedRows:
 
 @dataclass(frozen=True)
 class Expansion:
-    """What f_d gives for listed rows, and is added to the mean of their references: keys, and values as a product.
+    """What f_d gives for listed rows, and is added to the mean of their references.
 
-    The values are inner·weightᵀ + bias.
+    Of keys it is all numbers, of values it is the product inner·weightᵀ.
     """
 
     keys: Tensor
@@ -65,8 +65,6 @@ class Expansion:
     """(B, n, i)"""
     weight: Tensor
     """(w/2, i)"""
-    bias: Tensor | None
-    """(w/2,)"""
 
     def __post_init__(self) -> None:
         fits = self.keys.shape[:2] == self.inner.shape[:2] and self.keys.dim() == self.inner.dim() == 3

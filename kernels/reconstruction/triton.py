@@ -19,16 +19,14 @@ TILE = 32  # listed rows of which a program makes keys
 REGISTERS = 128  # of a thread that does so, where no more are needed: a multiprocessor holds four programs
 HEADS = 4  # heads of these keys
 LISTED = 16  # listed rows whose weights are counted at once
-SPREADING = 8  # programs of a range that do so
+SHARE = 2  # times that a program does so
 ADDED = 64  # rows, codes or bases that are added to a sum at once
-RANGES = 32  # most ranges whose sums are joined
+RANGES = 64  # most ranges whose sums are joined
 NUMBERS = 128  # most numbers of a code that a program sums
 CHANNELS = 32  # of an output that a program writes
 UNIT = tl.constexpr(2.0**32)  # parts of the largest weight that weights of bases are counted in
-UNKNOWN = tl.constexpr(-(2**62))  # what a weight that is not a number is counted as
-RAISED = tl.constexpr(2.0**14)  # factor of the weights in a product, so that float16 holds small ones
-EXTRA = tl.constexpr(3)  # what is counted beside the weights of bases and of rows that are not compressed:
-TOTAL, CODED, MOST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # all, those of codes; the largest logit
+RAISED = tl.constexpr(2.0**14)  # what all weights together are at most in a product, so that float16 holds small ones
+UNKNOWN = tl.constexpr(2**33)  # counts as the largest logit if one is not a number; above all that `_order` returns
 SIZES = [  # what varies from prompt to prompt
     *("listed_count", "seen", "compressed", "raw_from", "splits"),
     *("base_count", "base_room", "reference_room", "raw_room"),
@@ -209,8 +207,9 @@ def _weigh(
         asked = head * group + member
         into = logits + (b * entries + entry[None]) * query_heads + asked[:, None]
         tl.store(into, own, mask=asking[:, None] & (entry < entries)[None])
-        most = counted + (b * (places + EXTRA) + places + MOST) * query_heads + asked
-        tl.atomic_max(most, _order(tl.max(own, 1)), mask=asking, sem="relaxed")
+        most = tl.where(tl.max((own != own).to(tl.int32), 1) > 0, UNKNOWN, _order(tl.max(own, 1)))
+        into = counted + (b * (places + 2) + places) * query_heads + asked
+        tl.atomic_max(into, most, mask=asking, sem="relaxed")
     if COUNT and tl.program_id(1) == 0:
         tl.atomic_add(counts + tl.load(number), (tl.sum(exists.to(tl.int32)) * query_heads).to(tl.int64))
 
@@ -228,7 +227,7 @@ def _spread(
     listed_count, seen, sinks, compressed, block, raw_from, base_count, base_room, reference_room, raw_room,
     splits, parts, inner_width, numbers, query_heads,
     NEAREST: tl.constexpr, CAST: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, L: tl.constexpr, Z: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, L: tl.constexpr, Z: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Weigh a range of the list with all queries of a sample.
 
@@ -237,20 +236,20 @@ def _spread(
     part, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     head, entries, places = tl.arange(0, M), listed_count + 1, base_count + base_room + raw_room
     asking = head < query_heads
-    counted += b * (places + EXTRA) * query_heads
-    most = _restore(tl.load(counted + (places + MOST) * query_heads + head, mask=asking, other=2147483648))
-    share = tl.cdiv(tl.cdiv(entries, splits), L) * L
-    low, high = split * share, tl.minimum((split + 1) * share, entries)
+    counted += b * (places + 2) * query_heads
+    most = _restore(tl.load(counted + places * query_heads + head, mask=asking, other=2147483648))
     logits += b * entries * query_heads
     listed += b * listed_count
     if part < parts:
         column = part * Z + tl.arange(0, Z)
         there, acc = column < numbers, tl.zeros([M, Z], tl.float32)
-        for start in range(low, high, L):
+        share = tl.cdiv(tl.cdiv(entries, splits), L) * L
+        for start in range(split * share, tl.minimum((split + 1) * share, entries), L):
             entry = start + tl.arange(0, L)
-            _, _, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
             at = logits + entry[None].to(tl.int64) * query_heads + head[:, None]
-            p = tl.exp2(tl.load(at, mask=stored[None] & asking[:, None], other=float("-inf")) - most[:, None])
+            p = tl.load(at, mask=(entry < entries)[None] & asking[:, None], other=float("-inf"))
+            _, _, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
+            p = tl.where(stored[None], tl.exp2(p - most[:, None]), 0.0)
             at = inner + (b * listed_count + entry) * inner_width
             z = tl.load(at[:, None] + column[None], mask=(entry < listed_count)[:, None] & there[None], other=0.0)
             if CAST:
@@ -261,33 +260,32 @@ def _spread(
     else:
         references += b * compressed * NEAREST
         more_references += b * reference_room * NEAREST
-        total, coded = tl.zeros([M], tl.int64), tl.zeros([M], tl.int64)
-        for start in range(low + (part - parts) * N, high, (tl.num_programs(0) - parts) * N):
+        first = (split * (tl.num_programs(0) - parts) + part - parts) * N * SHARE
+        for start in range(first, tl.minimum(first + N * SHARE, entries), N):
             entry = start + tl.arange(0, N)
-            row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
-            exists, stored = exists & (entry < high), stored & (entry < high)
             at = logits + entry[:, None].to(tl.int64) * query_heads + head[None]
-            p = tl.exp2(tl.load(at, mask=exists[:, None] & asking[None], other=float("-inf")) - most[None])
+            p = tl.load(at, mask=(entry < entries)[:, None] & asking[None], other=float("-inf"))
+            row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
+            p = tl.exp2(p - most[None])
             units = (tl.where(p <= 1.0, p, 0.0) * UNIT).to(tl.int64)
-            total += tl.sum(tl.where(p == p, units, UNKNOWN), 0)
-            coded += tl.sum(tl.where(stored[:, None], units, 0), 0)
             place = tl.where(row < raw_from, row, base_count + base_room + row - raw_from)
             _count(counted, place, query_heads, head, units * max(NEAREST, 1), exists & (stored == 0))
             for nearest in tl.static_range(NEAREST):
                 at = (row - sinks) * NEAREST + nearest
                 base = _refer(references, more_references, at, compressed, stored, NEAREST)
                 _count(counted, base, query_heads, head, units, stored)
-        sums = counted + (places + TOTAL) * query_heads + head
-        tl.atomic_add(sums, total, mask=asking, sem="relaxed")
-        tl.atomic_add(sums + (CODED - TOTAL) * query_heads, coded, mask=asking, sem="relaxed")
+            if NEAREST == 0:  # rows without a base
+                units = tl.sum(tl.where(stored[:, None], units, 0), 0)
+                tl.atomic_add(counted + (places + 1) * query_heads + head, units, mask=asking, sem="relaxed")
 
 
 @triton.jit
 def _add_places(
-    acc, counted, values, low, high, factor, asked, query_heads, width, dim,
-    CHECK: tl.constexpr, CAST: tl.constexpr, M: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    acc, total, counted, values, low, high, factor, asked, query_heads, width,
+    CHECK: tl.constexpr, CAST: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
-    """Add the weighed values (N, D) of a range of places to the sums (M, D) of G queries."""
+    """Add the weighed values (N, D) of a range of places to the sums (M, D) of G queries, and the weights to theirs."""
     columns = tl.arange(0, D)
     for start in range(low, high, N):
         place = start + tl.arange(0, N)
@@ -295,21 +293,22 @@ def _add_places(
         at = counted + place[None].to(tl.int64) * query_heads + asked[:, None]
         units = tl.load(at, mask=here[None] & (asked < query_heads)[:, None], other=0)
         at = values + place[:, None].to(tl.int64) * width + columns[None]
-        v = tl.load(at, mask=here[:, None] & _below(columns, dim, D)[None], other=0.0)
+        v = tl.load(at, mask=here[:, None] & _below(columns, DIM, D)[None], other=0.0)
         if CHECK:  # memory for further rows may hold anything
             v = tl.where((tl.max(units, 0) > 0)[:, None], v, 0.0)
         if CAST:
             v = v.to(tl.float32)
-        p = (units.to(tl.float32) * factor[:, None]).to(v.dtype)
+        total += units
+        p = (units.to(tl.float32) * factor).to(v.dtype)
         p = tl.reshape(tl.broadcast_to(p[None], (M // G, G, N)), (M, N))  # as many rows as matrix units take
         acc = tl.dot(p, v, acc, input_precision="ieee")
-    return acc
+    return acc, total
 
 
-@triton.jit(do_not_specialize=["base_count", "base_room", "raw_room", "splits", "spread"])
+@triton.jit(do_not_specialize=["entries", "base_count", "base_room", "raw_room", "splits", "spread"])
 def _gather(
-    counted, part_sum, bases, more_bases, raw, part_out, sums,
-    base_count, base_room, raw_room, splits, spread, numbers, heads, group,
+    counted, part_sum, bases, more_bases, raw, part_out, part_total, sums,
+    entries, base_count, base_room, raw_room, splits, spread, numbers, heads, group,
     NEAREST: tl.constexpr, CAST: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, Z: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -319,69 +318,70 @@ def _gather(
     """
     line, split = tl.program_id(0), tl.program_id(1)
     b, head, query_heads = (line // heads).to(tl.int64), line % heads, heads * group
-    places, width = base_count + base_room + raw_room, 2 * heads * DIM
     if split < splits:
-        member, columns = tl.arange(0, G), tl.arange(0, D)
+        width, member, columns = 2 * heads * DIM, tl.arange(0, G), tl.arange(0, D)
         asked = tl.where(member < group, head * group + member, query_heads)
-        counted += b * (places + EXTRA) * query_heads
-        total = counted + (places + TOTAL) * query_heads + asked
-        factor = RAISED / (tl.load(total, mask=member < group, other=1).to(tl.float32) * max(NEAREST, 1))
-        values, acc = (heads + head) * DIM, tl.zeros([M, D], tl.float32)
+        counted += b * (base_count + base_room + raw_room + 2) * query_heads
+        factor = RAISED / (UNIT * max(NEAREST, 1)) / entries
+        values, acc, total = (heads + head) * DIM, tl.zeros([M, D], tl.float32), tl.zeros([G, N], tl.int64)
         share = tl.cdiv(base_count, splits)
         low, high = split * share, tl.minimum((split + 1) * share, base_count)
         at = bases + b * base_count * width + values
-        acc = _add_places(
-            acc, counted, at, low, high, factor, asked, query_heads, width, DIM, False, CAST, M, G, N, D
+        acc, total = _add_places(
+            acc, total, counted, at, low, high, factor, asked, query_heads, width, False, CAST, DIM, M, G, N, D
         )  # fmt: skip
         counted += base_count * query_heads
         share = tl.cdiv(base_room, splits)
         low, high = split * share, tl.minimum((split + 1) * share, base_room)
         at = more_bases + b * base_room * width + values
-        acc = _add_places(acc, counted, at, low, high, factor, asked, query_heads, width, DIM, True, CAST, M, G, N, D)
+        acc, total = _add_places(
+            acc, total, counted, at, low, high, factor, asked, query_heads, width, True, CAST, DIM, M, G, N, D
+        )  # fmt: skip
         counted += base_room * query_heads
         share = tl.cdiv(raw_room, splits)
         low, high = split * share, tl.minimum((split + 1) * share, raw_room)
         at = raw + b * raw_room * width + values
-        acc = _add_places(acc, counted, at, low, high, factor, asked, query_heads, width, DIM, True, CAST, M, G, N, D)
+        acc, total = _add_places(
+            acc, total, counted, at, low, high, factor, asked, query_heads, width, True, CAST, DIM, M, G, N, D
+        )  # fmt: skip
+        into = part_total + (line * splits + split) * group + member
+        tl.store(into, tl.sum(total, 1), mask=member < group)
         member = tl.arange(0, M)
-        into = part_out + ((line * splits + split) * group + member)[:, None] * DIM + columns[None]
-        tl.store(into, acc, mask=(member < group)[:, None] & (columns < DIM)[None])
+        out = part_out + ((line * splits + split) * group + member)[:, None] * DIM + columns[None]
+        tl.store(out, acc, mask=(member < group)[:, None] & (columns < DIM)[None])
     else:
-        column, ranges = (split - splits) * Z + tl.arange(0, Z), tl.arange(0, S)
+        part, query = (split - splits) // group, head * group + (split - splits) % group
+        column, ranges = part * Z + tl.arange(0, Z), tl.arange(0, S)
         here = (ranges < spread)[:, None] & (column < numbers)[None]
-        for query in range(head * group, (head + 1) * group):
-            at = part_sum + ((b * spread + ranges) * query_heads + query)[:, None] * numbers + column[None]
-            found = tl.sum(tl.load(at, mask=here, other=0.0), 0)
-            tl.store(sums + (b * query_heads + query) * numbers + column, found, mask=column < numbers)
+        own = part_sum + ((b * spread + ranges) * query_heads + query)[:, None] * numbers + column[None]
+        found = tl.sum(tl.load(own, mask=here, other=0.0), 0)
+        tl.store(sums + (b * query_heads + query) * numbers + column, found, mask=column < numbers)
 
 
-@triton.jit(do_not_specialize=["places", "splits"])
+@triton.jit(do_not_specialize=["entries", "places", "splits"])
 def _finish(
-    part_out, counted, sums, weight, bias, outputs, places, splits, numbers, query_heads, group, dim,
-    DECODED: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, S: tl.constexpr,
+    part_out, part_total, counted, sums, weight, outputs, entries, places, splits, numbers, query_heads, group, dim,
+    NEAREST: tl.constexpr, DECODED: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Join the sums of a query, and add f_d's last product of the summed codes."""
     index = tl.program_id(0)
     b, query = (index // query_heads).to(tl.int64), index % query_heads
     column, ranges = tl.program_id(1) * C + tl.arange(0, C), tl.arange(0, S)
-    line, here, row = index // group, column < dim, query // group * dim + column
-    counted += (b * (places + EXTRA) + places) * query_heads + query
-    total = tl.load(counted + TOTAL * query_heads).to(tl.float32)
-    parts = part_out + ((line * splits + ranges) * group + query % group)[:, None] * dim + column[None]
-    out = tl.sum(tl.load(parts, mask=(ranges < splits)[:, None] & here[None], other=0.0), 0) / RAISED
+    here, parts = column < dim, (index // group * splits + ranges) * group + query % group
+    counted += (b * (places + 2) + places) * query_heads + query
+    total = tl.sum(tl.load(part_total + parts, mask=ranges < splits, other=0), 0) + tl.load(counted + query_heads)
+    total = total.to(tl.float32) / (UNIT * max(NEAREST, 1))  # the sum of all weights, of which the largest is 1
+    parts = part_out + parts[:, None] * dim + column[None]
+    out = tl.sum(tl.load(parts, mask=(ranges < splits)[:, None] & here[None], other=0.0), 0) * (entries / RAISED)
     if DECODED:
-        added = tl.zeros([C], tl.float32)
         for first in range(0, numbers, Z):
             z = first + tl.arange(0, Z)
             summed = tl.load(sums + index * numbers + z, mask=z < numbers, other=0.0)
-            at = weight + row[:, None] * numbers + z[None]
+            at = weight + (query // group * dim + column)[:, None] * numbers + z[None]
             matrix = tl.load(at, mask=here[:, None] & (z < numbers)[None], other=0.0)
-            added += tl.sum(matrix.to(tl.float32) * summed[None], 1)
-        out += added * (UNIT / total)
-        if BIAS:
-            coded = tl.load(counted + CODED * query_heads).to(tl.float32)
-            out += tl.load(bias + row, mask=here, other=0.0).to(tl.float32) * (coded / total)
-    tl.store(outputs + index * dim + column, tl.where(total > 0, out, float("nan")), mask=here)
+            out += tl.sum(matrix.to(tl.float32) * summed[None], 1)
+    out = tl.where(tl.load(counted) == UNKNOWN, float("nan"), out / total)
+    tl.store(outputs + index * dim + column, out, mask=here)
 
 
 def take_codes_triton(listed: Tensor, codes: Tensor, more: Tensor, rows: ReferencedRows, step: Tensor) -> Tensor:
@@ -401,11 +401,11 @@ def attend_compressed_triton(
     (batch, query_heads, _, dim), (_, count), raw = queries.shape, listed.shape, rows.raw
     heads, turning = raw.shape[2] // (2 * dim), cos.shape[1]
     group, listed, bases = query_heads // heads, listed.contiguous(), rows.bases.contiguous()
-    decoded, inner, weight, bias, numbers = raw, raw, raw, None, 0
+    decoded, inner, weight, numbers = raw, raw, raw, 0
     if expansion is not None:
         decoded, inner, numbers = expansion.keys.contiguous(), expansion.inner, expansion.inner.shape[2]
         inner = inner if inner.stride(2) == 1 and inner.stride(0) == count * inner.stride(1) else inner.contiguous()
-        weight, bias = expansion.weight.contiguous(), expansion.bias
+        weight = expansion.weight.contiguous()
     known, more, nearest = listed, listed, 0
     if rows.references is not None and rows.more_references is not None:
         known, more, nearest = rows.references.contiguous(), rows.more_references, rows.references.shape[2]
@@ -416,14 +416,15 @@ def attend_compressed_triton(
     part, tile = min(NUMBERS, of_code), 32 if raw.dtype == torch.float32 else ADDED
     parts = triton.cdiv(numbers, part)
     spread = min(RANGES, triton.cdiv(count + 1, 2 * tile))
-    gathered = min(RANGES, triton.cdiv(rooms[0], 2 * tile) + 1)
+    gathered = min(RANGES // 2, triton.cdiv(rooms[0], 2 * tile) + 1)
 
     def reserve(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=raw.device)
 
-    counted = torch.zeros(batch, places + EXTRA.value, query_heads, dtype=torch.int64, device=raw.device)
+    counted = torch.zeros(batch, places + 2, query_heads, dtype=torch.int64, device=raw.device)
     logits, sums = reserve(batch, count + 1, query_heads), reserve(batch, query_heads, numbers)
     part_sum, part_out = reserve(batch, spread, query_heads, numbers), reserve(batch * heads, gathered, group, dim)
+    part_total = reserve(batch * heads, gathered, group, dtype=torch.int64)
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=raw.device)
     (counts, number), (scale, epsilon), counting = counts or (step, step), norm or (raw, 0.0), counts is not None
     kinds = dict(NEAREST=nearest, CAST=is_interpreting() and raw.dtype == torch.bfloat16)
@@ -438,19 +439,19 @@ def attend_compressed_triton(
         N=TILE, HALF=turning // 2, H=max(16, triton.next_power_of_2(turning // 2)),
         R=max(16, triton.next_power_of_2(dim - turning)), num_warps=4, num_stages=1, **limit,
     )  # fmt: skip
-    _spread[parts + SPREADING, spread, batch](
+    _spread[parts + triton.cdiv(count + 1, spread * LISTED * SHARE), spread, batch](
         listed, logits, known, more, inner, step, counted, part_sum,
         *sizes, spread, parts, inner.stride(1), numbers, query_heads,
-        **kinds, M=max(16, triton.next_power_of_2(query_heads)), N=LISTED, L=tile, Z=part, **run,
+        **kinds, M=max(16, triton.next_power_of_2(query_heads)), N=LISTED, L=tile, Z=part, SHARE=SHARE, **run,
     )  # fmt: skip
-    _gather[batch * heads, gathered + parts](
-        counted, part_sum, bases, rows.more_bases, raw, part_out, sums,
-        rooms[0], rooms[1], rooms[3], gathered, spread, numbers, heads, group,
+    _gather[batch * heads, gathered + parts * group](
+        counted, part_sum, bases, rows.more_bases, raw, part_out, part_total, sums,
+        count + 1, rooms[0], rooms[1], rooms[3], gathered, spread, numbers, heads, group,
         **kinds, DIM=dim, M=own, G=of_group, N=tile, D=max(16, triton.next_power_of_2(dim)), Z=part, S=RANGES, **run,
     )  # fmt: skip
     _finish[batch * query_heads, triton.cdiv(dim, CHANNELS)](
-        part_out, counted, sums, weight, raw if bias is None else bias, outputs, places, gathered, numbers,
+        part_out, part_total, counted, sums, weight, outputs, count + 1, places, gathered, numbers,
         query_heads, group, dim,
-        DECODED=numbers > 0, BIAS=bias is not None, C=CHANNELS, Z=min(512, of_code), S=RANGES, num_warps=4,
+        NEAREST=nearest, DECODED=numbers > 0, C=CHANNELS, Z=min(512, of_code), S=RANGES // 2, num_warps=4,
     )  # fmt: skip
     return outputs

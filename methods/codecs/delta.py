@@ -477,7 +477,7 @@ class GrowingDelta:
             norms=norms, rotates_keys=False, implementation=implementation,
         )  # fmt: skip
         listed, *decoded = made
-        expansion = Expansion(*decoded, *self.find_compressor().split_last()[1]) if decoded else None
+        expansion = Expansion(*decoded, join_bias(*self.find_compressor().split_last()[1])) if decoded else None
         return attend_compressed(
             queries, listed, expansion, rows, *angles[:2], step, scaling,
             norm=None if norms is None else norms[1:], counts=counts, implementation=implementation,
@@ -495,9 +495,12 @@ class GrowingDelta:
         taken = [take_codes(own, *pair, self.rows, step, implementation=implementation) for pair in pairs]
         codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], self.rows.raw.dtype)
         compressor = self.find_compressor()
-        (weight, bias), (other, _) = compressor.split_last()
+        (weight, bias), (other, shift) = compressor.split_last()
         inner = compressor.find_inner(codes)  # of K and V together, or one behind the other
-        return own, linear(inner[..., : weight.shape[1]], weight, bias), inner[..., inner.shape[2] - other.shape[1] :]
+        of_values = inner[..., inner.shape[2] - other.shape[1] :]
+        if shift is not None:  # what `join_bias` is multiplied with
+            of_values = torch.cat([of_values, torch.ones_like(of_values[..., :1])], -1)
+        return own, linear(inner[..., : weight.shape[1]], weight, bias), of_values
 
     def find_compressor(self) -> Compressor:
         """Return the layer's compressor where the rows are, in their dtype."""
@@ -567,6 +570,11 @@ def mean_of(bases: Tensor, numbers: Tensor) -> Tensor:
     added = bases if bases.is_cuda else bases.to(mass_dtype(bases))
     means = embedding_bag((numbers.long() + before).flatten(0, 1), added.flatten(0, 1), mode="mean")
     return means.unflatten(0, numbers.shape[:2]).to(bases.dtype)
+
+
+def join_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a matrix, (n, i), with its bias as a further column if it has one."""
+    return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
 
 
 def join_numbers(parts: list[Tensor], bases: int) -> Tensor:

@@ -34,7 +34,6 @@ class Case:
     refers: bool = True
     codes: int | None = 16  # numbers that V is made of
     apart: bool = False  # whether these are a part of each row's numbers
-    bias: bool = False
     norm: torch.dtype | None = None
     numbers: torch.dtype = torch.int16
     dtype: torch.dtype = torch.float32
@@ -48,14 +47,14 @@ CASES = {
     "part of a head turns, three references": Case(dim=24, turning=12, nearest=3, heads=1, numbers=torch.int32),
     "normed": Case(norm=torch.float32, dim=80, turning=80, batch=1),
     "normed, bfloat16": Case(norm=torch.bfloat16, dtype=torch.bfloat16, batch=1),
-    "normed, part of a head turns": Case(norm=torch.float32, dim=24, turning=12, bias=True),
+    "normed, part of a head turns": Case(norm=torch.float32, dim=24, turning=12),
     "bfloat16": Case(dtype=torch.bfloat16, heads=3),
     "float16": Case(dtype=torch.float16),
     "references alone": Case(codes=None, nearest=1),
     "codes alone": Case(refers=False),
-    "codes of odd width and a bias": Case(codes=37, bias=True, heads=3),
+    "codes of odd width": Case(codes=37, heads=3),
     "more codes than a program sums": Case(codes=140, dtype=torch.bfloat16),
-    "K and V apart": Case(codes=21, apart=True, bias=True, dim=20, turning=12),
+    "K and V apart": Case(codes=21, apart=True, dim=20, turning=12),
     "one query for each head": Case(group=1),
     "more queries than heads of a tile": Case(group=20, heads=1),
     "more rows than a program has": Case(codes=24, heads=1, compressed=240, seen=255, dtype=torch.bfloat16),
@@ -107,10 +106,10 @@ def draw_expansion(case: Case, listed: torch.Tensor) -> Expansion | None:
     """What f_d gives for the listed rows. Numbers of the values are some of those of a row."""
     if case.codes is None:
         return None
-    half, bias = case.heads * case.dim, case.draw(case.heads * case.dim, seed=10) if case.bias else None
+    half = case.heads * case.dim
     keys, inner = case.draw(*listed.shape, half, seed=5), case.draw(*listed.shape, case.codes + 3, seed=6)
     weight = case.draw(half, case.codes, seed=8) / case.codes**0.5
-    return Expansion(keys, inner[..., 3:] if case.apart else inner[..., 3:].contiguous(), weight, bias)
+    return Expansion(keys, inner[..., 3:] if case.apart else inner[..., 3:].contiguous(), weight)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -137,7 +136,6 @@ def expect(case, made, listed, expansion, compressed, last, cos, sin, norm):
                         kv = made.bases[b, made.numbers[b, row - case.sinks]].double().mean(0).view(2, -1)
                     if expansion is not None:
                         values = (expansion.weight.double() * expansion.inner[b, entry].double()).sum(1)
-                        values = values if expansion.bias is None else values + expansion.bias.double()
                         kv = kv + torch.stack([expansion.keys[b, entry].double(), values])
                 kv = kv.view(2, case.heads, case.dim).clone()
                 for h in range(case.heads):
@@ -219,11 +217,25 @@ def test_codes_are_those_of_compressed_rows(width, dtype, implementation, monkey
             assert torch.equal(own, codes[b, row - 4] if stored else torch.zeros_like(own))
 
 
+@BOTH
+def test_a_number_that_is_none_is_seen(implementation):
+    """A key that is not a number reaches the outputs of its head, and no others."""
+    case, step = Case(batch=1), torch.tensor(0, dtype=torch.int32, device=DEVICE)
+    made = Made(case, 0)
+    listed, angles = torch.arange(34, device=DEVICE)[None], torch.ones(40, 16, device=DEVICE)
+    expansion = draw_expansion(case, listed)
+    expansion.keys[0, 12, 3] = torch.nan
+    queries = case.draw(1, 4, 1, 16, seed=9)
+    given = queries, listed, expansion, made.rows, angles, angles, step, 1.0
+    found = attend_compressed(*given, implementation=implementation)
+    assert found[0, :2].isnan().all() and found[0, 2:].isfinite().all()
+
+
 def test_what_does_not_fit_is_refused():
     case, step = Case(), torch.tensor(0, dtype=torch.int32)
     made = Made(case, 0)
     listed, codes, angles = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 19, 5), torch.zeros(50, 16)
-    queries, expansion = torch.zeros(2, 4, 1, 16), Expansion(codes[..., :3], codes, torch.zeros(3, 5), None)
+    queries, expansion = torch.zeros(2, 4, 1, 16), Expansion(codes[..., :3], codes, torch.zeros(3, 5))
 
     alone = replace(made.rows, references=None, more_references=None)
 
@@ -268,7 +280,7 @@ def ahead():
         floats = ("queries", "decoded", "inner", "bases", "more_bases", "raw", "cos", "sin", "scale", "weight", "bias")
         kinds = dict.fromkeys((*floats, "outputs"), f"*{dtype}")
         kinds |= dict.fromkeys(("logits", "part_sum", "part_out", "sums"), "*fp32")
-        kinds |= dict.fromkeys(("listed", "counted", "counts", "number"), int64) | {"step": int32}
+        kinds |= dict.fromkeys(("listed", "counted", "counts", "number", "part_total"), int64) | {"step": int32}
         kinds |= {"references": int32 if norm else "*i16", "more_references": int32}
         kinds |= {"factor": single, "epsilon": single}
         tile, run = 32 if dtype == "fp32" else 64, {"num_warps": 4, "num_stages": 3}
@@ -277,10 +289,10 @@ def ahead():
         one = {"DECODED": decoded, "NORM": norm, "REST": norm, "COUNT": True, "HEADS": 4, "M": 16, "N": 32}
         halves = {"HALF": 48 if norm else 64, "H": 64, "R": 32}
         yield list_typed_kernel(_weigh, kinds, both | one | halves | run | {"num_stages": 1})
-        yield list_typed_kernel(_spread, kinds, both | {"M": 32, "N": 16, "L": tile, "Z": 128} | run)
+        yield list_typed_kernel(_spread, kinds, both | {"M": 32, "N": 16, "L": tile, "Z": 128, "SHARE": 2} | run)
         one = {"DIM": 128, "M": 16, "G": 4, "N": tile, "D": 128, "Z": 128, "S": 64}
         yield list_typed_kernel(_gather, kinds, both | one | run)
-        one = {"DECODED": decoded, "BIAS": norm, "C": 32, "Z": 512, "S": 64}
+        one = {"NEAREST": 4, "DECODED": decoded, "C": 32, "Z": 512, "S": 32}
         yield list_typed_kernel(_finish, kinds, one | {"num_warps": 4})
     for dtype in ("*bf16", "*u8"):
         kinds = dict.fromkeys(("codes", "more", "out"), dtype) | {"listed": int64, "step": int32}
