@@ -174,12 +174,9 @@ class Choice:
             scores = max_logits(queries[:, :, -1], keys[:, :, self.low : self.high], 1.0)
             outside = (self.candidates < start) | (self.candidates >= stop)
             scores = scores.masked_fill(outside, -torch.inf)[:, None]
-            chosen = top_k_indices(scores, most)
-            if most > min(self.counts):
-                best = top_k_mask(scores.gather(2, chosen), count.expand(batch, 1))
-                chosen = torch.where(best, chosen + self.low, self.absent)
-            else:
-                chosen = chosen + self.low
+            counts = count.expand(batch, 1) if most > min(self.counts) else None
+            chosen = top_k_indices(scores, most, counts=counts)
+            chosen = chosen + self.low if counts is None else torch.where(chosen < 0, self.absent, chosen + self.low)
             parts.insert(1, chosen)
         return ListedRows(torch.cat(parts, 2))
 

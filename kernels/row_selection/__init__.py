@@ -36,27 +36,45 @@ def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | No
 
 
 @announced
-def top_k_indices(scores: Tensor, k: int, *, flat: bool = False, implementation: str | None = None) -> Tensor:
+def top_k_indices(
+    scores: Tensor,
+    k: int,
+    *,
+    counts: Tensor | None = None,
+    flat: bool = False,
+    implementation: str | None = None,
+) -> Tensor:
     """Return the indices of each head's k largest scores. Of equal scores the lower row comes first.
 
     Args:
         scores: (B, H, n)
         k: Number of rows, from 1 to n.
-        flat: Whether the indices count rows in the order (sample, head, row), as those of `kept_indices` do.
+        counts: How many of the k rows each head takes, (B, H) whole numbers; None for all. In place of the
+            others the list has -1.
+        flat: Whether the indices count rows in the order (sample, head, row), as those of `kept_indices` do. Not with
+            `counts`.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
-        (B, H, k) int64, ascending, or (B·H·k,) if `flat`.
+        (B, H, k) int64, ascending but for -1, or (B·H·k,) if `flat`.
 
     Raises:
-        ValueError: k is not in this range.
+        ValueError: k is not in this range, or the counts do not fit.
     """
     if scores.dim() != 3 or not 1 <= k <= scores.shape[2]:
         raise ValueError(f"top_k_indices: {k} of scores {tuple(scores.shape)}")
-    if choose_implementation("top_k_indices", implementation, scores) == "triton" and scores.numel():
-        from kvbench.kernels.row_selection.triton import top_k_indices_triton
+    if counts is not None and (flat or counts.shape != scores.shape[:2]):
+        raise ValueError(f"top_k_indices: counts {tuple(counts.shape)} of scores {tuple(scores.shape)}, flat {flat}")
+    chosen = choose_implementation("top_k_indices", implementation, scores)
+    if chosen == "triton" and scores.numel():
+        from kvbench.kernels.row_selection.triton import SINGLE, top_k_indices_triton
 
-        return top_k_indices_triton(scores, k, flat)
+        if counts is None or scores.shape[2] > SINGLE:
+            return top_k_indices_triton(scores, k, flat, counts)
+    if counts is not None:
+        found = top_k_indices(scores, k, implementation=implementation)
+        taken = top_k_mask(scores.gather(2, found), counts, implementation=implementation)
+        return found.masked_fill(~taken, -1)
     kept = top_k_mask(scores, k, implementation=implementation)
     found = kept_indices(kept, k * scores[..., 0].numel(), implementation=implementation)
     return found if flat else (found % scores.shape[2]).view(*scores.shape[:2], k)

@@ -169,7 +169,7 @@ def _choose(
                 rank = equal + tl.cumsum(equals, 0)
                 stays = (number > start) | ((equals == 1) & (rank <= room))
                 if LIST:
-                    kept = (stays & here).to(tl.int32)
+                    kept = (stays & here & (quota > 0)).to(tl.int32)
                     tl.store(chosen + place + tl.cumsum(kept, 0) - 1, base + row, mask=kept == 1)
                     place += tl.sum(kept)
                 else:
@@ -313,8 +313,12 @@ def _list_few(scores, found, rows, heads, line, s_b, s_h, s_n, K: tl.constexpr, 
     tl.store(found + place + tl.cumsum(kept, 0) - 1, base + row.to(tl.int64), mask=kept == 1)
 
 
-def top_k_indices_triton(scores: Tensor, k: int, flat: bool) -> Tensor:
+def top_k_indices_triton(scores: Tensor, k: int, flat: bool, counts: Tensor | None) -> Tensor:
+    """With `counts` there must be more scores of a head than one program holds (SINGLE)."""
     found = torch.empty(*scores.shape[:2], k, dtype=torch.int64, device=scores.device)
+    if counts is not None:
+        choose_by_digits(scores, counts, found.fill_(-1), k, LIST=True, FLAT=False)
+        return found
     list_top(scores, found, flat)
     return found.flatten() if flat else found
 

@@ -118,8 +118,9 @@ class ReadRows(PackedRows):
                 look_ahead(index)
                 self.beside.settle()
                 made = ahead.pop(index)
-                look_ahead(index + 1)
-                return self.attend_packed(index, projected, norms, *(() if made is None else (made, counts)))
+                out = self.attend_packed(index, projected, norms, *(() if made is None else (made, counts)))
+                look_ahead(index + 1)  # behind the attention: both would wait for the L2 cache
+                return out
             queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
             early = index + 1 in self.growing  # the rows of the next layer are chosen beside this layer's attention
             with self.beside.work(queries) if early else nullcontext():

@@ -162,6 +162,18 @@ def test_indices_of_more_scores_than_one_program_takes(rows, k, kind, monkeypatc
     assert torch.equal(top_k_indices(scores, k, flat=True, implementation="triton").cpu(), flat.flatten())
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("single", [10, 1000])
+def test_heads_take_as_many_as_they_are_told(implementation, single, monkeypatch):
+    monkeypatch.setattr("kvbench.kernels.row_selection.triton.SINGLE", single)
+    scores = torch.randn(2, 2, 300, generator=torch.Generator().manual_seed(1)).round(decimals=1).to(DEVICE)
+    counts = torch.tensor([[0, 1], [17, 40]], device=DEVICE)
+    found = top_k_indices(scores, 40, counts=counts, implementation=implementation)
+    for own, count, listed in zip(scores.flatten(0, 1), counts.flatten().tolist(), found.flatten(0, 1), strict=True):
+        expected = own.sort(descending=True, stable=True).indices[:count].sort().values
+        assert torch.equal(listed.sort().values, torch.cat([expected.new_full((40 - count,), -1), expected]))
+
+
 def test_inputs_that_do_not_fit():
     scores, rows = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 4)
     for message, call in (
@@ -171,6 +183,8 @@ def test_inputs_that_do_not_fit():
         ("top_k_mask: implementation 'cuda'", lambda: top_k_mask(scores, 1, implementation="cuda")),
         ("top_k_mask: .* not torch.float64", lambda: top_k_mask(scores.double(), 1, implementation="triton")),
         ("top_k_indices: 4 of ", lambda: top_k_indices(scores, 4)),
+        ("top_k_indices: counts", lambda: top_k_indices(scores, 2, counts=torch.ones(2, 2))),
+        ("top_k_indices: counts", lambda: top_k_indices(scores, 2, counts=torch.ones(1, 2), flat=True)),
         ("kept_indices: ", lambda: kept_indices(scores)),
         ("kept_indices: 3 rows of ", lambda: kept_indices(scores > 0, 3)),
         ("gather_rows: ", lambda: gather_rows(torch.zeros(1, dtype=torch.int64), rows, rows[..., :2])),
