@@ -54,12 +54,11 @@ def attend_compressed_reference(
     step: Tensor, scaling: float, norm: tuple[Tensor, float] | None, counts: tuple[Tensor, Tensor] | None,
 ) -> Tensor:  # fmt: skip
     now, (query_heads, _, dim) = rows.seen + int(step), queries.shape[1:]
-    look, decoded = pad(listed < now, (0, 1), value=True), [None, None]
-    listed = pad(listed, (0, 1), value=now)  # with the token's own row, which has no code
-    if expansion is not None:
-        values = linear(expansion.inner, expansion.weight)
-        decoded = [pad(part, (0, 0, 0, 1)) for part in (expansion.keys, values)]
-    heads = rows.raw.shape[2] // (2 * dim)
+    heads, look = rows.raw.shape[2] // (2 * dim), pad(listed < now, (0, 1), value=True)
+    listed, decoded = pad(listed, (0, 1), value=now), list[Tensor | None]([None, None])
+    if expansion is not None:  # the token's own row has no code
+        parts = expansion.keys, linear(expansion.inner, expansion.weight)
+        decoded = [pad(part, (0, 0, 0, 1)) for part in parts]
     keys, values = (rebuild_reference(listed, own, rows, step, heads, part) for part, own in enumerate(decoded))
     if norm is not None:
         keys = rms_norm_reference(keys, *norm)

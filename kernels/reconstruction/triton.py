@@ -156,27 +156,31 @@ def _weigh(
         listed + b * listed_count, entry, listed_count, seen, sinks, compressed, block, step
     )  # fmt: skip
     angle, plain = row[:, None] * turning + first[None], exists & (stored == 0)
-    c = _rounded(tl.load(cos + angle, mask=there[None], other=1.0).to(tl.float32), raw)
-    s = _rounded(tl.load(sin + angle, mask=there[None], other=0.0).to(tl.float32), raw)
+    cosine = tl.load(cos + angle, mask=there[None], other=1.0).to(raw.dtype.element_ty)
+    sine = tl.load(sin + angle, mask=there[None], other=0.0).to(raw.dtype.element_ty)
     raw_at = tl.where(row < raw_from, own_bases, own_raw) + row.to(tl.int64) * width
     decoded_at = decoded + (b * listed_count + entry) * (width // 2)
+    bases_at = tl.tuple([])  # of each reference
+    for nearest in tl.static_range(NEAREST):
+        base = _refer(references, more_references, (row - sinks) * NEAREST + nearest, compressed, stored, NEAREST)
+        bases_at += (tl.where(base < base_count, own_bases, further) + base.to(tl.int64) * width,)
+    share, any_plain = tl.where(stored, 1.0 / max(NEAREST, 1), 1.0)[:, None], tl.max(plain.to(tl.int32), 0) > 0
     begin = tl.program_id(1) * HEADS
     for head in range(begin, tl.minimum(begin + HEADS, heads)):
-        at = raw_at + head * dim
-        x, y, z = _read(at, plain, first, there), _read(at, plain, second, there), tl.zeros((N, R), tl.float32)
-        if REST:
-            z = _read(at, plain, rest, others)
-        if NEAREST:
-            for nearest in tl.static_range(NEAREST):
-                at = (row - sinks) * NEAREST + nearest
-                base = _refer(references, more_references, at, compressed, stored, NEAREST)
-                at = tl.where(base < base_count, own_bases, further) + base.to(tl.int64) * width + head * dim
-                x += _read(at, stored, first, there)
-                y += _read(at, stored, second, there)
-                if REST:
-                    z += _read(at, stored, rest, others)
-            share = tl.where(stored, 1.0 / NEAREST, 1.0)[:, None]
-            x, y, z = x * share, y * share, z * share
+        x, y, z = tl.zeros((N, H), tl.float32), tl.zeros((N, H), tl.float32), tl.zeros((N, R), tl.float32)
+        for nearest in tl.static_range(NEAREST):
+            at = bases_at[nearest] + head * dim
+            x += _read(at, stored, first, there)
+            y += _read(at, stored, second, there)
+            if REST:
+                z += _read(at, stored, rest, others)
+        x, y, z = x * share, y * share, z * share
+        if any_plain:
+            at = raw_at + head * dim
+            x += _read(at, plain, first, there)
+            y += _read(at, plain, second, there)
+            if REST:
+                z += _read(at, plain, rest, others)
         if DECODED:
             at = decoded_at + head * dim
             x = _rounded(x, raw) + _read(at, stored, first, there)
@@ -190,6 +194,7 @@ def _weigh(
             x = _normed(x, first, there, inverse, scale, raw)
             y = _normed(y, second, there, inverse, scale, raw)
             z = _normed(z, rest, others, inverse, scale, raw)
+        c, s = cosine.to(tl.float32), sine.to(tl.float32)
         kx, ky = _turn(x, -y, c, s, raw).to(raw.dtype.element_ty), _turn(y, x, c, s, raw).to(raw.dtype.element_ty)
         query = queries + ((b * heads + head) * group + member) * dim
         qx = tl.load(query[:, None] + first[None], mask=asking[:, None] & there[None], other=0.0)
@@ -426,16 +431,16 @@ def attend_compressed_triton(
     part_sum, part_out = reserve(batch, spread, query_heads, numbers), reserve(batch * heads, gathered, group, dim)
     part_total = reserve(batch * heads, gathered, group, dtype=torch.int64)
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=raw.device)
-    (counts, number), (scale, epsilon), counting = counts or (step, step), norm or (raw, 0.0), counts is not None
+    (attended, number), (scale, epsilon) = counts or (step, step), norm or (raw, 0.0)
     kinds = dict(NEAREST=nearest, CAST=is_interpreting() and raw.dtype == torch.bfloat16)
     run, own = dict(num_warps=4, num_stages=3), max(16, of_group)
     more_needed = raw.dtype == torch.float32 or norm is not None or turning < dim or dim > 128
     limit = {} if more_needed else {"maxnreg": REGISTERS}
     _weigh[triton.cdiv(count + 1, TILE), triton.cdiv(heads, HEADS), batch](
         queries.contiguous(), listed, decoded, known, more, bases, rows.more_bases, raw, cos.contiguous(),
-        sin.contiguous(), scale, step, logits, counted, counts, number,
+        sin.contiguous(), scale, step, logits, counted, attended, number,
         *sizes, heads, group, dim, scaling * LOG2E.value, epsilon,
-        **kinds, DECODED=numbers > 0, NORM=norm is not None, REST=turning < dim, COUNT=counting, HEADS=HEADS, M=own,
+        **kinds, DECODED=numbers > 0, NORM=norm is not None, REST=turning < dim, COUNT=counts is not None, HEADS=HEADS, M=own,
         N=TILE, HALF=turning // 2, H=max(16, triton.next_power_of_2(turning // 2)),
         R=max(16, triton.next_power_of_2(dim - turning)), num_warps=4, num_stages=1, **limit,
     )  # fmt: skip

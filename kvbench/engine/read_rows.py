@@ -105,12 +105,8 @@ class ReadRows(PackedRows):
                 return
             ahead[index], rows = None, choose_rows(index, *nothing)
             if rows is not None:
-                norms = self.weights.blocks[self.layers[index].index].head_norms
-                own = None if norms is None else (*norms, self.weights.epsilon)
                 with self.beside.work(rows.blocks):
-                    ahead[index] = self.growing[index].make_rows(
-                        rows, self.find_angles(index), self.step, own, self.implementation
-                    )
+                    ahead[index] = self.growing[index].make_rows(rows, self.step, self.implementation)
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             counts = self.counts[index], self.step
@@ -118,9 +114,8 @@ class ReadRows(PackedRows):
                 look_ahead(index)
                 self.beside.settle()
                 made = ahead.pop(index)
-                out = self.attend_packed(index, projected, norms, *(() if made is None else (made, counts)))
-                look_ahead(index + 1)  # behind the attention: both would wait for the L2 cache
-                return out
+                look_ahead(index + 1)
+                return self.attend_packed(index, projected, norms, *(() if made is None else (made, counts)))
             queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
             early = index + 1 in self.growing  # the rows of the next layer are chosen beside this layer's attention
             with self.beside.work(queries) if early else nullcontext():

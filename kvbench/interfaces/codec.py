@@ -162,29 +162,20 @@ class Growing(Protocol):
 
 
 MadeRows = tuple[Tensor, ...]
-"""Rows that a codec has made ready to be attended to (`ListingGrowing.make_rows`)."""
+"""What a codec has made of listed rows (`ListingGrowing.make_rows`)."""
 
 
 class ListingGrowing(Growing, Protocol):
     """Growing rows of a codec that `lists_rows`."""
 
-    def make_rows(
-        self,
-        listed: ListedRows,
-        angles: Angles,
-        step: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None,
-        implementation: str | None,
-    ) -> MadeRows:
-        """Make listed rows ready to be attended to, apart from the row of the token that is being read.
+    def make_rows(self, listed: ListedRows, step: Tensor, implementation: str | None) -> MadeRows:
+        """Make listed rows ready to be attended to, as far as possible without the token that is being read.
 
         This may be done before the token reaches the layer, beside the work of earlier layers.
 
         Args:
             listed: One list of single rows for all heads, which has the token's own row.
-            angles: See `Growing.attend`.
             step: Number of tokens appended so far, int32 on the device.
-            norms: See `Growing.attend`.
             implementation: Name of the kernels' implementation; None chooses one.
         """
 
@@ -212,7 +203,7 @@ class ListingGrowing(Growing, Protocol):
             scaling: The factor of the logits.
             norms: See `Growing.attend`.
             implementation: Name of the kernels' implementation; None chooses one.
-            made: The rows; None for all. The token's own row is written to them.
+            made: What `make_rows` returned for the rows; None attends to all rows.
             counts: Where the number of rows attended to is added (`kernels.listed_attention`).
         """
 

@@ -39,12 +39,7 @@ from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.rows import mass_dtype
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.quantize import Groups, dequantize, quantize
-from kvbench.kernels.reconstruction import (
-    Expansion,
-    ReferencedRows,
-    attend_compressed,
-    take_codes,
-)
+from kvbench.kernels.reconstruction import Expansion, ReferencedRows, attend_compressed, take_codes
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.methods.codecs.delta_compressors import (
@@ -248,9 +243,10 @@ class DeltaLayer(Codec):
         read += round(made * sum(part.nbytes for part in stored) / max(1, packed.compressed))
         if packed.codes is None:
             return read, 0
-        weights = [own for network in self.whole.compressors.like(self.layer, bases).up for own in network.weights]
-        products = sum(own.numel() for own in weights)
-        return read + products * bases.element_size(), round(2 * len(bases) * made * products)
+        compressor = self.whole.compressors.like(self.layer, bases)
+        products = sum(own.numel() for network in compressor.up for own in network.weights)
+        of_values = compressor.split_last()[1][0].numel()  # multiplied with a sum of codes, not with each row's
+        return read + products * bases.element_size(), round(2 * len(bases) * made * (products - of_values))
 
     def compress(self, block: Tensor, bases: Tensor, centres: list[int]) -> "Block":
         """Compress a block of tokens, (B, n, 2·d_k), with these centres. `bases` are those of earlier blocks."""
@@ -470,24 +466,23 @@ class GrowingDelta:
     ) -> Tensor:  # fmt: skip
         rows, first = self.rows, self.rows.seen - self.rows.raw_from
         if made is None:
-            made = self.make_rows(ListedRows(self.every[:, None]), angles, step, norms, implementation)
+            made = self.make_rows(ListedRows(self.every[:, None]), step, implementation)
         raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
+        cos, sin = angles.cos, angles.sin
         queries = append(
-            queries, keys, values, *(part[rows.seen :] for part in angles[:2]), raw[:, :, 0], raw[:, :, 1], first, step,
+            queries, keys, values, cos[rows.seen :], sin[rows.seen :], raw[:, :, 0], raw[:, :, 1], first, step,
             norms=norms, rotates_keys=False, implementation=implementation,
         )  # fmt: skip
-        listed, *decoded = made
-        expansion = Expansion(*decoded, join_bias(*self.find_compressor().split_last()[1])) if decoded else None
+        expansion = None
+        if len(made) > 1:
+            expansion = Expansion(made[1], made[2], join_bias(*self.find_compressor().split_last()[1]))
         return attend_compressed(
-            queries, listed, expansion, rows, *angles[:2], step, scaling,
+            queries, made[0], expansion, rows, cos, sin, step, scaling,
             norm=None if norms is None else norms[1:], counts=counts, implementation=implementation,
         )  # fmt: skip
 
-    def make_rows(
-        self, listed: ListedRows, angles: Angles, step: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
-    ) -> MadeRows:  # fmt: skip
-        """Return the list, (B, n), and what `Expansion` has of its rows, if codes are stored."""
+    def make_rows(self, listed: ListedRows, step: Tensor, implementation: str | None) -> MadeRows:
+        """Return the list, (B, n), and the keys and numbers of an `Expansion`, if codes are stored."""
         own, held, more = listed.blocks[:, 0].contiguous(), self.held.codes, self.codes
         if held is None or more is None:
             return (own,)
