@@ -440,8 +440,8 @@ def attend_compressed_triton(
         queries.contiguous(), listed, decoded, known, more, bases, rows.more_bases, raw, cos.contiguous(),
         sin.contiguous(), scale, step, logits, counted, attended, number,
         *sizes, heads, group, dim, scaling * LOG2E.value, epsilon,
-        **kinds, DECODED=numbers > 0, NORM=norm is not None, REST=turning < dim, COUNT=counts is not None, HEADS=HEADS, M=own,
-        N=TILE, HALF=turning // 2, H=max(16, triton.next_power_of_2(turning // 2)),
+        **kinds, DECODED=numbers > 0, NORM=norm is not None, REST=turning < dim, COUNT=counts is not None,
+        HEADS=HEADS, M=own, N=TILE, HALF=turning // 2, H=max(16, triton.next_power_of_2(turning // 2)),
         R=max(16, triton.next_power_of_2(dim - turning)), num_warps=4, num_stages=1, **limit,
     )  # fmt: skip
     _spread[parts + triton.cdiv(count + 1, spread * LISTED * SHARE), spread, batch](
