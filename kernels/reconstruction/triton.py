@@ -13,11 +13,12 @@ from torch import Tensor
 from kvbench.kernels.attention.triton import LOG2E
 from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
+from kvbench.kernels.row_selection.triton import _number, _score
 
 ROWS = 16  # listed rows of a program that gathers codes
 TILE = 32  # listed rows of which a program makes keys
 REGISTERS = 128  # of a thread that does so, where no more are needed: a multiprocessor holds four programs
-HEADS = 4  # heads of these keys
+HEADS = 2  # heads of these keys
 LISTED = 16  # listed rows whose weights are counted at once
 SHARE = 2  # times that a program does so
 ADDED = 64  # rows, codes or bases that are added to a sum at once
@@ -26,7 +27,7 @@ NUMBERS = 128  # most numbers of a code that a program sums
 CHANNELS = 32  # of an output that a program writes
 UNIT = tl.constexpr(2.0**32)  # parts of the largest weight that weights of bases are counted in
 RAISED = tl.constexpr(2.0**14)  # what all weights together are at most in a product, so that float16 holds small ones
-UNKNOWN = tl.constexpr(2**33)  # counts as the largest logit if one is not a number; above all that `_order` returns
+UNKNOWN = tl.constexpr(0xFFFFFFFF)  # the largest logit if one is not a number (`_number`)
 SIZES = [  # what varies from prompt to prompt
     *("listed_count", "seen", "compressed", "raw_from", "splits"),
     *("base_count", "base_room", "reference_room", "raw_room"),
@@ -113,20 +114,6 @@ def _list(listed, entry, listed_count, seen, sinks, compressed, block, step):
     return tl.where(exists, row, 0), exists, exists & (row >= sinks) & (row < stop)
 
 
-@triton.jit
-def _order(x):
-    """Return whole numbers above 0 in the order of float32 numbers x."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits.to(tl.int64) + 2147483648, (~bits).to(tl.int64))
-
-
-@triton.jit
-def _restore(ordered):
-    """Return the float32 numbers that `_order` was given."""
-    bits = tl.where(ordered >= 2147483648, ordered - 2147483648, ~ordered)
-    return bits.to(tl.int32).to(tl.float32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def _weigh(
     queries, listed, decoded, references, more_references, bases, more_bases, raw, cos, sin, scale, step,
@@ -152,9 +139,8 @@ def _weigh(
     further = more_bases + (b * base_room - base_count) * width
     own_raw = raw + (b * raw_room - raw_from) * width
     entry = tl.program_id(0) * N + tl.arange(0, N)
-    row, exists, stored = _list(
-        listed + b * listed_count, entry, listed_count, seen, sinks, compressed, block, step
-    )  # fmt: skip
+    listed += b * listed_count
+    row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
     angle, plain = row[:, None] * turning + first[None], exists & (stored == 0)
     cosine = tl.load(cos + angle, mask=there[None], other=1.0).to(raw.dtype.element_ty)
     sine = tl.load(sin + angle, mask=there[None], other=0.0).to(raw.dtype.element_ty)
@@ -212,9 +198,8 @@ def _weigh(
         asked = head * group + member
         into = logits + (b * entries + entry[None]) * query_heads + asked[:, None]
         tl.store(into, own, mask=asking[:, None] & (entry < entries)[None])
-        most = tl.where(tl.max((own != own).to(tl.int32), 1) > 0, UNKNOWN, _order(tl.max(own, 1)))
         into = counted + (b * (places + 2) + places) * query_heads + asked
-        tl.atomic_max(into, most, mask=asking, sem="relaxed")
+        tl.atomic_max(into, tl.max(_number(own).to(tl.int64), 1), mask=asking, sem="relaxed")
     if COUNT and tl.program_id(1) == 0:
         tl.atomic_add(counts + tl.load(number), (tl.sum(exists.to(tl.int32)) * query_heads).to(tl.int64))
 
@@ -242,7 +227,7 @@ def _spread(
     head, entries, places = tl.arange(0, M), listed_count + 1, base_count + base_room + raw_room
     asking = head < query_heads
     counted += b * (places + 2) * query_heads
-    most = _restore(tl.load(counted + places * query_heads + head, mask=asking, other=2147483648))
+    most = _score(tl.load(counted + places * query_heads + head, mask=asking, other=2**31).to(tl.uint32))
     logits += b * entries * query_heads
     listed += b * listed_count
     if part < parts:
