@@ -18,7 +18,7 @@ from kvbench.kernels.row_selection.triton import _number, _score
 ROWS = 16  # listed rows of a program that gathers codes
 TILE = 32  # listed rows of which a program makes keys
 REGISTERS = 128  # of a thread that does so, where no more are needed: a multiprocessor holds four programs
-HEADS = 2  # heads of these keys
+HEADS = 4  # heads of these keys
 LISTED = 16  # listed rows whose weights are counted at once
 SHARE = 2  # times that a program does so
 ADDED = 64  # rows, codes or bases that are added to a sum at once
