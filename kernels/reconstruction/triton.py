@@ -314,26 +314,16 @@ def _gather(
         counted += b * (base_count + base_room + raw_room + 2) * query_heads
         factor = RAISED / (UNIT * max(NEAREST, 1)) / entries
         values, acc, total = (heads + head) * DIM, tl.zeros([M, D], tl.float32), tl.zeros([G, N], tl.int64)
-        share = tl.cdiv(base_count, splits)
-        low, high = split * share, tl.minimum((split + 1) * share, base_count)
-        at = bases + b * base_count * width + values
-        acc, total = _add_places(
-            acc, total, counted, at, low, high, factor, asked, query_heads, width, False, CAST, DIM, M, G, N, D
-        )  # fmt: skip
-        counted += base_count * query_heads
-        share = tl.cdiv(base_room, splits)
-        low, high = split * share, tl.minimum((split + 1) * share, base_room)
-        at = more_bases + b * base_room * width + values
-        acc, total = _add_places(
-            acc, total, counted, at, low, high, factor, asked, query_heads, width, True, CAST, DIM, M, G, N, D
-        )  # fmt: skip
-        counted += base_room * query_heads
-        share = tl.cdiv(raw_room, splits)
-        low, high = split * share, tl.minimum((split + 1) * share, raw_room)
-        at = raw + b * raw_room * width + values
-        acc, total = _add_places(
-            acc, total, counted, at, low, high, factor, asked, query_heads, width, True, CAST, DIM, M, G, N, D
-        )  # fmt: skip
+        sources, rooms = (bases, more_bases, raw), (base_count, base_room, raw_room)
+        for source in tl.static_range(3):
+            room = rooms[source]
+            share = tl.cdiv(room, splits)
+            acc, total = _add_places(
+                acc, total, counted, sources[source] + b * room * width + values, split * share,
+                tl.minimum((split + 1) * share, room), factor, asked, query_heads, width,
+                source > 0, CAST, DIM, M, G, N, D,
+            )  # fmt: skip
+            counted += room * query_heads
         into = part_total + (line * splits + split) * group + member
         tl.store(into, tl.sum(total, 1), mask=member < group)
         member = tl.arange(0, M)
