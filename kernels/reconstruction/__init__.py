@@ -1,4 +1,4 @@
-"""Attend to listed rows of which a layer stores codes and references, and never write them."""
+"""Attend to listed rows of which a layer stores codes and references, without making their values."""
 
 from torch import Tensor
 
@@ -64,12 +64,12 @@ def attend_compressed(
     """Attend with one token to listed rows and to its own.
 
     The mean of a key's references, its sum with what f_d gives, the normed key and the terms of the rotation are
-    rounded to the rows' dtype one by one. Values are summed without being rounded.
+    rounded to the rows' dtype one by one. The kernel rounds the rows' weights to this dtype and adds up their products
+    with bases and codes in float32. The reference also rounds the values of each row.
 
     Args:
         queries: Normed and rotated, (B, Hq, 1, d); H divides Hq.
-        listed: Different rows, (B, n) int64. Only rows that do not exist before the token's own row may be listed
-            several times.
+        listed: Rows, (B, n) int64, at least 0. A row below the token's own one may be listed once. Others are ignored.
         expansion: What is added to the mean of a compressed row's references; None adds nothing.
         rows: The rows. The token's own row is written behind the others.
         cos: The cosines of all positions, (P, r), with r at most d. Both halves are equal.

@@ -1,4 +1,4 @@
-"""All operations in PyTorch. They wait for the host."""
+"""Both operations in PyTorch. They wait for the host."""
 
 import torch
 from torch import Tensor

@@ -26,7 +26,7 @@ class ReferencedRows:
     raw_from: int
     """The first row in `raw`. Rows before it that are not compressed are among `bases`, under their own numbers."""
     bases: Tensor
-    """The rows that references are numbers of, (B, b, w)."""
+    """The rows that references are numbers of, (B, b, w), all of them finite."""
     more_bases: Tensor
     """Memory for further ones, numbered from b on, (B, room, w)."""
     references: Tensor | None
@@ -56,13 +56,13 @@ class ReferencedRows:
 class Expansion:
     """What f_d gives for listed rows, and is added to the mean of their references.
 
-    Of keys it is all numbers, of values it is the product inner·weightᵀ.
+    `keys` is what f_d gives for keys. For values it gives inner·weightᵀ, which is not computed row by row.
     """
 
     keys: Tensor
     """(B, n, w/2)"""
     inner: Tensor
-    """(B, n, i)"""
+    """(B, n, i). Finite also for rows that are not compressed."""
     weight: Tensor
     """(w/2, i)"""
 

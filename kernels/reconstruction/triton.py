@@ -26,8 +26,8 @@ RANGES = 64  # most ranges whose sums are joined
 NUMBERS = 128  # most numbers of a code that a program sums
 CHANNELS = 32  # of an output that a program writes
 UNIT = tl.constexpr(2.0**32)  # parts of the largest weight that weights of bases are counted in
-RAISED = tl.constexpr(2.0**14)  # what all weights together are at most in a product, so that float16 holds small ones
-UNKNOWN = tl.constexpr(0xFFFFFFFF)  # the largest logit if one is not a number (`_number`)
+RAISED = tl.constexpr(2.0**14)  # what the weights of a product are scaled to add up to at most, so that float16 can
+# hold them and, of 2^17 rows, weights down to 2^-21 of the largest
 SIZES = [  # what varies from prompt to prompt
     *("listed_count", "seen", "compressed", "raw_from", "splits"),
     *("base_count", "base_room", "reference_room", "raw_room"),
@@ -42,7 +42,7 @@ def _rounded(x, like):
 
 @triton.jit
 def _below(column, stop: tl.constexpr, size: tl.constexpr):
-    """Return which of the columns 0, …, size − 1 are below `stop`. If all are, no register holds it."""
+    """Return which of the columns 0, …, size − 1 are below `stop`. If all are, this is a constant."""
     return tl.full((size,), True, tl.int1) if stop == size else column < stop
 
 
@@ -76,7 +76,7 @@ def _take(
 
 @triton.jit
 def _refer(references, more_references, at, compressed, stored, NEAREST: tl.constexpr):
-    """Return which base a reference of each row is, (ROWS,), by its place among those of all rows; 0 without one."""
+    """Return the base that the reference at each index `at` is the number of; 0 for rows that are not compressed."""
     known, first = at < compressed * NEAREST, more_references - compressed.to(tl.int64) * NEAREST
     base = tl.load(references + at, mask=stored & known, other=0).to(tl.int32)
     return base + tl.load(first + at, mask=stored & (known == 0), other=0).to(tl.int32)
@@ -219,9 +219,9 @@ def _spread(
     NEAREST: tl.constexpr, CAST: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, L: tl.constexpr, Z: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Weigh a range of the list with all queries of a sample.
+    """Sum codes, or add weights of rows to those of their bases, in a range of the list.
 
-    Some programs sum numbers of the rows' codes. The others add the weights of the rows to those of their bases.
+    This is done for all queries of a sample. Each of the first `parts` programs of a range sums some numbers of a code.
     """
     part, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     head, entries, places = tl.arange(0, M), listed_count + 1, base_count + base_room + raw_room
@@ -282,10 +282,10 @@ def _add_places(
         here = place < high
         at = counted + place[None].to(tl.int64) * query_heads + asked[:, None]
         units = tl.load(at, mask=here[None] & (asked < query_heads)[:, None], other=0)
+        if CHECK:  # memory for further rows may hold anything
+            here &= tl.max(units, 0) > 0
         at = values + place[:, None].to(tl.int64) * width + columns[None]
         v = tl.load(at, mask=here[:, None] & _below(columns, DIM, D)[None], other=0.0)
-        if CHECK:  # memory for further rows may hold anything
-            v = tl.where((tl.max(units, 0) > 0)[:, None], v, 0.0)
         if CAST:
             v = v.to(tl.float32)
         total += units
@@ -360,7 +360,7 @@ def _finish(
             at = weight + (query // group * dim + column)[:, None] * numbers + z[None]
             matrix = tl.load(at, mask=here[:, None] & (z < numbers)[None], other=0.0)
             out += tl.sum(matrix.to(tl.float32) * summed[None], 1)
-    out = tl.where(tl.load(counted) == UNKNOWN, float("nan"), out / total)
+    out = tl.where(total > 0, out / tl.maximum(total, 1), float("nan"))  # all weights are 0 if a logit is not a number
     tl.store(outputs + index * dim + column, out, mask=here)
 
 
@@ -396,7 +396,7 @@ def attend_compressed_triton(
     part, tile = min(NUMBERS, of_code), 32 if raw.dtype == torch.float32 else ADDED
     parts = triton.cdiv(numbers, part)
     spread = min(RANGES, triton.cdiv(count + 1, 2 * tile))
-    gathered = min(RANGES // 2, triton.cdiv(rooms[0], 2 * tile) + 1)
+    gathered = min(RANGES // 2, triton.cdiv(places, 2 * tile))
 
     def reserve(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=raw.device)
@@ -410,6 +410,7 @@ def attend_compressed_triton(
     kinds = dict(NEAREST=nearest, CAST=is_interpreting() and raw.dtype == torch.bfloat16)
     run, own = dict(num_warps=4, num_stages=3), max(16, of_group)
     more_needed = raw.dtype == torch.float32 or norm is not None or turning < dim or dim > 128
+    more_needed |= own > 16 or nearest > 8
     limit = {} if more_needed else {"maxnreg": REGISTERS}
     _weigh[triton.cdiv(count + 1, TILE), triton.cdiv(heads, HEADS), batch](
         queries.contiguous(), listed, decoded, known, more, bases, rows.more_bases, raw, cos.contiguous(),

@@ -50,7 +50,7 @@ def top_k_indices(
         scores: (B, H, n)
         k: Number of rows, from 1 to n.
         counts: How many of the k rows each head takes, (B, H) whole numbers; None for all. In place of the
-            others the list has -1.
+            others the list has -1. More than k counts as k.
         flat: Whether the indices count rows in the order (sample, head, row), as those of `kept_indices` do. Not with
             `counts`.
         implementation: "reference" or "triton"; None chooses.
@@ -63,14 +63,13 @@ def top_k_indices(
     """
     if scores.dim() != 3 or not 1 <= k <= scores.shape[2]:
         raise ValueError(f"top_k_indices: {k} of scores {tuple(scores.shape)}")
-    if counts is not None and (flat or counts.shape != scores.shape[:2]):
+    wrong = counts is not None and (counts.shape != scores.shape[:2] or counts.is_floating_point())
+    if counts is not None and (flat or wrong):
         raise ValueError(f"top_k_indices: counts {tuple(counts.shape)} of scores {tuple(scores.shape)}, flat {flat}")
-    chosen = choose_implementation("top_k_indices", implementation, scores)
-    if chosen == "triton" and scores.numel():
-        from kvbench.kernels.row_selection.triton import SINGLE, top_k_indices_triton
+    if choose_implementation("top_k_indices", implementation, scores) == "triton" and scores.numel():
+        from kvbench.kernels.row_selection.triton import top_k_indices_triton
 
-        if counts is None or scores.shape[2] > SINGLE:
-            return top_k_indices_triton(scores, k, flat, counts)
+        return top_k_indices_triton(scores, k, flat, counts)
     if counts is not None:
         found = top_k_indices(scores, k, implementation=implementation)
         taken = top_k_mask(scores.gather(2, found), counts, implementation=implementation)

@@ -314,10 +314,9 @@ def _list_few(scores, found, rows, heads, line, s_b, s_h, s_n, K: tl.constexpr, 
 
 
 def top_k_indices_triton(scores: Tensor, k: int, flat: bool, counts: Tensor | None) -> Tensor:
-    """With `counts` there must be more scores of a head than one program holds (SINGLE)."""
     found = torch.empty(*scores.shape[:2], k, dtype=torch.int64, device=scores.device)
     if counts is not None:
-        choose_by_digits(scores, counts, found.fill_(-1), k, LIST=True, FLAT=False)
+        choose_by_digits(scores, counts.clamp(max=k), found.fill_(-1), k, LIST=True, FLAT=False)
         return found
     list_top(scores, found, flat)
     return found.flatten() if flat else found

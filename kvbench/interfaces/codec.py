@@ -204,7 +204,7 @@ class ListingGrowing(Growing, Protocol):
             norms: See `Growing.attend`.
             implementation: Name of the kernels' implementation; None chooses one.
             made: What `make_rows` returned for the rows; None attends to all rows.
-            counts: Where the number of rows attended to is added (`kernels.listed_attention`).
+            counts: Where the number of rows attended to is added (`kernels.reconstruction.attend_compressed`).
         """
 
 

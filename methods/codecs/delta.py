@@ -473,9 +473,7 @@ class GrowingDelta:
             queries, keys, values, cos[rows.seen :], sin[rows.seen :], raw[:, :, 0], raw[:, :, 1], first, step,
             norms=norms, rotates_keys=False, implementation=implementation,
         )  # fmt: skip
-        expansion = None
-        if len(made) > 1:
-            expansion = Expansion(made[1], made[2], join_bias(*self.find_compressor().split_last()[1]))
+        expansion = Expansion(made[1], made[2], self.values_matrix) if len(made) > 1 else None
         return attend_compressed(
             queries, made[0], expansion, rows, cos, sin, step, scaling,
             norm=None if norms is None else norms[1:], counts=counts, implementation=implementation,
@@ -490,16 +488,22 @@ class GrowingDelta:
         taken = [take_codes(own, *pair, self.rows, step, implementation=implementation) for pair in pairs]
         codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], self.rows.raw.dtype)
         compressor = self.find_compressor()
-        (weight, bias), (other, shift) = compressor.split_last()
+        (key_weight, key_bias), (value_weight, value_bias) = compressor.split_last()
         inner = compressor.find_inner(codes)  # of K and V together, or one behind the other
-        of_values = inner[..., inner.shape[2] - other.shape[1] :]
-        if shift is not None:  # what `join_bias` is multiplied with
+        of_values = inner[..., inner.shape[2] - value_weight.shape[1] :]
+        if value_bias is not None:  # it is the last column of `values_matrix`
             of_values = torch.cat([of_values, torch.ones_like(of_values[..., :1])], -1)
-        return own, linear(inner[..., : weight.shape[1]], weight, bias), of_values
+        return own, linear(inner[..., : key_weight.shape[1]], key_weight, key_bias), of_values
 
     def find_compressor(self) -> Compressor:
         """Return the layer's compressor where the rows are, in their dtype."""
         return self.codec.whole.compressors.like(self.codec.layer, self.rows.raw)
+
+    @cached_property
+    def values_matrix(self) -> Tensor:
+        """f_d's last matrix for V, (d_k, …), with its bias as a further column if it has one."""
+        weight, bias = self.find_compressor().split_last()[1]
+        return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
 
     def pack_due(self, number: int) -> None:
         whole, rows = self.codec.whole, self.rows
@@ -565,11 +569,6 @@ def mean_of(bases: Tensor, numbers: Tensor) -> Tensor:
     added = bases if bases.is_cuda else bases.to(mass_dtype(bases))
     means = embedding_bag((numbers.long() + before).flatten(0, 1), added.flatten(0, 1), mode="mean")
     return means.unflatten(0, numbers.shape[:2]).to(bases.dtype)
-
-
-def join_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a matrix, (n, i), with its bias as a further column if it has one."""
-    return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
 
 
 def join_numbers(parts: list[Tensor], bases: int) -> Tensor:

@@ -54,6 +54,8 @@ CASES = {
     "codes alone": Case(refers=False),
     "codes of odd width": Case(codes=37, heads=3),
     "more codes than a program sums": Case(codes=140, dtype=torch.bfloat16),
+    "more codes than are multiplied at once": Case(codes=520, batch=1, dim=24, turning=24),
+    "more heads than a program has": Case(heads=5, group=1, dtype=torch.bfloat16),
     "K and V apart": Case(codes=21, apart=True, dim=20, turning=12),
     "one query for each head": Case(group=1),
     "more queries than heads of a tile": Case(group=20, heads=1),
@@ -167,10 +169,9 @@ def test_rows_are_attended_to_as_defined(case, implementation, step, monkeypatch
     counts = torch.tensor([7, 0], device=DEVICE), torch.tensor(1, device=DEVICE)
     on_device = torch.tensor(step, dtype=torch.int32, device=DEVICE)
     poison_memory(monkeypatch)
-    found = attend_compressed(
-        queries, listed, expansion, made.rows, cos, sin, on_device, 0.4,
-        norm=norm, counts=counts, implementation=implementation,
-    )  # fmt: skip
+    given = queries, listed, expansion, made.rows, cos, sin, on_device, 0.4
+    found = attend_compressed(*given, norm=norm, counts=counts, implementation=implementation)
+    assert torch.equal(found, attend_compressed(*given, norm=norm, implementation=implementation))
     given = case, made, listed, expansion, case.compressed + 8 * blocks, last, cos, sin, norm
     keys, values, look = expect(*given)
     logits = queries.double() @ keys.repeat_interleave(case.group, 1).mT * 0.4
@@ -184,7 +185,7 @@ def test_rows_are_attended_to_as_defined(case, implementation, step, monkeypatch
 
 @BOTH
 def test_many_equal_weights_add_up(implementation):
-    """Half precision, whose numbers end at 65,504: 200 rows of one base weigh as much as others of their own."""
+    """200 rows share one base. Their weights do not overflow half precision, whose numbers end at 65,504."""
     case = Case(dtype=torch.float16, compressed=240, seen=255, codes=None, nearest=1, batch=1, heads=1)
     made, step = Made(case, 0), torch.tensor(0, dtype=torch.int32, device=DEVICE)
     made.rows.references[:, :200] = 5
@@ -218,13 +219,33 @@ def test_codes_are_those_of_compressed_rows(width, dtype, implementation, monkey
 
 
 @BOTH
-def test_a_number_that_is_none_is_seen(implementation):
+def test_small_weights_add_up(implementation):
+    """In half precision 12 rows with the weight 2^-16 and large values count beside one of weight 1 and value 0."""
+    case = Case(dtype=torch.float16, compressed=240, seen=255, codes=None, nearest=1, batch=1, heads=1)
+    made, step = Made(case, 0), torch.tensor(0, dtype=torch.int32, device=DEVICE)
+    listed = torch.tensor([[0, *range(244, 255)]], device=DEVICE)  # none of them is compressed
+    made.rows.raw[0, :11, :16] = made.rows.bases[0, 0, :16] = made.rows.raw[0, 11, :16] = 0
+    made.rows.raw[0, :12, 0] = -16 * 0.6931  # the logit of one, with a query of 1; the last one is the token's own row
+    made.rows.bases[0, 0, 16:], made.rows.raw[0, :12, 16:] = 0, 4096
+    queries = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=DEVICE)
+    queries[..., 0] = 1
+    angles = torch.zeros(300, 16, dtype=torch.float16, device=DEVICE)
+    found = attend_compressed(
+        queries, listed, None, made.rows, angles + 1, angles, step, 1.0, implementation=implementation
+    )
+    exact = 12 * 4096 * 2**-16 / (1 + 12 * 2**-16)
+    torch.testing.assert_close(found, torch.full_like(found, exact), rtol=1e-2, atol=0)
+
+
+@BOTH
+@pytest.mark.parametrize("codes", [16, None])
+def test_a_number_that_is_none_is_seen(codes, implementation):
     """A key that is not a number reaches the outputs of its head, and no others."""
-    case, step = Case(batch=1), torch.tensor(0, dtype=torch.int32, device=DEVICE)
+    case, step = Case(batch=1, codes=codes), torch.tensor(0, dtype=torch.int32, device=DEVICE)
     made = Made(case, 0)
     listed, angles = torch.arange(34, device=DEVICE)[None], torch.ones(40, 16, device=DEVICE)
     expansion = draw_expansion(case, listed)
-    expansion.keys[0, 12, 3] = torch.nan
+    made.rows.raw[0, 2, 3] = torch.nan
     queries = case.draw(1, 4, 1, 16, seed=9)
     given = queries, listed, expansion, made.rows, angles, angles, step, 1.0
     found = attend_compressed(*given, implementation=implementation)
@@ -277,7 +298,7 @@ def ahead():
         ("bf16", True, {}),
         ("fp32", True, {}),
     ):
-        floats = ("queries", "decoded", "inner", "bases", "more_bases", "raw", "cos", "sin", "scale", "weight", "bias")
+        floats = ("queries", "decoded", "inner", "bases", "more_bases", "raw", "cos", "sin", "scale", "weight")
         kinds = dict.fromkeys((*floats, "outputs"), f"*{dtype}")
         kinds |= dict.fromkeys(("logits", "part_sum", "part_out", "sums"), "*fp32")
         kinds |= dict.fromkeys(("listed", "counted", "counts", "number", "part_total"), int64) | {"step": int32}
@@ -292,7 +313,7 @@ def ahead():
         yield list_typed_kernel(_spread, kinds, both | {"M": 32, "N": 16, "L": tile, "Z": 128, "SHARE": 2} | run)
         one = {"DIM": 128, "M": 16, "G": 4, "N": tile, "D": 128, "Z": 128, "S": 64}
         yield list_typed_kernel(_gather, kinds, both | one | run)
-        one = {"NEAREST": 4, "DECODED": decoded, "C": 32, "Z": 512, "S": 32}
+        one = {"NEAREST": both["NEAREST"], "DECODED": decoded, "C": 32, "Z": 512, "S": 32}
         yield list_typed_kernel(_finish, kinds, one | {"num_warps": 4})
     for dtype in ("*bf16", "*u8"):
         kinds = dict.fromkeys(("codes", "more", "out"), dtype) | {"listed": int64, "step": int32}
