@@ -26,27 +26,22 @@ def take_codes_reference(listed: Tensor, codes: Tensor, more: Tensor, rows: Refe
     return take([codes, more], listed - rows.sinks, find_compressed(listed, rows, step))
 
 
-def rebuild_reference(
-    listed: Tensor, decoded: Tensor | None, rows: ReferencedRows, step: Tensor, heads: int, part: int
-) -> Tensor:
-    """Return the keys (part 0) before norm and rotation, or the values (part 1), of listed rows, (B, H, n, d).
+def rebuild_reference(listed: Tensor, decoded: Tensor | None, rows: ReferencedRows, step: Tensor) -> Tensor:
+    """Return listed rows, keys before norm and rotation, (B, n, w).
 
-    `decoded` is what f_d gives for them, (B, n, w/2). Rows behind that of the token that is being read are 0.
+    `decoded` is what f_d gives for them, (B, n, w). Rows behind that of the token that is being read are 0.
     """
     exists, compressed = listed <= rows.seen + int(step), find_compressed(listed, rows, step)
-    plain, width = exists & ~compressed, rows.raw.shape[2] // 2
-    half = slice(part * width, (part + 1) * width)
-    made = take([rows.bases[..., half]], listed, plain & (listed < rows.raw_from))
-    made = made + take([rows.raw[..., half]], listed - rows.raw_from, plain & (listed >= rows.raw_from))
+    plain = exists & ~compressed
+    kv = take([rows.bases], listed, plain & (listed < rows.raw_from))
+    kv = kv + take([rows.raw], listed - rows.raw_from, plain & (listed >= rows.raw_from))
     if rows.references is not None and rows.more_references is not None:
         known, more = rows.references.long(), rows.more_references.long()
         numbers = take([known, more], listed - rows.sinks, compressed)
         where = compressed[..., None].expand_as(numbers).flatten(1)
-        found = take([rows.bases[..., half], rows.more_bases[..., half]], numbers.flatten(1), where)
-        made = made + found.unflatten(1, numbers.shape[1:]).mean(2)
-    if decoded is not None:
-        made = (made + decoded).where(compressed[..., None], made)
-    return made.unflatten(-1, (heads, -1)).transpose(1, 2)
+        found = take([rows.bases, rows.more_bases], numbers.flatten(1), where)
+        kv = kv + found.unflatten(1, numbers.shape[1:]).mean(2)
+    return kv if decoded is None else (kv + decoded).where(compressed[..., None], kv)
 
 
 def attend_compressed_reference(
@@ -55,11 +50,12 @@ def attend_compressed_reference(
 ) -> Tensor:  # fmt: skip
     now, (query_heads, _, dim) = rows.seen + int(step), queries.shape[1:]
     heads, look = rows.raw.shape[2] // (2 * dim), pad(listed < now, (0, 1), value=True)
-    listed, decoded = pad(listed, (0, 1), value=now), list[Tensor | None]([None, None])
+    listed, decoded = pad(listed, (0, 1), value=now), None
     if expansion is not None:  # the token's own row has no code
-        parts = expansion.keys, linear(expansion.inner, expansion.weight)
-        decoded = [pad(part, (0, 0, 0, 1)) for part in parts]
-    keys, values = (rebuild_reference(listed, own, rows, step, heads, part) for part, own in enumerate(decoded))
+        decoded = torch.cat([expansion.keys, linear(expansion.inner, expansion.weight)], -1)
+        decoded = pad(decoded, (0, 0, 0, 1))
+    kv = rebuild_reference(listed, decoded, rows, step)
+    keys, values = kv.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4)
     if norm is not None:
         keys = rms_norm_reference(keys, *norm)
     places = listed.where(look, 0)

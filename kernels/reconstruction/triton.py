@@ -22,7 +22,7 @@ HEADS = 4  # heads of these keys
 LISTED = 16  # listed rows whose weights are counted at once
 SHARE = 2  # times that a program does so
 ADDED = 64  # rows, codes or bases that are added to a sum at once
-RANGES = 64  # most ranges whose sums are joined
+RANGES, SPLITS = 64, 32  # most ranges of the list, and of bases, whose sums are joined
 NUMBERS = 128  # most numbers of a code that a program sums
 CHANNELS = 32  # of an output that a program writes
 UNIT = tl.constexpr(2.0**32)  # parts of the largest weight that weights of bases are counted in
@@ -396,7 +396,7 @@ def attend_compressed_triton(
     part, tile = min(NUMBERS, of_code), 32 if raw.dtype == torch.float32 else ADDED
     parts = triton.cdiv(numbers, part)
     spread = min(RANGES, triton.cdiv(count + 1, 2 * tile))
-    gathered = min(RANGES // 2, triton.cdiv(places, 2 * tile))
+    gathered = min(SPLITS, triton.cdiv(places, 2 * tile))
 
     def reserve(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=raw.device)
@@ -433,6 +433,6 @@ def attend_compressed_triton(
     _finish[batch * query_heads, triton.cdiv(dim, CHANNELS)](
         part_out, part_total, counted, sums, weight, outputs, count + 1, places, gathered, numbers,
         query_heads, group, dim,
-        NEAREST=nearest, DECODED=numbers > 0, C=CHANNELS, Z=min(512, of_code), S=RANGES // 2, num_warps=4,
+        NEAREST=nearest, DECODED=numbers > 0, C=CHANNELS, Z=min(512, of_code), S=SPLITS, num_warps=4,
     )  # fmt: skip
     return outputs

@@ -63,8 +63,7 @@ def top_k_indices(
     """
     if scores.dim() != 3 or not 1 <= k <= scores.shape[2]:
         raise ValueError(f"top_k_indices: {k} of scores {tuple(scores.shape)}")
-    wrong = counts is not None and (counts.shape != scores.shape[:2] or counts.is_floating_point())
-    if counts is not None and (flat or wrong):
+    if counts is not None and (flat or counts.shape != scores.shape[:2] or counts.is_floating_point()):
         raise ValueError(f"top_k_indices: counts {tuple(counts.shape)} of scores {tuple(scores.shape)}, flat {flat}")
     if choose_implementation("top_k_indices", implementation, scores) == "triton" and scores.numel():
         from kvbench.kernels.row_selection.triton import top_k_indices_triton

@@ -77,10 +77,8 @@ class Compressor:
             return (first.weights[-1], first.biases[-1]), (last.weights[-1], last.biases[-1])
         keys, values = first.weights[-1].chunk(2)
         bias = first.biases[-1]
-        return (keys, None if bias is None else bias[: len(keys)]), (
-            values,
-            None if bias is None else bias[len(keys) :],
-        )
+        key_bias, value_bias = (None, None) if bias is None else bias.chunk(2)
+        return (keys, key_bias), (values, value_bias)
 
     def parameters(self) -> list[Tensor]:
         """Return all weights."""
