@@ -28,11 +28,11 @@ from torch import Tensor
 
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ReadRequest, State
-from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader
+from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader, Watcher
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.max_logits import max_logits
-from kvbench.kernels.row_selection import top_k_indices, top_k_mask
+from kvbench.kernels.row_selection import top_k_mask, top_k_of_heads
 
 
 @dataclass(frozen=True)
@@ -149,36 +149,39 @@ class Choice:
         """
         self.windows, self.counts, self.absent = windows, counts, seen + len(counts)
         some = [window for window in windows if window[0] < window[1]]
-        self.low, self.high = min((start for start, _ in some), default=0), max((stop for _, stop in some), default=0)
+        self.high = max((stop for _, stop in some), default=0)
         longest = max(seen + number + 1 - stop for number, (_, stop) in enumerate(windows))
         self.tables = torch.tensor([[*window, count] for window, count in zip(windows, counts, strict=True)]).to(device)
-        self.candidates = torch.arange(self.low, self.high, device=device)
         self.first = torch.arange(max(start for start, _ in windows), device=device)
         self.newest = torch.arange(longest, device=device)
 
-    def list_rows(self, queries: Tensor, keys: Tensor, number: Tensor, last: Tensor) -> ListedRows:
+    def list_rows(self, batch: int, number: Tensor, last: Tensor) -> tuple[ListedRows, Watcher]:
         """List the rows that one token attends to.
 
         Args:
-            queries: The queries of the observation layer, (B, Hq, 1, d).
-            keys: Its keys, (B, H, n, d).
+            batch: Number of samples.
             number: The number of the token, counted from 0, without dimensions.
             last: The token's own row, without dimensions.
+
+        Returns:
+            The rows, and what has to be called with the observation layer's largest products before they are read.
         """
-        start, stop, count = self.tables.index_select(0, number[None])[0]
-        batch, most = len(queries), max(self.counts)
+        table = self.tables.index_select(0, number[None])[0]
+        start, stop, count = table
         before = self.first.masked_fill(self.first >= start, self.absent)
         after = self.newest + stop
-        parts = [before.expand(batch, 1, -1), after.masked_fill(after > last, self.absent).expand(batch, 1, -1)]
-        if most:
-            scores = max_logits(queries[:, :, -1], keys[:, :, self.low : self.high], 1.0)
-            outside = (self.candidates < start) | (self.candidates >= stop)
-            scores = scores.masked_fill(outside, -torch.inf)[:, None]
-            counts = count.expand(batch, 1) if most > min(self.counts) else None
-            chosen = top_k_indices(scores, most, counts=counts)
-            chosen = chosen + self.low if counts is None else torch.where(chosen < 0, self.absent, chosen + self.low)
-            parts.insert(1, chosen)
-        return ListedRows(torch.cat(parts, 2))
+        after = after.masked_fill(after > last, self.absent)
+        most = max(self.counts)
+        parts = [before, self.first.new_full((most,), self.absent), after]
+        listed = torch.cat([part.expand(batch, 1, -1) for part in parts], 2)
+        counts = count.repeat(batch, 1) if most > min(self.counts) else None
+
+        def watch(largest: Tensor) -> None:
+            if most:
+                chosen = listed[:, :, len(before) : len(before) + most]
+                top_k_of_heads(largest[:, :, : self.high], most, window=table[:2], counts=counts, into=chosen)
+
+        return ListedRows(listed), watch
 
     def mark_rows(self, listed: Tensor, number: int) -> Tensor | None:
         """Return the rows that a token listed (B, 1, k), marked among those that it held, or None if these are all."""
@@ -209,17 +212,22 @@ class ObservationReader:
     def choose(self, last: Tensor) -> RowChoice:
         number, looks = last - self.answer.seen, dict[str, ListedRows]()  # of the last observation layer
 
-        def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
+        def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | Watcher | None:
             if layer not in self.full:
                 return looks.get("rows")
-            if layer in self.choices:
-                looks["rows"] = self.choices[layer].list_rows(queries, keys, number, last)
+            if layer not in self.choices:
+                return None
+            rows, watch = self.choices[layer].list_rows(len(queries), number, last)
+
+            def take(largest: Tensor) -> None:
+                watch(largest)
+                looks["rows"] = rows
                 if layer == max(self.choices):
-                    found = looks["rows"].blocks
                     if self.chosen is None:  # before a graph is captured: other graphs use what a graph allocates
-                        self.chosen = torch.empty_like(found)
-                    self.chosen.copy_(found)
-            return None
+                        self.chosen = torch.empty_like(rows.blocks)
+                    self.chosen.copy_(rows.blocks)
+
+            return take
 
         return choose
 

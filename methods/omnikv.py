@@ -26,11 +26,11 @@ from torch import Tensor
 
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
-from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader
+from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader, Watcher
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.max_logits import max_logits
-from kvbench.kernels.row_selection import top_k_indices, top_k_mask
+from kvbench.kernels.row_selection import top_k_mask, top_k_of_heads
 from kvbench.kernels.window_attention import window_statistics
 
 
@@ -162,7 +162,16 @@ class FilterReader:
         looks: dict[str, ListedRows] = {}  # of the last filter layer
         ages = torch.arange(method.window - 1, -1, -1, device=last.device)
 
-        def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
+        def take(scores: Tensor) -> None:
+            """List the rows with the largest of all heads' scores (B, H, n) for the layers behind."""
+            assert quota is not None  # `choose`
+            found = top_k_of_heads(scores, quota)
+            if self.chosen is None:  # before a graph is captured: other graphs use what a graph allocates
+                self.chosen = torch.empty_like(found)
+            self.chosen.copy_(found)
+            looks["rows"] = ListedRows(found, after=prompt)
+
+        def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | Watcher | None:
             chooser = self.chooser[layer]
             if layer in self.rings:
                 ring = self.rings[layer]
@@ -171,12 +180,9 @@ class FilterReader:
             if chooser is None or quota is None or quota >= prompt:
                 return None
             if layer == chooser:
-                scores = method.score_rows(queries, keys[:, :, :prompt], answer.scaling)
-                found = top_k_indices(scores[:, None], quota)
-                if self.chosen is None:  # before a graph is captured: other graphs use what a graph allocates
-                    self.chosen = torch.empty_like(found)
-                self.chosen.copy_(found)
-                looks["rows"] = ListedRows(found, after=prompt)
+                if method.selector == "last":
+                    return lambda largest: take(largest[:, :, :prompt])
+                take(method.score_rows(queries, keys[:, :, :prompt], answer.scaling)[:, None])
             if layer <= chooser + method.wait:
                 return None
             return looks.get("rows")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention.reference import attend_reference, pad_ragged
+from kvbench.kernels.attention.reference import attend_reference, find_largest, pad_ragged
 from kvbench.kernels.attention.sdpa import attend_cudnn, attend_sdpa, attend_sdpa_lse, cudnn_serves
 from kvbench.kernels.dispatch import FAST, announced, choose_implementation
 
@@ -100,6 +100,7 @@ def attend_ragged(
     lse: bool = False,
     tail: int | None = None,
     step: Tensor | None = None,
+    largest: Tensor | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to ragged rows and to a tail behind them, without copying them together.
@@ -115,6 +116,9 @@ def attend_ragged(
             none, a single query attends to the ragged rows.
         step: Further rows that exist in the tail, int32 on the device. A CUDA graph needs it, because all other
             arguments of a graph are fixed.
+        largest: Gets the largest product q·k, without the factor, that a query of a KV head has with each row of the
+            tail that exists, (B, H, m) in at least float32, contiguous. Other rows may get any number. With one token
+            only.
         implementation: "reference", "triton" or "cudnn" (for a block over even heads of single tokens); None chooses.
 
     Returns:
@@ -135,6 +139,10 @@ def attend_ragged(
         raise ValueError(f"attend: {tokens} tokens of {tail} rows, room for {room}")
     if held is not None and (held.keys.shape[1] != dim or held.lengths.numel() != batch * heads):
         raise ValueError(f"attend: held rows {tuple(held.keys.shape)} of {held.lengths.numel()} heads")
+    if largest is not None:
+        fits = largest.shape == keys.shape[:3] and largest.dtype == torch.promote_types(keys.dtype, torch.float32)
+        if not fits or tokens != 1 or implementation == "cudnn" or not largest.is_contiguous():
+            raise ValueError(f"attend: largest {tuple(largest.shape)} {largest.dtype} of {tokens} tokens, {room} rows")
     implementation = choose_implementation(
         "attend", implementation or choose_cudnn(queries, held, keys, tail, step), queries, ("cudnn",)
     )
@@ -154,7 +162,9 @@ def attend_ragged(
         if held is not None:
             parts = held.keys, held.values, held.mass, held.starts, held.lengths
         longest = (tail if step is None else room) + (0 if held is None else held.longest)
-        return attend_triton(queries, parts, keys, values, scaling, longest, tail, lse, step)
+        return attend_triton(queries, parts, keys, values, scaling, longest, tail, lse, step, largest)
+    if largest is not None:
+        largest.copy_(find_largest(queries, keys))
     tail += 0 if step is None else int(step)
     keys, values = keys[:, :, :tail], values[:, :, :tail]
     if held is None:

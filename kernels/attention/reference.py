@@ -35,6 +35,13 @@ def attend_reference(
     return outputs.view_as(queries), sums.view(batch, query_heads, tokens) if lse else None
 
 
+def find_largest(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the largest products of queries (B, Hq, 1, d) with keys (B, H, n, d), (B, H, n), in at least float32."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    grouped = queries[:, :, 0].unflatten(1, (keys.shape[1], -1))
+    return (grouped.to(dtype) @ keys.to(dtype).mT).amax(2)
+
+
 def pad_ragged(
     held_keys: Tensor, held_values: Tensor, mass: Tensor | None, starts: Tensor, lengths: Tensor,
     keys: Tensor, values: Tensor,

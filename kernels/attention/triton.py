@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.attention.reference import find_largest
+
 LOG2E = tl.constexpr(1.4426950408889634)
 PROGRAMS = {16: 512, 32: 512, 64: 264, 128: 132}  # most programs that rows are split into, by a program's queries
 SPLITS = (16, 128)  # most splits that are joined at once; only two values, because each is compiled
@@ -37,11 +39,13 @@ def add_tile(logits, v, m, norm, acc):
 def _tile(
     q, m, norm, acc, keys, values, mass, stride_k, stride_v, row, stop, limit, offset, columns, dim,
     scale, MASS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
+    LARGEST: tl.constexpr = False, asking=None, largest=None,
 ):  # fmt: skip
     """Process one tile of rows.
 
     `row` (N,) are the rows' indices; those before `stop` exist. With MASKED a query sees rows up to `limit` (M,).
-    `offset` is the number of elements from keys and values to row 0.
+    `offset` is the number of elements from keys and values to row 0. With LARGEST, each row's largest product with the
+    queries that there are, `asking` (M,), is stored.
     """
     here = row < stop
     where = here[:, None] if WHOLE else here[:, None] & (columns < dim)[None]
@@ -49,7 +53,10 @@ def _tile(
     v = tl.load(values + row[:, None].to(tl.int64) * stride_v + columns[None], mask=where, other=0.0)
     if CAST:
         k, v = k.to(tl.float32), v.to(tl.float32)
-    logits = tl.dot(q, k.T, input_precision="ieee") * scale  # for float32 inputs; other products are exact anyway
+    logits = tl.dot(q, k.T, input_precision="ieee")  # for float32 inputs; other products are exact anyway
+    if LARGEST:
+        tl.store(largest + row, tl.max(tl.where(asking[:, None], logits, float("-inf")), 0), mask=here)
+    logits *= scale
     if MASS:
         weight = tl.load(mass + offset + row, mask=here, other=1).to(tl.float32)
         logits += tl.log2(weight)[None]
@@ -60,13 +67,14 @@ def _tile(
     return add_tile(logits, v, m, norm, acc)
 
 
-@triton.jit(do_not_specialize=["tokens", "tail", "splits"])
+@triton.jit(do_not_specialize=["tokens", "tail", "splits", "room"])
 def _few(
-    queries, held_keys, held_values, held_mass, starts, lengths, tail_keys, tail_values, step,
+    queries, held_keys, held_values, held_mass, starts, lengths, tail_keys, tail_values, step, largest,
     outputs, lse, part_acc, part_max, part_norm,
-    query_heads, heads, tokens, tail, splits, dim, scale,
+    query_heads, heads, tokens, tail, splits, room, dim, scale,
     sq_b, sq_h, sq_t, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
     HELD: tl.constexpr, MASS: tl.constexpr, STEP: tl.constexpr, SINGLE: tl.constexpr, LSE: tl.constexpr,
+    LARGEST: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Attend with M queries of one KV head to one of `splits` ranges of its rows.
@@ -114,7 +122,7 @@ def _few(
         m, norm, acc = _tile(
             q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
             first + tl.arange(0, N), high - length, limit, 0, columns, dim, scale,
-            False, True, WHOLE, CAST,
+            False, True, WHOLE, CAST, LARGEST, asking, largest + head.to(tl.int64) * room,
         )  # fmt: skip
     if SINGLE:
         place = (b.to(tl.int64) * query_heads + own) * tokens + t
@@ -210,6 +218,7 @@ def attend_triton(
     tail: int,
     lse: bool,
     step: Tensor | None,
+    largest: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """See `attend_ragged`. `longest` is the largest number of rows that a head may have."""
     batch, query_heads, tokens, dim = queries.shape
@@ -229,7 +238,7 @@ def attend_triton(
     scale, mass = scaling * LOG2E.value, held_keys if mass is None else mass
     given = (queries, held_keys, held_values, mass, starts, lengths, keys, values)
     block_of_prompt = group * tokens > FEW  # is rounded alike whatever the batch: what a method keeps hangs on it
-    if block_of_prompt and query_heads * triton.cdiv(tokens, 128) >= ENOUGH:
+    if block_of_prompt and largest is None and query_heads * triton.cdiv(tokens, 128) >= ENOUGH:
         rows = 64 if exact or sizes["D"] > 128 else 128
         grid = (triton.cdiv(tokens, rows), batch * query_heads)
         _many[grid](
@@ -237,8 +246,8 @@ def attend_triton(
             M=rows, N=32 if exact else 64, **sizes, num_warps=4 if exact else 8, num_stages=2 if exact else 3,
         )  # fmt: skip
         return outputs, sums if lse else None
-    largest = 32 if exact else 64 if sizes["D"] > 128 else 128
-    rows = 16 if group * tokens <= 16 else min(64, largest) if group * tokens <= 64 else largest
+    widest = 32 if exact else 64 if sizes["D"] > 128 else 128
+    rows = 16 if group * tokens <= 16 else min(64, widest) if group * tokens <= 64 else widest
     block, tiles = 32 if exact or sizes["D"] > 128 else 64, triton.cdiv(group * tokens, rows)
     samples = 1 if block_of_prompt else batch
     most = min(max(1, PROGRAMS[rows] // (samples * heads * tiles)), SPLITS[1])
@@ -250,11 +259,15 @@ def attend_triton(
             own, lines = slice(low, low + some), slice(low * heads, (low + some) * heads)
             cut = held and (*held[:3], held[3][lines], held[4][lines])
             outputs[own], found = attend_triton(
-                queries[own], cut, keys[own], values[own], scaling, longest, tail, lse, step
-            )
+                queries[own], cut, keys[own], values[own], scaling, longest, tail, lse, step,
+                None if largest is None else largest[own],
+            )  # fmt: skip
             if found is not None:
                 sums[own] = found
         return outputs, sums if lse else None
+    if largest is not None and tiles > 1:  # no program sees all queries of a KV head
+        largest.copy_(find_largest(queries, keys))
+        largest = None
     parts = [outputs, outputs, outputs]
     if most > 1:  # not by `splits`, which follows from lengths: each constant is compiled
         parts = [
@@ -262,8 +275,9 @@ def attend_triton(
             for more in ((dim,), (), ())
         ]
     _few[batch * heads, splits, tiles](
-        *given, step, outputs, sums, *parts, query_heads, heads, tokens, tail, splits, dim, scale, *strides,
-        STEP=step is not None, SINGLE=most == 1, M=rows, N=block, **sizes,
+        *given, step, outputs if largest is None else largest, outputs, sums, *parts, query_heads, heads, tokens, tail,
+        splits, keys.shape[2], dim, scale, *strides,
+        STEP=step is not None, SINGLE=most == 1, LARGEST=largest is not None, M=rows, N=block, **sizes,
         num_warps=8 if rows == 128 else 4, num_stages=2 if exact else 3,
     )  # fmt: skip
     if most > 1:

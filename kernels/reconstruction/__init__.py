@@ -1,12 +1,13 @@
 """Attend to listed rows of which a layer stores codes and references, without making their values."""
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.reconstruction.reference import attend_compressed_reference, take_codes_reference
 from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 
-__all__ = ["Expansion", "ReferencedRows", "attend_compressed", "take_codes"]
+__all__ = ["Expansion", "ReferencedRows", "attend_compressed", "reserve_weights", "take_codes"]
 
 
 @announced
@@ -46,6 +47,23 @@ def take_codes(
     return take_codes_triton(listed, codes, more, rows, step)
 
 
+def reserve_weights(rows: ReferencedRows, query_heads: int, *, implementation: str | None = None) -> Tensor:
+    """Reserve the memory in which one call of `attend_compressed` adds up the weights of bases, and clear it.
+
+    Args:
+        rows: The rows.
+        query_heads: Number of query heads.
+        implementation: The call's implementation; None chooses.
+
+    Returns:
+        Zeros, (B, …, Hq) int64. The reference needs none.
+    """
+    chosen, places = choose_implementation("attend_compressed", implementation, rows.raw), 0
+    if chosen == "triton":  # the largest weight and what has no base come behind the places
+        places = rows.bases.shape[1] + rows.more_bases.shape[1] + rows.raw.shape[1] + 2
+    return torch.zeros(len(rows.raw), places, query_heads, dtype=torch.int64, device=rows.raw.device)
+
+
 @announced
 def attend_compressed(
     queries: Tensor,
@@ -59,6 +77,7 @@ def attend_compressed(
     *,
     norm: tuple[Tensor, float] | None = None,
     counts: tuple[Tensor, Tensor] | None = None,
+    weights: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Attend with one token to listed rows and to its own.
@@ -79,6 +98,7 @@ def attend_compressed(
         norm: The weight (d,) of the keys' RMS norm and its ε (`kernels.fused_linear.rms_norm`); None for no norm.
         counts: A vector of whole numbers and an index into it, without dimensions. The number of rows that the query
             heads attended to, all together, is added there.
+        weights: What `reserve_weights` returned, not used since; None reserves it.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -103,7 +123,9 @@ def attend_compressed(
         return attend_compressed_reference(*given)
     from kvbench.kernels.reconstruction.triton import attend_compressed_triton
 
-    return attend_compressed_triton(*given)
+    if weights is None:
+        weights = reserve_weights(rows, query_heads, implementation="triton")
+    return attend_compressed_triton(*given, weights)
 
 
 def check_listed(op: str, listed: Tensor, rows: ReferencedRows) -> None:

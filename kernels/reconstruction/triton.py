@@ -19,10 +19,12 @@ ROWS = 16  # listed rows of a program that gathers codes
 TILE = 32  # listed rows of which a program makes keys
 REGISTERS = 128  # of a thread that does so, where no more are needed: a multiprocessor holds four programs
 HEADS = 4  # heads of these keys
-LISTED = 16  # listed rows whose weights are counted at once
-SHARE = 2  # times that a program does so
-ADDED = 64  # rows, codes or bases that are added to a sum at once
-RANGES, SPLITS = 64, 32  # most ranges of the list, and of bases, whose sums are joined
+LISTED = 4  # listed rows whose weights are counted at once
+SHARE = 4  # times that a program does so
+ADDED = 32  # codes that are added to a sum at once
+PLACES = 64  # bases that are added to a sum at once, in 16 bits
+RANGES = 128  # most ranges of the list whose sums are joined
+SPLITS, OTHERS = 28, 4  # most ranges of bases, and of other places, whose sums are joined
 NUMBERS = 128  # most numbers of a code that a program sums
 CHANNELS = 32  # of an output that a program writes
 UNIT = tl.constexpr(2.0**32)  # parts of the largest weight that weights of bases are counted in
@@ -295,10 +297,10 @@ def _add_places(
     return acc, total
 
 
-@triton.jit(do_not_specialize=["entries", "base_count", "base_room", "raw_room", "splits", "spread"])
+@triton.jit(do_not_specialize=["entries", "base_count", "base_room", "raw_room", "own_splits", "splits", "spread"])
 def _gather(
     counted, part_sum, bases, more_bases, raw, part_out, part_total, sums,
-    entries, base_count, base_room, raw_room, splits, spread, numbers, heads, group,
+    entries, base_count, base_room, raw_room, own_splits, splits, spread, numbers, heads, group,
     NEAREST: tl.constexpr, CAST: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, Z: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -314,16 +316,25 @@ def _gather(
         counted += b * (base_count + base_room + raw_room + 2) * query_heads
         factor = RAISED / (UNIT * max(NEAREST, 1)) / entries
         values, acc, total = (heads + head) * DIM, tl.zeros([M, D], tl.float32), tl.zeros([G, N], tl.int64)
-        sources, rooms = (bases, more_bases, raw), (base_count, base_room, raw_room)
-        for source in tl.static_range(3):
-            room = rooms[source]
-            share = tl.cdiv(room, splits)
+        if split < own_splits:
+            share = tl.cdiv(base_count, own_splits)
             acc, total = _add_places(
-                acc, total, counted, sources[source] + b * room * width + values, split * share,
-                tl.minimum((split + 1) * share, room), factor, asked, query_heads, width,
-                source > 0, CAST, DIM, M, G, N, D,
+                acc, total, counted, bases + b * base_count * width + values, split * share,
+                tl.minimum((split + 1) * share, base_count), factor, asked, query_heads, width,
+                False, CAST, DIM, M, G, N, D,
             )  # fmt: skip
-            counted += room * query_heads
+        else:
+            first, all_others = split - own_splits, splits - own_splits
+            for is_raw in tl.static_range(2):
+                room = raw_room if is_raw else base_room
+                before = base_count + base_room if is_raw else base_count
+                source = raw if is_raw else more_bases
+                share = tl.cdiv(room, all_others)
+                acc, total = _add_places(
+                    acc, total, counted + before * query_heads, source + b * room * width + values, first * share,
+                    tl.minimum((first + 1) * share, room), factor, asked, query_heads, width,
+                    True, CAST, DIM, M, G, N, D,
+                )  # fmt: skip
         into = part_total + (line * splits + split) * group + member
         tl.store(into, tl.sum(total, 1), mask=member < group)
         member = tl.arange(0, M)
@@ -377,6 +388,7 @@ def take_codes_triton(listed: Tensor, codes: Tensor, more: Tensor, rows: Referen
 def attend_compressed_triton(
     queries: Tensor, listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, cos: Tensor, sin: Tensor,
     step: Tensor, scaling: float, norm: tuple[Tensor, float] | None, counts: tuple[Tensor, Tensor] | None,
+    counted: Tensor,
 ) -> Tensor:  # fmt: skip
     (batch, query_heads, _, dim), (_, count), raw = queries.shape, listed.shape, rows.raw
     heads, turning = raw.shape[2] // (2 * dim), cos.shape[1]
@@ -393,15 +405,15 @@ def attend_compressed_triton(
     places = rooms[0] + rooms[1] + rooms[3]
     sizes = count, rows.seen, rows.sinks, rows.compressed, rows.block, rows.raw_from, *rooms
     of_code, of_group = max(16, triton.next_power_of_2(numbers)), triton.next_power_of_2(group)
-    part, tile = min(NUMBERS, of_code), 32 if raw.dtype == torch.float32 else ADDED
+    part, tile = min(NUMBERS, of_code), 32 if raw.dtype == torch.float32 else PLACES
     parts = triton.cdiv(numbers, part)
-    spread = min(RANGES, triton.cdiv(count + 1, 2 * tile))
-    gathered = min(SPLITS, triton.cdiv(places, 2 * tile))
+    spread = min(RANGES, triton.cdiv(count + 1, 2 * ADDED))
+    of_bases = min(SPLITS, triton.cdiv(rooms[0], 2 * tile))
+    gathered = of_bases + min(OTHERS, triton.cdiv(rooms[1] + rooms[3], 2 * tile))
 
     def reserve(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=raw.device)
 
-    counted = torch.zeros(batch, places + 2, query_heads, dtype=torch.int64, device=raw.device)
     logits, sums = reserve(batch, count + 1, query_heads), reserve(batch, query_heads, numbers)
     part_sum, part_out = reserve(batch, spread, query_heads, numbers), reserve(batch * heads, gathered, group, dim)
     part_total = reserve(batch * heads, gathered, group, dtype=torch.int64)
@@ -423,16 +435,16 @@ def attend_compressed_triton(
     _spread[parts + triton.cdiv(count + 1, spread * LISTED * SHARE), spread, batch](
         listed, logits, known, more, inner, step, counted, part_sum,
         *sizes, spread, parts, inner.stride(1), numbers, query_heads,
-        **kinds, M=max(16, triton.next_power_of_2(query_heads)), N=LISTED, L=tile, Z=part, SHARE=SHARE, **run,
+        **kinds, M=max(16, triton.next_power_of_2(query_heads)), N=LISTED, L=ADDED, Z=part, SHARE=SHARE, **run,
     )  # fmt: skip
     _gather[batch * heads, gathered + parts * group](
         counted, part_sum, bases, rows.more_bases, raw, part_out, part_total, sums,
-        count + 1, rooms[0], rooms[1], rooms[3], gathered, spread, numbers, heads, group,
+        count + 1, rooms[0], rooms[1], rooms[3], of_bases, gathered, spread, numbers, heads, group,
         **kinds, DIM=dim, M=own, G=of_group, N=tile, D=max(16, triton.next_power_of_2(dim)), Z=part, S=RANGES, **run,
     )  # fmt: skip
     _finish[batch * query_heads, triton.cdiv(dim, CHANNELS)](
         part_out, part_total, counted, sums, weight, outputs, count + 1, places, gathered, numbers,
         query_heads, group, dim,
-        NEAREST=nearest, DECODED=numbers > 0, C=CHANNELS, Z=min(512, of_code), S=SPLITS, num_warps=4,
+        NEAREST=nearest, DECODED=numbers > 0, C=CHANNELS, Z=min(512, of_code), S=SPLITS + OTHERS, num_warps=4,
     )  # fmt: skip
     return outputs

@@ -42,6 +42,7 @@ def top_k_indices(
     *,
     counts: Tensor | None = None,
     flat: bool = False,
+    into: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Return the indices of each head's k largest scores. Of equal scores the lower row comes first.
@@ -50,9 +51,11 @@ def top_k_indices(
         scores: (B, H, n)
         k: Number of rows, from 1 to n.
         counts: How many of the k rows each head takes, (B, H) whole numbers; None for all. In place of the
-            others the list has -1. More than k counts as k.
+            others the list has -1, or what `into` had. More than k counts as k.
         flat: Whether the indices count rows in the order (sample, head, row), as those of `kept_indices` do. Not with
             `counts`.
+        into: A tensor to write to, (B, H, k) int64, in which the lists of all heads lie at equal distances. It is
+            returned. Not with `flat`.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -61,14 +64,14 @@ def top_k_indices(
     Raises:
         ValueError: k is not in this range, or the counts do not fit.
     """
-    if scores.dim() != 3 or not 1 <= k <= scores.shape[2]:
-        raise ValueError(f"top_k_indices: {k} of scores {tuple(scores.shape)}")
-    if counts is not None and (flat or counts.shape != scores.shape[:2] or counts.is_floating_point()):
-        raise ValueError(f"top_k_indices: counts {tuple(counts.shape)} of scores {tuple(scores.shape)}, flat {flat}")
+    check_top_k("top_k_indices", scores, k, counts, into, flat)
     if choose_implementation("top_k_indices", implementation, scores) == "triton" and scores.numel():
         from kvbench.kernels.row_selection.triton import top_k_indices_triton
 
-        return top_k_indices_triton(scores, k, flat, counts)
+        return top_k_indices_triton(scores, k, flat, counts, into)
+    if into is not None:
+        found = top_k_indices(scores, k, counts=counts, implementation=implementation)
+        return into.copy_(torch.where(found < 0, into, found))
     if counts is not None:
         found = top_k_indices(scores, k, implementation=implementation)
         taken = top_k_mask(scores.gather(2, found), counts, implementation=implementation)
@@ -76,6 +79,62 @@ def top_k_indices(
     kept = top_k_mask(scores, k, implementation=implementation)
     found = kept_indices(kept, k * scores[..., 0].numel(), implementation=implementation)
     return found if flat else (found % scores.shape[2]).view(*scores.shape[:2], k)
+
+
+@announced
+def top_k_of_heads(
+    products: Tensor,
+    k: int,
+    *,
+    window: Tensor | None = None,
+    counts: Tensor | None = None,
+    into: Tensor | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Return the indices of the k rows with the largest products, where a row's score is the largest of all heads'.
+
+    Args:
+        products: (B, H, n)
+        k: Number of rows, from 1 to n.
+        window: The first row that counts, and the row behind the last one, (2,) whole numbers; None for all. The
+            others come last.
+        counts: How many of the k rows each sample takes, (B, 1). See `top_k_indices`.
+        into: A tensor to write to, (B, 1, k). See `top_k_indices`.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, 1, k) int64, ascending but for -1.
+
+    Raises:
+        ValueError: k is not in this range, or shapes do not fit.
+    """
+    if window is not None and (window.shape != (2,) or window.is_floating_point()):
+        raise ValueError(f"top_k_of_heads: window {tuple(window.shape)} {window.dtype}")
+    one = products[:, :1]
+    check_top_k("top_k_of_heads", one, k, counts, into, False)
+    if choose_implementation("top_k_of_heads", implementation, products) == "triton" and products.numel():
+        from kvbench.kernels.row_selection.triton import top_k_of_heads_triton
+
+        if into is None:
+            into = torch.full(one.shape[:2] + (k,), -1, dtype=torch.int64, device=products.device)
+        return top_k_of_heads_triton(products, k, window, counts, into)
+    scores = products.amax(1, keepdim=True)
+    if window is not None:
+        row = torch.arange(scores.shape[2], device=scores.device)
+        scores = scores.masked_fill((row < window[0]) | (row >= window[1]), -torch.inf)
+    return top_k_indices(scores, k, counts=counts, into=into, implementation=implementation)
+
+
+def check_top_k(op: str, scores: Tensor, k: int, counts: Tensor | None, into: Tensor | None, flat: bool) -> None:
+    """Raise a ValueError if arguments of `top_k_indices` do not fit each other."""
+    if scores.dim() != 3 or not 1 <= k <= scores.shape[2]:
+        raise ValueError(f"{op}: {k} of scores {tuple(scores.shape)}")
+    if counts is not None and (flat or counts.shape != scores.shape[:2] or counts.is_floating_point()):
+        raise ValueError(f"{op}: counts {tuple(counts.shape)} of scores {tuple(scores.shape)}, flat {flat}")
+    if into is not None:
+        fits = into.shape == (*scores.shape[:2], k) and into.dtype == torch.int64 and into.stride(2) == 1
+        if not fits or flat or into.stride(0) != scores.shape[1] * into.stride(1):
+            raise ValueError(f"{op}: into {tuple(into.shape)} {into.dtype} {into.stride()}, flat {flat}")
 
 
 @announced

@@ -1,10 +1,10 @@
 """Choose rows by counting digits of their scores, without sorting, and gather keys and values together.
 
 A float32 score becomes an unsigned whole number with the same order. The quota-th largest number of a head is found
-eight bits at a time. In each of four phases, all programs of a head count the next digit of the scores that begin with
-the known digits. Two more phases count the rows of each program that stay, and write them. A kernel that makes scores
-can count their first digits along (`count_first_digits`). Only whole numbers are added up, so equal inputs give equal
-outputs.
+eight bits at a time. In each of the first phases, all programs of a head count the next digit of the scores that begin
+with the known digits. In the fourth each program writes down its own counts of the last digit, so that in the fifth all
+know the quota-th largest number and how many rows earlier programs list. A kernel that makes scores can count their
+first digits along (`count_first_digits`). Only whole numbers are added up, so equal inputs give equal outputs.
 """
 
 import torch
@@ -14,15 +14,17 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
 
-TILE = 2048  # scores or marks that a program reads together
+TILE = 2048  # marks that a program reads together
+HEAD = 4096  # scores of a head that a program reads together
+JOINED, HEADS = 1024, 8  # rows and heads whose products are joined at once
 SIZES = ((256, 256), (4096, 256), (8192, 512), (16384, 1024))  # scores of a head that one program may hold: powers of
 # two, and some more, because a prompt of 2^17 tokens and its answer have more pages. Few sizes, as each is compiled
 SINGLE = sum(SIZES[-1])
 FEW = 8  # scores that are found one after the other if a head lists no more
 HELD = 1024  # scores of a warp that finds them
 ROWS = 32  # rows that a program copies
-PHASES = tl.constexpr(6)
-LINE = tl.constexpr(4 * 256 + 8)  # numbers that the programs of a head share: counts of four digits, and of programs
+PHASES = tl.constexpr(5)
+LINE = tl.constexpr(3 * 256 + 8)  # numbers that the programs of a head share: counts of three digits, and of programs
 GUESSES = tl.constexpr(24)  # after so many, the numbers between are halved, which ends after 32 more
 LEAST, MOST = tl.constexpr(0x007FFFFF), tl.constexpr(0xFF7FFFFF)  # numbers of -inf and of the largest finite score
 
@@ -54,8 +56,8 @@ def _count_digits(number, here, shift, counts):
 @triton.jit
 def clear_work(work):
     """Clear the numbers that the programs of a head share."""
-    place = tl.arange(0, 2048)
-    tl.store(work + place, tl.zeros((2048,), tl.int32), mask=place < LINE)
+    place = tl.arange(0, 1024)
+    tl.store(work + place, tl.zeros((1024,), tl.int32), mask=place < LINE)
 
 
 @triton.jit
@@ -66,28 +68,35 @@ def count_first_digits(scores, here, work):
 
 @triton.jit
 def _load_quota(quotas, each, head):
-    """Return how many rows a head keeps: `each`, unless every head has a number of its own."""
+    """Return how many rows a head keeps: `each`, unless every head has a number of its own, which is smaller."""
     if quotas is None:
         return each.to(tl.int64)
     else:
-        return tl.load(quotas + head).to(tl.int64)
+        return tl.minimum(tl.load(quotas + head).to(tl.int64), each)
 
 
 @triton.jit
-def _find_digit(counts, start, room):
+def _find_digit(digits, start, room):
     """Return the first digits of the quota-th largest number with one more, and how many rows that begin so still fit.
 
     Args:
-        counts: How many of the numbers that begin with `start` have which digit next, (256,).
+        digits: How many of the numbers that begin with `start` have which digit next, (256,).
         start: The digits known before.
         room: How many rows that begin with them fit.
     """
     bins = tl.arange(0, 256)
-    digits = tl.load(counts + bins, cache_modifier=".cg")
     above = tl.sum(digits) - tl.cumsum(digits, 0)
     is_it = (above < room) & (room <= above + digits)
     room -= tl.sum(tl.where(is_it, above, 0))
     return (start << 8) | tl.sum(tl.where(is_it, bins, 0)).to(tl.uint32), room
+
+
+@triton.jit
+def _load_head(scores, first, rows, stride, TILE: tl.constexpr):
+    """Return some row numbers of a head (TILE,), which of them there are, and the numbers of their scores."""
+    row = first + tl.arange(0, TILE)
+    here = row < rows
+    return row, here, _number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0))
 
 
 @triton.jit
@@ -104,13 +113,14 @@ def _wait(arrived, splits):
 @triton.jit(do_not_specialize=["each", "rows", "heads", "per_split", "line", "stride_b", "stride_h"])
 def _choose(
     scores, quotas, each, work, tallies, known, chosen, rows, heads, stride_b, stride_h, stride_n, per_split, line,
-    LIST: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    LIST: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, ONE: tl.constexpr,
     BEGIN: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """Choose the rows above the quota-th largest number, and the first rows that equal it, as many as fit the quota.
 
     They are marked in `chosen` (B·H, n). LIST: their indices are written there, each head's `line` places behind those
-    of the head before. FLAT: the rows of all heads are counted together.
+    of the head before. FLAT: the rows of all heads are counted together. ONE: a program has at most TILE rows and keeps
+    their numbers in registers.
 
     The programs of a head wait for each other between the phases from BEGIN to END. All of them run at once, because a
     GPU starts programs in the order of their numbers, those of a head follow each other, and earlier heads end on their
@@ -122,49 +132,54 @@ def _choose(
     scores += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
     work += head * LINE
     known += head * PHASES * 2
-    tallies += head * SPLITS * 2
+    tallies += head.to(tl.int64) * SPLITS * 257
     begin, stop = split * per_split, min((split + 1) * per_split, rows)
+    row, here, number = _load_head(scores, begin, rows, stride_n, TILE)  # the first ones
+    bins = tl.arange(0, 256)
     start, room = tl.full((), 0, tl.uint32), tl.minimum(tl.maximum(quota, 0), rows).to(tl.int32)
     if BEGIN > 1:
         start = tl.load(known + 2 * (BEGIN - 1)).to(tl.uint32)
         room = tl.load(known + 2 * (BEGIN - 1) + 1).to(tl.int32)
     for phase in tl.static_range(BEGIN, END):
         if phase > BEGIN:
-            _wait(work + 4 * 256 + phase, SPLITS)
-        if phase > 0 and phase < 5:
-            start, room = _find_digit(work + (phase - 1) * 256, start, room)
-        if phase < 4:
+            _wait(work + 3 * 256 + phase, SPLITS)
+        if phase > 0 and phase < 4:
+            digits = tl.load(work + (phase - 1) * 256 + bins, cache_modifier=".cg")
+            start, room = _find_digit(digits, start, room)
+        if phase < 3:
             for first in range(begin, stop, TILE):
-                row = first + tl.arange(0, TILE)
-                here = row < rows
-                number = _number(tl.load(scores + row.to(tl.int64) * stride_n, mask=here, other=0.0))
+                if not ONE:
+                    row, here, number = _load_head(scores, first, rows, stride_n, TILE)
+                alike = here
                 if phase > 0:
-                    here &= (number >> (32 - 8 * phase)) == start
-                _count_digits(number, here, 24 - 8 * phase, work + phase * 256)
-        elif phase == 4:
-            above, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+                    alike &= (number >> (32 - 8 * phase)) == start
+                _count_digits(number, alike, 24 - 8 * phase, work + phase * 256)
+        elif phase == 3:
+            last, above = tl.zeros((256,), tl.int32), tl.full((), 0, tl.int32)
             for first in range(begin, stop, TILE):
-                row = first + tl.arange(0, TILE)
-                here = row < rows
-                number = _number(tl.load(scores + row.to(tl.int64) * stride_n, mask=here, other=0.0))
-                above += tl.sum((here & (number > start)).to(tl.int32))
-                equal += tl.sum((here & (number == start)).to(tl.int32))
-            tl.store(tallies + 2 * split, above)
-            tl.store(tallies + 2 * split + 1, equal)
+                if not ONE:
+                    row, here, number = _load_head(scores, first, rows, stride_n, TILE)
+                tl.debug_barrier()  # see `_count_digits`
+                last += tl.histogram((number & 255).to(tl.int32), 256, mask=here & ((number >> 8) == start))
+                above += tl.sum((here & ((number >> 8) > start)).to(tl.int32))
+            tl.store(tallies + split * 257 + bins, last)
+            tl.store(tallies + split * 257 + 256, above)
         else:
             other = tl.arange(0, SPLITS)
-            earlier = other < split
-            equal = tl.sum(tl.where(earlier, tl.load(tallies + 2 * other + 1, cache_modifier=".cg"), 0))
+            found = tl.load(tallies + other[:, None] * 257 + bins[None], cache_modifier=".cg")
+            start, room = _find_digit(tl.sum(found, 0), start, room)
+            is_it, earlier = bins == (start & 255).to(tl.int32), other < split
+            equal = tl.sum(tl.where(earlier, tl.sum(tl.where(is_it[None], found, 0), 1), 0))
             place, base = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
             if LIST:  # after the rows that earlier splits write
-                above = tl.sum(tl.where(earlier, tl.load(tallies + 2 * other, cache_modifier=".cg"), 0))
-                place += head.to(tl.int64) * line + above + tl.minimum(equal, room)
+                above = tl.load(tallies + other * 257 + 256, cache_modifier=".cg")
+                above += tl.sum(tl.where((bins > (start & 255).to(tl.int32))[None], found, 0), 1)
+                place += head.to(tl.int64) * line + tl.sum(tl.where(earlier, above, 0)) + tl.minimum(equal, room)
                 base += head.to(tl.int64) * rows if FLAT else 0
             marks = chosen + head.to(tl.int64) * rows
             for first in range(begin, stop, TILE):
-                row = first + tl.arange(0, TILE)
-                here = row < rows
-                number = _number(tl.load(scores + row.to(tl.int64) * stride_n, mask=here, other=0.0))
+                if not ONE:
+                    row, here, number = _load_head(scores, first, rows, stride_n, TILE)
                 equals = (here & (number == start)).to(tl.int32)
                 rank = equal + tl.cumsum(equals, 0)
                 stays = (number > start) | ((equals == 1) & (rank <= room))
@@ -181,14 +196,15 @@ def _choose(
 
 
 def split_rows(rows: int) -> tuple[int, int]:
-    """Return into how many splits the rows of a head are cut, and the rows of a split, a multiple of TILE."""
-    splits = 1 if rows <= 2 * TILE else 8 if rows <= 32 * TILE else 32  # only three values, because each is compiled
-    return splits, triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
+    """Return into how many splits the rows of a head are cut, and the rows of a split, a multiple of HEAD."""
+    splits = 1 if rows <= HEAD else 8 if rows <= 8 * HEAD else 32  # only three values, because each is compiled
+    return splits, triton.cdiv(triton.cdiv(rows, splits), HEAD) * HEAD
 
 
 def choose_by_digits(
-    scores: Tensor, quotas: Tensor | int, chosen: Tensor, line: int = 0, counted: Tensor | None = None, **more: bool
-) -> None:
+    scores: Tensor, quotas: Tensor | int, chosen: Tensor, line: int = 0, counted: Tensor | None = None,
+    most: int | None = None, **more: bool,
+) -> None:  # fmt: skip
     """Choose the quota-th largest scores of each head.
 
     Args:
@@ -197,6 +213,7 @@ def choose_by_digits(
         chosen: Gets what `_choose` writes.
         line: See `_choose`.
         counted: The work of each head, (B·H, LINE) int32, if the first digits have been counted there already.
+        most: The largest number that counts if each head has its own; None for all rows.
         more: Constants of `_choose`.
     """
     batch, heads, rows = scores.shape
@@ -204,13 +221,15 @@ def choose_by_digits(
     first, work = 1, counted
     if work is None:
         first, work = 0, torch.zeros(lines, LINE.value, dtype=torch.int32, device=device)
-    tallies = torch.empty(lines, splits, 2, dtype=torch.int32, device=device)
+    tallies = torch.empty(lines, splits, 257, dtype=torch.int32, device=device)
     known = torch.empty(lines, PHASES.value, 2, dtype=torch.int64, device=device)
-    own, each = (None, quotas) if isinstance(quotas, int) else (quotas.contiguous(), 0)
+    own, each = (None, quotas) if isinstance(quotas, int) else (quotas.contiguous(), rows if most is None else most)
     given = scores, own, each, work, tallies, known, chosen, rows, heads, *scores.stride(), per_split, line
     apart = is_interpreting() and splits > 1
     for begin, end in [(n, n + 1) for n in range(first, PHASES.value)] if apart else [(first, PHASES.value)]:
-        _choose[splits, lines](*given, **more, SPLITS=splits, TILE=TILE, BEGIN=begin, END=end)
+        _choose[splits, lines](
+            *given, **more, SPLITS=splits, TILE=HEAD, ONE=per_split == HEAD, BEGIN=begin, END=end, num_warps=8
+        )
 
 
 def top_k_mask_triton(scores: Tensor, quotas: Tensor | int) -> Tensor:
@@ -313,10 +332,13 @@ def _list_few(scores, found, rows, heads, line, s_b, s_h, s_n, K: tl.constexpr, 
     tl.store(found + place + tl.cumsum(kept, 0) - 1, base + row.to(tl.int64), mask=kept == 1)
 
 
-def top_k_indices_triton(scores: Tensor, k: int, flat: bool, counts: Tensor | None) -> Tensor:
-    found = torch.empty(*scores.shape[:2], k, dtype=torch.int64, device=scores.device)
+def top_k_indices_triton(scores: Tensor, k: int, flat: bool, counts: Tensor | None, into: Tensor | None) -> Tensor:
+    found = into
+    if found is None:
+        found = torch.empty(*scores.shape[:2], k, dtype=torch.int64, device=scores.device)
+        found = found if counts is None else found.fill_(-1)
     if counts is not None:
-        choose_by_digits(scores, counts.clamp(max=k), found.fill_(-1), k, LIST=True, FLAT=False)
+        choose_by_digits(scores, counts, found, found.stride(1), most=k, LIST=True, FLAT=False)
         return found
     list_top(scores, found, flat)
     return found.flatten() if flat else found
@@ -345,6 +367,43 @@ def list_top(scores: Tensor, found: Tensor, flat: bool = False, counted: Tensor 
     _list_top[batch * heads,](
         scores, found, rows, k, heads, line, *scores.stride(), FLAT=flat, TILE=tile, MORE=more, num_warps=8
     )
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "stride_b", "stride_h"])
+def _join_heads(
+    products, window, out, work, rows, heads, stride_b, stride_h, stride_n,
+    WINDOW: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Find the largest of all heads' products with some rows, and count the first digits."""
+    b, row = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
+    best, here = tl.zeros((N,), tl.uint32), row < rows
+    products += b.to(tl.int64) * stride_b
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)
+        at = products + head[:, None].to(tl.int64) * stride_h + row[None].to(tl.int64) * stride_n
+        own = tl.load(at, mask=(head < heads)[:, None] & here[None], other=float("-inf"))
+        best = tl.maximum(best, tl.max(_number(own), 0))
+    if WINDOW:
+        best = tl.where((row >= tl.load(window)) & (row < tl.load(window + 1)), best, LEAST)
+    tl.store(out + b.to(tl.int64) * rows + row, _score(best), mask=here)
+    _count_digits(best, here, 24, work + b * LINE)
+
+
+def top_k_of_heads_triton(
+    products: Tensor, k: int, window: Tensor | None, counts: Tensor | None, into: Tensor
+) -> Tensor:
+    batch, heads, rows = products.shape
+    scores = torch.empty(batch, 1, rows, dtype=torch.float32, device=products.device)
+    work = torch.zeros(batch, LINE.value, dtype=torch.int32, device=products.device)
+    _join_heads[triton.cdiv(rows, JOINED), batch](
+        products, window, scores, work, rows, heads, *products.stride(),
+        WINDOW=window is not None, N=JOINED, HEADS=HEADS, num_warps=4,
+    )  # fmt: skip
+    if counts is None:
+        list_top(scores, into, counted=work)
+    else:
+        choose_by_digits(scores, counts, into, into.stride(1), work, most=k, LIST=True, FLAT=False)
+    return into
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -289,11 +289,13 @@ class GrowingRows(AppendedRows):
             norms=norms, implementation=self.implementation,
         )  # fmt: skip
 
-    def attend_all(self, index: int, queries: Tensor, lse: bool = False) -> tuple[Tensor, Tensor | None]:
+    def attend_all(
+        self, index: int, queries: Tensor, lse: bool = False, largest: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend to all rows of a layer. Returns outputs (B, Hq, 1, d) and, with `lse`, their log-sum-exps."""
         keys, values, tail = self.tails[index]
         return attend_ragged(
-            queries, self.held[index], keys, values, self.weights.scaling, lse=lse,
+            queries, self.held[index], keys, values, self.weights.scaling, lse=lse, largest=largest,
             tail=tail + 1, step=self.step, implementation=self.implementation,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from kvbench.engine.graph_decoding import CHUNK, Norms
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.streams import Beside
 from kvbench.interfaces.codec import MadeRows
-from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowReader
+from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowReader, Watcher
 from kvbench.kernels.listed_attention import attend_listed
 from kvbench.models.decoder_weights import DecoderWeights
 
@@ -92,10 +92,10 @@ class ReadRows(PackedRows):
         heads = count_query_heads(self.weights, like)
         nothing = like.new_empty(len(like), heads, 0, like.shape[3]), like[:, :, :0]
 
-        def choose_rows(index: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
+        def choose_rows(index: int, queries: Tensor, keys: Tensor) -> ListedRows | Watcher | None:
             layer = self.layers[index].index
             rows = ask(owner, "row_reader", lambda: choose(layer, queries, keys), f" of layer {layer}")
-            if rows is not None:
+            if isinstance(rows, ListedRows):
                 self.listing.add(index)
             return rows
 
@@ -104,9 +104,21 @@ class ReadRows(PackedRows):
             if index not in self.growing or index in ahead:
                 return
             ahead[index], rows = None, choose_rows(index, *nothing)
-            if rows is not None:
+            if isinstance(rows, ListedRows):
                 with self.beside.work(rows.blocks):
-                    ahead[index] = self.growing[index].make_rows(rows, self.step, self.implementation)
+                    ahead[index] = self.growing[index].make_rows(rows, heads, self.step, self.implementation)
+
+        def attend_watched(index: int, queries: Tensor, watch: Watcher) -> Tensor:
+            """Attend to all rows, and let the reader see the largest products beside what follows."""
+            keys = self.tails[index][0]
+            largest = torch.empty(
+                keys.shape[:3], dtype=torch.promote_types(keys.dtype, torch.float32), device=keys.device
+            )
+            outputs = self.attend_all(index, queries, largest=largest)[0]
+            with self.beside.work(largest, urgent=True):
+                ask(owner, "row_reader", lambda: watch(largest), f" of layer {self.layers[index].index}")
+            look_ahead(index + 1)
+            return outputs
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             counts = self.counts[index], self.step
@@ -116,10 +128,13 @@ class ReadRows(PackedRows):
                 made = ahead.pop(index)
                 look_ahead(index + 1)
                 return self.attend_packed(index, projected, norms, *(() if made is None else (made, counts)))
+            self.beside.settle()
             queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
             early = index + 1 in self.growing  # the rows of the next layer are chosen beside this layer's attention
             with self.beside.work(queries) if early else nullcontext():
                 rows = choose_rows(index, queries, keys)
+            if rows is not None and not isinstance(rows, ListedRows):
+                return attend_watched(index, queries, rows)
             look_ahead(index + 1)
             if rows is None:
                 return self.attend_all(index, queries)[0]

@@ -12,42 +12,48 @@ STREAMS = 8  # most streams on which contexts attend side by side; as many settl
 
 @cache
 def make_streams(gpu: torch.device) -> list[torch.cuda.Stream]:
-    """Make two times `STREAMS` streams: once for each GPU, because cuBLAS keeps a workspace for each.
+    """Make three times `STREAMS` streams: once for each GPU, because cuBLAS keeps a workspace for each.
 
-    What runs in the first half comes before what runs in the second one.
+    What runs in the first third comes before what runs in the second one, and after what runs in the last one.
     """
-    return [torch.cuda.Stream(gpu, priority=priority) for priority in (-1, 0) for _ in range(STREAMS)]
+    return [torch.cuda.Stream(gpu, priority=priority) for priority in (-1, 0, -2) for _ in range(STREAMS)]
 
 
 class Beside:
     """Work that may go on until `settle`, while the current stream does something else. On a CPU it is done at once.
 
     Attributes:
-        lane: The number of the stream, below `STREAMS`. Work in one lane is done in order.
+        lane: A number below `STREAMS`. Work in one lane is done in order.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.lane = device, 0
         self.used: list[Tensor] = []  # kept, so that their memory gets no other use before `settle`
+        self.busy: list[torch.cuda.Stream] = []
 
     @contextmanager
-    def work(self, *used: Tensor | None) -> Iterator[None]:
+    def work(self, *used: Tensor | None, urgent: bool = False) -> Iterator[None]:
         """Do what is inside beside the current stream.
 
         Args:
             used: Tensors from outside that it uses, apart from those that last until `settle` anyway.
+            urgent: Whether the GPU does this before what else it could do. It is meant for small work that much waits
+                for.
         """
         if self.device.type != "cuda":
             yield
             return
-        side = make_streams(self.device)[STREAMS + self.lane]
+        side = make_streams(self.device)[(2 if urgent else 1) * STREAMS + self.lane]
         self.used += [own for own in used if own is not None]
-        side.wait_stream(torch.cuda.current_stream())
+        for other in {torch.cuda.current_stream(), *self.busy} - {side}:
+            side.wait_stream(other)
+        self.busy = [*(own for own in self.busy if own != side), side]
         with torch.cuda.stream(side):
             yield
 
     def settle(self) -> None:
         """Let the current stream wait for the work."""
-        if self.used:
-            torch.cuda.current_stream().wait_stream(make_streams(self.device)[STREAMS + self.lane])
-            self.used.clear()
+        for side in self.busy:
+            torch.cuda.current_stream().wait_stream(side)
+        self.busy.clear()
+        self.used.clear()

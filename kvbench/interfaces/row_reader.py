@@ -29,10 +29,15 @@ class ListedRows:
     """The rows from this one on are attended to as well. No listed block may contain one of them."""
 
 
-# Chooses the rows of one layer: its index, the queries (B, Hq, 1, d) and the keys (B, H, n, d). None means all rows.
+# Gets the largest product q·k, without the factor of the logits, that a query of each KV head has with each row,
+# (B, H, n) in at least float32. Rows that do not exist yet have any number.
+Watcher = Callable[[Tensor], None]
+
+# Chooses the rows of one layer: its index, the queries (B, Hq, 1, d) and the keys (B, H, n, d). None means all rows. So
+# does a `Watcher`, which is called with what the layer's attention finds, before rows of a later layer are chosen.
 # For a layer whose rows are packed it is called right after the layer before, without queries and keys: (B, Hq, 0, d)
 # and (B, H, 0, d).
-RowChoice = Callable[[int, Tensor, Tensor], ListedRows | None]
+RowChoice = Callable[[int, Tensor, Tensor], ListedRows | Watcher | None]
 
 
 class RowReader(Protocol):

@@ -39,7 +39,13 @@ from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.rows import mass_dtype
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.quantize import Groups, dequantize, quantize
-from kvbench.kernels.reconstruction import Expansion, ReferencedRows, attend_compressed, take_codes
+from kvbench.kernels.reconstruction import (
+    Expansion,
+    ReferencedRows,
+    attend_compressed,
+    reserve_weights,
+    take_codes,
+)
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.methods.codecs.delta_compressors import (
@@ -465,25 +471,26 @@ class GrowingDelta:
         made: MadeRows | None = None, counts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         rows, first = self.rows, self.rows.seen - self.rows.raw_from
-        if made is None:
-            made = self.make_rows(ListedRows(self.every[:, None]), step, implementation)
         raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
         cos, sin = angles.cos, angles.sin
         queries = append(
             queries, keys, values, cos[rows.seen :], sin[rows.seen :], raw[:, :, 0], raw[:, :, 1], first, step,
             norms=norms, rotates_keys=False, implementation=implementation,
         )  # fmt: skip
-        expansion = Expansion(made[1], made[2], self.values_matrix) if len(made) > 1 else None
+        if made is None:
+            made = self.make_rows(ListedRows(self.every[:, None]), queries.shape[1], step, implementation)
+        listed, weights, *decoded = made
+        expansion = Expansion(decoded[0], decoded[1], self.values_matrix) if decoded else None
         return attend_compressed(
-            queries, made[0], expansion, rows, cos, sin, step, scaling,
-            norm=None if norms is None else norms[1:], counts=counts, implementation=implementation,
+            queries, listed, expansion, rows, cos, sin, step, scaling,
+            norm=None if norms is None else norms[1:], counts=counts, weights=weights, implementation=implementation,
         )  # fmt: skip
 
-    def make_rows(self, listed: ListedRows, step: Tensor, implementation: str | None) -> MadeRows:
-        """Return the list, (B, n), and the keys and numbers of an `Expansion`, if codes are stored."""
+    def make_rows(self, listed: ListedRows, query_heads: int, step: Tensor, implementation: str | None) -> MadeRows:
+        """Return the list, (B, n), memory for weights, and, if codes are stored, the parts of an `Expansion`."""
         own, held, more = listed.blocks[:, 0].contiguous(), self.held.codes, self.codes
         if held is None or more is None:
-            return (own,)
+            return own, reserve_weights(self.rows, query_heads, implementation=implementation)
         pairs = zip(list_parts(held), list_parts(more), strict=True)
         taken = [take_codes(own, *pair, self.rows, step, implementation=implementation) for pair in pairs]
         codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], self.rows.raw.dtype)
@@ -493,7 +500,8 @@ class GrowingDelta:
         of_values = inner[..., inner.shape[2] - value_weight.shape[1] :]
         if value_bias is not None:  # it is the last column of `values_matrix`
             of_values = torch.cat([of_values, torch.ones_like(of_values[..., :1])], -1)
-        return own, linear(inner[..., : key_weight.shape[1]], key_weight, key_bias), of_values
+        keys = linear(inner[..., : key_weight.shape[1]], key_weight, key_bias)
+        return own, reserve_weights(self.rows, query_heads, implementation=implementation), keys, of_values
 
     def find_compressor(self) -> Compressor:
         """Return the layer's compressor where the rows are, in their dtype."""

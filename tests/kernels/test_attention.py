@@ -205,6 +205,25 @@ def test_a_step_counts_further_rows_of_the_tail():
         assert torch.allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group, held_rows, many", [(1, 0, True), (4, 37, False), (20, 0, True), (40, 5, False)])
+def test_the_largest_products_come_along(group, held_rows, many, dtype, monkeypatch):
+    """Rows behind the last one may get any number. 40 queries of a head are more than one program has in float32."""
+    if not many:  # samples one after the other
+        monkeypatch.setattr("kvbench.kernels.attention.triton.SCRATCH", 1)
+    queries, held, keys, values = made((3, 2, group, 1, 150, 37, 32), False, dtype)
+    held = held if held_rows else None
+    step = torch.tensor(4, dtype=torch.int32, device=DEVICE)
+    plain, _ = attend_ragged(queries, held, keys, values, 0.2, tail=140, step=step, implementation="triton")
+    exact = (queries[:, :, 0].unflatten(1, (2, group)).double() @ keys.double().mT).amax(2)[..., :144]
+    for name in ("reference", "triton"):
+        largest = torch.full(keys.shape[:3], torch.nan, device=DEVICE)
+        given = {"tail": 140, "step": step, "largest": largest, "implementation": name}
+        found, _ = attend_ragged(queries, held, keys, values, 0.2, **given)
+        assert torch.allclose(largest[..., :144].double(), exact, atol=1e-5 if dtype == torch.float32 else 1e-4)
+        assert name == "reference" or torch.equal(found, plain)
+
+
 def test_the_reference_is_attention_over_the_rows_padded():
     queries, held, keys, values = made((1, 1, 2, 3, 9, 37, 32), True, torch.float64)
     both = torch.cat([held.keys[None, None], keys], 2), torch.cat([held.values[None, None], values], 2)
@@ -230,10 +249,10 @@ def ahead_of_time(kind, dtype, dim):
     from kvbench.kernels.attention import triton as own
 
     kernel = getattr(own, kind)
-    real = {"scale": "fp32", "starts": "*i64", "lengths": "*i64", "step": "*i32", "held_mass": "*i32", "lse": "*fp32"}
+    real = {"scale": "fp32", "starts": "*i64", "lengths": "*i64", "step": "*i32", "held_mass": "*i32", "lse": "*fp32", "largest": "*fp32"}
     constants = {
         "D": dim, "WHOLE": True, "HELD": True, "MASS": True, "LSE": True, "CAST": False, "STEP": True,
-        "SINGLE": False, "M": 128 if kind == "_many" else 16, "N": 64, "S": 64,
+        "SINGLE": False, "LARGEST": True, "M": 128 if kind == "_many" else 16, "N": 64, "S": 64,
     }  # fmt: skip
     pointers = ("queries", "keys", "values", "outputs")
     types = {}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.kernels.row_selection import gather_rows, kept_indices, top_k_indices, top_k_mask
+from kvbench.kernels.row_selection import gather_rows, kept_indices, top_k_indices, top_k_mask, top_k_of_heads
 from tests.support.compile_kernels import list_kernel
 from tests.support.selection import only_in_full
 
@@ -173,6 +173,33 @@ def test_heads_take_as_many_as_they_are_told(implementation, rows):
         assert torch.equal(listed[listed >= 0], expected) and listed.min() >= -1
 
 
+@pytest.mark.parametrize("counts", [None, [[0], [30]], [[9], [200]]])
+@pytest.mark.parametrize("window", [None, (3, 117)])
+@pytest.mark.parametrize("rows, heads", [(120, 1), (2500, 5), (20000, 3), (2500, 11)])
+def test_rows_whose_largest_product_counts(rows, heads, window, counts):
+    """Nothing outside of the window is listed, and nothing outside of the list is written."""
+    products = torch.randn(2, rows, heads, generator=torch.Generator().manual_seed(rows)).to(DEVICE).mT
+    if window:
+        products[:, :, window[1] :] = torch.nan
+    scores = products[..., slice(*window) if window else slice(None)].amax(1, keepdim=True)
+    count = 40
+    order = (scores.argsort(stable=True, dim=2, descending=True) + (window[0] if window else 0))[..., :count]
+    for name in ("reference", "triton"):
+        room = torch.full((2, 1, count + 9), -7, device=DEVICE)
+        given = {
+            "window": None if window is None else torch.tensor(window, device=DEVICE),
+            "counts": None if counts is None else torch.tensor(counts, device=DEVICE),
+        }
+        found = top_k_of_heads(products, count, into=room[..., 4 : count + 4], implementation=name, **given)
+        fresh = top_k_of_heads(products, count, implementation=name, **given)
+        for b in range(2):
+            taken = count if counts is None else min(counts[b][0], count)
+            expected = sorted(order[b, 0, :taken].tolist())
+            for own, other in ((found, -7), (fresh, -1)):
+                assert own[b, 0][own[b, 0] != other].tolist() == expected
+        assert (room[..., :4] == -7).all() and (room[..., count + 4 :] == -7).all()
+
+
 def test_inputs_that_do_not_fit():
     scores, rows = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 4)
     for message, call in (
@@ -197,14 +224,17 @@ def ahead():
     from kvbench.kernels.row_selection import triton as own
 
     work = {"quotas": "*i64", "work": "*i32", "tallies": "*i32", "known": "*i64", "chosen": "*u8"}
-    marks = {"LIST": False, "FLAT": False, "TILE": own.TILE, "BEGIN": 0, "END": own.PHASES.value}
+    marks = {"LIST": False, "FLAT": False, "TILE": own.HEAD, "BEGIN": 0, "END": own.PHASES.value, "ONE": True}
     listed = {**marks, "LIST": True, "FLAT": True, "BEGIN": 1}
     for splits in (1, 8, 32):
-        yield list_kernel(own._choose, {**work, "scores": "*bf16"}, {**marks, "SPLITS": splits})
+        yield list_kernel(own._choose, {**work, "scores": "*bf16"}, {**marks, "SPLITS": splits}, num_warps=8)
         given = {**work, "chosen": "*i64", "scores": "*fp32"}
-        yield list_kernel(own._choose, given, {**listed, "SPLITS": splits})
+        yield list_kernel(own._choose, given, {**listed, "SPLITS": splits}, num_warps=8)
     del given["quotas"]  # all heads keep as many rows
-    yield list_kernel(own._choose, given, {**listed, "quotas": None, "SPLITS": 32})
+    yield list_kernel(own._choose, given, {**listed, "quotas": None, "SPLITS": 32, "ONE": False}, num_warps=8)
+    joined = {"products": "*fp32", "window": "*i64", "out": "*fp32", "work": "*i32"}
+    for window in (False, True):
+        yield list_kernel(own._join_heads, joined, {"WINDOW": window, "N": own.JOINED, "HEADS": own.HEADS})
     top = {"scores": "*fp32", "found": "*i64"}
     for flat in (False, True):
         sizes = dict(zip(("TILE", "MORE"), own.SIZES[-1], strict=True))
