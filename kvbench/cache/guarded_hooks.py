@@ -399,9 +399,13 @@ class GuardedGrowing:
         self.rows.guard.expect(self.rows.owner, "growing.attend", found, shape, "float", queries.device)
         return found
 
-    def make_rows(self, listed: ListedRows, query_heads: int, step: Tensor, implementation: str | None) -> MadeRows:
+    def make_rows(
+        self, listed: ListedRows, query_heads: int, angles: Angles, step: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
+    ) -> MadeRows:  # fmt: skip
         growing = cast(ListingGrowing, self.growing)  # the codec lists rows
-        return self._call("make_rows", lambda: growing.make_rows(listed, query_heads, step, implementation))
+        given = listed, query_heads, angles, step, norms, implementation
+        return self._call("make_rows", lambda: growing.make_rows(*given))
 
     def pack_due(self, number: int) -> None:
         self._call("pack_due", lambda: self.growing.pack_due(number))

@@ -249,7 +249,15 @@ def ahead_of_time(kind, dtype, dim):
     from kvbench.kernels.attention import triton as own
 
     kernel = getattr(own, kind)
-    real = {"scale": "fp32", "starts": "*i64", "lengths": "*i64", "step": "*i32", "held_mass": "*i32", "lse": "*fp32", "largest": "*fp32"}
+    real = {
+        "scale": "fp32",
+        "starts": "*i64",
+        "lengths": "*i64",
+        "step": "*i32",
+        "held_mass": "*i32",
+        "lse": "*fp32",
+        "largest": "*fp32",
+    }
     constants = {
         "D": dim, "WHOLE": True, "HELD": True, "MASS": True, "LSE": True, "CAST": False, "STEP": True,
         "SINGLE": False, "LARGEST": True, "M": 128 if kind == "_many" else 16, "N": 64, "S": 64,
