@@ -4,14 +4,10 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
-from kvbench.kernels.reconstruction.reference import (
-    attend_compressed_reference,
-    make_keys_reference,
-    take_codes_reference,
-)
+from kvbench.kernels.reconstruction.reference import attend_compressed_reference, take_codes_reference
 from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 
-__all__ = ["Expansion", "ReferencedRows", "attend_compressed", "make_keys", "reserve_weights", "take_codes"]
+__all__ = ["Expansion", "ReferencedRows", "attend_compressed", "reserve_weights", "take_codes"]
 
 
 @announced
@@ -51,58 +47,6 @@ def take_codes(
     return take_codes_triton(listed, codes, more, rows, step)
 
 
-@announced
-def make_keys(
-    listed: Tensor,
-    decoded: Tensor | None,
-    rows: ReferencedRows,
-    cos: Tensor,
-    sin: Tensor,
-    step: Tensor,
-    heads: int,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    implementation: str | None = None,
-) -> Tensor:
-    """Make the keys of listed rows: what a token multiplies its queries with.
-
-    The mean of a row's references, its sum with what f_d gives, the normed key and the terms of the rotation are
-    rounded to the rows' dtype one by one.
-
-    Args:
-        listed: Rows, (B, n) int64, at least 0.
-        decoded: What f_d gives for the keys of compressed rows, (B, n, w/2), is added to the mean of a row's
-            references; None adds nothing.
-        rows: The rows.
-        cos: The cosines of all positions, (P, r), with r at most d. Both halves are equal.
-        sin: (P, r)
-        step: Number of tokens read since the memory was made, int32 on the device.
-        heads: Number of KV heads, H.
-        norm: The weight (d,) of the keys' RMS norm and its ε (`kernels.fused_linear.rms_norm`); None for no norm.
-        implementation: "reference" or "triton"; None chooses.
-
-    Returns:
-        (B, H, n, d), with zeros for rows that do not exist yet.
-
-    Raises:
-        ValueError: Shapes do not fit.
-    """
-    check_listed("make_keys", listed, rows)
-    if decoded is None and rows.references is None:
-        raise ValueError("make_keys: compressed rows have neither references nor codes")
-    width = rows.raw.shape[2]
-    if width % (2 * heads) or cos.shape != sin.shape or cos.shape[1] > width // (2 * heads):
-        raise ValueError(f"make_keys: cos {tuple(cos.shape)}, sin {tuple(sin.shape)}, {heads} heads of {width} numbers")
-    if decoded is not None and decoded.shape != (*listed.shape, width // 2):
-        raise ValueError(f"make_keys: decoded {tuple(decoded.shape)} for {tuple(listed.shape)} rows")
-    given = listed, decoded, rows, cos, sin, step, heads, norm
-    if choose_implementation("make_keys", implementation, rows.raw) == "reference":
-        return make_keys_reference(*given)
-    from kvbench.kernels.reconstruction.triton import make_keys_triton
-
-    return make_keys_triton(*given)
-
-
 def reserve_weights(rows: ReferencedRows, query_heads: int, *, implementation: str | None = None) -> Tensor:
     """Reserve the memory in which one call of `attend_compressed` adds up the weights of bases, and clear it.
 
@@ -124,7 +68,6 @@ def reserve_weights(rows: ReferencedRows, query_heads: int, *, implementation: s
 def attend_compressed(
     queries: Tensor,
     listed: Tensor,
-    keys: Tensor,
     expansion: Expansion | None,
     rows: ReferencedRows,
     cos: Tensor,
@@ -139,14 +82,14 @@ def attend_compressed(
 ) -> Tensor:
     """Attend with one token to listed rows and to its own.
 
-    The kernel rounds the rows' weights to the rows' dtype and adds up their products with bases and codes in float32.
-    The reference also rounds the values of each row.
+    The mean of a key's references, its sum with what f_d gives, the normed key and the terms of the rotation are
+    rounded to the rows' dtype one by one. The kernel rounds the rows' weights to this dtype and adds up their products
+    with bases and codes in float32. The reference also rounds the values of each row.
 
     Args:
         queries: Normed and rotated, (B, Hq, 1, d); H divides Hq.
         listed: Rows, (B, n) int64, at least 0. A row below the token's own one may be listed once. Others are ignored.
-        keys: Their keys (`make_keys`), (B, H, n, d).
-        expansion: What is added to the mean of the values of a compressed row's references; None adds nothing.
+        expansion: What is added to the mean of a compressed row's references; None adds nothing.
         rows: The rows. The token's own row is written behind the others.
         cos: The cosines of all positions, (P, r), with r at most d. Both halves are equal.
         sin: (P, r)
@@ -173,12 +116,9 @@ def attend_compressed(
         raise ValueError(f"attend_compressed: queries {tuple(queries.shape)} for rows of {width} numbers")
     if cos.shape != sin.shape or cos.shape[1] > dim:
         raise ValueError(f"attend_compressed: cos {tuple(cos.shape)}, sin {tuple(sin.shape)} for {dim} channels")
-    if keys.shape != (batch, heads, listed.shape[1], dim):
-        raise ValueError(f"attend_compressed: keys {tuple(keys.shape)} for {tuple(listed.shape)} rows")
-    if expansion is not None and (expansion.inner.shape[:2] != listed.shape or len(expansion.weight) != width // 2):
-        shapes = tuple(expansion.inner.shape), tuple(expansion.weight.shape)
-        raise ValueError(f"attend_compressed: numbers and matrix {shapes} for {tuple(listed.shape)} rows")
-    given = queries, listed, keys, expansion, rows, cos, sin, step, scaling, norm, counts
+    if expansion is not None and expansion.keys.shape != (*listed.shape, width // 2):
+        raise ValueError(f"attend_compressed: keys {tuple(expansion.keys.shape)} for {tuple(listed.shape)} rows")
+    given = queries, listed, expansion, rows, cos, sin, step, scaling, norm, counts
     if choose_implementation("attend_compressed", implementation, queries) == "reference":
         return attend_compressed_reference(*given)
     from kvbench.kernels.reconstruction.triton import attend_compressed_triton

@@ -54,13 +54,20 @@ class ReferencedRows:
 
 @dataclass(frozen=True)
 class Expansion:
-    """What f_d gives for the values of listed rows: inner·weightᵀ. It is not computed row by row."""
+    """What f_d gives for listed rows, and is added to the mean of their references.
 
+    `keys` is what f_d gives for keys. For values it gives inner·weightᵀ, which is not computed row by row.
+    """
+
+    keys: Tensor
+    """(B, n, w/2)"""
     inner: Tensor
     """(B, n, i). Finite also for rows that are not compressed."""
     weight: Tensor
     """(w/2, i)"""
 
     def __post_init__(self) -> None:
-        if self.inner.dim() != 3 or self.weight.dim() != 2 or self.weight.shape[1] != self.inner.shape[2]:
-            raise ValueError(f"expansion: numbers {tuple(self.inner.shape)} and matrix {tuple(self.weight.shape)}")
+        fits = self.keys.shape[:2] == self.inner.shape[:2] and self.keys.dim() == self.inner.dim() == 3
+        if not fits or self.weight.shape != (self.keys.shape[2], self.inner.shape[2]):
+            shapes = [tuple(own.shape) for own in (self.keys, self.inner, self.weight)]
+            raise ValueError(f"expansion: keys, numbers and matrix {shapes}")

@@ -1,8 +1,8 @@
-"""The operations in Triton: one launch takes codes, one makes keys, four attend.
+"""Both operations in Triton: one launch takes codes, four attend.
 
-Every program finds out by itself which rows are compressed, from the number of tokens on the device. Weights of rows
-become weights of bases, so that values are read once, and codes are summed before they are multiplied with f_d's last
-matrix. Derivation: README.md.
+Every program finds out by itself which rows are compressed, from the number of tokens on the device. Keys are made in
+registers. Weights of rows become weights of bases, so that values are read once, and codes are summed before they are
+multiplied with f_d's last matrix. Derivation: README.md.
 """
 
 import torch
@@ -19,7 +19,6 @@ ROWS = 16  # listed rows of a program that gathers codes
 TILE = 32  # listed rows of which a program makes keys
 REGISTERS = 128  # of a thread that does so, where no more are needed: a multiprocessor holds four programs
 HEADS = 4  # heads of these keys
-ATTENDED, TIMES = 64, 4  # keys that are multiplied with queries at once, and times that a program does so
 LISTED = 4  # listed rows whose weights are counted at once
 SHARE = 4  # times that a program does so
 ADDED = 32  # codes that are added to a sum at once
@@ -105,26 +104,6 @@ def _turn(x, partner, c, s, like):
 
 
 @triton.jit
-def _finish_key(
-    x, y, z, cosine, sine, scale, first, second, rest, there, others, dim, epsilon, like,
-    NORM: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    """Norm and rotate a head of some rows: two halves that turn (N, H) and the other channels (N, R), in float32."""
-    x, y, z = _rounded(x, like), _rounded(y, like), _rounded(z, like)
-    if NORM:
-        square = tl.sum(x * x, 1) + tl.sum(y * y, 1)
-        if REST:
-            square += tl.sum(z * z, 1)
-        inverse = (1.0 / tl.sqrt(square / dim + epsilon))[:, None]
-        x = _normed(x, first, there, inverse, scale, like)
-        y = _normed(y, second, there, inverse, scale, like)
-        if REST:
-            z = _normed(z, rest, others, inverse, scale, like)
-    c, s = cosine.to(tl.float32), sine.to(tl.float32)
-    return _turn(x, -y, c, s, like), _turn(y, x, c, s, like), z
-
-
-@triton.jit
 def _list(listed, entry, listed_count, seen, sinks, compressed, block, step):
     """Return which rows some entries of a list are, (N,), which of these exist, and which are compressed.
 
@@ -138,20 +117,24 @@ def _list(listed, entry, listed_count, seen, sinks, compressed, block, step):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _make_keys(
-    listed, decoded, references, more_references, bases, more_bases, raw, cos, sin, scale, step, out,
+def _weigh(
+    queries, listed, decoded, references, more_references, bases, more_bases, raw, cos, sin, scale, step,
+    logits, counted, counts, number,
     listed_count, seen, sinks, compressed, block, raw_from, base_count, base_room, reference_room, raw_room,
-    heads, dim, epsilon,
-    NEAREST: tl.constexpr, DECODED: tl.constexpr, NORM: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
-    N: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
+    heads, group, dim, factor, epsilon,
+    NEAREST: tl.constexpr, DECODED: tl.constexpr, NORM: tl.constexpr, REST: tl.constexpr, COUNT: tl.constexpr,
+    CAST: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
-    """Make some heads of the keys of N listed rows.
+    """Make some heads of the keys of N listed rows, and their logits in base 2 with these heads' queries.
 
     A head has the channels that turn, in two halves, and perhaps others.
     """
-    b, turning, width = tl.program_id(2).to(tl.int64), 2 * HALF, 2 * heads * dim
-    first, rest = tl.arange(0, H), turning + tl.arange(0, R)
+    b, turning, query_heads = tl.program_id(2).to(tl.int64), 2 * HALF, heads * group
+    entries, places, width = listed_count + 1, base_count + base_room + raw_room, 2 * heads * dim
+    member, first, rest = tl.arange(0, M), tl.arange(0, H), turning + tl.arange(0, R)
     second, there, others = first + HALF, _below(first, HALF, H), rest < dim
+    asking = member < group
     references += b * compressed * NEAREST
     more_references += b * reference_room * NEAREST
     own_bases = bases + b * base_count * width
@@ -160,7 +143,7 @@ def _make_keys(
     entry = tl.program_id(0) * N + tl.arange(0, N)
     listed += b * listed_count
     row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
-    angle, plain = row[:, None] * turning + first[None], exists & (stored == 0) & (entry < listed_count)
+    angle, plain = row[:, None] * turning + first[None], exists & (stored == 0)
     cosine = tl.load(cos + angle, mask=there[None], other=1.0).to(raw.dtype.element_ty)
     sine = tl.load(sin + angle, mask=there[None], other=0.0).to(raw.dtype.element_ty)
     raw_at = tl.where(row < raw_from, own_bases, own_raw) + row.to(tl.int64) * width
@@ -170,7 +153,7 @@ def _make_keys(
         base = _refer(references, more_references, (row - sinks) * NEAREST + nearest, compressed, stored, NEAREST)
         bases_at += (tl.where(base < base_count, own_bases, further) + base.to(tl.int64) * width,)
     share, any_plain = tl.where(stored, 1.0 / max(NEAREST, 1), 1.0)[:, None], tl.max(plain.to(tl.int32), 0) > 0
-    begin, here = tl.program_id(1) * HEADS, (entry < listed_count)[:, None]
+    begin = tl.program_id(1) * HEADS
     for head in range(begin, tl.minimum(begin + HEADS, heads)):
         x, y, z = tl.zeros((N, H), tl.float32), tl.zeros((N, H), tl.float32), tl.zeros((N, R), tl.float32)
         for nearest in tl.static_range(NEAREST):
@@ -192,81 +175,35 @@ def _make_keys(
             y = _rounded(y, raw) + _read(at, stored, second, there)
             if REST:
                 z = _rounded(z, raw) + _read(at, stored, rest, others)
-        x, y, z = _finish_key(
-            x, y, z, cosine, sine, scale, first, second, rest, there, others, dim, epsilon, raw, NORM, REST
-        )
-        into = out + (((b * heads + head) * listed_count + entry) * dim)[:, None]
-        tl.store(into + first[None], x, mask=here & there[None])
-        tl.store(into + second[None], y, mask=here & there[None])
-        if REST:
-            tl.store(into + rest[None], z, mask=here & others[None])
-
-
-@triton.jit(do_not_specialize=["listed_count", "seen", "raw_from", "raw_room", "places"])
-def _weigh(
-    queries, listed, keys, raw, cos, sin, scale, step, logits, counted, counts, number,
-    listed_count, seen, raw_from, raw_room, places, heads, group, dim, factor, epsilon,
-    NORM: tl.constexpr, REST: tl.constexpr, COUNT: tl.constexpr, CAST: tl.constexpr, TIMES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr,
-    R: tl.constexpr,
-):  # fmt: skip
-    """Compute the logits in base 2 of some listed rows with the queries of a KV head. The first program adds the token.
-
-    The token's own row is the last entry. It is as projected, and its key is made here.
-    """
-    part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    member, column, query_heads, entries = tl.arange(0, M), tl.arange(0, D), heads * group, listed_count + 1
-    asking, asked, now = member < group, head * group + member, seen + tl.load(step)
-    query = queries + ((b * query_heads + asked) * dim)[:, None]
-    keys += (b * heads + head) * listed_count * dim
-    listed += b * listed_count
-    logits += b * entries * query_heads + asked
-    most, exist = tl.zeros((M,), tl.uint32), tl.zeros((N,), tl.int32)
-    is_channel = _below(column, DIM, D)
-    q = tl.load(query + column[None], mask=asking[:, None] & is_channel[None], other=0.0)
-    if CAST:
-        q = q.to(tl.float32)
-    for turn in range(TIMES):
-        entry = (part * TIMES + turn) * N + tl.arange(0, N)
-        here = entry < listed_count
-        row = tl.load(listed + entry, mask=here, other=0).to(tl.int32)
-        exists = here & (row < now)
-        at = keys + entry[:, None].to(tl.int64) * dim + column[None]
-        k = tl.load(at, mask=here[:, None] & is_channel[None], other=0.0)
+        x, y, z = _rounded(x, raw), _rounded(y, raw), _rounded(z, raw)
+        if NORM:
+            square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
+            inverse = (1.0 / tl.sqrt(square / dim + epsilon))[:, None]
+            x = _normed(x, first, there, inverse, scale, raw)
+            y = _normed(y, second, there, inverse, scale, raw)
+            z = _normed(z, rest, others, inverse, scale, raw)
+        c, s = cosine.to(tl.float32), sine.to(tl.float32)
+        kx, ky = _turn(x, -y, c, s, raw).to(raw.dtype.element_ty), _turn(y, x, c, s, raw).to(raw.dtype.element_ty)
+        query = queries + ((b * heads + head) * group + member) * dim
+        qx = tl.load(query[:, None] + first[None], mask=asking[:, None] & there[None], other=0.0)
+        qy = tl.load(query[:, None] + second[None], mask=asking[:, None] & there[None], other=0.0)
         if CAST:
-            k = k.to(tl.float32)
-        own = tl.where(exists[None], tl.dot(q, k.T, input_precision="ieee") * factor, float("-inf"))
-        at = logits[:, None] + entry[None].to(tl.int64) * query_heads
-        tl.store(at, own, mask=asking[:, None] & here[None])
-        most = tl.maximum(most, tl.max(_number(own), 1))
-        exist += exists.to(tl.int32)
-    if part == 0:
-        first, rest, turning = tl.arange(0, H), 2 * HALF + tl.arange(0, R), 2 * HALF
-        second, there, others = first + HALF, _below(first, HALF, H), rest < dim
-        width, here = 2 * heads * dim, tl.full((1,), True, tl.int1)
-        at = raw + (b * raw_room + now - raw_from + tl.arange(0, 1)) * width + head * dim
-        x, y, z = _read(at, here, first, there), _read(at, here, second, there), tl.zeros((1, R), tl.float32)
+            qx, qy, kx, ky = qx.to(tl.float32), qy.to(tl.float32), kx.to(tl.float32), ky.to(tl.float32)
+        own = tl.dot(qy, ky.T, tl.dot(qx, kx.T, input_precision="ieee"), input_precision="ieee")
         if REST:
-            z = _read(at, here, rest, others)
-        cosine = tl.load(cos + now * turning + first, mask=there, other=1.0)[None].to(raw.dtype.element_ty)
-        sine = tl.load(sin + now * turning + first, mask=there, other=0.0)[None].to(raw.dtype.element_ty)
-        x, y, z = _finish_key(
-            x, y, z, cosine, sine, scale, first, second, rest, there, others, dim, epsilon, raw, NORM, REST
-        )
-        qx = tl.load(query + first[None], mask=asking[:, None] & there[None], other=0.0).to(tl.float32)
-        qy = tl.load(query + second[None], mask=asking[:, None] & there[None], other=0.0).to(tl.float32)
-        own = tl.sum(qx * _rounded(x, raw), 1) + tl.sum(qy * _rounded(y, raw), 1)
-        if REST:
-            qz = tl.load(query + rest[None], mask=asking[:, None] & others[None], other=0.0).to(tl.float32)
-            own += tl.sum(qz * _rounded(z, raw), 1)
-        own *= factor
-        tl.store(logits + listed_count.to(tl.int64) * query_heads, own, mask=asking)
-        most = tl.maximum(most, _number(own))
-    into = counted + (b * (places + 2) + places) * query_heads + asked
-    tl.atomic_max(into, most.to(tl.int64), mask=asking, sem="relaxed")
-    if COUNT and head == 0:
-        seen_rows = tl.sum(exist) + (part == 0).to(tl.int32)
-        tl.atomic_add(counts + tl.load(number), (seen_rows * query_heads).to(tl.int64))
+            qz = tl.load(query[:, None] + rest[None], mask=asking[:, None] & others[None], other=0.0)
+            kz = z.to(raw.dtype.element_ty)
+            if CAST:
+                qz, kz = qz.to(tl.float32), kz.to(tl.float32)
+            own = tl.dot(qz, kz.T, own, input_precision="ieee")
+        own = tl.where(exists[None], own * factor, float("-inf"))
+        asked = head * group + member
+        into = logits + (b * entries + entry[None]) * query_heads + asked[:, None]
+        tl.store(into, own, mask=asking[:, None] & (entry < entries)[None])
+        into = counted + (b * (places + 2) + places) * query_heads + asked
+        tl.atomic_max(into, tl.max(_number(own).to(tl.int64), 1), mask=asking, sem="relaxed")
+    if COUNT and tl.program_id(1) == 0:
+        tl.atomic_add(counts + tl.load(number), (tl.sum(exists.to(tl.int32)) * query_heads).to(tl.int64))
 
 
 @triton.jit
@@ -448,49 +385,17 @@ def take_codes_triton(listed: Tensor, codes: Tensor, more: Tensor, rows: Referen
     return out
 
 
-def make_keys_triton(
-    listed: Tensor, decoded: Tensor | None, rows: ReferencedRows, cos: Tensor, sin: Tensor, step: Tensor, heads: int,
-    norm: tuple[Tensor, float] | None,
-) -> Tensor:  # fmt: skip
-    (batch, count), raw, bases = listed.shape, rows.raw, rows.bases.contiguous()
-    dim, turning, known, more, nearest = raw.shape[2] // (2 * heads), cos.shape[1], listed, listed, 0
-    if rows.references is not None and rows.more_references is not None:
-        known, more, nearest = rows.references.contiguous(), rows.more_references, rows.references.shape[2]
-    keys = torch.empty(batch, heads, count, dim, dtype=raw.dtype, device=raw.device)
-    scale, epsilon = norm or (raw, 0.0)
-    more_needed = raw.dtype == torch.float32 or norm is not None or turning < dim or dim > 128 or nearest > 8
-    limit = {} if more_needed else {"maxnreg": REGISTERS}
-    _make_keys[triton.cdiv(count, TILE), triton.cdiv(heads, HEADS), batch](
-        listed.contiguous(), raw if decoded is None else decoded.contiguous(), known, more, bases, rows.more_bases, raw,
-        cos.contiguous(), sin.contiguous(), scale, step, keys,
-        count, rows.seen, rows.sinks, rows.compressed, rows.block, rows.raw_from,
-        bases.shape[1], rows.more_bases.shape[1], more.shape[1], raw.shape[1], heads, dim, epsilon,
-        NEAREST=nearest, DECODED=decoded is not None, NORM=norm is not None, HEADS=HEADS, N=TILE, **sizes(dim, turning),
-        num_warps=4, num_stages=1, **limit,
-    )  # fmt: skip
-    return keys
-
-
-def sizes(dim: int, turning: int) -> dict[str, int]:
-    """Return the constants of a head of which some channels turn."""
-    half, rest = turning // 2, dim - turning
-    return {
-        "REST": rest > 0, "HALF": half, "H": max(16, triton.next_power_of_2(half)),
-        "R": max(16, triton.next_power_of_2(rest)),
-    }  # fmt: skip
-
-
 def attend_compressed_triton(
-    queries: Tensor, listed: Tensor, keys: Tensor, expansion: Expansion | None, rows: ReferencedRows, cos: Tensor,
-    sin: Tensor, step: Tensor, scaling: float, norm: tuple[Tensor, float] | None, counts: tuple[Tensor, Tensor] | None,
+    queries: Tensor, listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, cos: Tensor, sin: Tensor,
+    step: Tensor, scaling: float, norm: tuple[Tensor, float] | None, counts: tuple[Tensor, Tensor] | None,
     counted: Tensor,
 ) -> Tensor:  # fmt: skip
     (batch, query_heads, _, dim), (_, count), raw = queries.shape, listed.shape, rows.raw
-    heads = raw.shape[2] // (2 * dim)
+    heads, turning = raw.shape[2] // (2 * dim), cos.shape[1]
     group, listed, bases = query_heads // heads, listed.contiguous(), rows.bases.contiguous()
-    inner, weight, numbers = raw, raw, 0
+    decoded, inner, weight, numbers = raw, raw, raw, 0
     if expansion is not None:
-        inner, numbers = expansion.inner, expansion.inner.shape[2]
+        decoded, inner, numbers = expansion.keys.contiguous(), expansion.inner, expansion.inner.shape[2]
         inner = inner if inner.stride(2) == 1 and inner.stride(0) == count * inner.stride(1) else inner.contiguous()
         weight = expansion.weight.contiguous()
     known, more, nearest = listed, listed, 0
@@ -498,7 +403,7 @@ def attend_compressed_triton(
         known, more, nearest = rows.references.contiguous(), rows.more_references, rows.references.shape[2]
     rooms = bases.shape[1], rows.more_bases.shape[1], more.shape[1], raw.shape[1]
     places = rooms[0] + rooms[1] + rooms[3]
-    where = count, rows.seen, rows.sinks, rows.compressed, rows.block, rows.raw_from, *rooms
+    sizes = count, rows.seen, rows.sinks, rows.compressed, rows.block, rows.raw_from, *rooms
     of_code, of_group = max(16, triton.next_power_of_2(numbers)), triton.next_power_of_2(group)
     part, tile = min(NUMBERS, of_code), 32 if raw.dtype == torch.float32 else PLACES
     parts = triton.cdiv(numbers, part)
@@ -516,22 +421,26 @@ def attend_compressed_triton(
     (attended, number), (scale, epsilon) = counts or (step, step), norm or (raw, 0.0)
     kinds = dict(NEAREST=nearest, CAST=is_interpreting() and raw.dtype == torch.bfloat16)
     run, own = dict(num_warps=4, num_stages=3), max(16, of_group)
-    width = max(16, triton.next_power_of_2(dim))
-    _weigh[triton.cdiv(count, TIMES * ATTENDED), heads, batch](
-        queries.contiguous(), listed, keys.contiguous(), raw, cos.contiguous(), sin.contiguous(), scale, step, logits,
-        counted, attended, number, count, rows.seen, rows.raw_from, raw.shape[1], places, heads, group, dim,
-        scaling * LOG2E.value, epsilon, CAST=kinds["CAST"], NORM=norm is not None, COUNT=counts is not None,
-        TIMES=TIMES, M=own, N=ATTENDED, D=width, DIM=dim, **sizes(dim, cos.shape[1]), **run,
+    more_needed = raw.dtype == torch.float32 or norm is not None or turning < dim or dim > 128
+    more_needed |= own > 16 or nearest > 8
+    limit = {} if more_needed else {"maxnreg": REGISTERS}
+    _weigh[triton.cdiv(count + 1, TILE), triton.cdiv(heads, HEADS), batch](
+        queries.contiguous(), listed, decoded, known, more, bases, rows.more_bases, raw, cos.contiguous(),
+        sin.contiguous(), scale, step, logits, counted, attended, number,
+        *sizes, heads, group, dim, scaling * LOG2E.value, epsilon,
+        **kinds, DECODED=numbers > 0, NORM=norm is not None, REST=turning < dim, COUNT=counts is not None,
+        HEADS=HEADS, M=own, N=TILE, HALF=turning // 2, H=max(16, triton.next_power_of_2(turning // 2)),
+        R=max(16, triton.next_power_of_2(dim - turning)), num_warps=4, num_stages=1, **limit,
     )  # fmt: skip
     _spread[parts + triton.cdiv(count + 1, spread * LISTED * SHARE), spread, batch](
         listed, logits, known, more, inner, step, counted, part_sum,
-        *where, spread, parts, inner.stride(1), numbers, query_heads,
+        *sizes, spread, parts, inner.stride(1), numbers, query_heads,
         **kinds, M=max(16, triton.next_power_of_2(query_heads)), N=LISTED, L=ADDED, Z=part, SHARE=SHARE, **run,
     )  # fmt: skip
     _gather[batch * heads, gathered + parts * group](
         counted, part_sum, bases, rows.more_bases, raw, part_out, part_total, sums,
         count + 1, rooms[0], rooms[1], rooms[3], of_bases, gathered, spread, numbers, heads, group,
-        **kinds, DIM=dim, M=own, G=of_group, N=tile, D=width, Z=part, S=RANGES, **run,
+        **kinds, DIM=dim, M=own, G=of_group, N=tile, D=max(16, triton.next_power_of_2(dim)), Z=part, S=RANGES, **run,
     )  # fmt: skip
     _finish[batch * query_heads, triton.cdiv(dim, CHANNELS)](
         part_out, part_total, counted, sums, weight, outputs, count + 1, places, gathered, numbers,

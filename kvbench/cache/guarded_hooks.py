@@ -399,13 +399,9 @@ class GuardedGrowing:
         self.rows.guard.expect(self.rows.owner, "growing.attend", found, shape, "float", queries.device)
         return found
 
-    def make_rows(
-        self, listed: ListedRows, query_heads: int, angles: Angles, step: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
-    ) -> MadeRows:  # fmt: skip
+    def make_rows(self, listed: ListedRows, query_heads: int, step: Tensor, implementation: str | None) -> MadeRows:
         growing = cast(ListingGrowing, self.growing)  # the codec lists rows
-        given = listed, query_heads, angles, step, norms, implementation
-        return self._call("make_rows", lambda: growing.make_rows(*given))
+        return self._call("make_rows", lambda: growing.make_rows(listed, query_heads, step, implementation))
 
     def pack_due(self, number: int) -> None:
         self._call("pack_due", lambda: self.growing.pack_due(number))

@@ -59,7 +59,7 @@ def forward_step(
     for index, block in enumerate(weights.blocks):
         norm = (block.norms[0], epsilon)
         three = rms_norm_linear(x, block.project, biases=block.biases, norm=norm, implementation=implementation)
-        outputs = attend(index, three, weights.find_head_norms(index))
+        outputs = attend(index, three, None if block.head_norms is None else (*block.head_norms, epsilon))
         outputs = outputs.transpose(1, 2).reshape(len(x), -1)
         x = add_projected(x, outputs, block.output, block.output_norms[0], epsilon, implementation)
         inner = rms_norm_glu(

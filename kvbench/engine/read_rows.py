@@ -105,11 +105,8 @@ class ReadRows(PackedRows):
                 return
             ahead[index], rows = None, choose_rows(index, *nothing)
             if isinstance(rows, ListedRows):
-                norms = self.weights.find_head_norms(self.layers[index].index)
                 with self.beside.work(rows.blocks):
-                    ahead[index] = self.growing[index].make_rows(
-                        rows, heads, self.find_angles(index), self.step, norms, self.implementation
-                    )
+                    ahead[index] = self.growing[index].make_rows(rows, heads, self.step, self.implementation)
 
         def attend_watched(index: int, queries: Tensor, watch: Watcher) -> Tensor:
             """Attend to all rows, and let the reader see the largest products beside what follows."""

@@ -168,15 +168,7 @@ MadeRows = tuple[Tensor, ...]
 class ListingGrowing(Growing, Protocol):
     """Growing rows of a codec that `lists_rows`."""
 
-    def make_rows(
-        self,
-        listed: ListedRows,
-        query_heads: int,
-        angles: Angles,
-        step: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None,
-        implementation: str | None,
-    ) -> MadeRows:
+    def make_rows(self, listed: ListedRows, query_heads: int, step: Tensor, implementation: str | None) -> MadeRows:
         """Make listed rows ready to be attended to, as far as possible without the token that is being read.
 
         This may be done before the token reaches the layer, beside the work of earlier layers.
@@ -184,9 +176,7 @@ class ListingGrowing(Growing, Protocol):
         Args:
             listed: One list of single rows for all heads, which has the token's own row.
             query_heads: Number of query heads that attend to them.
-            angles: See `Growing.attend`.
             step: Number of tokens appended so far, int32 on the device.
-            norms: See `Growing.attend`.
             implementation: Name of the kernels' implementation; None chooses one.
         """
 

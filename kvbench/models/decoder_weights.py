@@ -92,11 +92,6 @@ class DecoderWeights:
     sliding: SlidingWindow | None = None
     """The layers with a sliding window."""
 
-    def find_head_norms(self, index: int) -> tuple[Tensor, Tensor, float] | None:
-        """Return the weights of a layer's QK norm, of queries and of keys, and its ε; None for no norm."""
-        norms = self.blocks[index].head_norms
-        return None if norms is None else (*norms, self.epsilon)
-
 
 @torch.no_grad()
 def collect_weights(model: Any) -> DecoderWeights | None:

@@ -43,7 +43,6 @@ from kvbench.kernels.reconstruction import (
     Expansion,
     ReferencedRows,
     attend_compressed,
-    make_keys,
     reserve_weights,
     take_codes,
 )
@@ -479,38 +478,30 @@ class GrowingDelta:
             norms=norms, rotates_keys=False, implementation=implementation,
         )  # fmt: skip
         if made is None:
-            every = ListedRows(self.every[:, None])
-            made = self.make_rows(every, queries.shape[1], angles, step, norms, implementation)
-        listed, keys, weights, *inner = made
-        expansion = Expansion(inner[0], self.values_matrix) if inner else None
+            made = self.make_rows(ListedRows(self.every[:, None]), queries.shape[1], step, implementation)
+        listed, weights, *decoded = made
+        expansion = Expansion(decoded[0], decoded[1], self.values_matrix) if decoded else None
         return attend_compressed(
-            queries, listed, keys, expansion, rows, cos, sin, step, scaling,
+            queries, listed, expansion, rows, cos, sin, step, scaling,
             norm=None if norms is None else norms[1:], counts=counts, weights=weights, implementation=implementation,
         )  # fmt: skip
 
-    def make_rows(
-        self, listed: ListedRows, query_heads: int, angles: Angles, step: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
-    ) -> MadeRows:  # fmt: skip
-        """Return the list, (B, n), its keys, memory for weights, and if there are codes, what an `Expansion` needs."""
+    def make_rows(self, listed: ListedRows, query_heads: int, step: Tensor, implementation: str | None) -> MadeRows:
+        """Return the list, (B, n), memory for weights, and, if codes are stored, the parts of an `Expansion`."""
         own, held, more = listed.blocks[:, 0].contiguous(), self.held.codes, self.codes
-        decoded, inner = None, list[Tensor]()
-        if held is not None and more is not None:
-            pairs = zip(list_parts(held), list_parts(more), strict=True)
-            taken = [take_codes(own, *pair, self.rows, step, implementation=implementation) for pair in pairs]
-            codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], self.rows.raw.dtype)
-            compressor = self.find_compressor()
-            (key_weight, key_bias), (value_weight, value_bias) = compressor.split_last()
-            both = compressor.find_inner(codes)  # of K and V together, or one behind the other
-            of_values = both[..., both.shape[2] - value_weight.shape[1] :]
-            if value_bias is not None:  # it is the last column of `values_matrix`
-                of_values = torch.cat([of_values, torch.ones_like(of_values[..., :1])], -1)
-            decoded, inner = linear(both[..., : key_weight.shape[1]], key_weight, key_bias), [of_values]
-        keys = make_keys(
-            own, decoded, self.rows, angles.cos, angles.sin, step, self.held.heads,
-            norm=None if norms is None else norms[1:], implementation=implementation,
-        )  # fmt: skip
-        return own, keys, reserve_weights(self.rows, query_heads, implementation=implementation), *inner
+        if held is None or more is None:
+            return own, reserve_weights(self.rows, query_heads, implementation=implementation)
+        pairs = zip(list_parts(held), list_parts(more), strict=True)
+        taken = [take_codes(own, *pair, self.rows, step, implementation=implementation) for pair in pairs]
+        codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], self.rows.raw.dtype)
+        compressor = self.find_compressor()
+        (key_weight, key_bias), (value_weight, value_bias) = compressor.split_last()
+        inner = compressor.find_inner(codes)  # of K and V together, or one behind the other
+        of_values = inner[..., inner.shape[2] - value_weight.shape[1] :]
+        if value_bias is not None:  # it is the last column of `values_matrix`
+            of_values = torch.cat([of_values, torch.ones_like(of_values[..., :1])], -1)
+        keys = linear(inner[..., : key_weight.shape[1]], key_weight, key_bias)
+        return own, reserve_weights(self.rows, query_heads, implementation=implementation), keys, of_values
 
     def find_compressor(self) -> Compressor:
         """Return the layer's compressor where the rows are, in their dtype."""

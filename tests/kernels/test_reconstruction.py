@@ -9,7 +9,6 @@ from kvbench.kernels.reconstruction import (
     Expansion,
     ReferencedRows,
     attend_compressed,
-    make_keys,
     take_codes,
 )
 from tests.support.compile_kernels import list_typed_kernel
@@ -105,22 +104,14 @@ def list_some(case: Case, last: int, absent: int) -> torch.Tensor:
     return torch.stack(lists).to(DEVICE)
 
 
-def draw_expansion(case: Case, listed: torch.Tensor) -> tuple[torch.Tensor | None, Expansion | None]:
-    """What f_d gives for keys and values of the listed rows. Numbers of the values are some of those of a row."""
+def draw_expansion(case: Case, listed: torch.Tensor) -> Expansion | None:
+    """What f_d gives for the listed rows. Numbers of the values are some of those of a row."""
     if case.codes is None:
-        return None, None
+        return None
     half = case.heads * case.dim
-    decoded, inner = case.draw(*listed.shape, half, seed=5), case.draw(*listed.shape, case.codes + 3, seed=6)
+    keys, inner = case.draw(*listed.shape, half, seed=5), case.draw(*listed.shape, case.codes + 3, seed=6)
     weight = case.draw(half, case.codes, seed=8) / case.codes**0.5
-    return decoded, Expansion(inner[..., 3:] if case.apart else inner[..., 3:].contiguous(), weight)
-
-
-def attend(queries, listed, decoded, expansion, rows, cos, sin, step, scaling, norm=None, counts=None, name=None):
-    """Make keys, and attend to them."""
-    heads = rows.raw.shape[2] // (2 * queries.shape[3])
-    keys = make_keys(listed, decoded, rows, cos, sin, step, heads, norm=norm, implementation=name)
-    given = queries, listed, keys, expansion, rows, cos, sin, step, scaling
-    return attend_compressed(*given, norm=norm, counts=counts, implementation=name)
+    return Expansion(keys, inner[..., 3:] if case.apart else inner[..., 3:].contiguous(), weight)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -132,7 +123,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return out
 
 
-def expect(case, made, listed, decoded, expansion, compressed, last, cos, sin, norm):
+def expect(case, made, listed, expansion, compressed, last, cos, sin, norm):
     """Keys and values of the listed rows and of row `last`, in float64, and which of them are attended to."""
     rows, look, out = [], [], []
     for b in range(case.batch):
@@ -147,7 +138,7 @@ def expect(case, made, listed, decoded, expansion, compressed, last, cos, sin, n
                         kv = made.bases[b, made.numbers[b, row - case.sinks]].double().mean(0).view(2, -1)
                     if expansion is not None:
                         values = (expansion.weight.double() * expansion.inner[b, entry].double()).sum(1)
-                        kv = kv + torch.stack([decoded[b, entry].double(), values])
+                        kv = kv + torch.stack([expansion.keys[b, entry].double(), values])
                 kv = kv.view(2, case.heads, case.dim).clone()
                 for h in range(case.heads):
                     if norm is not None:
@@ -178,10 +169,10 @@ def test_rows_are_attended_to_as_defined(case, implementation, step, monkeypatch
     counts = torch.tensor([7, 0], device=DEVICE), torch.tensor(1, device=DEVICE)
     on_device = torch.tensor(step, dtype=torch.int32, device=DEVICE)
     poison_memory(monkeypatch)
-    given = queries, listed, *expansion, made.rows, cos, sin, on_device, 0.4, norm
-    found = attend(*given, counts=counts, name=implementation)
-    assert torch.equal(found, attend(*given, name=implementation))
-    given = case, made, listed, *expansion, case.compressed + 8 * blocks, last, cos, sin, norm
+    given = queries, listed, expansion, made.rows, cos, sin, on_device, 0.4
+    found = attend_compressed(*given, norm=norm, counts=counts, implementation=implementation)
+    assert torch.equal(found, attend_compressed(*given, norm=norm, implementation=implementation))
+    given = case, made, listed, expansion, case.compressed + 8 * blocks, last, cos, sin, norm
     keys, values, look = expect(*given)
     logits = queries.double() @ keys.repeat_interleave(case.group, 1).mT * 0.4
     weights = logits.masked_fill(~look, -torch.inf).softmax(-1)
@@ -200,10 +191,10 @@ def test_many_equal_weights_add_up(implementation):
     made.rows.references[:, :200] = 5
     listed, angles = torch.arange(255, device=DEVICE)[None], torch.zeros(300, 16, dtype=torch.float16, device=DEVICE)
     queries = torch.zeros(1, 2, 1, 16, dtype=torch.float16, device=DEVICE)
-    given = queries, listed, None, None, made.rows, angles + 1, angles, step, 1.0
+    given = queries, listed, None, made.rows, angles + 1, angles, step, 1.0
     values = made.kv[:, :256, 16:].double()
     values[:, 4:244] = made.rows.bases[0, made.rows.references[0, :, 0].long(), 16:].double()
-    found = attend(*given, name=implementation)
+    found = attend_compressed(*given, implementation=implementation)
     torch.testing.assert_close(found[0, 0].double(), values.mean(1), rtol=2e-3, atol=2e-4)
 
 
@@ -239,7 +230,9 @@ def test_small_weights_add_up(implementation):
     queries = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=DEVICE)
     queries[..., 0] = 1
     angles = torch.zeros(300, 16, dtype=torch.float16, device=DEVICE)
-    found = attend(queries, listed, None, None, made.rows, angles + 1, angles, step, 1.0, name=implementation)
+    found = attend_compressed(
+        queries, listed, None, made.rows, angles + 1, angles, step, 1.0, implementation=implementation
+    )
     exact = 12 * 4096 * 2**-16 / (1 + 12 * 2**-16)
     torch.testing.assert_close(found, torch.full_like(found, exact), rtol=1e-2, atol=0)
 
@@ -254,7 +247,8 @@ def test_a_number_that_is_none_is_seen(codes, implementation):
     expansion = draw_expansion(case, listed)
     made.rows.raw[0, 2, 3] = torch.nan
     queries = case.draw(1, 4, 1, 16, seed=9)
-    found = attend(queries, listed, *expansion, made.rows, angles, angles, step, 1.0, name=implementation)
+    given = queries, listed, expansion, made.rows, angles, angles, step, 1.0
+    found = attend_compressed(*given, implementation=implementation)
     assert found[0, :2].isnan().all() and found[0, 2:].isfinite().all()
 
 
@@ -262,31 +256,21 @@ def test_what_does_not_fit_is_refused():
     case, step = Case(), torch.tensor(0, dtype=torch.int32)
     made = Made(case, 0)
     listed, codes, angles = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 19, 5), torch.zeros(50, 16)
-    queries, keys = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 3, 16)
-    expansion = Expansion(codes[:, :3], torch.zeros(32, 5))
+    queries, expansion = torch.zeros(2, 4, 1, 16), Expansion(codes[..., :3], codes, torch.zeros(3, 5))
 
     alone = replace(made.rows, references=None, more_references=None)
 
-    def make(*, listed=listed, decoded=None, rows=made.rows, cos=angles, sin=angles, heads=2):
-        return make_keys(listed, decoded, rows, cos, sin, step, heads)
-
-    def attend(*, queries=queries, listed=listed, keys=keys, expansion=None, rows=made.rows, cos=angles, sin=angles):
-        return attend_compressed(queries, listed, keys, expansion, rows, cos, sin, step, 1.0)
+    def attend(*, queries=queries, listed=listed, expansion=None, rows=made.rows, cos=angles, sin=angles):
+        return attend_compressed(queries, listed, expansion, rows, cos, sin, step, 1.0)
 
     for message, call in (
         ("take_codes: codes", lambda: take_codes(listed, codes[:, :3], codes, made.rows, step)),
         ("take_codes: codes", lambda: take_codes(listed, codes, codes[..., :2], made.rows, step)),
         ("take_codes: listed", lambda: take_codes(listed[:1], codes, codes, made.rows, step)),
-        ("expansion: numbers", lambda: replace(expansion, inner=codes[..., :4])),
-        ("expansion: numbers", lambda: replace(expansion, weight=torch.zeros(4, 6))),
-        ("make_keys: listed", lambda: make(listed=listed[:1])),
-        ("make_keys: decoded", lambda: make(decoded=codes)),
-        ("make_keys: cos", lambda: make(cos=angles[:, :4])),
-        ("make_keys: cos", lambda: make(heads=3)),
-        ("make_keys: compressed rows", lambda: make(rows=alone)),
-        ("attend_compressed: keys", lambda: attend(keys=keys[:, :1])),
-        ("attend_compressed: numbers", lambda: attend(expansion=replace(expansion, inner=codes))),
-        ("attend_compressed: numbers", lambda: attend(expansion=replace(expansion, weight=torch.zeros(31, 5)))),
+        ("expansion: keys", lambda: replace(expansion, keys=codes[:, :3, :3])),
+        ("expansion: keys", lambda: replace(expansion, inner=codes[..., :4])),
+        ("expansion: keys", lambda: replace(expansion, weight=torch.zeros(4, 5))),
+        ("attend_compressed: keys", lambda: attend(expansion=expansion)),
         ("attend_compressed: queries", lambda: attend(queries=queries[:1])),
         ("attend_compressed: queries", lambda: attend(queries=queries[:, :3])),
         ("attend_compressed: queries", lambda: attend(queries=queries[..., :15])),
@@ -304,7 +288,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def ahead():
-    from kvbench.kernels.reconstruction.triton import _finish, _gather, _make_keys, _spread, _take, _weigh
+    from kvbench.kernels.reconstruction.triton import _finish, _gather, _spread, _take, _weigh
 
     int64, int32, single = "*i64", "*i32", "fp32"
     for dtype, norm, change in (
@@ -314,20 +298,7 @@ def ahead():
         ("bf16", True, {}),
         ("fp32", True, {}),
     ):
-        floats = (
-            "queries",
-            "decoded",
-            "inner",
-            "bases",
-            "more_bases",
-            "raw",
-            "cos",
-            "sin",
-            "scale",
-            "weight",
-            "keys",
-            "out",
-        )
+        floats = ("queries", "decoded", "inner", "bases", "more_bases", "raw", "cos", "sin", "scale", "weight")
         kinds = dict.fromkeys((*floats, "outputs"), f"*{dtype}")
         kinds |= dict.fromkeys(("logits", "part_sum", "part_out", "sums"), "*fp32")
         kinds |= dict.fromkeys(("listed", "counted", "counts", "number", "part_total"), int64) | {"step": int32}
@@ -335,13 +306,11 @@ def ahead():
         kinds |= {"factor": single, "epsilon": single}
         tile, run = 32 if dtype == "fp32" else 64, {"num_warps": 4, "num_stages": 3}
         both, decoded = {"NEAREST": change.get("NEAREST", 4), "CAST": False}, change.get("DECODED", True)
-        halves = {"HALF": 48 if norm else 64, "H": 64, "R": 32, "REST": norm, "NORM": norm}
-        one = {"NEAREST": both["NEAREST"], "DECODED": decoded, "HEADS": 4, "N": 32}
-        yield list_typed_kernel(_make_keys, kinds, one | halves | run | {"num_stages": 1})
-        one = {"CAST": False, "COUNT": True, "TIMES": 4, "M": 16, "N": 64, "D": 128, "DIM": 128}
-        yield list_typed_kernel(_weigh, kinds, one | halves | run)
-        yield list_typed_kernel(_spread, kinds, both | {"M": 32, "N": 4, "L": 32, "Z": 128, "SHARE": 4} | run)
-        one = {"DIM": 128, "M": 16, "G": 4, "N": tile, "D": 128, "Z": 128, "S": 128}
+        one = {"DECODED": decoded, "NORM": norm, "REST": norm, "COUNT": True, "HEADS": 4, "M": 16, "N": 32}
+        halves = {"HALF": 48 if norm else 64, "H": 64, "R": 32}
+        yield list_typed_kernel(_weigh, kinds, both | one | halves | run | {"num_stages": 1})
+        yield list_typed_kernel(_spread, kinds, both | {"M": 32, "N": 16, "L": tile, "Z": 128, "SHARE": 2} | run)
+        one = {"DIM": 128, "M": 16, "G": 4, "N": tile, "D": 128, "Z": 128, "S": 64}
         yield list_typed_kernel(_gather, kinds, both | one | run)
         one = {"NEAREST": both["NEAREST"], "DECODED": decoded, "C": 32, "Z": 512, "S": 32}
         yield list_typed_kernel(_finish, kinds, one | {"num_warps": 4})
