@@ -16,7 +16,7 @@ from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 from kvbench.kernels.row_selection.triton import _number, _score
 
 ROWS = 16  # listed rows of a program that gathers codes
-TILE = 16  # listed rows of which a program makes keys
+TILE = 32  # listed rows of which a program makes keys
 REGISTERS = 128  # of a thread that does so, where no more are needed: a multiprocessor holds four programs
 HEADS = 4  # heads of these keys
 LISTED = 4  # listed rows whose weights are counted at once

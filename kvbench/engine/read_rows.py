@@ -99,13 +99,13 @@ class ReadRows(PackedRows):
                 self.listing.add(index)
             return rows
 
-        def look_ahead(index: int, urgent: bool = False) -> None:
+        def look_ahead(index: int) -> None:
             """Choose the rows of a packed layer, and make them beside what the layer before still does."""
             if index not in self.growing or index in ahead:
                 return
             ahead[index], rows = None, choose_rows(index, *nothing)
             if isinstance(rows, ListedRows):
-                with self.beside.work(rows.blocks, urgent=urgent):
+                with self.beside.work(rows.blocks):
                     ahead[index] = self.growing[index].make_rows(rows, heads, self.step, self.implementation)
 
         def attend_watched(index: int, queries: Tensor, watch: Watcher) -> Tensor:
@@ -117,7 +117,7 @@ class ReadRows(PackedRows):
             outputs = self.attend_all(index, queries, largest=largest)[0]
             with self.beside.work(largest, urgent=True):
                 ask(owner, "row_reader", lambda: watch(largest), f" of layer {self.layers[index].index}")
-            look_ahead(index + 1, urgent=True)  # the next layer waits for it
+            look_ahead(index + 1)
             return outputs
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:

@@ -306,7 +306,7 @@ def ahead():
         kinds |= {"factor": single, "epsilon": single}
         tile, run = 32 if dtype == "fp32" else 64, {"num_warps": 4, "num_stages": 3}
         both, decoded = {"NEAREST": change.get("NEAREST", 4), "CAST": False}, change.get("DECODED", True)
-        one = {"DECODED": decoded, "NORM": norm, "REST": norm, "COUNT": True, "HEADS": 4, "M": 16, "N": 16}
+        one = {"DECODED": decoded, "NORM": norm, "REST": norm, "COUNT": True, "HEADS": 4, "M": 16, "N": 32}
         halves = {"HALF": 48 if norm else 64, "H": 64, "R": 32}
         yield list_typed_kernel(_weigh, kinds, both | one | halves | run | {"num_stages": 1})
         yield list_typed_kernel(_spread, kinds, both | {"M": 32, "N": 4, "L": 32, "Z": 128, "SHARE": 4} | run)
