@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.kernels.dispatch import is_interpreting
 
 TILE = 2048  # marks that a program reads together
-HEAD = 4096  # scores of a head that a program reads together
+HEAD, SCORES = 4096, 512  # scores of a head that a program reads together, or half as many; scores of a warp
 JOINED, HEADS = 1024, 8  # rows and heads whose products are joined at once
 SIZES = ((256, 256), (4096, 256), (8192, 512), (16384, 1024))  # scores of a head that one program may hold: powers of
 # two, and some more, because a prompt of 2^17 tokens and its answer have more pages. Few sizes, as each is compiled
@@ -225,11 +225,12 @@ def choose_by_digits(
     known = torch.empty(lines, PHASES.value, 2, dtype=torch.int64, device=device)
     own, each = (None, quotas) if isinstance(quotas, int) else (quotas.contiguous(), rows if most is None else most)
     given = scores, own, each, work, tallies, known, chosen, rows, heads, *scores.stride(), per_split, line
-    apart = is_interpreting() and splits > 1
+    apart, tile = is_interpreting() and splits > 1, HEAD if rows > HEAD // 2 else HEAD // 2
     for begin, end in [(n, n + 1) for n in range(first, PHASES.value)] if apart else [(first, PHASES.value)]:
         _choose[splits, lines](
-            *given, **more, SPLITS=splits, TILE=HEAD, ONE=per_split == HEAD, BEGIN=begin, END=end, num_warps=8
-        )
+            *given, **more, SPLITS=splits, TILE=tile, ONE=per_split == HEAD, BEGIN=begin, END=end,
+            num_warps=tile // SCORES,
+        )  # fmt: skip
 
 
 def top_k_mask_triton(scores: Tensor, quotas: Tensor | int) -> Tensor:
