@@ -68,7 +68,7 @@ def name_panel(run: StoredRun) -> tuple[str, str, str]:
 def describe_protocol(run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
     """Return the settings that distinguish a protocol from others with the same model, task and question.
 
-    The task's length is always among them. Hashes are among them only if no other setting distinguishes the protocol.
+    The task's length is always among them if it has one. Hashes are among them only if no other setting distinguishes the protocol.
     """
     names = [name for name in find_differences(beside, UNSHARED_SETTINGS) if not name.startswith("averages")]
     names = list(dict.fromkeys(["task.length", *names]))
@@ -78,7 +78,8 @@ def describe_protocol(run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
         return [json.dumps(own.settings.get(name)) for name in clear]
 
     names = clear if sum(values(own) == values(run) for own in beside) == 1 else names
-    shown = [name for name in names if name in run.settings]
+    alone = run.settings.get("task.length") is None  # then its absence tells nothing
+    shown = [name for name in names if name in run.settings and not (alone and name == "task.length")]
     return [
         f"{name.removeprefix('task.')} {format_setting(run.settings[name], name in HASHED_SETTINGS)}" for name in shown
     ]
