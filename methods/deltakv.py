@@ -155,7 +155,7 @@ class Choice:
         self.first = torch.arange(max(start for start, _ in windows), device=device)
         self.newest = torch.arange(longest, device=device)
 
-    def list_rows(self, batch: int, number: Tensor, last: Tensor) -> tuple[ListedRows, Watcher]:
+    def list_rows(self, batch: int, number: Tensor, last: Tensor) -> tuple[ListedRows, Watcher | None]:
         """List the rows that one token attends to.
 
         Args:
@@ -164,22 +164,23 @@ class Choice:
             last: The token's own row, without dimensions.
 
         Returns:
-            The rows, and what has to be called with the observation layer's largest products before they are read.
+            The rows, and what writes the chosen ones among them. It needs the observation layer's largest products;
+            None if none is ever chosen.
         """
-        table = self.tables.index_select(0, number[None])[0]
+        table, most = self.tables.index_select(0, number[None])[0], max(self.counts)
         start, stop, count = table
         before = self.first.masked_fill(self.first >= start, self.absent)
         after = self.newest + stop
         after = after.masked_fill(after > last, self.absent)
-        most = max(self.counts)
         parts = [before, self.first.new_full((most,), self.absent), after]
         listed = torch.cat([part.expand(batch, 1, -1) for part in parts], 2)
+        if not most:
+            return ListedRows(listed), None
+        chosen = listed[:, :, len(before) : len(before) + most]
         counts = count.repeat(batch, 1) if most > min(self.counts) else None
 
         def watch(largest: Tensor) -> None:
-            if most:
-                chosen = listed[:, :, len(before) : len(before) + most]
-                top_k_of_heads(largest[:, :, : self.high], most, window=table[:2], counts=counts, into=chosen)
+            top_k_of_heads(largest[:, :, : self.high], most, window=table[:2], counts=counts, into=chosen)
 
         return ListedRows(listed), watch
 
@@ -219,15 +220,22 @@ class ObservationReader:
                 return None
             rows, watch = self.choices[layer].list_rows(len(queries), number, last)
 
-            def take(largest: Tensor) -> None:
-                watch(largest)
+            def keep() -> None:
                 looks["rows"] = rows
                 if layer == max(self.choices):
                     if self.chosen is None:  # before a graph is captured: other graphs use what a graph allocates
                         self.chosen = torch.empty_like(rows.blocks)
                     self.chosen.copy_(rows.blocks)
 
-            return take
+            def take(largest: Tensor) -> None:
+                assert watch is not None
+                watch(largest)
+                keep()
+
+            if watch is not None:
+                return take
+            keep()
+            return None
 
         return choose
 

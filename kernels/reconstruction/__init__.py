@@ -58,9 +58,8 @@ def reserve_weights(rows: ReferencedRows, query_heads: int, *, implementation: s
     Returns:
         Zeros, (B, …, Hq) int64. The reference needs none.
     """
-    chosen, places = choose_implementation("attend_compressed", implementation, rows.raw), 0
-    if chosen == "triton":  # the largest weight and what has no base come behind the places
-        places = rows.bases.shape[1] + rows.more_bases.shape[1] + rows.raw.shape[1] + 2
+    chosen = choose_implementation("attend_compressed", implementation, rows.raw)
+    places = count_places(rows) + 2 if chosen == "triton" else 0  # the largest weight, and what has no base
     return torch.zeros(len(rows.raw), places, query_heads, dtype=torch.int64, device=rows.raw.device)
 
 
@@ -125,7 +124,14 @@ def attend_compressed(
 
     if weights is None:
         weights = reserve_weights(rows, query_heads, implementation="triton")
+    if weights.shape != (batch, count_places(rows) + 2, query_heads) or weights.dtype != torch.int64:
+        raise ValueError(f"attend_compressed: weights {tuple(weights.shape)} {weights.dtype}")
     return attend_compressed_triton(*given, weights)
+
+
+def count_places(rows: ReferencedRows) -> int:
+    """Return how many bases and raw rows may get a weight."""
+    return rows.bases.shape[1] + rows.more_bases.shape[1] + rows.raw.shape[1]
 
 
 def check_listed(op: str, listed: Tensor, rows: ReferencedRows) -> None:

@@ -304,7 +304,7 @@ def _gather(
     NEAREST: tl.constexpr, CAST: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, Z: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Sum a range of the bases and of the rows that are not compressed, for the queries of a KV head.
+    """Sum a range of the bases, or of further bases and the rows that are not compressed, for the queries of a KV head.
 
     Further programs join the sums of codes.
     """

@@ -51,7 +51,7 @@ def top_k_indices(
         scores: (B, H, n)
         k: Number of rows, from 1 to n.
         counts: How many of the k rows each head takes, (B, H) whole numbers; None for all. In place of the
-            others the list has -1, or what `into` had. More than k counts as k.
+            others the list has -1, or what `into` had, in any places. More than k counts as k.
         flat: Whether the indices count rows in the order (sample, head, row), as those of `kept_indices` do. Not with
             `counts`.
         into: A tensor to write to, (B, H, k) int64, in which the lists of all heads lie at equal distances. It is
@@ -116,7 +116,8 @@ def top_k_of_heads(
         from kvbench.kernels.row_selection.triton import top_k_of_heads_triton
 
         if into is None:
-            into = torch.full(one.shape[:2] + (k,), -1, dtype=torch.int64, device=products.device)
+            into = torch.empty(len(products), 1, k, dtype=torch.int64, device=products.device)
+            into = into if counts is None else into.fill_(-1)
         return top_k_of_heads_triton(products, k, window, counts, into)
     scores = products.amax(1, keepdim=True)
     if window is not None:

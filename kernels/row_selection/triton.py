@@ -16,6 +16,7 @@ from kvbench.kernels.dispatch import is_interpreting
 
 TILE = 2048  # marks that a program reads together
 HEAD, SCORES = 4096, 512  # scores of a head that a program reads together, or half as many; scores of a warp
+SPLITS = (1, 8, 32, 64)  # programs of a head; few numbers, because each is compiled
 JOINED, HEADS = 1024, 8  # rows and heads whose products are joined at once
 SIZES = ((256, 256), (4096, 256), (8192, 512), (16384, 1024))  # scores of a head that one program may hold: powers of
 # two, and some more, because a prompt of 2^17 tokens and its answer have more pages. Few sizes, as each is compiled
@@ -68,7 +69,7 @@ def count_first_digits(scores, here, work):
 
 @triton.jit
 def _load_quota(quotas, each, head):
-    """Return how many rows a head keeps: `each`, unless every head has a number of its own, which is smaller."""
+    """Return how many rows a head keeps: `each`, or fewer if every head has a number of its own that is smaller."""
     if quotas is None:
         return each.to(tl.int64)
     else:
@@ -124,8 +125,8 @@ def _choose(
 
     The programs of a head wait for each other between the phases from BEGIN to END. All of them run at once, because a
     GPU starts programs in the order of their numbers, those of a head follow each other, and earlier heads end on their
-    own. Where programs run one after the other, each phase is a launch, and `known` (B·H, PHASES, 2) carries over what
-    was found.
+    own. Those of a head must fit beside what else waits on the GPU. Where programs run one after the other, each phase
+    is a launch, and `known` (B·H, PHASES, 2) carries over what was found.
     """
     split, head = tl.program_id(0), tl.program_id(1)
     quota = _load_quota(quotas, each, head)
@@ -197,7 +198,7 @@ def _choose(
 
 def split_rows(rows: int) -> tuple[int, int]:
     """Return into how many splits the rows of a head are cut, and the rows of a split, a multiple of HEAD."""
-    splits = 1 if rows <= HEAD else 8 if rows <= 8 * HEAD else 32  # only three values, because each is compiled
+    splits = next((some for some in SPLITS if rows <= some * HEAD), SPLITS[-1])
     return splits, triton.cdiv(triton.cdiv(rows, splits), HEAD) * HEAD
 
 
@@ -397,7 +398,7 @@ def top_k_of_heads_triton(
     scores = torch.empty(batch, 1, rows, dtype=torch.float32, device=products.device)
     work = torch.zeros(batch, LINE.value, dtype=torch.int32, device=products.device)
     _join_heads[triton.cdiv(rows, JOINED), batch](
-        products, window, scores, work, rows, heads, *products.stride(),
+        products, None if window is None else window.contiguous(), scores, work, rows, heads, *products.stride(),
         WINDOW=window is not None, N=JOINED, HEADS=HEADS, num_warps=4,
     )  # fmt: skip
     if counts is None:

@@ -68,7 +68,8 @@ def name_panel(run: StoredRun) -> tuple[str, str, str]:
 def describe_protocol(run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
     """Return the settings that distinguish a protocol from others with the same model, task and question.
 
-    The task's length is always among them if it has one. Hashes are among them only if no other setting distinguishes the protocol.
+    The task's length is always among them if it has one. Hashes are among them only if no other setting distinguishes
+    the protocol.
     """
     names = [name for name in find_differences(beside, UNSHARED_SETTINGS) if not name.startswith("averages")]
     names = list(dict.fromkeys(["task.length", *names]))

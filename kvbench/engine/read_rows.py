@@ -17,6 +17,7 @@ from kvbench.interfaces.codec import MadeRows
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowReader, Watcher
 from kvbench.kernels.listed_attention import attend_listed
 from kvbench.models.decoder_weights import DecoderWeights
+from kvbench.validation import ContractError
 
 
 def reads_in_graph(choice: CachePolicy) -> bool:
@@ -104,7 +105,10 @@ class ReadRows(PackedRows):
             if index not in self.growing or index in ahead:
                 return
             ahead[index], rows = None, choose_rows(index, *nothing)
-            if isinstance(rows, ListedRows):
+            if rows is not None:
+                if not isinstance(rows, ListedRows):
+                    layer = self.layers[index].index
+                    raise ContractError(f"{owner}: row_reader watches layer {layer}, whose rows are packed")
                 with self.beside.work(rows.blocks):
                     ahead[index] = self.growing[index].make_rows(rows, heads, self.step, self.implementation)
 
@@ -115,7 +119,7 @@ class ReadRows(PackedRows):
                 keys.shape[:3], dtype=torch.promote_types(keys.dtype, torch.float32), device=keys.device
             )
             outputs = self.attend_all(index, queries, largest=largest)[0]
-            with self.beside.work(largest, urgent=True):
+            with self.beside.work(largest, watch, urgent=True):
                 ask(owner, "row_reader", lambda: watch(largest), f" of layer {self.layers[index].index}")
             look_ahead(index + 1)
             return outputs

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
-from torch import Tensor
 
 STREAMS = 8  # most streams on which contexts attend side by side; as many settle what attention leaves to do
 
@@ -28,23 +27,23 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.lane = device, 0
-        self.used: list[Tensor] = []  # kept, so that their memory gets no other use before `settle`
+        self.used: list[object] = []  # kept, so that the memory of their tensors gets no other use before `settle`
         self.busy: list[torch.cuda.Stream] = []
 
     @contextmanager
-    def work(self, *used: Tensor | None, urgent: bool = False) -> Iterator[None]:
+    def work(self, *used: object, urgent: bool = False) -> Iterator[None]:
         """Do what is inside beside the current stream.
 
         Args:
-            used: Tensors from outside that it uses, apart from those that last until `settle` anyway.
+            used: Tensors from outside that it uses, or what holds them. Those that last until `settle` may be left out.
             urgent: Whether the GPU does this before what else it could do. It is meant for small work that much waits
                 for.
         """
+        self.used += [own for own in used if own is not None]
         if self.device.type != "cuda":
             yield
             return
         side = make_streams(self.device)[(2 if urgent else 1) * STREAMS + self.lane]
-        self.used += [own for own in used if own is not None]
         for other in {torch.cuda.current_stream(), *self.busy} - {side}:
             side.wait_stream(other)
         self.busy = [*(own for own in self.busy if own != side), side]

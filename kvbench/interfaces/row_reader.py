@@ -36,7 +36,7 @@ Watcher = Callable[[Tensor], None]
 # Chooses the rows of one layer: its index, the queries (B, Hq, 1, d) and the keys (B, H, n, d). None means all rows. So
 # does a `Watcher`, which is called with what the layer's attention finds, before rows of a later layer are chosen.
 # For a layer whose rows are packed it is called right after the layer before, without queries and keys: (B, Hq, 0, d)
-# and (B, H, 0, d).
+# and (B, H, 0, d). There it may return no `Watcher`.
 RowChoice = Callable[[int, Tensor, Tensor], ListedRows | Watcher | None]
 
 

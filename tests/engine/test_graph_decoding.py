@@ -1,5 +1,7 @@
 """A decode step over the modules' weights gives what the modules give, on rows held in every way."""
 
+import weakref
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -12,8 +14,10 @@ from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, only
 from kvbench.engine.read_rows import ReadRows, make_reader
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
+from kvbench.engine.streams import Beside
 from kvbench.interfaces.budget import Budget
 from kvbench.kernels.row_replacement import NEVER
+from kvbench.methods import deltakv
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
@@ -630,3 +634,25 @@ def test_rows_in_the_order_of_the_text_are_copied_as_any_others(monkeypatch):
         held = [rows.padded(index)[:, :, :, :18] for index in rows.cut]
         found.append([*held, *rows.places, *rows.ranks, *rows.mass, rows.free, rows.lengths])
     assert all(map(torch.equal, *found))
+
+
+def test_what_a_reader_reads_beside_attention_lasts_until_it_is_read(monkeypatch):
+    """A watcher's numbers: their memory may get no other use before the stream waits for the watcher."""
+    tables, alive = [], []
+    top_k, settle = deltakv.top_k_of_heads, Beside.settle
+
+    def watch(products, k, *, window, counts, into):
+        tables.append(weakref.ref(counts))
+        return top_k(products, k, window=window, counts=counts, into=into)
+
+    def look(self):
+        alive.extend(table() is not None for table in tables)
+        tables.clear()
+        settle(self)
+
+    monkeypatch.setattr(deltakv, "top_k_of_heads", watch)
+    monkeypatch.setattr(Beside, "settle", look)
+    more = {"full_layers": [0], "depth": None, "sinks": 3, "recent": 8}
+    _, step = make_contexts(make_double("llama"), choice_of("deltakv", **more), 0.3, 2, prompt=60)
+    list(step.generate(9, Sampling(), frozenset(), True))
+    assert len(alive) >= 8 and all(alive)

@@ -234,7 +234,12 @@ def test_the_reference_is_attention_over_the_rows_padded():
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [({"implementation": "flash"}, "reference, triton"), ({"tail": 2}, "3 tokens of 2 rows"), ({"dim": 16}, "queries")],
+    [
+        ({"implementation": "flash"}, "reference, triton"),
+        ({"tail": 2}, "3 tokens of 2 rows"),
+        ({"dim": 16}, "queries"),
+        ({"largest": torch.zeros(1, 1, 9)}, "largest .* of 3 tokens"),
+    ],
 )
 def test_what_does_not_fit_is_refused(change, word):
     queries, held, keys, values = made((1, 1, 2, 3, 9, 37, 32), False, torch.float32)

@@ -9,6 +9,7 @@ from kvbench.kernels.reconstruction import (
     Expansion,
     ReferencedRows,
     attend_compressed,
+    reserve_weights,
     take_codes,
 )
 from tests.support.compile_kernels import list_typed_kernel
@@ -61,6 +62,7 @@ CASES = {
     "more queries than heads of a tile": Case(group=20, heads=1),
     "more rows than a program has": Case(codes=24, heads=1, compressed=240, seen=255, dtype=torch.bfloat16),
     "the size of a model": Case(codes=512, dim=128, turning=128, batch=1, dtype=torch.bfloat16),
+    "many bases": Case(sinks=150, compressed=40, seen=200, heads=1, dtype=torch.bfloat16),
     "sinks to come": Case(compressed=0, seen=3, begun=False),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -171,7 +173,8 @@ def test_rows_are_attended_to_as_defined(case, implementation, step, monkeypatch
     poison_memory(monkeypatch)
     given = queries, listed, expansion, made.rows, cos, sin, on_device, 0.4
     found = attend_compressed(*given, norm=norm, counts=counts, implementation=implementation)
-    assert torch.equal(found, attend_compressed(*given, norm=norm, implementation=implementation))
+    room = reserve_weights(made.rows, queries.shape[1], implementation=implementation)
+    assert torch.equal(found, attend_compressed(*given, norm=norm, weights=room, implementation=implementation))
     given = case, made, listed, expansion, case.compressed + 8 * blocks, last, cos, sin, norm
     keys, values, look = expect(*given)
     logits = queries.double() @ keys.repeat_interleave(case.group, 1).mT * 0.4
@@ -260,8 +263,8 @@ def test_what_does_not_fit_is_refused():
 
     alone = replace(made.rows, references=None, more_references=None)
 
-    def attend(*, queries=queries, listed=listed, expansion=None, rows=made.rows, cos=angles, sin=angles):
-        return attend_compressed(queries, listed, expansion, rows, cos, sin, step, 1.0)
+    def attend(*, queries=queries, listed=listed, expansion=None, rows=made.rows, cos=angles, sin=angles, **more):
+        return attend_compressed(queries, listed, expansion, rows, cos, sin, step, 1.0, **more)
 
     for message, call in (
         ("take_codes: codes", lambda: take_codes(listed, codes[:, :3], codes, made.rows, step)),
@@ -279,6 +282,7 @@ def test_what_does_not_fit_is_refused():
         ("attend_compressed: cos", lambda: attend(cos=angles.repeat(1, 2), sin=angles.repeat(1, 2))),
         ("attend_compressed: listed", lambda: attend(listed=listed.float())),
         ("attend_compressed: compressed rows", lambda: attend(rows=alone)),
+        ("attend_compressed: weights", lambda: attend(weights=listed[None], implementation="triton")),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call()

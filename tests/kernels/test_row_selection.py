@@ -162,6 +162,19 @@ def test_indices_of_more_scores_than_one_program_takes(rows, k, kind, monkeypatc
     assert torch.equal(top_k_indices(scores, k, flat=True, implementation="triton").cpu(), flat.flatten())
 
 
+@pytest.mark.parametrize("kind", ["different", "ties"])
+def test_programs_may_read_their_scores_again_and_again(kind, monkeypatch):
+    """More rows than all programs of a head read at once, of which the last program has some."""
+    monkeypatch.setattr("kvbench.kernels.row_selection.triton.HEAD", 512)
+    monkeypatch.setattr("kvbench.kernels.row_selection.triton.SPLITS", (1, 4))
+    scores = torch.randn(1, 2, 3700, generator=torch.Generator().manual_seed(4))
+    scores = (scores.round() if kind == "ties" else scores).to(DEVICE)
+    same(scores, torch.tensor([[1000, 3]]))
+    expected = top_k_mask(scores, 1500, implementation="reference").nonzero()[:, 2].view(1, 2, 1500)
+    monkeypatch.setattr("kvbench.kernels.row_selection.triton.SINGLE", 10)
+    assert torch.equal(top_k_indices(scores, 1500, implementation="triton"), expected)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("rows", [300, 5000])
 def test_heads_take_as_many_as_they_are_told(implementation, rows):
@@ -187,7 +200,7 @@ def test_rows_whose_largest_product_counts(rows, heads, window, counts):
     for name in ("reference", "triton"):
         room = torch.full((2, 1, count + 9), -7, device=DEVICE)
         given = {
-            "window": None if window is None else torch.tensor(window, device=DEVICE),
+            "window": None if window is None else torch.tensor([window, (0, 0)], device=DEVICE).T[:, 0],
             "counts": None if counts is None else torch.tensor(counts, device=DEVICE),
         }
         found = top_k_of_heads(products, count, into=room[..., 4 : count + 4], implementation=name, **given)
@@ -212,6 +225,11 @@ def test_inputs_that_do_not_fit():
         ("top_k_indices: counts", lambda: top_k_indices(scores, 2, counts=torch.ones(2, 2).long())),
         ("top_k_indices: counts", lambda: top_k_indices(scores, 2, counts=torch.ones(1, 2))),
         ("top_k_indices: counts", lambda: top_k_indices(scores, 2, counts=torch.ones(1, 2).long(), flat=True)),
+        ("top_k_indices: into", lambda: top_k_indices(scores, 2, into=torch.zeros(1, 2, 2))),
+        ("top_k_indices: into", lambda: top_k_indices(scores, 2, into=torch.zeros(1, 2, 3).long())),
+        ("top_k_indices: into", lambda: top_k_indices(scores, 1, flat=True, into=torch.zeros(1, 2, 1).long())),
+        ("top_k_of_heads: 4 of ", lambda: top_k_of_heads(scores, 4)),
+        ("top_k_of_heads: window", lambda: top_k_of_heads(scores, 1, window=torch.zeros(3).long())),
         ("kept_indices: ", lambda: kept_indices(scores)),
         ("kept_indices: 3 rows of ", lambda: kept_indices(scores > 0, 3)),
         ("gather_rows: ", lambda: gather_rows(torch.zeros(1, dtype=torch.int64), rows, rows[..., :2])),
@@ -226,7 +244,7 @@ def ahead():
     work = {"quotas": "*i64", "work": "*i32", "tallies": "*i32", "known": "*i64", "chosen": "*u8"}
     marks = {"LIST": False, "FLAT": False, "TILE": own.HEAD, "BEGIN": 0, "END": own.PHASES.value, "ONE": True}
     listed = {**marks, "LIST": True, "FLAT": True, "BEGIN": 1}
-    for splits in (1, 8, 32):
+    for splits in own.SPLITS:
         yield list_kernel(own._choose, {**work, "scores": "*bf16"}, {**marks, "SPLITS": splits}, num_warps=8)
         given = {**work, "chosen": "*i64", "scores": "*fp32"}
         yield list_kernel(own._choose, given, {**listed, "SPLITS": splits}, num_warps=8)
