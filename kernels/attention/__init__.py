@@ -156,8 +156,11 @@ def attend_ragged(
         outputs, sums = attend_cudnn(queries, earlier, keys, values, scaling)
         return outputs, sums if lse else None
     if implementation == "triton":
-        from kvbench.kernels.attention.triton import attend_triton
+        from kvbench.kernels.attention.triton import attend_triton, count_together
 
+        if largest is not None and query_heads // heads > count_together(queries):  # no program sees all of them
+            largest.copy_(find_largest(queries, keys))
+            largest = None
         parts = None
         if held is not None:
             parts = held.keys, held.values, held.mass, held.starts, held.lengths

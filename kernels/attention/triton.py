@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.reference import find_largest
-
 LOG2E = tl.constexpr(1.4426950408889634)
 PROGRAMS = {16: 512, 32: 512, 64: 264, 128: 132}  # most programs that rows are split into, by a program's queries
 SPLITS = (16, 128)  # most splits that are joined at once; only two values, because each is compiled
@@ -208,6 +206,13 @@ def _many(
         tl.store(lse + place, (m + tl.log2(norm)) / LOG2E, mask=t < tokens)
 
 
+def count_together(queries: Tensor) -> int:
+    """Return how many queries of a KV head a program takes at most if its rows are split."""
+    if queries.dtype == torch.float32:
+        return 32
+    return 64 if queries.shape[3] > 128 else 128
+
+
 def attend_triton(
     queries: Tensor,
     held: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor] | None,
@@ -220,7 +225,10 @@ def attend_triton(
     step: Tensor | None,
     largest: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `attend_ragged`. `longest` is the largest number of rows that a head may have."""
+    """See `attend_ragged`. `longest` is the largest number of rows that a head may have.
+
+    `largest` is given only if a program can take all queries of a KV head (`count_together`).
+    """
     batch, query_heads, tokens, dim = queries.shape
     heads = keys.shape[1]
     group = query_heads // heads
@@ -246,7 +254,7 @@ def attend_triton(
             M=rows, N=32 if exact else 64, **sizes, num_warps=4 if exact else 8, num_stages=2 if exact else 3,
         )  # fmt: skip
         return outputs, sums if lse else None
-    widest = 32 if exact else 64 if sizes["D"] > 128 else 128
+    widest = count_together(queries)
     rows = 16 if group * tokens <= 16 else min(64, widest) if group * tokens <= 64 else widest
     block, tiles = 32 if exact or sizes["D"] > 128 else 64, triton.cdiv(group * tokens, rows)
     samples = 1 if block_of_prompt else batch
@@ -265,9 +273,6 @@ def attend_triton(
             if found is not None:
                 sums[own] = found
         return outputs, sums if lse else None
-    if largest is not None and tiles > 1:  # no program sees all queries of a KV head
-        largest.copy_(find_largest(queries, keys))
-        largest = None
     parts = [outputs, outputs, outputs]
     if most > 1:  # not by `splits`, which follows from lengths: each constant is compiled
         parts = [
