@@ -148,14 +148,13 @@ class Choice:
             device: Where the rows are.
         """
         self.windows, self.counts, self.absent = windows, counts, seen + len(counts)
-        some = [window for window in windows if window[0] < window[1]]
-        self.high = max((stop for _, stop in some), default=0)
+        self.high = max((stop for start, stop in windows if start < stop), default=0)
         longest = max(seen + number + 1 - stop for number, (_, stop) in enumerate(windows))
         self.tables = torch.tensor([[*window, count] for window, count in zip(windows, counts, strict=True)]).to(device)
         self.first = torch.arange(max(start for start, _ in windows), device=device)
         self.newest = torch.arange(longest, device=device)
 
-    def list_rows(self, batch: int, number: Tensor, last: Tensor) -> tuple[ListedRows, Watcher | None]:
+    def list_rows(self, batch: int, number: Tensor, last: Tensor) -> tuple[ListedRows, Watcher]:
         """List the rows that one token attends to.
 
         Args:
@@ -164,8 +163,7 @@ class Choice:
             last: The token's own row, without dimensions.
 
         Returns:
-            The rows, and what writes the chosen ones among them. It needs the observation layer's largest products;
-            None if none is ever chosen.
+            The rows, and what writes the chosen ones among them. It needs the observation layer's largest products.
         """
         table, most = self.tables.index_select(0, number[None])[0], max(self.counts)
         start, stop, count = table
@@ -174,13 +172,12 @@ class Choice:
         after = after.masked_fill(after > last, self.absent)
         parts = [before, self.first.new_full((most,), self.absent), after]
         listed = torch.cat([part.expand(batch, 1, -1) for part in parts], 2)
-        if not most:
-            return ListedRows(listed), None
         chosen = listed[:, :, len(before) : len(before) + most]
         counts = count.repeat(batch, 1) if most > min(self.counts) else None
 
         def watch(largest: Tensor) -> None:
-            top_k_of_heads(largest[:, :, : self.high], most, window=table[:2], counts=counts, into=chosen)
+            if most:
+                top_k_of_heads(largest[:, :, : self.high], most, window=table[:2], counts=counts, into=chosen)
 
         return ListedRows(listed), watch
 
@@ -220,22 +217,15 @@ class ObservationReader:
                 return None
             rows, watch = self.choices[layer].list_rows(len(queries), number, last)
 
-            def keep() -> None:
+            def take(largest: Tensor) -> None:
+                watch(largest)
                 looks["rows"] = rows
                 if layer == max(self.choices):
                     if self.chosen is None:  # before a graph is captured: other graphs use what a graph allocates
                         self.chosen = torch.empty_like(rows.blocks)
                     self.chosen.copy_(rows.blocks)
 
-            def take(largest: Tensor) -> None:
-                assert watch is not None
-                watch(largest)
-                keep()
-
-            if watch is not None:
-                return take
-            keep()
-            return None
+            return take
 
         return choose
 

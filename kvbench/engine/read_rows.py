@@ -15,6 +15,7 @@ from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.streams import Beside
 from kvbench.interfaces.codec import MadeRows
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowReader, Watcher
+from kvbench.interfaces.rows import mass_dtype
 from kvbench.kernels.listed_attention import attend_listed
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import ContractError
@@ -115,9 +116,7 @@ class ReadRows(PackedRows):
         def attend_watched(index: int, queries: Tensor, watch: Watcher) -> Tensor:
             """Attend to all rows, and let the reader see the largest products beside what follows."""
             keys = self.tails[index][0]
-            largest = torch.empty(
-                keys.shape[:3], dtype=torch.promote_types(keys.dtype, torch.float32), device=keys.device
-            )
+            largest = keys.new_empty(keys.shape[:3], dtype=mass_dtype(keys))
             outputs = self.attend_all(index, queries, largest=largest)[0]
             with self.beside.work(largest, watch, urgent=True):
                 ask(owner, "row_reader", lambda: watch(largest), f" of layer {self.layers[index].index}")
@@ -126,13 +125,12 @@ class ReadRows(PackedRows):
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             counts = self.counts[index], self.step
+            look_ahead(index)
+            self.beside.settle()
             if index in self.growing:
-                look_ahead(index)
-                self.beside.settle()
                 made = ahead.pop(index)
                 look_ahead(index + 1)
                 return self.attend_packed(index, projected, norms, *(() if made is None else (made, counts)))
-            self.beside.settle()
             queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
             early = index + 1 in self.growing  # the rows of the next layer are chosen beside this layer's attention
             with self.beside.work(queries) if early else nullcontext():

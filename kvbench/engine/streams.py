@@ -28,7 +28,7 @@ class Beside:
     def __init__(self, device: torch.device) -> None:
         self.device, self.lane = device, 0
         self.used: list[object] = []  # kept, so that the memory of their tensors gets no other use before `settle`
-        self.busy: list[torch.cuda.Stream] = []
+        self.busy: set[torch.cuda.Stream] = set()
 
     @contextmanager
     def work(self, *used: object, urgent: bool = False) -> Iterator[None]:
@@ -46,7 +46,7 @@ class Beside:
         side = make_streams(self.device)[(2 if urgent else 1) * STREAMS + self.lane]
         for other in {torch.cuda.current_stream(), *self.busy} - {side}:
             side.wait_stream(other)
-        self.busy = [*(own for own in self.busy if own != side), side]
+        self.busy.add(side)
         with torch.cuda.stream(side):
             yield
 

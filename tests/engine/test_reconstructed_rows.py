@@ -11,6 +11,8 @@ from kvbench.engine.graph_decoding import CHUNK, GraphDecoder
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.read_rows import ReadRows, make_reader
 from kvbench.engine.sampling import Sampling
+from kvbench.methods.deltakv import ObservationReader
+from kvbench.validation import ContractError
 from tests.support.answer_paths import (
     LONG,
     assert_branch_leaves_nothing,
@@ -198,3 +200,10 @@ def test_the_kernels_take_the_same_step(method, kind):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
     finally:
         model.to("cpu")
+
+
+def test_a_reader_may_not_watch_a_layer_whose_rows_are_packed(monkeypatch):
+    monkeypatch.setattr(ObservationReader, "choose", lambda *_: lambda layer, *_: None if layer == 0 else print)
+    _, step = read_prompts()
+    with pytest.raises(ContractError, match="^method=deltakv: row_reader watches layer 1, whose rows are packed$"):
+        list(step.generate(LONG, Sampling(), frozenset(), True))
