@@ -1,12 +1,14 @@
 """Do work beside the current CUDA stream, so that a GPU does several small things at once."""
 
+import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
 
 STREAMS = 8  # most streams on which contexts attend side by side; as many settle what attention leaves to do
+SHARE = 0.3  # of a GPU's multiprocessors, for matrix products in the background; chosen by trial on an H200
 
 
 @cache
@@ -16,6 +18,47 @@ def make_streams(gpu: torch.device) -> list[torch.cuda.Stream]:
     What runs in the first third comes before what runs in the second one, and after what runs in the last one.
     """
     return [torch.cuda.Stream(gpu, priority=priority) for priority in (-1, 0, -2) for _ in range(STREAMS)]
+
+
+@cache
+def load_cublas() -> ctypes.CDLL | None:
+    """Return the cuBLAS library that PyTorch has loaded, or None if PyTorch contains cuBLAS itself."""
+    try:
+        cublas = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).split('.')[0]}")
+    except OSError:
+        return None
+    cublas.cublasSetSmCountTarget.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    return cublas
+
+
+@contextmanager
+def limit_products(gpu: torch.device) -> Iterator[None]:
+    """Let cuBLAS compute the matrix products inside on `SHARE` of the multiprocessors.
+
+    A large product otherwise takes all of them, and nothing runs beside it. The limit is one of the thread's handle of
+    cuBLAS. Without the library, products stay unlimited: only their time differs.
+
+    Raises:
+        RuntimeError: If cuBLAS refuses.
+
+    Source:
+        https://docs.nvidia.com/cuda/cublas, `cublasSetSmCountTarget`.
+    """
+    cublas = load_cublas()
+    if cublas is None:
+        yield
+        return
+
+    def allow(multiprocessors: int) -> None:
+        status = cublas.cublasSetSmCountTarget(torch.cuda.current_blas_handle(), multiprocessors)
+        if status:
+            raise RuntimeError(f"cuBLAS answered {status} to a limit of {multiprocessors} multiprocessors")
+
+    allow(max(1, round(SHARE * torch.cuda.get_device_properties(gpu).multi_processor_count)))
+    try:
+        yield
+    finally:
+        allow(0)  # no limit
 
 
 class Beside:
@@ -31,13 +74,15 @@ class Beside:
         self.busy: set[torch.cuda.Stream] = set()
 
     @contextmanager
-    def work(self, *used: object, urgent: bool = False) -> Iterator[None]:
+    def work(self, *used: object, urgent: bool = False, limited: bool = False) -> Iterator[None]:
         """Do what is inside beside the current stream.
 
         Args:
             used: Tensors from outside that it uses, or what holds them. Those that last until `settle` may be left out.
             urgent: Whether the GPU does this before what else it could do. It is meant for small work that much waits
                 for.
+            limited: Whether matrix products leave most of the GPU to what else it does (`limit_products`). They take
+                longer then.
         """
         self.used += [own for own in used if own is not None]
         if self.device.type != "cuda":
@@ -47,7 +92,7 @@ class Beside:
         for other in {torch.cuda.current_stream(), *self.busy} - {side}:
             side.wait_stream(other)
         self.busy.add(side)
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), limit_products(self.device) if limited else nullcontext():
             yield
 
     def settle(self) -> None:

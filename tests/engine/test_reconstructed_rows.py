@@ -11,6 +11,7 @@ from kvbench.engine.graph_decoding import CHUNK, GraphDecoder
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.read_rows import ReadRows, make_reader
 from kvbench.engine.sampling import Sampling
+from kvbench.engine.streams import Beside
 from kvbench.methods.deltakv import ObservationReader
 from kvbench.validation import ContractError
 from tests.support.answer_paths import (
@@ -207,3 +208,19 @@ def test_a_reader_may_not_watch_a_layer_whose_rows_are_packed(monkeypatch):
     _, step = read_prompts()
     with pytest.raises(ContractError, match="^method=deltakv: row_reader watches layer 1, whose rows are packed$"):
         list(step.generate(LONG, Sampling(), frozenset(), True))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_products_leave_multiprocessors_beside_a_packed_layer(batch, monkeypatch):
+    """Layer 1 comes behind an observation layer and waits for its rows. Those of layer 2 are made beside layer 1."""
+    limits, work = [], Beside.work
+
+    def note(self, *used, urgent=False, limited=False):
+        limits.append(limited)
+        return work(self, *used, urgent=urgent, limited=limited)
+
+    monkeypatch.setattr(Beside, "work", note)
+    _, step = read_prompts(batch=batch)
+    list(step.generate(LONG, Sampling(), frozenset(), True))
+    choosing_and_making = [False, False, False, batch == 1]
+    assert limits and limits == choosing_and_making * (len(limits) // 4)

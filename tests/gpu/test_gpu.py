@@ -4,6 +4,7 @@
 """
 
 import copy
+import ctypes
 import gc
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.graph_prefill import GraphPrefill
 from kvbench.engine.joint_decoding import run_alone
 from kvbench.engine.sampling import Sampling
+from kvbench.engine.streams import limit_products, load_cublas
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
@@ -216,6 +218,20 @@ def test_graphs_reconstruct_the_rows_that_the_modules_read(exact, batch, method,
         if one.packs:
             sizes = [[own.shape for own in layer.rows.stored.tensors()] for layer in (one, other)]
             assert sizes[0] == sizes[1]
+
+
+def test_products_are_limited_as_long_as_they_shall_be():
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    given, cublas = ctypes.c_int(), load_cublas()
+
+    def find_limit() -> int:
+        assert not cublas.cublasGetSmCountTarget(ctypes.c_void_p(torch.cuda.current_blas_handle()), ctypes.byref(given))
+        return given.value
+
+    with pytest.raises(KeyError), limit_products(gpu):
+        assert 0 < find_limit() < torch.cuda.get_device_properties(gpu).multi_processor_count / 2
+        raise KeyError
+    assert find_limit() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

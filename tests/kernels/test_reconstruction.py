@@ -1,6 +1,7 @@
 """Attention to rows of which some are codes and references, against a loop over rows in float64."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -256,10 +257,11 @@ def test_a_number_that_is_none_is_seen(codes, implementation):
 
 
 def test_what_does_not_fit_is_refused():
-    case, step = Case(), torch.tensor(0, dtype=torch.int32)
+    case, step = Case(), torch.tensor(0, dtype=torch.int32, device=DEVICE)
     made = Made(case, 0)
-    listed, codes, angles = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 19, 5), torch.zeros(50, 16)
-    queries, expansion = torch.zeros(2, 4, 1, 16), Expansion(codes[..., :3], codes, torch.zeros(3, 5))
+    zeros = partial(torch.zeros, device=DEVICE)
+    listed, codes, angles = zeros(2, 3, dtype=torch.int64), zeros(2, 19, 5), zeros(50, 16)
+    queries, expansion = zeros(2, 4, 1, 16), Expansion(codes[..., :3], codes, zeros(3, 5))
 
     alone = replace(made.rows, references=None, more_references=None)
 
@@ -272,7 +274,7 @@ def test_what_does_not_fit_is_refused():
         ("take_codes: listed", lambda: take_codes(listed[:1], codes, codes, made.rows, step)),
         ("expansion: keys", lambda: replace(expansion, keys=codes[:, :3, :3])),
         ("expansion: keys", lambda: replace(expansion, inner=codes[..., :4])),
-        ("expansion: keys", lambda: replace(expansion, weight=torch.zeros(4, 5))),
+        ("expansion: keys", lambda: replace(expansion, weight=zeros(4, 5))),
         ("attend_compressed: keys", lambda: attend(expansion=expansion)),
         ("attend_compressed: queries", lambda: attend(queries=queries[:1])),
         ("attend_compressed: queries", lambda: attend(queries=queries[:, :3])),
