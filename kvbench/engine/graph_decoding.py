@@ -316,9 +316,14 @@ def read_token(
     weights: DecoderWeights, rows: StepRows, tokens: Tensor, cuts: bool, implementation: str | None
 ) -> Tensor:
     """Read a token of each sample, (B,), into the rows, which do not count it yet. Returns its logits, (B, vocab)."""
-    x = forward_step(weights, tokens[:, None], rows.reader(cuts), implementation)
-    norm = (weights.norm, weights.epsilon)
-    (logits,) = rms_norm_linear(x, [weights.head], norm=norm, implementation=implementation)
+    try:
+        x = forward_step(weights, tokens[:, None], rows.reader(cuts), implementation)
+        norm = (weights.norm, weights.epsilon)
+        (logits,) = rms_norm_linear(x, [weights.head], norm=norm, implementation=implementation)
+    except BaseException:  # for example because memory does not suffice
+        with suppress(RuntimeError):  # the error may also have ended the capture
+            rows.settle()  # a capture can end only when all streams have joined it
+        raise
     rows.settle()
     return logits
 

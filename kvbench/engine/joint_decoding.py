@@ -292,11 +292,13 @@ class JoinedRows(StepRows):
         for other in self.streams:
             other.wait_stream(here)
         results = []
-        for number, own in enumerate(work):
-            with torch.cuda.stream(every[number % len(every)]):
-                results.append(own())
-        for other in self.streams:
-            here.wait_stream(other)
+        try:
+            for number, own in enumerate(work):
+                with torch.cuda.stream(every[number % len(every)]):
+                    results.append(own())
+        finally:
+            for other in self.streams:
+                here.wait_stream(other)
         return torch.cat(results)
 
     def prepare(self) -> None:

@@ -97,7 +97,8 @@ class Beside:
 
     def settle(self) -> None:
         """Let the current stream wait for the work."""
-        for side in self.busy:
-            torch.cuda.current_stream().wait_stream(side)
+        sides = list(self.busy)
         self.busy.clear()
         self.used.clear()
+        for side in sides:
+            torch.cuda.current_stream().wait_stream(side)
