@@ -104,14 +104,17 @@ def _rank_pairs(
     queries, codebook, keys, codes, counts, totals, stop, last, classes, rooms, arrived,
     heads, group, count, size, first, counted, k, scale, q_b, q_h, q_d, k_b, k_h, k_n, k_d, c_b, c_h, c_m,
     WIDE: tl.constexpr, G: tl.constexpr, M: tl.constexpr, E: tl.constexpr, N: tl.constexpr, CENTROIDS: tl.constexpr,
-    COUNTED: tl.constexpr, NEAR: tl.constexpr, STEPS: tl.constexpr, CAST: tl.constexpr,
+    COUNTED: tl.constexpr, NEAR: tl.constexpr, STEPS: tl.constexpr, CAST: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Write the class of each pair of a head (B·H, W·W), and for how many rows of class 1 there is room.
 
     A pair is of class 2 if its score is above that of the k-th row, of class 1 if it is that score, otherwise of class
     0. `counts` (B·H, W·W) are those of the rows from `first` to `counted`. With those of later candidates they are
-    `totals`. The last two programs of a head find the codes of row `last` of the keys instead.
+    `totals`. The last two programs of a head find the codes of row `last` of the keys instead. With AHEAD,
+    `_list_pairs` may begin at once.
     """
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
     part, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = line // heads, line % heads
     codes += b * c_b + h * c_h
@@ -157,11 +160,16 @@ def _rank_pairs(
 
 
 @triton.jit
-def _load_classes(codes, classes, start, end, first, c_m, WIDE: tl.constexpr, TILE: tl.constexpr):
-    """Return some rows, and the classes of their pairs; 0 from row `end` on."""
+def _load_tile(codes, start, end, first, c_m, WIDE: tl.constexpr, TILE: tl.constexpr):
+    """Return some rows, and their pairs; 0 from row `end` on."""
     row = start + tl.arange(0, TILE)
-    here = row < end
-    return row, tl.load(classes + _load_pairs(codes, row, here, first, c_m, WIDE), mask=here, other=0).to(tl.int32)
+    return row, _load_pairs(codes, row, row < end, first, c_m, WIDE)
+
+
+@triton.jit
+def _load_classes(classes, row, pair, end):
+    """Return the classes of rows; 0 from row `end` on."""
+    return tl.load(classes + pair, mask=row < end, other=0).to(tl.int32)
 
 
 @triton.jit
@@ -177,29 +185,35 @@ def _write_rows(found, row, own, equal, room, place):
 @triton.jit(do_not_specialize=["heads", "first", "per_split", "splits", "line", "c_b", "c_h", "c_m"])
 def _list_pairs(
     codes, classes, rooms, arrived, tallies, stop, found, heads, first, per_split, splits, line, c_b, c_h, c_m,
-    WIDE: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, ONE: tl.constexpr, BEGIN: tl.constexpr,
-    END: tl.constexpr,
+    WIDE: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, ONE: tl.constexpr, AHEAD: tl.constexpr,
+    BEGIN: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of class 2, and the first ones of class 1 that there is room for, each head's `line` places behind
     those of the head before.
 
     The programs of a head count first and write afterwards, as in `_choose` of kernels.row_selection. With ONE each has
-    at most TILE rows, whose classes it then keeps in registers.
+    at most TILE rows, whose classes it then keeps in registers. With AHEAD, `_rank_pairs` may still run when it begins,
+    so that the pairs of these rows are there when the classes are.
     """
     split, head = tl.program_id(0), tl.program_id(1)
     codes += (head // heads).to(tl.int64) * c_b + (head % heads).to(tl.int64) * c_h
     classes += head * WIDE * WIDE
     tallies += head * splits * 2
-    last, room = tl.load(stop).to(tl.int32), tl.load(rooms + head)
     begin = first + split * per_split
-    end = tl.minimum(begin + per_split, last)
+    end = tl.minimum(begin + per_split, tl.load(stop).to(tl.int32))
     above, equal = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     if ONE:
-        row, own = _load_classes(codes, classes, begin, end, first, c_m, WIDE, TILE)
+        row, pair = _load_tile(codes, begin, end, first, c_m, WIDE, TILE)
+    if AHEAD:
+        tl.extra.cuda.gdc_wait()
+    room = tl.load(rooms + head)
+    if ONE:
+        own = _load_classes(classes, row, pair, end)
         above, equal = tl.sum((own == 2).to(tl.int32)), tl.sum((own == 1).to(tl.int32))
     elif BEGIN == 0:
         for start in range(begin, end, TILE):
-            _, some = _load_classes(codes, classes, start, end, first, c_m, WIDE, TILE)
+            row, pair = _load_tile(codes, start, end, first, c_m, WIDE, TILE)
+            some = _load_classes(classes, row, pair, end)
             above += tl.sum((some == 2).to(tl.int32))
             equal += tl.sum((some == 1).to(tl.int32))
     if BEGIN == 0:
@@ -217,7 +231,8 @@ def _list_pairs(
             _write_rows(found, row, own, equal, room, place)
         else:
             for start in range(begin, end, TILE):
-                row, own = _load_classes(codes, classes, start, end, first, c_m, WIDE, TILE)
+                row, pair = _load_tile(codes, start, end, first, c_m, WIDE, TILE)
+                own = _load_classes(classes, row, pair, end)
                 equal, place = _write_rows(found, row, own, equal, room, place)
 
 
@@ -248,18 +263,23 @@ def list_by_pairs(
     classes = torch.empty(lines, wide * wide, dtype=torch.uint8, device=device)
     rooms, arrived = (torch.empty(lines, dtype=torch.int32, device=device) for _ in range(2))
     tallies = torch.empty(lines, splits, 2, dtype=torch.int32, device=device)
+    ahead = not is_interpreting() and torch.cuda.get_device_capability(device) >= (
+        9,
+        0,
+    )  # programmatic dependent launch
     _rank_pairs[3, lines](
         queries, codebook.contiguous(), keys, codes, counts, torch.empty_like(counts), stop, last, classes, rooms,
         arrived, heads, group, count, size, first, counted, found.shape[2], scaling * LOG2E, *queries.stride(),
         *keys.stride(), *strides,
         WIDE=wide, G=grouped, M=max(16, grouped), E=max(16, round_up(size)), N=MORE, CENTROIDS=CENTROIDS,
         COUNTED=COUNTED, NEAR=NEAR, STEPS=STEPS, CAST=is_interpreting() and queries.dtype == torch.bfloat16,
-        num_warps=8 if wide * wide * grouped > 4096 else 4,
+        AHEAD=ahead, num_warps=8 if wide * wide * grouped > 4096 else 4,
     )  # fmt: skip
     given = codes, classes, rooms, arrived, tallies, stop, found, heads, first, per_split, splits
     apart = is_interpreting() and splits > 1  # programs run one after the other there and cannot wait
     for begin, end in ((0, 1), (1, 2)) if apart else ((0, 2),):
         _list_pairs[splits, lines](
             *given, found.stride(1), *strides,
-            WIDE=wide, MOST=MOST, TILE=TILE, ONE=per_split == TILE, BEGIN=begin, END=end, num_warps=8,
+            WIDE=wide, MOST=MOST, TILE=TILE, ONE=per_split == TILE, AHEAD=ahead, BEGIN=begin, END=end,
+            num_warps=8, launch_pdl=ahead,
         )  # fmt: skip

@@ -223,7 +223,7 @@ def test_graphs_reconstruct_the_rows_that_the_modules_read(exact, batch, method,
 
 
 def test_products_are_limited_as_long_as_they_shall_be():
-    gpu = torch.device("cuda", torch.cuda.current_device())
+    gpu = torch.zeros(1, device="cuda").device
     given, cublas = ctypes.c_int(), load_cublas()
 
     def find_limit() -> int:
