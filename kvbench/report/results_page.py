@@ -59,8 +59,10 @@ CHANGES = {  # key of GAINS -> what it says of the numbers of cells, and of thos
     "codec_gain": MORE.format("codec"),
 }
 FILES = """\
-The fronts go by the bytes of a cache. *with files* adds those of the files that a method or codec needs beside the
-model, as if they served a single prompt. All prompts share them."""
+On a *front* are the cells of which no other one holds fewer bytes and scores as much. One front goes by the bytes of a
+cache, the other one by the bytes *with files*: those of the cache and of the files that a method or codec needs beside
+the model, as if they served a single prompt. All prompts share them. A table lists the cells on either front and all
+others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
 LIMITS = """\
 ## What these numbers cannot tell
 
@@ -312,23 +314,29 @@ def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
 
 
 def format_bytes(compared: Mapping[str, Sequence[Line]]) -> list[str]:
-    """Return what evicting and quantising bring together; nothing if no cell is quantised.
+    """Return what evicting and quantising bring together, for cells of which some are quantised or need files.
 
     Args:
         compared: Title -> cells that are compared.
     """
     text: list[str] = []
     for title, cells in compared.items():
-        if not any(line["codec"] != "raw" for line in cells):
+        files = [line for line in cells if count_with_files(line) > line["bytes_held"]]
+        if not files and all(line["codec"] == "raw" for line in cells):
             continue
-        front = find_front(cells)
-        packed = [line for line in front if line["codec"] != "raw"]
+        fronts = {"cache": find_front(cells), "with files": find_front(cells, count_with_files)}
+        listed = [line for line in cells if line in files or any(line in front for front in fronts.values())]
+        packed = [line for line in fronts["cache"] if line["codec"] != "raw"]
         said = (
-            f"**{title}.** These {len(front)} of {len(cells)} cells are on the front: no other "
-            f"one holds fewer bytes and scores as much. {len(packed)} of them are quantised. The front goes by mean "
-            "scores, and neighbours on it often cannot be told apart."
+            f"**{title}.** {len(fronts['cache'])} of {len(cells)} cells are on the front by bytes held, "
+            f"{len(packed)} of them quantised, and {len(fronts['with files'])} on the front with files."
         )
         text += [wrap(said), ""]
+
+        def name_fronts(line: Line, fronts: Mapping[str, Sequence[Line]] = fronts) -> str:
+            found = [name for name, front in fronts.items() if line in front]
+            return "both" if len(found) == len(fronts) else "".join(found)
+
         columns = [
             Column("cell", "", lambda line: line["label"]),
             Column("budget", "", lambda line: format_budget(line["budget"])),
@@ -336,8 +344,9 @@ def format_bytes(compared: Mapping[str, Sequence[Line]]) -> list[str]:
             Column("with files", "", lambda line: format_share(line["bytes_with_files"])),
             Column("score", "", lambda line: format_number(line["score"])),
             Column("95 %", "", lambda line: format_interval(line["score_low"], line["score_high"])),
+            Column("front", "", name_fronts),
         ]
-        text += [*format_markdown(columns, front), ""]
+        text += [*format_markdown(columns, sorted(listed, key=lambda line: (line["bytes_held"], -line["score"]))), ""]
     return [FILES, "", *text, *format_gains(compared, "codec_gain")] if text else []
 
 
@@ -346,10 +355,16 @@ def format_share(share: float | None) -> str:
     return "" if share is None else format_percent(share)
 
 
-def find_front(cells: Sequence[Line]) -> list[Line]:
-    """Return the cells such that no other one holds fewer bytes and scores as much, the fewest bytes first."""
+def count_with_files(line: Line) -> float:
+    """Return the bytes of a cell's cache and files over those of the full cache. Older runs know of no files."""
+    held: float = line["bytes_held"]
+    return held if line["bytes_with_files"] is None else line["bytes_with_files"]
+
+
+def find_front(cells: Sequence[Line], count: Callable[[Line], float] = lambda line: line["bytes_held"]) -> list[Line]:
+    """Return the cells such that no other one has a smaller `count` and scores as much, the smallest count first."""
     front: list[Line] = []
-    for line in sorted(cells, key=lambda line: (line["bytes_held"], -line["score"])):
+    for line in sorted(cells, key=lambda line: (count(line), -line["score"])):
         if not front or line["score"] > front[-1]["score"]:
             front.append(line)
     return front
