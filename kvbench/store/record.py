@@ -100,7 +100,7 @@ class Record:
     )
     state_bytes: int = described("Data that the method keeps in addition to the rows.", "bytes", ANSWERED)
     weights_bytes: int = described(
-        "Weights that the method and the codec read from files and need beside the model. All samples share them.",
+        "Weights that the method and the codec need beside the model, in bytes of their files. All samples share them.",
         "bytes",
         ANSWERED,
         since=3,
