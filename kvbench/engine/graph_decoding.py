@@ -134,15 +134,19 @@ def try_to_record(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     can be captured.
     """
     gpu, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
+    pool = keep_pool(gpu).pool()
     with torch.cuda.stream(capture_stream(gpu)), pause_garbage_collection():
-        graph.capture_begin(keep_pool(gpu).pool())
+        graph.capture_begin(pool)
         try:
             work()
         except BaseException:
             try:
                 graph.capture_end()
             except RuntimeError:  # `work` has ended the capture, for example by waiting for the device
-                keep_pool.cache_clear()  # PyTorch takes this pool for one that is still in use
+                keep_pool.cache_clear()
+                # otherwise PyTorch takes the capture for one under way, and never returns free memory to the GPU again
+                torch._C._cuda_endAllocateToPool(gpu, pool)
+                torch._C._cuda_releasePool(gpu, pool)
             raise
         graph.capture_end()
     return graph

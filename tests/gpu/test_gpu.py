@@ -21,7 +21,7 @@ from kvbench.config.compose import compose_config
 from kvbench.engine import repeated_cuts, shared_prefill
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
-from kvbench.engine.graph_decoding import keep_pool
+from kvbench.engine.graph_decoding import keep_pool, record_launches
 from kvbench.engine.graph_prefill import GraphPrefill
 from kvbench.engine.joint_decoding import run_alone
 from kvbench.engine.sampling import Sampling
@@ -468,6 +468,21 @@ def test_a_capture_that_fails_spoils_no_other(deep_model, monkeypatch):
             answers = [torch.stack(list(own.generate(24, GREEDY, frozenset()))) for own in (alone, context)]
             assert torch.equal(*answers) and context.decoding == "graph"
     assert repeated_cuts.FAILED == {repr(own.method) for own in policies}
+
+
+def test_memory_is_returned_after_a_capture_that_failed():
+    def wait() -> None:
+        torch.zeros(8, device="cuda").tolist()
+
+    record_launches(lambda: torch.zeros(8, device="cuda"))
+    with pytest.raises(RuntimeError, match="stream is capturing"):
+        record_launches(wait)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() >= before + (1 << 30)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before
 
 
 @pytest.mark.parametrize(("method", "more"), [("h2o", {}), ("deltakv", {"full_layers": [0], "depth": None})])
