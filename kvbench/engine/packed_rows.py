@@ -63,4 +63,5 @@ class PackedRows(GrowingRows):
         if read and self.growing:
             for index, attended in self.list_attended(0, read, self.growing).items():
                 self.layers[index].finish_growing(read, attended)
+                del self.growing[index]  # some codecs copy their rows, so the next layer may need the memory
         self.growing = {}

@@ -1,10 +1,12 @@
 """A step over rows of DeltaKV, reconstructed from codes and references, gives what the modules give."""
 
+import weakref
 from fractions import Fraction
 
 import pytest
 import torch
 
+from kvbench.cache.layer import Layer
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.context import decodes_in_graph
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder
@@ -224,3 +226,19 @@ def test_products_leave_multiprocessors_beside_a_packed_layer(batch, monkeypatch
     list(step.generate(LONG, Sampling(), frozenset(), True))
     choosing_and_making = [False, False, False, batch == 1]
     assert limits and limits == choosing_and_making * (len(limits) // 4)
+
+
+def test_old_rows_of_a_layer_are_freed_before_the_next_layer_copies_its_own(monkeypatch):
+    """After an answer the rows of a layer and its new blocks are joined, in new memory."""
+    alive, finish = [], Layer.finish_growing
+
+    def look(self, *given):
+        alive.append([old() is not None for old in olds])
+        olds.append(weakref.ref(self.rows.stored))
+        finish(self, *given)
+
+    olds: list = []
+    monkeypatch.setattr(Layer, "finish_growing", look)
+    _, step = read_prompts(batch=1)
+    list(step.generate(LONG, Sampling(), frozenset(), True))
+    assert alive[0] == [] and alive[1] == [False]
