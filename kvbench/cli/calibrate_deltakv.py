@@ -98,7 +98,8 @@ def calibrate(options: Namespace, device: str) -> None:
     given = {name: getattr(options, option) for option, name in RECIPE.items()}
     recipe = choose_recipe(width, layout.longest, given | {"seed": options.seed})
     checkpoint.check()
-    delta_training.check_room(options.out, layout.layers * recipe.count_weights(width))
+    weights = layout.layers * recipe.count_weights(width)
+    delta_training.check_room(options.out, layout.layers, weights, recipe.steps)
 
     tokenizer = checkpoint.tokenizer()
     texts, source = calibration_texts.open_texts(options, checkpoint.path, recipe.length, recipe.seed)

@@ -29,7 +29,8 @@ from kvbench.validation import SettingError, name_file_in_errors
 MOST_HELD_OUT = 16  # sequences that are never trained on
 SAVE_EVERY = 60.0  # seconds
 FILE_DTYPE = torch.bfloat16  # of the authors' files too
-ROOM = 1 << 20  # bytes for the log and the headers
+HEADERS = 10_000  # bytes of a state for the names and shapes of a layer's tensors, at most
+LINE = 128  # bytes of a line of the log, at most
 Settings = Mapping[str, str | int | float]
 
 
@@ -67,17 +68,24 @@ def name_log(out: Path) -> Path:
     return out.with_name(f"{out.name}.log.jsonl")
 
 
-def check_room(out: Path, compressors: int) -> None:
-    """Raise a SettingError unless the disk has room for two states, one of which is being written, and the output.
+def check_room(out: Path, layers: int, weights: int, steps: int) -> None:
+    """Raise a SettingError unless the disk has room for what a training, new or interrupted, is still to write.
+
+    It needs the most room for two states, one of which is being written, and the log. The output is smaller than a
+    state, and is written after the last one.
 
     Args:
         out: The output.
-        compressors: Number of weights.
+        layers: Number of layers.
+        weights: Number of weights of all compressors. A state holds three numbers of float32 for each.
+        steps: Number of steps.
     """
     folder = next(path for path in out.absolute().parents if path.exists())
-    need, free = 2 * 12 * compressors + 4 * compressors + ROOM, shutil.disk_usage(folder).free
+    written = sum(file.stat().st_size for file in (name_state(out), name_log(out)) if file.exists())
+    need = 2 * (12 * weights + HEADERS * layers) + LINE * steps - written
+    free = shutil.disk_usage(folder).free
     if free < need:
-        raise SettingError(f"--out={out}: the training needs {need / 1e9:.1f} GB there, {free / 1e9:.1f} GB are free")
+        raise SettingError(f"--out={out}: the training needs {need / 1e6:,.1f} MB there, {free / 1e6:,.1f} MB are free")
 
 
 def load_state(out: Path, settings: Settings) -> dict[str, Any] | None:

@@ -346,6 +346,30 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path, folder, 
     assert not state.exists()
 
 
+def test_a_training_begins_and_goes_on_where_the_disk_has_room_for_it(tmp_path, folder, monkeypatch, capsys):
+    """For two states and the log in the beginning, and for what is missing of them afterwards."""
+    out, free = tmp_path / "small" / "file", 10**6
+    monkeypatch.setattr(delta_training.shutil, "disk_usage", lambda own: type("Usage", (), {"free": free}))
+    weights = 2 * choose_recipe(128, 4096, {}).count_weights(128)
+    need = 2 * (12 * weights + 10_000 * 2) + 128 * 6
+    for free in (10**6, need - 1):
+        assert calibrate.main(command(folder, out)) == 2
+        refusal = f"kvbench: --out={out}: the training needs 5.5 MB there, {free / 1e6:.1f} MB are free\n"
+        assert capsys.readouterr().err == refusal and not out.parent.exists()
+    free = need
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, last=5, saved=3)
+        assert calibrate.main(command(folder, out)) == 130
+    written = [name(out).stat().st_size for name in (delta_training.name_state, delta_training.name_log)]
+    assert 12 * weights < written[0] < need // 2 and 5 * 64 < written[1] <= 5 * 128
+    free = need - sum(written) - 1
+    capsys.readouterr()
+    assert calibrate.main(command(folder, out)) == 2
+    assert f"--out={out}: the training needs 2.8 MB there, 2.8 MB are free" in capsys.readouterr().err
+    free += 1
+    assert calibrate.main(command(folder, out)) == 0 and out.stat().st_size < written[0]
+
+
 def test_the_file_has_the_official_names_and_says_what_made_it(tmp_path, folder, capsys):
     out = tmp_path / "made" / "file.safetensors"
     assert calibrate.main(command(folder, out, text=None)) == 0
@@ -376,7 +400,7 @@ def test_the_file_has_the_official_names_and_says_what_made_it(tmp_path, folder,
     assert held_out["errors"] == pytest.approx(errors.tolist())
 
 
-def test_what_the_command_refuses(tmp_path, folder, monkeypatch, capsys):
+def test_what_the_command_refuses(tmp_path, folder, capsys):
     out, there = tmp_path / "file", tmp_path / "there"
     there.write_text("x")
     (tmp_path / "latin.txt").write_bytes("Jürgen".encode("latin-1"))
@@ -409,9 +433,6 @@ def test_what_the_command_refuses(tmp_path, folder, monkeypatch, capsys):
         assert calibrate.main(command(folder, **({"out": out} | wrong))) == 2, wrong
         err = capsys.readouterr().err
         assert line in err and err.startswith("kvbench: ") and err.count("\n") == 1
-    monkeypatch.setattr(delta_training.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10**6}))
-    assert calibrate.main(command(folder, out)) == 2
-    assert f"--out={out}: the training needs 0.0 GB there, 0.0 GB are free" in capsys.readouterr().err
     with pytest.raises(SettingError, match="^--model: layer 0 has a sliding window; DeltaKV needs full attention"):
         check_layout(read_layout(tiny("gemma3")))
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("file")]
