@@ -110,7 +110,7 @@ def check_out(options: Namespace) -> None:
         raise SettingError(f"--out={options.out}: no {'folder' if pattern else 'file'} can be there")
     require_writable("--out", options.out.parent)
     made = options.out / "full_attention_heads.tsv" if pattern else options.out
-    if options.method != "deltakv" and made.exists():  # DeltaKV's training may go on
+    if made.exists() and (options.method != "deltakv" or options.untrained):  # DeltaKV's training may go on
         raise SettingError(f"--out={options.out}: there is a file; delete it or give another name")
 
 

@@ -293,6 +293,9 @@ def test_untrained_weights_need_a_shape_only(tmp_path, capsys):
     assert (found.code, found.identity, found.metadata["source"]) == (6, None, "untrained")
     assert f"{out}: untrained compressors of {layout.layers} layers" in capsys.readouterr().out
     assert calibrate.main(["deltakv", "--untrained", *options, "--steps", "3"]) == 2
+    assert f"--out={out}: there is a file; delete it or give another name" in capsys.readouterr().err
+    options[3] = str(tmp_path / "other")
+    assert calibrate.main(["deltakv", "--untrained", *options, "--steps", "3"]) == 2
     assert "--untrained: trains nothing; leave out --steps" in capsys.readouterr().err
     recipe = choose_recipe(width, layout.longest, {"code": 6, "seed": 42})
     first, read = draw_compressors(layout.layers, width, recipe), read_compressors(out, layout.layers, width)
