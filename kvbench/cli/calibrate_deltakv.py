@@ -98,6 +98,9 @@ def calibrate(options: Namespace, device: str) -> None:
     given = {name: getattr(options, option) for option, name in RECIPE.items()}
     recipe = choose_recipe(width, layout.longest, given | {"seed": options.seed})
     checkpoint.check()
+    settings = {option: getattr(recipe, name) for option, name in RECIPE.items()}
+    settings |= {"model": checkpoint.identity(), "seed": recipe.seed, "dtype": dtype, "device": device}
+    state = delta_training.load_state(options.out, settings)
     weights = layout.layers * recipe.count_weights(width)
     delta_training.check_room(options.out, layout.layers, weights, recipe.steps)
 
@@ -105,11 +108,9 @@ def calibrate(options: Namespace, device: str) -> None:
     texts, source = calibration_texts.open_texts(options, checkpoint.path, recipe.length, recipe.seed)
     wanted, least = (delta_training.count_needed(own) for own in (recipe.steps * recipe.batch, recipe.batch))
     text = token_sequences.pack_texts(tokenizer, texts, recipe.length, wanted, least)
-
-    settings = {option: getattr(recipe, name) for option, name in RECIPE.items()}
-    settings |= {"model": checkpoint.identity(), "seed": recipe.seed, "text": text.digest}
-    settings |= {"dtype": dtype, "device": device}
-    state = delta_training.load_state(options.out, settings)
+    if state is not None:
+        delta_training.compare_settings(options.out, state["settings"], {"text": text.digest})
+    settings["text"] = text.digest
 
     model = checkpoint.weights(getattr(torch, dtype), device)
     training = delta_training.DeltaTraining(model, width, recipe, text, options.out, settings, state)

@@ -93,10 +93,11 @@ def load_state(out: Path, settings: Settings) -> dict[str, Any] | None:
 
     Args:
         out: The output.
-        settings: Value of each option, as this training uses it.
+        settings: Value of each option, as this training uses it. Those that are not known yet can be left out.
 
     Raises:
-        SettingError: The state cannot be read, or the training was begun with other settings.
+        SettingError: There is an output already, the state cannot be read, or the training was begun with other
+            settings.
     """
     file = name_state(out)
     if not file.exists():
@@ -105,16 +106,27 @@ def load_state(out: Path, settings: Settings) -> dict[str, Any] | None:
         return None
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        begun = state["settings"]
+        begun = dict(state["settings"])
     except Exception as error:  # whatever a damaged file raises
         raise SettingError(f"--out={out}: {file.name} is damaged ({type(error).__name__}); delete it") from None
+    compare_settings(out, begun, settings)
+    return state
+
+
+def compare_settings(out: Path, begun: Settings, settings: Settings) -> None:
+    """Raise a SettingError if a training was begun with other settings.
+
+    Args:
+        out: The output.
+        begun: Value of each option that the state of the training holds.
+        settings: Value of options, as this training uses them.
+    """
     for name, value in settings.items():
         if begun.get(name) != value:
             raise SettingError(
-                f"--{name}: {value}, but the training in {file.name} was begun with {begun.get(name)}; give the same, "
-                "or delete that file"
+                f"--{name}: {value}, but the training in {name_state(out).name} was begun with {begun.get(name)}; give "
+                "the same, or delete that file"
             )
-    return state
 
 
 def order_sequences(sequences: int, batch: int, seed: int, first: int) -> Iterator[list[int]]:

@@ -329,17 +329,6 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path, folder, 
     assert "stopped at step 5 of 6; the same command goes on" in capsys.readouterr().err
     assert len(delta_training.name_log(parts).read_text().splitlines()) == 5 and not parts.exists()
     state = delta_training.name_state(parts)
-    kept = state.read_bytes()
-    (folder / "more.txt").write_text("Some other text about the house and the letter. " * 40)
-    for name, value in {"steps": 7, "length": 50, "lr": 0.5, "seed": 1, "batch": 2, "code": 5, "inner": 5,
-                        "dtype": "bfloat16", "text": folder / "more.txt"}.items():  # fmt: skip
-        assert calibrate.main(command(folder, parts, **{name: value})) == 2
-        assert f"kvbench: --{name}: " in (line := capsys.readouterr().err) and "was begun with" in line
-        assert line.count("\n") == 1
-    state.write_bytes(kept[:1000])
-    assert calibrate.main(command(folder, parts)) == 2
-    assert "file.training is damaged" in capsys.readouterr().err
-    state.write_bytes(kept)
     assert calibrate.main(command(folder, parts)) == 0
     assert capsys.readouterr().out.replace("parts", "whole") == printed
     one, other = (load_file(path) for path in (whole, parts))
@@ -347,6 +336,42 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path, folder, 
     assert peek_compressors(whole) == peek_compressors(parts) and whole.read_bytes() == parts.read_bytes()
     assert delta_training.name_log(whole).read_bytes() == delta_training.name_log(parts).read_bytes()
     assert not state.exists()
+
+
+def refuse_to_read(*arguments: object, **options: object) -> None:
+    raise AssertionError("a text was read")
+
+
+def test_only_another_text_is_refused_after_it_was_read(tmp_path, folder, monkeypatch, capsys):
+    """An output that is there, a damaged state, and other settings than the state's are refused before."""
+    out, there = tmp_path / "parts" / "file", tmp_path / "there"
+    there.write_text("x")
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, last=2, saved=1)
+        assert calibrate.main(command(folder, out)) == 130
+    state = delta_training.name_state(out)
+    kept = state.read_bytes()
+    (folder / "more.txt").write_text("Some other text about the house and the letter. " * 40)
+    capsys.readouterr()
+    assert calibrate.main(command(folder, out, text=folder / "more.txt")) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("kvbench: --text: ") and "was begun with" in err and err.count("\n") == 1
+    monkeypatch.setattr(token_sequences, "pack_texts", refuse_to_read)
+    for name, value in {"steps": 7, "length": 50, "lr": 0.5, "seed": 1, "batch": 2, "code": 5, "inner": 5,
+                        "dtype": "bfloat16", "model": "reference"}.items():  # fmt: skip
+        assert calibrate.main(command(folder, out, **{name: value})) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"kvbench: --{name}: ") or name == "model"
+        assert "but the training in file.training was begun with" in err and err.count("\n") == 1
+    assert calibrate.main(command(folder, there)) == 2
+    assert f"--out={there}: there is a file; delete it or give another name" in capsys.readouterr().err
+    for damage in (kept[:1000], b""):
+        state.write_bytes(damage)
+        assert calibrate.main(command(folder, out)) == 2
+        assert "file.training is damaged" in capsys.readouterr().err
+    torch.save({"settings": 3}, state)
+    assert calibrate.main(command(folder, out)) == 2
+    assert "file.training is damaged (TypeError); delete it" in capsys.readouterr().err
 
 
 def test_a_training_begins_and_goes_on_where_the_disk_has_room_for_it(tmp_path, folder, monkeypatch, capsys):
