@@ -188,7 +188,11 @@ class DeltaTraining:
         return [own.to(self.device, self.dtype) for own in self.masters]
 
     def save(self) -> None:
-        """Write the state from which the training goes on."""
+        """Write the state from which the training goes on.
+
+        Raises:
+            OSError: The state cannot be written, and the one before is unchanged. The error names the file.
+        """
         state = {
             "settings": dict(self.settings),
             "step": self.step,
@@ -196,8 +200,11 @@ class DeltaTraining:
             "weights": {name: weight.detach() for name, weight in self.weights.items()},
             "optimizer": self.optimizer.state_dict(),
         }
-        with replace_file(name_state(self.out)) as draft:
-            torch.save(state, draft)
+        with replace_file(name_state(self.out)) as draft, draft.open("wb") as file:
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # torch's own, which it raises while it handles that of the disk or Ctrl-C
+                raise (error.__context__ or error) from None
 
     def take_step(self, chosen: Sequence[int]) -> dict[str, float]:
         """Take one step of the optimizer, and return the losses and the learning rate.

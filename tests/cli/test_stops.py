@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -25,6 +24,7 @@ from kvbench.store.runs import load_runs
 from kvbench.sweeps.status import read_state
 from kvbench.validation import Terminated, describe_write_error, name_file_in_errors, raise_on_sigterm
 from tests.support.command_line import run_cli
+from tests.support.full_disk import full_beyond
 from tests.support.report_store import make_records, write_run
 from tests.support.repository import ROOT
 from tests.support.selection import only_in_full
@@ -170,17 +170,6 @@ def test_a_logger_that_hangs_does_not_hold_what_is_stopped(tmp_path, monkeypatch
     assert time.monotonic() - begin < 20
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-@contextmanager
-def full_beyond(size: int) -> Iterator[None]:
-    """A disk on which a file finds no room beyond so many bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize(

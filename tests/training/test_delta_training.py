@@ -3,7 +3,11 @@
 import copy
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -51,6 +55,8 @@ from kvbench.training.token_sequences import (
 from kvbench.training.training_data import SampleMaker, load_tokenizer
 from kvbench.validation import SettingError
 from tests.support.checkpoints import write_checkpoint
+from tests.support.full_disk import full_beyond
+from tests.support.repository import ROOT
 from tests.support.tiny_models import ids, make_double, make_fresh, tiny
 
 ALL = ["llama", "mistral", "windowed", "qwen2", "qwen3", "phi3"]
@@ -336,6 +342,82 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path, folder, 
     assert peek_compressors(whole) == peek_compressors(parts) and whole.read_bytes() == parts.read_bytes()
     assert delta_training.name_log(whole).read_bytes() == delta_training.name_log(parts).read_bytes()
     assert not state.exists()
+
+
+SLOW_AT_LAST = """
+import sys, time
+from kvbench.cli import calibrate
+from kvbench.training import delta_training
+
+def wait_and_step(self, chosen):
+    time.sleep(self.step // 12)
+    return take_step(self, chosen)
+
+take_step = delta_training.DeltaTraining.take_step
+delta_training.DeltaTraining.take_step = wait_and_step
+delta_training.SAVE_EVERY = -1.0
+sys.exit(calibrate.main(sys.argv[1:]))
+"""
+
+
+def test_a_training_that_was_killed_ends_as_one_that_was_not(tmp_path, folder):
+    """SIGKILL comes at any moment of a step, or while the log or the state is written."""
+    whole, parts = tmp_path / "whole" / "file", tmp_path / "parts" / "file"
+    log, state, sizes = delta_training.name_log(parts), delta_training.name_state(parts), {"steps": 24, "inner": 16}
+    assert calibrate.main(command(folder, whole, **sizes)) == 0
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_AT_LAST, *command(folder, parts, **sizes)], cwd=ROOT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        end = time.monotonic() + 100
+        while not log.exists() or log.read_bytes().count(b"\n") < 5:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    assert state.exists() and not parts.exists() and 5 <= log.read_bytes().count(b"\n") < 24
+    assert calibrate.main(command(folder, parts, **sizes)) == 0
+    assert whole.read_bytes() == parts.read_bytes() and not state.exists()
+    assert delta_training.name_log(whole).read_bytes() == log.read_bytes()
+
+
+@pytest.mark.parametrize(("what", "size"), [("log", 400), ("state", 2000), ("state", 10**6), ("state", -50)])
+def test_a_full_disk_ends_a_training_in_one_line(tmp_path, folder, what, size, monkeypatch, capsys):
+    """The last state and the lines before are there, and the same command goes on."""
+    whole, parts = tmp_path / "whole" / "file", tmp_path / "parts" / "file"
+    log, state = delta_training.name_log(parts), delta_training.name_state(parts)
+    assert calibrate.main(command(folder, whole)) == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, last=3, saved=3)
+        assert calibrate.main(command(folder, parts)) == 130
+    kept, lines = state.read_bytes(), log.read_text().splitlines()
+    capsys.readouterr()
+    with monkeypatch.context() as patch, full_beyond(size if size > 0 else len(kept) + size):
+        if what == "state":
+            patch.setattr(delta_training, "SAVE_EVERY", -1.0)
+        assert calibrate.main(command(folder, parts)) == 1
+    lines_of_errors = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    said = [line for line in lines_of_errors if line and not line.startswith("deltakv: ")]  # the progress
+    file = log if what == "log" else f"{state}.draft.{os.getpid()}"
+    assert said == [f"kvbench: {file}: File too large"]
+    assert state.read_bytes() == kept and sorted(parts.parent.iterdir()) == [log, state]
+    assert log.read_text().splitlines()[:3] == lines and log.read_bytes().count(b"\n") == 4
+    assert calibrate.main(command(folder, parts)) == 0
+    assert whole.read_bytes() == parts.read_bytes()
+    assert delta_training.name_log(whole).read_bytes() == log.read_bytes()
+
+
+def test_a_disk_without_space_keeps_no_draft_of_a_state(tmp_path, folder, monkeypatch, capsys):
+    """In the first step, of the device that is always full."""
+    out = tmp_path / "file"
+    state = delta_training.name_state(out)
+    draft = state.with_name(f"{state.name}.draft.{os.getpid()}")
+    draft.symlink_to("/dev/full")
+    monkeypatch.setattr(delta_training, "SAVE_EVERY", -1.0)
+    assert calibrate.main(command(folder, out)) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"kvbench: {draft}: No space left on device"
+    assert list(tmp_path.iterdir()) == [delta_training.name_log(out)]
+    assert json.loads(delta_training.name_log(out).read_text())["step"] == 1
 
 
 def refuse_to_read(*arguments: object, **options: object) -> None:
