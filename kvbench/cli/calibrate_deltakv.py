@@ -6,6 +6,7 @@ Examples:
   kvbench calibrate deltakv --model FOLDER --out FILE --text FOLDER
   kvbench calibrate deltakv --model smollm2 --out FILE --packages torch,transformers,pandas,numpy
   kvbench calibrate deltakv --model FOLDER --out FILE --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT
+  kvbench calibrate deltakv --model FOLDER --out FILE --text FOLDER --remove reference
 
 A step reads a batch twice: once with the untouched model, and once with keys and values of every layer replaced by what
 the compressors leave of them. The loss is the cross-entropy of the next token, plus the mean squared error of each
@@ -15,6 +16,11 @@ The recipe is the authors': a SwiGLU network of inner width 3072, a linear one b
 being the width of the keys of all KV heads of a layer), AdamW with a rate of 2e-4, 20,000 steps of 8192 tokens. For
 models with 2 d_k below 1024 kvbench scales it: with w = 2 d_k / 1024, the inner width is 3072 w, the rate 2e-4 / w^2
 but at most 3e-3, and there are 20,000 w^2 steps of 8192 w tokens.
+
+Some options are for the paper's ablations. --kind full has its larger pair of networks, both with GELU, an inner width
+of 4096 (4096 w) and biases. --remove reference trains codes of whole rows, with 3/8 of 2 d_k numbers (768 of 2048), for
+codec.remove=reference. --stride and --nearest choose the references; the codec's settings of these names should be
+equal. --loss trains with one of the two losses alone, and the log still has both.
 
 By default the command trains on essays that it writes (tasks/common/synthetic_prose.py). They are enough to try it; for
 a real model give real text. Without any at hand, --packages takes the docstrings of installed packages. The embedded
@@ -36,9 +42,13 @@ from kvbench.cli import calibration_texts
 from kvbench.cli.command import CommandParser
 from kvbench.validation import SettingError, require_choice
 
-RECIPE = {"steps": "steps", "length": "length", "batch": "batch", "lr": "rate", "code": "code", "inner": "inner"}
+RECIPE = {
+    "kind": "kind", "remove": "remove", "stride": "stride", "nearest": "neighbours", "loss": "loss",
+    "steps": "steps", "length": "length", "batch": "batch", "lr": "rate", "code": "code", "inner": "inner",
+}  # fmt: skip
+REFERENCES = ("stride", "nearest")  # options without a meaning for --remove reference
 # options without a meaning for --untrained
-TRAINING = ("steps", "length", "batch", "lr", "dtype", *calibration_texts.SOURCES)
+TRAINING = ("steps", "length", "batch", "lr", "dtype", "remove", *REFERENCES, "loss", *calibration_texts.SOURCES)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -49,8 +59,13 @@ def add_options(parser: CommandParser) -> None:
     parser.add_argument("--length", type=int, help="tokens of a sequence (default: see below, at most the model's)")
     parser.add_argument("--batch", type=int, help="sequences of a step (default: 1)")
     parser.add_argument("--lr", type=float, help="peak of the learning rate (default: see below)")
-    parser.add_argument("--code", type=int, help="width of a code (default: a quarter of 2 d_k)")
-    parser.add_argument("--inner", type=int, help="inner width of the compressor (default: see below)")
+    parser.add_argument("--code", type=int, help="width of a code (default: see below)")
+    parser.add_argument("--inner", type=int, help="inner width of the networks (default: see below)")
+    parser.add_argument("--kind", help="light or full, of the networks (default: light)")
+    parser.add_argument("--remove", help="nothing, or reference: codes of whole rows (default: nothing)")
+    parser.add_argument("--stride", type=int, help="distance between references (default: 10)")
+    parser.add_argument("--nearest", type=int, help="references of a token (default: 4)")
+    parser.add_argument("--loss", help="both, mse (keys and values) or ntp (next token) (default: both)")
     parser.add_argument("--untrained", action="store_true", help="write the first weights and do not train")
     parser.add_argument("--dtype", help="float32 or bfloat16, of the model (default: by the device)")
 
@@ -70,6 +85,10 @@ def calibrate(options: Namespace, device: str) -> None:
     calibration_texts.check_text_options(options)
     if options.untrained and (unused := [f"--{name}" for name in TRAINING if getattr(options, name) is not None]):
         raise SettingError(f"--untrained: trains nothing; leave out {', '.join(unused)}")
+    if options.remove == "reference" and (
+        unused := [f"--{name}" for name in REFERENCES if getattr(options, name) is not None]
+    ):
+        raise SettingError(f"--remove=reference: there are no references; leave out {', '.join(unused)}")
 
     import torch
 
@@ -83,9 +102,8 @@ def calibrate(options: Namespace, device: str) -> None:
         layout = load_layout(options.model if Path(options.model).is_file() else find_model(options.model))
         check_layout(layout)
         width = 2 * layout.heads * layout.dim
-        recipe = choose_recipe(
-            width, layout.longest, {"code": options.code, "inner": options.inner, "seed": options.seed}
-        )
+        given = {name: getattr(options, name) for name in ("code", "inner", "kind", "seed")}
+        recipe = choose_recipe(width, layout.longest, given)
         drawn = draw_compressors(layout.layers, width, recipe)
         delta_training.write_compressors(options.out, drawn, {"source": "untrained", "kvbench": find_version()})
         print(f"{options.out}: untrained compressors of {layout.layers} layers, {width} to {recipe.code} numbers")

@@ -11,11 +11,17 @@ kvbench.methods.codecs.delta_compressors.
 
 k̂v replaces kv in every layer, so that each layer reads what the compressors of the layers before it left. References
 are centres of this run, before they are replaced. A centre may choose itself.
+
+The paper also trains without references (Table 5), k̂v_t = f_d(f_c(kv_t)), and with one of the two losses (Figure 6).
+Its networks have two kinds, which are written here with their biases:
+
+    light  f_c = W3(silu(W1 x) · W2 x), f_d = W z
+    full   f_c = W2 gelu(W1 x + b1) + b2, and f_d likewise
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,9 +32,13 @@ from kvbench.interfaces.networks import Network
 from kvbench.methods.codecs.delta_compressors import Compressor
 from kvbench.models.configuration import Layout
 from kvbench.models.transformers_port import find_text_decoder
-from kvbench.validation import SettingError, is_number, require_int
+from kvbench.validation import SettingError, is_number, require_choice, require_int
 
 FULL_WIDTH = 1024  # the smallest 2·d_k for which the authors published compressors
+KINDS = {"light": 3072, "full": 4096}  # kind of the networks -> the authors' inner width
+REMOVED = ("nothing", "reference")
+LOSSES = ("both", "mse", "ntp")
+ABLATIONS = ("kind", "remove", "loss")  # settings that files name where they are not the defaults
 Replace = Callable[[int, Tensor], Tensor]  # layer, kv (B, T, 2·d_k) -> what replaces it
 
 
@@ -39,7 +49,7 @@ class DeltaRecipe:
     code: int
     """Width of a code, d_c."""
     inner: int
-    """Inner width of f_c."""
+    """Inner width of f_c, and of f_d if it has two matrices."""
     steps: int
     """Number of steps of the optimizer."""
     length: int
@@ -60,11 +70,23 @@ class DeltaRecipe:
     """Share of the steps in which the learning rate rises linearly. It then falls linearly to zero."""
     clip: float = 1.0
     """Largest norm of the gradient."""
+    kind: str = "light"
+    """Kind of the networks, one of `KINDS`."""
+    remove: str = "nothing"
+    """What is left out: "reference" gives a code of the whole row, as `codec.remove` does, or "nothing"."""
+    loss: str = "both"
+    """The loss: "mse" of keys and values, "ntp" (the cross-entropy of the next token), or the sum of "both"."""
 
     def check(self, longest: int) -> None:
         """Raise a SettingError, which names the option, if a model of `longest` tokens cannot be trained with this."""
-        for option, least in (("code", 1), ("inner", 1), ("steps", 1), ("length", self.sinks + 2), ("batch", 1)):
-            require_int(f"--{option}", getattr(self, option), least)
+        for option, allowed in (("kind", KINDS), ("remove", REMOVED), ("loss", LOSSES)):
+            require_choice(f"--{option}", getattr(self, option), allowed)
+        for option in ("code", "inner", "steps", "batch", "stride"):
+            require_int(f"--{option}", getattr(self, option), 1)
+        require_int("--length", self.length, self.sinks + 2)
+        require_int("--nearest", self.neighbours, 1)
+        if self.neighbours > self.sinks:
+            raise SettingError(f"--nearest={self.neighbours}: at most {self.sinks}, the first candidates")
         require_int("--seed", self.seed, 0)
         if self.length > longest:
             raise SettingError(f"--length={self.length}: the model takes {longest} tokens")
@@ -73,7 +95,14 @@ class DeltaRecipe:
 
     def count_weights(self, width: int) -> int:
         """Return the number of weights of a layer's compressor for rows of `width` numbers, 2·d_k."""
-        return width * 2 * self.inner + self.inner * self.code + self.code * width
+        if self.kind == "light":
+            return width * 2 * self.inner + self.inner * self.code + self.code * width
+        return 2 * self.inner * (width + self.code) + 2 * self.inner + self.code + width
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings by name. An ablation is left out unless it is in use, as in older files."""
+        unused = [name for name in ABLATIONS if getattr(self, name) == getattr(DeltaRecipe, name)]
+        return {name: value for name, value in asdict(self).items() if name not in unused}
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0. No step has a rate of zero."""
@@ -84,9 +113,10 @@ class DeltaRecipe:
 def choose_recipe(width: int, longest: int, given: Mapping[str, Any]) -> DeltaRecipe:
     """Return the authors' recipe, scaled if the model is smaller than theirs, with the settings that were given.
 
-    The scaling is ours: with w = min(1, 2·d_k / 1024), I = 3072·w, 20,000·w² steps of 8192·w tokens, and a learning
-    rate of 2e-4 / w², at most 3e-3. (On the embedded model, w = 1/4, 420 steps of 512 tokens with 3e-3 end with a mean
-    squared error of 0.32 on the sequences held out, with 8e-4 at 0.45.) A code has a quarter of 2·d_k, as the authors'.
+    The scaling is ours: with w = min(1, 2·d_k / 1024), I = 3072·w (4096·w for the full kind), 20,000·w² steps of 8192·w
+    tokens, and a learning rate of 2e-4 / w², at most 3e-3. (On the embedded model, w = 1/4, 420 steps of 512 tokens
+    with 3e-3 end with a mean squared error of 0.32 on the sequences held out, with 8e-4 at 0.45.) A code has a quarter
+    of 2·d_k, and 3/8 without references, as the authors'.
 
     Args:
         width: 2·d_k of the model.
@@ -97,9 +127,10 @@ def choose_recipe(width: int, longest: int, given: Mapping[str, Any]) -> DeltaRe
         SettingError: A setting cannot be used.
     """
     share = min(1.0, width / FULL_WIDTH)
+    inner = KINDS.get(given.get("kind") or DeltaRecipe.kind, 1)  # `check` refuses other kinds
     chosen = {
-        "code": max(1, width // 4),
-        "inner": max(1, round(3072 * share)),
+        "code": max(1, 3 * width // 8 if given.get("remove") == "reference" else width // 4),
+        "inner": max(1, round(inner * share)),
         "steps": max(1, round(20_000 * share**2)),
         "length": min(max(64, round(8192 * share)), longest),
         "rate": min(3e-3, 2e-4 / share**2),
@@ -112,17 +143,28 @@ def choose_recipe(width: int, longest: int, given: Mapping[str, Any]) -> DeltaRe
 def draw_compressors(layers: int, width: int, recipe: DeltaRecipe) -> list[Compressor]:
     """Draw the first weights, as torch.nn.Linear does, in float32 on the CPU, from the recipe's seed.
 
-    Each layer has an f_c of the kind mlp_swiglu and a linear f_d, without biases.
+    The light kind has no biases.
     """
     generator = torch.Generator().manual_seed(recipe.seed)
 
-    def draw(outputs: int, inputs: int) -> Tensor:
-        return torch.rand(outputs, inputs, generator=generator).mul_(2).sub_(1).mul_(inputs**-0.5)
+    def draw_for(inputs: int, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator).mul_(2).sub_(1).mul_(inputs**-0.5)
 
-    def draw_one() -> Compressor:
+    def draw(outputs: int, inputs: int) -> Tensor:
+        return draw_for(inputs, outputs, inputs)
+
+    def draw_light() -> Compressor:
         down = Network("mlp_swiglu", (draw(2 * recipe.inner, width), draw(recipe.code, recipe.inner)), (None, None))
         return Compressor((down,), (Network("linear", (draw(width, recipe.code),), (None,)),))
 
+    def draw_gelu(outputs: int, inputs: int) -> Network:
+        weights = draw(recipe.inner, inputs), draw(outputs, recipe.inner)
+        return Network("mlp_gelu", weights, tuple(draw_for(own.shape[1], len(own)) for own in weights))
+
+    def draw_full() -> Compressor:
+        return Compressor((draw_gelu(recipe.code, width),), (draw_gelu(width, recipe.code),))
+
+    draw_one = draw_light if recipe.kind == "light" else draw_full
     return [draw_one() for _ in range(layers)]
 
 
@@ -161,10 +203,13 @@ def average_references(kv: Tensor, sinks: int, stride: int, neighbours: int) -> 
 
 def rebuild(compressor: Compressor, kv: Tensor, recipe: DeltaRecipe) -> Tensor:
     """Return k̂v, (B, T, 2·d_k): what the compressor leaves of the rows of a layer."""
-    sinks = recipe.sinks
-    references = average_references(kv, sinks, recipe.stride, recipe.neighbours)
-    codes = compressor.compress(kv[:, sinks:]) - compressor.compress(references)
-    return torch.cat([kv[:, :sinks], compressor.expand(codes) + references], 1)
+    rows = kv[:, recipe.sinks :]
+    if recipe.remove == "reference":
+        rebuilt = compressor.expand(compressor.compress(rows))
+    else:
+        references = average_references(kv, recipe.sinks, recipe.stride, recipe.neighbours)
+        rebuilt = compressor.expand(compressor.compress(rows) - compressor.compress(references)) + references
+    return torch.cat([kv[:, : recipe.sinks], rebuilt], 1)
 
 
 def check_layout(layout: Layout) -> None:
@@ -261,3 +306,16 @@ def compute_losses(
     with replace_rows(model, replace):
         entropy = compute_cross_entropy(model, ids)
     return entropy, torch.stack(errors)
+
+
+def combine_losses(entropy: Tensor, errors: Tensor, loss: str) -> Tensor:
+    """Return the loss that is minimised, a scalar, of what `compute_losses` returns.
+
+    Args:
+        entropy: The cross-entropy of the next token, a scalar.
+        errors: The mean squared error of each layer, (layers,).
+        loss: One of `LOSSES`.
+    """
+    if loss == "ntp":
+        return entropy
+    return errors.sum() if loss == "mse" else entropy + errors.sum()

@@ -21,7 +21,13 @@ from tqdm import tqdm
 from kvbench.atomic import replace_file
 from kvbench.methods.codecs.delta_compressors import Compressor, name_weights
 from kvbench.models.transformers_port import find_text_decoder
-from kvbench.training.delta_losses import DeltaRecipe, compute_cross_entropy, compute_losses, draw_compressors
+from kvbench.training.delta_losses import (
+    DeltaRecipe,
+    combine_losses,
+    compute_cross_entropy,
+    compute_losses,
+    draw_compressors,
+)
 from kvbench.training.recording import describe_origin, write_tensors
 from kvbench.training.token_sequences import PackedText
 from kvbench.validation import SettingError, name_file_in_errors
@@ -29,7 +35,7 @@ from kvbench.validation import SettingError, name_file_in_errors
 MOST_HELD_OUT = 16  # sequences that are never trained on
 SAVE_EVERY = 60.0  # seconds
 FILE_DTYPE = torch.bfloat16  # of the authors' files too
-HEADERS = 10_000  # bytes of a state for the names and shapes of a layer's tensors, at most
+HEADERS = 12_000  # bytes of a state for the names and shapes of a layer's tensors, at most
 LINE = 128  # bytes of a line of the log, at most
 Settings = Mapping[str, str | int | float]
 
@@ -217,7 +223,7 @@ class DeltaTraining:
         """
         ids = self.sequences[chosen].to(self.device, torch.int64)
         entropy, errors = compute_losses(self.model, self.compressors(), ids, self.recipe)
-        loss = entropy + errors.sum()
+        loss = combine_losses(entropy, errors, self.recipe.loss)
         if not torch.isfinite(loss):
             raise SettingError(
                 f"--lr={self.recipe.rate}: the loss of step {self.step + 1} is not finite; give a smaller rate"
@@ -298,5 +304,5 @@ def describe_training(
         source: What was read.
         held_out: The losses on the sequences held out.
     """
-    numbers = {"recipe": json.dumps(asdict(recipe)), "held_out": json.dumps(asdict(held_out))}
+    numbers = {"recipe": json.dumps(recipe.describe()), "held_out": json.dumps(asdict(held_out))}
     return describe_origin(identity, text, source) | numbers

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from kvbench.cli import calibrate
-from kvbench.config.catalogue import SHAPES
+from kvbench.config.catalogue import SHAPES, build, load_settings
 from kvbench.interfaces.networks import Network
 from kvbench.methods.codecs.delta_compressors import Compressor, check_fit, peek_compressors, read_compressors
 from kvbench.models.checkpoint import Checkpoint
@@ -29,6 +30,8 @@ from kvbench.models.embedded import REFERENCE
 from kvbench.models.transformers_port import find_text_decoder, read_layout
 from kvbench.training import delta_training, token_sequences
 from kvbench.training.delta_losses import (
+    KINDS,
+    LOSSES,
     DeltaRecipe,
     average_references,
     check_layout,
@@ -106,6 +109,14 @@ def test_a_code_of_zero_leaves_the_mean_of_the_references():
     nothing = linear(torch.zeros(3, 12).double(), torch.ones(12, 3).double())
     expected = average(kv[0].numpy(), SMALL.sinks, SMALL.stride, SMALL.neighbours)
     np.testing.assert_allclose(rebuild(nothing, kv, SMALL)[0].numpy(), expected, atol=1e-12)
+
+
+def test_without_references_a_code_holds_the_whole_row():
+    kv = torch.randn(2, 40, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    down, up = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 12), (12, 3)))
+    rebuilt = rebuild(linear(down, up), kv, replace(SMALL, remove="reference"))
+    assert torch.equal(rebuilt[:, : SMALL.sinks], kv[:, : SMALL.sinks])
+    torch.testing.assert_close(rebuilt[:, SMALL.sinks :], kv[:, SMALL.sinks :] @ down.T @ up.T)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -223,8 +234,33 @@ def test_the_recipe_is_the_authors_and_scaled_for_small_models():
         and llama.count_weights(2048) == 2048 * 6144 + 3072 * 512 + 512 * 2048
     )
     assert choose_recipe(2048, 4096, {}).length == 4096
+    assert [choose_recipe(width, 8192, {"kind": "full"}).inner for width in (2048, 256)] == [4096, 1024]
+    assert [choose_recipe(width, 8192, {"remove": "reference"}).code for width in (2048, 256)] == [768, 96]
     with pytest.raises(SettingError, match="^--length=8192: the model takes 4096 tokens$"):
         choose_recipe(2048, 4096, {"length": 8192})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_weights_are_drawn_as_those_of_linear_layers(kind):
+    recipe = replace(SMALL, kind=kind, inner=400)
+    for compressor in draw_compressors(2, 24, recipe):
+        assert sum(own.numel() for own in compressor.parameters()) == recipe.count_weights(24)
+        networks = (*compressor.down, *compressor.up)
+        assert [own.kind for own in networks] == (
+            ["mlp_gelu"] * 2 if kind == "full" else ["mlp_swiglu", "linear"]
+        ) and all((bias is not None) == (kind == "full") for own in networks for bias in own.biases)
+        for network in networks:
+            for weight, bias in zip(network.weights, network.biases, strict=True):
+                bound = weight.shape[1] ** -0.5
+                for own in (weight,) if bias is None else (weight, bias):
+                    assert bound / 2 < own.abs().max() <= bound
+
+
+def test_files_name_only_the_ablations_that_are_in_use():
+    assert asdict(SMALL).keys() - SMALL.describe().keys() == {"kind", "remove", "loss"}
+    full = replace(SMALL, kind="full", loss="mse")
+    assert full.describe() == SMALL.describe() | {"kind": "full", "loss": "mse"}
+    assert DeltaRecipe(**full.describe()) == full and DeltaRecipe(**SMALL.describe()) == SMALL
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -271,6 +307,23 @@ def test_the_losses_fall_and_the_model_stays(tmp_path, name, dtype):
     assert {own.dtype for one in training.masters for own in one.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_minimises_the_chosen_loss(tmp_path, loss):
+    model, recipe = make_fresh("llama"), replace(SMALL, loss=loss)
+    text = PackedText(torch.randint(3, 23, (3, 40), generator=torch.Generator().manual_seed(0)).int(), "", 1)
+    training = DeltaTraining(model, width_of("llama"), recipe, text, tmp_path / "out", {})
+    losses = training.take_step([0])
+    expected = draw_compressors(len(training.masters), width_of("llama"), recipe)
+    weights = [own.requires_grad_() for compressor in expected for own in compressor.parameters()]
+    entropy, errors = compute_losses(model, expected, text.sequences[:1].long(), recipe)
+    {"both": entropy + errors.sum(), "mse": errors.sum(), "ntp": entropy}[loss].backward()
+    torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
+    torch.optim.AdamW(weights, lr=recipe.learning_rate(0), weight_decay=0.0).step()
+    trained = [own for compressor in training.masters for own in compressor.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(trained, weights, strict=True))
+    assert losses["ce"] == entropy.item() and losses["mse"] == errors.mean().item()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A random model with 2 d_k = 128, and texts."""
@@ -303,12 +356,57 @@ def test_untrained_weights_need_a_shape_only(tmp_path, capsys):
     options[3] = str(tmp_path / "other")
     assert calibrate.main(["deltakv", "--untrained", *options, "--steps", "3"]) == 2
     assert "--untrained: trains nothing; leave out --steps" in capsys.readouterr().err
+    assert calibrate.main(["deltakv", "--untrained", *options, "--loss", "mse", "--remove", "reference"]) == 2
+    assert "--untrained: trains nothing; leave out --remove, --loss" in capsys.readouterr().err
     recipe = choose_recipe(width, layout.longest, {"code": 6, "seed": 42})
     first, read = draw_compressors(layout.layers, width, recipe), read_compressors(out, layout.layers, width)
     assert found.bytes == 2 * layout.layers * recipe.count_weights(width)
     for layer, compressor in enumerate(first):
         for one, other in zip(compressor.parameters(), read[layer].parameters(), strict=True):
             assert torch.equal(one.bfloat16(), other)
+
+
+def test_untrained_weights_of_the_full_kind(tmp_path):
+    shape, out = SHAPES / "tiny.json", tmp_path / "file"
+    options = ["--model", str(shape), "--out", str(out), "--device", "cpu", "--kind", "full"]
+    assert calibrate.main(["deltakv", "--untrained", *options]) == 0
+    layout = load_layout(str(shape))
+    width = 2 * layout.heads * layout.dim
+    found = check_fit(out, layout.layers, width)
+    assert (found.down, found.up, found.code) == ("mlp_gelu", "mlp_gelu", width // 4)
+    recipe = choose_recipe(width, layout.longest, {"kind": "full"})
+    assert recipe.inner == 4 * width and found.bytes == 2 * layout.layers * recipe.count_weights(width)
+
+
+ABLATIONS = [
+    {"kind": "full"}, {"remove": "reference"}, {"kind": "full", "remove": "reference"},
+    {"stride": 3, "nearest": 2}, {"loss": "mse"}, {"loss": "ntp"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", ABLATIONS, ids=str)
+def test_the_codec_reads_what_was_trained_for_an_ablation(tmp_path, folder, chosen):
+    """It reads the rows of a text as the training rebuilds them."""
+    out = tmp_path / "file"
+    assert calibrate.main(command(folder, out, steps=2, **chosen)) == 0
+    described = check_fit(out, 2, 128)
+    recipe = DeltaRecipe(**json.loads(described.metadata["recipe"]))
+    named = {"nearest": "neighbours"}
+    assert all(getattr(recipe, named.get(name, name)) == value for name, value in chosen.items())
+    kinds = ("mlp_gelu", "mlp_gelu") if chosen.get("kind") == "full" else ("mlp_swiglu", "linear")
+    assert (described.down, described.up) == kinds and described.code == (48 if "remove" in chosen else 32)
+
+    settings = {"path": str(out), "full_layers": [], "depth": None, "sinks": recipe.sinks, "recent": 16,
+                "stride": recipe.stride, "nearest": recipe.neighbours, "remove": chosen.get("remove")}  # fmt: skip
+    codec = build("codec", load_settings("codec", "delta", settings))
+    kv = torch.randn(1, 80, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    keys, values = (own.unflatten(-1, (2, 32)).transpose(1, 2).flatten(0, 2) for own in kv.chunk(2, -1))
+    packed = codec.of_layer(1, 2).pack(keys, values, torch.tensor([[80, 80]]))
+    assert packed.compressed == 48
+    found = torch.cat([own.view(1, 2, 80, 32).transpose(1, 2).flatten(2) for own in packed.read()], -1)
+    expected = rebuild(read_compressors(out, 2, 128)[1].to("cpu", torch.float64), kv, recipe)
+    torch.testing.assert_close(found[:, :64], expected[:, :64])
+    assert torch.equal(found[:, 64:], kv[:, 64:])
 
 
 def interrupt_at(monkeypatch, last: int, saved: int) -> None:
@@ -439,8 +537,9 @@ def test_only_another_text_is_refused_after_it_was_read(tmp_path, folder, monkey
     err = capsys.readouterr().err
     assert err.startswith("kvbench: --text: ") and "was begun with" in err and err.count("\n") == 1
     monkeypatch.setattr(token_sequences, "pack_texts", refuse_to_read)
-    for name, value in {"steps": 7, "length": 50, "lr": 0.5, "seed": 1, "batch": 2, "code": 5, "inner": 5,
-                        "dtype": "bfloat16", "model": "reference"}.items():  # fmt: skip
+    for name, value in {"kind": "full", "remove": "reference", "stride": 5, "nearest": 2, "loss": "mse", "steps": 7,
+                        "length": 50, "lr": 0.5, "seed": 1, "batch": 2, "code": 5, "inner": 5, "dtype": "bfloat16",
+                        "model": "reference"}.items():  # fmt: skip
         assert calibrate.main(command(folder, out, **{name: value})) == 2
         err = capsys.readouterr().err
         assert err.startswith(f"kvbench: --{name}: ") or name == "model"
@@ -456,28 +555,34 @@ def test_only_another_text_is_refused_after_it_was_read(tmp_path, folder, monkey
     assert "file.training is damaged (TypeError); delete it" in capsys.readouterr().err
 
 
-def test_a_training_begins_and_goes_on_where_the_disk_has_room_for_it(tmp_path, folder, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_begins_and_goes_on_where_the_disk_has_room_for_it(kind, tmp_path, folder, monkeypatch, capsys):
     """For two states and the log in the beginning, and for what is missing of them afterwards."""
     out, free = tmp_path / "small" / "file", 10**6
     monkeypatch.setattr(delta_training.shutil, "disk_usage", lambda own: type("Usage", (), {"free": free}))
-    weights = 2 * choose_recipe(128, 4096, {}).count_weights(128)
-    need = 2 * (12 * weights + 10_000 * 2) + 128 * 6
-    for free in (10**6, need - 1):
-        assert calibrate.main(command(folder, out)) == 2
-        refusal = f"kvbench: --out={out}: the training needs 5.5 MB there, {free / 1e6:.1f} MB are free\n"
-        assert capsys.readouterr().err == refusal and not out.parent.exists()
+    weights = 2 * choose_recipe(128, 4096, {"kind": kind}).count_weights(128)
+    need = 2 * (12 * weights + delta_training.HEADERS * 2) + delta_training.LINE * 6
+
+    def refuse(missing: int, there: int) -> None:
+        nonlocal free
+        free = there
+        assert calibrate.main(command(folder, out, kind=kind)) == 2
+        line = f"--out={out}: the training needs {missing / 1e6:.1f} MB there, {free / 1e6:.1f} MB are free"
+        assert capsys.readouterr().err == f"kvbench: {line}\n"
+
+    refuse(need, 10**6)
+    refuse(need, need - 1)
+    assert not out.parent.exists()
     free = need
     with monkeypatch.context() as patch:
         interrupt_at(patch, last=5, saved=3)
-        assert calibrate.main(command(folder, out)) == 130
+        assert calibrate.main(command(folder, out, kind=kind)) == 130
     written = [name(out).stat().st_size for name in (delta_training.name_state, delta_training.name_log)]
-    assert 12 * weights < written[0] < need // 2 and 5 * 64 < written[1] <= 5 * 128
-    free = need - sum(written) - 1
+    assert 12 * weights < written[0] < need // 2 and 5 * 64 < written[1] <= 5 * delta_training.LINE
     capsys.readouterr()
-    assert calibrate.main(command(folder, out)) == 2
-    assert f"--out={out}: the training needs 2.8 MB there, 2.8 MB are free" in capsys.readouterr().err
+    refuse(need - sum(written), need - sum(written) - 1)
     free += 1
-    assert calibrate.main(command(folder, out)) == 0 and out.stat().st_size < written[0]
+    assert calibrate.main(command(folder, out, kind=kind)) == 0 and out.stat().st_size < written[0]
 
 
 def test_the_file_has_the_official_names_and_says_what_made_it(tmp_path, folder, capsys):
@@ -526,6 +631,16 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
         ({"lr": "nan"}, "--lr=nan: a number above 0"),
         ({"seed": "-1"}, "--seed=-1: a whole number of at least 0"),
         ({"dtype": "float16"}, "--dtype=float16: choose one of float32, bfloat16"),
+        ({"kind": "mlp"}, "--kind=mlp: choose one of light, full"),
+        ({"remove": "residual"}, "--remove=residual: choose one of nothing, reference"),
+        ({"loss": "ce"}, "--loss=ce: choose one of both, mse, ntp"),
+        ({"stride": "-1"}, "--stride=-1: a whole number of at least 1"),
+        ({"nearest": "-1"}, "--nearest=-1: a whole number of at least 1"),
+        ({"nearest": 17}, "--nearest=17: at most 16, the first candidates"),
+        (
+            {"remove": "reference", "nearest": 4, "stride": 10},
+            "--remove=reference: there are no references; leave out --stride, --nearest",
+        ),
         ({"device": "tpu"}, "--device=tpu: choose one of cpu, cuda"),
         ({"model": "/none"}, "model.path=/none: no such folder"),
         ({"out": there}, f"--out={there}: there is a file; delete it or give another name"),
