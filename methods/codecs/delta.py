@@ -107,7 +107,9 @@ class Delta(Codec):
             raise SettingError(f"codec.base={self.base.name}: a codec that stores each head on its own, such as raw")
         if self.bits is not None and self.file.code * self.bits % 8:
             raise SettingError(f"codec.bits={self.bits}: codes of {self.file.code} numbers do not fill whole bytes")
-        _ = self.file  # refuse an unusable file at once
+        whole_rows = '"remove": "reference"' in self.file.metadata.get("recipe", "")  # as `describe_training` writes it
+        if whole_rows and self.remove != "reference":
+            raise SettingError(f"codec.path={self.path}: trained without references; needs codec.remove=reference")
 
     @property
     def grows(self) -> bool:

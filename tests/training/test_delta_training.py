@@ -398,6 +398,9 @@ def test_the_codec_reads_what_was_trained_for_an_ablation(tmp_path, folder, chos
 
     settings = {"path": str(out), "full_layers": [], "depth": None, "sinks": recipe.sinks, "recent": 16,
                 "stride": recipe.stride, "nearest": recipe.neighbours, "remove": chosen.get("remove")}  # fmt: skip
+    if "remove" in chosen:
+        with pytest.raises(SettingError, match=f"^codec.path={out}: trained without references; needs codec.remove="):
+            build("codec", load_settings("codec", "delta", settings | {"remove": None}))
     codec = build("codec", load_settings("codec", "delta", settings))
     kv = torch.randn(1, 80, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     keys, values = (own.unflatten(-1, (2, 32)).transpose(1, 2).flatten(0, 2) for own in kv.chunk(2, -1))
