@@ -1,14 +1,16 @@
 """The papers' efficiency tables: published and measured side by side, and what fills an empty cell."""
 
 import csv
+import json
 import re
 
 import pytest
 
 from kvbench.cli import papers
+from kvbench.config.catalogue import load_settings
 from kvbench.config.compose import compose_config, expand_cells
 from kvbench.papers.build import build_table, write_tables
-from kvbench.papers.table_spec import TABLES, read_published, read_tables
+from kvbench.papers.table_spec import TABLES, expand_each, load_specs, read_published, read_tables
 from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines
 
 SPECS = read_tables(TABLES)
@@ -117,6 +119,17 @@ def test_every_published_selection_finds_values(name, tmp_path):
         assert any(cell.published for cell in found) == wanted, label
     known = {key for part in (spec, *spec["rows"], *spec["columns"]) for key in (part.get("published") or {})}
     assert known <= set(printed[0])
+
+
+def test_deltakv_is_measured_at_the_setting_of_its_scores():
+    scores = load_specs("deltakv", "1")["deltakv_table01"]
+    run = next(own["run"] for own in expand_each(scores["rows"]) if own["label"] == "Qwen2.5-7B-Instruct-1M, DeltaKV")
+    codec = load_settings("codec", "delta", {"preset": run["codec.preset"]})
+    for row in SPECS["deltakv_table04"]["rows"]:
+        if row["measured"] and row["measured"]["method"] == "deltakv":
+            cost, changed = row["measured"], json.loads(row["measured"]["changed"])
+            assert (cost["preset"], cost["budget"]) == (run["method.preset"], run["budget"])
+            assert (changed["codec.full_layers"], changed["codec.depth"]) == (codec["full_layers"], codec["depth"])
 
 
 @pytest.mark.parametrize("name", SPECS)
