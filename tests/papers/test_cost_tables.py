@@ -5,13 +5,18 @@ import json
 import re
 
 import pytest
+import yaml
 
 from kvbench.cli import papers
 from kvbench.config.catalogue import load_settings
 from kvbench.config.compose import compose_config, expand_cells
+from kvbench.efficiency.measure import collect_settings, simplify_run
+from kvbench.efficiency.plan import EVERY, PLAN
 from kvbench.papers.build import build_table, write_tables
 from kvbench.papers.table_spec import TABLES, expand_each, load_specs, read_published, read_tables
+from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines
+from tests.support.delta_files import make_zero, write_compressors
 
 SPECS = read_tables(TABLES)
 WANTED = {
@@ -119,6 +124,35 @@ def test_every_published_selection_finds_values(name, tmp_path):
         assert any(cell.published for cell in found) == wanted, label
     known = {key for part in (spec, *spec["rows"], *spec["columns"]) for key in (part.get("published") or {})}
     assert known <= set(printed[0])
+
+
+def list_planned(plan: str, spec: dict) -> list[dict]:
+    """The settings of the measurements of a list that a table may show, as their CSV would hold them."""
+    wanted = {f"model.like={spec['measured']['model']}", f"task.measure={spec['measured']['measure']}"}
+    lines = [line.split() for line in yaml.safe_load(PLAN.read_text())[plan]]
+    cells = [cell for line in lines if wanted <= {*line} and "codec=palu" not in line for cell in expand_cells(line)]
+    runs = [RunSpec.from_config(compose_config([*EVERY, "device=cpu", *cell])) for cell in cells]
+    return [collect_settings(simplify_run(run)) for run in runs]
+
+
+@pytest.mark.parametrize("name, plan, width, layers", [("deltakv_table04", "full", 1024, 28)])
+def test_the_plan_fills_deltakvs_tables(tmp_path, monkeypatch, name, plan, width, layers):
+    """At all lengths at which the paper has a value of the row's method, if it is a table of the paper."""
+    spec = SPECS[name]
+    path = tmp_path / "results" / "files" / f"deltakv_{spec['measured']['model']}.safetensors"
+    path.parent.mkdir(parents=True)
+    write_compressors(path, [make_zero(width, 8) for _ in range(layers)])
+    monkeypatch.chdir(tmp_path)
+    planned, printed = list_planned(plan, spec), read_published(tmp_path, spec.get("file"))
+    parts = [part for column in spec["columns"] for part in (column["measured"], column.get("over", {}))]
+    quantities = {part["quantity"] for part in parts if "quantity" in part}
+    empty = dict.fromkeys(COLUMNS, "") | {"value": 1.0, "date": "2026-01-02"}
+    measured = [empty | settings | {"quantity": quantity} for settings in planned for quantity in quantities]
+    for row, (_, cells) in zip(spec["rows"], build_table(spec, measured, printed).rows, strict=True):
+        for column, cell in zip(spec["columns"], cells, strict=True):
+            length, method = str(column["measured"]["length"]), row["measured"] and row["measured"]["method"]
+            if not printed or any((own["method"], own["context_length"]) == (method, length) for own in printed):
+                assert cell.filling is None, (row["label"], column["label"])
 
 
 def test_deltakv_is_measured_at_the_setting_of_its_scores():
