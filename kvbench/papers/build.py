@@ -195,7 +195,7 @@ def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
         if is_cost_table(spec):
             continue
         if preset := find_preset(name, spec):
-            note = f"This command runs all cells, except those that need a file: python run.py -m preset={preset}"
+            note = f"This command runs all cells, except those that need a file: `python run.py -m preset={preset}`"
             spec = {**spec, "notes": [*spec.get("notes", ()), note]}
         made = build_table(spec, (), read_published(results, spec.get("file")), runs)
         written += write_table(results / "papers" / name, made)

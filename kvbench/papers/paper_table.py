@@ -92,7 +92,7 @@ class PaperTable:
             "|---" + "|--:" * len(titles) + "|",
         ]
         lines += [format_line(label, texts) for label, *texts in self.cells()]
-        lines += ["", *(f"* {escape_all_markdown(note)}" for note in self.notes)]
+        lines += ["", *(f"* {escape_outside_code(note)}" for note in self.notes)]
         for number, filling in enumerate(self.fillings, 1):
             lines.append(f"* [{number}] " + ", ".join(f"`{own}`" for own in filling))
         return "\n".join(lines) + "\n"
@@ -157,3 +157,9 @@ def format_line(label: str, texts: Iterable[str]) -> str:
 def escape_all_markdown(text: str) -> str:
     """Escape a text for Markdown, including control characters and &."""
     return escape_markdown(escape(text)).replace("&", "&amp;")
+
+
+def escape_outside_code(text: str) -> str:
+    """Escape a text for Markdown. What stands between backticks, such as a command, stays as it is."""
+    parts = text.split("`")
+    return "`".join(escape_all_markdown(part) if place % 2 == 0 else part for place, part in enumerate(parts))

@@ -20,7 +20,7 @@ from kvbench.papers.build import build_table
 from kvbench.papers.cell_values import RunIndex
 from kvbench.papers.experiment_key import ExperimentKey, drop_unused, resolve_value
 from kvbench.papers.paper_runs import Settings, expand_preset, is_of_cache, list_presets, needs_file, read_rows
-from kvbench.papers.paper_table import make_commands
+from kvbench.papers.paper_table import PaperTable, make_commands
 from kvbench.papers.printed_averages import find_contradictions, list_leaves
 from kvbench.papers.table_spec import (
     PAPERS,
@@ -231,6 +231,11 @@ def test_what_else_the_store_holds_has_rows_of_its_own_and_hostile_names_are_tex
     [row] = [line for line in own.to_latex().splitlines() if "script" in line]
     assert r"a\_b\%\$\&\#\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}$|$" in row
     assert row.count(" & ") == 2 * 10
+
+
+def test_a_command_in_a_note_can_be_copied():
+    note = "*all* cells: `python run.py -m preset=a_table1`"
+    assert note.replace("*", r"\*") in PaperTable("title", (), (), (note,)).to_markdown()
 
 
 def test_a_damaged_run_is_named_and_the_rest_is_shown(tmp_path, capsys):
