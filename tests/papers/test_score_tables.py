@@ -463,14 +463,28 @@ def test_a_command_makes_exactly_the_run_that_fills_its_cell(offline):
     check(wanted(TABLES["keydiff_table15"])[0])  # a sweep
 
 
-@pytest.mark.parametrize("run", [own for own in DELTA_RUNS if own["task"] == "longbench"], ids=name_run)
-def test_a_command_with_a_file_makes_the_run_that_fills_its_cell(offline, tmp_path, monkeypatch, run):
-    shape = json.loads((SHAPES / f"{run['model']}.json").read_text())
+def write_zeros(path: Path, model: str) -> None:
+    """Write compressors of zeros for a model's shape."""
+    shape = json.loads((SHAPES / f"{model}.json").read_text())
     head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     width, layers = 2 * shape["num_key_value_heads"] * head, shape["num_hidden_layers"]
-    write_compressors(tmp_path / run["codec.path"], [make_zero(width, 8) for _ in range(layers)])
+    write_compressors(path, [make_zero(width, 8) for _ in range(layers)])
+
+
+@pytest.mark.parametrize("run", [own for own in DELTA_RUNS if own["task"] == "longbench"], ids=name_run)
+def test_a_command_with_a_file_makes_the_run_that_fills_its_cell(offline, tmp_path, monkeypatch, run):
+    write_zeros(tmp_path / run["codec.path"], run["model"])
     monkeypatch.chdir(tmp_path)
     check([run])
+
+
+def test_commands_in_the_notes_of_a_table_without_runs_make_runs(offline, tmp_path, monkeypatch):
+    text = made("deltakv_table03", tmp_path).to_markdown()
+    commands = dict(re.findall(r"^\* (\w+): `(python run\.py [^`]*)`$", text, re.MULTILINE))
+    write_zeros(tmp_path / "COMPRESSORS", "r1_qwen_7b")
+    monkeypatch.chdir(tmp_path)
+    assert list(commands) == ["OmniKV", "DeltaKV"]
+    assert all(len(composed(command)) == 1 for command in commands.values())
 
 
 def test_rows_that_differ_in_their_file_only_share_a_run(tmp_path):
