@@ -343,10 +343,14 @@ def test_what_the_notes_say_of_published_values_is_so(name):
         own = list(map(float, values(method=method)))
         assert len(own) == 16 and round(sum(own) / 16, 2) == mean
     for one in spec["checks"].get("compute_ratios", ()):
-        printed = PublishedValues(read_published(ROOT, "deltakv_table08.csv"))
-        where = {"method": "deltakv", "variant": f"target_budget={one['read']}", "task": "kv_compute_ratio"}
         by_equation = 100 * compute_ratio(one["preset"], one["read"])
-        assert round(by_equation, 1) == one["equation"] != float(printed.value(where)) == 100 * one["read"]
+        assert round(by_equation, 1) == one["equation"] != 100 * one["read"]
+        variants = [line["variant"] for line in lines if line["model"] == one["model"] and line["method"] == "deltakv"]
+        assert any(f"compute={one['read']}" in variant.split(";") for variant in variants)
+        if one["model"].startswith("meta-llama"):  # the only model of Table 8, which prints the ratio itself
+            printed = PublishedValues(read_published(ROOT, "deltakv_table08.csv"))
+            where = {"method": "deltakv", "variant": f"target_budget={one['read']}", "task": "kv_compute_ratio"}
+            assert float(printed.value(where)) == 100 * one["read"]
         assert any(f"{one['equation']} %" in note for note in spec["notes"])
 
 
