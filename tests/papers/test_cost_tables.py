@@ -131,11 +131,14 @@ def list_planned(plan: str, spec: dict) -> list[dict]:
     wanted = {f"model.like={spec['measured']['model']}", f"task.measure={spec['measured']['measure']}"}
     lines = [line.split() for line in yaml.safe_load(PLAN.read_text())[plan]]
     cells = [cell for line in lines if wanted <= {*line} and "codec=palu" not in line for cell in expand_cells(line)]
-    runs = [RunSpec.from_config(compose_config([*EVERY, "device=cpu", *cell])) for cell in cells]
+    methods = {f"method={row['measured']['method']}" for row in spec["rows"] if row["measured"]}
+    runs = [RunSpec.from_config(compose_config([*EVERY, "device=cpu", *cell])) for cell in cells if methods & {*cell}]
     return [collect_settings(simplify_run(run)) for run in runs]
 
 
-@pytest.mark.parametrize("name, plan, width, layers", [("deltakv_table04", "full", 1024, 28)])
+@pytest.mark.parametrize(
+    "name, plan, width, layers", [("deltakv_table04", "full", 1024, 28), ("decoding_deltakv", "decoding", 2048, 32)]
+)
 def test_the_plan_fills_deltakvs_tables(tmp_path, monkeypatch, name, plan, width, layers):
     """At all lengths at which the paper has a value of the row's method, if it is a table of the paper."""
     spec = SPECS[name]
