@@ -240,8 +240,9 @@ class Method(Hooks):
             )
         if codec.joins_heads and self.cuts:
             return (
-                f"codec={codec.name}: it stores all heads of a layer together, and {self.name} evicts other rows in "
-                "each head; use method=full, a method that reads few of many rows, or codec=raw"
+                f"codec={codec.name}: it stores all heads of a layer together, and {self.name} evicts rows, which "
+                "kvbench does in each head on its own; use method=full, a method that reads few of many rows, or "
+                "codec=raw"
             )
         if codec.takes_unrotated_keys and self.merges:
             return (
