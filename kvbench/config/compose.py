@@ -99,6 +99,23 @@ def to_dict(config: DictConfig, resolve: bool = False) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(config, resolve=resolve))
 
 
+def open_base_args(config: DictConfig) -> None:
+    """Let `method.base_args` and `codec.base_args` take any setting, such as `codec.base_args.bits=4`.
+
+    A file lists none of them, because they are the base's, which `base` chooses. `kvbench.config.catalogue.complete`
+    refuses those that it does not have. Where `base_args` refers to a preset, only the whole of it can be replaced.
+    """
+    for group in GROUPS:
+        own = config[group]
+        if (
+            isinstance(own, DictConfig)
+            and "base_args" in own
+            and not OmegaConf.is_interpolation(own, "base_args")
+            and isinstance(own.base_args, DictConfig)
+        ):
+            OmegaConf.set_struct(own.base_args, False)
+
+
 def check_choices(config: DictConfig, choices: Mapping[str, str | None]) -> None:
     """Check the files that were chosen for the groups.
 
@@ -257,6 +274,7 @@ def _compose_groups(overrides: tuple[str, ...], searched: tuple[str, ...]) -> by
     kept = OmegaConf.create({"launcher": settings["launcher"], "sweep": {"dir": settings["sweep"]["dir"]}})
     with open_dict(config):
         del config["hydra"]
+    open_base_args(config)
     return pickle.dumps(Composition(config, choices, kept))
 
 

@@ -81,6 +81,18 @@ def test_settings_that_refer_to_other_groups_follow_them():
             assert str(catalogue.read_settings("method", config.method)["kernel"]).endswith(str(found)), window
 
 
+@pytest.mark.parametrize("spelling", ["codec.base_args={bits: 4}", "codec.base_args.bits=4", "+codec.base_args.bits=4"])
+def test_a_codecs_base_has_settings(spelling):
+    config = compose.compose_config(["codec=delta", "codec.base=kivi", spelling])
+    assert catalogue.resolve("codec", config.codec)["base"]["bits"] == 4
+
+
+def test_a_setting_that_the_base_does_not_have_is_refused():
+    config = compose.compose_config(["codec=delta", "codec.base=kivi", "codec.base_args.bit=4"])
+    with pytest.raises(SettingError, match="^codec setting=bit: choose one of preset, bits, group, residual$"):
+        catalogue.resolve("codec", config.codec)
+
+
 def test_a_composition_is_no_others():
     one = compose.compose_config(["method=snapkv"])
     one.method.window = 3

@@ -284,7 +284,7 @@ def test_a_file_of_another_model_of_the_same_shape_is_refused_before_weights_loa
     monkeypatch.setattr("kvbench.models.loading.load_weights", lambda *_: pytest.fail("weights are loaded"))
     for chosen in (
         ["method=kvzap", f"method.path={path}", "budget=0.5"],
-        ["method=dms_threshold", "method.preset=kvzap", f"+method.base_args.path={path}", "budget=null"],
+        ["method=dms_threshold", "method.preset=kvzap", f"method.base_args.path={path}", "budget=null"],
     ):
         found = run_cli([*chosen, f"results={folder}", "task.subtasks=niah_single_1"], monkeypatch, capsys)
         line = f"method.path={path}: the surrogates were trained for the model another, this one is "
