@@ -21,6 +21,7 @@ from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_run
 from kvbench.runs.spec import RunSpec
 from kvbench.validation import SettingError
+from tests.docs.pages import iterate_commands
 from tests.support.repository import ROOT
 
 SHAPES = {
@@ -199,3 +200,17 @@ def test_those_of_the_embedded_model(tmp_path):
         scores[remove] = [record["score"] for record in records]
         assert all(record["resident_bytes"] < 0.7 * record["full_bytes"] for record in records)
     assert scores["null"] == [100] * 4 and sum(scores["residual"]) < 400, scores
+
+
+def test_the_documented_setting_of_full_layers(tmp_path):
+    """The source's KIVI in them."""
+    [words] = [words for _, words in iterate_commands() if {"method=deltakv", "codec.base=kivi"} <= {*words}]
+    path = ROOT / "kvbench/models/embedded_v2_deltakv.safetensors"
+    small = ["device=cpu", "task=ruler", "task.subtasks=[niah_single_1]", "task.length=1024", "limit=1"]
+    small += ["method.preset=reference", "codec.preset=reference", f"codec.path={path}"]
+    held = []
+    for more in ([], ["codec.base=raw", "codec.base_args=null"]):
+        run = RunSpec.from_config(compose_config([*words[2:], *small, *more]))
+        [record] = execute_run(run, tmp_path, Resources(run)).values()
+        held.append(record["resident_bytes"] / record["full_bytes"])
+    assert run.choice().codec.base.name == "raw" and held[0] < held[1] - 0.2
