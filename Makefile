@@ -119,6 +119,10 @@ $(FILES)/deltakv_%.safetensors:
 	$(GPU) -m kvbench calibrate deltakv --untrained --model conf/model/shapes/$*.json \
 	  --device cpu --out $@
 
+$(FILES)/deltakv_full_%.safetensors:
+	$(GPU) -m kvbench calibrate deltakv --untrained --kind full --model conf/model/shapes/$*.json \
+	  --device cpu --out $@
+
 $(FILES)/palu_%.safetensors:
 	$(GPU) -m kvbench calibrate palu --untrained --model conf/model/shapes/$*.json \
 	  --device cpu --out $@
@@ -200,7 +204,7 @@ test-gpu:
 
 LIST ?= $(if $(QUICK),quick,full)
 DRAWN_decoding := deltakv_llama31_8b palu_llama31_8b palu_heads_llama31_8b# untrained files that a list of conf/efficiency/plan.yaml needs
-DRAWN_full := deltakv_qwen25_7b_1m
+DRAWN_full := deltakv_qwen25_7b_1m deltakv_full_qwen25_7b_1m
 
 # Measure time, memory and throughput on a GPU and write the tables; QUICK=1 takes 6 minutes.
 # An interrupted call goes on where it was. MINUTES=n begins nothing after n; LIST=cpu measures KeyDiff's table, no GPU.

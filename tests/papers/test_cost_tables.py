@@ -142,9 +142,10 @@ def list_planned(plan: str, spec: dict) -> list[dict]:
 def test_the_plan_fills_deltakvs_tables(tmp_path, monkeypatch, name, plan, width, layers):
     """At all lengths at which the paper has a value of the row's method, if it is a table of the paper."""
     spec = SPECS[name]
-    path = tmp_path / "results" / "files" / f"deltakv_{spec['measured']['model']}.safetensors"
-    path.parent.mkdir(parents=True)
-    write_compressors(path, [make_zero(width, 8) for _ in range(layers)])
+    folder, model = tmp_path / "results" / "files", spec["measured"]["model"]
+    folder.mkdir(parents=True)
+    for kind in ("", "full_"):
+        write_compressors(folder / f"deltakv_{kind}{model}.safetensors", [make_zero(width, 8) for _ in range(layers)])
     monkeypatch.chdir(tmp_path)
     planned, printed = list_planned(plan, spec), read_published(tmp_path, spec.get("file"))
     parts = [part for column in spec["columns"] for part in (column["measured"], column.get("over", {}))]
