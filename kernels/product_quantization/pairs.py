@@ -263,10 +263,8 @@ def list_by_pairs(
     classes = torch.empty(lines, wide * wide, dtype=torch.uint8, device=device)
     rooms, arrived = (torch.empty(lines, dtype=torch.int32, device=device) for _ in range(2))
     tallies = torch.empty(lines, splits, 2, dtype=torch.int32, device=device)
-    ahead = not is_interpreting() and torch.cuda.get_device_capability(device) >= (
-        9,
-        0,
-    )  # programmatic dependent launch
+    nvidia = torch.version.hip is None and not is_interpreting()
+    ahead = nvidia and torch.cuda.get_device_capability(device) >= (9, 0)  # programmatic dependent launch
     _rank_pairs[3, lines](
         queries, codebook.contiguous(), keys, codes, counts, torch.empty_like(counts), stop, last, classes, rooms,
         arrived, heads, group, count, size, first, counted, found.shape[2], scaling * LOG2E, *queries.stride(),
@@ -281,5 +279,5 @@ def list_by_pairs(
         _list_pairs[splits, lines](
             *given, found.stride(1), *strides,
             WIDE=wide, MOST=MOST, TILE=TILE, ONE=per_split == TILE, AHEAD=ahead, BEGIN=begin, END=end,
-            num_warps=8, launch_pdl=ahead,
+            num_warps=8, **({"launch_pdl": True} if ahead else {}),
         )  # fmt: skip

@@ -11,7 +11,7 @@ are cut after every few tokens. `SlidingRows` (sliding_rows) hold the windows of
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.nn.functional import embedding
 from kvbench.cache.guard import without_gradients
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
+from kvbench.engine.streams import join_after
 from kvbench.engine.timing import Stamps
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.dispatch import is_announcing
@@ -127,6 +128,18 @@ def record_launches(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return try_to_record(work)
 
 
+def forget_capture(gpu: int, pool: Any) -> None:
+    """Tell PyTorch that a capture has ended that it could not end itself.
+
+    It would take the capture for one under way, and return no free memory to the GPU any more. Versions of PyTorch that
+    know of the end refuse to be told.
+    """
+    keep_pool.cache_clear()
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(gpu, pool)
+        torch._C._cuda_releasePool(gpu, pool)
+
+
 def try_to_record(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Return a CUDA graph of what `work` launches, if memory suffices.
 
@@ -139,16 +152,13 @@ def try_to_record(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph.capture_begin(pool)
         try:
             work()
+            graph.capture_end()
         except BaseException:
             try:
                 graph.capture_end()
-            except RuntimeError:  # `work` has ended the capture, for example by waiting for the device
-                keep_pool.cache_clear()
-                # otherwise PyTorch takes the capture for one under way, and never returns free memory to the GPU again
-                torch._C._cuda_endAllocateToPool(gpu, pool)
-                torch._C._cuda_releasePool(gpu, pool)
+            except RuntimeError:  # it has ended, for example because `work` waited for the device
+                forget_capture(gpu, pool)
             raise
-        graph.capture_end()
     return graph
 
 
@@ -320,15 +330,10 @@ def read_token(
     weights: DecoderWeights, rows: StepRows, tokens: Tensor, cuts: bool, implementation: str | None
 ) -> Tensor:
     """Read a token of each sample, (B,), into the rows, which do not count it yet. Returns its logits, (B, vocab)."""
-    try:
+    with join_after(rows.settle):
         x = forward_step(weights, tokens[:, None], rows.reader(cuts), implementation)
         norm = (weights.norm, weights.epsilon)
         (logits,) = rms_norm_linear(x, [weights.head], norm=norm, implementation=implementation)
-    except BaseException:  # for example because memory does not suffice
-        with suppress(RuntimeError):  # the error may also have ended the capture
-            rows.settle()  # a capture can end only when all streams have joined it
-        raise
-    rows.settle()
     return logits
 
 

@@ -24,7 +24,7 @@ from kvbench.engine.joined_replaced_rows import JoinedReplacedRows, find_shared_
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import GivenTokens
 from kvbench.engine.spending import spend
-from kvbench.engine.streams import STREAMS, make_streams
+from kvbench.engine.streams import STREAMS, join_after, make_streams
 from kvbench.engine.timing import now
 
 WORTH_TOGETHER = 2  # a graph of several answers is captured for this many tokens or more
@@ -292,13 +292,15 @@ class JoinedRows(StepRows):
         for other in self.streams:
             other.wait_stream(here)
         results = []
-        try:
+
+        def join() -> None:
+            for other in self.streams:
+                here.wait_stream(other)
+
+        with join_after(join):
             for number, own in enumerate(work):
                 with torch.cuda.stream(every[number % len(every)]):
                     results.append(own())
-        finally:
-            for other in self.streams:
-                here.wait_stream(other)
         return torch.cat(results)
 
     def prepare(self) -> None:

@@ -110,7 +110,7 @@ class ReadRows(PackedRows):
                 if not isinstance(rows, ListedRows):
                     layer = self.layers[index].index
                     raise ContractError(f"{owner}: row_reader watches layer {layer}, whose rows are packed")
-                # beside a packed layer there is time; behind another one, and with more samples, the layer waits for it
+                # behind a raw layer, and with several prompts, the layer waits for these rows
                 limited = len(rows.blocks) == 1 and index - 1 in self.growing
                 with self.beside.work(rows.blocks, limited=limited):
                     ahead[index] = self.growing[index].make_rows(rows, heads, self.step, self.implementation)

@@ -1,14 +1,15 @@
 """Do work beside the current CUDA stream, so that a GPU does several small things at once."""
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 
 import torch
 
 STREAMS = 8  # most streams on which contexts attend side by side; as many settle what attention leaves to do
-SHARE = 0.35  # of a GPU's multiprocessors, for matrix products in the background; chosen by trial on an H200
+SHARE = 0.35  # of the multiprocessors, for products in the background; chosen by trial on one H200, at one shape
 
 
 @cache
@@ -24,7 +25,8 @@ def make_streams(gpu: torch.device) -> list[torch.cuda.Stream]:
 def load_cublas() -> ctypes.CDLL | None:
     """Return the cuBLAS library that PyTorch has loaded, or None if PyTorch contains cuBLAS itself."""
     try:
-        cublas = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).split('.')[0]}")
+        name = f"libcublas.so.{str(torch.version.cuda).split('.')[0]}"
+        cublas = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
         return None
     cublas.cublasSetSmCountTarget.argtypes = [ctypes.c_void_p, ctypes.c_int]
@@ -36,7 +38,8 @@ def limit_products(gpu: torch.device) -> Iterator[None]:
     """Let cuBLAS compute the matrix products inside on `SHARE` of the multiprocessors.
 
     A large product otherwise takes all of them, and nothing runs beside it. The limit is one of the thread's handle of
-    cuBLAS. Without the library, products stay unlimited: only their time differs.
+    cuBLAS. Without the library, products stay unlimited, as do those with a bias, which are cublasLt's. Only their time
+    differs.
 
     Raises:
         RuntimeError: If cuBLAS refuses.
@@ -59,6 +62,22 @@ def limit_products(gpu: torch.device) -> Iterator[None]:
         yield
     finally:
         allow(0)  # no limit
+
+
+@contextmanager
+def join_after(join: Callable[[], None]) -> Iterator[None]:
+    """Let other streams join the current one behind what is inside, also if that fails.
+
+    A capture can end only when all streams have joined it. The first error stays: it may have ended the capture, and
+    then joining fails too.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):
+            join()
+        raise
+    join()
 
 
 class Beside:

@@ -59,10 +59,10 @@ CHANGES = {  # key of GAINS -> what it says of the numbers of cells, and of thos
     "codec_gain": MORE.format("codec"),
 }
 FILES = """\
-On a *front* are the cells of which no other one holds fewer bytes and scores as much. One front goes by the bytes of a
-cache, the other one by the bytes *with files*: those of the cache and of the files that a method or codec needs beside
-the model, as if they served a single prompt. All prompts share them. A table lists the cells on either front and all
-others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
+A cell is on a *front* if no other cell holds fewer bytes and scores as much. One front goes by the bytes of a cache,
+the other one by the bytes *with files*: those of the cache and of the files that a method or codec needs beside the
+model, as if they served a single prompt. All prompts share them. A table lists the cells on either front and all others
+that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
 LIMITS = """\
 ## What these numbers cannot tell
 

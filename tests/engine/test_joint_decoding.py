@@ -21,6 +21,7 @@ from kvbench.engine.joint_decoding import (
 )
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.shared_prefill import prefill
+from kvbench.engine.streams import join_after
 from kvbench.interfaces.budget import Budget
 from kvbench.kernels.joined_rows import attend_joined
 from kvbench.methods.keydiff import KeyDiff
@@ -374,3 +375,21 @@ def test_the_memory_of_every_forgotten_answer_is_counted():
             assert context.memory.held == [layer.bytes().total for layer in context.own_layers]
             peaks.append(context.memory.peak)
     assert len(set(peaks)) == 1
+
+
+def test_streams_join_whatever_happens_and_the_first_error_stays():
+    joined = []
+
+    def refuse() -> None:
+        joined.append("refused")
+        raise RuntimeError("the capture has ended")
+
+    with join_after(lambda: joined.append("done")):
+        pass
+    with pytest.raises(torch.cuda.OutOfMemoryError), join_after(lambda: joined.append("failed")):
+        raise torch.cuda.OutOfMemoryError
+    with pytest.raises(torch.cuda.OutOfMemoryError), join_after(refuse):
+        raise torch.cuda.OutOfMemoryError
+    with pytest.raises(RuntimeError, match="^the capture has ended$"), join_after(refuse):
+        pass
+    assert joined == ["done", "failed", "refused", "refused"]

@@ -294,10 +294,10 @@ def ahead():
     numbers = dict.fromkeys(("counts", "totals", "rooms", "arrived", "tallies"), "*i32")
     kinds = whole | numbers | {"classes": "*u8", "found": "*i64"}
     vectors = dict.fromkeys(("queries", "codebook", "keys"), "*bf16")
-    for wide, group in ((64, 4), (16, 1), (64, 8)):
+    for wide, group, early in ((64, 4, True), (16, 1, True), (64, 8, True), (64, 4, False)):
         sizes = {"WIDE": wide, "G": group, "M": 16, "E": 64, "N": pairs.MORE, "CENTROIDS": pairs.CENTROIDS}
-        sizes |= {"COUNTED": pairs.COUNTED, "NEAR": pairs.NEAR, "STEPS": pairs.STEPS, "CAST": False, "AHEAD": True}
+        sizes |= {"COUNTED": pairs.COUNTED, "NEAR": pairs.NEAR, "STEPS": pairs.STEPS, "CAST": False, "AHEAD": early}
         yield list_kernel(pairs._rank_pairs, kinds | vectors, sizes | {"q_d": 1, "k_d": 1}, num_warps=8)
-        sizes = {"WIDE": wide, "MOST": pairs.MOST, "TILE": pairs.TILE, "AHEAD": True, "BEGIN": 0, "END": 2}
+        sizes = {"WIDE": wide, "MOST": pairs.MOST, "TILE": pairs.TILE, "AHEAD": early, "BEGIN": 0, "END": 2}
         for one in (True, False):
             yield list_kernel(pairs._list_pairs, kinds, sizes | {"ONE": one}, num_warps=8)
