@@ -227,7 +227,7 @@ DOCS := .versions/docs
 
 # Build the documentation in site/, from an environment of its own; a warning fails the build.
 docs: $(DOCS)/ready
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 $(DOCS)/ready: requirements-docs.lock
 	$(PYTHON) -m venv $(DOCS)

@@ -20,9 +20,10 @@ def on_page_markdown(markdown: str, page, **_) -> str:
     """Return the page's Markdown as the site shows it."""
     name = page.file.src_uri
     if name in INCLUDED:
-        markdown = (ROOT / INCLUDED[name]).read_text().replace("](docs/", "](")
+        text = (ROOT / INCLUDED[name]).read_text()
+        markdown = re.sub(r"\]\((?!https?://|#)", "](../", text).replace("](../docs/", "](")
         for page_name, file in INCLUDED.items():
-            markdown = markdown.replace(f"]({file})", f"]({page_name})")
+            markdown = markdown.replace(f"](../{file})", f"]({page_name})")
     return LINK.sub(lambda link: replace_link(link, name), markdown)
 
 

@@ -18,7 +18,7 @@ LINK = re.compile(r"\]\((?!https?://|#)([^)\s#]+)(#[^)\s]+)?\)")
 def slugs(page: Path) -> set[str]:
     """The anchors of a page's headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    titles = re.findall(r"(?:\A|\n\n)#+ (.+)$", text, re.MULTILINE)  # a heading right behind a table is a row of it
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.replace("`", "")).strip().lower()) for title in titles}
 
 

@@ -33,7 +33,8 @@ rows as the budget is of the prompt. Compared are the rows left in the end.
 
 """
 FOOT = """
-Left out: kvpress's RandomPress, because the two programs draw different numbers, and presses that kvbench has no method
+Left out: kvpress's RandomPress, because the two programs draw different numbers; DMSPress, KVzapPress, KVgradPress and
+KVzip+, whose methods are compared with oracles of their own (tests/methods); and presses that kvbench has no method
 for. `CriticalKVPress` and `CriticalAdaKVPress` do not run on Qwen2, whose configuration has no `head_dim`.
 """
 
