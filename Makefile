@@ -97,10 +97,13 @@ THREADS ?= 1
 FILES := results/files
 
 # Time every method's prefill as a ratio of the full cache's; THREADS=n takes more than one thread.
-bench-methods: setup $(addprefix $(FILES)/,qfilters.safetensors triattention.safetensors kvzap.safetensors duo_attention)
+bench-methods: setup $(addprefix $(FILES)/,$(addsuffix .safetensors,qfilters triattention kvzap palu) duo_attention)
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-methods --cross snapkv \
+	  --also kvzip.plus --also deltakv+delta \
 	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
 	  --set triattention.path=$(FILES)/triattention.safetensors --set kvzap.path=$(FILES)/kvzap.safetensors \
+	  --set palu.path=$(FILES)/palu.safetensors --set deltakv.preset=reference \
+	  --set delta.preset=reference --set delta.path=kvbench/models/embedded_v2_deltakv.safetensors \
 	  --out results/efficiency/prefill-$(THREADS).csv
 
 SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
@@ -109,7 +112,7 @@ SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
 bench-share: setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-share $(SHARE)
 
-$(FILES)/qfilters.safetensors $(FILES)/triattention.safetensors $(FILES)/kvzap.safetensors: | setup
+$(addprefix $(FILES)/,qfilters.safetensors triattention.safetensors kvzap.safetensors palu.safetensors): | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate $(basename $(notdir $@)) --model reference --out $@
 
 $(FILES)/duo_attention: | setup

@@ -1,7 +1,8 @@
 """Time every method's prefill as a ratio of the full cache's.
 
 Examples:
-  kvbench bench-methods --cross snapkv --set qfilters.path=FILE
+  kvbench bench-methods --cross snapkv --set qfilters.path=FILE --set palu.path=FILE
+  kvbench bench-methods --methods kvzip --also kvzip.plus --also full+kivi
 """
 
 import shlex
@@ -27,7 +28,13 @@ def make_parser() -> CommandParser:
     parser.add_argument("--rounds", type=int, default=5, help="times that each method is timed (default: 5)")
     parser.add_argument("--methods", nargs="+", help="default: all of conf/method/")
     parser.add_argument("--cross", metavar="METHOD", help="run this method with every allocator and codec too")
-    parser.add_argument("--set", action="append", default=[], metavar="METHOD.KEY=VALUE", help="a method's setting")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="METHOD[.PRESET][+CODEC]",
+        help="run this method with this preset and codec too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME.KEY=VALUE", help="a setting of a method or a codec"
+    )
     parser.add_argument("--out", type=Path, default=Path("results/efficiency/prefill.csv"), help="CSV file to write")
     return parser
 

@@ -1,10 +1,13 @@
 """Compare the prefill time of every method with that of the full cache: what an eviction costs.
 
-A set-up is a method with its default preset, an allocator and a codec: every method with uniform and raw, and the
-method of `--cross` with every other allocator and codec. Everything runs once before the first round. In a round each
-set-up is timed once, between two prefills of the full cache on the same prompt of random tokens. Its ratio is its time
-over the mean of these two, so that other load of the machine affects both alike. The table shows the median of the
-rounds' ratios and their quartiles. A refused set-up is listed with the reason.
+A set-up is a method, an allocator and a codec with their default presets: every method with uniform and raw, and the
+method of `--cross` with every other allocator and codec. `--also` adds a method with another preset, for presets that
+are methods of their own, or with a codec that the method of `--cross` cannot have. `--set` changes settings.
+
+Everything runs once before the first round. In a round each set-up is timed once, between two prefills of the full
+cache on the same prompt of random tokens. Its ratio is its time over the mean of these two, so that other load of the
+machine affects both alike. The table shows the median of the rounds' ratios and their quartiles. A refused set-up is
+listed with the reason.
 
 The limit is 1.3. It is 2 for a method that needs log-sum-exps, because it passes over the logits once more. A method
 for which the model reads the prompt again has no limit. A ratio over its limit is marked; the exit code does not depend
@@ -46,21 +49,33 @@ LIMIT_LSE = 2.0
 
 @dataclass(frozen=True)
 class Setup:
-    """A method, an allocator and a codec, by their names in conf/."""
+    """A method, an allocator and a codec, by their names in conf/.
+
+    Attributes:
+        method: The method.
+        allocator: The allocator.
+        codec: The codec.
+        preset: The method's preset that `--also` names; "" for the one that its settings have.
+    """
 
     method: str = UNCUT["method"]
     allocator: str = UNCUT["allocator"]
     codec: str = UNCUT["codec"]
+    preset: str = ""
 
     def __str__(self) -> str:
-        return " ".join([self.method, *(own for own in (self.allocator, self.codec) if own not in UNCUT.values())])
+        others = (self.preset, self.allocator, self.codec)
+        return " ".join([self.method, *(own for own in others if own and own not in UNCUT.values())])
 
-    def choice(self, method_args: Mapping[str, Any]) -> CachePolicy:
-        """Build the three; SettingError if they cannot work together."""
+    def choice(self, settings: Mapping[str, Mapping[str, Any]]) -> CachePolicy:
+        """Build the three with settings by name of a method or codec; SettingError if they cannot work together."""
+        method_args = dict(settings.get(self.method, {}))
+        if self.preset:
+            method_args["preset"] = self.preset
         return choose_cache(
             build("method", load_settings("method", self.method, method_args)),
             build("allocator", load_settings("allocator", self.allocator)),
-            build("codec", load_settings("codec", self.codec)),
+            build("codec", load_settings("codec", self.codec, settings.get(self.codec))),
         )
 
 
@@ -107,9 +122,9 @@ class PrefillCost:
         return "no limit" if self.limit is None else "OVER" if self.over else "ok"
 
 
-def list_setups(methods: Sequence[str], cross: str | None) -> list[Setup]:
-    """List every method, and `cross` with every allocator and codec but the default ones."""
-    alone = [Setup(method) for method in methods if method != UNCUT["method"]]
+def list_setups(methods: Sequence[str], cross: str | None, also: Sequence[Setup] = ()) -> list[Setup]:
+    """List every method, `also`, and `cross` with every allocator and codec but the default ones."""
+    alone = [*(Setup(method) for method in methods if method != UNCUT["method"]), *also]
     if cross is None:
         return alone
     allocators = [Setup(cross, allocator=name) for name in list_choices("allocator") if name != UNCUT["allocator"]]
@@ -137,16 +152,16 @@ def time_prefill(
 
 def measure_costs(
     model: torch.nn.Module, ids: Tensor, budget: Budget, rounds: int, chosen: Sequence[Setup],
-    method_args: Mapping[str, Mapping[str, Any]], own_words: PromptEncoder | None = None,
+    settings: Mapping[str, Mapping[str, Any]], own_words: PromptEncoder | None = None,
 ) -> list[PrefillCost]:  # fmt: skip
-    """Measure set-ups. Return their costs in the order of `chosen`; `method_args` are settings by method."""
+    """Measure set-ups. Return their costs in the order of `chosen`; `settings` are by name of a method or codec."""
     full = Setup().choice({})
     time_prefill(model, full, Budget(1.0), ids, own_words)
     gc.freeze()  # the collector skips everything that exists now
     ready, refused = {}, {}
     for setup in tqdm(chosen, desc="once before", file=sys.stderr):
         try:
-            choice = setup.choice(method_args.get(setup.method, {}))
+            choice = setup.choice(settings)
             time_prefill(model, choice, budget, ids, own_words)
             ready[setup] = choice
         except SettingError as error:
@@ -186,17 +201,18 @@ def format_costs(costs: Sequence[PrefillCost]) -> str:
 def save_costs(costs: Sequence[PrefillCost], path: Path, about: Mapping[str, Any]) -> None:
     """Write a CSV of unrounded numbers; every line also has what is the same for all of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    titles = ("method", "allocator", "codec", "ms", "full_ms", "ratio", "quartile_1", "quartile_3", "limit", "over")
+    parts = ("method", "preset", "allocator", "codec")
+    titles = (*parts, "ms", "full_ms", "ratio", "quartile_1", "quartile_3", "limit", "over")
     with name_file_in_errors(path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*titles, "not_run", *about])
         for cost in costs:
-            setup = cost.setup
             numbers: list[float | bool | None] = [None] * 7
             if not cost.reason:
                 low, middle, high = cost.quartiles
                 numbers = [*cost.milliseconds, middle, low, high, cost.limit, cost.over]
-            writer.writerow([setup.method, setup.allocator, setup.codec, *numbers, cost.reason, *about.values()])
+            names = [getattr(cost.setup, part) for part in parts]
+            writer.writerow([*names, *numbers, cost.reason, *about.values()])
 
 
 def parse_value(text: str) -> Any:
@@ -207,16 +223,31 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def parse_method_args(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Parse METHOD.KEY=VALUE, … into settings by method."""
+def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Parse NAME.KEY=VALUE, … into settings by name of a method or codec."""
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
-        name, equals, own = text.partition("=")
-        method, dot, key = name.partition(".")
+        target, equals, own = text.partition("=")
+        name, dot, key = target.partition(".")
         if not (equals and dot and key):
-            raise SettingError(f"--set={text}: METHOD.KEY=VALUE")
-        require_choice("--set: method", method, methods_available())
-        found.setdefault(method, {})[key] = parse_value(own)
+            raise SettingError(f"--set={text}: NAME.KEY=VALUE")
+        require_choice("--set: method or codec", name, [*methods_available(), *list_choices("codec")])
+        found.setdefault(name, {})[key] = parse_value(own)
+    return found
+
+
+def parse_also(texts: Sequence[str]) -> list[Setup]:
+    """Parse METHOD, METHOD.PRESET, METHOD+CODEC or METHOD.PRESET+CODEC, … into set-ups."""
+    found = []
+    for text in texts:
+        named, plus, codec = text.partition("+")
+        method, dot, preset = named.partition(".")
+        require_choice("--also: method", method, methods_available())
+        if dot:
+            load_settings("method", method, {"preset": preset})  # refuses a preset that the method does not have
+        if plus:
+            require_choice("--also: codec", codec, list_choices("codec"))
+        found.append(Setup(method, codec=codec or UNCUT["codec"], preset=preset))
     return found
 
 
@@ -228,16 +259,15 @@ def run_prefill_bench(options: Namespace, command: str) -> None:
         require_choice("--methods", method, methods_available())
     if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
         raise SettingError(f"--out={options.out}: no file can be there")
-    budget, own = Budget(options.budget), parse_method_args(options.set)
+    budget, settings = Budget(options.budget), parse_settings(options.set)
+    chosen = list_setups(options.methods, options.cross, parse_also(options.also))
     checkpoint = Checkpoint("timed", find_model(options.model))
     if options.tokens > checkpoint.longest():
         raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
     model, own_words = checkpoint.weights(torch.float32, "cpu"), make_prompt_encoder(checkpoint.tokenizer())
     vocabulary = text_config(model).vocab_size
     ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
-    costs = measure_costs(
-        model, ids, budget, options.rounds, list_setups(options.methods, options.cross), own, own_words
-    )
+    costs = measure_costs(model, ids, budget, options.rounds, chosen, settings, own_words)
     here = describe_machine("cpu")
     about = {name: getattr(options, name) for name in ("model", "tokens", "budget", "rounds")}
     about |= {name: here[name] for name in ("processor", "threads", "python")} | here["versions"]

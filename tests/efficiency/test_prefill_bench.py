@@ -8,13 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.cache.policy import CachePolicy
-from kvbench.cli import bench_methods
+from kvbench.cli import bench_methods, calibrate
 from kvbench.config.catalogue import list_choices, methods_available
 from kvbench.efficiency import prefill_bench
 from kvbench.efficiency.prefill_bench import PrefillCost, Setup, find_limit, format_costs, list_setups, measure_costs
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
+from kvbench.validation import SettingError
 from tests.support.method_files import build_policy
+from tests.support.repository import ROOT
 from tests.support.tiny_models import ids, tiny
 
 
@@ -94,6 +96,12 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         ["--set", "knorm.preset"],
         ["--set", "preset=paper"],
         ["--set", "nothing.path=x"],
+        ["--also", "nothing"],
+        ["--also", "kvzip.nothing"],
+        ["--also", "kvzip."],
+        ["--also", "random.paper"],
+        ["--also", "full+nothing"],
+        ["--also", "full+"],
         ["--budget", "["],
         ["--out", "/"],
         ["--out", f"{__file__}/x.csv"],
@@ -105,8 +113,43 @@ def test_a_setting_that_cannot_be_used_is_said_in_one_line(wrong, tmp_path, caps
     assert error.startswith("kvbench: ") and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
+def test_set_names_methods_and_codecs_that_have_no_name_in_common():
+    assert not set(methods_available()) & set(list_choices("codec"))
+    settings = prefill_bench.parse_settings(["h2o.preset=kvpress", "kivi.preset=bits4"])
+    choice = Setup("h2o", codec="kivi").choice(settings)
+    assert (choice.method.norm, choice.codec.bits) == ("count", 4)
+    with pytest.raises(SettingError, match="^--set: method or codec=ada: .*palu"):
+        prefill_bench.parse_settings(["ada.preset=kvpress"])
+
+
+def test_also_adds_another_preset_and_a_codec():
+    also = prefill_bench.parse_also(["kvzip.plus", "deltakv+delta", "h2o.kvpress+kivi"])
+    assert list(map(str, also)) == ["kvzip plus", "deltakv delta", "h2o kvpress kivi"]
+    assert list_setups(["knorm"], None, also) == [Setup("knorm"), *also]
+    assert not Setup("kvzip").choice({}).method.norms
+    choice = also[0].choice({"kvzip": {"preset": "uniform", "chunk": 50}})
+    assert choice.method.norms and choice.method.chunk == 50
+
+
+def test_codecs_run_with_their_files(tmp_path, capsys):
+    palu, out = tmp_path / "palu.safetensors", tmp_path / "prefill.csv"
+    made = ["palu", "--model=reference", "--untrained", "--device=cpu", f"--out={palu}"]
+    assert calibrate.main(made) == 0
+    command = ["--tokens=400", "--rounds=1", f"--out={out}", "--methods", "kvzip", "--also", "kvzip.plus"]
+    command += ["--also", "snapkv+palu", "--also", "deltakv+delta", "--set", f"palu.path={palu}"]
+    delta = ROOT / "kvbench/models/embedded_v2_deltakv.safetensors"
+    command += [f"--set={part}.preset=reference" for part in ("delta", "deltakv")]
+    assert bench_methods.main([*command, f"--set=delta.path={delta}"]) == 0
+    assert "kvzip plus  " in capsys.readouterr().out
+    with out.open() as file:
+        lines = list(csv.DictReader(file))
+    named = [tuple(line[key] for key in ("method", "preset", "codec")) for line in lines]
+    assert named == [("kvzip", "", "raw"), ("kvzip", "plus", "raw"), ("snapkv", "", "palu"), ("deltakv", "", "delta")]
+    assert not any(line["not_run"] for line in lines)
+
+
 def test_what_is_no_yaml_is_text():
-    assert prefill_bench.parse_method_args(["snapkv.window=[", "snapkv.kernel=7"]) == {
+    assert prefill_bench.parse_settings(["snapkv.window=[", "snapkv.kernel=7"]) == {
         "snapkv": {"window": "[", "kernel": 7}
     }
 
