@@ -26,6 +26,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader, Watcher
@@ -84,8 +85,8 @@ class DeltaKV(Method):
         start = min(max(start, self.sinks), held)  # a short text holds sinks only
         return start, max(start, min(stop, held - self.recent))
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
-        self.find_full_layers(layers)
+    def check(self, layout: Layout) -> None:
+        self.find_full_layers(layout.layers)
 
     def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
         if request.queries.shape[2] > 1 or request.quota is None:

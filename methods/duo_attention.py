@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
@@ -93,16 +94,16 @@ class DuoAttention(Method):
     def weights_bytes(self) -> int:
         return 8 * sum(map(len, self.pattern.alpha))
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
+    def check(self, layout: Layout) -> None:
         found = (len(self.pattern.alpha), len(self.pattern.alpha[0]))
-        if found != (layers, heads):
+        if found != (needed := (layout.layers, layout.heads)):
             raise SettingError(
-                f"method.path={self.path}: the pattern has (layers, KV heads) {found}, the model {(layers, heads)}"
+                f"method.path={self.path}: the pattern has (layers, KV heads) {found}, the model {needed}"
             )
-        if self.pattern.sliding != sliding:
+        if self.pattern.sliding != layout.sliding:
             raise SettingError(
                 f"method.path={self.path}: layers {self.pattern.sliding} have no α (nan), but the model's layers with "
-                f"a sliding window are {sliding}"
+                f"a sliding window are {layout.sliding}"
             )
 
     def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:

@@ -28,12 +28,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.networks import LayerWeights, Network, describe_network, take_network
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
-from kvbench.interfaces.tensor_files import Header, Shape, find_weights, read_header, read_weights
+from kvbench.interfaces.tensor_files import Header, Shape, find_weights, read_header, read_weights, require_finite
 from kvbench.validation import SettingError
 
 ENTRY = re.compile(r"layers\.(?P<layer>\d+)(?P<matrix>\.[02])?\.(?P<what>weight|bias)")
@@ -71,12 +72,13 @@ class KVzap(Method):
     def weights_bytes(self) -> int:
         return self.file.header.bytes
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
-        if self.file.fits != (layers, hidden, heads):
+    def check(self, layout: Layout) -> None:
+        if self.file.fits != (needed := (layout.layers, layout.hidden, layout.heads)):
             raise SettingError(
                 f"method.path={self.path}: the surrogates have (layers, hidden states, KV heads) {self.file.fits}, "
-                f"the model {(layers, hidden, heads)}"
+                f"the model {needed}"
             )
+        require_finite(find_file(self.path), f"method.path={self.path}", "surrogates")
 
     def check_identity(self, identify: Callable[[], str]) -> None:
         trained_for = self.file.header.identity

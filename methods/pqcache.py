@@ -34,6 +34,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader
@@ -72,9 +73,9 @@ class PQCache(Method):
     scores = False
     attends_subset = True
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
-        if dim % self.parts:
-            raise SettingError(f"method.parts={self.parts}: a divisor of the model's head dimension, {dim}")
+    def check(self, layout: Layout) -> None:
+        if layout.dim % self.parts:
+            raise SettingError(f"method.parts={self.parts}: a divisor of the model's head dimension, {layout.dim}")
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         if observation.last and observation.tokens - self.sinks > self.least:

@@ -17,6 +17,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
@@ -56,12 +57,11 @@ class QFilters(Method):
     def weights_bytes(self) -> int:
         return self.file.nbytes
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
+    def check(self, layout: Layout) -> None:
         found = tuple(self.file.tensors[NAME].shape)
-        if found != (layers, heads, dim):
+        if found != (needed := (layout.layers, layout.heads, layout.dim)):
             raise SettingError(
-                f"method.path={self.path}: the filters have (layers, KV heads, dimensions) {found}, "
-                f"the model {(layers, heads, dim)}"
+                f"method.path={self.path}: the filters have (layers, KV heads, dimensions) {found}, the model {needed}"
             )
 
     def check_identity(self, identify: Callable[[], str]) -> None:

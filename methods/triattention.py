@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
@@ -89,12 +90,12 @@ class TriAttention(Method):
     def weights_bytes(self) -> int:
         return self.file.nbytes
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
+    def check(self, layout: Layout) -> None:
         found = tuple(self.file.tensors[MEAN].shape)
-        if (found[0], found[2]) != (layers, dim) or found[1] % heads:
+        if found != (needed := (layout.layers, layout.query_heads, layout.dim)):
             raise SettingError(
-                f"method.path={self.path}: the statistics have (layers, query heads, dimensions) {found}, the model "
-                f"has {layers} layers, {dim} dimensions, and a multiple of {heads} query heads"
+                f"method.path={self.path}: the statistics have (layers, query heads, dimensions) {found}, "
+                f"the model {needed}"
             )
 
     def check_identity(self, identify: Callable[[], str]) -> None:
@@ -108,11 +109,6 @@ class TriAttention(Method):
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         mean, size = (self.file.like(name, rows.mass)[observation.layer] for name in (MEAN, ABS))
-        if len(mean) != observation.queries.shape[1]:
-            raise SettingError(
-                f"method.path={self.path}: statistics of {len(mean)} query heads, the model has "
-                f"{observation.queries.shape[1]}"
-            )
         cos, sin, factor = mean_rotation(observation, self.horizon, rows.mass)
         counted = rows.present
         if self.pin_prompt:

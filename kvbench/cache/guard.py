@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder
 from kvbench.interfaces.rows import Rows
@@ -76,12 +77,10 @@ def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
         raise ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})") from error
 
 
-def check_shape(
-    method: Method, codec: Codec, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int
-) -> None:
+def check_shape(method: Method, codec: Codec, layout: Layout) -> None:
     """Check that a method and a codec can serve a model of this shape (see `Method.check`)."""
-    ask(f"method={method.name}", "check", lambda: method.check(layers, heads, dim, sliding, hidden))
-    ask(f"codec={codec.name}", "check", lambda: codec.check(layers, heads, dim, sliding, hidden))
+    ask(f"method={method.name}", "check", lambda: method.check(layout))
+    ask(f"codec={codec.name}", "check", lambda: codec.check(layout))
 
 
 def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> None:

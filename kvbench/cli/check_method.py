@@ -34,7 +34,6 @@ def check_method(arguments: Sequence[str]) -> int:
 
     from kvbench.cache.guard import check_shape
     from kvbench.models.checkpoint import Checkpoint, find_model
-    from kvbench.models.transformers_port import read_layout
     from kvbench.runs.method_checks import MethodUnderTest, print_subject, run_checks
 
     overrides = {}
@@ -51,11 +50,9 @@ def check_method(arguments: Sequence[str]) -> int:
     checkpoint = Checkpoint(chosen.model, find_model(chosen.model))
     subject = MethodUnderTest(chosen.method, overrides, checkpoint)
     subject.choice()  # refused before weights are loaded
-    checkpoint.config()
+    check_shape(subject.method, subject.choice().codec, checkpoint.layout())
     checkpoint.check()
     torch.set_num_threads(1)
-    own = read_layout(subject.model)
-    check_shape(subject.method, subject.choice().codec, own.layers, own.heads, own.dim, own.sliding, own.hidden)
     print_subject(subject)
     return 1 if run_checks(subject) else 0
 

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from kvbench.config.catalogue import CONF
-from kvbench.models.configuration import Layout
+from kvbench.interfaces.layout import Layout
 from kvbench.models.transformers_port import embedding_tables, read_layout, text_config
 
 

@@ -114,7 +114,7 @@ class PromptContext:
         self.device = next(model.parameters()).device.type
         self.prefix, self.words, self.answer = prefix, words or PromptEncoder(), answer
         shape = read_layout(model)
-        check_shape(choice.method, choice.codec, shape.layers, shape.heads, shape.dim, shape.sliding, shape.hidden)
+        check_shape(choice.method, choice.codec, shape)
         check_rotation(choice.method, choice.codec, shape.rope_switch)
         state = State(seeds)
         self.layers = Layers(shape.layers)

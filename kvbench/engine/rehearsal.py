@@ -58,7 +58,7 @@ def serves_first_layers(model: torch.nn.Module, choice: CachePolicy) -> bool:
     with use_first_layers(model, LAYERS):
         shape = read_layout(model)
         try:
-            check_shape(choice.method, choice.codec, shape.layers, shape.heads, shape.dim, shape.sliding, shape.hidden)
+            check_shape(choice.method, choice.codec, shape)
         except SettingError:
             return False
     return True

@@ -157,10 +157,9 @@ class KVBenchLM(TemplateLM):
         self.max_length = find_max_tokens(config) if max_length is None else max_length
         require_int("max_length", self.max_length, 1)
         self.tokenizer = tokenizer or checkpoint.tokenizer()
+        layout = checkpoint.layout() if isinstance(model, str) else read_layout(model)
+        check_shape(self.choice.method, self.choice.codec, layout)
         self.model = checkpoint.weights(getattr(torch, dtype), device) if isinstance(model, str) else model
-        shape = read_layout(self.model)
-        own = self.choice
-        check_shape(own.method, own.codec, shape.layers, shape.heads, shape.dim, shape.sliding, shape.hidden)
         self.context_field, self.max_gen_toks, self.truncate = context_field, max_gen_toks, truncate
         self.records: list[dict] = []
         self._device = next(self.model.parameters()).device

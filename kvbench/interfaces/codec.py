@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.settings import check_settings
 
@@ -273,15 +274,11 @@ class Codec:
         """Bytes of the weights that the codec reads from a file and needs beside the model."""
         return 0
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
+    def check(self, layout: Layout) -> None:
         """Check that the codec can serve a model. Called before weights are loaded; for codecs that read a file.
 
         Args:
-            layers: Number of layers.
-            heads: Number of KV heads of a layer.
-            dim: Head dimension d.
-            sliding: Layers with a sliding window. They keep their own cache, and no codec packs them.
-            hidden: Width of the hidden states.
+            layout: The model's layout. Layers with a sliding window keep their own cache, and no codec packs them.
 
         Raises:
             SettingError: The codec cannot serve this model.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
@@ -85,8 +86,8 @@ class Composite(Method):
     def uses_cache_positions(self) -> bool:
         return self.base.uses_cache_positions
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
-        self.base.check(layers, heads, dim, sliding, hidden)
+    def check(self, layout: Layout) -> None:
+        self.base.check(layout)
 
     def check_identity(self, identify: Callable[[], str]) -> None:
         self.base.check_identity(identify)

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.hooks import Hooks
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State, StateCapture
 from kvbench.interfaces.row_reader import CapturedAnswer, RowReader
 from kvbench.interfaces.rows import Rows
@@ -204,15 +205,11 @@ class Method(Hooks):
         """Whether the engine must call `update` for every decoded token."""
         return self.decoding and self.overrides("update")
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
+    def check(self, layout: Layout) -> None:
         """Check that the method can serve a model. Called before weights are loaded; for methods that read a file.
 
         Args:
-            layers: Number of layers.
-            heads: Number of KV heads of a layer.
-            dim: Head dimension d.
-            sliding: Layers with a sliding window. They keep their own cache, and no method cuts them.
-            hidden: Width of the hidden states.
+            layout: The model's layout. Layers with a sliding window keep their own cache, and no method cuts them.
 
         Raises:
             SettingError: The method cannot serve this model.

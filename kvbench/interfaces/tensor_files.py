@@ -6,7 +6,7 @@ Pickled weights are never opened, because they can run code.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +136,41 @@ def read_weights(file: Path, where: str, what: str) -> dict[str, Tensor]:
     """
     with open_weights(file, where, what) as opened:
         weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    for key, tensor in weights.items():
-        if not torch.isfinite(tensor).all():
-            raise SettingError(f"{where}: {key} is not finite")
+    require_finite(file, where, what)
     return weights
+
+
+def is_any(name: str) -> bool:
+    """Return True: tensors of all names are read."""
+    return True
+
+
+def require_finite(file: Path, where: str, what: str, is_read: Callable[[str], bool] = is_any) -> None:
+    """Check that all numbers in a file are finite. The file is read once, until it changes.
+
+    Args:
+        file: The file, whose header `read_header` or `open_weights` has read.
+        where: The setting and its value, with which messages begin.
+        what: What the file holds, for messages.
+        is_read: Whether a tensor of this name is read. Others may hold anything.
+
+    Raises:
+        SettingError: A number is not finite, or the file cannot be read.
+    """
+    about = file.stat()
+    name = find_wrong_numbers(file, where, what, is_read, about.st_mtime_ns, about.st_size)
+    if name is not None:
+        raise SettingError(f"{where}: {name} is not finite")
+
+
+@lru_cache(maxsize=64)
+def find_wrong_numbers(
+    file: Path, where: str, what: str, is_read: Callable[[str], bool], changed: int, size: int
+) -> str | None:
+    """Return the first tensor of a file that has a number that is not finite, or None if there is none."""
+    with open_weights(file, where, what) as opened:
+        names = filter(is_read, opened.keys())
+        return next((name for name in names if not torch.isfinite(opened.get_tensor(name)).all()), None)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvbench.models.configuration import Layout, load_configuration, load_layout
+from kvbench.interfaces.layout import Layout
+from kvbench.models.configuration import load_configuration, load_layout
 from kvbench.models.embedded import EMBEDDED_MODELS
 from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify_converted, read_samples
 from kvbench.validation import SettingError, check_model_path, is_gguf

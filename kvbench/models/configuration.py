@@ -7,7 +7,7 @@ local configuration in the user's cache folder, so that the settings of a sweep 
 import json
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,32 +15,11 @@ from typing import Any
 from kvbench.atomic import replace_file
 from kvbench.config.paths import CACHE
 from kvbench.config.provenance import content_hash, find_installed_version
+from kvbench.interfaces.layout import Layout
 from kvbench.validation import SettingError
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the largest position
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a cache must know about a model."""
-
-    layers: int
-    """Number of layers."""
-    heads: int
-    """Number of KV heads of a layer."""
-    dim: int
-    """Head dimension."""
-    hidden: int
-    """Width of the hidden states."""
-    sliding: tuple[int, ...]
-    """Layers with a sliding window. They keep transformers' own cache."""
-    window: int | None
-    """The window, if every layer has one. The layers then count as full, and no text may be longer."""
-    longest: int
-    """How many tokens the model supports."""
-    rope_switch: int | None
-    """The length beyond which RoPE changes its frequencies (LongRoPE, dynamic), or None if it never does."""
 
 
 def read_rope_settings(config: Any) -> dict[str, Any]:
@@ -147,6 +126,7 @@ def read_config_layout(config: Any) -> Layout:
     return Layout(
         layers=config.num_hidden_layers,
         heads=config.num_key_value_heads,
+        query_heads=config.num_attention_heads,
         dim=dim,
         hidden=config.hidden_size,
         sliding=() if all_slide else sliding,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.models.configuration import Layout
+from kvbench.interfaces.layout import Layout
 from kvbench.models.transformers_port import (
     copy_frequencies,
     find_text_decoder,

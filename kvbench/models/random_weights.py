@@ -12,8 +12,9 @@ from typing import Any
 
 from kvbench.config.catalogue import SHAPES, list_shapes
 from kvbench.config.provenance import content_hash
+from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.configuration import Layout, load_configuration, load_layout
+from kvbench.models.configuration import load_configuration, load_layout
 from kvbench.models.embedded import REFERENCE
 from kvbench.validation import SettingError, require_choice
 

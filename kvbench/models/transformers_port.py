@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.observation import LayerInputs
 from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.rerotation import rotate
-from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, Layout, read_config_layout
+from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, read_config_layout
 
 NAME = "kvbench"
 

@@ -138,7 +138,7 @@ class RunSpec:
                 f"block_size={self.block_size}: {choice.method.name} needs the prompt as one block (null)"
             )
         shape = self.checkpoint.layout()
-        check_shape(choice.method, choice.codec, shape.layers, shape.heads, shape.dim, shape.sliding, shape.hidden)
+        check_shape(choice.method, choice.codec, shape)
         if not self.checkpoint.reads_text and not self.measures:
             raise SettingError(
                 f"model=random: task={self.task_settings['name']} needs text and it has no tokenizer; task=efficiency, "

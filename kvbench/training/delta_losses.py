@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.networks import Network
 from kvbench.methods.codecs.delta_compressors import Compressor
-from kvbench.models.configuration import Layout
 from kvbench.models.transformers_port import find_text_decoder
 from kvbench.validation import SettingError, is_number, require_choice, require_int
 

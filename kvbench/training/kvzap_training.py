@@ -35,13 +35,13 @@ from torch.nn.functional import gelu, pad
 from tqdm import tqdm
 
 from kvbench.config.catalogue import load_settings
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.networks import Network
 from kvbench.interfaces.observation import Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
 from kvbench.methods.kvzap import name_surrogate
 from kvbench.methods.kvzip import KVzip
 from kvbench.models.chat_template import make_prompt_encoder, split_template
-from kvbench.models.configuration import Layout
 from kvbench.training.delta_training import count_held_out, count_needed
 from kvbench.training.recording import record_states, write_tensors
 from kvbench.validation import SettingError, is_number, require_int

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.layout import Layout
 from kvbench.methods.codecs.palu_projections import SIDES, Place, name_group, name_module
-from kvbench.models.configuration import Layout
 from kvbench.models.transformers_port import find_text_decoder
 from kvbench.training.delta_losses import compute_cross_entropy, replace_rows
 from kvbench.validation import SettingError, is_number, require_choice, require_int

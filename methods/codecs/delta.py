@@ -34,10 +34,12 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, linear
 
 from kvbench.interfaces.codec import Angles, Codec, MadeRows, Packed, copy_samples
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.rows import mass_dtype
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
+from kvbench.interfaces.tensor_files import require_finite
 from kvbench.kernels.quantize import Groups, dequantize, quantize
 from kvbench.kernels.reconstruction import (
     Expansion,
@@ -148,10 +150,11 @@ class Delta(Codec):
         """
         return scale_layers("codec.full_layers", self.full_layers, self.depth, layers)
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
-        compare_model(self.file, self.path, layers, 2 * heads * dim)
-        self.find_full_layers(layers)
-        self.base.check(layers, heads, dim, sliding, hidden)
+    def check(self, layout: Layout) -> None:
+        compare_model(self.file, self.path, layout.layers, 2 * layout.heads * layout.dim)
+        require_finite(find_file(self.path), f"codec.path={self.path}", "compressors")
+        self.find_full_layers(layout.layers)
+        self.base.check(layout)
 
     def check_identity(self, identify: Callable[[], str]) -> None:
         if self.file.identity is not None:

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.codec import Angles, Codec, Packed, copy_samples, join
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.latent_attention import (
@@ -51,6 +52,7 @@ from kvbench.methods.codecs.palu_projections import (
     SIDES,
     LayerProjections,
     PaluFile,
+    check_numbers,
     compare_identity,
     compare_model,
     list_files,
@@ -105,8 +107,9 @@ class Palu(Codec):
         stamp = tuple((name, own.st_mtime_ns, own.st_size) for name, own in about)
         return load_once(str(self.path), self.bits is not None and self.hadamard, stamp)
 
-    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...], hidden: int) -> None:
-        compare_model(self.file, self.path, layers, heads, dim, sliding)
+    def check(self, layout: Layout) -> None:
+        compare_model(self.file, self.path, layout)
+        check_numbers(self.path)
 
     def check_identity(self, identify: Callable[[], str]) -> None:
         compare_identity(self.file, self.path, identify)

@@ -26,7 +26,7 @@ further.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -34,7 +34,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.tensor_files import BYTES, IDENTITY, Shape, open_weights, require_place
+from kvbench.interfaces.layout import Layout
+from kvbench.interfaces.tensor_files import BYTES, IDENTITY, Shape, open_weights, require_finite, require_place
 from kvbench.validation import SettingError
 
 SIDES = ("k", "v")
@@ -211,28 +212,26 @@ def name_place(place: Place) -> str:
     return f"layer {place[0]}, {place[1]}_proj"
 
 
-def compare_model(described: PaluFile, path: object, layers: int, heads: int, dim: int, sliding: Sequence[int]) -> None:
+def compare_model(described: PaluFile, path: object, layout: Layout) -> None:
     """Check that a file of projections fits a model.
 
     Args:
         described: What `peek_projections` returned.
         path: Its path, for messages.
-        layers: Number of layers of the model.
-        heads: Number of its KV heads.
-        dim: Its head dimension.
-        sliding: Its layers with a sliding window, which need no projections.
+        layout: The model's layout. Layers with a sliding window need no projections.
 
     Raises:
         SettingError: The file was made for another model.
     """
     where, groups, width = f"codec.path={path}", described.groups, described.width
+    layers, heads, dim = layout.layers, layout.heads, layout.dim
     if width % dim or groups * width != heads * dim:
         raise SettingError(
             f"{where}: the projections have {groups} groups of {width} numbers, the model {heads} KV heads of {dim}"
         )
     if any(layer >= layers for layer in described.layers):
         raise SettingError(f"{where}: there are projections of layer {described.layers[-1]}, the model has {layers}")
-    missing = sorted(set(range(layers)) - set(described.layers) - set(sliding))
+    missing = sorted(set(range(layers)) - set(described.layers) - set(layout.sliding))
     if missing:
         raise SettingError(f"{where}: the projections of layer {missing[0]} are missing")
 
@@ -243,6 +242,18 @@ def compare_identity(described: PaluFile, path: object, identify: Callable[[], s
         raise SettingError(
             f"codec.path={path}: the projections were made for the model {described.identity}, this one is {own}"
         )
+
+
+def is_of_projection(name: str) -> bool:
+    """Return whether kvbench reads a tensor of this name: a matrix U or its bias."""
+    entry = ENTRY.fullmatch(name)
+    return entry is not None and entry["other"] is None
+
+
+def check_numbers(path: object) -> None:
+    """Raise a SettingError if a projection in a file, or in a folder of files, is not finite."""
+    for file in list_files(path):
+        require_finite(file, f"codec.path={path}", "projections", is_of_projection)
 
 
 def read_projections(path: object, rotated: bool) -> dict[int, LayerProjections]:
@@ -256,15 +267,10 @@ def read_projections(path: object, rotated: bool) -> dict[int, LayerProjections]
         SettingError: `peek_projections` refuses the file, or a weight is not finite.
     """
     described, weights, where = peek_projections(path), dict[str, Tensor](), f"codec.path={path}"
+    check_numbers(path)
     for file in list_files(path):
         with open_weights(file, where, "projections") as opened:
-            for key in opened.keys():  # noqa: SIM118  (no mapping)
-                entry = ENTRY.fullmatch(key)
-                if entry is None or entry["other"]:
-                    continue
-                weights[key] = opened.get_tensor(key).double()
-                if not weights[key].isfinite().all():
-                    raise SettingError(f"{where}: {key} is not finite")
+            weights |= {key: opened.get_tensor(key).double() for key in filter(is_of_projection, opened.keys())}
 
     def make(place: Place, group: int, rank: int) -> Projection:
         name = name_group(place, group)

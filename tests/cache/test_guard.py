@@ -749,8 +749,8 @@ def test_a_rehearsal_reads_with_few_layers_if_the_method_can(monkeypatch, learne
     seen, whole = set(), len(tiny("llama").model.layers)
 
     class Noting(Honest):
-        def check(self, layers, heads, dim, sliding, hidden):
-            if learned and layers < whole:
+        def check(self, layout):
+            if learned and layout.layers < whole:
                 raise SettingError("method.path: learned for each layer")
 
         def score(self, observation, rows, state):

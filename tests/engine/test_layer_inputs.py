@@ -271,12 +271,12 @@ def test_a_codec_of_its_own_for_each_layer():
             return "raw"
 
     class Refuses(Codec):
-        def check(self, layers, heads, dim, sliding, hidden):
-            raise SettingError(f"codec.path: not for {(layers, heads, dim, sliding)}")
+        def check(self, layout):
+            raise SettingError(f"codec.path: not for {(layout.layers, layout.query_heads, layout.heads)}")
 
     with pytest.raises(ContractError, match="^codec=wrong: of_layer of layer 0 returned str, expected a Codec$"):
         kvbench.prefill(tiny("llama"), ids(40), codec=Wrong("wrong"))
-    with pytest.raises(SettingError, match=r"^codec.path: not for \(3, 2, 32, \(\)\)$"):
+    with pytest.raises(SettingError, match=r"^codec.path: not for \(3, 6, 2\)$"):
         kvbench.prefill(tiny("llama"), ids(40), codec=Refuses("refuses"))
 
 

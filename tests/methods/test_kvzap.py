@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.compressed_cache import CompressedCache
 from kvbench.engine.context import decodes_in_graph
 from kvbench.methods.kvzap import KVzap, peek_surrogates, read_surrogates
+from kvbench.models.transformers_port import read_layout
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.dense_engine import DenseEngine, Head, HeadView
@@ -225,7 +227,7 @@ def test_files_in_the_authors_layout(tmp_path, inner):
         found = own.to("cpu", torch.float64).apply(x.double())
         torch.testing.assert_close(found, expected[:, None].expand(-1, heads))
     method = build("method", load_settings("method", "kvzap", {"path": str(tmp_path)}))
-    method.check(2, 8, 128, (), 4096)
+    method.check(replace(read_layout(tiny("llama")), layers=layers, heads=heads, hidden=hidden))
     method.check_identity(lambda: pytest.fail("needs no identity"))
 
 

@@ -417,10 +417,10 @@ def test_files_that_are_refused(tmp_path):
             ({"q_mean": mean.long(), "q_abs_mean": size}, "q_mean must be a finite tensor"),
             ({"q_mean": mean, "q_abs_mean": size - 1}, "from 0 on"),
             ({"q_mean": mean, "q_abs_mean": torch.zeros(3, 6, 32)}, "d/2"),
-            ({"q_mean": mean[:2], "q_abs_mean": size[:2]}, r"\(2, 6, 32\), the model has 3 layers, 32 dimensions"),
-            ({"q_mean": mean[:, :5], "q_abs_mean": size[:, :5]}, "a multiple of 2 query heads"),
-            ({"q_mean": mean[:, :4], "q_abs_mean": size[:, :4]}, "statistics of 4 query heads, the model has 6"),
-            ({"q_mean": mean[..., :30], "q_abs_mean": size[..., :15]}, "32 dimensions"),
+            ({"q_mean": mean[:2], "q_abs_mean": size[:2]}, r"\(2, 6, 32\), the model \(3, 6, 32\)"),
+            ({"q_mean": mean[:, :5], "q_abs_mean": size[:, :5]}, r"\(3, 5, 32\), the model \(3, 6, 32\)"),
+            ({"q_mean": mean[:, :4], "q_abs_mean": size[:, :4]}, r"\(3, 4, 32\), the model \(3, 6, 32\)"),
+            ({"q_mean": mean[..., :30], "q_abs_mean": size[..., :15]}, r"\(3, 6, 30\), the model \(3, 6, 32\)"),
         ]
     ):
         path = tmp_path / str(number)
@@ -482,7 +482,7 @@ def test_pickled_files_that_are_refused(tmp_path, capsys):
     ):
         refused(str(write_as_authors(path, mean, size, **more)), reason)
     refused(str(write_as_authors(path, mean, size * torch.nan)), "q_abs_mean must be a finite tensor")
-    refused(str(write_as_authors(path, mean[:2], size)), "the model has 3 layers")
+    refused(str(write_as_authors(path, mean[:2], size)), r"\(2, 6, 32\), the model \(3, 6, 32\)")
     for content in (good[:-100], pickle.dumps(Harmful()), pickle.dumps([1, 2])):
         path.write_bytes(content)
         refused(str(path), "cannot read the statistics")

@@ -144,9 +144,9 @@ def test_few_layers_read_the_beginnings_if_the_method_can(read_first, monkeypatc
     def look(bench, read) -> int:
         whole = read_layout(bench.model).layers
 
-        def check(self, layers_now, heads, dim, sliding, hidden):
-            layers.append(layers_now)
-            if choosy and layers_now < whole:
+        def check(self, layout):
+            layers.append(layout.layers)
+            if choosy and layout.layers < whole:
                 raise SettingError("method.path: learned for each layer")
 
         monkeypatch.setattr(Knorm, "check", check)

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from kvbench.config.catalogue import build, load_settings
+from kvbench.interfaces.layout import Layout
 from kvbench.methods.codecs.palu import Palu
-from kvbench.models.configuration import Layout
 from kvbench.models.transformers_port import read_layout
 from kvbench.training.palu_calibration import calibrate_model, choose_recipe
 from kvbench.training.recording import write_tensors

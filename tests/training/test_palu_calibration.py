@@ -12,8 +12,9 @@ from torch.nn import Linear
 
 from kvbench.cli.calibrate import calibrate, main, parse_arguments
 from kvbench.config.catalogue import SHAPES
+from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint, find_model
-from kvbench.models.configuration import Layout, load_layout
+from kvbench.models.configuration import load_layout
 from kvbench.models.transformers_port import read_layout
 from kvbench.training import palu_calibration
 from kvbench.training.palu_calibration import choose_ranks, choose_recipe, choose_unit, compute_fisher, compute_moments
@@ -162,7 +163,7 @@ def test_untrained_projections_need_a_shape_only(tmp_path, capsys):
     codec, layout = build_palu(str(out)), load_layout(str(shape))
     assert set(codec.file.ranks.values()) == {(256, 256)} and len(codec.file.ranks) == 2 * layout.layers
     assert (codec.file.identity, codec.file.metadata["source"]) == (None, "untrained")
-    codec.check(layout.layers, layout.heads, layout.dim, (), layout.hidden)
+    codec.check(layout)
     with safe_open(str(out), "pt") as file:
         ups = [file.get_tensor(f"model.layers.{layer}.self_attn.k_proj.U.1.weight").double() for layer in (0, 31)]
     for up in ups:

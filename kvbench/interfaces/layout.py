@@ -1,0 +1,27 @@
+"""The layout of a model, which its configuration tells before its weights are loaded."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What methods, codecs and caches must know about a model."""
+
+    layers: int
+    """Number of layers."""
+    heads: int
+    """Number of KV heads of a layer."""
+    query_heads: int
+    """Number of query heads of a layer."""
+    dim: int
+    """Head dimension."""
+    hidden: int
+    """Width of the hidden states."""
+    sliding: tuple[int, ...]
+    """Layers with a sliding window. They keep transformers' own cache."""
+    window: int | None
+    """The window, if every layer has one. The layers then count as full, and no text may be longer."""
+    longest: int
+    """How many tokens the model supports."""
+    rope_switch: int | None
+    """The length beyond which RoPE changes its frequencies (LongRoPE, dynamic), or None if it never does."""
