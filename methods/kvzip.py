@@ -14,8 +14,8 @@ what row j adds to the residual stream with what is there:
     s_j = max over queries t and query heads g of p_{g,t,j}·‖W_o^g v_j‖₂ / ‖h_t‖₂
 
 W_o^g is the output projection of query head g, v_j the value, and h_t the hidden state of query t that enters the
-layer. kvbench takes h_t before the layer's norm, because that is the stream to which attention adds. kvpress reads h_t
-at the attention module, behind the norm, where its length differs less between tokens.
+layer. By default kvbench takes h_t before the layer's norm, because that is the stream to which attention adds. kvpress
+0.5.5 reads h_t at the attention module, behind the norm, where its length differs less between tokens (`behind_norm`).
 
 The prefix is what stands before the user's text. It is neither repeated nor cut. With `sinks`, as in kvpress, that many
 first rows of the prompt are safe instead, even if the prefix is shorter or empty. The other rows of a longer prefix
@@ -44,10 +44,16 @@ class KVzip(RepeatScores):
 
     norms: bool = setting()
     """Whether attention is weighed by the projected values and the hidden states (KVzip+)."""
+    behind_norm: bool = setting()
+    """Whether KVzip+ takes the hidden states behind the layer's norm."""
 
     @property
     def wants_hidden(self) -> bool:
-        return self.norms
+        return self.norms and not self.behind_norm
+
+    @property
+    def wants_normed_hidden(self) -> bool:
+        return self.norms and self.behind_norm
 
     @property
     def weighs_values(self) -> bool:
@@ -56,5 +62,6 @@ class KVzip(RepeatScores):
     def weigh(self, observation: Observation) -> Tensor | None:
         if not self.norms:
             return None
-        assert observation.hidden is not None  # `wants_hidden`
-        return 1 / observation.hidden.to(mass_dtype(observation.queries)).norm(dim=-1)
+        hidden = observation.normed_hidden if self.behind_norm else observation.hidden
+        assert hidden is not None  # `wants_hidden` or `wants_normed_hidden`
+        return 1 / hidden.to(mass_dtype(observation.queries)).norm(dim=-1)

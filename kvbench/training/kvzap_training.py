@@ -10,8 +10,8 @@ W_o^g the output projection; h the hidden states behind the layer's norm. The su
 
     y_j = log max over t and g of p_{g,t,j}·‖W_o^g v_j‖₂ / ‖h_t‖₂
 
-which is the logarithm of kvpress's KVzip+ score, but for the request, whose queries do not count here. (Our KVzip+,
-`method=kvzip`, divides by the state before the norm.) Of each text some tokens are sampled.
+which is the logarithm of kvpress's KVzip+ score (`method=kvzip`, `preset=plus_kvpress`), but for the request, whose
+queries do not count here. Of each text some tokens are sampled.
 
 The mlp is trained as the authors train it: all layers at once by the mean squared error, AdamW with its default weight
 decay, a learning rate that falls as a cosine from epoch to epoch, gradients cut to a common norm of 1. The linear map
@@ -179,9 +179,6 @@ class Samples:
 class TargetRecorder(KVzip):
     """KVzip+ as the training needs it. The hidden states of the prompt and its scores stay in the state of a layer."""
 
-    wants_hidden = False
-    wants_normed_hidden = True
-
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         hidden = observation.normed_hidden
         assert hidden is not None  # `wants_normed_hidden`
@@ -212,7 +209,7 @@ def compute_targets(model: torch.nn.Module, prompts: RepeatedTexts, ids: Tensor)
         For each layer the hidden states behind its norm, (n, hidden), and the logarithms of the scores, (n, KV heads);
         None for layers with a sliding window.
     """
-    args = {"preset": "plus", "chunk": len(ids), "scope": "head"}
+    args = {"preset": "plus_kvpress", "chunk": len(ids), "scope": "head"}
     settings = {k: v for k, v in load_settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
     prefix = len(prompts.prefix)
     text = torch.cat([ids.new_tensor(prompts.prefix), ids])

@@ -56,13 +56,14 @@ def requests(prompt: list[int], prefix: int, chunk: int, postfix: int) -> list[t
 
 
 def scored(
-    model: str, prompt: torch.Tensor, prefix: int, safe: int, chunk: int, norms: bool = False
+    model: str, prompt: torch.Tensor, prefix: int, safe: int, chunk: int, norms: bool = False, behind: bool = False
 ) -> tuple[DenseEngine, dict]:
     """An engine that has read the prompt, and the score of every row by layer and head."""
     dense, scores, hidden = DenseEngine(model), {}, {}
 
     def keep_hidden(layer, args, kwargs):
-        hidden[layer.self_attn.layer_idx] = (args[0] if args else kwargs["hidden_states"])[0].numpy()
+        states = args[0] if args else kwargs["hidden_states"]
+        hidden[layer.self_attn.layer_idx] = (layer.input_layernorm(states) if behind else states)[0].numpy()
 
     dense.prefill(prompt, None)
     before = dense.held, dense.seen
@@ -94,9 +95,9 @@ def scored(
 
 
 def oracle(
-    model: str, prompt: torch.Tensor, quota: int, prefix: int, safe: int, chunk: int, scope: str, norms: bool = False
+    model: str, prompt: torch.Tensor, quota: int, prefix: int, safe: int, chunk: int, scope: str, **norms: bool
 ) -> DenseEngine:
-    dense, scores = scored(model, prompt, prefix, safe, chunk, norms)
+    dense, scores = scored(model, prompt, prefix, safe, chunk, **norms)
     own = max(1, min(safe, quota - 1))
     raised = {key: np.where(np.arange(len(score)) < safe, np.inf, score) for key, score in scores.items()}
     counts = dict.fromkeys(scores, quota)
@@ -142,27 +143,29 @@ def test_kvzip(model, prefix, sinks, chunk, quota, scope):
 @pytest.mark.parametrize("scope", ["model", "head"])
 @pytest.mark.parametrize("prefix, sinks, chunk", [(0, 4, 23), (5, None, 20)])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "phi3"])
-def test_kvzip_plus(model, prefix, sinks, chunk, scope):
+@pytest.mark.parametrize("preset", ["plus", "plus_kvpress"])
+def test_kvzip_plus(preset, model, prefix, sinks, chunk, scope):
     prompt, more = distinct(67).split([60, 7], dim=1)
     safe = prefix if sinks is None else sinks
-    dense = oracle(model, prompt, 17, prefix, safe, chunk, scope, norms=True)
-    held = held_by(model, prompt, 17, prefix, preset="plus", sinks=sinks, chunk=chunk, scope=scope)
+    dense = oracle(model, prompt, 17, prefix, safe, chunk, scope, norms=True, behind=preset == "plus_kvpress")
+    held = held_by(model, prompt, 17, prefix, preset=preset, sinks=sinks, chunk=chunk, scope=scope)
     assert_same_rows(held, dense)
     for part in more.split([1, 6], dim=1):
         torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("norms, behind", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
-def test_scores_are_those_of_the_equation(model, norms, monkeypatch):
+def test_scores_are_those_of_the_equation(model, norms, behind, monkeypatch):
     """In float64, of every row."""
     found: dict[int, torch.Tensor] = {}
     monkeypatch.setattr(
         KVzip, "score", lambda self, seen, rows, state: found.setdefault(seen.layer, state.layer["scores"])
     )
-    args = {"first": FIRST, "later": LATER, "postfix": 4, "chunk": 23, "sinks": 4, "scope": "head", "norms": norms}
+    args = {"first": FIRST, "later": LATER, "postfix": 4, "chunk": 23, "sinks": 4, "scope": "head"}
+    args |= {"norms": norms, "behind_norm": behind}
     kvbench.prefill(make_double(model), distinct(60), "kvzip", 17, method_args=args)
-    expected = scored(model, distinct(60), 0, 4, 23, norms)[1]
+    expected = scored(model, distinct(60), 0, 4, 23, norms, behind)[1]
     assert {layer for layer, _ in expected} == set(found)
     for (layer, head), own in expected.items():
         np.testing.assert_allclose(found[layer][0, head].numpy(), own, rtol=1e-9, atol=1e-13)
@@ -204,6 +207,7 @@ def test_variants_differ():
             {"chunk": 12, "postfix": 0},
             {"first": [9, 9]},
             {"norms": True},
+            {"norms": True, "behind_norm": True},
         )
     ]
     assert len({str(own) for own in found}) == len(found)
@@ -214,11 +218,12 @@ def test_variants_differ():
 
 
 def test_presets_are_the_sources_own():
-    text = {
-        name: load_settings("method", "kvzip", {"preset": name}) for name in ("paper", "uniform", "kvpress", "plus")
-    }
-    assert [(own["chunk"], own["sinks"], own["scope"], own["norms"]) for own in text.values()] == [
-        (2000, None, "model", False), (2000, None, "head", False), (2048, 4, "model", False), (2048, 4, "model", True),
+    names = ("paper", "uniform", "kvpress", "plus", "plus_kvpress")
+    text = {name: load_settings("method", "kvzip", {"preset": name}) for name in names}
+    settings = ("chunk", "sinks", "scope", "norms", "behind_norm")
+    assert [tuple(own[key] for key in settings) for own in text.values()] == [
+        (2000, None, "model", False, False), (2000, None, "head", False, False), (2048, 4, "model", False, False),
+        (2048, 4, "model", True, False), (2048, 4, "model", True, True),
     ]  # fmt: skip
     assert text["paper"]["later"] == text["kvpress"]["later"] + " "
 
