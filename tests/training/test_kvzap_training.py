@@ -96,14 +96,12 @@ def test_targets_are_logarithms_of_the_scores_in_loops(model):
 
 
 def test_targets_are_logarithms_of_kvzip_plus(monkeypatch):
-    """Of method=kvzip itself, where nothing tells them apart: without a request, in a model without norms."""
-    model, text, found = copy.deepcopy(make_double("llama")), distinct(40, seed=3), {}
-    for layer in model.model.layers:
-        layer.input_layernorm = nn.Identity()
+    """Of method=kvzip itself, where nothing tells them apart: without a request."""
+    model, text, found = make_double("llama"), distinct(40, seed=3), {}
     monkeypatch.setattr(
         KVzip, "score", lambda self, seen, rows, state: found.setdefault(seen.layer, state.layer["scores"])
     )
-    args = {"preset": "plus", "first": [], "sinks": None, "scope": "head"}
+    args = {"preset": "plus_kvpress", "first": [], "sinks": None, "scope": "head"}
     kvbench.prefill(model, torch.cat([torch.tensor([PREFIX]), text], 1), "kvzip", 9, method_args=args, prefix=2)
     for layer, (_, logs) in enumerate(compute_targets(model, repeat(text, PREFIX, [], []), text[0])):
         torch.testing.assert_close(logs.mT.exp(), found.pop(layer)[0, :, 2:], rtol=1e-9, atol=0)
