@@ -39,8 +39,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from kvbench.cli import calibration_texts
-from kvbench.cli.command import CommandParser
-from kvbench.validation import SettingError, require_choice
+from kvbench.cli.command import CommandParser, refuse_given
+from kvbench.validation import require_choice
 
 RECIPE = {
     "kind": "kind", "remove": "remove", "stride": "stride", "nearest": "neighbours", "loss": "loss",
@@ -83,12 +83,10 @@ def calibrate(options: Namespace, device: str) -> None:
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     require_choice("--dtype", dtype, DTYPES)
     calibration_texts.check_text_options(options)
-    if options.untrained and (unused := [f"--{name}" for name in TRAINING if getattr(options, name) is not None]):
-        raise SettingError(f"--untrained: trains nothing; leave out {', '.join(unused)}")
-    if options.remove == "reference" and (
-        unused := [f"--{name}" for name in REFERENCES if getattr(options, name) is not None]
-    ):
-        raise SettingError(f"--remove=reference: there are no references; leave out {', '.join(unused)}")
+    if options.untrained:
+        refuse_given(options, TRAINING, "--untrained: trains nothing")
+    if options.remove == "reference":
+        refuse_given(options, REFERENCES, "--remove=reference: there are no references")
 
     import torch
 

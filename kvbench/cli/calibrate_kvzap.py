@@ -22,8 +22,8 @@ The file is written when everything is done. After an interruption the command s
 from argparse import Namespace
 
 from kvbench.cli.calibration_texts import add_text_options, check_text_options, open_texts
-from kvbench.cli.command import CommandParser
-from kvbench.validation import SettingError, require_choice
+from kvbench.cli.command import CommandParser, refuse_given
+from kvbench.validation import require_choice
 
 KINDS = ("linear", "mlp")
 RECIPE = {
@@ -57,8 +57,8 @@ def calibrate(options: Namespace, device: str) -> None:
         SettingError: An option cannot be used, or the model or the text cannot be read.
     """
     require_choice("--kind", options.kind, KINDS)
-    if options.kind == "linear" and (unused := [f"--{own}" for own in STEPS if getattr(options, own) is not None]):
-        raise SettingError(f"--kind=linear: solves a ridge regression; leave out {', '.join(unused)}")
+    if options.kind == "linear":
+        refuse_given(options, STEPS, "--kind=linear: solves a ridge regression")
     check_text_options(options)
 
     import torch

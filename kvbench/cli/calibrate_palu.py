@@ -32,8 +32,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvbench.cli.calibration_texts import SOURCES, add_text_options, check_text_options, open_texts
-from kvbench.cli.command import CommandParser
-from kvbench.validation import SettingError, require_choice
+from kvbench.cli.command import CommandParser, refuse_given
+from kvbench.validation import require_choice
 
 OPTIONS = {
     "removed": "removed", "ranks": "search", "group": "group", "sequences": "sequences", "length": "length",
@@ -71,9 +71,8 @@ def calibrate(options: Namespace, device: str) -> None:
     dtype = options.dtype or "float32"
     require_choice("--dtype", dtype, DTYPES)
     check_text_options(options)
-    if options.untrained and (unused := [name for name in READING if getattr(options, name) is not None]):
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-        raise SettingError(f"--untrained: reads nothing, and ranks are equal; leave out {named}")
+    if options.untrained:
+        refuse_given(options, READING, "--untrained: reads nothing, and ranks are equal")
 
     import torch
 

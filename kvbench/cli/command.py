@@ -5,8 +5,8 @@ import select
 import shutil
 import signal
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -57,6 +57,13 @@ class CommandParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a SettingError that says what is wrong and how the command is used."""
         raise SettingError(f"{message}; {' '.join(self.format_usage().split())}")
+
+
+def refuse_given(options: Namespace, names: Iterable[str], reason: str) -> None:
+    """Raise a SettingError, which begins with the reason, if options were given that have no meaning here."""
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if given:
+        raise SettingError(f"{reason}; leave out {', '.join(given)}")
 
 
 def run_command(work: Callable[[], int | None]) -> int:
