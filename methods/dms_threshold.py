@@ -9,8 +9,8 @@ threshold, w the window, s_j the base method's score of row j.
 
 How many rows stay is an outcome: it differs between samples, layers and heads, and the budget is null. A score is not
 computed again, so a row that has outlived the window stays. Base methods whose scores change with later queries or rows
-(h2o, keydiff) are judged by what their block showed. kvpress 0.5.5 scores the new block alone (`keys[:, :, -q_len:]`),
-kvbench from all rows held, so a threshold over keydiff evicts other rows while decoding.
+(h2o, keydiff) are judged by what their block showed. kvpress 0.5.5 computes scores from the new block alone
+(`keys[:, :, -q_len:]`), kvbench from all rows held, so a threshold over keydiff evicts other rows while decoding.
 
 Rows that the base method protects when they are read have the largest score, as in kvpress, where its scorers fill the
 scores of their sinks and windows with the maximum. A base method that protects the newest rows therefore keeps those of
