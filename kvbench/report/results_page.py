@@ -142,7 +142,7 @@ def format_page(tiers: Mapping[str, Sequence[Line]], source: str, pictures: Mapp
             shown = list_pictures(name, cells, pictures)
             parts += [f"### {title}", "", *(f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in shown)]
             parts += [f"{wrap(text)}\n" for text in (*describe_separation(cells), *describe_holders(cells))]
-            parts += [*format_scores(cells), ""]
+            parts += [*format_scores(cells), "", *format_decided(cells)]
     sections = {
         "What changes when the question is hidden": format_gains(compared, "question_gain"),
         "What allocators bring": format_gains(compared, "allocator_gain"),
@@ -250,7 +250,7 @@ def describe_holders(cells: Sequence[Line]) -> list[str]:
 
 def format_scores(cells: Sequence[Line]) -> list[str]:
     """Return the table of a protocol: methods down, the highest mean score first, and budgets across."""
-    budgets, methods = list_budgets(cells), list_methods(cells)
+    budgets, methods = list_budgets(cells), [line for line in list_methods(cells) if not is_decided(line)]
     rows = arrange(methods)
     full = next(line for line in cells if is_full(line))
     ordered = sorted(rows, key=lambda label: -sum(own["score"] for own in rows[label].values()) / len(rows[label]))
@@ -272,6 +272,27 @@ def format_scores(cells: Sequence[Line]) -> list[str]:
         if len(budgets) <= WIDE and any(line["kl"] is not None for line in methods):
             columns.append(Column(title, "KL", show(budget, format_divergence)))
     return format_markdown(columns, [*ordered, full["label"]])
+
+
+def format_decided(cells: Sequence[Line]) -> list[str]:
+    """Return the table of the cells whose method decides how many rows stay, most bytes first; empty without any."""
+    decided = [line for line in cells if is_decided(line)]
+    if not decided:
+        return []
+    columns = [
+        Column("method", "", lambda line: line["label"]),
+        Column("decided by", "", lambda line: line["budget"]),
+        Column("bytes held", "", lambda line: format_percent(line["bytes_held"])),
+        Column("score", "", lambda line: format_number(line["score"])),
+        Column("diff", "", lambda line: format_change(line, "difference", "low", "high")),
+        Column("KL", "", format_divergence),
+    ]
+    said = (
+        "In these cells the method decides how many rows stay. The bytes held are an outcome; compare them with those "
+        "of a budget."
+    )
+    ordered = sorted(decided, key=lambda line: (-line["bytes_held"], line["label"]))
+    return [wrap(said), "", *format_markdown(columns, ordered), ""]
 
 
 def format_gains(compared: Mapping[str, Sequence[Line]], gain: str) -> list[str]:
@@ -304,12 +325,13 @@ def arrange(cells: Sequence[Line]) -> dict[str, dict[Any, Line]]:
 def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
     """Return a table of paired changes with 95 % intervals: labels down, budgets across."""
     rows = arrange(cells)
+    budgets = [*list_budgets(cells), *dict.fromkeys(line["budget"] for line in cells if is_decided(line))]
 
     def show(budget: Any) -> Callable[[str], str]:
         return lambda label: format_change(rows[label][budget], gain) if budget in rows[label] else ""
 
     columns = [Column("method", "", lambda label: label)]
-    columns += [Column(format_budget(own), "", show(own)) for own in list_budgets(cells)]
+    columns += [Column(format_budget(own), "", show(own)) for own in budgets]
     return format_markdown(columns, sorted(rows))
 
 
@@ -380,9 +402,8 @@ def count_signs(cells: Sequence[Line], gain: str) -> dict[int, int]:
 
 
 def list_budgets(cells: Sequence[Line]) -> list[Any]:
-    """Return the budgets of cells that are cut, the largest first."""
-    found = {line["budget"] for line in cells if not is_full(line)}
-    return sorted(found, key=lambda own: (not isinstance(own, str), own), reverse=True)
+    """Return the budgets that cells were given, the largest first."""
+    return sorted({line["budget"] for line in list_methods(cells) if not is_decided(line)}, reverse=True)
 
 
 def list_methods(cells: Sequence[Line]) -> list[Line]:
@@ -393,6 +414,11 @@ def list_methods(cells: Sequence[Line]) -> list[Line]:
 def is_full(line: Line) -> bool:
     """Return whether a line is that of the unchanged full cache."""
     return (line["method"], line["codec"]) == ("full", "raw")
+
+
+def is_decided(line: Line) -> bool:
+    """Return whether the method decides how many rows stay. The line then has a setting in the place of the budget."""
+    return isinstance(line["budget"], str)
 
 
 def format_budget(budget: float | int | str) -> str:

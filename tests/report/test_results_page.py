@@ -127,6 +127,22 @@ def test_the_page_says_which_methods_hold_all_bytes(lines):
     assert said.startswith("random holds all bytes of the full cache: its budget is")
 
 
+def test_cells_whose_method_decides_have_a_table_of_their_own(tmp_path):
+    write_run(tmp_path, make_records(1.0, 100, count=20), method={"name": "full"})
+    write_run(tmp_path, make_records(0.5, 100, count=20), method={"name": "snapkv"}, budget=0.5)
+    for threshold, share in ((-0.5, 0.3), (-0.7, 0.6)):
+        method = {"name": "dms_threshold", "budget_setting": "threshold", "threshold": threshold}
+        write_run(tmp_path, make_records(share, 50, count=20), method=method, budget=None)
+    (tmp_path / "gpu-x").mkdir()
+    (tmp_path / "gpu-x" / "a.csv").write_text(format_lines(make_lines(load_runs(tmp_path))))
+
+    [page, *pictures] = write_results_page(tmp_path / "gpu-x", tmp_path / "docs")
+    text = page.read_text()
+    assert len(pictures) == 1 and "| method | 50 % score |" in text  # thresholds are no columns
+    rows = [line.split(" | ")[:3] for line in text.splitlines() if line.startswith("| dms")]
+    assert rows == [["| dms\\_threshold", f"threshold={own}", f"{held:.1f}%"] for own, held in ((-0.7, 60), (-0.5, 30))]
+
+
 def test_the_front_has_no_cell_that_another_one_beats():
     cells = [
         {"bytes_held": held, "score": score} for held, score in ((0.5, 90), (0.2, 40), (0.2, 50), (0.4, 45), (1, 90))
