@@ -34,8 +34,8 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--workers", type=parse_workers, metavar="N", help="the setting workers of the sweeps: a number, or auto"
     )
-    parser.add_argument("--page", action="store_true", help="write the page from the files of --machine")
-    parser.add_argument("--machine", help="folder below RESULTS/measured, such as nvidia-h200 (default: the only one)")
+    parser.add_argument("--page", action="store_true", help="write the page from the files of all machines")
+    parser.add_argument("--machine", help="a folder below RESULTS/measured, such as nvidia-h200, for the page to show")
     parser.add_argument("--out", type=Path, help="folder of the page (default: docs)")
     return parser
 
@@ -155,10 +155,10 @@ def make_files(tier: str, missing: Mapping[Path, Sequence[str]]) -> None:
 def write_page(options: Namespace) -> int:
     """Write the page, print the paths of its files, and return 0."""
     require_extra("report", "altair", "vl_convert")
-    from kvbench.report.results_page import choose_machine, write_results_page
+    from kvbench.report.results_page import choose_files, write_results_page
 
-    folder = choose_machine(options.results / "measured", options.machine)
-    for path in write_results_page(folder, options.out or Path("docs")):
+    files = choose_files(options.results / "measured", options.machine)
+    for path in write_results_page(files, options.out or Path("docs")):
         print(path)
     return 0
 

@@ -36,7 +36,8 @@ HEAD = """\
 <!-- Written by `python -m kvbench measured --page`. Edit kvbench/report/results_page.py instead. -->
 
 What the methods of kvbench score on a small real language model, and what these numbers can and cannot tell. Everything
-on this page was measured by the commands below, and every number is in [{source}]({link}),
+on this page was measured by the commands below, and every number is in
+{links},
 with a line for each cell. [Analysing results](analysis.md) explains how to get such tables of your own runs.
 
 ## What was measured
@@ -80,42 +81,49 @@ The embedded model was trained by kvbench on tasks like these. Its tables test t
 """
 
 
-def choose_machine(folder: Path, machine: str | None = None) -> Path:
-    """Return the folder with the lines of a machine.
+def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
+    """Return tier -> the file with its lines, by tier.
 
     Args:
         folder: The folder of all machines.
-        machine: Name of the machine. None chooses the only one.
+        machine: Name of the only machine to show. None shows all machines.
 
     Raises:
-        SettingError: There is no such machine, or there are several to choose from.
+        SettingError: There is no such machine, no file, or a tier of several machines to choose from.
     """
-    found = {path.name: path for path in sorted(folder.glob("*")) if any(path.glob("*.csv"))}
-    if not found:
+    machines = {path.name: path for path in sorted(folder.glob("*")) if any(path.glob("*.csv"))}
+    if not machines:
         raise SettingError(f"{folder}: no results there; kvbench measured a")
-    if machine is None and len(found) > 1:
-        raise SettingError(f"--machine: choose one of {', '.join(found)}")
     if machine is not None:
-        require_choice("--machine", machine, found)
-    return found[machine or next(iter(found))]
+        require_choice("--machine", machine, machines)
+        machines = {machine: machines[machine]}
+    found: dict[str, list[Path]] = {}
+    for path in sorted(path for own in machines.values() for path in own.glob("*.csv")):
+        found.setdefault(path.stem, []).append(path)
+    for tier, paths in found.items():
+        if len(paths) > 1:
+            names = ", ".join(path.parent.name for path in paths)
+            raise SettingError(f"--machine: tier {tier} was measured on several; choose one of {names}")
+    return {tier: found[tier][0] for tier in sorted(found)}
 
 
-def write_results_page(folder: Path, out: Path) -> list[Path]:
+def write_results_page(files: Mapping[str, Path], out: Path) -> list[Path]:
     """Write the page and its pictures, and return their paths.
 
     Args:
-        folder: Folder with the lines of a machine.
+        files: Tier -> the file with its lines (`choose_files`).
         out: Folder of the page. Pictures are written into its subfolder `images`.
 
     Raises:
         SettingError: A file has no lines.
     """
-    tiers = {path.stem: parse_lines(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.csv"))}
-    for name, lines in tiers.items():
+    tiers = {tier: parse_lines(path.read_text(encoding="utf-8")) for tier, path in files.items()}
+    for tier, lines in tiers.items():
         if not lines:
-            raise SettingError(f"{folder / name}.csv: has no lines")
+            raise SettingError(f"{files[tier]}: has no lines")
     pictures = draw_pictures(tiers)
-    page = format_page(tiers, os.path.relpath(folder, out), pictures)
+    folders = {os.path.relpath(path.parent, out): None for path in files.values()}
+    page = format_page(tiers, list(folders), pictures)
     (out / "images").mkdir(parents=True, exist_ok=True)
     written = {out / PAGE: page} | {out / "images" / f"{name}.svg": text for name, text in pictures.items()}
     for path, text in written.items():
@@ -124,15 +132,16 @@ def write_results_page(folder: Path, out: Path) -> list[Path]:
     return list(written)
 
 
-def format_page(tiers: Mapping[str, Sequence[Line]], source: str, pictures: Mapping[str, str]) -> str:
+def format_page(tiers: Mapping[str, Sequence[Line]], sources: Sequence[str], pictures: Mapping[str, str]) -> str:
     """Return the page.
 
     Args:
         tiers: Name of a tier -> its lines.
-        source: Folder of the lines, relative to the page's.
+        sources: Folders of the lines, relative to the page's.
         pictures: Names of the pictures that there are.
     """
-    parts = [HEAD.format(source=source.removeprefix("../"), link=source), *describe_origin(tiers), ""]
+    links = join_words([f"[{own.removeprefix('../')}]({own})" for own in sources], "and")
+    parts = [HEAD.format(links=links), *describe_origin(tiers), ""]
     parts += ["## Which methods can be told apart", "", RANKS]
     compared = {}  # only within a tier, because others may have been measured with other kernels
     for name, own in tiers.items():
@@ -176,9 +185,10 @@ def describe_origin(tiers: Mapping[str, Sequence[Line]]) -> list[str]:
     """Return what was measured, where, and with which code."""
     known = read_tiers()
 
-    def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int]:
+    def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int, str]:
         name, lines = item
-        return name, known[name].title if name in known else "", len(lines), sum(line["n"] for line in lines)
+        title = known[name].title if name in known else ""
+        return name, title, len(lines), sum(line["n"] for line in lines), join_values(lines, "machine")
 
     columns = [
         Column("tier", "", lambda own: own[0]),
@@ -186,34 +196,37 @@ def describe_origin(tiers: Mapping[str, Sequence[Line]]) -> list[str]:
         Column("", "cells", lambda own: f"{own[2]:,}"),
         Column("", "answers", lambda own: f"{own[3]:,}"),
         Column("", "command", lambda own: f"python -m kvbench measured {own[0]}"),
+        Column("", "measured on", lambda own: own[4]),
     ]
     lines = [line for own in tiers.values() for line in own]
-
-    def join(name: str) -> str:
-        known = {COMMIT.sub(r"\1", str(line[name])) for line in lines if line[name]}
-        return join_words(sorted(known) or ["unknown"], "and")
-
-    said = f"Measured on {join('machine')} in {join('dtype')}, with torch {join('torch')} and transformers "
-    said += f"{join('transformers')}, by code {join('code')}. conf/measured.yaml lists the sweeps."
+    dtype, torch, transformers, code = (join_values(lines, name) for name in ("dtype", "torch", "transformers", "code"))
+    said = f"Measured in {dtype}, with torch {torch} and transformers {transformers}, by code {code}. "
+    said += "conf/measured.yaml lists the sweeps."
     warnings = dict.fromkeys(own for line in lines for own in SENTENCE.split(line["warnings"] or "") if own)
     notes = [f"\n{wrap(own)}" for own in (said, describe_versions(tiers), " ".join(warnings)) if own]
     return [*format_markdown(columns, [*map(describe, tiers.items())]), *notes]
 
 
+def join_values(lines: Sequence[Line], name: str) -> str:
+    """Return what lines have in a column, each value once and commits shortened."""
+    known = {COMMIT.sub(r"\1", str(line[name])) for line in lines if line[name]}
+    return join_words(sorted(known) or ["unknown"], "and")
+
+
 def describe_versions(tiers: Mapping[str, Sequence[Line]]) -> str:
-    """Return what the full cache scores where tiers share a protocol but not the code; empty if it scores the same."""
+    """Return what the full cache scores where tiers of a protocol have other code or GPUs; empty if it is the same."""
     found = []
     for protocol, cells in split_protocols([line for own in tiers.values() for line in own if is_full(line)]):
         scores = sorted({line["score"] for line in cells})
-        if len(scores) > 1 and len({line["code"] for line in cells}) > 1:
+        if len(scores) > 1 and len({(line["code"], line["machine"]) for line in cells}) > 1:
             bounds = f"{format_number(scores[0])} to {format_number(scores[-1])}"
             found.append(f"{bounds} ({describe_protocol(protocol)})")
     if not found:
         return ""
     return (
         f"The full cache scores {join_words(found, 'and')}, depending on the tier. These tiers were measured with "
-        "different kernels, which add up numbers of 16 bits in other orders, and a few answers change with that. All "
-        "cells of a tier have the same kernels: compare a method with the cells of its own tier."
+        "different kernels or GPUs, which add up numbers of 16 bits in other orders, and a few answers change with "
+        "that. All cells of a tier have the same kernels and GPU: compare a method with the cells of its own tier."
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.analysis.result_lines import format_lines, make_lines
 from kvbench.report.results_page import (
-    choose_machine,
+    choose_files,
     describe_holders,
     find_front,
     format_bytes,
@@ -48,7 +48,7 @@ def machine(lines, tmp_path):
 
 
 def test_the_page_states_what_the_lines_hold(machine, lines, tmp_path):
-    [page, *pictures] = write_results_page(machine, tmp_path / "docs")
+    [page, *pictures] = write_results_page(choose_files(machine.parent), tmp_path / "docs")
     text = page.read_text()
     assert re.findall(r"\]\((images/[^)]+)\)", text) == [path.relative_to(page.parent).as_posix() for path in pictures]
     assert all(path.read_text().startswith("<svg") for path in pictures)
@@ -75,19 +75,19 @@ def test_the_page_states_what_the_lines_hold(machine, lines, tmp_path):
 
 def test_a_section_without_cells_is_left_out(machine, tmp_path):
     (machine / "a.csv").unlink()
-    text = write_results_page(machine, tmp_path / "docs")[0].read_text()
+    text = write_results_page(choose_files(machine.parent), tmp_path / "docs")[0].read_text()
     assert "allocators bring" not in text and "byte buys" not in text and "## What these numbers" in text
 
 
 def test_the_same_lines_give_the_same_page(machine, tmp_path):
     (machine / "a.csv").unlink()
-    one, other = (write_results_page(machine, tmp_path / name) for name in ("one", "other"))
+    one, other = (write_results_page(choose_files(machine.parent), tmp_path / name) for name in ("one", "other"))
     assert [path.read_text() for path in one] == [path.read_text() for path in other]
 
 
 def format_text(**tiers) -> str:
     """The page of these tiers in one line, without pictures."""
-    return " ".join(format_page(tiers, "measured/gpu-x", {}).split())
+    return " ".join(format_page(tiers, ["measured/gpu-x"], {}).split())
 
 
 def test_the_page_says_where_tiers_of_different_code_score_differently(lines):
@@ -133,10 +133,11 @@ def test_cells_whose_method_decides_have_a_table_of_their_own(tmp_path):
     for threshold, share in ((-0.5, 0.3), (-0.7, 0.6)):
         method = {"name": "dms_threshold", "budget_setting": "threshold", "threshold": threshold}
         write_run(tmp_path, make_records(share, 50, count=20), method=method, budget=None)
-    (tmp_path / "gpu-x").mkdir()
-    (tmp_path / "gpu-x" / "a.csv").write_text(format_lines(make_lines(load_runs(tmp_path))))
+    folder = tmp_path / "measured" / "gpu-x"
+    folder.mkdir(parents=True)
+    (folder / "a.csv").write_text(format_lines(make_lines(load_runs(tmp_path))))
 
-    [page, *pictures] = write_results_page(tmp_path / "gpu-x", tmp_path / "docs")
+    [page, *pictures] = write_results_page(choose_files(tmp_path / "measured"), tmp_path / "docs")
     text = page.read_text()
     assert len(pictures) == 1 and "| method | 50 % score |" in text  # thresholds are no columns
     rows = [line.split(" | ")[:3] for line in text.splitlines() if line.startswith("| dms")]
@@ -175,16 +176,23 @@ def test_a_cell_that_needs_a_file_is_listed_and_may_be_on_one_front_only():
     ]
 
 
-def test_a_machine_is_chosen(machine):
+def test_machines_and_their_tiers_are_chosen(machine, tmp_path):
     folder = machine.parent
-    assert choose_machine(folder) == choose_machine(folder, "gpu-x") == machine
+    files = {tier: machine / f"{tier}.csv" for tier in "ab"}
+    assert choose_files(folder) == choose_files(folder, "gpu-x") == files
     with pytest.raises(SettingError, match="--machine=nosuch: choose one of gpu-x"):
-        choose_machine(folder, "nosuch")
-    (folder / "gpu-y").mkdir()
-    (folder / "gpu-y" / "a.csv").write_text("")
-    with pytest.raises(SettingError, match="--machine: choose one of gpu-x, gpu-y"):
-        choose_machine(folder)
+        choose_files(folder, "nosuch")
     with pytest.raises(SettingError, match="no results there; kvbench measured a"):
-        choose_machine(folder / "gpu-x" / "nosuch")
+        choose_files(folder / "gpu-x" / "nosuch")
+
+    other = folder / "gpu-y"
+    other.mkdir()
+    (machine / "b.csv").rename(other / "b.csv")
+    assert choose_files(folder) == files | {"b": other / "b.csv"}
+    text = write_results_page(choose_files(folder), tmp_path / "docs")[0].read_text()
+    assert "[measured/gpu-x](../measured/gpu-x) and [measured/gpu-y](../measured/gpu-y)," in text
+    (other / "a.csv").write_text("")
+    with pytest.raises(SettingError, match="--machine: tier a was measured on several; choose one of gpu-x, gpu-y"):
+        choose_files(folder)
     with pytest.raises(SettingError, match="gpu-y/a.csv: has no lines"):
-        write_results_page(folder / "gpu-y", folder)
+        write_results_page(choose_files(folder, "gpu-y"), tmp_path / "docs")
