@@ -38,11 +38,29 @@ def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredR
             if name.split(".")[0] in (*CACHE_GROUPS, "sources")
         ]
         differ = [name for name in differ if name != "sources"] or differ
+        differ = leave_out_defaults(differ, own[0], beside)
         given = {name: value for name in differ if (value := own[0].settings.get(name)) is not None}
-        more = [f"{name.removeprefix('method.')}={shorten(str(value))}" for name, value in given.items()]
+        more = [
+            f"{name.removeprefix('method.').removesuffix('.name')}={shorten(str(value))}"
+            for name, value in given.items()
+        ]
         method = own[0].value["method"]["name"]
         dashes[method] = dashes.get(method, -1) + 1
         found.append((" · ".join([label, *more]), dashes[method], own))
+    return found
+
+
+def leave_out_defaults(differ: Sequence[str], run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
+    """Return settings that distinguish a run, without those that follow from the name of the method it works over.
+
+    Two methods have different settings. The name of one tells the run apart, unless another run works over the same
+    method with other settings.
+    """
+    found = list(differ)
+    for name in [own for own in differ if own.startswith("method.") and own.endswith(".name")]:
+        alike = [own for own in beside if own.settings.get(name) == run.settings.get(name)]
+        varied, inner = find_differences(alike, (run.budget_setting,)), name.removesuffix("name")
+        found = [own for own in found if own == name or own in varied or not own.startswith(inner)]
     return found
 
 
