@@ -36,7 +36,8 @@ def emit_tables(results: Path, paper: str | None, table: str | None, beside: boo
         results: Folder of results.
         paper: Name of a paper in conf/papers; None writes the tables of all papers.
         table: Number of a table of the paper; None writes all of them.
-        beside: Whether to write the tables of cost, and no others, beside their measurements.
+        beside: Whether to write the tables of cost, and no others, beside their measurements. Those of which a machine
+            measured nothing are left out.
 
     Raises:
         SettingError: There is no such folder, paper or table.
@@ -49,7 +50,10 @@ def emit_tables(results: Path, paper: str | None, table: str | None, beside: boo
     if not results.is_dir():
         raise SettingError(f"results={results}: no such folder")
     require_writable("results", results)
-    written = write_cost_tables(results, wanted, results / "efficiency") if beside else write_tables(results, wanted)
+    if beside:
+        written = write_cost_tables(results, wanted, results / "efficiency", measured_only=True)
+    else:
+        written = write_tables(results, wanted)
     if table is None:
         yield from map(str, written)
     else:

@@ -203,15 +203,25 @@ def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
     return written
 
 
-def write_cost_tables(results: Path, wanted: Mapping[str, Select], folder: Path) -> list[Path]:
-    """Write tables of cost as <folder>/<gpu>/<table>, for every machine with measurements, and return the paths."""
+def write_cost_tables(
+    results: Path, wanted: Mapping[str, Select], folder: Path, measured_only: bool = False
+) -> list[Path]:
+    """Write tables of cost as <folder>/<gpu>/<table>, for every machine with measurements, and return the paths.
+
+    Args:
+        results: Folder of results.
+        wanted: Name of a table -> what it shows.
+        folder: Where the tables are written.
+        measured_only: Whether tables of which nothing was measured on a machine are left out.
+    """
     written = []
     for path in find_measurements(results / "efficiency"):
         lines, device = read_lines(path), "cpu" if path.stem == "cpu" else "gpu"
         for name, spec in wanted.items():
             if is_cost_table(spec) and spec.get("device", "gpu") == device:
                 made = build_table(spec, lines, read_published(results, spec.get("file")))
-                written += write_table(folder / path.stem / name, made)
+                if made.is_measured or not measured_only:
+                    written += write_table(folder / path.stem / name, made)
     return written
 
 

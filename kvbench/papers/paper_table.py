@@ -62,6 +62,11 @@ class PaperTable:
         printed = any(cell.published for _, cells in self.rows for cell in cells)
         return ("published", "measured") if printed else ("measured",)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether any cell has a measured value."""
+        return any(cell.text for _, cells in self.rows for cell in cells)
+
     @cached_property
     def filling(self) -> list[tuple[str, ...]]:
         """The commands that fill the missing cells of each row."""

@@ -205,8 +205,11 @@ def test_only_on_request_what_lies_beside_measurements_is_written(results, capsy
     assert files() == before
     made = results / "papers" / "nvidia-test" / stale.name
     assert made.is_file() and stale.read_text() == "of another day"
+    unmeasured = "nvidia-test/dropkv_table17.md"  # it has commands alone
+    assert (results / "papers" / unmeasured).exists() or which
     for path in sorted((results / "papers").rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     assert papers.main(["--beside", str(results), *which]) == 0
     assert stale.read_text().startswith("#") and list((results / "papers").iterdir()) == []
     assert set(files()) > set(before) or which
+    assert not (results / "efficiency" / unmeasured).exists()
