@@ -24,8 +24,8 @@ class Efficiency:
     fill: str
     most_batch: int | None
     implementation: str | None
-    bandwidth: float
-    flops: float
+    bandwidth: float | None
+    flops: float | None
     seed: int
 
     measures = True  # this task measures and has no samples to score
@@ -57,8 +57,9 @@ class Efficiency:
         for end in self._several or (None,):
             require_int("task.new_tokens", end, 2)
         for name in ("bandwidth", "flops"):
-            if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
-                raise SettingError(f"task.{name}={getattr(self, name)}: a number above 0")
+            given = getattr(self, name)
+            if given is not None and not (is_number(given) and given > 0):
+                raise SettingError(f"task.{name}={given}: a number above 0, or null")
         if self.answers > self.repeats:
             raise SettingError(f"task.answers={self.answers}: at most task.repeats, {self.repeats}")
         if self.rows is not None and self.baseline != "static_compiled":

@@ -95,7 +95,7 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
     from kvbench.atomic import replace_file
     from kvbench.cli.run import run_sweep
     from kvbench.config.provenance import content_hash
-    from kvbench.efficiency.measure import machine_name
+    from kvbench.efficiency.measured_task import machine_name
     from kvbench.runs.executor import Executor
     from kvbench.store.runs import check_folder, find_runs
     from kvbench.sweeps.plan import Sweep

@@ -18,7 +18,7 @@ from kvbench.efficiency.caches import (
     make_replicable_cache,
 )
 from kvbench.efficiency.latency import compute_tpot_floors
-from kvbench.efficiency.measured_task import read_task
+from kvbench.efficiency.measured_task import find_machine, read_task
 from kvbench.efficiency.throughput import guess_batch
 from kvbench.engine import timing
 from kvbench.engine.replicate import can_replicate
@@ -65,7 +65,8 @@ def time_tokens(run: RunSpec, model: torch.nn.Module, own: ReplicableCache, batc
     yield make_line(f"{kind}tpot_ms", "ms", spread(steps), own.path)
     yield make_line(f"{kind}tokens_s", "tokens/s", spread([1000 * batch / step for step in steps]))
     yield make_line(f"{kind}capture_ms", "ms", spread(captures))
-    if run.device != "cpu":
-        floor, in_turn = compute_tpot_floors(run, model, own, batch)
+    machine = find_machine(run)
+    if machine is not None:
+        floor, in_turn = compute_tpot_floors(run, machine, model, own, batch)
         yield make_line(f"{kind}tpot_floor_ms", "ms", floor)
         yield make_line(f"{kind}tpot_floor_in_turn_ms", "ms", in_turn)  # if it first reads and then computes

@@ -18,7 +18,7 @@ from kvbench.efficiency.caches import (
     load_model,
     make_cache_under_test,
 )
-from kvbench.efficiency.measured_task import read_task
+from kvbench.efficiency.measured_task import find_machine, read_task
 from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, prefill_ms
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
@@ -85,26 +85,29 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
         if f"peak_{part}_bytes" in found:
             found[f"peak_{part}_over_weights_bytes"] = found[f"peak_{part}_bytes"] - found["weights_bytes"]
     yield from (make_line(name, "bytes", value) for name, value in found.items())
-    if device != "cpu":
-        yield from compute_floors(run, model, own, len(ids))
+    machine = find_machine(run)
+    if machine is not None:
+        yield from compute_floors(run, machine, model, own, len(ids))
 
 
-def compute_floors(run: RunSpec, model: torch.nn.Module, own: CacheUnderTest, batch: int) -> Iterator[Line]:
+def compute_floors(
+    run: RunSpec, machine: Machine, model: torch.nn.Module, own: CacheUnderTest, batch: int
+) -> Iterator[Line]:
     """Yield the shortest times that the machine's bandwidth and rate allow, after an answer of the cache."""
     task = read_task(run)
-    here = Machine(task.bandwidth, task.flops)
     method, length = run.choice().method, task.length
-    yield make_line("tpot_floor_ms", "ms", compute_tpot_floors(run, model, own, batch)[0])
+    yield make_line("tpot_floor_ms", "ms", compute_tpot_floors(run, machine, model, own, batch)[0])
     if task.baseline != "static_compiled":
         quota = None if method.attends_subset or method.needs_extra_reads else run.budget.rows(length, length)
-        yield make_line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))
+        yield make_line("ttft_floor_ms", "ms", prefill_ms(machine, model, length, batch, run.block_size, quota))
 
 
-def compute_tpot_floors(run: RunSpec, model: torch.nn.Module, own: CacheUnderTest, batch: int) -> tuple[float, float]:
+def compute_tpot_floors(
+    run: RunSpec, machine: Machine, model: torch.nn.Module, own: CacheUnderTest, batch: int
+) -> tuple[float, float]:
     """Return the shortest time of a token in ms, and the shortest one if it first reads and then computes."""
-    task, element = read_task(run), run.torch_dtype.itemsize
-    here, needs = Machine(task.bandwidth, task.flops), (own.bytes_per_token(), own.operations_per_token())
-    return decode_ms(here, WeightSizes.of(model), needs[0], batch, element, needs[1])
+    element, needs = run.torch_dtype.itemsize, (own.bytes_per_token(), own.operations_per_token())
+    return decode_ms(machine, WeightSizes.of(model), needs[0], batch, element, needs[1])
 
 
 def warm_up(own: CacheUnderTest, ids: Tensor, count: int) -> None:

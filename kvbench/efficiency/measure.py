@@ -29,7 +29,8 @@ from kvbench.config.paths import IS_CHECKOUT
 from kvbench.config.provenance import replay_hash, source_hash
 from kvbench.efficiency.decoding_time import measure_decoding
 from kvbench.efficiency.latency import measure_latency
-from kvbench.efficiency.measured_task import read_task
+from kvbench.efficiency.measured_task import machine_name, read_task
+from kvbench.efficiency.roofline import load_machines
 from kvbench.efficiency.scoring_time import measure_scoring
 from kvbench.efficiency.throughput import measure_throughput
 from kvbench.engine import timing
@@ -111,6 +112,8 @@ def summarize_lines(path: Path, lines: list[Line]) -> str:
         rows.append(
             f"  {line['quantity']:<28} {value:>16} {line.get('unit', '')}{between} {line.get('note', '')}".rstrip()
         )
+    if first["gpu"] not in ("cpu", *load_machines()) and not any("floor" in line["quantity"] for line in lines):
+        rows.append("  no floors: they need task.bandwidth and task.flops, or the GPU in conf/efficiency/machines.yaml")
     return "\n".join([*rows, f"  appended to {path}"])
 
 
@@ -122,12 +125,6 @@ def simplify_run(run: RunSpec) -> RunSpec:
     if task.baseline == "static_compiled" and run.device == "cpu":
         raise SettingError("task.baseline=static_compiled: needs a GPU")
     return run.baseline()
-
-
-def machine_name(device: str) -> str:
-    """Return the GPU's name for a file, such as nvidia-h200, or cpu."""
-    name = torch.cuda.get_device_name() if device != "cpu" else "cpu"
-    return "-".join("".join(char if char.isalnum() else " " for char in name.lower()).split())
 
 
 def collect_settings(run: RunSpec) -> Line:

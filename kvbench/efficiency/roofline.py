@@ -106,6 +106,12 @@ def row_bytes(shape: Layout, element: int) -> int:
 
 
 @cache
+def load_machines() -> dict[str, dict[str, float]]:
+    """Load the speeds of machines, by the names of their files."""
+    return yaml.safe_load((CONF / "efficiency" / "machines.yaml").read_text())
+
+
+@cache
 def load_needs() -> dict[str, dict[str, Any]]:
     """Load what a score needs, by method."""
     return yaml.safe_load((CONF / "efficiency" / "floors.yaml").read_text())

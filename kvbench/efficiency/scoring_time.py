@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.efficiency.measured_task import read_task
-from kvbench.efficiency.roofline import Machine, compute_score_needs
+from kvbench.efficiency.measured_task import find_machine, read_task
+from kvbench.efficiency.roofline import compute_score_needs
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
 from kvbench.interfaces.method import Method, fit_protected
@@ -47,10 +47,11 @@ def measure_scoring(run: RunSpec) -> Iterator[Line]:
     if needs is not None:
         yield make_line("scoring_bytes", "bytes", needs[0])
         yield make_line("scoring_operations", "operations", needs[1])
+        machine = find_machine(run)
+        if machine is not None:
+            yield make_line("scoring_floor_ms", "ms", machine.ms(*needs))
     if device == "cpu":
         return
-    if needs is not None:
-        yield make_line("scoring_floor_ms", "ms", Machine(task.bandwidth, task.flops).ms(*needs))
     yield make_line("scoring_scratch_bytes", "bytes", timing.scratch(made.call))
     kernels = timing.launches(made.call)
     yield make_line("scoring_launches", "kernels", sum(count for count, _ in kernels.values()))

@@ -26,7 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config import catalogue
 from kvbench.config.compose import compose_config, expand_cells, parse_override
-from kvbench.efficiency.measure import collect_versions, machine_name
+from kvbench.efficiency.measure import collect_versions
+from kvbench.efficiency.measured_task import machine_name
 from kvbench.engine.spending import describe, start_counting
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_runs

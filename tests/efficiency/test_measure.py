@@ -10,7 +10,7 @@ import yaml
 from kvbench.cli import efficiency
 from kvbench.config.catalogue import load_settings, methods_available
 from kvbench.config.compose import compose_config, expand_cells
-from kvbench.efficiency import measure, plan
+from kvbench.efficiency import measure, measured_task, plan
 from kvbench.efficiency.caches import KVBenchCache, TransformersDynamic, TransformersStatic
 from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, load_needs, prefill_ms
 from kvbench.efficiency.scoring_time import prepare_score
@@ -86,6 +86,21 @@ def test_a_measurement_is_alone(kvbench, monkeypatch):
     monkeypatch.setattr(Executor, "close", lambda executor, at_once=False: order.append("end"))
     monkeypatch.setattr(measure, "measure_once", lambda run, results: order.append("measure") or (results, []))
     assert kvbench("method=snapkv", "workers=2", *QUICK)[0] == 0 and order[:2] == ["end", "measure"]
+
+
+@pytest.mark.parametrize("name, found", [("nvidia-h200", 4.27e12), ("nvidia-other", None)])
+def test_floors_are_those_of_the_machine(kvbench, monkeypatch, name, found):
+    for module in (measured_task, measure):
+        monkeypatch.setattr(module, "machine_name", lambda device: name)
+    usual = ("task.measure=decoding", "task.length=60", "task.new_tokens=3")
+    code, out, _ = kvbench(*usual)
+    floor = by_quantity(Path(f"results/efficiency/{name}.csv")).get("tpot_floor_ms")
+    assert code == 0 and (floor is None) == (found is None) == ("no floors: they need task.bandwidth" in out)
+    if floor is not None:
+        assert 0 < float(floor["value"]) < 1
+    assert kvbench(*usual, f"task.bandwidth={(found or 4.27e12) / 1e3}", "task.flops=1e20")[0] == 0
+    slower = by_quantity(Path(f"results/efficiency/{name}.csv"))["tpot_floor_ms"]
+    assert floor is None or float(slower["value"]) == pytest.approx(1e3 * float(floor["value"]), rel=1e-3)
 
 
 def test_baselines_and_throughput(kvbench):
@@ -193,7 +208,7 @@ BAD = {
     "task.answers=9": "task.answers=9: at most task.repeats",
     "task.rows=9": "task.rows=9: of task.baseline=static_compiled",
     "task.implementation=triton": "task.implementation=triton: of task.measure=scoring",
-    "task.bandwidth=0": "task.bandwidth=0: a number above 0",
+    "task.bandwidth=0": "task.bandwidth=0: a number above 0, or null",
     "task.fill=foo": "task.fill=foo: choose one of",
     "task=ruler": "model=random: task=ruler needs text",
     "method=foo": "method=foo: choose one of",
