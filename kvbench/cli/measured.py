@@ -35,7 +35,9 @@ def make_parser() -> CommandParser:
         "--workers", type=parse_workers, metavar="N", help="the setting workers of the sweeps: a number, or auto"
     )
     parser.add_argument("--page", action="store_true", help="write the page from the files of all machines")
-    parser.add_argument("--machine", help="a folder below RESULTS/measured, such as nvidia-h200, for the page to show")
+    parser.add_argument(
+        "--machine", help="folder below RESULTS/measured, such as nvidia-h200, for tiers that several machines measured"
+    )
     parser.add_argument("--out", type=Path, help="folder of the page (default: docs)")
     return parser
 

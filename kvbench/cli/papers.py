@@ -36,8 +36,8 @@ def emit_tables(results: Path, paper: str | None, table: str | None, beside: boo
         results: Folder of results.
         paper: Name of a paper in conf/papers; None writes the tables of all papers.
         table: Number of a table of the paper; None writes all of them.
-        beside: Whether to write the tables of cost, and no others, beside their measurements. Those of which a machine
-            measured nothing are left out.
+        beside: Whether to write the tables of cost, and no others, beside their measurements. If no table is named,
+            those of which a machine measured nothing are left out.
 
     Raises:
         SettingError: There is no such folder, paper or table.
@@ -51,7 +51,7 @@ def emit_tables(results: Path, paper: str | None, table: str | None, beside: boo
         raise SettingError(f"results={results}: no such folder")
     require_writable("results", results)
     if beside:
-        written = write_cost_tables(results, wanted, results / "efficiency", measured_only=True)
+        written = write_cost_tables(results, wanted, results / "efficiency", measured_only=table is None)
     else:
         written = write_tables(results, wanted)
     if table is None:

@@ -29,8 +29,7 @@ from kvbench.config.paths import IS_CHECKOUT
 from kvbench.config.provenance import replay_hash, source_hash
 from kvbench.efficiency.decoding_time import measure_decoding
 from kvbench.efficiency.latency import measure_latency
-from kvbench.efficiency.measured_task import machine_name, read_task
-from kvbench.efficiency.roofline import load_machines
+from kvbench.efficiency.measured_task import find_machine, machine_name, read_task
 from kvbench.efficiency.scoring_time import measure_scoring
 from kvbench.efficiency.throughput import measure_throughput
 from kvbench.engine import timing
@@ -112,7 +111,9 @@ def summarize_lines(path: Path, lines: list[Line]) -> str:
         rows.append(
             f"  {line['quantity']:<28} {value:>16} {line.get('unit', '')}{between} {line.get('note', '')}".rstrip()
         )
-    if first["gpu"] not in ("cpu", *load_machines()) and not any("floor" in line["quantity"] for line in lines):
+    quantities = {line["quantity"] for line in lines}
+    bounded = first["measure"] != "throughput" and bool(quantities & {"tpot_ms", "scoring_bytes"})
+    if first["gpu"] != "cpu" and bounded and not any("floor" in own for own in quantities):
         rows.append("  no floors: they need task.bandwidth and task.flops, or the GPU in conf/efficiency/machines.yaml")
     return "\n".join([*rows, f"  appended to {path}"])
 
@@ -154,7 +155,7 @@ def collect_settings(run: RunSpec) -> Line:
 
 def hash_cell(run: RunSpec) -> str:
     """Hash a cell: its settings, the machine, the versions, and the sources that can change what is measured."""
-    value = run.value | {"sources": hash_sources(run)}
+    value = run.value | {"sources": hash_sources(run), "speeds": repr(find_machine(run))}
     return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -131,6 +131,8 @@ def fill_from_measurements(own: Select, published: str, lines: Lines) -> TableCe
     if isinstance(found, float) and own.get("over") is not None:
         select = {**select, **own["over"]}
         other, _ = find_measurement(lines, select, near=date)
+        if other is None and list(own["over"]) == ["quantity"]:  # the run that was measured has no such quantity
+            return TableCell(published, "")
         found = found / other if isinstance(other, float) else other
     if found is None:
         return TableCell(published, "", make_run_settings(select))

@@ -14,7 +14,8 @@ from typing import Any
 from kvbench.analysis.result_lines import Line, parse_lines
 from kvbench.analysis.text_table import Column, format_interval, format_markdown, format_number, format_percent
 from kvbench.atomic import replace_file
-from kvbench.config.tiers import read_tiers
+from kvbench.config.compose import expand_cells
+from kvbench.config.tiers import Tier, read_tiers
 from kvbench.report import print_charts
 from kvbench.report.figures import INCHES, make_slug
 from kvbench.report.print_charts import POINTS
@@ -75,7 +76,8 @@ neither are the sizes of the differences. What does carry over is how many sampl
 that a score without an interval is not a comparison.
 
 The tables say nothing about time. Some methods pay for their score: kvzip and kvgrad let the model read each prompt
-twice, and omnikv, quest and pqcache keep the whole cache in memory ([cost](gpu-and-efficiency.md)).
+twice, attention_matching also solves equations for each head, and omnikv, quest and pqcache keep the whole cache in
+memory ([cost](gpu-and-efficiency.md)).
 
 The embedded model was trained by kvbench on tasks like these. Its tables test the harness and nothing else.
 """
@@ -86,7 +88,7 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
 
     Args:
         folder: The folder of all machines.
-        machine: Name of the only machine to show. None shows all machines.
+        machine: Name of the machine whose file is taken if several have measured a tier.
 
     Raises:
         SettingError: There is no such machine, no file, or a tier of several machines to choose from.
@@ -96,14 +98,14 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
         raise SettingError(f"{folder}: no results there; kvbench measured a")
     if machine is not None:
         require_choice("--machine", machine, machines)
-        machines = {machine: machines[machine]}
     found: dict[str, list[Path]] = {}
     for path in sorted(path for own in machines.values() for path in own.glob("*.csv")):
         found.setdefault(path.stem, []).append(path)
     for tier, paths in found.items():
-        if len(paths) > 1:
-            names = ", ".join(path.parent.name for path in paths)
-            raise SettingError(f"--machine: tier {tier} was measured on several; choose one of {names}")
+        names = [path.parent.name for path in paths]
+        if len(paths) > 1 and machine not in names:
+            raise SettingError(f"--machine: tier {tier} was measured on several; choose one of {', '.join(names)}")
+        found[tier] = [path for path in paths if path.parent.name == machine] or paths
     return {tier: found[tier][0] for tier in sorted(found)}
 
 
@@ -203,8 +205,20 @@ def describe_origin(tiers: Mapping[str, Sequence[Line]]) -> list[str]:
     said = f"Measured in {dtype}, with torch {torch} and transformers {transformers}, by code {code}. "
     said += "conf/measured.yaml lists the sweeps."
     warnings = dict.fromkeys(own for line in lines for own in SENTENCE.split(line["warnings"] or "") if own)
-    notes = [f"\n{wrap(own)}" for own in (said, describe_versions(tiers), " ".join(warnings)) if own]
+    parts = said, describe_unfinished(tiers, known), describe_versions(tiers), " ".join(warnings)
+    notes = [f"\n{wrap(own)}" for own in parts if own]
     return [*format_markdown(columns, [*map(describe, tiers.items())]), *notes]
+
+
+def describe_unfinished(tiers: Mapping[str, Sequence[Line]], known: Mapping[str, Tier]) -> str:
+    """Return which tiers have fewer cells than conf/measured.yaml lists; empty if none has."""
+    found = []
+    for name, lines in tiers.items():
+        sweeps = known[name].list_sweeps(Path("results")) if name in known else []
+        planned, measured = sum(len(expand_cells(own)) for own in sweeps), len(list_methods(lines))
+        if measured < planned:
+            found.append(f"Tier {name} is not finished: {measured} of its {planned} cells of methods were measured.")
+    return " ".join(found)
 
 
 def join_values(lines: Sequence[Line], name: str) -> str:
@@ -251,7 +265,8 @@ def describe_separation(cells: Sequence[Line]) -> list[str]:
 
 def describe_holders(cells: Sequence[Line]) -> list[str]:
     """Return a sentence about the methods that hold all bytes of the full cache; none if there are no such methods."""
-    names = dict.fromkeys(line["label"] for line in list_methods(cells) if line["bytes_held"] >= ALL)
+    held = [line for line in list_methods(cells) if line["bytes_held"] >= ALL and not is_decided(line)]
+    names = dict.fromkeys(line["label"] for line in held)
     if not names:
         return []
     one = len(names) == 1
@@ -264,6 +279,8 @@ def describe_holders(cells: Sequence[Line]) -> list[str]:
 def format_scores(cells: Sequence[Line]) -> list[str]:
     """Return the table of a protocol: methods down, the highest mean score first, and budgets across."""
     budgets, methods = list_budgets(cells), [line for line in list_methods(cells) if not is_decided(line)]
+    if not methods:
+        return []
     rows = arrange(methods)
     full = next(line for line in cells if is_full(line))
     ordered = sorted(rows, key=lambda label: -sum(own["score"] for own in rows[label].values()) / len(rows[label]))
@@ -294,7 +311,7 @@ def format_decided(cells: Sequence[Line]) -> list[str]:
         return []
     columns = [
         Column("method", "", lambda line: line["label"]),
-        Column("decided by", "", lambda line: line["budget"]),
+        Column("decided by", "", lambda line: line["budget"] if is_decided(line) else ""),
         Column("bytes held", "", lambda line: format_percent(line["bytes_held"])),
         Column("score", "", lambda line: format_number(line["score"])),
         Column("diff", "", lambda line: format_change(line, "difference", "low", "high")),
@@ -305,7 +322,7 @@ def format_decided(cells: Sequence[Line]) -> list[str]:
         "of a budget."
     )
     ordered = sorted(decided, key=lambda line: (-line["bytes_held"], line["label"]))
-    return [wrap(said), "", *format_markdown(columns, ordered), ""]
+    return [wrap(said), "", *format_markdown(columns, [*ordered, next(line for line in cells if is_full(line))]), ""]
 
 
 def format_gains(compared: Mapping[str, Sequence[Line]], gain: str) -> list[str]:
@@ -474,7 +491,7 @@ def join_words(words: Sequence[str], last: str) -> str:
 
 def list_pictures(tier: str, cells: Sequence[Line], pictures: Mapping[str, str]) -> list[str]:
     """Return the names of the pictures of a protocol."""
-    names = [name_picture(tier, cells, budget) for budget in (None, *list_budgets(cells))]
+    names = [name_picture(tier, cells, budget) for budget in (*list_budgets(cells), None)]
     return [name for name in names if name in pictures]
 
 
@@ -485,7 +502,9 @@ def name_picture(tier: str, cells: Sequence[Line], budget: Any) -> str:
 
 
 def draw_pictures(tiers: Mapping[str, Sequence[Line]]) -> dict[str, str]:
-    """Draw a picture of each protocol: a curve if there are more than WIDE budgets, otherwise scores at each budget.
+    """Draw pictures of each protocol: a curve if there are more than WIDE budgets, otherwise scores at each budget.
+
+    Where methods decide how many rows stay, there is a curve too.
 
     Returns:
         Name of a picture -> its SVG.
@@ -494,7 +513,8 @@ def draw_pictures(tiers: Mapping[str, Sequence[Line]]) -> dict[str, str]:
     for tier, lines in tiers.items():
         for _, cells in split_protocols(lines):
             budgets = list_budgets(cells)
-            for budget in [None] if len(budgets) > WIDE else budgets:
+            shown = [None] if len(budgets) > WIDE else [*budgets, *([None] if any(map(is_decided, cells)) else [])]
+            for budget in shown:
                 found[name_picture(tier, cells, budget)] = draw_picture(cells, budget)
     return found
 

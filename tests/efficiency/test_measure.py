@@ -12,7 +12,7 @@ from kvbench.config.catalogue import load_settings, methods_available
 from kvbench.config.compose import compose_config, expand_cells
 from kvbench.efficiency import measure, measured_task, plan
 from kvbench.efficiency.caches import KVBenchCache, TransformersDynamic, TransformersStatic
-from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, load_needs, prefill_ms
+from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, load_machines, load_needs, prefill_ms
 from kvbench.efficiency.scoring_time import prepare_score
 from kvbench.efficiency.throughput import find_largest_batch
 from kvbench.engine.compressed_cache import choose_cache
@@ -101,6 +101,10 @@ def test_floors_are_those_of_the_machine(kvbench, monkeypatch, name, found):
     assert kvbench(*usual, f"task.bandwidth={(found or 4.27e12) / 1e3}", "task.flops=1e20")[0] == 0
     slower = by_quantity(Path(f"results/efficiency/{name}.csv"))["tpot_floor_ms"]
     assert floor is None or float(slower["value"]) == pytest.approx(1e3 * float(floor["value"]), rel=1e-3)
+    assert "no floors" not in kvbench("task.measure=throughput", "task.most_batch=1", *usual[1:])[1]  # it never has any
+    monkeypatch.setitem(load_machines(), name, {"bandwidth": 1e12, "flops": 1e14})
+    code, out, _ = kvbench(*usual)
+    assert code == 0 and "tpot_floor_ms" in out  # other speeds are another cell
 
 
 def test_baselines_and_throughput(kvbench):

@@ -101,6 +101,15 @@ def test_the_page_says_where_tiers_of_different_code_score_differently(lines):
     assert "depending on the tier" not in describe(code="git other")
 
 
+def test_the_page_says_which_tiers_are_not_finished(lines):
+    planned = 38 * 2  # of tier a: 19 sweeps of methods with two questions and two budgets
+    methods = [line for line in lines if line["method"] != "full"]
+    said = f"Tier a is not finished: {len(methods)} of its {planned} cells of methods were measured."
+    assert said in format_text(a=lines)
+    many = (planned // len(methods) + 1) * methods
+    assert "not finished" not in format_text(a=[*lines, *many])
+
+
 def test_cells_are_compared_within_their_tier(lines):
     """A cell of another tier that is measured again has another hash and may score otherwise."""
     again = [line | {"hash": line["hash"][::-1], "code": "git other"} for line in lines]
@@ -121,7 +130,11 @@ def test_a_warning_that_tiers_share_is_said_once(lines):
 
 
 def test_the_page_says_which_methods_hold_all_bytes(lines):
-    assert describe_holders(lines) == []
+    assert (
+        describe_holders(lines)
+        == describe_holders([line | {"bytes_held": 1.0, "budget": "x=1"} for line in lines])
+        == []
+    )
     held = [line | {"bytes_held": 1.0} if line["label"] == "random" else line for line in lines]
     [said] = describe_holders(held)
     assert said.startswith("random holds all bytes of the full cache: its budget is")
@@ -139,7 +152,8 @@ def test_cells_whose_method_decides_have_a_table_of_their_own(tmp_path):
 
     [page, *pictures] = write_results_page(choose_files(tmp_path / "measured"), tmp_path / "docs")
     text = page.read_text()
-    assert len(pictures) == 1 and "| method | 50 % score |" in text  # thresholds are no columns
+    assert [path.stem.rpartition("-")[2] for path in pictures] == ["0.5", "curve"]
+    assert "| method | 50 % score |" in text  # thresholds are no columns
     rows = [line.split(" | ")[:3] for line in text.splitlines() if line.startswith("| dms")]
     assert rows == [["| dms\\_threshold", f"threshold={own}", f"{held:.1f}%"] for own, held in ((-0.7, 60), (-0.5, 30))]
 
@@ -188,11 +202,12 @@ def test_machines_and_their_tiers_are_chosen(machine, tmp_path):
     other = folder / "gpu-y"
     other.mkdir()
     (machine / "b.csv").rename(other / "b.csv")
-    assert choose_files(folder) == files | {"b": other / "b.csv"}
+    assert choose_files(folder) == choose_files(folder, "gpu-y") == files | {"b": other / "b.csv"}
     text = write_results_page(choose_files(folder), tmp_path / "docs")[0].read_text()
     assert "[measured/gpu-x](../measured/gpu-x) and [measured/gpu-y](../measured/gpu-y)," in text
     (other / "a.csv").write_text("")
     with pytest.raises(SettingError, match="--machine: tier a was measured on several; choose one of gpu-x, gpu-y"):
         choose_files(folder)
+    assert choose_files(folder, "gpu-x") == files | {"b": other / "b.csv"}
     with pytest.raises(SettingError, match="gpu-y/a.csv: has no lines"):
         write_results_page(choose_files(folder, "gpu-y"), tmp_path / "docs")
