@@ -51,6 +51,7 @@ from kvbench.validation import SettingError
 
 FULL = "full cache"  # label of its row
 KEPT = ("rows_held", "rows_seen")  # fields of a record whose ratio is the share of rows kept
+FILES, BESIDE = ("weights_bytes",), ("metadata_bytes", "state_bytes")  # bytes of a record that are not those of rows
 ERROR = 0.05  # chance that the set of possibly best runs lacks the truly best one
 Record = dict[str, Any]
 SampleKey = tuple[str, str, tuple[str, ...], tuple[tuple[str, float], ...]]  # run, full cache, samples, weights
@@ -67,6 +68,7 @@ class MatrixCell:
         difference: Its paired difference from the full cache in points; None for the full cache itself.
         held: Share of the full cache's bytes that it holds, in [0, 1]. None if the records do not say.
         loaded: The same with the weights that its method and codec read from files. None likewise.
+        whole: The same with what it keeps beside the rows, such as positions, codes and bounds, too. None likewise.
         kept: Share of the rows read that are in the cache when the answer begins, in [0, 1], None likewise.
         attended: Share of the full cache's rows that a decoded token attends to, in [0, 1], None likewise.
         at_limit: Share of the answers that ended at the length limit, in [0, 1].
@@ -79,6 +81,7 @@ class MatrixCell:
     difference: PairedDifference | None
     held: float | None
     loaded: float | None
+    whole: float | None
     kept: float | None
     attended: float | None
     at_limit: float
@@ -291,11 +294,11 @@ class Samples:
             held, kept, attended = (
                 self.average(run, partial(read_share, own)) for own in (SHARES["bytes"], KEPT, SHARES["rows"])
             )
-            loaded = self.average(run, read_loaded)
+            loaded, whole = (self.average(run, partial(read_more, own)) for own in (FILES, FILES + BESIDE))
             at_limit = self.average(run, lambda record: float(record["stop"] == "length"))
             assert at_limit is not None  # every record says how its answer stopped
             difference = None if run.hash == self.full.hash else change
-            cells.append(MatrixCell(run, score, difference, held, loaded, kept, attended, at_limit))
+            cells.append(MatrixCell(run, score, difference, held, loaded, whole, kept, attended, at_limit))
         return cells
 
     def pair(self, one: StoredRun, other: StoredRun) -> list[PairedScores]:
@@ -392,10 +395,11 @@ def read_share(names: tuple[str, str], record: Record) -> float | None:
     return divide(record.get(part), record.get(whole))
 
 
-def read_loaded(record: Record) -> float | None:
-    """Return the share of the full cache's bytes that a record's rows and files take together, or None if unknown."""
-    part, beside = record.get(SHARES["bytes"][0]), record.get("weights_bytes")
-    return None if part is None or beside is None else divide(part + beside, record.get(SHARES["bytes"][1]))
+def read_more(more: Sequence[str], record: Record) -> float | None:
+    """Return the share of the full cache's bytes that a record's rows and `more` take together, or None if unknown."""
+    part, full = SHARES["bytes"]
+    known = [own for own in map(record.get, (part, *more)) if own is not None]
+    return None if len(known) <= len(more) else divide(sum(known), record.get(full))
 
 
 def list_cells(blocks: Iterable[ScoreBlock]) -> list[tuple[ScoreBlock, str, MatrixCell]]:

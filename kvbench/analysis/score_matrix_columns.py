@@ -141,6 +141,12 @@ COLUMNS = {
             "share of the full cache's bytes that are held, with the weights that method and codec read from files",
             lambda cell: cell.loaded,
         ),
+        _make_share(
+            "bytes_in_all",
+            "in all",
+            "these bytes with what a method keeps beside the rows, such as positions, codes and bounds",
+            lambda cell: cell.whole,
+        ),
         _make_share("rows_kept", "kept", "share of the rows read that are kept for the answer", lambda cell: cell.kept),
         _make_share(
             "rows_attended",
@@ -169,7 +175,7 @@ def choose_columns(names: Iterable[str]) -> tuple[MatrixColumn, ...]:
 
 DEFAULT = choose_columns(("score", "difference", "interval", "bytes_held", "rows_attended", "at_limit"))
 IN_CSV = choose_columns(  # bundles hold this table since format 1
-    name for name in COLUMNS if name not in ("bytes_with_files", "rows_kept")
+    name for name in COLUMNS if name not in ("bytes_with_files", "bytes_in_all", "rows_kept")
 )
 IN_LATEX = choose_columns(("score", "difference"))
 

@@ -10,9 +10,9 @@ Examples:
 The formats are text, markdown, csv, latex (booktabs, siunitx) and html. Text is as wide as the terminal, which shows
 the best in bold unless NO_COLOR is set. The columns are score, score_interval, difference (from the full cache),
 interval (the difference's), lost, gained, n, bytes_held, bytes_with_files (and the weights that a method or codec needs
-beside the model), rows_kept, rows_attended and at_limit. By default, LaTeX has score and difference, CSV has all but
-bytes_with_files and rows_kept, and the other formats have score, difference, interval, bytes_held, rows_attended and
-at_limit.
+beside the model), bytes_in_all (and what a method keeps beside the rows), rows_kept, rows_attended and at_limit. By
+default, LaTeX has score and difference, CSV has all but bytes_with_files, bytes_in_all and rows_kept, and the other
+formats have score, difference, interval, bytes_held, rows_attended and at_limit.
 
 --group-by takes any setting that a filter takes, except the budget. A setting of the protocol (model, task, question,
 seed, ...) gathers blocks; a setting of the cache (method, allocator, codec, block_size, ...) gathers the rows inside

@@ -63,8 +63,9 @@ CHANGES = {  # key of GAINS -> what it says of the numbers of cells, and of thos
 FILES = """\
 A cell is on a *front* if no other cell holds fewer bytes and scores as much. One front goes by the bytes of a cache,
 the other one by the bytes *with files*: those of the cache and of the files that a method or codec needs beside the
-model, as if they served a single prompt. All prompts share them. A table lists the cells on either front and all others
-that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
+model, as if they served a single prompt. All prompts share them. *In all* also counts what a method keeps beside the
+rows, such as positions and codes; older measurements do not say it. A table lists the cells on either front and all
+others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
 LIMITS = """\
 ## What these numbers cannot tell
 
@@ -270,10 +271,15 @@ def describe_holders(cells: Sequence[Line]) -> list[str]:
     if not names:
         return []
     one = len(names) == 1
-    return [
+    said = (
         f"{join_words(list(names), 'and')} {'holds' if one else 'hold'} all bytes of the full cache: "
         f"{'its' if one else 'their'} budget is the share of rows that a token of the answer attends to."
-    ]
+    )
+    whole = {line["label"]: line.get("bytes_in_all") for line in held}
+    known = [f"{format_percent(share)} ({label})" for label, share in whole.items() if share is not None]
+    if known:
+        said += f" With what they keep beside the rows, such as codes and bounds, {join_words(known, 'and')} are held."
+    return [said]
 
 
 def format_scores(cells: Sequence[Line]) -> list[str]:
@@ -394,6 +400,7 @@ def format_bytes(compared: Mapping[str, Sequence[Line]]) -> list[str]:
             Column("budget", "", lambda line: format_budget(line["budget"])),
             Column("bytes held", "", lambda line: format_percent(line["bytes_held"])),
             Column("with files", "", lambda line: format_share(line["bytes_with_files"])),
+            Column("in all", "", lambda line: format_share(line.get("bytes_in_all"))),
             Column("score", "", lambda line: format_number(line["score"])),
             Column("95 %", "", lambda line: format_interval(line["score_low"], line["score_high"])),
             Column("front", "", name_fronts),

@@ -40,7 +40,8 @@ def draw_records(budget: float, chance: float, seed: int) -> dict[str, dict]:
         subtask = SUBTASKS[record["index"] % 3 == 0]
         score = 100.0 * (draw.random() < chance)
         stop = "length" if draw.random() < 0.3 else "eos"
-        found[uid] = record | {"subtask": subtask, "score": score, "stop": stop, "weights_bytes": 70}
+        more = {"weights_bytes": 70, "metadata_bytes": 5, "state_bytes": record["index"]}
+        found[uid] = record | {"subtask": subtask, "score": score, "stop": stop} | more
     return found
 
 
@@ -71,6 +72,8 @@ def compute_with_pandas(loaded, run: str) -> dict[str, float]:
         "score": own["score"],
         "bytes_held": own["resident_bytes"] / own["full_bytes"],
         "bytes_with_files": (own["resident_bytes"] + 70) / own["full_bytes"],
+        "bytes_in_all": own[["resident_bytes", "metadata_bytes", "state_bytes"]].sum(axis=1).add(70)
+        / own["full_bytes"],
         "rows_kept": own["rows_held"] / own["rows_seen"],
         "rows_attended": own["rows_attended"] / own["rows_seen_decoding"],
         "at_limit": own["stop"] == "length",
@@ -102,7 +105,10 @@ def test_every_number_is_that_of_pandas(store, expected):
         assert {name for name in numbers if row[name] == ""} == numbers - own.keys()
         assert row["budget"] == str(kvbench.load(store).runs.loc[row["hash"], "budget"])
     usual = list(csv.DictReader(io.StringIO(FORMATS["csv"](blocks))))
-    assert usual == [{name: row[name] for name in row if name not in ("bytes_with_files", "rows_kept")} for row in rows]
+    assert usual == [
+        {name: row[name] for name in row if name not in ("bytes_with_files", "bytes_in_all", "rows_kept")}
+        for row in rows
+    ]
 
 
 @pytest.mark.parametrize("column", [own for own in ALL if not own.name.endswith("interval")], ids=lambda own: own.name)
@@ -290,7 +296,7 @@ def mark(scores: list[np.ndarray]) -> list[bool]:
     runs = [Run(own, str(at)) for at, own in enumerate(scores)]
     samples = score_matrix.Samples(runs[0], uids, {"one": uids}, {"one": 1.0})
     means = [mean([Values(own.tolist(), uids)]) for own in scores]
-    cells = [score_matrix.MatrixCell(run, own, None, 0, 0, 0, 0, 0) for run, own in zip(runs, means, strict=True)]
+    cells = [score_matrix.MatrixCell(run, own, None, 0, 0, 0, 0, 0, 0) for run, own in zip(runs, means, strict=True)]
     return [cell.tied for cell in samples.mark_best(cells)]
 
 

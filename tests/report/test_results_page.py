@@ -137,7 +137,9 @@ def test_the_page_says_which_methods_hold_all_bytes(lines):
     )
     held = [line | {"bytes_held": 1.0} if line["label"] == "random" else line for line in lines]
     [said] = describe_holders(held)
-    assert said.startswith("random holds all bytes of the full cache: its budget is")
+    assert said.startswith("random holds all bytes of the full cache: its budget is") and "beside" not in said
+    [said] = describe_holders([line | {"bytes_in_all": 1.023} for line in held])
+    assert "beside the rows, such as codes and bounds, 102.3% (random) are held." in said
 
 
 def test_cells_whose_method_decides_have_a_table_of_their_own(tmp_path):
