@@ -69,7 +69,7 @@ QUESTION = [1, 1, 12, 1, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", [None, 13])
+@pytest.mark.parametrize("block", [None, 1, 7, 13, 128])
 @pytest.mark.parametrize("budget", [0.3, 9])
 @pytest.mark.parametrize("codec", ["raw", "delta"])
 @pytest.mark.parametrize(

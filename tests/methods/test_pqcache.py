@@ -101,7 +101,7 @@ PARTS = [1, 1, 7, *[1] * 22]
 
 @pytest.mark.cover
 @pytest.mark.parametrize("model", ["llama", "qwen3", "phi3", "yarn"])
-@pytest.mark.parametrize("block", [None, 21])
+@pytest.mark.parametrize("block", [None, 1, 7, 21, 128])
 @pytest.mark.parametrize(
     "budget, counts, more",
     [

@@ -222,7 +222,7 @@ def test_latents_are_those_of_whitened_weights(model):
             torch.testing.assert_close(found * signs, expected, rtol=1e-4, atol=1e-4)  # U is stored in float32
 
 
-def write_official(folder: Path, model: torch.nn.Module, rank: int = 24, **config: object) -> Path:
+def write_official(folder: Path, model: torch.nn.Module, rank: int = 24, groups: int = 1, **config: object) -> Path:
     """A folder as the authors' compress.py writes it, in two files, with weights that are no projections."""
     parts: list[dict[str, torch.Tensor]] = [{"model.embed_tokens.weight": model.model.embed_tokens.weight.detach()}, {}]
     ranks = {}
@@ -232,11 +232,14 @@ def write_official(folder: Path, model: torch.nn.Module, rank: int = 24, **confi
                 getattr(model.model.layers[layer].self_attn, f"{side}_proj"),
                 f"model.layers.{layer}.self_attn",
             )
-            up, down = factorise(module.weight.detach(), s, rank)
-            ranks[f"{name}.{side}_proj"] = [rank]
-            parts[layer % 2] |= {f"{name}.{side}_proj.VT.weight": down, f"{name}.{side}_proj.U.0.weight": up}
+            made = [factorise(weight, s, rank) for weight in module.weight.detach().chunk(groups)]
+            ranks[f"{name}.{side}_proj"] = [rank] * groups
+            own = {f"{name}.{side}_proj.VT.weight": torch.cat([down for _, down in made])}
+            own |= {f"{name}.{side}_proj.U.{group}.weight": up for group, (up, _) in enumerate(made)}
             if module.bias is not None:
-                parts[layer % 2][f"{name}.{side}_proj.U.0.bias"] = module.bias.detach()
+                biases = enumerate(module.bias.detach().chunk(groups))
+                own |= {f"{name}.{side}_proj.U.{group}.bias": bias for group, bias in biases}
+            parts[layer % 2] |= own
     folder.mkdir()
     for number, own in enumerate(parts):
         save_file({name: x.contiguous() for name, x in own.items()}, str(folder / f"model-{number}.safetensors"))
@@ -244,9 +247,10 @@ def write_official(folder: Path, model: torch.nn.Module, rank: int = 24, **confi
     return folder
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2"])
-def test_the_authors_checkpoints_give_the_authors_latents(tmp_path, model):
-    own, folder = make_double(model), write_official(tmp_path / "palu", make_double(model))
+@pytest.mark.parametrize("model, groups", [("llama", 1), ("llama", 2), ("qwen2", 1)])
+def test_the_authors_checkpoints_give_the_authors_latents(tmp_path, model, groups):
+    own = make_double(model)
+    folder = write_official(tmp_path / "palu", make_double(model), 24 // groups, groups)
     codec, downs = build_palu(str(folder)), {}
     for file in folder.glob("*.safetensors"):
         downs |= {name: x for name, x in load_file(file).items() if name.endswith("VT.weight")}
@@ -254,8 +258,9 @@ def test_the_authors_checkpoints_give_the_authors_latents(tmp_path, model):
         for side in "kv":
             module = getattr(own.model.layers[layer].self_attn, f"{side}_proj")
             expected = x @ downs[f"model.layers.{layer}.self_attn.{side}_proj.VT.weight"].T
-            found = find_projection(codec, layer, side, 0).encode(module(x).detach())
-            torch.testing.assert_close(found, expected, **EXACT)
+            for group, part in enumerate(module(x).detach().chunk(groups, -1)):
+                found = find_projection(codec, layer, side, group).encode(part)
+                torch.testing.assert_close(found, expected.chunk(groups, -1)[group], **EXACT)
     assert codec.file.identity is None and kvbench.prefill(own, ids(9), codec=codec).resident_bytes
 
 
