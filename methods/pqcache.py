@@ -27,7 +27,7 @@ rows. The source's variant with distances in place of products (`ip`) is left ou
 GPU, which saves time and changes no result.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -44,10 +44,8 @@ from kvbench.kernels.product_quantization import (
     choose_by_codes,
     code_scores,
     count_pairs,
-    cut_keys,
     encode,
-    find_nearest,
-    split_points,
+    find_centroids,
 )
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.validation import SettingError
@@ -80,18 +78,18 @@ class PQCache(Method):
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         if observation.last and observation.tokens - self.sinks > self.least:
             keys = rows.keys[:, :, self.sinks :]
-            codebook = torch.stack([self.cluster(own, seed) for own, seed in zip(keys, state.seeds, strict=True)])
+            codebook = self.cluster(keys, state.seeds)
             state.layer |= {"codebook": codebook, "codes": encode(keys, codebook)}
         elif observation.decoding:
             self.add_codes(rows.keys, state)
         return {}
 
-    def cluster(self, keys: Tensor, seed: int) -> Tensor:
-        """Return the centroids of one sample's keys (H, n, d): (H, m, min(2^b, n), d/m) of their dtype."""
-        points, count = cut_keys(keys, self.parts), min(1 << self.bits, keys.shape[1])
-        order = torch.randperm(keys.shape[1], generator=torch.Generator().manual_seed(seed)).to(keys.device)
-        first = find_different(points, order, count)[..., None].expand(-1, -1, -1, points.shape[3])
-        return find_centroids(points, points.gather(2, first), self.iterations).to(keys.dtype)
+    def cluster(self, keys: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Return the centroids of keys (B, H, n, d), whose samples have seeds: (B, H, m, min(2^b, n), d/m)."""
+        count, parts = min(1 << self.bits, keys.shape[2]), keys.unflatten(-1, (self.parts, -1)).transpose(2, 3)
+        first = torch.stack([choose_first(own, seed, count) for own, seed in zip(parts, seeds, strict=True)])
+        start = parts.gather(3, first[..., None].expand(-1, -1, -1, -1, parts.shape[4]))
+        return find_centroids(keys, start, self.iterations).to(keys.dtype)
 
     def add_codes(self, keys: Tensor, state: State) -> None:
         """Add the codes of the rows that have none yet. `keys` (B, H, n, d) are those of all rows."""
@@ -207,67 +205,21 @@ class CodeReader:
                 self.method.add_codes(self.answer.keys[layer][:, :, :seen], state)
 
 
+def choose_first(points: Tensor, seed: int, count: int) -> Tensor:
+    """Choose the rows of the first centroids of points (…, n, e): (…, count)."""
+    order = torch.randperm(points.shape[-2], generator=torch.Generator().manual_seed(seed)).to(points.device)
+    return find_different(points, order, count)
+
+
 def find_different(points: Tensor, order: Tensor, count: int) -> Tensor:
     """Return the first `count` different points in an order, (…, count): indices of points (…, n, e).
 
     If there are fewer, repeated ones follow. Points are compared by a hash of their bits.
     """
-    bits = (points + 0.0).view(torch.int64 if points.dtype == torch.float64 else torch.int32).long()  # -0.0 becomes 0.0
+    wide = points if points.dtype == torch.float64 else points.float()
+    bits = (wide + 0.0).view(torch.int64 if points.dtype == torch.float64 else torch.int32).long()  # -0.0 becomes 0.0
     factors = torch.randint(1 << 62, points.shape[-1:], generator=torch.Generator().manual_seed(0)).to(points.device)
     hashes, index = (bits * factors).sum(-1)[..., order].sort(dim=-1, stable=True)
     again = torch.zeros_like(hashes, dtype=torch.uint8)
     again.scatter_(-1, index[..., 1:], (hashes[..., 1:] == hashes[..., :-1]).to(torch.uint8))
     return order[again.argsort(dim=-1, stable=True)[..., :count]]
-
-
-def find_centroids(points: Tensor, centroids: Tensor, iterations: int) -> Tensor:
-    """Run k-means (Lloyd) with a fixed number of iterations; equal inputs give equal outputs.
-
-    Args:
-        points: (…, n, e)
-        centroids: The first centroids, (…, K, e), K at most 256 and at most n.
-        iterations: Number of iterations.
-
-    Returns:
-        The centroids, (…, K, e).
-    """
-    shape, count = centroids.shape, centroids.shape[-2]
-    points, centroids = points.flatten(0, -3), centroids.flatten(0, -3)
-    squares = points.square().sum(-1)
-    for _ in range(iterations):
-        codes, nearness = find_nearest(points, centroids)
-        sums, sizes = (multiply_members if points.is_cuda else add_members)(points, codes, count)
-        empty = sizes == 0
-        order = (empty.cumsum(-2) - 1).clamp(min=0)  # the first empty centroid moves to the farthest point, and so on
-        farthest = (squares - nearness).topk(count, -1).indices[..., None].gather(-2, order)
-        moved = points.gather(-2, farthest.expand_as(centroids))
-        centroids = torch.where(empty, moved, sums / sizes.clamp(min=1))
-    return centroids.view(shape)
-
-
-def add_members(points: Tensor, codes: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Add up the points of each centroid, on a CPU. A GPU would add them in no fixed order.
-
-    Args:
-        points: (P, n, e)
-        codes: The centroid of each point, (P, n).
-        count: Number of centroids, K.
-
-    Returns:
-        The sums, (P, K, e), and the numbers of points, (P, K, 1).
-    """
-    total = len(points) * count
-    index = (codes + torch.arange(0, total, count, device=codes.device)[:, None]).flatten()
-    sums = points.new_zeros(total, points.shape[2]).index_add_(0, index, points.flatten(0, 1))
-    return sums.view(-1, count, points.shape[2]), index.bincount(minlength=total).view(-1, count, 1)
-
-
-def multiply_members(points: Tensor, codes: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Do the same by products with ones and zeros, whose order is fixed on a GPU too."""
-    numbers = torch.arange(count, device=codes.device)[:, None]
-    sums, sizes = points.new_zeros(len(points), count, points.shape[2]), points.new_zeros(len(points), count, 1)
-    pieces = split_points(points, sums)
-    for some, own in zip(pieces, codes.split([piece.shape[1] for piece in pieces], 1), strict=True):
-        members = (own[:, None] == numbers).to(points.dtype)
-        sums, sizes = torch.baddbmm(sums, members, some), sizes + members.sum(-1, keepdim=True)
-    return sums, sizes

@@ -1,4 +1,4 @@
-"""Score rows by the codes of their keys (product quantisation), and choose those with the largest scores."""
+"""Find the codes of keys (product quantisation), score rows by them, and choose those with the largest scores."""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,71 @@ from kvbench.kernels.product_quantization.centroids import (
     COUNTABLE,
     HELD,
     count_pairs,
-    cut_keys,
-    encode,
-    find_nearest,
     find_width,
     round_up,
-    split_points,
 )
-from kvbench.kernels.product_quantization.reference import choose_by_codes_reference, code_scores_reference
+from kvbench.kernels.product_quantization.reference import (
+    choose_by_codes_reference,
+    code_scores_reference,
+    encode_reference,
+    find_centroids_reference,
+)
 
-__all__ = ["choose_by_codes", "code_scores", "count_pairs", "cut_keys", "encode", "find_nearest", "split_points"]
+__all__ = ["choose_by_codes", "code_scores", "count_pairs", "encode", "find_centroids"]
+
+
+@announced
+def find_centroids(keys: Tensor, centroids: Tensor, iterations: int, *, implementation: str | None = None) -> Tensor:
+    """Run k-means (Lloyd) on the sub-vectors of keys, with a fixed number of iterations.
+
+    A centroid without rows moves to the sub-vector that is farthest from its own centroid, a second one to the second
+    farthest, and so on. Equal inputs give equal outputs, and the other samples of a batch change none.
+
+    Args:
+        keys: (B, H, n, d)
+        centroids: The first centroids, (B, H, m, K, d/m), K at most 256 and at most n.
+        iterations: Number of iterations.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        The centroids, in float32, or in float64 for float64 keys.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
+    """
+    check_centroids("find_centroids", keys, centroids)
+    if centroids.shape[3] > keys.shape[2] or iterations < 0:
+        raise ValueError(
+            f"find_centroids: {centroids.shape[3]} centroids of {keys.shape[2]} rows, {iterations} iterations"
+        )
+    if choose_implementation("find_centroids", implementation, keys) == "reference":
+        return find_centroids_reference(keys, centroids, iterations)
+    from kvbench.kernels.product_quantization.clusters import find_centroids_triton
+
+    return find_centroids_triton(keys, centroids, iterations)
+
+
+@announced
+def encode(keys: Tensor, codebook: Tensor, *, implementation: str | None = None) -> Tensor:
+    """Return the number of the nearest centroid of each sub-vector; of equally near ones the first counts.
+
+    Args:
+        keys: (B, H, n, d)
+        codebook: Centroids, (B, H, m, K, d/m) in the keys' dtype, K at most 256.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, m, n) uint8
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
+    """
+    check_centroids("encode", keys, codebook)
+    if choose_implementation("encode", implementation, keys) == "reference" or not keys.shape[2]:
+        return encode_reference(keys, codebook)
+    from kvbench.kernels.product_quantization.clusters import encode_triton
+
+    return encode_triton(keys, codebook)
 
 
 @announced
@@ -123,6 +178,16 @@ def choose_by_codes(
     from kvbench.kernels.product_quantization.triton import choose_by_codes_triton
 
     choose_by_codes_triton(*given, counted)
+
+
+def check_centroids(op: str, keys: Tensor, centroids: Tensor) -> None:
+    """Raise a ValueError if keys (B, H, n, d) and centroids (B, H, m, K, d/m) do not fit each other."""
+    fits = keys.dim() == 4 and centroids.dim() == 5 and centroids.shape[:2] == keys.shape[:2]
+    fits = fits and centroids.shape[2] * centroids.shape[4] == keys.shape[3] and centroids.dtype == keys.dtype
+    if not fits or not 1 <= centroids.shape[3] <= 256:
+        raise ValueError(
+            f"{op}: keys {tuple(keys.shape)} {keys.dtype}, centroids {tuple(centroids.shape)} {centroids.dtype}"
+        )
 
 
 def check_codebook(op: str, vectors: Tensor, codes: Tensor, codebook: Tensor) -> None:

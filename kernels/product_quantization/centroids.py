@@ -45,12 +45,6 @@ def count_pairs(codes: Tensor, count: int, group: int) -> Tensor | None:
     return none.scatter_add_(2, pair, torch.ones_like(pair, dtype=torch.int32))
 
 
-def encode(keys: Tensor, codebook: Tensor) -> Tensor:
-    """Return the codes of keys (B, H, n, d), (B, H, m, n) uint8. `codebook` is (B, H, m, K, d/m), K at most 256."""
-    points = cut_keys(keys, codebook.shape[2])
-    return find_nearest(points, codebook.to(points.dtype))[0]
-
-
 def find_nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """Find the nearest of the centroids (…, K, e), K at most 256, of each point p (…, n, e).
 

@@ -1,10 +1,10 @@
-"""Scores and codes in PyTorch. Neither waits for the device."""
+"""Scores, codes and k-means in PyTorch. Only k-means waits for the device."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from kvbench.kernels.product_quantization.centroids import cut_keys, encode
+from kvbench.kernels.product_quantization.centroids import cut_keys, find_nearest, split_points
 from kvbench.kernels.row_selection import top_k_indices
 
 
@@ -23,12 +23,60 @@ def code_scores_reference(
     return pad(scores.masked_fill(absent, -torch.inf), (first, 0), value=-torch.inf)
 
 
+def encode_reference(keys: Tensor, codebook: Tensor) -> Tensor:
+    points = cut_keys(keys, codebook.shape[2])
+    return find_nearest(points, codebook.to(points.dtype))[0]
+
+
 def choose_by_codes_reference(
     queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
     last: Tensor, found: Tensor,
 ) -> None:  # fmt: skip
     at = last.long().view(1)
-    codes.index_copy_(3, at - first, encode(keys.index_select(2, at), codebook))
+    codes.index_copy_(3, at - first, encode_reference(keys.index_select(2, at), codebook))
     if found.numel():
         scores = code_scores_reference(queries, codes, codebook, scaling, first, stop)
         found.copy_(top_k_indices(scores, found.shape[2], implementation="reference"))
+
+
+def find_centroids_reference(keys: Tensor, centroids: Tensor, iterations: int) -> Tensor:
+    shape, count = centroids.shape, centroids.shape[3]
+    points = cut_keys(keys, shape[2]).flatten(0, 2)
+    centroids, squares = centroids.to(points.dtype).flatten(0, 2), points.square().sum(-1)
+    for _ in range(iterations):
+        codes, nearness = find_nearest(points, centroids)
+        sums, sizes = (multiply_members if points.is_cuda else add_members)(points, codes, count)
+        empty, centroids = sizes == 0, sums / sizes.clamp(min=1)
+        if empty.any():  # the first empty centroid moves to the farthest point, and so on
+            order = (empty.cumsum(-2) - 1).clamp(min=0)
+            farthest = (squares - nearness).argsort(dim=-1, descending=True, stable=True)[..., None].gather(-2, order)
+            centroids = torch.where(empty, points.gather(-2, farthest.expand_as(centroids)), centroids)
+    return centroids.view(shape)
+
+
+def add_members(points: Tensor, codes: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Add up the points of each centroid, on a CPU. A GPU would add them in no fixed order.
+
+    Args:
+        points: (P, n, e)
+        codes: The centroid of each point, (P, n).
+        count: Number of centroids, K.
+
+    Returns:
+        The sums, (P, K, e), and the numbers of points, (P, K, 1).
+    """
+    total = len(points) * count
+    index = (codes + torch.arange(0, total, count, device=codes.device)[:, None]).flatten()
+    sums = points.new_zeros(total, points.shape[2]).index_add_(0, index, points.flatten(0, 1))
+    return sums.view(-1, count, points.shape[2]), index.bincount(minlength=total).view(-1, count, 1)
+
+
+def multiply_members(points: Tensor, codes: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Do the same by products with ones and zeros, whose order is fixed on a GPU too."""
+    numbers = torch.arange(count, device=codes.device)[:, None]
+    sums, sizes = points.new_zeros(len(points), count, points.shape[2]), points.new_zeros(len(points), count, 1)
+    pieces = split_points(points, sums)
+    for some, own in zip(pieces, codes.split([piece.shape[1] for piece in pieces], 1), strict=True):
+        members = (own[:, None] == numbers).to(points.dtype)
+        sums, sizes = torch.baddbmm(sums, members, some), sizes + members.sum(-1, keepdim=True)
+    return sums, sizes

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvbench.kernels.product_quantization import choose_by_codes, code_scores, count_pairs, encode
+from kvbench.kernels.product_quantization import choose_by_codes, code_scores, count_pairs, encode, find_centroids
 from kvbench.kernels.row_selection import top_k_indices
 from tests.support.compile_kernels import list_kernel
 
@@ -252,6 +252,68 @@ def test_codes_of_all_rows_are_those_of_each():
     assert torch.equal(codes, encode(keys, codebook)) and encode(keys[:, :, :0], codebook).shape == (1, 2, 4, 0)
 
 
+CLUSTERED = {  # batch, KV heads, parts, dim, centroids, rows
+    "as in the paper": (1, 2, 2, 128, 64, 300),
+    "quarters": (1, 1, 4, 96, 256, 270),
+    "several spans": (1, 1, 2, 32, 20, 4200),
+    "a centroid for each row": (2, 1, 1, 24, 11, 11),
+    "one row": (1, 1, 2, 16, 1, 1),
+}
+
+
+def draw_keys(name, dtype, values=None):
+    """Keys that are views of longer rows, and their first rows as centroids."""
+    batch, heads, parts, dim, count, rows = CLUSTERED[name]
+    draw = torch.Generator().manual_seed(rows)
+    keys = torch.randn(batch, rows + 3, heads, dim, generator=draw)
+    keys = (keys if values is None else torch.randint(*values, keys.shape, generator=draw)).to(DEVICE, dtype)
+    keys = keys.transpose(1, 2)[:, :, 3:]
+    return keys, keys[:, :, :count].unflatten(3, (parts, -1)).transpose(2, 3).contiguous()
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", DTYPES)
+@BOTH
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_centroids_and_codes_are_those_of_float64(name, implementation, dtype):
+    keys, first = draw_keys(name, dtype)
+    expected = find_centroids(keys.double().cpu(), first.double().cpu(), 2)
+    found = find_centroids(keys, first, 2, implementation=implementation)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=2e-5)
+    codes = encode(keys, found.to(dtype), implementation=implementation)
+    parts = keys.cpu().double().unflatten(3, (first.shape[2], -1)).transpose(2, 3)
+    away = torch.cdist(parts, found.to(dtype).cpu().double())
+    least = away.min(-1).values
+    assert (away.gather(-1, codes.cpu().long()[..., None])[..., 0] - least).abs().max() < 1e-4
+    assert (codes.cpu() == away.argmin(-1)).float().mean() > 0.99
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_of_equal_centroids_the_first_counts_and_those_without_rows_move(name, dtype):
+    """Few whole numbers: many rows are equal, so many first centroids are, and all but the first have no rows."""
+    keys, first = draw_keys(name, dtype, (0, 2))
+    first[..., :3, :] += 90  # nobody's nearest
+    for iterations in (0, 1):
+        found, expected = (
+            find_centroids(keys.to(device), first.to(device), iterations, implementation=own).cpu()
+            for own, device in (("triton", DEVICE), ("reference", "cpu"))
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    found, expected = (encode(keys, first, implementation=own) for own in ("triton", "reference"))
+    assert torch.equal(found, expected)
+
+
+def test_the_other_samples_change_no_centroid():
+    keys, first = draw_keys("several spans", torch.bfloat16)
+    alone = find_centroids(keys, first, 2, implementation="triton")
+    both = [torch.cat([own.flip(2), own]) for own in (keys, first)]
+    assert torch.equal(find_centroids(*both, 2, implementation="triton")[1:], alone)
+    assert torch.equal(find_centroids(keys, first, 2, implementation="triton"), alone)
+
+
 def test_inputs_that_do_not_fit():
     queries, codes = torch.zeros(1, 4, 8), torch.zeros(1, 2, 2, 5, dtype=torch.uint8)
     book, keys, last = torch.zeros(1, 2, 2, 3, 4), torch.zeros(1, 2, 6, 8), torch.tensor(4)
@@ -268,6 +330,12 @@ def test_inputs_that_do_not_fit():
         ("code_scores: queries", lambda: code_scores(queries[:, :3], codes, book, 1.0, 0, last)),
         ("code_scores: queries", lambda: code_scores(queries, codes, book, 1.0, -1, last)),
         ("code_scores: implementation", lambda: code_scores(queries, codes, book, 1.0, 0, last, implementation="fast")),
+        ("encode: keys", lambda: encode(keys[..., :6], book)),
+        ("encode: keys", lambda: encode(keys, book.half())),
+        ("find_centroids: keys", lambda: find_centroids(keys, book[:, :1], 3)),
+        ("find_centroids: 3 centroids of 2 rows", lambda: find_centroids(keys[:, :, :2], book, 3)),
+        ("find_centroids: 3 centroids of 6 rows, -1 iterations", lambda: find_centroids(keys, book, -1)),
+        ("encode: implementation", lambda: encode(keys, book, implementation="fast")),
         ("choose_by_codes: vectors", lambda: choose(keys[..., :6], torch.zeros(1, 2, 3).long())),
         ("choose_by_codes: queries", lambda: choose(keys, torch.zeros(1, 2, 3))),
         ("choose_by_codes: queries", lambda: choose(keys, torch.zeros(1, 2, 6).long())),
@@ -278,7 +346,7 @@ def test_inputs_that_do_not_fit():
 
 
 def ahead():
-    from kvbench.kernels.product_quantization import pairs
+    from kvbench.kernels.product_quantization import clusters, pairs
     from kvbench.kernels.product_quantization import triton as own
 
     whole = {"codes": "*u8", "stop": "*i64", "last": "*i64", "scale": "fp32", "work": "*i32"}
@@ -301,3 +369,13 @@ def ahead():
         sizes = {"WIDE": wide, "MOST": pairs.MOST, "TILE": pairs.TILE, "AHEAD": early, "BEGIN": 0, "END": 2}
         for one in (True, False):
             yield list_kernel(pairs._list_pairs, kinds, sizes | {"ONE": one}, num_warps=8)
+    kinds = dict.fromkeys(("centroids", "distances", "sums"), "*fp32") | {"sizes": "*i32", "codes": "*u8"}
+    for dtype, dim, count in (("bf16", 64, 64), ("bf16", 32, 256), ("fp32", 64, 64), ("fp16", 24, 11)):
+        sizes, short = clusters.choose_sizes(count, dim), dtype == "bf16"
+        warps, more = sizes.pop("num_warps"), {"CAST": False, "k_d": 1}
+        found = kinds | {"keys": f"*{dtype}"}
+        yield list_kernel(clusters._assign, found, sizes | more | {"PIECES": 3 * short, "SUM": True}, num_warps=warps)
+        one = found | {"centroids": f"*{dtype}"}
+        yield list_kernel(clusters._assign, one, sizes | more | {"PIECES": int(short), "SUM": False}, num_warps=warps)
+        sizes = {"K": sizes["K"], "E": sizes["E"], "SHARE": clusters.SHARE, "SPANS": clusters.SPANS}
+        yield list_kernel(clusters._move, found, sizes | {"SEARCH": clusters.SEARCH, "k_d": 1}, num_warps=4)

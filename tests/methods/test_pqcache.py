@@ -15,8 +15,9 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer
-from kvbench.kernels.product_quantization import encode
-from kvbench.methods.pqcache import add_members, find_centroids, find_different, multiply_members
+from kvbench.kernels.product_quantization import encode, find_centroids
+from kvbench.kernels.product_quantization.reference import add_members, multiply_members
+from kvbench.methods.pqcache import find_different
 from kvbench.validation import SettingError
 from tests.support.answer_paths import assert_same, make_contexts
 from tests.support.branches import check_after_branches
@@ -160,7 +161,7 @@ def test_few_different_sub_vectors_are_chosen_exactly(distinct, rows, dtype):
     keys = values.gather(3, index[..., None].expand(-1, -1, -1, -1, 6)).transpose(2, 3).flatten(3)
     queries = torch.randint(-8, 9, (2, 6, 1, 24), generator=draws).to(dtype) / 4
     method = make_method(sinks=0, iterations=25)
-    book = torch.stack([method.cluster(own, seed) for own, seed in zip(keys, (3, 4), strict=True)])
+    book = method.cluster(keys, (3, 4))
     codes = encode(keys, book)
     read = book.gather(3, codes.long()[..., None].expand(-1, -1, -1, -1, 6)).transpose(2, 3).flatten(3)
     assert torch.equal(read, keys) and book.shape[3] == min(8, rows) and codes.dtype == torch.uint8
@@ -178,7 +179,7 @@ def test_few_different_sub_vectors_of_any_numbers_are_chosen_exactly(dtype):
     keys = torch.cat([values[:, :, part, index[:, part]] for part in range(4)], -1)
     queries = torch.randn(2, 6, 1, 24, generator=draws, dtype=dtype)
     method = make_method(sinks=0, iterations=25)
-    book = torch.stack([method.cluster(own, seed) for own, seed in zip(keys, (3, 4), strict=True)])
+    book = method.cluster(keys, (3, 4))
     assert (book.sort(3).values - values.sort(3).values).abs().max() < (1e-14 if dtype == torch.float64 else 1e-5)
     exact = list_exact(queries.double(), torch.cat([keys, keys[:, :, :1]], 2).double(), 0, (20, 30))
     assert list_rows(method, queries, keys, book, (20, 30)) == exact
@@ -209,7 +210,7 @@ def test_centroids_without_rows_move_to_the_farthest_rows():
     points = torch.randn(3, 50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     first = torch.tensor([0.0, 90.0, 80.0, 70.0, 60.0, 50.0], dtype=torch.float64)[:, None].expand(3, 6, 4)
     for iterations in (0, 1, 2, 9):
-        found = find_centroids(points, first, iterations)
+        found = find_centroids(points[None], first[None, :, None], iterations)[0, :, 0]
         for own, start, centroids in zip(points.numpy(), first.numpy(), found, strict=True):
             np.testing.assert_allclose(centroids, lloyd(own, [*start], iterations), rtol=0, atol=1e-12)
 
@@ -224,11 +225,12 @@ def test_the_first_centroids_are_different_points():
 
 def test_pieces_of_the_points_give_the_same_centroids(monkeypatch):
     points = torch.randn(3, 50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    whole = find_centroids(points, points[:, :6], 5)
+    given = points[None], points[None, :, None, :6], 5
+    whole = find_centroids(*given)
     codes = torch.randint(6, (3, 50), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     added = add_members(points, codes, 6)
     monkeypatch.setattr("kvbench.kernels.product_quantization.centroids.DISTANCES", 3 * 6 * 7)
-    torch.testing.assert_close(find_centroids(points, points[:, :6], 5), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(find_centroids(*given), whole, rtol=0, atol=1e-12)
     for found, expected in zip(multiply_members(points, codes, 6), added, strict=True):
         torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=1e-12)
 
@@ -317,7 +319,7 @@ def test_the_reader_lists_the_rows_that_read_marks(parts):
     queries, keys = (torch.randn(2, h, 150, 32, generator=draws, dtype=torch.float64) for h in (6, 2))
     states = [State((3, 4)), State((3, 4))]
     for state in states:
-        books = torch.stack([method.cluster(own, s) for own, s in zip(keys[:, :, 5:118], (3, 4), strict=True)])
+        books = method.cluster(keys[:, :, 5:118], (3, 4))
         state.layer |= {"codebook": books, "codes": encode(keys[:, :, 5:118], books)}
     written = keys.clone()
     written[:, :, 118:] = torch.nan
