@@ -17,9 +17,9 @@ the recent window. A block of several tokens, such as a question, attends to all
 n <= `least`, as in the source.
 
 The first centroids are the keys of rows in an order that the sample's seed draws, the same in all layers and heads. Of
-equal sub-vectors only the first is taken while there are others (ours). A centroid without rows moves to a row that is
-farthest from its own centroid, as in scikit-learn, which the source uses. The source derives the number of
-iterations from the speed of the machine (3 to 300) and may stop earlier; here it is fixed.
+equal sub-vectors only the first is taken while there are others among the first 4096 of that order (ours). A centroid
+without rows moves to a row that is farthest from its own centroid, as in scikit-learn, which the source uses. The
+source derives the number of iterations from the speed of the machine (3 to 300) and may stop earlier; here it is fixed.
 
 The source copies the keys of n - recent rows and clusters n, so that the last `recent` ones are stale memory, and the
 rows that leave the window first carry codes of those. This file does not imitate it: it clusters the keys of all n
@@ -49,6 +49,8 @@ from kvbench.kernels.product_quantization import (
 )
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.validation import SettingError
+
+LOOK = 4096  # rows of which the first centroids are chosen
 
 
 @dataclass(frozen=True)
@@ -206,20 +208,20 @@ class CodeReader:
 
 
 def choose_first(points: Tensor, seed: int, count: int) -> Tensor:
-    """Choose the rows of the first centroids of points (…, n, e): (…, count)."""
-    order = torch.randperm(points.shape[-2], generator=torch.Generator().manual_seed(seed)).to(points.device)
-    return find_different(points, order, count)
+    """Choose the rows of the first centroids of points (…, n, e), among LOOK rows: (…, count)."""
+    order = torch.randperm(points.shape[-2], generator=torch.Generator().manual_seed(seed))[:LOOK].to(points.device)
+    return order[find_different(points[..., order, :], count)]
 
 
-def find_different(points: Tensor, order: Tensor, count: int) -> Tensor:
-    """Return the first `count` different points in an order, (…, count): indices of points (…, n, e).
+def find_different(points: Tensor, count: int) -> Tensor:
+    """Return the indices of the first `count` different points (…, n, e): (…, count).
 
     If there are fewer, repeated ones follow. Points are compared by a hash of their bits.
     """
     wide = points if points.dtype == torch.float64 else points.float()
     bits = (wide + 0.0).view(torch.int64 if points.dtype == torch.float64 else torch.int32).long()  # -0.0 becomes 0.0
     factors = torch.randint(1 << 62, points.shape[-1:], generator=torch.Generator().manual_seed(0)).to(points.device)
-    hashes, index = (bits * factors).sum(-1)[..., order].sort(dim=-1, stable=True)
+    hashes, index = (bits * factors).sum(-1).sort(dim=-1, stable=True)
     again = torch.zeros_like(hashes, dtype=torch.uint8)
     again.scatter_(-1, index[..., 1:], (hashes[..., 1:] == hashes[..., :-1]).to(torch.uint8))
-    return order[again.argsort(dim=-1, stable=True)[..., :count]]
+    return again.argsort(dim=-1, stable=True)[..., :count]

@@ -147,7 +147,7 @@ def choose_sizes(count: int, size: int) -> dict[str, int]:
     """Return the numbers of centroids and of rows of a program, and how many warps it has."""
     wide = max(16, triton.next_power_of_2(count))
     return {
-        "K": wide, "E": max(16, triton.next_power_of_2(size)), "N": 128 if wide <= 64 else 64, "SPAN": SPAN,
+        "K": wide, "E": max(16, triton.next_power_of_2(size)), "N": 64, "SPAN": SPAN,
         "num_warps": 4 if wide <= 64 else 8,
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ from kvbench.interfaces.observation import ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer
 from kvbench.kernels.product_quantization import encode, find_centroids
 from kvbench.kernels.product_quantization.reference import add_members, multiply_members
-from kvbench.methods.pqcache import find_different
+from kvbench.methods.pqcache import choose_first, find_different
 from kvbench.validation import SettingError
 from tests.support.answer_paths import assert_same, make_contexts
 from tests.support.branches import check_after_branches
@@ -216,11 +216,20 @@ def test_centroids_without_rows_move_to_the_farthest_rows():
 
 
 def test_the_first_centroids_are_different_points():
-    points = torch.tensor([[3.0, 1.0], [0.0, 2.0], [3.0, 1.0], [-0.0, 2.0], [5.0, 5.0], [1.0, 3.0]])
-    order = torch.tensor([2, 1, 0, 3, 5, 4])
-    for own in (points, points.double(), points.bfloat16().float()):
-        assert find_different(own, order, 4).tolist() == [2, 1, 5, 4]
-        assert find_different(own, order, 6).tolist() == [2, 1, 5, 4, 0, 3]
+    points = torch.tensor([[3.0, 1.0], [0.0, 2.0], [3.0, 1.0], [-0.0, 2.0], [1.0, 3.0], [5.0, 5.0]])
+    for own in (points, points.double(), points.bfloat16()):
+        assert find_different(own, 4).tolist() == [0, 1, 4, 5]
+        assert find_different(own, 6).tolist() == [0, 1, 4, 5, 2, 3]
+
+
+def test_the_first_centroids_are_chosen_among_some_rows(monkeypatch):
+    points = torch.arange(300.0).view(1, 300, 1).expand(2, 300, 3) // 2
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(7))
+    for rows in (4096, 100):
+        monkeypatch.setattr("kvbench.methods.pqcache.LOOK", rows)
+        numbers = dict.fromkeys((order[:rows] // 2).tolist())  # each once, in the order that the seed draws
+        for found in choose_first(points, 7, 60):
+            assert (found // 2).tolist() == [*numbers][:60]
 
 
 def test_pieces_of_the_points_give_the_same_centroids(monkeypatch):
