@@ -15,7 +15,7 @@ numbers below, in multiples of 8. The share that was removed in the end is print
 fisher_uniform and fisher give more to keys or values whose weights have larger gradients, uniform the same to all.
 
 The recipe is the authors': groups of 4 heads, 256 sequences of 2048 tokens, gradients of 2048 sequences of 1024 tokens.
-For groups of w numbers below 512 kvbench reads less: with s = w / 512, s^2 times as many sequences of s times as many
+For groups of w numbers below 512 kvbench reads less: with s = w / 512, s times as many sequences of s times as many
 tokens, but at least 16 of 64.
 
 By default the command reads essays that it writes (tasks/common/synthetic_prose.py). They are enough to try it; for a

@@ -88,7 +88,7 @@ class PaluRecipe:
 def choose_recipe(layout: Layout, given: Mapping[str, Any]) -> PaluRecipe:
     """Return the authors' recipe, with less text if the model is smaller than theirs, and with what was given.
 
-    With s = min(1, w / 512), these are 256·s² sequences of 2048·s tokens for the moments, and 2048·s² of 1024·s for F,
+    With s = min(1, w / 512), these are 256·s sequences of 2048·s tokens for the moments, and 2048·s of 1024·s for F,
     but at least 16 sequences of 64 tokens. The scaling is ours.
 
     Args:
@@ -101,13 +101,13 @@ def choose_recipe(layout: Layout, given: Mapping[str, Any]) -> PaluRecipe:
     group = given.get("group") or max(own for own in range(1, 5) if layout.heads % own == 0)
     share = min(1.0, group * layout.dim / FULL_WIDTH)
 
-    def scale(least: int, full: int, power: int) -> int:
-        return max(least, round(full * share**power))
+    def scale(least: int, full: int) -> int:
+        return max(least, round(full * share))
 
-    length = min(given.get("length") or scale(64, 2048, 1), layout.longest)
+    length = min(given.get("length") or scale(64, 2048), layout.longest)
     chosen: dict[str, Any] = {
-        "removed": 0.5, "search": "fisher_uniform", "group": group, "sequences": scale(16, 256, 2), "length": length,
-        "fisher_sequences": scale(16, 2048, 2), "fisher_length": min(length, scale(64, 1024, 1)),
+        "removed": 0.5, "search": "fisher_uniform", "group": group, "sequences": scale(16, 256), "length": length,
+        "fisher_sequences": scale(16, 2048), "fisher_length": min(length, scale(64, 1024)),
     } | {name: value for name, value in given.items() if value is not None}  # fmt: skip
     recipe = PaluRecipe(**chosen)
     recipe.check(layout)

@@ -126,7 +126,7 @@ def test_the_recipe_is_the_authors_and_smaller_for_small_models():
     assert (recipe.fisher_sequences, recipe.fisher_length, recipe.search) == (2048, 1024, "fisher_uniform")
     small = choose_recipe(make_layout(2, 64), {})
     assert (small.group, small.sequences, small.length, small.fisher_sequences, small.fisher_length) == (
-        2, 16, 512, 128, 256,
+        2, 64, 512, 512, 256,
     )  # fmt: skip
     assert [choose_recipe(make_layout(heads, 64), {}).group for heads in (1, 3, 4, 6, 16)] == [1, 3, 4, 3, 4]
     assert [choose_unit(width) for width in (32, 128, 192, 256, 512, 1024)] == [8, 8, 8, 16, 32, 32]
