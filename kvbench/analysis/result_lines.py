@@ -23,8 +23,9 @@ from kvbench.analysis.intervals import compute_means
 from kvbench.analysis.paired import PairedScores, compare_averages
 from kvbench.analysis.score_matrix import MatrixCell, Samples, ScoreBlock, build_blocks, list_cells
 from kvbench.analysis.score_matrix_columns import COLUMNS
+from kvbench.config.catalogue import load_settings
 from kvbench.store.run_folder import run_hash
-from kvbench.store.runs import CACHE_GROUPS, StoredRun
+from kvbench.store.runs import CACHE_GROUPS, StoredRun, flatten
 from kvbench.validation import SettingError
 
 DECIMALS = 4
@@ -63,9 +64,10 @@ def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProx
             for budget in block.budgets
             for cell, own in rank_column([own[budget] for own in block.rows.values() if budget in own], block)
         }
-        for _, label, cell in list_cells([block]):
-            for identity, file in files.items():
-                label = label.replace(identity, file)
+        cells = list_cells([block])
+        labels = name_files({label: cell.run for _, label, cell in cells}, files)
+        for _, label, cell in cells:
+            label = labels[label]
             name = cell.run.hash
             first, last = ranks.get(name, (None, None))
             line = {"model": block.model, "task": block.task, "question": block.question}
@@ -77,6 +79,36 @@ def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProx
             line |= fidelity[name] | {"rank_first": first, "rank_last": last} | gains.get(name, NO_GAINS)
             lines.append(line | describe_origin(cell.run))
     return lines
+
+
+def name_files(runs: Mapping[str, StoredRun], files: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels of a block as they are shown, with files by their names.
+
+    Where a label names a file of the codec, the codec's settings that have their usual values are left out: a file that
+    was made for another stride would otherwise put the stride into the labels of all files. If cells could not be told
+    apart then, nothing is left out.
+
+    Args:
+        runs: Label -> one of its runs.
+        files: `content_hash` of a file -> its name.
+    """
+
+    def write(parts: Sequence[str]) -> str:
+        text = " · ".join(parts)
+        for identity, file in files.items():
+            text = text.replace(identity, file)
+        return text
+
+    parts = {label: label.split(" · ") for label in runs}
+    short = dict(parts)
+    for label, run in runs.items():
+        codec = run.value["codec"]
+        if codec.get("path") in files:
+            usual = flatten(load_settings("codec", codec["name"]))
+            plain = {f"codec.{name.removesuffix('.name')}={value}" for name, value in usual.items()}
+            short[label] = [own for own in parts[label] if own not in plain]
+    shown = {label: write(own) for label, own in short.items()}
+    return shown if len({*shown.values()}) == len(shown) else {label: write(own) for label, own in parts.items()}
 
 
 def rank_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[MatrixCell, tuple[int, int]]]:

@@ -51,13 +51,13 @@ def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredR
 
 
 def leave_out_defaults(differ: Sequence[str], run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
-    """Return settings that distinguish a run, without those that follow from the name of the method it works over.
+    """Return settings that distinguish a run, without those that follow from the name of a method or codec inside it.
 
-    Two methods have different settings. The name of one tells the run apart, unless another run works over the same
-    method with other settings.
+    Two methods have different settings. The name of one tells the run apart, unless another run has the same method
+    inside with other settings. Likewise for codecs.
     """
     found = list(differ)
-    for name in [own for own in differ if own.startswith("method.") and own.endswith(".name")]:
+    for name in [own for own in differ if own.startswith(("method.", "codec.")) and own.endswith(".name")]:
         alike = [own for own in beside if own.settings.get(name) == run.settings.get(name)]
         varied, inner = find_differences(alike, (run.budget_setting,)), name.removesuffix("name")
         found = [own for own in found if own == name or own in varied or not own.startswith(inner)]

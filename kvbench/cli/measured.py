@@ -119,7 +119,7 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
             run_sweep(own, executor=executor)
     check_folder(results)
     runs = [run for run in find_runs(results).runs if run.hash in values]
-    lines = make_lines(runs, {content_hash(results / "files" / name): Path(name).stem for name in tier.files})
+    lines = make_lines(runs, {content_hash(path): path.stem for path in tier.find_files(results)})
     if not lines:
         raise SettingError(f"tier {tier.name}: no run of a method is finished")
     device = next(iter(values.values()))["device"]["type"]

@@ -44,6 +44,14 @@ class Tier:
         lines = [f"{self.common} {line}".split() for line in self.sweeps]
         return [[*map(place, line), f"results={quote(results)}"] for line in lines]
 
+    def find_files(self, results: Path) -> set[Path]:
+        """Return the paths of files that the sweeps give to methods and codecs, made first or not, if they exist."""
+        given = (own.partition("=") for line in self.sweeps for own in f"{self.common} {line}".split())
+        texts = [text for name, _, text in given if name.startswith(("method.", "codec.")) and name.endswith(".path")]
+        values = {own for text in texts for own in text.split(",")}
+        places = {results / "files" / own.removeprefix(FILES) if own.startswith(FILES) else Path(own) for own in values}
+        return {path for path in places if path.exists()}
+
     def list_files(self, results: Path) -> dict[Path, list[str]]:
         """Return the path of each missing file, and the arguments of `kvbench` that make it, without `--out`."""
         made = {results / "files" / name: command.split() for name, command in self.files.items()}

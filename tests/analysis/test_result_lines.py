@@ -116,6 +116,38 @@ def test_labels_name_the_files_of_cells_and_no_setting_that_is_not_used(tmp_path
     ]  # fmt: skip
 
 
+def test_a_file_hides_the_usual_settings_of_its_codec(tmp_path):
+    def write(path: str, **changed: object) -> None:
+        codec = {"name": "delta", "path": path, "stride": 10, "nearest": 4, "bits": None, "base": {"name": "raw"}}
+        write_run(tmp_path, draw_records(1.0, 0.9, 1), method=FULL, codec=codec | changed, budget=1.0)
+
+    own, other = "0123456789abcdef", "fedcba9876543210"
+    write(own)
+    write(own, bits=4)
+    write(own, base={"name": "kivi", "bits": 4, "group": 32})
+    write(other, stride=20)
+    write_run(tmp_path, draw_records(1.0, 1.0, 1), method=FULL)
+    known = {own: "file", other: "stride-20"}
+    runs = load_runs(tmp_path)
+    assert sorted(line["label"] for line in make_lines(runs, known)) == [
+        "full cache",
+        "full · delta · codec.base=kivi · codec.path=file",
+        "full · delta · codec.bits=4 · codec.path=file",
+        "full · delta · codec.path=file",
+        "full · delta · codec.path=stride-20 · codec.stride=20",
+    ]
+    assert sum("codec.stride=10" in line["label"] for line in make_lines(runs)) == 3
+
+
+def test_labels_that_would_be_the_same_leave_nothing_out(tmp_path):
+    for depth in (None, 32):  # 32 is the usual one, and a label never names a setting without a value
+        codec = {"name": "delta", "path": "0123456789abcdef", "depth": depth}
+        write_run(tmp_path, draw_records(1.0, 0.9, 1), method=FULL, codec=codec, budget=1.0)
+    write_run(tmp_path, draw_records(1.0, 1.0, 1), method=FULL)
+    labels = {line["label"] for line in make_lines(load_runs(tmp_path), {"0123456789abcdef": "file"})}
+    assert labels == {"full cache", "full · delta", "full · delta · codec.depth=32"}
+
+
 def test_a_file_gives_back_what_was_written(runs):
     lines = make_lines(runs)
     again = parse_lines(format_lines([lines[0] | {"hash": "12e4567890123456"}]))

@@ -1,6 +1,7 @@
 """The tiers of `kvbench measured`: what they run, and which stores they refuse."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,15 @@ def test_files_of_a_sweep_are_in_the_folder_of_results(tmp_path):
     assert {path for cell in cells for path in cell if path.startswith("codec.path=")} == {
         f"codec.path='{tmp_path}/a b/files/{name}'" for name in ("one", "two")
     }
+
+
+def test_a_tier_knows_the_files_of_its_methods_and_codecs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("files/one", "files/unused", "kept", "data"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    tier = Tier("x", "x", ["codec.path=FILES/one,FILES/missing", "method.base_args.path=kept"], "task.path=data")
+    assert tier.find_files(tmp_path) == {tmp_path / "files" / "one", Path("kept")}
 
 
 def test_tiers_are_chosen_by_name():
