@@ -36,15 +36,16 @@ HEAD = """\
 
 <!-- Written by `python -m kvbench measured --page`. Edit kvbench/report/results_page.py instead. -->
 
-What the methods of kvbench score on a small real language model, and what these numbers can and cannot tell. Everything
-on this page was measured by the commands below, and every number is in
+What the methods and codecs of kvbench score on a small real language model, smollm2, and on the embedded model,
+reference, and what these numbers can and cannot tell. Everything on this page was measured by the commands below, and
+every number is in
 {links},
 with a line for each cell. [Analysing results](analysis.md) explains how to get such tables of your own runs.
 
 ## What was measured
 """
 RANKS = """\
-*Ranks* are the places that a method may have among those of its column. All ranks of a column hold together with 95 %
+*Ranks* are the places that a cell may have among those of its column. All ranks of a column hold together with 95 %
 confidence: every pair of methods was compared on the same samples, and the level counts the pairs (Bonferroni). Two
 methods whose ranks overlap may still differ, but these samples do not show it. *diff* is the difference from the full
 cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full cache's, in
@@ -71,16 +72,17 @@ LIMITS = """\
 
 SmolLM2-135M is a very small model, and its weights were quantised to 4 bits before kvbench got them
 ([its page](smollm2.md)). It finds single values in a text. It hardly follows chains of them, counts words or answers
-questions about texts, so the tables are about finding values. Larger models spread what they know about a text over
+questions about texts, so its tables are about finding values. Larger models spread what they know about a text over
 more layers and heads. How methods rank here is therefore no evidence about how they rank at 8 billion parameters, and
 neither are the sizes of the differences. What does carry over is how many samples it takes to tell methods apart, and
 that a score without an interval is not a comparison.
 
 The tables say nothing about time. Some methods pay for their score: kvzip and kvgrad let the model read each prompt
-twice, attention_matching also solves equations for each head, and omnikv, quest and pqcache keep the whole cache in
-memory ([cost](gpu-and-efficiency.md)).
+twice, attention_matching also solves equations for each head, and omnikv, quest, pqcache and deltakv without its codec
+keep the whole cache in memory ([cost](gpu-and-efficiency.md)).
 
-The embedded model was trained by kvbench on tasks like these. Its tables test the harness and nothing else.
+The embedded model was trained by kvbench on tasks like these. Its tables test the harness and show what a method or
+codec does in this model. They are no evidence about others.
 """
 
 
@@ -372,7 +374,7 @@ def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
 
 
 def format_bytes(compared: Mapping[str, Sequence[Line]]) -> list[str]:
-    """Return what evicting and quantising bring together, for cells of which some are quantised or need files.
+    """Return which cells hold the fewest bytes for their scores, where some have a codec or need files.
 
     Args:
         compared: Title -> cells that are compared.
@@ -387,7 +389,7 @@ def format_bytes(compared: Mapping[str, Sequence[Line]]) -> list[str]:
         packed = [line for line in fronts["cache"] if line["codec"] != "raw"]
         said = (
             f"**{title}.** {len(fronts['cache'])} of {len(cells)} cells are on the front by bytes held, "
-            f"{len(packed)} of them quantised, and {len(fronts['with files'])} on the front with files."
+            f"{len(packed)} of them with a codec, and {len(fronts['with files'])} on the front with files."
         )
         text += [wrap(said), ""]
 

@@ -180,9 +180,7 @@ def test_a_cell_that_needs_a_file_is_listed_and_may_be_on_one_front_only():
         )
     ]
     text = "\n".join(format_bytes({"Tier x": cells}))
-    assert (
-        "**Tier x.** 3 of 5 cells are on the front by bytes held, 2 of them quantised, and 2 on the front with" in text
-    )
+    assert "**Tier x.** 3 of 5 cells are on the front by bytes held, 2 of them with a codec, and 2 on the front" in text
     lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     assert [(line[0].strip("| "), line[-1].strip(" |")) for line in lines] == [
         ("cheap with its file", "both"),
