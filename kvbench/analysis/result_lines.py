@@ -84,9 +84,9 @@ def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProx
 def name_files(runs: Mapping[str, StoredRun], files: Mapping[str, str]) -> dict[str, str]:
     """Return the labels of a block as they are shown, with files by their names.
 
-    Where a label names a file of the codec, the codec's settings that have their usual values are left out: a file that
-    was made for another stride would otherwise put the stride into the labels of all files. If cells could not be told
-    apart then, nothing is left out.
+    Where a label names a file of the codec, the file is last, and the codec's settings that have their usual values are
+    left out: a file that was made for another stride would otherwise put the stride into the labels of all files. If
+    cells could not be told apart then, nothing is left out.
 
     Args:
         runs: Label -> one of its runs.
@@ -106,7 +106,9 @@ def name_files(runs: Mapping[str, StoredRun], files: Mapping[str, str]) -> dict[
         if codec.get("path") in files:
             usual = flatten(load_settings("codec", codec["name"]))
             plain = {f"codec.{name.removesuffix('.name')}={value}" for name, value in usual.items()}
-            short[label] = [own for own in parts[label] if own not in plain]
+            named = f"codec.path={codec['path']}"
+            kept = [own for own in parts[label] if own not in plain]
+            short[label] = [*(own for own in kept if own != named), *(own for own in kept if own == named)]
     shown = {label: write(own) for label, own in short.items()}
     return shown if len({*shown.values()}) == len(shown) else {label: write(own) for label, own in parts.items()}
 

@@ -134,7 +134,7 @@ def test_a_file_hides_the_usual_settings_of_its_codec(tmp_path):
         "full · delta · codec.base=kivi · codec.path=file",
         "full · delta · codec.bits=4 · codec.path=file",
         "full · delta · codec.path=file",
-        "full · delta · codec.path=stride-20 · codec.stride=20",
+        "full · delta · codec.stride=20 · codec.path=stride-20",
     ]
     assert sum("codec.stride=10" in line["label"] for line in make_lines(runs)) == 3
 
