@@ -152,7 +152,7 @@ def chart_dots(published: bool = False) -> alt.LayerChart:
         "label:N",
         title=None,
         sort=alt.EncodingSortField("score", op="max", order="descending"),
-        axis=alt.Axis(labelLimit=230, domain=False, ticks=False, grid=True, labelColor=INK, labelPadding=8),
+        axis=alt.Axis(labelLimit=280, domain=False, ticks=False, grid=True, labelColor=INK, labelPadding=8),
     )
     base = chart_series("points").encode(y=row)
     full = chart_series("full").transform_aggregate(groupby=["score", "score_low", "score_high"])

@@ -528,6 +528,11 @@ def draw_pictures(tiers: Mapping[str, Sequence[Line]]) -> dict[str, str]:
     return found
 
 
+def shorten_label(label: str) -> str:
+    """Return a label without what a reader of a picture can do without, because long ones are cut."""
+    return label.removeprefix("full · ").replace("codec.path=", "").replace("codec.", "")
+
+
 def draw_picture(cells: Sequence[Line], budget: Any) -> str:
     """Return the SVG of scores against bytes held, or at one budget."""
     full = next(line for line in cells if is_full(line))
@@ -542,7 +547,7 @@ def draw_picture(cells: Sequence[Line], budget: Any) -> str:
     methods = [next(line["method"] for line in chosen if line["label"] == label) for label in labels]
     shown = {"smallest": None, "samples": full["n"], "left_out": 0, "average": full["average"]}
     series = [
-        {"s": place, "label": label} | style | shown
+        {"s": place, "label": shorten_label(label)} | style | shown
         for place, (label, style) in enumerate(zip(labels, choose_styles(methods), strict=True))
     ]
     points = [

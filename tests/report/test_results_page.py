@@ -11,6 +11,7 @@ from kvbench.report.results_page import (
     find_front,
     format_bytes,
     format_page,
+    shorten_label,
     write_results_page,
 )
 from kvbench.store.runs import load_runs
@@ -188,6 +189,11 @@ def test_a_cell_that_needs_a_file_is_listed_and_may_be_on_one_front_only():
         ("beaten", ""),
         ("full cache", "both"),
     ]
+
+
+def test_pictures_have_short_labels():
+    label = "full · delta · codec.stride=20 · codec.path=stride-20"
+    assert shorten_label(label) == "delta · stride=20 · stride-20" and shorten_label("snapkv · ada") == "snapkv · ada"
 
 
 def test_machines_and_their_tiers_are_chosen(machine, tmp_path):
