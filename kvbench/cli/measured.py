@@ -135,7 +135,7 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
 
 
 def make_files(tier: str, missing: Mapping[Path, Sequence[str]]) -> None:
-    """Make the files that a tier needs. A file that is not finished does not get its name.
+    """Make the files that a tier needs. A file that is not finished does not get its name, and neither does its log.
 
     Args:
         tier: Name of the tier.
@@ -151,7 +151,8 @@ def make_files(tier: str, missing: Mapping[Path, Sequence[str]]) -> None:
         draft = path.with_name(f"draft-{path.name}")
         if start([*command, "--out", str(draft)]) != 0:
             raise SettingError(f"tier {tier}: {path} could not be made")
-        draft.rename(path)
+        for own in [*draft.parent.glob(f"{draft.name}.*"), draft]:
+            own.rename(path.with_name(own.name.removeprefix("draft-")))
 
 
 def write_page(options: Namespace) -> int:

@@ -80,6 +80,7 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
     def start(arguments):
         given.append(arguments)
         Path(arguments[-1]).write_text("half")
+        Path(f"{arguments[-1]}.log.jsonl").write_text("losses")
         return len(given) == 1
 
     monkeypatch.setattr("kvbench.__main__.start", start)
@@ -87,7 +88,8 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
         make_files("b", {path: ["calibrate", "x"]})
     assert not path.exists()
     make_files("b", {path: ["calibrate", "x"]})
-    assert path.read_text() == "half" and given[1] == ["calibrate", "x", "--out", str(path.with_name("draft-pattern"))]
+    assert path.read_text() == "half" and path.with_name("pattern.log.jsonl").read_text() == "losses"
+    assert given[1] == ["calibrate", "x", "--out", str(path.with_name("draft-pattern"))]
 
 
 @pytest.mark.parametrize(
