@@ -164,10 +164,10 @@ def find_measurement(lines: Lines, select: Select, near: str | None = None) -> t
         Its median, its failure ("OOM", "failed") or None if there is none, and its date.
     """
     where = {**DEFAULTS, **{key: value for key, value in select.items() if key != "quantity"}}
-    cells: dict[str, list[Mapping[str, str]]] = {}
+    cells: dict[tuple[str, str], list[Mapping[str, str]]] = {}  # a cell may have been measured again
     for row in lines:
         if matches(row, where):
-            cells.setdefault(row["cell"], []).append(row)
+            cells.setdefault((row["cell"], row["date"]), []).append(row)
     found = list(reversed(cells.values()))
     if near is not None:
         time = datetime.fromisoformat(near)
