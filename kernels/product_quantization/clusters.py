@@ -69,7 +69,7 @@ def _assign(
         point = tl.load(keys + at, mask=here[:, None] & (column < size)[None], other=0.0)
         nearness = 2 * _multiply(point, centroid, PIECES, CAST) - norm[None]
         largest = tl.max(nearness, 1)
-        nearest = tl.min(tl.where(nearness == largest[:, None], code[None], K - 1), 1)
+        nearest = tl.min(tl.where(nearness == largest[:, None], code[None], count - 1), 1)
         if SUM:
             wide = point.to(tl.float32)
             tl.store(distances + line * rows + row, tl.sum(wide * wide, 1) - largest, mask=here)

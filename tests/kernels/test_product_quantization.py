@@ -306,6 +306,16 @@ def test_of_equal_centroids_the_first_counts_and_those_without_rows_move(name, d
     assert torch.equal(found, expected)
 
 
+@BOTH
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # NumPy's, below Triton's interpreter
+def test_keys_that_are_no_numbers_get_codes_that_there_are(implementation):
+    keys, first = draw_keys("a centroid for each row", torch.bfloat16)
+    keys[:, :, 4] = torch.nan
+    first = torch.zeros_like(first)
+    assert (encode(keys, first, implementation=implementation) < 11).all()
+    assert find_centroids(keys, first, 2, implementation=implementation).shape == first.shape
+
+
 def test_the_other_samples_change_no_centroid():
     keys, first = draw_keys("several spans", torch.bfloat16)
     alone = find_centroids(keys, first, 2, implementation="triton")
