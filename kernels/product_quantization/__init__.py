@@ -7,6 +7,7 @@ from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.product_quantization.centroids import (
     COUNTABLE,
     HELD,
+    MOST_NUMBERS,
     count_pairs,
     find_width,
     round_up,
@@ -32,7 +33,8 @@ def find_centroids(keys: Tensor, centroids: Tensor, iterations: int, *, implemen
         keys: (B, H, n, d)
         centroids: The first centroids, (B, H, m, K, d/m), K at most 256 and at most n.
         iterations: Number of iterations.
-        implementation: "reference" or "triton"; None chooses.
+        implementation: "reference" or "triton"; None chooses. Triton takes K and d/m, each rounded up to a power of
+            two, if their product is at most 8192; for others None takes the reference.
 
     Returns:
         The centroids, in float32, or in float64 for float64 keys.
@@ -45,7 +47,7 @@ def find_centroids(keys: Tensor, centroids: Tensor, iterations: int, *, implemen
         raise ValueError(
             f"find_centroids: {centroids.shape[3]} centroids of {keys.shape[2]} rows, {iterations} iterations"
         )
-    if choose_implementation("find_centroids", implementation, keys) == "reference":
+    if choose_to_cluster("find_centroids", implementation, keys, centroids) == "reference":
         return find_centroids_reference(keys, centroids, iterations)
     from kvbench.kernels.product_quantization.clusters import find_centroids_triton
 
@@ -59,7 +61,7 @@ def encode(keys: Tensor, codebook: Tensor, *, implementation: str | None = None)
     Args:
         keys: (B, H, n, d)
         codebook: Centroids, (B, H, m, K, d/m) in the keys' dtype, K at most 256.
-        implementation: "reference" or "triton"; None chooses.
+        implementation: As of `find_centroids`.
 
     Returns:
         (B, H, m, n) uint8
@@ -68,7 +70,7 @@ def encode(keys: Tensor, codebook: Tensor, *, implementation: str | None = None)
         ValueError: Shapes or dtypes do not fit.
     """
     check_centroids("encode", keys, codebook)
-    if choose_implementation("encode", implementation, keys) == "reference" or not keys.shape[2]:
+    if choose_to_cluster("encode", implementation, keys, codebook) == "reference" or not keys.shape[2]:
         return encode_reference(keys, codebook)
     from kvbench.kernels.product_quantization.clusters import encode_triton
 
@@ -178,6 +180,23 @@ def choose_by_codes(
     from kvbench.kernels.product_quantization.triton import choose_by_codes_triton
 
     choose_by_codes_triton(*given, counted)
+
+
+def choose_to_cluster(op: str, asked: str | None, keys: Tensor, centroids: Tensor) -> str:
+    """Return the implementation as `choose_implementation` does; "reference" if a program cannot hold the centroids.
+
+    Raises:
+        ValueError: The caller asks for "triton", and a program cannot hold the centroids.
+    """
+    chosen, numbers = (
+        choose_implementation(op, asked, keys),
+        round_up(centroids.shape[3]) * round_up(centroids.shape[4]),
+    )
+    if chosen == "reference" or numbers <= MOST_NUMBERS:
+        return chosen
+    if asked == "triton":
+        raise ValueError(f"{op}: implementation triton takes at most {MOST_NUMBERS} numbers of a part, not {numbers}")
+    return "reference"
 
 
 def check_centroids(op: str, keys: Tensor, centroids: Tensor) -> None:

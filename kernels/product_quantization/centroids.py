@@ -7,6 +7,7 @@ DISTANCES = 1 << 20  # that are computed together: as many as a CPU's cache hold
 MOST_DISTANCES = 1 << 25  # on a GPU
 PAIRED = 64  # most centroids of a part, of which pairs are counted
 HELD = 32768  # most logits of pairs that a program of `pairs` holds
+MOST_NUMBERS = 8192  # of the centroids of a part, that programs of `clusters` hold beside the rows
 COUNTABLE = 1 << 20  # most rows whose pairs are counted: three numbers of rows, also of later ones, fit 63 bits
 
 

@@ -1,8 +1,8 @@
 """k-means of the sub-vectors of keys, and their nearest centroids, in Triton.
 
 `_assign` finds the nearest centroid of each sub-vector, and for k-means adds up those of each centroid over a span of
-rows. `_move` adds up the spans in their order and moves the centroids. Keys are read as they are, so there is no copy
-of them in float32.
+rows. `_move` adds up the spans, eight at a time and in a fixed order, and moves the centroids. Keys are read as they
+are, so there is no copy of them in float32.
 
 A sub-vector in bfloat16 is multiplied with a centroid on the matrix units. For this a centroid is a sum of PIECES
 numbers in bfloat16: with three the products are as exact as in float32. Other keys are multiplied in float32.

@@ -51,7 +51,7 @@ def find_centroids_reference(keys: Tensor, centroids: Tensor, iterations: int) -
             order = (empty.cumsum(-2) - 1).clamp(min=0)
             farthest = (squares - nearness).argsort(dim=-1, descending=True, stable=True)[..., None].gather(-2, order)
             centroids = torch.where(empty, points.gather(-2, farthest.expand_as(centroids)), centroids)
-    return centroids.view(shape)
+    return centroids.view(shape).clone()  # also without iterations
 
 
 def add_members(points: Tensor, codes: Tensor, count: int) -> tuple[Tensor, Tensor]:

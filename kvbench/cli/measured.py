@@ -151,8 +151,10 @@ def make_files(tier: str, missing: Mapping[Path, Sequence[str]]) -> None:
         draft = path.with_name(f"draft-{path.name}")
         if start([*command, "--out", str(draft)]) != 0:
             raise SettingError(f"tier {tier}: {path} could not be made")
-        for own in [*draft.parent.glob(f"{draft.name}.*"), draft]:
-            own.rename(path.with_name(own.name.removeprefix("draft-")))
+        log = draft.with_name(f"{draft.name}.log.jsonl")
+        if log.exists():
+            log.rename(path.with_name(f"{path.name}.log.jsonl"))
+        draft.rename(path)
 
 
 def write_page(options: Namespace) -> int:

@@ -214,7 +214,7 @@ def write_cost_tables(
         results: Folder of results.
         wanted: Name of a table -> what it shows.
         folder: Where the tables are written.
-        measured_only: Whether tables are left out of which fewer than two rows were measured on a machine.
+        measured_only: Whether tables of which nothing was measured on a machine are left out.
     """
     written = []
     for path in find_measurements(results / "efficiency"):
@@ -222,7 +222,7 @@ def write_cost_tables(
         for name, spec in wanted.items():
             if is_cost_table(spec) and spec.get("device", "gpu") == device:
                 made = build_table(spec, lines, read_published(results, spec.get("file")))
-                if made.compares or not measured_only:
+                if made.is_measured or not measured_only:
                     written += write_table(folder / path.stem / name, made)
     return written
 

@@ -63,9 +63,9 @@ class PaperTable:
         return ("published", "measured") if printed else ("measured",)
 
     @property
-    def compares(self) -> bool:
-        """Whether two rows or more have measured values."""
-        return sum(any(cell.text for cell in cells) for _, cells in self.rows) > 1
+    def is_measured(self) -> bool:
+        """Whether any cell has a measured value."""
+        return any(cell.text for _, cells in self.rows for cell in cells)
 
     @cached_property
     def filling(self) -> list[tuple[str, ...]]:

@@ -46,8 +46,8 @@ with a line for each cell. [Analysing results](analysis.md) explains how to get 
 """
 RANKS = """\
 *Ranks* are the places that a cell may have among those of its column. All ranks of a column hold together with 95 %
-confidence: every pair of methods was compared on the same samples, and the level counts the pairs (Bonferroni). Two
-methods whose ranks overlap may still differ, but these samples do not show it. *diff* is the difference from the full
+confidence: every pair of cells was compared on the same samples, and the level counts the pairs (Bonferroni). Two
+cells whose ranks overlap may still differ, but these samples do not show it. *diff* is the difference from the full
 cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full cache's, in
 nats a token.
 """

@@ -86,7 +86,7 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
     monkeypatch.setattr("kvbench.__main__.start", start)
     with pytest.raises(SettingError, match="tier b: .*pattern could not be made"):
         make_files("b", {path: ["calibrate", "x"]})
-    assert not path.exists()
+    assert sorted(own.name for own in path.parent.iterdir()) == ["draft-pattern", "draft-pattern.log.jsonl"]
     make_files("b", {path: ["calibrate", "x"]})
     assert path.read_text() == "half" and path.with_name("pattern.log.jsonl").read_text() == "losses"
     assert given[1] == ["calibrate", "x", "--out", str(path.with_name("draft-pattern"))]

@@ -316,12 +316,26 @@ def test_keys_that_are_no_numbers_get_codes_that_there_are(implementation):
     assert find_centroids(keys, first, 2, implementation=implementation).shape == first.shape
 
 
-def test_the_other_samples_change_no_centroid():
-    keys, first = draw_keys("several spans", torch.bfloat16)
-    alone = find_centroids(keys, first, 2, implementation="triton")
+@BOTH
+def test_the_other_samples_change_no_centroid(implementation, monkeypatch):
+    """Of many spans, which are added up in several steps, and of several pieces."""
+    monkeypatch.setattr("kvbench.kernels.product_quantization.clusters.SPAN", 64)
+    monkeypatch.setattr("kvbench.kernels.product_quantization.centroids.DISTANCES", 1 << 11)
+    keys, first = (own[:, :, :1200] for own in draw_keys("several spans", torch.bfloat16))
+    alone = find_centroids(keys, first, 2, implementation=implementation)
+    torch.testing.assert_close(alone, find_centroids(keys.double(), first.double(), 2).float(), rtol=0, atol=2e-5)
     both = [torch.cat([own.flip(2), own]) for own in (keys, first)]
-    assert torch.equal(find_centroids(*both, 2, implementation="triton")[1:], alone)
-    assert torch.equal(find_centroids(keys, first, 2, implementation="triton"), alone)
+    assert torch.equal(find_centroids(*both, 2, implementation=implementation)[1:], alone)
+    assert torch.equal(find_centroids(keys, first, 2, implementation=implementation), alone)
+
+
+def test_many_centroids_of_long_parts_are_found_too():
+    """They are more than a kernel takes."""
+    keys = torch.randn(1, 1, 300, 128, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = find_centroids(keys, keys[:, :, None, :256], 1)
+    expected = find_centroids(keys.double(), keys[:, :, None, :256].double(), 1)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
+    assert encode(keys, keys[:, :, None, :256])[0, 0, 0, :256].tolist() == [*range(256)]
 
 
 def test_inputs_that_do_not_fit():
@@ -345,6 +359,10 @@ def test_inputs_that_do_not_fit():
         ("find_centroids: keys", lambda: find_centroids(keys, book[:, :1], 3)),
         ("find_centroids: 3 centroids of 2 rows", lambda: find_centroids(keys[:, :, :2], book, 3)),
         ("find_centroids: 3 centroids of 6 rows, -1 iterations", lambda: find_centroids(keys, book, -1)),
+        (
+            "encode: implementation triton takes at most 8192 numbers of a part, not 32768",
+            lambda: encode(torch.zeros(1, 1, 256, 128), torch.zeros(1, 1, 1, 256, 128), implementation="triton"),
+        ),
         ("encode: implementation", lambda: encode(keys, book, implementation="fast")),
         ("choose_by_codes: vectors", lambda: choose(keys[..., :6], torch.zeros(1, 2, 3).long())),
         ("choose_by_codes: queries", lambda: choose(keys, torch.zeros(1, 2, 3))),
