@@ -12,13 +12,14 @@ or other code is refused.
 With --workers, so many processes share the samples of each sweep, and the GPUs too if there are fewer. Times of records
 then say nothing about cost; the files hold none.
 
-A tier ends with RESULTS/measured/<machine>/<tier>.csv, one line for each finished run. The exit code is 1 if a cell is
-refused or a run is not finished. With --page, the command measures nothing: it writes docs/results.md and its pictures
-from these files.
+A tier ends with RESULTS/measured/<machine>/<tier>.csv, one line for each finished run, also if Ctrl-C or a SIGTERM
+stops it. The exit code is 1 if a cell is refused or a run is not finished. With --page, the command measures nothing:
+it writes docs/results.md and its pictures from these files.
 """
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,8 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
     Raises:
         SettingError: The store has runs of the tier from elsewhere, a file cannot be made, or no run is finished.
     """
-    from kvbench.analysis.result_lines import format_lines, make_lines
-    from kvbench.atomic import replace_file
     from kvbench.cli.run import run_sweep
-    from kvbench.config.provenance import content_hash
-    from kvbench.efficiency.measured_task import machine_name
     from kvbench.runs.executor import Executor
-    from kvbench.store.runs import check_folder, find_runs
     from kvbench.sweeps.plan import Sweep
     from kvbench.sweeps.tier_store import check_store, list_values
 
@@ -111,12 +107,41 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
         check_store(tier.name, list_values(map(Sweep.plan, known)), results)
         make_files(tier.name, missing)
     planned = [Sweep.plan(own) for own in sweeps]
+    check_store(tier.name, list_values(planned), results)
+    try:
+        with Executor(results) as executor:
+            for number, own in enumerate(sweeps, 1):
+                print(f"tier {tier.name}, sweep {number} of {len(sweeps)}: {' '.join(own)}", flush=True)
+                run_sweep(own, executor=executor)
+    except KeyboardInterrupt:
+        with suppress(SettingError):  # nothing is finished yet
+            write_lines(tier, planned, results)
+        raise
+    return write_lines(tier, planned, results)
+
+
+def write_lines(tier: Any, planned: Sequence[Any], results: Path) -> int:
+    """Write a line for each finished run of a tier, and say how many there are.
+
+    Args:
+        tier: The tier.
+        planned: Its sweeps, each a `kvbench.sweeps.plan.Sweep`.
+        results: The folder of results.
+
+    Returns:
+        1 if a cell is refused or has no finished run, otherwise 0.
+
+    Raises:
+        SettingError: No run of a method is finished.
+    """
+    from kvbench.analysis.result_lines import format_lines, make_lines
+    from kvbench.atomic import replace_file
+    from kvbench.config.provenance import content_hash
+    from kvbench.efficiency.measured_task import machine_name
+    from kvbench.store.runs import check_folder, find_runs
+    from kvbench.sweeps.tier_store import list_values
+
     values = list_values(planned)
-    check_store(tier.name, values, results)
-    with Executor(results) as executor:
-        for number, own in enumerate(sweeps, 1):
-            print(f"tier {tier.name}, sweep {number} of {len(sweeps)}: {' '.join(own)}", flush=True)
-            run_sweep(own, executor=executor)
     check_folder(results)
     runs = [run for run in find_runs(results).runs if run.hash in values]
     lines = make_lines(runs, {content_hash(path): path.stem for path in tier.find_files(results)})

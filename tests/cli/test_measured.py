@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.cli import run
 from kvbench.cli.measured import main, make_files
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.store.runs import find_runs
@@ -72,6 +73,25 @@ def test_a_tier_that_lacks_cells_says_so(sweep, code, said, tiers, tmp_path, cap
     results = tmp_path / "with, a space"
     assert main(["tiny", "--file", str(tiers), "--results", str(results)]) == code
     assert said in "".join(capsys.readouterr()) and (results / "runs").is_dir()
+
+
+@pytest.mark.parametrize(("first", "said"), [(0, ""), (1, "tiny.csv: 2 cells, 2 of 3 runs are finished")])
+def test_a_tier_that_is_stopped_has_the_lines_of_what_is_finished(first, said, tiers, tmp_path, monkeypatch, capsys):
+    begun, run_sweep = [], run.run_sweep
+
+    def stop(overrides, **more):
+        begun.append(overrides)
+        if len(begun) > first:
+            raise KeyboardInterrupt
+        return run_sweep(overrides, **more)
+
+    monkeypatch.setattr(run, "run_sweep", stop)
+    tiers.write_text(TIERS.replace("method=random,sink", "method=random\n    - method=sink"))
+    results = tmp_path / "results"
+    assert main(["tiny", "--file", str(tiers), "--results", str(results)]) == 130
+    out, errors = capsys.readouterr()
+    assert said in out and "kvbench: stopped" in errors
+    assert (results / "measured" / "cpu" / "tiny.csv").exists() == bool(first)
 
 
 def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypatch):
