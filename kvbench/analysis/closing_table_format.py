@@ -30,8 +30,9 @@ SINGLE_LEGEND = (
     "than 6 contexts differ. Intervals of partial scores allow for one more context with the most extreme score."
 )
 COSTS_LEGEND = (
-    "bytes held, rows attended: shares of the full cache's bytes, and of its rows per decoded token. TTFT: time to "
-    "first token. TPOT: time per output token after the first. Both times are medians over samples."
+    "bytes held, rows attended: shares of the full cache's bytes, without files beside the model, and of its rows per "
+    "decoded token. TTFT: time to first token. TPOT: time per output token after the first. Both times are medians "
+    "over samples; those of the full cache may come from an earlier run."
 )
 ALSO_LEGEND = "answers: means over the subtasks that have the metric, each with the same weight."
 TIME_NAMES = ("ttft_full", "ttft", "tpot_full", "tpot")

@@ -136,7 +136,8 @@ def calibrate(options: Namespace, device: str) -> None:
     try:
         training.run()
     except KeyboardInterrupt as stop:
-        stop.args = (f" at step {training.step} of {recipe.steps}; the same command goes on",)
+        where = f"step {training.step} of {recipe.steps}"
+        stop.args = (f" at {where}; the same command goes on from step {training.saved}",)
         raise
     found = training.evaluate()
     training.write(delta_training.describe_training(checkpoint.identity(), recipe, text, source, found))

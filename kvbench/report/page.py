@@ -182,7 +182,7 @@ def compact_json(value: Any, name: str = "") -> Any:
     """Round floats to DIGITS places, and write tables with their names only once: {"names": […], "rows": [[…]]}."""
     if isinstance(value, float):
         return round(value, DIGITS)
-    if name in COMPACT_TABLES:
+    if name in COMPACT_TABLES and isinstance(value, list | tuple):  # a method may have a table's name, such as full
         names = list(value[0]) if value else []
         return {"names": names, "rows": [[compact_json(row[key]) for key in names] for row in value]}
     if isinstance(value, dict):

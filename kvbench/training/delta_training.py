@@ -188,6 +188,7 @@ class DeltaTraining:
                     weight.copy_(state["weights"][name])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.logged = state["step"], state["logged"]
+        self.saved = self.step
 
     def compressors(self) -> list[Compressor]:
         """Return the compressors in the model's dtype. Gradients flow back to the weights in float32."""
@@ -211,6 +212,7 @@ class DeltaTraining:
                 torch.save(state, file)
             except RuntimeError as error:  # torch's own, which it raises while it handles that of the disk or Ctrl-C
                 raise (error.__context__ or error) from None
+        self.saved = self.step
 
     def take_step(self, chosen: Sequence[int]) -> dict[str, float]:
         """Take one step of the optimizer, and return the losses and the learning rate.

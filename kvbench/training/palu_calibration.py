@@ -20,12 +20,14 @@ Eigenvalues are at least 1e-12 of the largest, so that U has a pseudo-inverse of
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from kvbench.interfaces.layout import Layout
 from kvbench.methods.codecs.palu_projections import SIDES, Place, name_group, name_module
@@ -158,7 +160,7 @@ def compute_moments(
         return kv
 
     with replace_rows(model, add):
-        for ids in sequences:
+        for ids in tqdm(sequences, desc="moments", unit="sequence", file=sys.stderr):
             decoder(input_ids=ids[None].to(device, torch.int64), use_cache=False)
     tokens = sum(len(ids) for ids in sequences)
     return {place: own / tokens for place, own in sums.items()}
@@ -184,7 +186,7 @@ def compute_fisher(
     weights = {layer: find_weights(decoder.layers[layer].self_attn) for layer in layers}
     every = [own.requires_grad_() for layer in layers for own in weights[layer]]
     squares = [torch.zeros_like(own, dtype=torch.float32) for own in every]
-    for ids in sequences:
+    for ids in tqdm(sequences, desc="gradients", unit="sequence", file=sys.stderr):
         loss = compute_cross_entropy(model, ids[None].to(device, torch.int64))
         for square, gradient in zip(squares, torch.autograd.grad(loss, every), strict=True):
             square += gradient.float().square()

@@ -99,8 +99,9 @@ Model tiny, revision 0a1b.
 diff: method - full in points, with its 95 % interval, paired and clustered by context. Right-or-wrong scores have exact
   binomial bounds if fewer than 6 contexts differ. Intervals of partial scores allow for one more context with the most
   extreme score. lost/gained/same: samples that score less, more or the same with the method.
-bytes held, rows attended: shares of the full cache's bytes, and of its rows per decoded token. TTFT: time to first
-  token. TPOT: time per output token after the first. Both times are medians over samples.
+bytes held, rows attended: shares of the full cache's bytes, without files beside the model, and of its rows per decoded
+  token. TTFT: time to first token. TPOT: time per output token after the first. Both times are medians over samples;
+  those of the full cache may come from an earlier run.
 answers: means over the subtasks that have the metric, each with the same weight.
 """
 

@@ -237,6 +237,14 @@ def test_runs_of_different_protocols_never_share_a_panel(store):
     assert any("no finished run of the full cache" in why for _, why in page["damaged"])
 
 
+def test_methods_with_the_names_of_tables_keep_their_looks():
+    """`method=full` with a codec is a method of the page, and `full` a table of its panels."""
+    looks = {name: {"colour": "#333333", "shape": "diamond"} for name in ("full", "rows", "snapkv")}
+    assert compact_json({"methods": looks, "full": [{"s": 0}]}) == {
+        "methods": looks, "full": {"names": ["s"], "rows": [[0]]},
+    }  # fmt: skip
+
+
 def test_a_method_keeps_its_look(page):
     assert choose_style("snapkv") == {"colour": "#0072B2", "shape": "circle"}
     assert choose_style("keydiff") == {"colour": "#D55E00", "shape": "square"}

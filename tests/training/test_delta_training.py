@@ -433,7 +433,7 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path, folder, 
     with monkeypatch.context() as patch:
         interrupt_at(patch, last=5, saved=3)
         assert calibrate.main(command(folder, parts)) == 130
-    assert "stopped at step 5 of 6; the same command goes on" in capsys.readouterr().err
+    assert "stopped at step 5 of 6; the same command goes on from step 3" in capsys.readouterr().err
     assert len(delta_training.name_log(parts).read_text().splitlines()) == 5 and not parts.exists()
     state = delta_training.name_state(parts)
     assert calibrate.main(command(folder, parts)) == 0
