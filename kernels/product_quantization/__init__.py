@@ -188,10 +188,8 @@ def choose_to_cluster(op: str, asked: str | None, keys: Tensor, centroids: Tenso
     Raises:
         ValueError: The caller asks for "triton", and a program cannot hold the centroids.
     """
-    chosen, numbers = (
-        choose_implementation(op, asked, keys),
-        round_up(centroids.shape[3]) * round_up(centroids.shape[4]),
-    )
+    chosen = choose_implementation(op, asked, keys)
+    numbers = round_up(centroids.shape[3]) * round_up(centroids.shape[4])
     if chosen == "reference" or numbers <= MOST_NUMBERS:
         return chosen
     if asked == "triton":
