@@ -341,6 +341,7 @@ def test_many_centroids_of_long_parts_are_found_too():
 def test_inputs_that_do_not_fit():
     queries, codes = torch.zeros(1, 4, 8), torch.zeros(1, 2, 2, 5, dtype=torch.uint8)
     book, keys, last = torch.zeros(1, 2, 2, 3, 4), torch.zeros(1, 2, 6, 8), torch.tensor(4)
+    large = torch.zeros(1, 1, 256, 128, device=DEVICE)
 
     def choose(given, found):
         choose_by_codes(queries, given, codes, book, 1.0, 0, last, last, found)
@@ -361,7 +362,7 @@ def test_inputs_that_do_not_fit():
         ("find_centroids: 3 centroids of 6 rows, -1 iterations", lambda: find_centroids(keys, book, -1)),
         (
             "encode: implementation triton takes at most 8192 numbers of a part, not 32768",
-            lambda: encode(torch.zeros(1, 1, 256, 128), torch.zeros(1, 1, 1, 256, 128), implementation="triton"),
+            lambda: encode(large, large[:, :, None], implementation="triton"),
         ),
         ("encode: implementation", lambda: encode(keys, book, implementation="fast")),
         ("choose_by_codes: vectors", lambda: choose(keys[..., :6], torch.zeros(1, 2, 3).long())),
