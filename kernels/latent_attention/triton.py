@@ -18,7 +18,7 @@ from kvbench.kernels.quantize.triton import EVEN
 from kvbench.kernels.rope_append.triton import rotate_head
 
 CORES = 132  # multiprocessors that the rows are split over
-LATENTS = 128  # most latents of a row that a program makes keys of
+LATENTS = 128  # most latents of a row that a program makes keys of; of codes twice as many
 KEPT = 128 * 1024  # most bytes of U that a program keeps in shared memory
 SMALL = 64 * 1024  # most with which a multiprocessor runs two programs
 NARROW = 64  # most latents of a row with which a multiprocessor runs further programs
@@ -613,7 +613,8 @@ def choose_shape(
     """
     wide, latents = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(rank))
     if not normed and not exact:
-        latents = min(latents, LATENTS)
+        even = triton.cdiv(rank, LATENTS) % 2 == 0  # twice as many latents need no more padding
+        latents = min(latents, 2 * LATENTS if bits and even else LATENTS)
     taken = 1
     while (
         not exact

@@ -288,13 +288,18 @@ def test_programs_take_one_or_several_heads_and_keep_u_or_read_it_again(kept, wi
 
 @pytest.mark.parametrize("latents", [16, 32])
 def test_programs_make_keys_of_some_latents(latents, monkeypatch):
-    """Their logits are added, and the bias counts once. Keys that are normed need all latents."""
+    """Their logits are added, and the bias counts once. Keys that are normed need all latents.
+
+    Of codes a program takes twice as many latents if no more of them are padding then.
+    """
     monkeypatch.setattr(own, "LATENTS", latents)
-    for normed in (False, True):
-        case = Case(((70, 3),), 2, 2, 16, (40,), (8,), bias=(True, True), normed=normed, dtype=torch.float16)
-        assert own.choose_shape(40, 2, 2, 16, False, normed)["PARTS"] == (
-            1 if normed else 48 // latents + latents // 32
-        )
+    for normed, bits, parts in (
+        (False, None, {16: 3, 32: 2}),
+        (True, None, {16: 1, 32: 1}),
+        (False, 4, {16: 3, 32: 1}),
+    ):
+        case = Case(((70, 3),), 2, 2, 16, (40,), (8,), bias=(True, True), normed=normed, dtype=torch.float16, bits=bits)
+        assert own.choose_shape(40, 2, 2, 16, False, normed, bits or 0)["PARTS"] == parts[latents]
         run = Run(case)
         torch.testing.assert_close(run.attend(0, "triton").cpu().double(), run.expect(0), rtol=0, atol=bound(case))
 
