@@ -636,4 +636,4 @@ def choose_shape(
 def choose_stages(rank: int, queries: int, exact: bool, bits: int = 0) -> dict[str, int]:
     """Return the warps of a program that sums latents, and how many tiles it holds."""
     stages = 3 if rank <= 256 and not exact else 2
-    return {"num_warps": 4 if rank * queries <= 8192 and not (bits and rank > 128) else 8, "num_stages": stages}
+    return {"num_warps": 4 if rank * queries <= 8192 and not (bits and rank > 256) else 8, "num_stages": stages}
