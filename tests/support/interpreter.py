@@ -1,4 +1,4 @@
-"""Take a third of the time out of Triton's interpreter, without a change of what a kernel computes."""
+"""Take half of the time out of Triton's interpreter, without a change of what a kernel computes."""
 
 from collections.abc import Callable, Set
 from typing import Any
@@ -12,7 +12,8 @@ def speed_up_interpreter() -> None:
 
     A launch replaces the functions of `triton.language` and puts them back at its end. The interpreter replaces them
     again at every call of a device function in between: here it does so once a launch. It also computes for every
-    integer operation whether it overflows, and drops the answer unless Triton debugs.
+    integer operation whether it overflows, and drops the answer unless Triton debugs. And it describes the shape of
+    every number that it computes anew, where few shapes occur (`remember_shapes`).
     """
     replace, launch, replaced = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[Set[str]]()
 
@@ -29,3 +30,33 @@ def speed_up_interpreter() -> None:
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    remember_shapes()
+
+
+def remember_shapes() -> None:
+    """Let all blocks of a shape share its description, and all types of numbers the table of NumPy's types."""
+    describe, find = tl.block_type.__init__, interpreter._get_np_dtype
+    shapes, types = dict[tuple[int, ...], dict[str, Any]](), dict[str, Any]()
+    no_shape = (tl.core.tuple([]), tl.constexpr(1))
+
+    def describe_once(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+        sizes = tuple(own.value if isinstance(own, tl.constexpr) else own for own in shape)
+        if sizes not in shapes:
+            describe(self, element_ty, shape)
+            of_tensors = (tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(self.numel))
+            shapes[sizes] = {"shape": self.shape, "numel": self.numel, "of_tensors": of_tensors}
+        self.__dict__ |= shapes[sizes]
+        self.element_ty = element_ty
+        self.name = f"<{sizes}, {element_ty}>"
+
+    def make_tensor(self: tl.tensor, handle: object, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensors if type.is_block() else no_shape
+
+    def find_once(dtype: Any) -> Any:
+        own = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if own.name not in types:
+            types[own.name] = find(dtype)
+        return types[own.name]
+
+    tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = describe_once, make_tensor, find_once
