@@ -207,13 +207,13 @@ def is_gguf(path: str) -> bool:
     return path.lower().endswith(".gguf")
 
 
-def check_model_path(path: str) -> None:
+def check_model_path(path: str, setting: str = "model.path") -> None:
     """Raise a SettingError for a missing folder or GGUF file. Anything else may be an id of the hub."""
     if is_gguf(path):
         if not Path(path).expanduser().is_file():
-            raise SettingError(f"model.path={path}: no such file")
+            raise SettingError(f"{setting}={path}: no such file")
     elif path[:1] in "/.~" and not Path(path).expanduser().is_dir():
-        raise SettingError(f"model.path={path}: no such folder")
+        raise SettingError(f"{setting}={path}: no such folder")
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -44,6 +44,7 @@ from kvbench.analysis.closing_table_format import COST_NAMES, TIME_NAMES, Closin
 from kvbench.analysis.intervals import TAIL, Mean, Values, compute_means, normalize_weights
 from kvbench.analysis.paired import Pair, PairedDifference, PairedScores, compare_averages, pair_records
 from kvbench.analysis.text_table import NOT_AVAILABLE
+from kvbench.config.catalogue import describe_part
 from kvbench.store.runs import name_budget
 from kvbench.validation import EMBEDDED_MODELS, escape, format_value
 
@@ -125,7 +126,7 @@ def draft_run_table(
     heading = {
         "model": value["model"]["name"],
         "revision": value["model"].get("identity"),
-        **{group: value[group]["name"] for group in ("method", "allocator", "codec")},
+        **{group: describe_part(group, value[group]) for group in ("method", "allocator", "codec")},
         "budget": value.get("budget") or name_budget(value),
         **{name: value.get(name) for name in ("block_size", "question")},
         "task": value["task"]["name"],

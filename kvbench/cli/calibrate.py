@@ -149,7 +149,7 @@ def calibrate_heads(options: Namespace, device: str) -> None:
         least = {"sequences": 1, "length": 2} | ({"sinks": 0, "recent": 1} if pattern else {"queries": 1})
         for name, number in least.items():
             require_int(f"--{name}", getattr(options, name), number)
-        checkpoint = Checkpoint("calibrated", find_model(options.model))
+        checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
         checkpoint.config()
         longest = checkpoint.longest()
         length = min(options.length, longest // 2 - ROOM if pattern else longest)  # a text is read twice

@@ -97,7 +97,7 @@ def calibrate(options: Namespace, device: str) -> None:
     from kvbench.training.delta_losses import check_layout, choose_recipe, draw_compressors
 
     if options.untrained:
-        layout = load_layout(options.model if Path(options.model).is_file() else find_model(options.model))
+        layout = load_layout(options.model if Path(options.model).is_file() else find_model(options.model, "--model"))
         check_layout(layout)
         width = 2 * layout.heads * layout.dim
         given = {name: getattr(options, name) for name in ("code", "inner", "kind", "seed")}
@@ -106,7 +106,7 @@ def calibrate(options: Namespace, device: str) -> None:
         delta_training.write_compressors(options.out, drawn, {"source": "untrained", "kvbench": find_version()})
         print(f"{options.out}: untrained compressors of {layout.layers} layers, {width} to {recipe.code} numbers")
         return
-    checkpoint = Checkpoint("calibrated", find_model(options.model))
+    checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
     checkpoint.config()
     layout = checkpoint.layout()
     check_layout(layout)

@@ -68,7 +68,7 @@ def calibrate(options: Namespace, device: str) -> None:
     from kvbench.training.recording import describe_origin
     from kvbench.training.token_sequences import pack_texts
 
-    checkpoint = Checkpoint("calibrated", find_model(options.model))
+    checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
     checkpoint.config()
     layout = checkpoint.layout()
     given = {name: getattr(options, option) for option, name in RECIPE.items()}

@@ -85,14 +85,14 @@ def calibrate(options: Namespace, device: str) -> None:
 
     given = {name: getattr(options, own) for own, name in OPTIONS.items()}
     if options.untrained:
-        layout = load_layout(options.model if Path(options.model).is_file() else find_model(options.model))
+        layout = load_layout(options.model if Path(options.model).is_file() else find_model(options.model, "--model"))
         recipe = palu_calibration.choose_recipe(layout, given | {"search": "uniform"})
         weights, ranks = palu_calibration.draw_projections(layout, recipe, options.seed)
         about = {"source": "untrained", "kvbench": find_version()}
         write_tensors(options.out, weights, palu_calibration.describe_ranks(ranks, recipe) | about)
         print(f"{options.out}: untrained {describe_sizes(ranks.values(), recipe.group, recipe.group * layout.dim)}")
         return
-    checkpoint = Checkpoint("calibrated", find_model(options.model))
+    checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
     checkpoint.config()
     layout = checkpoint.layout()
     recipe = palu_calibration.choose_recipe(layout, given)

@@ -50,7 +50,7 @@ def calibrate(options: Namespace, device: str) -> None:
     from kvbench.training.recording import describe_origin, write_tensors
     from kvbench.training.token_sequences import pack_texts
 
-    checkpoint = Checkpoint("calibrated", find_model(options.model))
+    checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
     checkpoint.config()
     if (switch := checkpoint.layout().rope_switch) is not None:
         raise SettingError(

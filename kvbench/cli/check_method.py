@@ -47,7 +47,7 @@ def check_method(arguments: Sequence[str]) -> int:
             raise SettingError(
                 f"--set {text}: the value is not valid YAML ({getattr(error, 'problem', error)})"
             ) from None
-    checkpoint = Checkpoint(chosen.model, find_model(chosen.model))
+    checkpoint = Checkpoint(chosen.model, find_model(chosen.model, "--model"))
     subject = MethodUnderTest(chosen.method, overrides, checkpoint)
     subject.choice()  # refused before weights are loaded
     check_shape(subject.method, subject.choice().codec, checkpoint.layout())

@@ -5,6 +5,7 @@ of one line.
 """
 
 import io
+import json
 import pickle
 import re
 import shlex
@@ -115,6 +116,30 @@ def find_preset(group: str, settings: Mapping[str, Any]) -> str | None:
     )
     found = next(matching, None)
     return None if found == next(iter(presets), None) else found
+
+
+def describe_part(group: str, settings: Mapping[str, Any]) -> str:
+    """Return the name of a part of a run and its settings that differ from the default ones, such as "kivi, bits 4".
+
+    Of a preset only the name is given. A file is not: what a run records of it is its hash.
+
+    Args:
+        group: "method", "allocator" or "codec".
+        settings: The part's settings, as in a run's identity.
+    """
+    name, preset = settings["name"], find_preset(group, settings)
+    usual = dict(_resolve_choice(group, name) if name in list_choices(group) else settings)
+    usual |= _resolve_presets(group, name)[preset] if preset else {}
+    shown = {key: _show(group, own) for key, own in settings.items() if key in usual.keys() - {"path", "preset"}}
+    texts = [f"{key} {own}" for key, own in shown.items() if own != _show(group, usual[key])]
+    return ", ".join([f"{name} {preset}" if preset else name, *texts])
+
+
+def _show(group: str, value: Any) -> str:
+    """Return a setting's value as a text; of a method or codec inside another one what `describe_part` says of it."""
+    if isinstance(value, Mapping) and "name" in value:
+        return f"({describe_part(group, value)})"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def resolve(group: str, config: DictConfig) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Tier:
             each = values.split(",")
             if not all(own.startswith(FILES) for own in each):
                 return argument
-            return f"{name}={','.join(quote(results / 'files' / own.removeprefix(FILES)) for own in each)}"
+            return f"{name}={','.join(quote(find_place(own, results)) for own in each)}"
 
         lines = [f"{self.common} {line}".split() for line in self.sweeps]
         return [[*map(place, line), f"results={quote(results)}"] for line in lines]
@@ -48,14 +48,18 @@ class Tier:
         """Return the paths of files that the sweeps give to methods and codecs, made first or not, if they exist."""
         given = (own.partition("=") for line in self.sweeps for own in f"{self.common} {line}".split())
         texts = [text for name, _, text in given if name.startswith(("method.", "codec.")) and name.endswith(".path")]
-        values = {own for text in texts for own in text.split(",")}
-        places = {results / "files" / own.removeprefix(FILES) if own.startswith(FILES) else Path(own) for own in values}
+        places = {find_place(own, results) for text in texts for own in text.split(",")}
         return {path for path in places if path.exists()}
 
     def list_files(self, results: Path) -> dict[Path, list[str]]:
         """Return the path of each missing file, and the arguments of `kvbench` that make it, without `--out`."""
-        made = {results / "files" / name: command.split() for name, command in self.files.items()}
+        made = {find_place(FILES + name, results): command.split() for name, command in self.files.items()}
         return {path: command for path, command in made.items() if not path.exists()}
+
+
+def find_place(text: str, results: Path) -> Path:
+    """Return the path that a text names, which is in the folder `results` if the text begins with FILES."""
+    return results / "files" / text.removeprefix(FILES) if text.startswith(FILES) else Path(text)
 
 
 def quote(path: Path) -> str:

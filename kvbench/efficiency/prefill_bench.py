@@ -261,7 +261,7 @@ def run_prefill_bench(options: Namespace, command: str) -> None:
         raise SettingError(f"--out={options.out}: no file can be there")
     budget, settings = Budget(options.budget), parse_settings(options.set)
     chosen = list_setups(options.methods, options.cross, parse_also(options.also))
-    checkpoint = Checkpoint("timed", find_model(options.model))
+    checkpoint = Checkpoint("timed", find_model(options.model, "--model"))
     if options.tokens > checkpoint.longest():
         raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
     model, own_words = checkpoint.weights(torch.float32, "cpu"), make_prompt_encoder(checkpoint.tokenizer())

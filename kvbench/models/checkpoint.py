@@ -6,6 +6,7 @@ This module imports neither torch nor transformers, so that a sweep whose runs a
 
 import hashlib
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,19 +33,27 @@ SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 KNOWN_MODELS = EMBEDDED_MODELS | {name: MODELS / name for name in FETCHED_MODELS}
 
 
-def find_model(model: str) -> str:
+def find_model(model: str, setting: str = "model.path") -> str:
     """Return the folder of a model, or its id on the hub.
 
     A name that kvbench knows becomes its folder. A GGUF file is converted once and becomes the converted folder. Any
     other folder or id is returned as it is.
 
+    Args:
+        model: A name, folder, GGUF file or id.
+        setting: The setting or option that gives it, for messages.
+
     Raises:
-        SettingError: There is no such file or folder, or the GGUF file cannot be converted.
+        SettingError: There is no such file or folder, the name is nearly one that kvbench knows, or the GGUF file
+            cannot be converted.
     """
     if model in FETCHED_MODELS:
         check_fetched(model)
+    unknown = "/" not in model and model not in KNOWN_MODELS and not Path(model).exists()
+    if unknown and (close := get_close_matches(model, KNOWN_MODELS, 1)):  # the hub would be asked for half a minute
+        raise SettingError(f"{setting}={model}: no such model; did you mean {close[0]}?")
     path = str(KNOWN_MODELS.get(model, model))
-    check_model_path(path)
+    check_model_path(path, setting)
     if not is_gguf(path):
         return path
     from kvbench.models.gguf import find_converted

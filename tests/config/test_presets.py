@@ -9,7 +9,7 @@ import torch
 import yaml
 
 import kvbench
-from kvbench.config.catalogue import CONF, build, find_preset, list_choices, load_settings
+from kvbench.config.catalogue import CONF, build, describe_part, find_preset, list_choices, load_settings
 from tests.support.method_files import make_tiny_method_args
 from tests.support.tiny_models import BUILD, MADE, ids, make_fresh, tiny
 
@@ -92,6 +92,22 @@ def test_the_settings_of_a_run_tell_its_preset(group, name, changed, preset):
     """Only what the presets say differs between them; the default one needs no name."""
     assert find_preset(group, load_settings(group, name, changed)) == preset
     assert find_preset("method", {"name": "of another checkout"}) is None
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "changed", "text"),
+    [
+        ("method", "snapkv", {}, "snapkv"),
+        ("method", "snapkv", {"window": 16, "decoding": True}, "snapkv, decoding true, window 16"),
+        ("codec", "kivi", {"preset": "bits4"}, "kivi bits4"),
+        ("codec", "kivi", {"preset": "bits4", "group": 16}, "kivi, bits 4, group 16"),
+        ("codec", "palu", {"path": "file", "bits": 4}, "palu, bits 4"),
+        ("method", "criticalkv", {"base_args": {"window": 16}}, "criticalkv, base (snapkv, window 16)"),
+    ],
+)
+def test_a_table_names_the_settings_that_are_not_the_usual_ones(group, name, changed, text):
+    assert describe_part(group, load_settings(group, name, changed)) == text
+    assert describe_part(group, {"name": "of another checkout", "window": 16}) == "of another checkout"
 
 
 def test_omnikv_presets_differ(monkeypatch):

@@ -308,7 +308,7 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
         ({"epochs": -2}, "--epochs=-2: a whole number of at least 1"),
         ({"seed": -1}, "--seed=-1: a whole number of at least 0"),
         ({"device": "tpu"}, "--device=tpu: choose one of cpu, cuda"),
-        ({"model": "/none"}, "model.path=/none: no such folder"),
+        ({"model": "/none"}, "--model=/none: no such folder"),
         ({"out": there}, f"--out={there}: there is a file; delete it or give another name"),
         ({"out": tmp_path}, f"--out={tmp_path}: no file can be there"),
         ({"text": tmp_path / "none"}, f"--text={tmp_path}/none: none cannot be read (No such file or directory)"),
