@@ -180,7 +180,7 @@ CASES += [("snapkv", allocator) for allocator in list_choices("allocator") if al
 @pytest.mark.parametrize("method, allocator", CASES)
 def test_nothing_holds_queries_times_keys(method, allocator):
     """No tensor has as many elements as one of the six query heads has logits."""
-    tokens, choice = 2048, CachePolicy(*build_policy(method, allocator, "llama"))
+    tokens, choice = 1536, CachePolicy(*build_policy(method, allocator, "llama"))
     context = GenerationContext(tiny("llama"), choice, Budget(0.1), None, (0,))
     with Largest() as largest:
         context.prefill(ids(tokens))

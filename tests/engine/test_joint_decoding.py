@@ -158,7 +158,7 @@ CUTTING = {
     "snapkv": {},
     "tova": {"recent": 2},
 }
-SLOW = ("cake", "dropkv", "qfilters", "tova")
+QUICK = ("h2o", "sink")  # one watches every token, the other forgets in order
 CONTEXTS = [(0.3, 60, 1), (0.2, 75, 2), (GROWING, 41, 1), (0.3, 60, 1)]  # budget, tokens of the prompt, samples
 LIKE = [(0.3, 60, 1), (0.3, 60, 2)]  # all heads hold the same number of rows
 
@@ -183,7 +183,7 @@ def pieces(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("method", [only_in_full(own) if own in SLOW else own for own in CUTTING])
+@pytest.mark.parametrize("method", [own if own in QUICK else only_in_full(own) for own in CUTTING])
 def test_contexts_that_cut_at_every_token_share_their_calls(pieces, method):
     """They differ in budget, prompt and samples, and other contexts stand between them."""
     model = make_double("llama")
@@ -194,6 +194,7 @@ def test_contexts_that_cut_at_every_token_share_their_calls(pieces, method):
     assert pieces == 2 * [(len(CONTEXTS), True)]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("contexts", [CONTEXTS, LIKE])
 @pytest.mark.parametrize("method", ["h2o", only_in_full("keydiff"), "sink"])
 def test_contexts_that_share_their_calls_end_on_their_own(pieces, method, contexts):
@@ -255,7 +256,7 @@ def test_samples_of_a_batch_and_windows():
         assert_same(modules, own)
 
 
-@pytest.mark.parametrize("after", [only_in_full(2), only_in_full(CHUNK), CHUNK + 1, CHUNK + 7])
+@pytest.mark.parametrize("after", [*map(only_in_full, (2, CHUNK, CHUNK + 7)), CHUNK + 1])
 def test_answers_end_on_their_own(after):
     """One answer ends by itself, another one is ended, and the others go on. Then all answer again."""
     names = ["a cut at each token", "snapkv", "columns", "pages", "packed", "rolling positions"]

@@ -24,6 +24,7 @@ from tests.support.interrupted_answers import (
 )
 from tests.support.method_files import build_policy
 from tests.support.palu_files import build_palu, find_palu
+from tests.support.selection import only_in_full
 from tests.support.tiny_models import ids, make_exact, tiny
 
 
@@ -49,6 +50,7 @@ def test_the_step_gives_what_the_modules_give(method, allocator, model):
     torch.testing.assert_close(modules.extend(more), step.extend(more), rtol=0, atol=1e-9)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("bits", [4, 3, 2])
 @pytest.mark.parametrize(("method", "allocator"), [("full", "uniform"), ("snapkv", "ada")])
 def test_rounded_latents_are_read_by_the_step_too(method, allocator, bits):
@@ -57,6 +59,7 @@ def test_rounded_latents_are_read_by_the_step_too(method, allocator, bits):
     assert_same_storage(modules, step)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("codec", [dict(group=2, search="fisher"), dict(group=1), dict(removed=0.0)], ids=str)
 @pytest.mark.parametrize("method", ["full", "snapkv"])
 def test_groups_and_ranks_may_differ(method, codec):
@@ -71,7 +74,7 @@ def test_layers_with_a_sliding_window_stand_beside_them():
     assert modules.bytes() == step.bytes()
 
 
-@pytest.mark.parametrize("every, graphs", [(1, False), (40, True)])
+@pytest.mark.parametrize("every, graphs", [only_in_full(1, False), (40, True)])
 def test_cuts_while_decoding_go_through_the_modules(every, graphs):
     """Graphs read the tokens between two cuts that are far apart."""
     modules, step = read_prompts("snapkv", more={"decoding": True, "decode_interval": every, "window": 4}, batch=1)
@@ -88,6 +91,7 @@ def test_what_is_left_to_the_modules():
     assert decodes_in_graph(choose("full")) and not decodes_in_graph(choose("quest"))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("read_last", [False, True])
 @pytest.mark.parametrize("end", [4, CHUNK, CHUNK + 6])
 def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last):

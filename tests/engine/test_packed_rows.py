@@ -113,6 +113,7 @@ def assert_near(one, other):
             assert torch.isclose(held, found, atol=2e-3).double().mean() > 0.99
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     ("allocator", "codec"), [("uniform", SMALL), ("ada", SMALL), ("ada", dict(bits=4, group=32, residual=32))]
@@ -137,6 +138,7 @@ def test_the_layers_hold_afterwards_what_the_codec_packs_token_by_token(allocato
                 assert torch.equal(one, other)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("model", ["llama", "qwen3", "phi3"])
 @pytest.mark.parametrize(("method", "allocator"), [("full", "uniform"), ("snapkv", "ada"), ("centroidkv", "uniform")])
 def test_the_step_gives_what_the_modules_give(method, allocator, model):
@@ -152,6 +154,7 @@ def test_the_step_gives_what_the_modules_give(method, allocator, model):
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-3)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("read_last", [False, True])
 @pytest.mark.parametrize("end", [9, CHUNK, CHUNK + 3])
 def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last):

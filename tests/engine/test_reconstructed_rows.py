@@ -66,6 +66,11 @@ def test_layers_with_a_sliding_window_stand_beside_them():
         assert modules.bytes() == step.bytes()
 
 
+def list_cases(cases, *quick: str) -> list:
+    """The cases, of which `make test` runs these."""
+    return [name if name in quick else only_in_full(name) for name in cases]
+
+
 CODECS = {
     "codes in 4 bits": dict(bits=4),
     "codes in 2 bits": dict(bits=2),
@@ -82,7 +87,9 @@ CODECS = {
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    "name", list_cases(CODECS, "codes in 4 bits", "K and V apart in 4 bits", "no residual", "distances that grow")
+)
 @pytest.mark.parametrize("method", ["deltakv", "full"])
 def test_whatever_the_codec_stores(method, name):
     assert_same_answers(*read_prompts(method, **CODECS[name]), lengths=(LONG, CHUNK + 9))
@@ -102,8 +109,12 @@ CHOICES = {
 }
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(
+    "name",
+    list_cases(
+        CHOICES, "a number of rows", "no budget", "more sinks than the codec's", "two full layers", "a short prompt"
+    ),
+)
 def test_whatever_the_method_chooses(name):
     assert_same_answers(*read_prompts(**CHOICES[name]), lengths=(LONG, CHUNK + 9))
 

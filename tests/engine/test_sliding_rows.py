@@ -47,6 +47,8 @@ METHODS = {
     "pqcache": {"sinks": 2, "least": 0, "bits": 3},
 }
 EVERY = pytest.mark.parametrize("method", METHODS)
+QUICK = ("snapkv", "tova", "quest")  # one appends, one cuts, one reads few rows
+SOME = pytest.mark.parametrize("method", [name if name in QUICK else only_in_full(name) for name in METHODS])
 
 
 def choice_of(method):
@@ -131,7 +133,7 @@ def test_other_models_may_have_sliding_layers_too(make, windows):
 
 
 @pytest.mark.cover
-@EVERY
+@SOME
 @pytest.mark.parametrize("read_last", [False, only_in_full(True)])
 @pytest.mark.parametrize("end", [2, CHUNK, CHUNK + 3])
 def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last, method):
@@ -140,7 +142,7 @@ def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last, m
 
 
 @pytest.mark.cover
-@EVERY
+@SOME
 @pytest.mark.parametrize("first", [5, CHUNK + 2])
 def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read(method, first):
     both = read_prompts(method, batch=1)
@@ -150,7 +152,7 @@ def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read
     assert_same(*both)
 
 
-@EVERY
+@SOME
 def test_a_branch_leaves_nothing_behind(method):
     _, step = read_prompts(method, SHORTER)
     before = [(own.keys, own.values, own.cumulative_length) for own in step.sliding_layers()]

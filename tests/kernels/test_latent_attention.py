@@ -252,11 +252,11 @@ def test_every_token_attends_to_what_the_definition_makes(case, implementation, 
 
 @BOTH
 @pytest.mark.parametrize(
-    "case", [Case(**UNEVEN, tokens=5), Case(**UNEVEN | SMALL, tokens=5, bits=4)], ids=["numbers", "codes"]
+    "case", [Case(**UNEVEN, tokens=3), Case(**UNEVEN | SMALL, tokens=3, bits=4)], ids=["numbers", "codes"]
 )
 def test_steps_that_are_done_again_write_and_give_the_same(implementation, case):
     (run, straight), found = (Run(case) for _ in range(2)), []
-    for step in range(5):
+    for step in range(3):
         found.append(straight.attend(step, implementation))
         for again in range(step + 1):
             assert torch.equal(run.attend(again, implementation), found[again])
