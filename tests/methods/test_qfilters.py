@@ -229,7 +229,7 @@ def test_the_command(tmp_path, capsys):
         ([*few, "--sequences", "900", "--text", str(text)], "--sequences=900"),
         ([*few, "--queries", "0"], "--queries=0"),
         ([*few, "--text", str(tmp_path / "none")], "No such file"),
-        ([*few, "--model", "/none"], "model.path=/none"),
+        ([*few, "--model", "/none"], "--model=/none"),
         ([*few, "--out", str(tmp_path)], f"--out={tmp_path}: no file can be there"),
         ([*few, "--out", str(text / "filters")], f"--out={text}/filters: no file can be there"),
         ([*few, "--device", "tpu"], "--device=tpu: choose one of cpu, cuda"),

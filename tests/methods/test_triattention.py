@@ -348,7 +348,7 @@ def test_the_command(tmp_path, capsys):
         (["--sequences", "0"], "--sequences=0: a whole number of at least 1"),
         (["--length", "1"], "--length=1: a whole number of at least 2"),
         (["--text", str(tmp_path / "none")], "--text="),
-        (["--model", "/none"], "model.path=/none"),
+        (["--model", "/none"], "--model=/none"),
         (["--out", str(tmp_path)], f"--out={tmp_path}: no file can be there"),
     ):
         assert calibrate.main([*command, *wrong]) == 2

@@ -87,7 +87,7 @@ def test_state_that_leaks_between_prompts_fails(check, capsys, monkeypatch):
         (["knorm", "--set", "skip_layers=[1"], "--set skip_layers=[1: the value is not valid YAML"),
         (["knorm", "--set", "no=1"], "method setting=no: choose one of "),
         (["qfilters"], "method.path=null: "),
-        (["knorm", "--model", "/no/such/folder"], "model.path=/no/such/folder: no such folder"),
+        (["knorm", "--model", "/no/such/folder"], "--model=/no/such/folder: no such folder"),
     ],
 )
 def test_what_cannot_be_checked_is_one_line(arguments, line, capsys):
