@@ -4,6 +4,7 @@ from collections.abc import Callable, Set
 from typing import Any
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -34,8 +35,10 @@ def speed_up_interpreter() -> None:
 
 
 def remember_shapes() -> None:
-    """Let all blocks of a shape share its description, and all types of numbers the table of NumPy's types."""
-    describe, find = tl.block_type.__init__, interpreter._get_np_dtype
+    """Let all blocks of a shape share its description, by which they are known to need no broadcast, and all types of
+    numbers the table of NumPy's types.
+    """
+    describe, find, broadcast = tl.block_type.__init__, interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value
     shapes, types = dict[tuple[int, ...], dict[str, Any]](), dict[str, Any]()
     no_shape = (tl.core.tuple([]), tl.constexpr(1))
 
@@ -59,4 +62,9 @@ def remember_shapes() -> None:
             types[own.name] = find(dtype)
         return types[own.name]
 
+    def broadcast_others(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        blocks = lhs.type.is_block() and rhs.type.is_block()
+        return (lhs, rhs) if blocks and lhs.type.shape is rhs.type.shape else broadcast(self, lhs, rhs)
+
     tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = describe_once, make_tensor, find_once
+    TritonSemantic.broadcast_impl_value = broadcast_others
