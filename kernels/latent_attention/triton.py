@@ -18,7 +18,7 @@ from kvbench.kernels.quantize.triton import EVEN
 from kvbench.kernels.rope_append.triton import rotate_head
 
 CORES = 132  # multiprocessors that the rows are split over
-LATENTS = 128  # most latents of a row that a program makes keys of; of codes twice as many
+LATENTS = 128  # most latents of a row that a program makes keys of; of codes of 4 bits it may be twice as many
 KEPT = 128 * 1024  # most bytes of U that a program keeps in shared memory
 SMALL = 64 * 1024  # most with which a multiprocessor runs two programs
 NARROW = 64  # most latents of a row with which a multiprocessor runs further programs
@@ -614,7 +614,8 @@ def choose_shape(
     wide, latents = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(rank))
     if not normed and not exact:
         even = triton.cdiv(rank, LATENTS) % 2 == 0  # twice as many latents need no more padding
-        latents = min(latents, 2 * LATENTS if bits and even else LATENTS)
+        twice = bits == 4 and even and 4 * wide * LATENTS <= SMALL
+        latents = min(latents, 2 * LATENTS if twice else LATENTS)
     taken = 1
     while (
         not exact
@@ -626,8 +627,9 @@ def choose_shape(
     kept = not exact and 2 * taken * wide * latents <= KEPT
     narrow = kept and latents <= NARROW and not normed and not bits
     return {
-        "KEEP": kept, "PARTS": triton.cdiv(rank, latents), "R": latents if kept else 16 if exact else 64, "DP": wide,
-        "HEADS": taken, "M": max(16, triton.next_power_of_2(taken * each)), "N": 32 if exact else ROWS,
+        "KEEP": kept, "PARTS": triton.cdiv(rank, latents) if kept else 1,
+        "R": latents if kept else 16 if exact else 64, "DP": wide, "HEADS": taken,
+        "M": max(16, triton.next_power_of_2(taken * each)), "N": 32 if exact else ROWS,
         "AHEAD": not narrow,
         "num_warps": 4, "num_stages": 2 if latents <= 256 and not exact else 1,
     } | ({"maxnreg": REGISTERS} if narrow else {})  # fmt: skip
@@ -636,4 +638,5 @@ def choose_shape(
 def choose_stages(rank: int, queries: int, exact: bool, bits: int = 0) -> dict[str, int]:
     """Return the warps of a program that sums latents, and how many tiles it holds."""
     stages = 3 if rank <= 256 and not exact else 2
-    return {"num_warps": 4 if rank * queries <= 8192 and not (bits and rank > 256) else 8, "num_stages": stages}
+    few = not bits or rank <= (256 if bits == 4 and queries <= 16 else 128)  # codes take registers
+    return {"num_warps": 4 if rank * queries <= 8192 and few else 8, "num_stages": stages}

@@ -45,7 +45,7 @@ from kvbench.analysis.intervals import TAIL, Mean, Values, compute_means, normal
 from kvbench.analysis.paired import Pair, PairedDifference, PairedScores, compare_averages, pair_records
 from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.config.catalogue import describe_part
-from kvbench.store.runs import name_budget
+from kvbench.store.runs import CACHE_GROUPS, name_budget
 from kvbench.validation import EMBEDDED_MODELS, escape, format_value
 
 Records = Mapping[str, dict[str, Any]]  # uid -> record
@@ -123,10 +123,12 @@ def draft_run_table(
     Raises:
         SettingError: Prompts or targets of a pair differ.
     """
+    parts = {group: describe_part(group, value[group]) for group in CACHE_GROUPS}
     heading = {
         "model": value["model"]["name"],
         "revision": value["model"].get("identity"),
-        **{group: describe_part(group, value[group]) for group in ("method", "allocator", "codec")},
+        **{group: value[group]["name"] for group in CACHE_GROUPS},
+        "settings": "; ".join(text for group, text in parts.items() if text != value[group]["name"]) or "default",
         "budget": value.get("budget") or name_budget(value),
         **{name: value.get(name) for name in ("block_size", "question")},
         "task": value["task"]["name"],

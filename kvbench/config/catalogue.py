@@ -5,7 +5,6 @@ of one line.
 """
 
 import io
-import json
 import pickle
 import re
 import shlex
@@ -28,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.config.compose import compose, folders, list_choices, show_path, to_dict
 from kvbench.config.paths import CONF
 from kvbench.config.provenance import content_hash
-from kvbench.validation import ContractError, SettingError, require_choice
+from kvbench.validation import ContractError, SettingError, format_value, require_choice
 
 IMPORT_SECONDS = 60  # limit for importing the module of a method, an allocator, a codec or a task
 SHAPES = CONF / "model" / "shapes"
@@ -119,9 +118,9 @@ def find_preset(group: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def describe_part(group: str, settings: Mapping[str, Any]) -> str:
-    """Return the name of a part of a run and its settings that differ from the default ones, such as "kivi, bits 4".
+    """Return the name of a part of a run and its settings that differ from the default ones, such as "palu, bits 4".
 
-    Of a preset only the name is given. A file is not: what a run records of it is its hash.
+    A preset is given by its name. A file is not named: a run records its hash.
 
     Args:
         group: "method", "allocator" or "codec".
@@ -130,16 +129,17 @@ def describe_part(group: str, settings: Mapping[str, Any]) -> str:
     name, preset = settings["name"], find_preset(group, settings)
     usual = dict(_resolve_choice(group, name) if name in list_choices(group) else settings)
     usual |= _resolve_presets(group, name)[preset] if preset else {}
-    shown = {key: _show(group, own) for key, own in settings.items() if key in usual.keys() - {"path", "preset"}}
-    texts = [f"{key} {own}" for key, own in shown.items() if own != _show(group, usual[key])]
+    texts = []
+    for key in sorted(settings.keys() - {"name", "path", "preset", "_target_"}):
+        own, other = (_describe_inner(group, part.get(key)) for part in (settings, usual))
+        if own != other or key not in usual:  # today's file may lack a setting of an older run
+            texts.append(f"{key} {format_value(own)}")
     return ", ".join([f"{name} {preset}" if preset else name, *texts])
 
 
-def _show(group: str, value: Any) -> str:
-    """Return a setting's value as a text; of a method or codec inside another one what `describe_part` says of it."""
-    if isinstance(value, Mapping) and "name" in value:
-        return f"({describe_part(group, value)})"
-    return value if isinstance(value, str) else json.dumps(value)
+def _describe_inner(group: str, value: Any) -> Any:
+    """Return a setting's value; for a method or codec inside another one what `describe_part` says of it."""
+    return f"({describe_part(group, value)})" if isinstance(value, Mapping) and "name" in value else value
 
 
 def resolve(group: str, config: DictConfig) -> dict[str, Any]:

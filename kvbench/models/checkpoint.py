@@ -49,9 +49,9 @@ def find_model(model: str, setting: str = "model.path") -> str:
     """
     if model in FETCHED_MODELS:
         check_fetched(model)
-    unknown = "/" not in model and model not in KNOWN_MODELS and not Path(model).exists()
-    if unknown and (close := get_close_matches(model, KNOWN_MODELS, 1)):  # the hub would be asked for half a minute
-        raise SettingError(f"{setting}={model}: no such model; did you mean {close[0]}?")
+    close = get_close_matches(model.lower(), KNOWN_MODELS, 1, 0.8)
+    if close and model not in KNOWN_MODELS and "/" not in model and not is_gguf(model) and not Path(model).exists():
+        raise SettingError(f"{setting}={model}: no such model; did you mean {close[0]}?")  # the hub would take long
     path = str(KNOWN_MODELS.get(model, model))
     check_model_path(path, setting)
     if not is_gguf(path):

@@ -110,6 +110,12 @@ def test_a_table_names_the_settings_that_are_not_the_usual_ones(group, name, cha
     assert describe_part(group, {"name": "of another checkout", "window": 16}) == "of another checkout"
 
 
+def test_a_setting_that_a_file_no_longer_has_is_named():
+    assert (
+        describe_part("method", load_settings("method", "snapkv") | {"gone": [1], "window": 32.0}) == "snapkv, gone [1]"
+    )
+
+
 def test_omnikv_presets_differ(monkeypatch):
     """Published filters stand in proportion to a model's depth; of twelve layers at 0, 3 and 6."""
     monkeypatch.setitem(BUILD, "deep", deepened)

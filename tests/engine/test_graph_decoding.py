@@ -273,8 +273,10 @@ VARYING = {
 
 
 QUICK = (
-    "a growing quota", "a cache that fills", "layers that differ by sample and grow",
-    "heads that stream and heads that keep everything", "spared layers and a growing quota",
+    "a growing quota", "a growing quota, slots as positions", "a cache that fills",
+    "a cache that fills and is protected too much", "layers of a growing pyramid",
+    "layers that differ by sample and grow", "heads that stream and heads that keep everything",
+    "spared layers and a growing quota",
 )  # fmt: skip
 
 

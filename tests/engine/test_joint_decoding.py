@@ -158,7 +158,7 @@ CUTTING = {
     "snapkv": {},
     "tova": {"recent": 2},
 }
-QUICK = ("h2o", "sink")  # one watches every token, the other forgets in order
+QUICK = ("h2o", "cake", "sink")  # one watches every token, one has a state, one forgets in order
 CONTEXTS = [(0.3, 60, 1), (0.2, 75, 2), (GROWING, 41, 1), (0.3, 60, 1)]  # budget, tokens of the prompt, samples
 LIKE = [(0.3, 60, 1), (0.3, 60, 2)]  # all heads hold the same number of rows
 
@@ -256,7 +256,7 @@ def test_samples_of_a_batch_and_windows():
         assert_same(modules, own)
 
 
-@pytest.mark.parametrize("after", [*map(only_in_full, (2, CHUNK, CHUNK + 7)), CHUNK + 1])
+@pytest.mark.parametrize("after", [*map(only_in_full, (2, CHUNK + 1, CHUNK + 7)), CHUNK])
 def test_answers_end_on_their_own(after):
     """One answer ends by itself, another one is ended, and the others go on. Then all answer again."""
     names = ["a cut at each token", "snapkv", "columns", "pages", "packed", "rolling positions"]

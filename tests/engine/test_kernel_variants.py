@@ -50,7 +50,7 @@ OTHERS = [
     (400, 0.17, BLOCK, 65, 70),
     (351, 0.2, BLOCK, 0, 35),
 ]
-METHODS = ("snapkv",)  # of `make test`
+METHODS = ("quest", "snapkv")
 CUTTING = [("keydiff", {"decode_interval": 1}), ("tova", {"decode_interval": 4}), ("h2o", {"decode_interval": 1})]
 
 

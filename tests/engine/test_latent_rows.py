@@ -24,7 +24,6 @@ from tests.support.interrupted_answers import (
 )
 from tests.support.method_files import build_policy
 from tests.support.palu_files import build_palu, find_palu
-from tests.support.selection import only_in_full
 from tests.support.tiny_models import ids, make_exact, tiny
 
 
@@ -74,11 +73,11 @@ def test_layers_with_a_sliding_window_stand_beside_them():
     assert modules.bytes() == step.bytes()
 
 
-@pytest.mark.parametrize("every, graphs", [only_in_full(1, False), (40, True)])
-def test_cuts_while_decoding_go_through_the_modules(every, graphs):
+@pytest.mark.parametrize("every, tokens, graphs", [(1, 20, False), (40, 100, True)])
+def test_tokens_that_are_cut_at_go_through_the_modules(every, tokens, graphs):
     """Graphs read the tokens between two cuts that are far apart."""
     modules, step = read_prompts("snapkv", more={"decoding": True, "decode_interval": every, "window": 4}, batch=1)
-    answers = [list(context.generate(100, Sampling(), frozenset(), True)) for context in (modules, step)]
+    answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers))
     assert (step.decoding == "graph") is graphs
     assert_same_storage(modules, step)

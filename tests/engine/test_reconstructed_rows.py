@@ -88,7 +88,16 @@ CODECS = {
 
 @pytest.mark.cover
 @pytest.mark.parametrize(
-    "name", list_cases(CODECS, "codes in 4 bits", "K and V apart in 4 bits", "no residual", "distances that grow")
+    "name",
+    list_cases(
+        CODECS,
+        "codes in 4 bits",
+        "K and V apart in 4 bits",
+        "no residual",
+        "no references",
+        "distances that grow",
+        "more sinks than tokens",
+    ),
 )
 @pytest.mark.parametrize("method", ["deltakv", "full"])
 def test_whatever_the_codec_stores(method, name):
@@ -112,7 +121,13 @@ CHOICES = {
 @pytest.mark.parametrize(
     "name",
     list_cases(
-        CHOICES, "a number of rows", "no budget", "more sinks than the codec's", "two full layers", "a short prompt"
+        CHOICES,
+        "a number of rows",
+        "no budget",
+        "more sinks than the codec's",
+        "two full layers",
+        "nothing to choose among",
+        "a short prompt",
     ),
 )
 def test_whatever_the_method_chooses(name):

@@ -85,6 +85,9 @@ FULL = {
     ),
     "float16, nothing removed": Case(((70,),), 2, 2, 64, (128,), (128,), normed=True, dtype=torch.float16),
     "more queries than a program takes": Case(((70,),), 4, 20, 16, (8,), (8,)),
+    "bfloat16, 4 bits, as Llama 3.1": Case(
+        ((200,), (200,)), 4, 4, 128, (256, 136), (256, 256), dtype=torch.bfloat16, bits=4
+    ),
     "bfloat16, 2 bits": Case(((200,),), 4, 4, 64, (128,), (136,), bits=2, dtype=torch.bfloat16),
     "4 bits, with norms": Case(
         ((70,),), 2, 2, 64, (128,), (128,), bias=(True, True), normed=True, bits=4, clip=0.8, dtype=torch.float16
@@ -288,18 +291,21 @@ def test_programs_take_one_or_several_heads_and_keep_u_or_read_it_again(kept, wi
 
 @pytest.mark.parametrize("latents", [16, 32])
 def test_programs_make_keys_of_some_latents(latents, monkeypatch):
-    """Their logits are added, and the bias counts once. Keys that are normed need all latents.
+    """Their logits are added, and the bias counts once. Keys that are normed need all latents, and so do programs that
+    read U again.
 
-    Of codes a program takes twice as many latents if no more of them are padding then.
+    Of codes of 4 bits a program takes twice as many latents if no more of them are padding then.
     """
     monkeypatch.setattr(own, "LATENTS", latents)
-    for normed, bits, parts in (
-        (False, None, {16: 3, 32: 2}),
-        (True, None, {16: 1, 32: 1}),
-        (False, 4, {16: 3, 32: 1}),
-    ):
+    some = 48 // latents + latents // 32
+    assert own.choose_shape(40, 2, 2, 16, False, False, 3)["PARTS"] == some
+    for normed, bits, kept, parts in (
+        (False, None, own.KEPT, some), (True, None, own.KEPT, 1), (False, 4, own.KEPT, {16: 3, 32: 1}[latents]),
+        (False, None, 1 << 8, 1), (False, 4, 1 << 8, 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(own, "KEPT", kept)
         case = Case(((70, 3),), 2, 2, 16, (40,), (8,), bias=(True, True), normed=normed, dtype=torch.float16, bits=bits)
-        assert own.choose_shape(40, 2, 2, 16, False, normed, bits or 0)["PARTS"] == parts[latents]
+        assert own.choose_shape(40, 2, 2, 16, False, normed, bits or 0)["PARTS"] == parts
         run = Run(case)
         torch.testing.assert_close(run.attend(0, "triton").cpu().double(), run.expect(0), rtol=0, atol=bound(case))
 

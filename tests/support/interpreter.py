@@ -44,7 +44,7 @@ def remember_shapes() -> None:
 
     def describe_once(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
         sizes = tuple(own.value if isinstance(own, tl.constexpr) else own for own in shape)
-        if sizes not in shapes:
+        if sizes not in shapes or any(type(size) is not int for size in sizes):  # (16.0,) equals (16,), but is refused
             describe(self, element_ty, shape)
             of_tensors = (tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(self.numel))
             shapes[sizes] = {"shape": self.shape, "numel": self.numel, "of_tensors": of_tensors}
