@@ -117,18 +117,17 @@ def draft_run_table(
         value: As in `build_run_table`.
         full_records: Likewise.
         method_records: Likewise.
-        brief: Whether to leave out the further metrics, and `full` and `method` of all rows. This is several times as
-            fast.
+        brief: Whether to leave out the further metrics, the changed settings, and `full` and `method` of all rows. This
+            is several times as fast.
 
     Raises:
         SettingError: Prompts or targets of a pair differ.
     """
-    parts = {group: describe_part(group, value[group]) for group in CACHE_GROUPS}
     heading = {
         "model": value["model"]["name"],
         "revision": value["model"].get("identity"),
         **{group: value[group]["name"] for group in CACHE_GROUPS},
-        "settings": "; ".join(text for group, text in parts.items() if text != value[group]["name"]) or "default",
+        **({} if brief else {"settings": _describe_settings(value)}),
         "budget": value.get("budget") or name_budget(value),
         **{name: value.get(name) for name in ("block_size", "question")},
         "task": value["task"]["name"],
@@ -138,6 +137,12 @@ def draft_run_table(
     averages = dict(value.get("averages") or []) or None
     solvable = solvable_subtasks.list_solvable(value)
     return _draft_table(full_records, method_records, heading, averages, solvable, brief)
+
+
+def _describe_settings(value: Mapping[str, Any]) -> str:
+    """Return the parts of the cache that have other settings than the default ones, with these, or "default"."""
+    texts = {group: describe_part(group, value[group]) for group in CACHE_GROUPS}
+    return "; ".join(text for group, text in texts.items() if text != value[group]["name"]) or "default"
 
 
 def warn_of_data(records: Records, embedded: bool) -> list[str]:

@@ -28,7 +28,7 @@ from tests.support.interrupted_answers import (
     assert_nothing_follows_the_end,
 )
 from tests.support.method_files import build_policy
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, make_double, make_fresh, tiny
 
 APPENDING = {"method": "snapkv"}
@@ -140,7 +140,7 @@ def captured(monkeypatch):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
-@pytest.mark.parametrize("name", [name if name in OFTEN else only_in_full(name) for name in WATCHERS])
+@pytest.mark.parametrize("name", choose_quick(WATCHERS, *OFTEN))
 def test_a_method_that_watches_sees_every_token(name, block, captured):
     """Answers begin between two cuts too, and are stopped where the graph has read ahead."""
     choice = choice_of(name.partition(" ")[0].strip(","), **WATCHERS[name])
@@ -298,7 +298,7 @@ def assert_same_to_the_last_count(one, other):
         }
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else only_in_full(name) for name in VARYING])
+@pytest.mark.parametrize("name", choose_quick(VARYING, *QUICK))
 def test_heads_layers_and_tokens_may_have_quotas_of_their_own(name):
     chosen, budget = VARYING[name]
     modules, step = make_contexts(make_double("llama"), choice_of(**chosen), budget, batch=2)

@@ -30,7 +30,7 @@ from kvbench.validation import ContractError
 from tests.support.answer_paths import assert_same, make_contexts, read_given_both_ways
 from tests.support.delta_files import build_delta
 from tests.support.method_files import make_method_args
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, make_double, make_fresh
 
 GROWING = Budget(0.3, "seen")
@@ -183,7 +183,7 @@ def pieces(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("method", [own if own in QUICK else only_in_full(own) for own in CUTTING])
+@pytest.mark.parametrize("method", choose_quick(CUTTING, *QUICK))
 def test_contexts_that_cut_at_every_token_share_their_calls(pieces, method):
     """They differ in budget, prompt and samples, and other contexts stand between them."""
     model = make_double("llama")

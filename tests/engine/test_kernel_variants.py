@@ -21,7 +21,7 @@ from kvbench.models.transformers_port import read_layout
 from tests.support.delta_files import write_for
 from tests.support.method_files import build_policy, make_method_args
 from tests.support.palu_files import build_palu, draw_palu
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import draw_model, ids
 
 if not triton.knobs.runtime.interpret:
@@ -86,9 +86,7 @@ def check(*args, **more):
     assert known and describe_new(known, others) == []
 
 
-@pytest.mark.parametrize(
-    "method", [*METHODS, *(only_in_full(name) for name in kvbench.methods_available() if name not in METHODS)]
-)
+@pytest.mark.parametrize("method", choose_quick(kvbench.methods_available(), *METHODS))
 def test_lengths_need_no_other_variants(model, method):
     check(model, method)
 

@@ -31,7 +31,7 @@ from tests.support.interrupted_answers import (
     assert_nothing_follows_the_end,
 )
 from tests.support.method_files import build_policy
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, make_exact, tiny
 
 SELECTS = dict(full_layers=[0], depth=None, sinks=3, recent=8)
@@ -66,11 +66,6 @@ def test_layers_with_a_sliding_window_stand_beside_them():
         assert modules.bytes() == step.bytes()
 
 
-def list_cases(cases, *quick: str) -> list:
-    """The cases, of which `make test` runs these."""
-    return [name if name in quick else only_in_full(name) for name in cases]
-
-
 CODECS = {
     "codes in 4 bits": dict(bits=4),
     "codes in 2 bits": dict(bits=2),
@@ -89,7 +84,7 @@ CODECS = {
 @pytest.mark.cover
 @pytest.mark.parametrize(
     "name",
-    list_cases(
+    choose_quick(
         CODECS,
         "codes in 4 bits",
         "K and V apart in 4 bits",
@@ -120,7 +115,7 @@ CHOICES = {
 
 @pytest.mark.parametrize(
     "name",
-    list_cases(
+    choose_quick(
         CHOICES,
         "a number of rows",
         "no budget",

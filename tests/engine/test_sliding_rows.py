@@ -21,7 +21,7 @@ from tests.support.interrupted_answers import (
     assert_nothing_follows_the_end,
 )
 from tests.support.method_files import build_policy
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import (
     COMMON,
     SLIDING,
@@ -47,8 +47,7 @@ METHODS = {
     "pqcache": {"sinks": 2, "least": 0, "bits": 3},
 }
 EVERY = pytest.mark.parametrize("method", METHODS)
-QUICK = ("snapkv", "tova", "quest")  # one appends, one cuts, one reads few rows
-SOME = pytest.mark.parametrize("method", [name if name in QUICK else only_in_full(name) for name in METHODS])
+SOME = pytest.mark.parametrize("method", choose_quick(METHODS, "snapkv", "tova", "quest"))  # append, cut, read few
 
 
 def choice_of(method):

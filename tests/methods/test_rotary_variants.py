@@ -23,7 +23,7 @@ from tests.support.oracle_scores import (
 )
 from tests.support.oracle_shares import MODES, assert_cake_agrees
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_first, protect_newest
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import tiny
 
 ROTATIONS = ("llama3", "yarn", "phi3", "mistral", "qwen2")
@@ -36,7 +36,7 @@ MERGING = dict(sinks=2, recents=5, chunk=8, r=0.8)
 
 def each_model(*chosen: str, of: Sequence[str] = ROTATIONS) -> pytest.MarkDecorator:
     """Models of a score. `make test` runs the chosen ones: two for a score, so that every model has several scores."""
-    return pytest.mark.parametrize("model", [own if own in chosen else only_in_full(own) for own in of])
+    return pytest.mark.parametrize("model", choose_quick(of, *chosen))
 
 
 @each_model("llama3", "phi3")

@@ -35,8 +35,9 @@ def speed_up_interpreter() -> None:
 
 
 def remember_shapes() -> None:
-    """Let all blocks of a shape share its description, by which they are known to need no broadcast, and all types of
-    numbers the table of NumPy's types.
+    """Make the description of a shape once and share it among all blocks of the shape.
+
+    Two blocks that share one need no broadcast. The table of NumPy's types is read once for each type, too.
     """
     describe, find, broadcast = tl.block_type.__init__, interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value
     shapes, types = dict[tuple[int, ...], dict[str, Any]](), dict[str, Any]()

@@ -24,6 +24,13 @@ def only_in_full(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
+def choose_quick(cases: Iterable[object], *quick: object) -> list[object]:
+    """The cases of `parametrize`. Those that are not among `quick` run in `make test-all` alone."""
+    listed = list(cases)
+    assert all(own in listed for own in quick), f"{quick} are not all among {listed}"
+    return [own if own in quick else only_in_full(own) for own in listed]
+
+
 def choose_covering(cases: Sequence[frozenset[Hashable]], costs: Sequence[float] | None = None) -> list[int]:
     """Indices of cases that together hold every feature of any case: greedy, and the same every time.
 
