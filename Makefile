@@ -6,9 +6,10 @@ BIN := .venv/bin
 VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
 PLAIN := not full and not gpu and not slurm and not browser and not parity and not package and not latex
+QUICK_TESTS := -n 2 --dist worksteal --hypothesis-profile quick -m "$(PLAIN)"
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-latex test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
+.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-latex test-slurm sweep-status data export check-results wandb-sync setup run test durations test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
 
 # Print the targets.
 help:
@@ -60,7 +61,12 @@ $(TYPED):
 
 # Run the tests that every change must pass; tests/README.md says what they leave out.
 test: setup style
-	$(PYTEST) -n 2 --dist worksteal --hypothesis-profile quick -m "$(PLAIN)"
+	$(PYTEST) $(QUICK_TESTS)
+
+# Measure the CPU time of the tests of `make test` and write tests/durations.csv.
+# The machine should be at rest.
+durations: setup
+	$(PYTEST) $(QUICK_TESTS) --write-cpu-times tests/durations.csv
 
 # Run every cross, and what needs a browser, a SLURM or the documentation's packages.
 test-all: setup style

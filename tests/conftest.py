@@ -30,8 +30,17 @@ settings.register_profile("quick", settings.get_profile("kvbench"), max_examples
 settings.load_profile("kvbench")
 
 
+def pytest_addoption(parser):
+    from tests.support.cpu_times import add_options
+
+    add_options(parser)
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "cover: make test runs a selection of these cases (tests/README.md)")
+    from tests.support.cpu_times import register
+
+    register(config)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves out what is marked
