@@ -62,7 +62,7 @@ def run_tests(folder: Path, tests: list[str], selection: list[str], processes: i
     """Run tests until one fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-n", str(processes)]
     command += ["--dist", "worksteal", *selection, *tests]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     begin = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
@@ -77,7 +77,10 @@ def run_tests(folder: Path, tests: list[str], selection: list[str], processes: i
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         output.seek(0)
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output.read(), re.MULTILINE)
+        printed = output.read()
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+    if code and not failed:
+        raise SystemExit(f"{printed[-2000:]}\npytest ended with {code}, but no test failed")
     outcome = {0: "survived", None: "out of time"}.get(code, "caught")
     return {"outcome": outcome, "seconds": round(time.monotonic() - begin), "by": failed[1] if failed else ""}
 
