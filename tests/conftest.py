@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -51,9 +52,16 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Take modules and tests out of Python's garbage collection: every full collection would go through all of them."""
+    """Take modules and tests out of Python's garbage collection, and time out of Triton's interpreter.
+
+    Every full collection of garbage would go through all modules and tests.
+    """
     gc.collect()
     gc.freeze()
+    if os.environ.get("TRITON_INTERPRET") and "triton" in sys.modules:
+        from tests.support.interpreter import speed_up_interpreter
+
+        speed_up_interpreter()
 
 
 @pytest.fixture(autouse=True)
