@@ -8,7 +8,6 @@ import torch
 
 from kvbench.engine import joined_growing_rows, joint_decoding
 from kvbench.engine.generation import Answer, GenerationContext
-from kvbench.engine.graph_decoding import CHUNK
 from kvbench.engine.joined_replaced_rows import JoinedReplacedRows
 from kvbench.engine.joint_decoding import (
     Session,
@@ -27,7 +26,7 @@ from kvbench.kernels.joined_rows import attend_joined
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
-from tests.support.answer_paths import assert_same, make_contexts, read_given_both_ways
+from tests.support.answer_paths import CHUNK, assert_same, make_contexts, read_given_both_ways
 from tests.support.delta_files import build_delta
 from tests.support.method_files import make_method_args
 from tests.support.selection import choose_quick, only_in_full
@@ -50,6 +49,10 @@ KINDS = {
     "compressed": ({"method": "full", "codec": "delta"}, 1.0),
     "listed compressed rows": ({"method": "deltakv", "codec": "delta", "full_layers": [0], "depth": None}, 0.3),
 }
+
+
+GROUPS = [tuple(KINDS)[number::3] for number in range(3)]
+"""Every kind stands beside kinds of other rows."""
 
 
 def choose(method, allocator="uniform", codec="raw", **more):
@@ -90,7 +93,7 @@ def answer_all(pairs, **more) -> list[list[torch.Tensor]]:
 
 def assert_alike(pairs) -> None:
     """Both contexts of each pair answer twice alike, those that may do so together, and leave the same behind."""
-    for tokens in (CHUNK + 9, 12):
+    for tokens in (CHUNK + 5, 9):
         alone, joined = answer_all(pairs, tokens=tokens)
         assert all(map(torch.equal, alone, joined))
         for modules, own in pairs:
@@ -98,22 +101,26 @@ def assert_alike(pairs) -> None:
             assert_same(modules, own)
 
 
-def test_every_kind_of_rows_answers_with_the_others():
-    pairs = make_pairs(make_double("llama"), KINDS, [60 + 7 * number for number in range(len(KINDS))])
-    for tokens in (CHUNK + 9, 2 * CHUNK):
+@pytest.mark.parametrize("kinds", [*GROUPS, only_in_full(tuple(KINDS))], ids=len)
+def test_every_kind_of_rows_answers_with_the_others(kinds):
+    pairs = make_pairs(make_double("llama"), kinds, [60 + 7 * number for number in range(len(kinds))])
+    for tokens in (CHUNK + 3, 9):
         alone, joined = answer_all(pairs, tokens=tokens)
         assert all(map(torch.equal, alone, joined))
         for modules, own in pairs:
             assert (modules.decoding, modules.decoded_together) == ("modules", 1)
-            assert (own.decoding, own.decoded_together) == ("graph", len(KINDS))
+            assert (own.decoding, own.decoded_together) == ("graph", len(kinds))
             assert len(own.stamps) == tokens and own.stamps == sorted(own.stamps)
             assert_same(modules, own)
 
 
-@pytest.mark.parametrize("branches", [only_in_full(False), True])
-def test_given_tokens_are_read_side_by_side_and_stay(branches):
+@pytest.mark.parametrize(
+    ("kinds", "branches"),
+    [(GROUPS[0], True), (GROUPS[1], False), *map(only_in_full, [tuple(KINDS)] * 2, [True, False])],
+)
+def test_given_tokens_are_read_side_by_side_and_stay(kinds, branches):
     """An answer attends to them, also in a branch, where other answers leave no rows."""
-    pairs, question = make_pairs(make_double("llama"), KINDS), ids(CHUNK + 5, 7)
+    pairs, question = make_pairs(make_double("llama"), kinds), ids(CHUNK + 2, 7)
     drawn = pairs[0][1].drawn
     with ExitStack() as stack:
         for context in chain(*pairs) if branches else ():
@@ -123,7 +130,7 @@ def test_given_tokens_are_read_side_by_side_and_stay(branches):
             assert own.decoded_together == len(pairs) and own.drawn == drawn
             torch.testing.assert_close(modules.last_logits, own.last_logits, rtol=0, atol=1e-5)
             assert_same(modules, own)
-        alone, joined = answer_all(pairs, tokens=12)
+        alone, joined = answer_all(pairs, tokens=9)
         assert all(map(torch.equal, alone, joined))
     if branches:
         for modules, own in pairs:
@@ -262,11 +269,11 @@ def test_answers_end_on_their_own(after):
     names = ["a cut at each token", "snapkv", "columns", "pages", "packed", "rolling positions"]
     pairs = make_pairs(make_double("llama"), names)
     with pairs[0][0].branch():
-        free = run_alone(tell(pairs[0][0], 40)).flatten().tolist()
+        free = run_alone(tell(pairs[0][0], 2 * CHUNK + 9)).flatten().tolist()
     stop = next(token for place, token in enumerate(free) if place >= after and token not in free[:place])
     ends = [{"stop": [stop]}, {"after": after}, {"after": after + 1}, {}, {"after": after}, {}]
-    alone = [run_alone(tell(modules, 40, **end)) for (modules, _), end in zip(pairs, ends, strict=True)]
-    joined = run_together([tell(own, 40, **end) for (_, own), end in zip(pairs, ends, strict=True)])
+    alone = [run_alone(tell(modules, 2 * CHUNK + 9, **end)) for (modules, _), end in zip(pairs, ends, strict=True)]
+    joined = run_together([tell(own, 2 * CHUNK + 9, **end) for (_, own), end in zip(pairs, ends, strict=True)])
     assert all(map(torch.equal, alone, joined)) and len({len(some) for some in joined}) > 2
     more = ids(3, 9)
     for modules, own in pairs:

@@ -99,6 +99,15 @@ def make_gemma3_with_vision() -> Gemma3ForConditionalGeneration:
     return draw_model(lambda: Gemma3ForConditionalGeneration(config), 0)
 
 
+def make_small_gemma3() -> Gemma3ForCausalLM:
+    """A Gemma 3 with one layer of each kind."""
+    config = Gemma3TextConfig(
+        **COMMON, **heads(4, 2), num_hidden_layers=2, sliding_window=SLIDING, query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return draw_model(lambda: Gemma3ForCausalLM(config), 2)
+
+
 MADE: dict[str, torch.nn.Module] = {}
 
 
