@@ -177,6 +177,7 @@ def test_protected_rows_that_have_no_room_are_counted(sinks, monkeypatch):
         assert (now != before) == more
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("name", ["h2o", "expected_attention", "expected_attention as kvpress"])
 def test_a_method_that_watches_sees_the_tokens_before_the_first_cut(name, block, captured):
@@ -435,8 +436,8 @@ def test_sampled_tokens_are_the_same_too_and_a_second_answer_continues_the_draws
     sampling, answers = Sampling(0.9, 0.95), []
     for context in both:
         with context.branch():
-            whole = torch.stack(list(context.generate(30, sampling, frozenset())))
-        parts = [*context.generate(11, sampling, frozenset(), True), *context.generate(19, sampling, frozenset())]
+            whole = torch.stack(list(context.generate(20, sampling, frozenset())))
+        parts = [*context.generate(9, sampling, frozenset(), True), *context.generate(11, sampling, frozenset())]
         assert torch.equal(whole, torch.stack(parts))
         answers.append(whole)
     assert torch.equal(*answers)

@@ -51,7 +51,7 @@ KINDS = {
 }
 
 
-GROUPS = [tuple(KINDS)[number::3] for number in range(3)]
+GROUPS = [tuple(KINDS)[number::4] for number in range(4)]
 """Every kind stands beside kinds of other rows."""
 
 
@@ -263,15 +263,17 @@ def test_samples_of_a_batch_and_windows():
         assert_same(modules, own)
 
 
-@pytest.mark.parametrize("after", [*map(only_in_full, (2, CHUNK + 1, CHUNK + 7)), CHUNK])
-def test_answers_end_on_their_own(after):
+@pytest.mark.parametrize(
+    ("count", "after"), [(4, CHUNK), *map(only_in_full, (6, 6, 6, 6), (2, CHUNK, CHUNK + 1, CHUNK + 7))]
+)
+def test_answers_end_on_their_own(count, after):
     """One answer ends by itself, another one is ended, and the others go on. Then all answer again."""
-    names = ["a cut at each token", "snapkv", "columns", "pages", "packed", "rolling positions"]
+    names = ["a cut at each token", "snapkv", "packed", "pages", "columns", "rolling positions"][:count]
     pairs = make_pairs(make_double("llama"), names)
     with pairs[0][0].branch():
         free = run_alone(tell(pairs[0][0], 2 * CHUNK + 9)).flatten().tolist()
     stop = next(token for place, token in enumerate(free) if place >= after and token not in free[:place])
-    ends = [{"stop": [stop]}, {"after": after}, {"after": after + 1}, {}, {"after": after}, {}]
+    ends = [{"stop": [stop]}, {"after": after}, {"after": after + 1}, {}, {"after": after}, {}][:count]
     alone = [run_alone(tell(modules, 2 * CHUNK + 9, **end)) for (modules, _), end in zip(pairs, ends, strict=True)]
     joined = run_together([tell(own, 2 * CHUNK + 9, **end) for (_, own), end in zip(pairs, ends, strict=True)])
     assert all(map(torch.equal, alone, joined)) and len({len(some) for some in joined}) > 2
