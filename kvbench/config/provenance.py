@@ -163,7 +163,7 @@ def source_hashes(modules: Iterable[str]) -> dict[str, str]:
     if stamps and _unchanging is not None and request in _unchanging:
         return dict(hashes)
     if not stamps or any(_stamp(path) != stamp for path, stamp in stamps.items()):
-        with enter_packages(request[0]):
+        with enter_packages(request[0]), sources_unchanging():
             files, followed = set(), map_imports(request[0])
             hashes = {}
             for module in sorted(followed):
