@@ -248,10 +248,11 @@ def test_tasks_of_lm_eval_that_are_no_use_here_say_why(folder):
     assert REFUSED[folder] in str(raised.value)
 
 
-def test_names_are_found_without_lm_evals_index():
+def test_names_are_found_without_lm_evals_index(monkeypatch):
     names = ["gsm8k", "ifeval", "infinitebench_passkey", "niah_single_1", "miniature_vt"]
     found = find_tasks(names, None)
     assert list(found) == names and all(path.read_text().count(f"task: {name}") for name, (path, _) in found.items())
+    monkeypatch.setattr("kvbench.tasks.lm_eval.loader.PACKAGE", PACKAGE / "infinitebench")
     for name, line in {
         "infinitebench": "a group of lm-eval; name the tasks",
         "nothing": "no such task in lm-eval",
@@ -299,21 +300,33 @@ def test_only_settings_travel_to_other_processes():
     assert samples(pickle.loads(pickle.dumps(task))) == samples(task)
 
 
-@pytest.mark.parametrize("question", [only_in_full("visible"), "hidden"])
-def test_the_miniature_runs_from_the_command_line(tmp_path, monkeypatch, capsys, question):
+BOTH = ("miniature_niah", "miniature_vt")
+
+
+@pytest.mark.parametrize(
+    "question, tasks, methods",
+    [
+        ("hidden", BOTH[:1], ("snapkv",)),
+        only_in_full("hidden", BOTH, ("random", "snapkv")),
+        only_in_full("visible", BOTH, ("random", "snapkv")),
+    ],
+)
+def test_the_miniature_runs_from_the_command_line(tmp_path, monkeypatch, capsys, question, tasks, methods):
     monkeypatch.chdir(tmp_path)
-    scores = {}
-    for method in ("random", "snapkv"):
-        given = ["task=lm_eval", f"method={method}", "budget=0.2", f"question={question}", "limit=1", "device=cpu"]
+    for method in methods:
+        given = ["task=lm_eval", f"task.tasks=[{','.join(tasks)}]", f"method={method}", "budget=0.2"]
+        given += [f"question={question}", "limit=1", "device=cpu"]
         code, out, err = run_cli(given, monkeypatch, capsys)
-        assert code == 0 and "miniature_vt" in out, err
+        assert code == 0 and all(task in out for task in tasks), err
+    scores = {True: [], False: []}
     for file in Path("results/runs").rglob("records*.jsonl"):
         for record in map(json.loads, file.read_text().splitlines()):
             full = record["budget"] == 1.0
-            scores.setdefault(full, []).append(record["score"])
+            scores[full].append(record["score"])
             assert record["meta"] | {"data": "miniature", "metric": "found"} == record["meta"]
             assert record["tokens_context"] < record["tokens_in"] and record["error"] is None
             cut = record["tokens_in"] if question == "visible" else record["tokens_context"]
             rows = cut if full else int(0.2 * cut)
             assert record["rows_held"] == rows + record["tokens_in"] - cut
-    assert scores[True] == [100.0] * 2 and len(scores[False]) == 4 and sum(scores[False]) < 400
+    assert scores[True] == [100.0] * len(tasks)
+    assert len(scores[False]) == len(tasks) * len(methods) and sum(scores[False]) < 100 * len(scores[False])

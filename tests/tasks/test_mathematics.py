@@ -32,6 +32,8 @@ PIECES = [
     *(" ", ";", "\0", "{,}", r"\sin", r"\[6pt]", r"\cdot10^", r"\$"),
 ]
 LATEX = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+MANY = settings(max_examples=4 * settings.default.max_examples)
+CHECKPOINT = {"stops": False}
 
 
 def problems(**given) -> MathProblems:
@@ -68,7 +70,7 @@ def test_no_pair_contradicts_the_rule_of_the_authors():
     assert not any(is_equiv(*pair) for pair in parse_pairs(UNEQUAL))
 
 
-@settings(max_examples=400)
+@MANY
 @given(LATEX | st.text(), LATEX)
 @example("100, 200", "100,200")
 @example("\\\\\\\\frac12", "1 or 2 or 3")
@@ -126,7 +128,7 @@ def last_box(text: str) -> str | None:
     return next((content.strip() for content in reversed(found) if content.strip()), None)
 
 
-@settings(max_examples=400)
+@MANY
 @given(st.lists(st.sampled_from([r"\boxed{", r"\fbox {", "{", "}", r"\{", r"\}", "\\\\", "1", " ", "x"]), max_size=16))
 def test_boxes_are_those_of_a_stack_of_braces(pieces):
     text = "".join(pieces)
@@ -393,37 +395,36 @@ def records(results) -> dict[str, dict[str, dict]]:
 
 
 @pytest.fixture
-def kvbench(tmp_path, monkeypatch, capsys):
-    """The command line, in tmp_path; no second opinions, which tests/integrations/test_math_verify.py is about."""
-    monkeypatch.chdir(tmp_path)
+def one_opinion(monkeypatch):
+    """No second opinions, which tests/integrations/test_math_verify.py is about."""
     monkeypatch.setattr("kvbench.integrations.math_verify.grade", lambda folder: None)
-    return lambda *settings: run_cli([*settings, "device=cpu"], monkeypatch, capsys)
 
 
-def test_two_methods_end_to_end_and_seeds_of_their_own(kvbench, tmp_path):
+def test_two_methods_end_to_end_and_seeds_of_their_own(one_opinion, kvbench, tmp_path):
     """Sampled twice a problem, cut while decoding; a record is the same whichever others are asked."""
-    sampled = ("task=aime24", "temperature=1.0", "task.repeats=2", "task.max_new_tokens=8", "budget=0.5")
+    sampled = ("task=aime24", "temperature=1.0", "task.repeats=2", "task.max_new_tokens=4", "budget=0.5")
     code, out, err = kvbench(*sampled, "method=knorm", "method.decoding=true", "budget_of=seen", "limit=2")
     assert code == 0, err
     assert re.search(r"\naime24 .* 4\b", out) and "\ntask: aime24 (miniature)\n" in out
     assert "avg@2: each prompt was answered 2 times" in out and "\npass@2 " in out
-    assert kvbench(*sampled, "method=snapkv", "limit=2")[0] == 0
-    assert kvbench(*sampled, "method=full", "limit=1", "results=alone")[0] == 0
-    found = records(tmp_path / "results")
-    assert set(found) == {"full", "knorm", "snapkv"} and all(len(own) == 4 for own in found.values())
-    for uid, own in records(tmp_path / "alone")["full"].items():
+    assert kvbench(*sampled, "method=snapkv", "limit=1", "results=alone")[0] == 0
+    found, alone = (records(tmp_path / folder) for folder in ("results", "alone"))
+    assert set(found) == {"full", "knorm"} and all(len(own) == 4 for own in found.values())
+    assert set(alone) == {"full", "snapkv"} and all(len(own) == 2 for own in alone.values())
+    for uid, own in alone["full"].items():
         assert own["output"] == found["full"][uid]["output"]
     repeats = [{own["output"] for uid, own in found["full"].items() if f"/{problem}/" in uid} for problem in range(2)]
     assert max(map(len, repeats)) == 2
-    for own in (own for every in found.values() for own in every.values()):
+    for own in (own for every in (*found.values(), *alone.values()) for own in every.values()):
         assert own["group"] == own["uid"].rpartition("/")[0] and own["meta"]["data"] == "miniature"
         assert own["stop"] in ("eos", "length") and own["tokens_out"] > 0 and own["also"]["closed"] is False
     assert {own["while_decoding"] for own in found["knorm"].values()} == {"cuts"}
     assert all(own["rows_held_end"] < 0.52 * own["rows_seen_decoding"] for own in found["knorm"].values())
 
 
-def test_the_embedded_model_answers_some(kvbench, tmp_path):
-    code, _, err = kvbench("task=math500", "method=full", "limit=4")
+def test_the_embedded_model_answers_some(one_opinion, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run_cli(["task=math500", "method=full", "limit=4", "device=cpu"], monkeypatch, capsys)
     assert code == 0, err
     scores = {uid: own["score"] for uid, own in records(tmp_path / "results")["full"].items()}
     assert scores == {f"math500/miniature/{index}/r0": 100.0 if index < 3 else 0.0 for index in range(4)}
