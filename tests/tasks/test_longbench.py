@@ -450,14 +450,16 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, t
 # Whole runs
 
 
-@pytest.mark.parametrize("methods", [("snapkv",), only_in_full(("snapkv", "keydiff"))])
-def test_two_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys, methods):
+@pytest.mark.parametrize(
+    "methods, questions", [(("snapkv",), ("hidden",)), only_in_full(("snapkv", "keydiff"), ("visible", "hidden"))]
+)
+def test_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys, methods, questions):
     monkeypatch.chdir(tmp_path)
-    cells = 2 * len(methods)
+    cells = len(questions) * len(methods)
     names = ("multifieldqa_en", "samsum")
     settings = ["task=longbench", f"task.subtasks=[{','.join(names)}]", "limit=1", "device=cpu", "task.max_length=900"]
     code, out, _ = run_cli(
-        [*settings, f"method={','.join(methods)}", "budget=0.3", "question=visible,hidden", "-m", "-v"],
+        [*settings, f"method={','.join(methods)}", "budget=0.3", f"question={','.join(questions)}", "-m", "-v"],
         monkeypatch,
         capsys,
     )
@@ -481,7 +483,7 @@ def test_two_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys, 
             assert record["score"] == task.score(sample, record["output"]).score
             prompts.add((record["uid"], record["prompt_hash"]))
             found.append(record)
-    assert len(prompts) == 2 and len(found) == 2 * (2 + cells)  # two full caches, and the cells
+    assert len(prompts) == 2 and len(found) == 2 * (len(questions) + cells)  # the full caches, and the cells
     assert {record["meta"]["left_out_of"] for record in found if record["subtask"] == "samsum"} == {CONTEXT}
     assert max(record["score"] for record in found if record["budget"] == 1.0) == 100.0  # the embedded model answers
     for record in found:

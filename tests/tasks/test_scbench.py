@@ -19,6 +19,7 @@ from kvbench.tasks.scbench.task import SCBench
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.recorded_runs import read_runs
+from tests.support.selection import only_in_full
 
 
 @pytest.fixture(scope="module")
@@ -364,24 +365,25 @@ def test_averages_weigh_turn_indices_alike():
     assert shared["mean of tasks"]["scbench_kv"] == pytest.approx(1 / 10) and "scbench_kv" not in shared
 
 
-def test_whole_runs_on_the_miniature(tmp_path, monkeypatch, capsys):
-    """Two methods, both values of question: the embedded model answers with the full cache."""
-    monkeypatch.chdir(tmp_path)
-    base = ["task=scbench", "task.max_turns=2", "limit=1", "device=cpu", "budget=0.1"]
-    cells = [
-        ("scbench_kv", "multi_turn", "visible", "snapkv"),
+@pytest.mark.parametrize(
+    "name, mode, question, method",
+    [
         ("scbench_many_shot", "multi_turn", "hidden", "keydiff"),
-        ("scbench_many_shot", "shared_context", "hidden", "keydiff"),
-    ]
-    for name, mode, question, method in cells:
-        own = [f"task.subtasks={name}", f"method={method}", f"question={question}", f"task.mode={mode}"]
-        own += [f"results={mode}{question}"]
-        code, out, _ = run_cli([*base, *own], monkeypatch, capsys)
-        assert code == 0 and name in out
-        found = read_runs(tmp_path / f"{mode}{question}")
-        full, other = (sorted(found[name][1], key=lambda one: one["index"]) for name in ("full", method))
-        assert [one["uid"] for one in full] == [f"{name}/0/turn{turn}" for turn in (1, 2)]
-        assert [one["turn"] for one in full] == ([0, 1] if mode == "multi_turn" else [0, 0])
-        assert [one["score"] for one in full] == [100.0] * 2
-        assert all(one["meta"]["data"] == "miniature" and one["error"] is None for one in (*full, *other))
-        assert other[0]["resident_bytes"] < 0.3 * other[0]["full_bytes"]
+        only_in_full("scbench_many_shot", "shared_context", "hidden", "keydiff"),
+        only_in_full("scbench_kv", "multi_turn", "visible", "snapkv"),
+    ],
+)
+def test_whole_runs_on_the_miniature(tmp_path, monkeypatch, capsys, name, mode, question, method):
+    """The embedded model answers with the full cache."""
+    monkeypatch.chdir(tmp_path)
+    own = ["task=scbench", f"task.subtasks={name}", f"task.mode={mode}", "task.max_turns=2", "limit=1", "device=cpu"]
+    own += [f"method={method}", "budget=0.1", f"question={question}"]
+    code, out, _ = run_cli(own, monkeypatch, capsys)
+    assert code == 0 and name in out
+    found = read_runs(tmp_path / "results")
+    full, other = (sorted(found[name][1], key=lambda one: one["index"]) for name in ("full", method))
+    assert [one["uid"] for one in full] == [f"{name}/0/turn{turn}" for turn in (1, 2)]
+    assert [one["turn"] for one in full] == ([0, 1] if mode == "multi_turn" else [0, 0])
+    assert [one["score"] for one in full] == [100.0] * 2
+    assert all(one["meta"]["data"] == "miniature" and one["error"] is None for one in (*full, *other))
+    assert other[0]["resident_bytes"] < 0.3 * other[0]["full_bytes"]
