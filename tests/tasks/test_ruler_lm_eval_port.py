@@ -39,18 +39,18 @@ def offline(tokenizer):
     return made(tokenizer)
 
 
-def test_documents_are_those_of_lm_eval_for_a_subtask_that_runs_alone(tokenizer, offline, monkeypatch):
+@pytest.mark.parametrize("name, file", [("ruler_vt", "vt"), ("niah_multikey_2", "niah_multikey_2")])
+def test_documents_are_those_of_lm_eval_for_a_subtask_that_runs_alone(name, file, offline, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")  # no download when its modules are imported
     manager = TaskManager(include_defaults=False, metadata={"tokenizer": str(REFERENCE), "max_seq_lengths": [LENGTH]})
-    for name, file in (("ruler_vt", "vt"), ("niah_multikey_2", "niah_multikey_2")):
-        with seed_generators(0), silence_output():
-            [task] = manager.load([str(PACKAGE / "ruler" / f"{file}.yaml")])["tasks"].values()
-            for index in range(2):
-                document = task.eval_docs[index]
-                wanted = task.fewshot_context(document, 0, gen_prefix=task.doc_to_prefix(document))
-                own = offline[f"{name}/{LENGTH}/{index}"]
-                assert own.context + own.question + own.answer_prefix == wanted
-                assert list(own.answers) == document["outputs"]
+    with seed_generators(0), silence_output():
+        [task] = manager.load([str(PACKAGE / "ruler" / f"{file}.yaml")])["tasks"].values()
+        for index in range(2):
+            document = task.eval_docs[index]
+            wanted = task.fewshot_context(document, 0, gen_prefix=task.doc_to_prefix(document))
+            own = offline[f"{name}/{LENGTH}/{index}"]
+            assert own.context + own.question + own.answer_prefix == wanted
+            assert list(own.answers) == document["outputs"]
 
 
 def test_samples_depend_on_their_subtask_alone(tokenizer, offline):
@@ -142,8 +142,8 @@ def test_a_bad_setting_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, cap
 
 def test_it_runs_from_the_command_line_and_says_what_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    chosen = ["task=ruler_lmeval", "task.subtasks=ruler_vt", "task.length=1000", "limit=1", "device=cpu", "budget=0.3"]
-    code, out, err = run_cli([*chosen, "model=reference_v1", "method=snapkv", "question=hidden"], monkeypatch, capsys)
+    own = ["task=ruler_lmeval", "task.subtasks=niah_multikey_2", "task.length=600", "limit=1", "question=hidden"]
+    code, out, err = run_cli([*own, "method=snapkv", "budget=0.3", "device=cpu"], monkeypatch, capsys)
     assert code == 0 and "RULER in lm-eval's port, which differs from the official one" in " ".join(out.split()), err
     records = [json.loads(line) for file in Path("results").rglob("records*") for line in file.read_text().splitlines()]
     assert [record["score"] for record in records if record["budget"] == 1.0] == [100.0]
