@@ -1,8 +1,8 @@
 """Compose the settings of a run from the files of conf/ and the overrides of a command line.
 
 All code that reads conf/ composes here, so a file, a default and an override have the same meaning everywhere. Hydra
-composes once for each choice of groups, such as `method=snapkv task=ruler`. Other settings, such as
-`budget=0.1 method.window=16`, are merged into a copy of that composition, which is much faster.
+composes once for each choice, such as `method=snapkv` or `task=ruler`. Several choices are put together from these, and
+other settings, such as `budget=0.1 method.window=16`, are merged into a copy, which is much faster.
 
 `folders()` lists the folders of configuration files: conf/ itself, the folders of installed packages that have the
 entry point `kvbench.conf`, and the folder that `--config-dir` names.
@@ -12,7 +12,7 @@ import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -255,9 +255,19 @@ def _is_value(override: Override) -> bool:
     return plain and key.split(".")[0].split("/")[0] != "hydra" and not is_group(key)
 
 
+def _can_join(overrides: Sequence[str], searched: Sequence[str]) -> bool:
+    """Return whether the composition of each override by itself gives that of all.
+
+    It does for files of different groups of conf/. A file of another folder may choose files of several groups.
+    """
+    parsed = [parse_override(text) for text in overrides]
+    chosen = {own.key_or_group for own in parsed if own.type is OverrideType.CHANGE and own.package is None}
+    return len(searched) == 1 and 1 < len(parsed) == len(chosen & set(GROUPS))
+
+
 @cache
 def _compose_groups(overrides: tuple[str, ...], searched: tuple[str, ...]) -> bytes:
-    """Compose with Hydra.
+    """Compose the choices of files.
 
     Args:
         overrides: Arguments of a command line.
@@ -266,6 +276,13 @@ def _compose_groups(overrides: tuple[str, ...], searched: tuple[str, ...]) -> by
     Returns:
         The pickled `Composition`. Unpickling copies it in less time than OmegaConf's deepcopy.
     """
+    if _can_join(overrides, searched):
+        made: Composition = pickle.loads(_compose_groups((), searched))
+        for text in overrides:
+            part, group = pickle.loads(_compose_groups((text,), searched)), parse_override(text).key_or_group
+            made.config[group] = part.config[group]
+            made = replace(made, choices={**made.choices, group: part.choices[group]})
+        return pickle.dumps(made)
     more = [f"hydra.searchpath=[{','.join(f'file://{path}' for path in searched[1:])}]"] if searched[1:] else []
     with _initialized():
         config = hydra.compose("config", [*more, *overrides], return_hydra_config=True)
