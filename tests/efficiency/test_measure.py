@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from kvbench.cli import efficiency
-from kvbench.config.catalogue import load_settings, methods_available
+from kvbench.config.catalogue import methods_available
 from kvbench.config.compose import compose_config, expand_cells
 from kvbench.efficiency import measure, measured_task, plan
 from kvbench.efficiency.caches import KVBenchCache, TransformersDynamic, TransformersStatic
@@ -163,31 +163,26 @@ def test_other_errors_are_no_lack_of_memory():
         fits(lambda: (_ for _ in ()).throw(RuntimeError("shape")), "cpu")
 
 
-SCORED = [  # a method that decides itself how many rows stay is refused: random tokens say nothing about it
-    name
-    for name in methods_available()
-    if name not in ("full", "qfilters", "triattention", "duo_attention", "kvzap")
-    and not load_settings("method", name).get("budget_setting")
-]
+# They need a file, or decide how many rows stay, of which random tokens say nothing.
+UNSCORED = ("full", "qfilters", "triattention", "duo_attention", "kvzap", "dms_threshold")
+READERS, REPEATING = ("quest", "omnikv", "deltakv", "pqcache"), ("kvzip", "kvgrad", "attention_matching")
 
 
-def test_every_method_is_scored_or_says_why_not():
-    refused = set()
-    base = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu", "budget=0.5"]
-    for name in SCORED:
-        own = [*base, f"method={name}", "task.measure=scoring", "task.length=70"]
-        run = RunSpec.from_config(compose_config(own))
-        try:
-            made = prepare_score(run)
-        except SettingError as error:
-            assert f"{name} scores nothing" in str(error)
-            refused.add(name)
-            continue
-        found = made.call()
+@pytest.mark.parametrize("name", [own for own in methods_available() if own not in UNSCORED])
+def test_every_method_is_scored_or_says_why_not(name):
+    own = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu", "budget=0.5", "task.length=70"]
+    run = RunSpec.from_config(compose_config([*own, f"method={name}", "task.measure=scoring"]))
+    if name in (*READERS, *REPEATING):
+        with pytest.raises(SettingError, match=f"{name} scores nothing"):
+            prepare_score(run)
+    else:
+        found = prepare_score(run).call()
         rows = found.shape[2] if run.choice().method.scores else int(found[-1].sum(-1).max())  # tokens, of a cut
-        assert rows == 70, name
-    readers, repeating = {"quest", "omnikv", "deltakv", "pqcache"}, {"kvzip", "kvgrad", "attention_matching"}
-    assert refused == readers | repeating and set(load_needs()) <= set(methods_available())
+        assert rows == 70
+
+
+def test_needs_are_those_of_methods():
+    assert set(load_needs()) <= set(methods_available())
 
 
 def test_a_score_is_timed(kvbench):
