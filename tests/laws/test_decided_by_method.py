@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from kvbench.analysis.budget_series import CurveOptions, build_series
 from kvbench.analysis.run_labels import format_budget, group_series
 from kvbench.analysis.score_matrix import build_blocks
 from kvbench.cache.policy import choose_cache
-from kvbench.cli import check_method, curves, report, results
+from kvbench.cli import check_method, curves, results, run
 from kvbench.config import compose
 from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.compressed_cache import CompressedCache
@@ -24,8 +25,10 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.settings import setting
+from kvbench.report.panels import gather_results
+from kvbench.runs import method_checks
 from kvbench.runs.joint_samples import find_batch_size
-from kvbench.store.runs import NAMED_GROUPS, check_value, load_runs
+from kvbench.store.runs import NAMED_GROUPS, StoredRun, check_value, load_runs
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused
 from tests.support.threshold import Threshold, write_settings
@@ -34,7 +37,7 @@ from tests.support.tiny_models import distinct, ids, tiny
 CHECKPOINT = dict(layers=2)
 BLOCKS = (None, 1, 7)
 NOTHING_GOES, MIDDLE, ALL_GO = -1e9, -9.9, -1e-9
-TOKENS = 60
+TOKENS = 40
 
 
 def threshold(own: float, recent: int = 3, **more: object) -> Threshold:
@@ -113,14 +116,14 @@ def test_while_decoding_rows_are_appended_or_cut(block):
         held = read(MIDDLE, block, decoding=decoding)
         before = [layer.rows.counts().clone() for layer in layers(held)]
         for context in held.contexts:
-            tokens = list(context.generate(20, Sampling(), frozenset()))
-            assert len(tokens) == 20
+            tokens = list(context.generate(9, Sampling(), frozenset()))
+            assert len(tokens) == 9
         if decoding:
             check_laws(held, MIDDLE)
-            assert any((layer.rows.counts() < own + 19).any() for layer, own in zip(layers(held), before, strict=True))
+            assert any((layer.rows.counts() < own + 8).any() for layer, own in zip(layers(held), before, strict=True))
         else:
             for layer, own in zip(layers(held), before, strict=True):
-                assert (layer.rows.counts() == own + 19).all()
+                assert (layer.rows.counts() == own + 8).all()
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -229,9 +232,6 @@ def own_folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "own"
 
 
-RULER = ("task=ruler", "task.length=256", "task.samples=3", "task.subtasks=[niah_single_1]")
-
-
 @pytest.mark.parametrize(
     "settings, line",
     [
@@ -257,57 +257,82 @@ def test_a_run_has_a_budget_or_a_method_that_decides(kvbench, own_folder, tmp_pa
     assert_refused(found, line, tmp_path / "empty")
 
 
-def test_the_checks_of_a_method_apply(own_folder, checkpoint, capsys):
+def test_the_checks_of_a_method_apply(own_folder, checkpoint, monkeypatch, capsys):
+    for name, few in (("TOKENS", 40), ("BUDGETS", (0.5, 9)), ("BLOCKS", (None, 15))):
+        monkeypatch.setattr(method_checks, name, few)
     assert check_method.main(["threshold", "--config-dir", str(own_folder), "--model", str(checkpoint)]) == 0
     out = capsys.readouterr().out
     assert out.count("whatever the budget") == 2 and "the total stays within the budget" in out
 
 
-def test_tables_and_curves_show_what_was_measured(kvbench, own_folder, tmp_path, capsys):
-    """Two thresholds and a given budget, from the command to the matrix, the curve and the report page."""
-    code, _, err = kvbench(
-        "-m", f"--config-dir={own_folder}", "method=threshold", "method.threshold=-1.0,-0.8", "budget=null", *RULER
+@pytest.fixture(scope="module")
+def measured(checkpoint, tmp_path_factory) -> Path:
+    """Results of two thresholds and of a given budget, from the command line."""
+    folder = tmp_path_factory.mktemp("measured")
+    own = (
+        f"--config-dir={folder}/own",
+        "model=hf",
+        f"model.path={checkpoint}",
+        "device=cpu",
+        f"results={folder}/results",
     )
-    assert code == 0, err
-    code, out, err = kvbench("-m", f"--config-dir={own_folder}", "method=snapkv", "budget=0.5", *RULER)
-    assert code == 0, err
-    runs = load_runs(tmp_path / "results")
-    own = sorted((run for run in runs if run.value["method"]["name"] == "threshold"), key=lambda run: run.budget_name)
-    assert [run.budget_name for run in own] == ["threshold=-0.8", "threshold=-1.0"] and len(runs) == 4
-    shares = {}
-    for run in own:
-        records = list(run.records.values())
-        assert all(record["budget"] is None and record["quota"] is None for record in records)
-        assert len({record["resident_bytes"] for record in records}) > 1  # per sample
-        shares[run.budget_name] = fmean(record["resident_bytes"] / record["full_bytes"] for record in records)
+    task = ("task=phonebook", "task.sizes=[4]", "limit=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "_added", [])
+        write_settings(folder / "own")
+        assert run.main(["-m", *own, *task, "method=threshold", "method.threshold=-1.0,-0.8", "budget=null"]) == 0
+        assert run.main([*own, *task, "method=snapkv", "budget=0.5"]) == 0
+    return folder / "results"
+
+
+@pytest.fixture(scope="module")
+def runs(measured) -> dict[str, StoredRun]:
+    return {run.budget_name: run for run in load_runs(measured)}
+
+
+@pytest.fixture(scope="module")
+def shares(runs) -> dict[str, float]:
+    """The mean share of bytes, of each threshold."""
+    own = {name: run.records.values() for name, run in runs.items() if name.startswith("threshold")}
+    return {
+        name: fmean(record["resident_bytes"] / record["full_bytes"] for record in own[name]) for name in sorted(own)
+    }
+
+
+def test_a_record_has_the_bytes_of_its_sample_and_no_budget(runs, shares):
+    assert len(runs) == 4 and list(shares) == ["threshold=-0.8", "threshold=-1.0"]
     assert 0 < shares["threshold=-0.8"] < shares["threshold=-1.0"] < 1
-    for run in own:
-        share = 100 * shares[run.budget_name]
-        assert format_budget(run) == f"{share:.1f}\u202f% ({run.budget_name})"
+    for name, share in shares.items():
+        records = runs[name].records.values()
+        assert all(record["budget"] is None and record["quota"] is None for record in records)
+        assert len({record["resident_bytes"] for record in records}) > 1
+        assert format_budget(runs[name]) == f"{100 * share:.1f}\u202f% ({name})"
 
-    [(_, _, series)] = [found for found in group_series(runs) if found[0].startswith("threshold")]
-    swept = build_series(series, runs, CurveOptions())
-    *points, full = swept.points
-    assert [point.budget for point in points] == ["threshold=-0.8", "threshold=-1.0"] and full.share == 1
-    assert [point.share for point in points] == pytest.approx([shares[point.budget] for point in points])
 
-    [block], refused = build_blocks(runs, runs)
-    assert not refused and block.budgets == ("50\u202f%", *(format_budget(run) for run in own))
+def test_a_curve_and_a_matrix_show_what_was_measured(runs, shares):
+    every = list(runs.values())
+    [(_, _, series)] = [found for found in group_series(every) if found[0].startswith("threshold")]
+    *points, full = build_series(series, every, CurveOptions()).points
+    assert [point.budget for point in points] == list(shares) and full.share == 1
+    assert [point.share for point in points] == pytest.approx(list(shares.values()))
+
+    [block], refused = build_blocks(every, every)
+    assert not refused and block.budgets == ("50\u202f%", *(format_budget(runs[name]) for name in shares))
     row = next(cells for label, cells in block.rows.items() if label.startswith("threshold"))
     assert [cell.held for cell in row.values()] == pytest.approx(list(shares.values()))
 
-    capsys.readouterr()
-    assert curves.main([str(tmp_path / "results"), "method=threshold"]) == 0
+
+def test_commands_print_what_was_measured(measured, shares, capsys):
+    assert curves.main([str(measured), "method=threshold"]) == 0
     out = capsys.readouterr().out
     for name, share in shares.items():
         assert re.search(rf"^{re.escape(name)} +{100 * share:.1f}% ", out, re.M)
     assert out.count("threshold · uniform · raw") == 1
-    assert results.main([str(tmp_path / "results"), "--sort", "0.5"]) == 0
+    assert results.main([str(measured), "--sort", "0.5"]) == 0
     assert f"{100 * shares['threshold=-0.8']:.1f}\u202f%" in capsys.readouterr().out
-    assert results.main([str(tmp_path / "results"), "--format", "csv"]) == 0
+    assert results.main([str(measured), "--format", "csv"]) == 0
     assert ",threshold=-0.8," in capsys.readouterr().out
-    assert report.main([str(tmp_path / "results")]) == 0
-    assert json.dumps("threshold=-0.8")[1:-1] in (tmp_path / "results" / "report.html").read_text()
+    assert "threshold=-0.8" in json.dumps(gather_results(measured, datetime.now(UTC)).page)
 
 
 def test_samples_are_read_alone_so_that_each_has_its_own_bytes():
