@@ -67,11 +67,11 @@ def test_an_answer_that_is_read_predicts_as_one_that_is_decoded(method, codec):
     except SettingError:  # what a codec cannot hold is refused
         assert codec == "kivi"
         return
-    context.reserve(9)
+    context.reserve(5)
     before, answers = context.bytes(), []
     for _ in range(2):
         with context.branch():
-            answers.append(answer(context, 9))
+            answers.append(answer(context, 5))
         predicted = run_alone(predict(context, [answers[0]]))[0][0]
         assert predicted.argmax(-1).tolist() == answers[0]  # what was picked was the most likely token each time
     assert answers[0] == answers[1] and context.bytes() == before
@@ -191,7 +191,14 @@ def test_predictions_that_another_process_has_not_written_are_made(kvbench, tmp_
 
 
 def test_turns_of_a_conversation_are_made_after_those_before_them(kvbench, tmp_path, monkeypatch):
-    own = ("task=scbench", "task.subtasks=[scbench_kv]", "limit=1", "task.length=2000", "question=hidden")
+    own = (
+        "task=scbench",
+        "task.subtasks=[scbench_kv]",
+        "task.max_turns=2",
+        "limit=1",
+        "task.length=1000",
+        "question=hidden",
+    )
     own += ("method=knorm", "budget=0.5", "fidelity=true")
     assert kvbench(*own, f"results={tmp_path / 'one'}")[0] == 0
     monkeypatch.setattr("kvbench.store.run_folder.RunFolder.record", lambda *_: None)
@@ -238,7 +245,14 @@ def test_an_answer_is_encoded_as_it_follows_the_prompt(tmp_path, monkeypatch):
 
 
 def test_what_has_no_right_answer_is_not_compared(kvbench, tmp_path):
-    own = ("task=scbench", "task.subtasks=[scbench_kv]", "limit=1", "task.length=2000", "question=hidden")
+    own = (
+        "task=scbench",
+        "task.subtasks=[scbench_kv]",
+        "task.max_turns=2",
+        "limit=1",
+        "task.length=1000",
+        "question=hidden",
+    )
     own += ("method=snapkv", "budget=0.5", "fidelity=true")
     for answers, turns in (("golden", {True}), ("own", {True, False})):
         code, _, err = kvbench(*own, f"task.answers={answers}", f"results={tmp_path / answers}")
