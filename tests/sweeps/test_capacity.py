@@ -42,9 +42,13 @@ def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
     with pytest.raises(SettingError, match="needs 33.2 GB"):
         check(given)
     check([*given, "task.length=16384"])  # 18.2 GB
-    check(["method=snapkv,keydiff", "model=llama31_8b", "dtype=bfloat16"])  # no preset
-    with pytest.raises(SettingError, match="deltakv_table9: model=qwen25_32b needs 65.5 GB"):  # named by its rows
-        check(["preset=deltakv_table9", "dtype=bfloat16", "task.path=miniature"])
+    check(["method=dropkv", "model=llama31_8b", "dtype=bfloat16"])  # no preset
+
+
+def test_the_largest_model_of_a_presets_rows_counts(shapes, monkeypatch):
+    monkeypatch.setattr(capacity, "count_available_bytes", lambda run: 20_000_000_000)
+    with pytest.raises(SettingError, match="deltakv_table9: model=qwen25_32b needs 65.5 GB"):
+        check(["preset=deltakv_table9", "row=full", "dtype=bfloat16", "task.path=miniature"])
 
 
 def test_a_preset_alone_is_refused(monkeypatch, tmp_path, capsys):

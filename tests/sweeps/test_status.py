@@ -14,6 +14,7 @@ from kvbench.validation import SettingError
 from tests.support.command_line import run_cli
 from tests.support.made_up_runs import VALUE
 from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 QUICK = ["task.subtasks=niah_single_1", "task.samples=2", "task.length=512"]
 
@@ -185,9 +186,9 @@ def test_status_says_why(tmp_path):
         list(status.read_states(tmp_path, tmp_path))
 
 
-def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
+def test_a_sweep_from_the_command_line(kvbench, tmp_path):
     arguments = ["-m", "method=sink,kvzip", "block_size=128", "budget=0.2", f"results={tmp_path}", *QUICK]
-    code, out, err = run_cli(arguments, monkeypatch, capsys)
+    code, out, err = kvbench(*arguments)
     assert code == 2 and "Traceback" not in err
     first, *rest = out.splitlines()
     assert first == "2 cells: 1 refused, 1 missing; 2 runs have no measured time to go by"
@@ -196,9 +197,9 @@ def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert rest[2].startswith("[1 of 2] method=sink: score ") and rest[2].endswith(", n = 2")
     assert rest[-1] == "1 done, 1 refused" and rest[-2].split()[:2] == ["method=kvzip", "refused:"]
     assert [line.split()[0] for line in rest if line.startswith(("sink ", "full cache "))] == ["sink", "full"]
-    again = run_cli(arguments, monkeypatch, capsys)[1].splitlines()
+    again = kvbench(*arguments)[1].splitlines()
     assert again[0] == "2 cells: 1 done, 1 refused"
-    code, out, err = run_cli(["-m", "method=sink,kvzip", "budgets=0.1,0.2"], monkeypatch, capsys)
+    code, out, err = kvbench("-m", "method=sink,kvzip", "budgets=0.1,0.2")
     assert (code, out) == (2, "") and err.startswith("kvbench: budgets: no such setting")
     assert sweep_status.main([str(tmp_path)]) == 0 and sweep_status.main([str(tmp_path / "nowhere")]) == 2
     assert len(json.loads((status.find_newest(tmp_path) / "cells.json").read_text())) == 2
@@ -217,13 +218,18 @@ def test_what_is_refused_is_named_before_anything_is_read(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("preset", "own"),
+    ("preset", "own", "budget"),
     [
-        ("centroidkv_table4", ["row=full,centroidkv_centroidkv", "task.subtasks=[qasper]"]),
-        ("keydiff_table4", ["row=keydiff_keydiff_20_recent", "budget=1024", "task.max_new_tokens=8", "task.repeats=1"]),
+        ("centroidkv_table4", ["row=full,centroidkv_centroidkv", "task.subtasks=[trec]", "budget=0.3"], 0.3),
+        only_in_full("centroidkv_table4", ["row=full,centroidkv_centroidkv", "task.subtasks=[qasper]"], 0.25),
+        only_in_full(
+            "keydiff_table4",
+            ["row=keydiff_keydiff_20_recent", "budget=1024", "task.max_new_tokens=8", "task.repeats=1"],
+            1024,
+        ),
     ],
 )
-def test_a_preset_runs_with_the_embedded_model(preset, own, tmp_path, monkeypatch, capsys):
+def test_a_preset_runs_with_the_embedded_model(preset, own, budget, tmp_path, monkeypatch, capsys):
     """What is given takes the place of the preset's own axis, in the plan and in the runs."""
     given = [f"preset={preset}", "model=reference", "task.path=miniature", "limit=1", *own, f"results={tmp_path}"]
     code, out, _ = run_cli(["-m", *given], monkeypatch, capsys)
@@ -234,28 +240,27 @@ def test_a_preset_runs_with_the_embedded_model(preset, own, tmp_path, monkeypatc
     assert out.endswith(f"{len(labels)} done\n")
     values = [read_run_value(path.parent) for path in tmp_path.glob("runs/*/run.yaml")]
     assert {own["model"]["name"] for own in values} == {"reference"} and len(values) == 2
-    assert {own["budget"] for own in values} == {1.0, 0.25 if preset == "centroidkv_table4" else 1024}
+    assert {own["budget"] for own in values} == {1.0, budget}
 
 
-def test_no_job_is_queued_for_a_sweep_that_is_done(monkeypatch, capsys, tmp_path):
+def test_no_job_is_queued_for_a_sweep_that_is_done(kvbench, tmp_path):
     """There is no SLURM here: to ask for a job would fail. A refused cell has its exit code as it has without jobs."""
     own = ["-m", "method=full", f"results={tmp_path}", *QUICK]
-    run_cli(own, monkeypatch, capsys)
-    code, out, err = run_cli([*own, "hydra/launcher=slurm"], monkeypatch, capsys)
+    kvbench(*own)
+    code, out, err = kvbench(*own, "hydra/launcher=slurm")
     assert (code, err) == (0, "") and out.startswith("1 cells: 1 done\n") and "full cache" in out
     own += ["block_size=null,0", "hydra/launcher=slurm"]
-    code, out, err = run_cli(own, monkeypatch, capsys)
+    code, out, err = kvbench(*own)
     assert (code, err) == (2, "") and out.startswith("2 cells: 1 done, 1 refused\n") and "block_size=0" in out
 
 
-def test_launchers(monkeypatch, capsys, tmp_path):
+def test_launchers(kvbench, monkeypatch):
     for launcher, said in (("slurm", "array_parallelism: 32"), ("local", "BasicLauncher")):
-        code, out, _ = run_cli([f"hydra/launcher={launcher}", "--cfg", "all"], monkeypatch, capsys)
+        code, out, _ = kvbench(f"hydra/launcher={launcher}", "--cfg", "all")
         assert code == 0 and said in out
     asked = []
     monkeypatch.setattr("kvbench.runs.workers.count_workers", lambda workers, device: asked.append(workers) or 1)
     for own in ([], ["workers=1"]):
-        given = ["-m", "hydra/launcher=local", "method=full", f"results={tmp_path}/{len(own)}"]
-        run_cli([*given, *QUICK, *own], monkeypatch, capsys)
-    run_cli(["method=full", f"results={tmp_path}/0", *QUICK], monkeypatch, capsys)
+        kvbench("-m", "hydra/launcher=local", "method=full", f"results=r{len(own)}", *QUICK, *own)
+    kvbench("method=full", "results=r0", *QUICK)
     assert asked == ["auto", 1, 1]
