@@ -5,17 +5,21 @@ import socket
 import struct
 import sys
 import time
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from kvbench.analysis.closing_table import build_closing_table
 from kvbench.cli.wandb_sync import main
+from kvbench.integrations import worker
 from kvbench.integrations.wandb_logger import WandbLogger, load_settings
 from kvbench.store.runs import StoredRun
 from kvbench.validation import SettingError
 from tests.support import made_up_runs
 from tests.support.command_line import assert_refused, run_cli
+from tests.support.selection import only_in_full
 
 CUT = {"budget": 0.1, "averages": [["all", {"vt": 1.0, "niah": 2.0}]]}
 FULL = {"method": {"name": "full"}, "budget": 1.0, "sources": "s1"}
@@ -72,17 +76,30 @@ def write(results: Path, own: dict[str, dict], finish: bool = True, **changed: o
 
 
 @pytest.fixture
+def forks(monkeypatch):
+    """The process that logs is a copy of this one, which has imported everything. A new one takes 2 s of CPU for it."""
+    monkeypatch.setattr(worker, "get_context", lambda _: get_context("fork"))
+
+
+@pytest.fixture(scope="module")
+def imported():
+    """W&B with what it imports when a run begins."""
+    import_module("wandb.sdk.launch")
+
+
+@pytest.fixture
 def runs(tmp_path) -> list[StoredRun]:
     """The full cache's run and a method's."""
     return [write(tmp_path, records(True), **FULL), write(tmp_path, records(False))]
 
 
 @pytest.fixture
-def fake(tmp_path_factory, monkeypatch):
+def fake(tmp_path_factory, monkeypatch, forks):
     """A wandb of our own for the process that logs; `told` reads what it was told."""
     folder = tmp_path_factory.mktemp("fake")
     (folder / "wandb.py").write_text(FAKE)
-    monkeypatch.syspath_prepend(folder)  # a new process takes over this path
+    monkeypatch.syspath_prepend(folder)  # the other process takes over this path
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv("TOLD", str(folder / "told"))
     monkeypatch.setenv("FAKE", "")
 
@@ -139,7 +156,11 @@ def read_back(path: Path) -> dict:
     return found
 
 
-def test_an_offline_run_says_what_the_store_holds_and_a_replay_the_same(runs, tmp_path, capsys):
+@pytest.mark.parametrize("how", ["fork", only_in_full("spawn")])
+def test_an_offline_run_says_what_the_store_holds_and_a_replay_the_same(
+    imported, how, runs, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(worker, "get_context", lambda _: get_context(how))
     log(tmp_path, project="mine", tags="[a]").finished(runs)
     assert capsys.readouterr() == ("", "")
     found = {own["id"]: own for own in map(read_back, (tmp_path / "wandb").glob("offline-run-*"))}
@@ -203,22 +224,22 @@ def test_what_hangs_is_given_up_at_the_limit(runs, tmp_path, capsys, fake, monke
     assert "0 of 2 runs logged" in capsys.readouterr().out
 
 
-def test_a_hub_that_never_answers_is_waited_for_once(runs, tmp_path, capsys, monkeypatch):
+def test_a_hub_that_never_answers_is_waited_for_once(imported, forks, runs, tmp_path, capsys, monkeypatch):
     """W&B itself against a socket that takes connections and says nothing: the second cell of a sweep does not ask."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         begin = time.monotonic()
-        log(tmp_path, mode="online", seconds="6").finished(runs)
-        assert 6 <= time.monotonic() - begin < 9
+        log(tmp_path, mode="online", seconds="3").finished(runs)
+        assert 3 <= time.monotonic() - begin < 6
         begin = time.monotonic()
-        log(tmp_path, mode="online", seconds="6").finished(runs)
-        log(tmp_path, mode="online", seconds="6").failed(runs[1:], OSError("disk"))
+        log(tmp_path, mode="online", seconds="3").finished(runs)
+        log(tmp_path, mode="online", seconds="3").failed(runs[1:], OSError("disk"))
         assert time.monotonic() - begin < 1
         deaf.settimeout(1)
         deaf.accept()[0].close()  # it was asked at all
     said = (
-        "kvbench: logger=wandb: not done after 6 s (logger.seconds); this process logs no more runs there; later: make "
+        "kvbench: logger=wandb: not done after 3 s (logger.seconds); this process logs no more runs there; later: make "
     )
     assert capsys.readouterr().err == f"{said}wandb-sync RESULTS={tmp_path}\n"
     log(tmp_path).finished(runs[:1])
