@@ -87,19 +87,34 @@ def test_what_cannot_be_explained_is_one_line(tmp_path, capsys):
         assert (code, out) == (2, []) and err.startswith(f"kvbench: {line}") and err.count("\n") == 1
 
 
-def test_a_store_of_0_1_is_read_by_everything(old, tmp_path, capsys):
+def test_a_store_of_0_1_is_loaded_exported_and_explained(old, tmp_path, capsys):
     loaded = package.load(str(old))
     assert dict(loaded.runs["method"]) == HASHES and not loaded.damaged
     assert len(loaded.records(["uid", "score"])) == 8
     assert {state for _, state, _ in audit.audit_runs(old)} == {"4 records, finished"}
     assert export.main([str(old), str(tmp_path / "export")]) == 0
     assert curves_command.main([str(old)]) == 0 and "snapkv" in capsys.readouterr().out
-    assert figures_command.main([str(old), "--kind", "tasks", "--out", str(tmp_path / "figures")]) == 0
-    assert list((tmp_path / "figures").glob("*.csv"))
-    assert papers.main([str(old), "dropkv", "1"]) == 0
-    assert report([str(old)]) == 0 and (old / "report.html").stat().st_size > 10_000
     code, lines, _ = explained(capsys, "4c18", str(old))
     assert code == 0 and "   (kvbench 0.1 did not write down which modules these are)" in "\n".join(lines)
+
+
+def test_figures_are_drawn_of_a_store_of_0_1(old):
+    assert figures_command.main([str(old), "--kind", "tasks"]) == 0
+    assert list((old / "figures").glob("*.csv"))
+
+
+def test_a_papers_table_shows_a_store_of_0_1(old, capsys):
+    assert papers.main([str(old), "dropkv", "1"]) == 0 and "SnapKV" in capsys.readouterr().out
+
+
+def test_the_page_shows_a_store_of_0_1(old, monkeypatch):
+    """Without the charting library and the texts of prompts, which take 10 s and come from no record."""
+    monkeypatch.setattr("kvbench.report.page.load_scripts", lambda: ("", ""))
+    monkeypatch.setattr("kvbench.report.page.build_charts", dict)
+    monkeypatch.setattr("kvbench.report.excerpts.COMMAND", ["true"])
+    assert report([str(old)]) == 0
+    page = (old / "report.html").read_text()
+    assert "snapkv" in page and all(name in page for name in HASHES)
 
 
 def test_a_run_of_0_1_is_never_paired_with_a_new_one(old):
