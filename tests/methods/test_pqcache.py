@@ -23,6 +23,7 @@ from tests.support.answer_paths import assert_same, make_contexts
 from tests.support.branches import check_after_branches
 from tests.support.dense_engine import DenseEngine
 from tests.support.method_files import build_policy
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import ids, make_double, tiny
 
 SMALL = dict(sinks=5, ratio=0.4, parts=4, bits=3, iterations=6, least=20)
@@ -30,7 +31,7 @@ CLOSE = 1e-9
 
 
 def nearest(point: np.ndarray, centroids: list[np.ndarray]) -> int:
-    return int(np.argmin([((point - own) ** 2).sum() for own in centroids]))
+    return int(np.argmin((np.subtract(centroids, point) ** 2).sum(1)))
 
 
 def lloyd(points: np.ndarray, first: list[np.ndarray], iterations: int) -> list[np.ndarray]:
@@ -97,12 +98,12 @@ class Oracle(DenseEngine):
         return outputs, None
 
 
-PARTS = [1, 1, 7, *[1] * 22]
+PARTS = [1, 1, 14, *[1] * 5]  # rows of the answer leave the recent ones, and are chosen among from then on
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("model", ["llama", "qwen3", "phi3", "yarn"])
-@pytest.mark.parametrize("block", [None, 1, 7, 21, 128])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "phi3", "yarn"], "llama"))
+@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 21, 128], None, 21))
 @pytest.mark.parametrize(
     "budget, counts, more",
     [
@@ -298,7 +299,7 @@ def test_the_numbers_of_rows_stay_for_the_whole_answer(of):
     choice = choose_cache(*build_policy("pqcache", "uniform", "llama", **SMALL))
     context = GenerationContext(tiny("llama"), choice, Budget(0.3, of), None, (0,))
     context.prefill(ids(118))
-    list(context.generate(40, Sampling(), frozenset()))
+    list(context.generate(12, Sampling(), frozenset()))
     assert [{*layer.attended} for layer in context.own_layers] == [{5 + 13 + 20 + 1.0}] * 3
 
 
@@ -371,7 +372,7 @@ def test_a_graph_attends_to_the_rows_that_the_modules_choose(name):
     budget, more, prompt = GRAPHS[name]
     choice = choose_cache(*build_policy("pqcache", "uniform", "llama", **more))
     modules, step = make_contexts(make_double("llama"), choice, budget, 2, prompt=prompt)
-    for tokens in (41, 30):
+    for tokens in (20, 9):  # more and fewer than a graph decodes at once
         answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
         assert_same(modules, step)

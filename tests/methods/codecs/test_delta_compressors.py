@@ -23,6 +23,7 @@ from kvbench.runs.spec import RunSpec
 from kvbench.validation import SettingError
 from tests.docs.pages import iterate_commands
 from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 SHAPES = {
     "mlp_swiglu": lambda width, inner, out: {".w12": (2 * inner, width), ".w3": (out, inner)},
@@ -189,24 +190,26 @@ def test_files_that_cannot_be_read(tmp_path):
         refused(tmp_path / name, "pickled weights are not read; give a safetensors file")
 
 
-def test_those_of_the_embedded_model(tmp_path):
+@pytest.mark.parametrize("length, samples, share", [(512, 2, 0.87), only_in_full(1024, 4, 0.7)])
+@pytest.mark.parametrize("remove", ["null", "residual"])
+def test_those_of_the_embedded_model(tmp_path, remove, length, samples, share):
     """With them it finds keys in compressed rows. The means of references alone do not tell it where they are."""
-    path, scores = ROOT / "kvbench/models/embedded_v2_deltakv.safetensors", {}
-    common = ["device=cpu", "task=ruler", "task.subtasks=[niah_multikey_1]", "task.length=1024", "limit=4"]
-    common += ["codec=delta", "codec.preset=reference", f"codec.path={path}", "method=full"]
-    for remove in ("null", "residual"):
-        run = RunSpec.from_config(compose_config([*common, f"codec.remove={remove}"]))
-        records = list(execute_run(run, tmp_path, Resources(run)).values())
-        scores[remove] = [record["score"] for record in records]
-        assert all(record["resident_bytes"] < 0.7 * record["full_bytes"] for record in records)
-    assert scores["null"] == [100] * 4 and sum(scores["residual"]) < 400, scores
+    path = ROOT / "kvbench/models/embedded_v2_deltakv.safetensors"
+    settings = ["device=cpu", "task=ruler", "task.subtasks=[niah_multikey_1]", f"task.length={length}"]
+    settings += [f"limit={samples}", "method=full"]
+    settings += ["codec=delta", "codec.preset=reference", f"codec.path={path}", f"codec.remove={remove}"]
+    run = RunSpec.from_config(compose_config(settings))
+    records = list(execute_run(run, tmp_path, Resources(run)).values())
+    assert len(records) == samples
+    assert all(record["resident_bytes"] < share * record["full_bytes"] for record in records)
+    assert (sum(record["score"] for record in records) == 100 * samples) == (remove == "null")
 
 
 def test_the_documented_setting_of_full_layers(tmp_path):
     """The source's KIVI in them."""
     [words] = [words for _, words in iterate_commands() if {"method=deltakv", "codec.base=kivi"} <= {*words}]
     path = ROOT / "kvbench/models/embedded_v2_deltakv.safetensors"
-    small = ["device=cpu", "task=ruler", "task.subtasks=[niah_single_1]", "task.length=1024", "limit=1"]
+    small = ["device=cpu", "task=ruler", "task.subtasks=[niah_single_1]", "task.length=512", "limit=1"]
     small += ["method.preset=reference", "codec.preset=reference", f"codec.path={path}"]
     held = []
     for more in ([], ["codec.base=raw", "codec.base_args=null"]):

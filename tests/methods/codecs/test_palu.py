@@ -37,6 +37,7 @@ from tests.support.branches import read_on_in_branches
 from tests.support.method_files import budget_for, build_policy
 from tests.support.palu_files import TEXT, build_palu, draw_palu, find_palu, write_palu
 from tests.support.recorded_runs import read_records
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, make_double, tiny
 
 EXACT = dict(rtol=1e-9, atol=1e-9)
@@ -131,8 +132,15 @@ def answer_densely(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=torch.cat([ids(40), ids(7, seed=1)], 1)).logits[0, 39:]
 
 
-@pytest.mark.parametrize("model, bits", [*((name, None) for name in MODELS), ("llama", 4), ("qwen2", 3), ("phi3", 2)])
-def test_a_model_attends_to_what_is_defined(model, bits):
+@pytest.mark.parametrize(
+    "model, bits",
+    [
+        *[("llama", 4), ("qwen2", 3), ("qwen3", None), ("phi3", 2), ("gemma3", None)],
+        *(only_in_full(name, None) for name in ("llama", "qwen2", "phi3", "llama3")),
+    ],
+)
+@pytest.mark.parametrize("blocks", [(None, 7), only_in_full((1, 128))])
+def test_a_model_attends_to_what_is_defined(model, bits, blocks):
     """In the prefill, whatever its blocks, and while decoding: as if k_proj and v_proj gave other rows."""
     own, path = make_double(model), find_palu(model, removed=0.7)
     shape = read_layout(own)
@@ -140,7 +148,7 @@ def test_a_model_attends_to_what_is_defined(model, bits):
     with oracle.in_place_of_weights(own, shape.sliding):
         expected = answer_densely(own)
     codec = build_palu(path, bits=bits)
-    for block in (None, 1, 7, 128):
+    for block in blocks:
         torch.testing.assert_close(answer(own, codec, block), expected, **LOGITS)
     assert (answer(own, "raw", None) - expected).abs().max() > 0.05
 
@@ -166,7 +174,7 @@ def test_it_equals_a_model_with_other_weights():
     torch.testing.assert_close(found, expected, **LOGITS)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", choose_quick(MODELS, "llama", "phi3"))
 def test_nothing_removed_changes_nothing(model):
     own, codec = make_double(model), build_palu(find_palu(model, removed=0.0))
     torch.testing.assert_close(answer(own, codec, 7), answer_densely(own), **EXACT)
@@ -353,19 +361,23 @@ REFUSED = [pair for pair in PAIRS if is_refused(*pair)]
 
 @pytest.mark.cover
 @pytest.mark.parametrize("method, allocator", [pair for pair in PAIRS if pair not in REFUSED])
-def test_every_method_and_allocator(method, allocator):
+@pytest.mark.parametrize("blocks", ["several", only_in_full("one")])
+def test_every_method_and_allocator(method, allocator, blocks):
     """If nothing is removed, the same rows stay as with raw rows, in the prefill and while decoding."""
     own = build_policy(method, allocator, "llama")
-    codec, blocks = build_palu(find_palu("llama", removed=0.0)), [None] if own[0].one_block else [None, 50]
-    for block in blocks:
-        one, other = (
-            read(choose_cache(*own[:2], each), 1.0 if method == "full" else budget_for(method, 0.4), block)
-            for each in (codec, own[2])
+    codec, block = build_palu(find_palu("llama", removed=0.0)), 50 if blocks == "several" else None
+    one, other = (
+        read(
+            choose_cache(*own[:2], each),
+            1.0 if method == "full" else budget_for(method, 0.4),
+            None if own[0].one_block else block,
         )
-        for layer, plain in zip(one.own_layers, other.own_layers, strict=True):
-            for sample, head in product(range(2), range(2)):
-                assert layer.rows.head_places(sample, head).tolist() == plain.rows.head_places(sample, head).tolist()
-        torch.testing.assert_close(one.logits, other.logits, **LOGITS)
+        for each in (codec, own[2])
+    )
+    for layer, plain in zip(one.own_layers, other.own_layers, strict=True):
+        for sample, head in product(range(2), range(2)):
+            assert layer.rows.head_places(sample, head).tolist() == plain.rows.head_places(sample, head).tolist()
+    torch.testing.assert_close(one.logits, other.logits, **LOGITS)
 
 
 def read(choice: CachePolicy, budget: float | None, block: int | None) -> GenerationContext:
