@@ -6,12 +6,13 @@ import kvbench
 from tests.support.oracle_scores import protect_chunks, score_along_output, score_chunks
 from tests.support.oracle_shares import share_safeguarded
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import ids, tiny
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "llama3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "mistral", "gemma3", "llama3"], "llama"))
 def test_andpro(model, block):
     cut = keep_by_score(score_along_output(6), 17, protect_newest(6))
     assert_engines_agree(model, cut, "andpro", 17, block, 45, window=6)
@@ -20,7 +21,7 @@ def test_andpro(model, block):
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("chunk, kernel", [(4, 7), (4, 1), (1, 3)])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "mistral"], "llama"))
 def test_andpro_as_coded(model, chunk, kernel, block):
     """Top rows over all heads together and head by head."""
     args = dict(window=8, kernel=kernel, chunk=chunk, first=1)

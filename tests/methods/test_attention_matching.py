@@ -17,6 +17,7 @@ from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.method_files import build_policy
 from tests.support.oracles import find_top
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import distinct, ids, make_double, tiny
 
 FIRST, LATER, CHUNK = [5, 6, 7], [9, 8], 23
@@ -124,7 +125,7 @@ def compare(held, dense: DenseEngine, tolerance: float = 1e-5) -> float:
 @pytest.mark.cover
 @pytest.mark.parametrize("prefix", [0, 3])
 @pytest.mark.parametrize("own", [{}, {"rank": "rms", "lowest": 0.05, "highest": 3.0}, {"ridge": 0.01}])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "phi3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "gemma3", "phi3"], "llama"))
 def test_rows_weights_and_values_are_those_of_the_definition(model, own, prefix):
     """In float64, of every head, with the queries of the repeated prompt; and the answers that follow."""
     prompt, more = distinct(67).split([60, 7], dim=1)
@@ -142,7 +143,7 @@ def test_rows_weights_and_values_are_those_of_the_definition(model, own, prefix)
 
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 1, 7, 128])
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3"], "llama"))
 def test_context_queries_in_blocks(model, block):
     """Every block is followed by a fit of the rows that are held, which weigh what earlier fits gave them."""
     prompt, more = distinct(37).split([30, 7], dim=1)
@@ -302,10 +303,11 @@ def test_weights_take_four_bytes_a_row_and_survive_kivi():
     assert torch.isfinite(packed.extend(ids(5))).all()
 
 
-def test_context_keeps_the_laws(monkeypatch, capsys):
+def test_context_keeps_the_laws(checkpoint, monkeypatch, capsys):
     for name, own in (("TOKENS", 40), ("BUDGETS", (0.5, 9)), ("BLOCKS", (None, 15))):
         monkeypatch.setattr(method_checks, name, own)
-    assert check_method.main(["attention_matching", "--set", "preset=context"]) == 0, capsys.readouterr().out
+    command = ["attention_matching", "--set", "preset=context", "--model", str(checkpoint)]
+    assert check_method.main(command) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("preset", ["repeat", "context"])

@@ -8,13 +8,14 @@ from kvbench.config.catalogue import build, load_settings
 from tests.support.dense_engine import DenseEngine
 from tests.support.oracle_scores import cut_to_centroids
 from tests.support.oracles import CLOSE, assert_engines_agree, assert_same_rows
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import ids, tiny
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9, 25])
 @pytest.mark.parametrize("chunk, r", [(8, 0.8), (None, 0.5), (7, 1.0), (2, 0.8)])
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "gemma3"], "llama"))
 def test_centroidkv(model, chunk, r, block):
     args = dict(sinks=2, recents=5, chunk=chunk, r=r)
     rounds = []

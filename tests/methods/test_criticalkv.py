@@ -16,14 +16,14 @@ from tests.support.method_files import build_policy, make_tiny_method_args
 from tests.support.oracle_scores import SNAPKV, attention, cut_in_two_stages, score_mean_votes
 from tests.support.oracle_shares import share_safeguarded
 from tests.support.oracles import CLOSE, assert_engines_agree, assert_same_rows, protect_newest
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import distinct, ids, tiny
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("alpha, epsilon", [(0.5, 1e-4), (0.25, 1e-2), (0.0, 0.0), (1.0, 1e-4)])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "gemma3", "mistral"], "llama"))
 def test_criticalkv(model, alpha, epsilon, block):
     cut = cut_in_two_stages(model, score_mean_votes(**SNAPKV), 13, alpha, epsilon, protect_newest(4))
     assert_engines_agree(model, cut, "criticalkv", 13, block, 45, alpha=alpha, epsilon=epsilon, base_args=SNAPKV)
@@ -31,7 +31,7 @@ def test_criticalkv(model, alpha, epsilon, block):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3"], "llama"))
 @pytest.mark.parametrize("quota, floor", [(13, 0.2), (20, 0.75)])
 def test_criticaladakv(model, quota, floor, block):
     """Heads share rows by the base method's scores; each then runs both stages on its own quota, its safe rows stay."""
@@ -119,11 +119,11 @@ def test_what_the_base_refuses_is_refused():
 
 
 def held_by(method: str, decoding: bool, **args) -> tuple[list, torch.Tensor]:
-    """Rows held after a prompt in blocks and twelve more tokens, and the logits of the last."""
+    """Rows held after a prompt in blocks and four more tokens, and the logits of the last."""
     args |= {"decoding": decoding, "decode_interval": 1} if "decoding" in load_settings("method", method) else {}
     block = None if build("method", load_settings("method", method, args)).one_block else 20
     held = kvbench.prefill(tiny("llama"), ids(60), method, 17, block, method_args=args)
-    logits = [held.extend(token) for token in ids(12, seed=4).split(1, dim=1)][-1]
+    logits = [held.extend(token) for token in ids(4, seed=4).split(1, dim=1)][-1]
     return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)], logits
 
 
@@ -193,4 +193,4 @@ def test_packed_rows_are_not_cut_while_decoding():
         kvbench.prefill(tiny("llama"), ids(140), "criticalkv", 100, codec="kivi", method_args={"decoding": True})
     args = {"base": "keydiff", "base_args": {}}
     held = kvbench.prefill(tiny("llama"), ids(140), "criticalkv", 100, codec="kivi", method_args=args)
-    assert torch.isfinite(held.extend(ids(40))).all() and len(held.places(0, 0)) == 140
+    assert torch.isfinite(held.extend(ids(5))).all() and len(held.places(0, 0)) == 105

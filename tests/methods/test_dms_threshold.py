@@ -15,6 +15,7 @@ from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.method_files import make_tiny_method_args
 from tests.support.oracle_scores import SNAPKV, score_mean_votes, score_unlike
 from tests.support.oracles import CLOSE, assert_same_rows
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import distinct, ids, make_double, tiny
 
 WINDOW = 9
@@ -81,10 +82,10 @@ def settings(base: str, threshold: float, **more) -> dict:
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", [None, 1, 7, 128])
+@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 128], None, 1, 7))
 @pytest.mark.parametrize("decoding", [False, True])
 @pytest.mark.parametrize("base", list(BASES))
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "gemma3"], "llama"))
 def test_rows_below_the_threshold_go_when_they_leave_the_window(model, base, decoding, block):
     threshold, tokens = find_threshold(base, model), 30 if block == 1 else 60
     prompt, more = distinct(tokens + 25).split([tokens, 25], dim=1)
@@ -130,7 +131,7 @@ def test_scores_are_those_of_the_base_when_a_row_was_read(base, block, monkeypat
     assert compared > 200
 
 
-@pytest.mark.parametrize("block", [None, 1, 7, 128])
+@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 128], None, 1, 7))
 def test_extreme_thresholds_keep_everything_or_the_window(block):
     for threshold, count in ((-1e9, 40), (1e9, WINDOW)):
         args = settings("knorm", threshold)

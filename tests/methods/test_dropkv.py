@@ -10,6 +10,7 @@ from kvbench.interfaces.rows import Rows
 from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.oracle_scores import score_residual
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import ids
 
 
@@ -17,7 +18,7 @@ from tests.support.tiny_models import ids
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("p_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("pooling", ["avg", "max"])
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "gemma3"], "llama"))
 def test_dropkv(model, pooling, p_dtype, block):
     args = dict(window=5, kernel=3, pooling=pooling, epsilon=1e-6, p_dtype=p_dtype)
     assert_engines_agree(

@@ -13,13 +13,14 @@ from kvbench.validation import SettingError
 from tests.support.oracle_scores import HeavyHitters
 from tests.support.oracle_shares import share_interpolated
 from tests.support.oracles import assert_engines_agree, protect_newest, protect_nothing
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import ids, tiny
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("norm, gqa", [("none", "mean"), ("none", "max"), ("count", "mean")])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "phi3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "mistral", "gemma3", "phi3"], "llama"))
 def test_h2o(model, norm, gqa, block):
     args = dict(recent=0.5, norm=norm, gqa=gqa)
     tokens = 30 if block == 1 else 50
@@ -51,7 +52,7 @@ def test_h2o_shares_rows_among_heads(block):
 
 
 @pytest.mark.parametrize("block", [None, 9])
-@pytest.mark.parametrize("model", ["llama", "yarn"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "yarn"], "llama"))
 def test_observed_attention(model, block):
     assert_engines_agree(
         model, HeavyHitters("count", "mean").keeps(13, protect_nothing), "observed_attention", 13, block, 45

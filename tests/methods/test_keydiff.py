@@ -5,6 +5,7 @@ import pytest
 from tests.support.oracle_scores import ANCHORS, SIMILAR, score_unlike
 from tests.support.oracle_shares import share_safeguarded
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
+from tests.support.selection import only_in_full
 
 
 @pytest.mark.cover
@@ -17,7 +18,7 @@ def test_keydiff(anchor, metric, block):
         assert_engines_agree(model, cut, "keydiff", 17, block, dense_cuts=True, anchor=anchor, metric=metric)
 
 
-@pytest.mark.parametrize("block", [None, 1, 9])
+@pytest.mark.parametrize("block", [None, only_in_full(1), 9])
 def test_keydiff_keeps_its_recents(block):
     score = score_unlike("mean_normalised", "cosine")
     held = assert_engines_agree(

@@ -23,6 +23,7 @@ from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.method_files import build_policy, make_tiny_method_args
 from tests.support.normed_states import record_normed_states
 from tests.support.oracles import CLOSE, assert_same_rows, find_top, fit_protected
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import distinct, ids, make_double, tiny
 
 WINDOW = 9
@@ -118,8 +119,8 @@ def compare(model, dense, method, budget, block, args, parts) -> CompressedCache
 
 @pytest.mark.cover
 @pytest.mark.parametrize("recent, decoding", [(0, False), (0, True), (6, True), (64, True)])
-@pytest.mark.parametrize("block", [None, 1, 7, 128])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "phi3", "gemma3", "mistral", "yarn"])
+@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 128], None, 1, 7))
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "phi3", "gemma3", "mistral", "yarn"], "llama"))
 def test_rows_kept_within_a_budget(model, block, recent, decoding, kind, tmp_path):
     path = find_file(kind, model, tmp_path)
     with record_normed_states(make_double(model)) as hidden:
@@ -131,8 +132,8 @@ def test_rows_kept_within_a_budget(model, block, recent, decoding, kind, tmp_pat
 
 @pytest.mark.cover
 @pytest.mark.parametrize("decoding", [False, True])
-@pytest.mark.parametrize("block", [None, 1, 7, 128])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 128], None, 1, 7))
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "gemma3"], "llama"))
 def test_rows_kept_by_the_threshold(model, block, decoding, kind, tmp_path):
     """The preset of dms_threshold: -4, whatever the file. How many rows stay is an outcome."""
     path = find_file(kind, model, tmp_path)
@@ -146,7 +147,7 @@ def test_rows_kept_by_the_threshold(model, block, decoding, kind, tmp_path):
 
 
 @pytest.mark.parametrize("block", [None, 11])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "gemma3"], "llama"))
 def test_scores_are_those_of_the_equation(model, block, kind, tmp_path, monkeypatch):
     """In float64, of every row, at every cut, and also while decoding."""
     path, found = find_file(kind, model, tmp_path), []

@@ -13,6 +13,7 @@ from kvbench.training import head_patterns
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, HeadView
 from tests.support.oracles import CLOSE, assert_same_rows, find_top
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import distinct, ids, make_double, tiny
 
 FIRST, LATER = [5, 6, 7], [9, 8]
@@ -126,7 +127,9 @@ def held_by(model, prompt, quota, prefix=0, allocator="uniform", **args):
     "prefix, sinks, chunk, quota",
     [(0, None, 23, 17), (3, None, 100, 9), (5, 2, 20, 17), (0, 4, 23, 17), (1, 4, 20, 17)],
 )
-@pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "llama3", "yarn", "phi3"])
+@pytest.mark.parametrize(
+    "model", choose_quick(["llama", "qwen3", "mistral", "gemma3", "llama3", "yarn", "phi3"], "llama")
+)
 def test_kvzip(model, prefix, sinks, chunk, quota, scope):
     prompt, more = distinct(67).split([60, 7], dim=1)
     safe = prefix if sinks is None else sinks
@@ -140,6 +143,7 @@ def test_kvzip(model, prefix, sinks, chunk, quota, scope):
     assert_same_rows(held, dense)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("scope", ["model", "head"])
 @pytest.mark.parametrize("prefix, sinks, chunk", [(0, 4, 23), (5, None, 20)])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "phi3"])
@@ -154,6 +158,7 @@ def test_kvzip_plus(preset, model, prefix, sinks, chunk, scope):
         torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("norms, behind", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
 def test_scores_are_those_of_the_equation(model, norms, behind, monkeypatch):

@@ -15,6 +15,7 @@ from kvbench.training import query_filters
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.method_files import make_tiny_method_args
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import distinct, ids, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
@@ -55,7 +56,9 @@ def keeps(path: str, quota: int, recent: int):
 @pytest.mark.cover
 @pytest.mark.parametrize("recent, decoding", [(0, False), (0, True), (6, True), (64, True)])
 @pytest.mark.parametrize("block", [None, 1, 9])
-@pytest.mark.parametrize("name", ["llama", "llama3", "yarn", "mistral", "qwen3", "phi3", "gemma3"])
+@pytest.mark.parametrize(
+    "name", choose_quick(["llama", "llama3", "yarn", "mistral", "qwen3", "phi3", "gemma3"], "llama")
+)
 def test_rows_kept(name, block, recent, decoding):
     path = make_tiny_method_args("qfilters", name)["path"]
     prompt, more = distinct(67, seed=3).split([60, 7], dim=1)

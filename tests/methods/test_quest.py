@@ -12,6 +12,7 @@ from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
 from kvbench.validation import SettingError
 from tests.support.branches import check_after_branches
 from tests.support.dense_engine import DenseEngine
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import ids, make_double, tiny
 
 PAPER = dict(page=16, least=3, dense_layers=2, force_last=False)
@@ -63,7 +64,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("model", ["llama", "llama3", "yarn", "qwen3", "phi3", "mistral"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "llama3", "yarn", "qwen3", "phi3", "mistral"], "llama"))
 @pytest.mark.parametrize("block", [None, 21])
 @pytest.mark.parametrize(
     "page, least, dense, budget, last", [(16, 3, 2, 70, False), (5, 1, 1, 11, True), (7, 2, 0, 9, 0)]

@@ -16,6 +16,7 @@ from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.oracle_scores import assert_scores_are_an_oracles
 from tests.support.oracle_shares import share_interpolated
 from tests.support.oracles import CLOSE, assert_engines_agree, assert_same_rows, keep_by_score, protect_newest
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import distinct, ids, tiny
 
 WINDOW = 5
@@ -83,9 +84,9 @@ class LastQueries:
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", [None, 1, 7, 128])
+@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 128], None, 1, 7))
 @pytest.mark.parametrize("mix, similar", [(0.1, 0.5), (0.6, 0.1), (1.0, 0.5), (0.0, 0.0)])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "phi3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "gemma3", "phi3"], "llama"))
 def test_rkv(model, mix, similar, block):
     cut = LastQueries(mix, 7, similar).keeps(13, prompt=30 if block == 1 else 60)
     args = dict(mix=mix, similar=similar, window=WINDOW, decode_interval=1)
@@ -127,7 +128,7 @@ def test_while_decoding_the_last_queries_of_the_text_score(interval, window):
 
 
 @pytest.mark.parametrize("block", [None, 11])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "gemma3"], "llama"))
 def test_scores_are_those_of_the_equation(model, block, monkeypatch):
     """In float64, of every row, at every cut."""
     assert_scores_are_an_oracles(

@@ -4,10 +4,11 @@ import pytest
 
 import kvbench
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_first
+from tests.support.selection import only_in_full
 from tests.support.tiny_models import ids, tiny
 
 
-@pytest.mark.parametrize("block", [None, 1, 9])
+@pytest.mark.parametrize("block", [None, only_in_full(1), 9])
 def test_sink(block):
     held = kvbench.prefill(tiny("gemma3"), ids(60), "sink", 17, block)
     assert held.places(2, 0).tolist() == [0, 1, 2, 3, *range(47, 60)]

@@ -10,7 +10,7 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from tests.support.oracle_scores import score_votes
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import distinct, ids, tiny
 
 
@@ -18,13 +18,13 @@ from tests.support.tiny_models import distinct, ids, tiny
 @pytest.mark.parametrize("block", [None, 9, 24])
 @pytest.mark.parametrize("group", ["after", "before"])
 @pytest.mark.parametrize("pooling", ["avg", "max"])
-@pytest.mark.parametrize("model", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "mistral", "gemma3"], "llama"))
 def test_snapkv(model, pooling, group, block):
     args = dict(window=6, kernel=5, pooling=pooling, group=group)
     assert_engines_agree(model, keep_by_score(score_votes(**args), 17, protect_newest(6)), "snapkv", 17, block, **args)
 
 
-@pytest.mark.parametrize("model", ["llama", "mistral"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "mistral"], "llama"))
 def test_the_pyramidkv_preset_takes_the_groups_mean_before_pooling(model):
     """KVCache-Factory's kv_head mode; the mean after pooling, as in the preset `paper`, keeps other rows."""
     rule = dict(window=8, kernel=7, pooling="max")

@@ -18,6 +18,7 @@ from tests.support.oracles import (
     protect_newest,
     protect_nothing,
 )
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import ids, tiny
 
 
@@ -41,7 +42,9 @@ def one_set(quota: int, recent: int = 0) -> Callable[[list[HeadView]], list[Head
 
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 1, 9])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "phi3", "llama3", "yarn"])
+@pytest.mark.parametrize(
+    "model", choose_quick(["llama", "qwen3", "mistral", "gemma3", "phi3", "llama3", "yarn"], "llama")
+)
 def test_tova(model, block):
     held = assert_engines_agree(model, one_set(13), "tova", 13, block, 40, dense_cuts=True)
     layer = max(set(range(2)) - set(held.sliding_layers), default=2)
