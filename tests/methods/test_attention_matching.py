@@ -186,7 +186,7 @@ def fit(queries, keys, values, index, **own) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("size", [(60, 30, 6, 8), (5, 30, 12, 4), (40, 12, 12, 3), (200, 50, 20, 16)])
 def test_the_fit_is_never_worse_than_evicting_the_other_rows(size):
     """Evicting: the same keys with the same weights and their own values. That holds by construction."""
-    for seed in range(30):
+    for seed in range(12):
         queries, keys, values, index = make_head(seed, size)
         weights, fitted = fit(queries, keys, values, index)
         logits = queries @ keys.mT * keys.shape[2] ** -0.5

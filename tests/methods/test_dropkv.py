@@ -10,7 +10,7 @@ from kvbench.interfaces.rows import Rows
 from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.oracle_scores import score_residual
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
-from tests.support.selection import choose_quick
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids
 
 
@@ -26,7 +26,7 @@ def test_dropkv(model, pooling, p_dtype, block):
     )
 
 
-@pytest.mark.parametrize("block", [4, 1])
+@pytest.mark.parametrize("block", [4, only_in_full(1)])
 def test_dropkv_where_one_row_has_nearly_all_attention(block):
     args = dict(window=8, kernel=11, pooling="max", epsilon=1e-6, p_dtype="fp32")
     assert_engines_agree(

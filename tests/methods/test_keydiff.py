@@ -35,20 +35,15 @@ def test_keydiff_keeps_its_recents(block):
     assert_engines_agree("llama", keep_by_score(score, 20), "keydiff", 20, block, preset="kvpress")
 
 
-def test_keydiff_anchor_ignores_absent_rows():
+@pytest.mark.cover
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "anchor, metric",
+    [("mean_raw", "cosine"), ("mean_normalised", "euclidean"), ("median", "euclidean"), ("pairwise", "dot")],
+)
+def test_keydiff_anchor_ignores_absent_rows(anchor, metric, alpha):
     """Heads of other lengths beside it change nothing: the anchor is over the rows that a head has."""
-    score = score_unlike("mean_raw", "cosine")
-    for alpha in (0.0, 0.5):
-        cut = keep_by_score(score, 12, share=share_safeguarded(alpha))
-        ada = ("ada", {"mode": "safeguard", "alpha": alpha})
-        assert_engines_agree("llama", cut, "keydiff", 12, 9, allocator=ada, dense_cuts=True, anchor="mean_raw")
-        cut = keep_by_score(score_unlike("mean_normalised", "euclidean"), 12, share=share_safeguarded(alpha))
-        assert_engines_agree("llama", cut, "keydiff", 12, 9, allocator=ada, dense_cuts=True, metric="euclidean")
-        cut = keep_by_score(score_unlike("median", "euclidean"), 12, share=share_safeguarded(alpha))
-        assert_engines_agree(
-            "llama", cut, "keydiff", 12, 9, allocator=ada, dense_cuts=True, anchor="median", metric="euclidean"
-        )
-        cut = keep_by_score(score_unlike("pairwise", "dot"), 12, share=share_safeguarded(alpha))
-        assert_engines_agree(
-            "llama", cut, "keydiff", 12, 9, allocator=ada, dense_cuts=True, anchor="pairwise", metric="dot"
-        )
+    cut = keep_by_score(score_unlike(anchor, metric), 12, share=share_safeguarded(alpha))
+    ada = ("ada", {"mode": "safeguard", "alpha": alpha})
+    args = {"anchor": anchor, "metric": metric}
+    assert_engines_agree("llama", cut, "keydiff", 12, 9, allocator=ada, dense_cuts=True, **args)

@@ -131,6 +131,7 @@ def test_all_layers_and_heads_compete():
         assert held.places(layer, head).tolist() == stays
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_nothing_remains_of_the_gradients(name, frozen):

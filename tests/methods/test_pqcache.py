@@ -366,7 +366,7 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", choose_quick(GRAPHS, "chosen and recent", "chosen only", "not clustered", "few rows"))
 def test_a_graph_attends_to_the_rows_that_the_modules_choose(name):
     """In float64: equal tokens, rows attended to, states and bytes, also for tokens that follow."""
     budget, more, prompt = GRAPHS[name]

@@ -70,17 +70,17 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     "page, least, dense, budget, last", [(16, 3, 2, 70, False), (5, 1, 1, 11, True), (7, 2, 0, 9, 0)]
 )
 def test_quest(model, block, page, least, dense, budget, last):
-    """Prefill dense, then token by token; rows attended per query head are those of the formula."""
+    """Prefill dense, then token by token, which begin a page; rows attended per query head are those of the formula."""
     args = dict(page=page, least=least, dense_layers=min(dense, 1), force_last=bool(last))
     oracle = Oracle(model, args=args)
-    expected = oracle.prefill(ids(118), block)
-    held = kvbench.prefill(make_double(model), ids(118), "quest", budget, block, method_args=args)
+    expected = oracle.prefill(ids(126), block)
+    held = kvbench.prefill(make_double(model), ids(126), "quest", budget, block, method_args=args)
     close(held.logits[0], expected)
     oracle.budget = budget
     oracle.looked.clear()
     for layer in held.contexts[0].own_layers:
         layer.attended.clear()
-    for token in ids(13, seed=1).split(1, dim=1):
+    for token in ids(5, seed=1).split(1, dim=1):
         close(held.extend(token)[0], oracle.extend(token))
     attended = [layer.attended for layer in held.contexts[0].own_layers]
     assert np.allclose(np.array(attended).T.ravel(), oracle.looked)

@@ -4,7 +4,7 @@ import pytest
 
 import kvbench
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_first
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, tiny
 
 
@@ -21,15 +21,11 @@ def test_sink(block):
     assert held.places(0, 0).tolist() == list(range(43, 60))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
-def test_sink_logits(block):
+@pytest.mark.parametrize("model", choose_quick(["llama3", "yarn", "phi3"], "yarn"))
+def test_sink_logits(model, block):
     score = lambda glance: glance.rows.places.astype(float)  # noqa: E731
     assert_engines_agree(
-        "llama3", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, dense_cuts=True, positions="original"
-    )
-    assert_engines_agree(
-        "yarn", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, dense_cuts=True, positions="original"
-    )
-    assert_engines_agree(
-        "phi3", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, dense_cuts=True, positions="original"
+        model, keep_by_score(score, 17, protect_first(4)), "sink", 17, block, dense_cuts=True, positions="original"
     )

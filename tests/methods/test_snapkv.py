@@ -75,8 +75,8 @@ def test_snapkv_does_not_depend_on_the_longest_head_of_a_batch():
     choice = choose_cache(
         *(build(group, load_settings(group, names_of[group], settings_of[group])) for group in names_of)
     )
-    for seed in range(4):
-        prompts = torch.cat([distinct(60, seed), distinct(60, seed + 50)])
+    for seed in range(2):
+        prompts = torch.cat([distinct(40, seed), distinct(40, seed + 50)])
         both = GenerationContext(tiny("llama"), choice, Budget(10), 4, (0, 0))
         both.prefill(prompts)
         for sample, prompt in enumerate(prompts):

@@ -46,7 +46,7 @@ def one_set(quota: int, recent: int = 0) -> Callable[[list[HeadView]], list[Head
     "model", choose_quick(["llama", "qwen3", "mistral", "gemma3", "phi3", "llama3", "yarn"], "llama")
 )
 def test_tova(model, block):
-    held = assert_engines_agree(model, one_set(13), "tova", 13, block, 40, dense_cuts=True)
+    held = assert_engines_agree(model, one_set(13), "tova", 13, block, 24, dense_cuts=True)
     layer = max(set(range(2)) - set(held.sliding_layers), default=2)
     assert held.places(layer, 0).tolist() == held.places(layer, 1).tolist()
     assert_engines_agree(
@@ -55,11 +55,11 @@ def test_tova(model, block):
         "tova",
         13,
         block,
-        40,
+        24,
         dense_cuts=True,
         preset="keydiff_paper",
     )
-    assert_engines_agree(model, one_set(13, 1), "tova", 13, block, 40, preset="kvpress")
+    assert_engines_agree(model, one_set(13, 1), "tova", 13, block, 24, preset="kvpress")
 
 
 def test_scopes_differ_where_a_layer_has_several_groups():

@@ -20,11 +20,11 @@ def check_after_branches(held: CompressedCache, check: Callable[[int], None]) ->
     """
     check(118)
     with held.branch():
-        first = held.extend(ids(30, seed=1))
-        check(148)
+        first = held.extend(ids(12, seed=1))
+        check(130)
     check(118)
     with held.branch():
-        assert torch.equal(held.extend(ids(30, seed=1)), first)
+        assert torch.equal(held.extend(ids(12, seed=1)), first)
     held.extend(ids(1))
     check(119)
 
@@ -32,11 +32,11 @@ def check_after_branches(held: CompressedCache, check: Callable[[int], None]) ->
 def read_on_in_branches(
     model: torch.nn.Module, choice: CachePolicy, samples: slice
 ) -> tuple[GenerationContext, torch.Tensor]:
-    """Read some of two prompts of 60 tokens, and twice 12 further tokens in a branch, which leaves no trace.
+    """Read some of two prompts of 60 tokens, and twice 8 further tokens in a branch, which leaves no trace.
 
-    Returns the context and the logits of the further tokens, (B, 12, vocab).
+    Returns the context and the logits of the further tokens, (B, 8, vocab).
     """
-    prompts, more = ids(60, batch=2)[samples], ids(12, seed=1, batch=2)[samples]
+    prompts, more = ids(60, batch=2)[samples], ids(8, seed=1, batch=2)[samples]
     context = GenerationContext(model, choice, Budget(1.0), None, (0,) * len(prompts))
     context.prefill(prompts)
     before, answers = str(context.bytes()), []

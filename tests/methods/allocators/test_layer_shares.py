@@ -21,7 +21,7 @@ from tests.support.tiny_models import distinct, ids, tiny
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", [None, 9, 1])
+@pytest.mark.parametrize("block", [None, 9, only_in_full(1)])
 @pytest.mark.parametrize("cascade", [True, False])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "mistral"])
 def test_cake(model, cascade, block):
@@ -280,7 +280,7 @@ def test_what_fits_is_kept_and_one_layer_has_no_slope():
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", [None, 9, 1])
+@pytest.mark.parametrize("block", [None, 9, only_in_full(1)])
 @pytest.mark.parametrize("arithmetic", ["official", "kvpress"])
 @pytest.mark.parametrize("model", ["llama", "mistral", "gemma3"])
 def test_pyramid(model, arithmetic, block):

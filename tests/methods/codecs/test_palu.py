@@ -381,10 +381,10 @@ def test_every_method_and_allocator(method, allocator, blocks):
 
 
 def read(choice: CachePolicy, budget: float | None, block: int | None) -> GenerationContext:
-    """Two samples in one cache, after a prompt, a question in one block, and two tokens."""
+    """Two samples in one cache, after a prompt, a question in one block, and a token."""
     context = GenerationContext(make_double("llama"), choice, Budget(budget), block, (0, 1))
     context.prefill(ids(90, batch=2))
-    for part in ids(6, seed=3, batch=2).split([4, 1, 1], 1):
+    for part in ids(5, seed=3, batch=2).split([4, 1], 1):
         context.extend(part)
     return context
 
