@@ -9,7 +9,7 @@ PLAIN := not full and not gpu and not slurm and not browser and not parity and n
 QUICK_TESTS := -n 2 --dist worksteal --hypothesis-profile quick -m "$(PLAIN)"
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-latex test-slurm sweep-status data export check-results wandb-sync setup run test durations test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
+.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-latex test-slurm sweep-status data export check-results wandb-sync setup run test durations mutants test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
 
 # Print the targets.
 help:
@@ -61,12 +61,18 @@ $(TYPED):
 
 # Run the tests that every change must pass; tests/README.md says what they leave out.
 test: setup style
-	$(PYTEST) $(QUICK_TESTS)
+	$(PYTEST) $(QUICK_TESTS) --cpu-times
 
 # Measure the CPU time of the tests of `make test` and write tests/durations.csv.
 # The machine should be at rest.
 durations: setup
 	$(PYTEST) $(QUICK_TESTS) --write-cpu-times tests/durations.csv
+
+# Make thirty mistakes, one after the other, and say which ones the tests catch within a minute.
+# ARGS="--full --limit 900" runs every test of the folders.
+mutants: ARGS =
+mutants: setup
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # Run every cross, and what needs a browser, a SLURM or the documentation's packages.
 test-all: setup style
@@ -205,8 +211,10 @@ sweep-status: setup
 GPU ?= $(BIN)/python
 
 # Run the tests that need a GPU; GPU=python3 takes another Python than .venv's.
+# Compiling every kernel needs none: make test-all does it.
 test-gpu:
-	$(GPU) -m pytest -p no:benchmark -n 8 -k "not first_record" tests/gpu tests/kernels \
+	$(GPU) -m pytest -p no:benchmark -n 8 --dist worksteal -k "not first_record" tests/gpu tests/kernels \
+	  --ignore=tests/kernels/test_compilation.py tests/engine/test_decode_contract.py \
 	  tests/engine/test_graph_prefill.py tests/engine/test_graph_decoding.py tests/engine/test_sliding_rows.py \
 	  tests/engine/test_reconstructed_rows.py tests/engine/test_latent_rows.py
 	$(GPU) -m pytest -p no:benchmark -k first_record tests/gpu/test_warming.py

@@ -6,6 +6,7 @@ from collections import defaultdict
 import pytest
 
 from kvbench.config.catalogue import list_choices
+from tests.support.cpu_times import LIMIT, read_durations
 from tests.support.repository import ROOT
 from tests.support.selection import choose_covering
 
@@ -17,6 +18,9 @@ LAWS = {
     *("test_law_7_a_batch_gives_what_its_samples_give_alone", "test_eviction_happens_inside_the_loop"),
     "test_bytes_are_those_of_the_rows_held",
 }
+
+
+BUDGET = 600.0  # CPU seconds of all tests of `make test`; who adds more than five removes as much (CONTRIBUTING.md)
 
 
 class Collector:
@@ -53,6 +57,16 @@ def test_make_test_packs_the_rows_of_every_method_and_allocator(codec):
     packed, refused = found["test_every_method_and_allocator"], found["test_what_cannot_be_packed_is_refused"]
     assert {own["allocator"] for own in packed} == set(list_choices("allocator"))
     assert {own["method"] for own in (*packed, *refused)} == set(list_choices("method"))
+
+
+def test_no_test_of_make_test_takes_long():
+    """`make durations` measured them, as multiples of the time of a fixed loop."""
+    durations = read_durations()
+    missing = {own.name for own in durations if not (ROOT / own.name.partition("::")[0]).is_file()}
+    long = {own.name: own.longest for own in durations if own.longest > LIMIT}
+    assert not missing, f"{sorted(missing)} are gone: run make durations"
+    assert not long, f"{long}: a test may take {LIMIT} s of CPU (tests/README.md)"
+    assert sum(own.seconds for own in durations if "::" not in own.name) <= BUDGET
 
 
 def test_a_selection_holds_every_value_with_few_cases():
