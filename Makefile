@@ -211,9 +211,11 @@ sweep-status: setup
 GPU ?= $(BIN)/python
 
 # Run the tests that need a GPU; GPU=python3 takes another Python than .venv's.
-# Compiling every kernel needs none: make test-all does it.
+# It runs every shape, and of a cross as few cases as hold every value; FULL=1 runs all of them.
+# Compiling every kernel needs no GPU: make test-all does it.
 test-gpu:
-	$(GPU) -m pytest -p no:benchmark -n 8 --dist worksteal -k "not first_record" tests/gpu tests/kernels \
+	$(GPU) -m pytest -p no:benchmark -n 8 --dist worksteal -k "not first_record" $(if $(FULL),,-m "not rest") \
+	  tests/gpu tests/kernels \
 	  --ignore=tests/kernels/test_compilation.py tests/engine/test_decode_contract.py \
 	  tests/engine/test_graph_prefill.py tests/engine/test_graph_decoding.py tests/engine/test_sliding_rows.py \
 	  tests/engine/test_reconstructed_rows.py tests/engine/test_latent_rows.py

@@ -75,7 +75,10 @@ def count_reads(item: pytest.Function) -> float:
 
 
 def mark_rest_as_full(items: Iterable[pytest.Item]) -> None:
-    """Give the marker `full` to every case that the selection of its test leaves out. Cases that have it stay out."""
+    """Give the markers `full` and `rest` to every case that the selection of its test leaves out.
+
+    Cases that are `full` for a reason of their own, such as a large shape, stay out. They are not `rest`.
+    """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if item.get_closest_marker("cover") and not item.get_closest_marker("full"):
@@ -84,3 +87,4 @@ def mark_rest_as_full(items: Iterable[pytest.Item]) -> None:
         chosen = choose_covering([list_features(case) for case in cases], [count_reads(case) for case in cases])
         for index in set(range(len(cases))) - set(chosen):
             cases[index].add_marker(pytest.mark.full)
+            cases[index].add_marker(pytest.mark.rest)
