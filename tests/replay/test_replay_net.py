@@ -1,54 +1,73 @@
 """All cells of the net, computed again; see README.md here."""
 
 import copy
+import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.replay import adapter, net
-from tests.support.selection import choose_covering, only_in_full
+from tests.support.selection import choose_covering, choose_quick
+
+CELLS, RUNS = net.load(net.CELLS), net.load(net.RUNS)
 
 
-def check(path: Path, compute, make, chosen: Callable[[str], bool] = bool) -> None:
-    """Fail with at most `net.LINES` lines on the chosen cells that differ from those in `path`."""
+def check(before: net.Found, compute: Callable, make: Callable) -> None:
+    """Fail with at most `net.LINES` lines on what differs from `before`."""
     others = net.other_versions()
-    before = {cell: found for cell, found in net.load(path).items() if chosen(cell)}
     changed = net.compare(before, compute(before, make), net.CLOSE if others is None else net.LOOSE)
     if changed:
         head = f"{len(changed)} of {len(before)} cells differ{f' ({others})' if others else ''}:"
         pytest.fail("\n".join([head, *net.report(changed, net.LINES - 1)]), pytrace=False)
 
 
-@pytest.mark.parametrize("covering", [True, only_in_full(False)], ids=["every_setting", "the_rest"])
-def test_the_engine_computes_what_it_did(covering):
-    """Every setting in one cell at least, each method with its allocators; the other cells in `make test-all`."""
-    cells = list(net.load(net.CELLS))
-    some = {cells[index] for index in choose_covering([frozenset(cell.split()) for cell in cells])}
-    check(net.CELLS, net.compute_cells, adapter.play, lambda cell: (cell in some) == covering)
+def list_settings(cell: str) -> frozenset[str]:
+    """The settings that a cell names; of a number other than 1 only whether it is whole or a fraction."""
+    return frozenset(
+        re.sub(r"=-?\d*\.\d+$", "=fraction", re.sub(r"=(0|[2-9]|\d\d+)$", "=whole", own)) for own in cell.split()
+    )
+
+
+def count_reads(cell: str) -> float:
+    """How often a cell reads for each token of its prompt."""
+    block = re.search(r" block_size=(\d+)", cell)
+    return 1 / int(block[1]) if block else 0.0
+
+
+# Every setting in one cell at least, each method with its allocators.
+SOME = choose_covering(list(map(list_settings, CELLS)), list(map(count_reads, CELLS)))
+
+
+@pytest.mark.parametrize("cell", choose_quick(CELLS, *(list(CELLS)[index] for index in SOME)))
+def test_the_engine_computes_what_it_did(cell):
+    check({cell: CELLS[cell]}, net.compute_cells, adapter.play)
+
+
+QUICK = ("task=ruler", "task=phonebook", "task=ledger")  # the others' answers take seconds
 
 
 def command_of(cell: str) -> str:
     return cell.partition(" | ")[0]
 
 
-@pytest.mark.parametrize("covering", [True, only_in_full(False)], ids=["every_task", "the_rest"])
-def test_whole_runs_record_what_they_did(covering):
-    """Every task with one command line; the other command lines in `make test-all`."""
-    commands = list(dict.fromkeys(map(command_of, net.load(net.RUNS))))
-    tasks = [frozenset(word for word in own.split() if word.startswith("task=")) for own in commands]
-    some = {commands[index] for index in choose_covering(tasks)}
-    check(net.RUNS, net.compute_runs, adapter.execute, lambda cell: (command_of(cell) in some) == covering)
+COMMANDS = list(dict.fromkeys(map(command_of, RUNS)))
+FIRST = [next(own for own in COMMANDS if own.startswith(f"{task} ")) for task in QUICK]
+
+
+@pytest.mark.parametrize("command", choose_quick(COMMANDS, *FIRST))
+def test_whole_runs_record_what_they_did(command):
+    own = {cell: found for cell, found in RUNS.items() if command_of(cell) == command}
+    check(own, net.compute_runs, adapter.execute)
 
 
 def test_every_method_allocator_and_codec_has_a_cell():
-    cells = [adapter.DEFAULTS | net.parse(cell) for cell in net.load(net.CELLS)]
+    cells = [adapter.DEFAULTS | net.parse(cell) for cell in CELLS]
     for group in adapter.GROUPS:
         assert {cell[group] for cell in cells} == set(adapter.list_names(group))
 
 
 def test_a_difference_is_named_and_a_rounding_is_not():
-    before = net.load(net.CELLS)
+    before = CELLS
     cells = [cell for cell in before if "model=llama " in cell]
     after = copy.deepcopy(before)
     after[cells[0]]["answers"][0]["tokens"][0][-1] += 1
