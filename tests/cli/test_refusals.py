@@ -15,6 +15,7 @@ from kvbench.config import catalogue, compose
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 LONG = "x" * 300
 REFUSED = {
@@ -138,11 +139,10 @@ FILES = {
     "of_logger": ("logger", None, "logger.name=wandb: must be {0}, as its file conf/logger/{0}.yaml"),
 }
 COPIED = {"method": "snapkv", "allocator": "ada", "codec": "kivi", "task": "niah", "model": "hf", "logger": "wandb"}
-ONCE_AND_MANY = ("", "-m ")
 
 
-@pytest.fixture(scope="module")
-def file_refusals(tmp_path_factory) -> dict[str, list]:
+@pytest.fixture(scope="module", params=["", only_in_full("-m ")], ids=["run", "sweep"])
+def file_refusals(request, tmp_path_factory) -> dict[str, list]:
     """What is said about each file of FILES; a copy of the project has it in its conf/, named after the case."""
     project = tmp_path_factory.mktemp("project")
     for name in ("conf", "kvbench", "kernels", "methods", "tasks"):
@@ -151,18 +151,16 @@ def file_refusals(tmp_path_factory) -> dict[str, list]:
     for case, (group, text, _) in FILES.items():
         folder = project / "conf" / group
         (folder / f"{case}.yaml").write_text((folder / f"{COPIED[group]}.yaml").read_text() if text is None else text)
-    found = run_all([f"{many}{FILES[case][0]}={case}" for case in FILES for many in ONCE_AND_MANY], project, project)
+    found = run_all([f"{request.param}{group}={case}" for case, (group, *_) in FILES.items()], project, project)
     assert not (project / "results").exists()
-    return found
+    return dict(zip(FILES, found.values(), strict=True))
 
 
 @pytest.mark.parametrize("case", FILES)
-@pytest.mark.parametrize("many", ONCE_AND_MANY, ids=["run", "sweep"])
-def test_a_file_of_conf_that_cannot_be_used_is_one_line(file_refusals, case, many):
-    group, _, line = FILES[case]
-    code, out, err, _ = file_refusals[f"{many}{group}={case}"]
+def test_a_file_of_conf_that_cannot_be_used_is_one_line(file_refusals, case):
+    code, out, err, _ = file_refusals[case]
     assert (code, out) == (2, "")
-    assert err.startswith(f"kvbench: {line.format(case)}") and err.count("\n") == 1, err
+    assert err.startswith(f"kvbench: {FILES[case][2].format(case)}") and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize(
