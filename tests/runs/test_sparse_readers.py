@@ -11,6 +11,7 @@ from tests.support.delta_files import draw_compressor, write_compressors
 from tests.support.recorded_runs import read_runs
 
 CHECKPOINT = dict(layers=4, stops=False)
+TASK = ("task=niah", "task.depths=[50]", "task.lengths=[600]", "task.new_tokens=12")
 OMNIKV = ("method=omnikv", "method.filters=[1]", "method.depth=null", "method.wait=1")
 
 
@@ -24,8 +25,7 @@ OMNIKV = ("method=omnikv", "method.filters=[1]", "method.depth=null", "method.wa
 def test_everything_is_resident_and_few_rows_attended(checkpoint, tmp_path, monkeypatch, settings, dense, question):
     monkeypatch.chdir(tmp_path)
     where = ["model=hf", f"model.path={checkpoint}", "device=cpu", f"question={question}", "budget=0.25"]
-    task = ["task.subtasks=ruler_vt", "task.length=900", "task.samples=1"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *settings, *where, *task])
+    monkeypatch.setattr(sys, "argv", ["run.py", *settings, *where, *TASK])
     assert command.main() == 0
     name = settings[0].removeprefix("method=")
     for record in read_runs(tmp_path / "results")[name][1]:
@@ -52,9 +52,9 @@ def test_deltakv_holds_few_bytes_and_reads_few_rows(checkpoint, tmp_path, monkey
     width = 2 * shape.heads * shape.dim
     made = [draw_compressor(width, width // 8, layer).to("cpu", torch.float32) for layer in range(shape.layers)]
     path = write_compressors(tmp_path / "compressors", made)
-    where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=ruler_vt", "task.length=900"]
+    where = ["model=hf", f"model.path={checkpoint}", "device=cpu", *TASK]
     full = [f"{group}.{own}" for group in ("method", "codec") for own in ("full_layers=[0]", "depth=null", "recent=32")]
-    settings = ["method=deltakv", "codec=delta", f"codec.path={path}", *full, "budget=0.2", "task.samples=1"]
+    settings = ["method=deltakv", "codec=delta", f"codec.path={path}", *full, "budget=0.2"]
     monkeypatch.setattr(sys, "argv", ["run.py", *where, *settings])
     assert command.main() == 0
     found = read_runs(tmp_path / "results")
@@ -76,8 +76,8 @@ def test_deltakv_holds_few_bytes_and_reads_few_rows(checkpoint, tmp_path, monkey
 )
 def test_a_record_says_what_was_given_up(checkpoint, tmp_path, monkeypatch, settings, protected, sinks, recents):
     monkeypatch.chdir(tmp_path)
-    where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=ruler_vt", "task.length=900"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *settings, *where, "task.samples=1"])
+    where = ["model=hf", f"model.path={checkpoint}", "device=cpu"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *settings, *where, *TASK, "task.lengths=[200]", "task.new_tokens=2"])
     assert command.main() == 0
     found = read_runs(tmp_path / "results")
     [record] = found[settings[0].removeprefix("method=")][1]
