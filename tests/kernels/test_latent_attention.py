@@ -258,7 +258,7 @@ def test_every_token_attends_to_what_the_definition_makes(case, implementation, 
 @BOTH
 @pytest.mark.parametrize("bits", [None, 4], ids=["numbers", "codes"])
 def test_steps_that_are_done_again_write_and_give_the_same(implementation, bits):
-    case = Case(((7, 3), (4, 13)), evicted=True, uneven=True, tokens=3, bits=bits)
+    case = Case(((7,), (13,)), each=1, evicted=True, uneven=True, tokens=3, bits=bits)
     (run, straight), found = (Run(case) for _ in range(2)), []
     for step in range(3):
         found.append(straight.attend(step, implementation))
