@@ -185,10 +185,10 @@ def test_glance_of_a_row_far_above_those_before_it(tokens, programs):
 
 def test_glance_gives_what_is_asked_for_the_same_every_time():
     inputs = made(CASES[2], torch.bfloat16)
+    every = dict(zip(REDUCTIONS, window_statistics(*inputs.looked, REDUCTIONS, **TRITON), strict=True))
     for of in (("variance",), ("entropy", "mean"), ("mean", "mean")):
         found, again = (window_statistics(*inputs.looked, of, **TRITON) for _ in range(2))
         assert len(found) == len(of) and all(map(torch.equal, found, again))
-        every = dict(zip(REDUCTIONS, window_statistics(*inputs.looked, REDUCTIONS, **TRITON), strict=True))
         for name, own in zip(of, found, strict=True):
             torch.testing.assert_close(own, every[name])
 
