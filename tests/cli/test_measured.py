@@ -13,7 +13,7 @@ from kvbench.validation import SettingError
 TIERS = """\
 tiny:
   title: A small tier
-  common: model=hf model.path={} task=niah task.lengths=[256] task.depths=[50] task.trials=1 task.new_tokens=16 budget=0.5
+  common: model=hf model.path={} task=niah task.lengths=[256] task.depths=[50] task.new_tokens=16 budget=0.5
   sweeps:
     - {}
 """

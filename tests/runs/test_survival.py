@@ -117,12 +117,13 @@ def test_what_every_method_holds_of_a_batch(method, name, block_size):
         budget = Budget(1.0 if method == "full" else 0.3)
         context = GenerationContext(tiny(name), choice, budget, block_size, (7, 8), 2)
         context.prefill(prompts)
-        for _ in range(2):
+        for more in (0, 3):
+            if more:
+                context.extend(prompts[:, :more])
             found = percents(measure_survival([own.rows for own in context.own_layers], context.seen))
             assert found == looped(held_places(context), context.seen, BINS)
             resident = choice.method.attends_subset or method == "full"
             assert ({own for sample in found for own in sample} == {100}) == resident
-            context.extend(prompts[:, :9])
 
 
 SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=1")
