@@ -12,6 +12,7 @@ ALIKE = {"int32", "int64", "fp32", "fp64"}
 """Names of types that stay what they are if they meet themselves or a small integer."""
 
 
+@cache  # once in a process
 def speed_up_interpreter() -> None:
     """Leave out work whose result the interpreter throws away.
 
