@@ -1,5 +1,6 @@
 """The dashboard: what it says of sweeps, what it serves and what it refuses, and how it begins and ends."""
 
+import io
 import json
 import os
 import shutil
@@ -8,13 +9,16 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
 from kvbench.cli.dashboard import main
+from kvbench.cli.report import main as report
 from kvbench.report.dashboard import Server
 from kvbench.report.page import content_security_policy
 from kvbench.sweeps import status
@@ -22,13 +26,51 @@ from tests.support.browser import CHROMIUM, SIZES, draw_charts
 from tests.support.command_line import run_cli
 from tests.support.report_store import VALUE, make_records, write_run
 from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 DEADLINE = 120  # seconds; a process that makes the page imports much, and others may use the machine
 
 
-@pytest.fixture
-def served(tmp_path, monkeypatch):
+class PageThread:
+    """Makes the page in a thread of this process, where the dashboard starts a process. Without `pages` it makes none."""
+
+    returncode: int | None = None
+    work = staticmethod(lambda arguments: 0)
+
+    def __init__(self, command: list[str], **more: object) -> None:
+        self.said, self.results = io.StringIO(), command[-1]
+        self.thread = Thread(target=self.make)
+        self.thread.start()
+
+    def make(self) -> None:
+        with redirect_stderr(self.said), redirect_stdout(io.StringIO()):
+            try:
+                code = self.work([self.results])
+            except OSError as error:  # `kvbench report` says it in a line
+                print(error, file=self.said)
+                code = 2
+        self.returncode = code
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def communicate(self) -> tuple[None, str]:
+        self.thread.join()
+        return None, self.said.getvalue()
+
+    def terminate(self) -> None:
+        """Do nothing: `communicate` waits for the page."""
+
+
+@pytest.fixture(params=["thread", only_in_full("process")])
+def served(request, tmp_path, monkeypatch):
     """A dashboard of an empty folder, in a thread."""
+    if request.param == "thread":
+        own = SimpleNamespace(**vars(subprocess) | {"Popen": PageThread})
+        monkeypatch.setattr("kvbench.report.dashboard.subprocess", own)
+        if "chromium" not in request.fixturenames:  # which draws charts
+            monkeypatch.setattr("kvbench.report.page.build_charts", dict)
+            monkeypatch.setattr("kvbench.report.excerpts.COMMAND", ["true"])  # makes no prompts
     monkeypatch.setattr("kvbench.report.dashboard.SECONDS", 0.1)
     monkeypatch.setattr("kvbench.report.dashboard.PATIENCE", 0)
     monkeypatch.setattr("kvbench.report.dashboard.TIMING_SECONDS", 0)
@@ -38,6 +80,12 @@ def served(tmp_path, monkeypatch):
         yield server
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    """Lets the dashboard of `served` make its page."""
+    monkeypatch.setattr(PageThread, "work", staticmethod(report))
 
 
 def ask(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, dict, str]:
@@ -133,7 +181,7 @@ def test_a_damaged_sweep_is_named_and_the_rest_shown(served, running):
 
 
 @pytest.mark.full
-def test_a_damaged_run_is_named_and_the_page_is_made_again(served, running):
+def test_a_damaged_run_is_named_and_the_page_is_made_again(served, pages, running):
     said = until(served, lambda said: said["page"])
     bad = write_run(running.parents[1], make_records(0.5, 50), budget=0.5)
     (bad / "run.yaml").write_text("format: [")
@@ -143,11 +191,11 @@ def test_a_damaged_run_is_named_and_the_page_is_made_again(served, running):
     assert [own["label"] for own in data["panels"][0]["series"]] == ["snapkv"]
 
 
-def test_a_sweep_is_followed(served, checkpoint, tmp_path, monkeypatch, capsys):
+def test_a_sweep_is_followed(served, pages, checkpoint, tmp_path, monkeypatch, capsys):
     said = until(served, lambda said: True)
     assert (said["sweeps"], said["page"], said["problem"]) == ([], "", "") and not list(tmp_path.iterdir())
     assert called(served, "/data.js", "kvbenchData")["panels"] == []
-    quick = ["task.subtasks=niah_single_1", "task.samples=2", "task.length=512", f"results={tmp_path}"]
+    quick = ["task.subtasks=niah_single_1", "task.samples=1", "task.length=256", f"results={tmp_path}"]
     quick += ["model=hf", f"model.path={checkpoint}"]
     run_cli(["-m", "method=sink,kvzip", "block_size=128", "budget=0.2", *quick], monkeypatch, capsys)
     said = until(served, lambda said: said["page"] and not said["making"])
@@ -163,7 +211,7 @@ def test_a_sweep_is_followed(served, checkpoint, tmp_path, monkeypatch, capsys):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_only_the_reports_files_are_served(served, tmp_path):
+def test_only_the_reports_files_are_served(served, pages, tmp_path):
     write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
     write_run(tmp_path, make_records(0.5, 50), budget=0.5)
     (tmp_path / "report").mkdir()
@@ -218,7 +266,7 @@ def test_names_of_this_machine_are_taken(served):
         assert b" 403 " in client.recv(100)
 
 
-def test_a_page_that_cannot_be_made_is_said(served, running):
+def test_a_page_that_cannot_be_made_is_said(served, pages, running):
     results = served.board.results
     (results / "report").write_text("in the way")
     said = until(served, lambda said: said["problem"])
@@ -261,7 +309,7 @@ def test_ctrl_c_ends_it(tmp_path):
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: make test-browser")
 @pytest.mark.parametrize("width", SIZES)
-def test_the_page_follows_a_sweep(served, running, chromium, width):
+def test_the_page_follows_a_sweep(served, pages, running, chromium, width):
     page = chromium.new_page(viewport={"width": width, "height": SIZES[width]})
     page.set_default_timeout(1000 * DEADLINE)
     wrong, asked = [], []
