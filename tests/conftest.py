@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+gc.disable()  # until all tests are collected
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers share this folder; the user's own stays as it is
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="kvbench-cache-")
@@ -51,13 +53,19 @@ def pytest_collection_modifyitems(items):
     mark_rest_as_full(items)
 
 
-def pytest_collection_finish():
-    """Take modules and tests out of Python's garbage collection, and time out of Triton's interpreter.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep modules and tests out of Python's garbage collection: every full collection would go through all of them."""
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
-    Every full collection of garbage would go through all modules and tests.
-    """
-    gc.collect()
-    gc.freeze()
+
+def pytest_collection_finish():
+    """Take time out of Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") and "triton" in sys.modules:
         from tests.support.interpreter import speed_up_interpreter
 

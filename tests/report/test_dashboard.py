@@ -32,7 +32,7 @@ DEADLINE = 120  # seconds; a process that makes the page imports much, and other
 
 
 class PageThread:
-    """Makes the page in a thread of this process, where the dashboard starts a process. Without `pages` it makes none."""
+    """Makes the page in a thread, where the dashboard starts a process. Without the fixture `pages` it makes none."""
 
     returncode: int | None = None
     work = staticmethod(lambda arguments: 0)
