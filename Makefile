@@ -7,7 +7,8 @@ VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
 PLAIN := not full and not gpu and not slurm and not browser and not parity and not package and not latex
 QUICK_TESTS := -n 2 --dist worksteal --hypothesis-profile quick -m "$(PLAIN)"
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Compiled sources are kept, also where the environment says otherwise: each process would compile all of them again.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-latex test-slurm sweep-status data export check-results wandb-sync setup run test durations mutants test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
 
