@@ -100,9 +100,17 @@ def load_defaults(group: str, name: str) -> dict:
     return load_settings(group, name)
 
 
+@cache
+def load_tiny_settings(method: str, name: str) -> dict:
+    """The settings of a method for a tiny model, read once."""
+    args = make_tiny_method_args(method, name)
+    return load_settings("method", method, args) if args else load_defaults("method", method)
+
+
 def build_policy(method: str, allocator: str, name: str, codec: str = "raw", **more: object) -> list:
     """Method, with `more` settings, allocator and codec as a user of a tiny model gets them."""
-    args = make_tiny_method_args(method, name) | more
-    settings = load_settings("method", method, args) if args else load_defaults("method", method)
+    settings = load_tiny_settings(method, name)
+    if more:
+        settings = load_settings("method", method, make_tiny_method_args(method, name) | more)
     others = [build(group, load_defaults(group, own)) for group, own in (("allocator", allocator), ("codec", codec))]
     return [build("method", settings), *others]

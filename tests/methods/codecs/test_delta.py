@@ -402,14 +402,8 @@ def test_a_run_is_named_by_the_files_content(tmp_path):
 
 PAIRS = list(product(methods_available(), list_choices("allocator")))
 FILE = write_for(Path(FOLDER.name) / "delta-llama", tiny("llama"))
-
-
-def refuses(method: str, allocator: str) -> bool:
-    own = build_policy(method, allocator, "llama")
-    return own[0].refuses(own[1], make_codec(FILE)) is not None
-
-
-REFUSED = [pair for pair in PAIRS if refuses(*pair)]
+DELTA = make_codec(FILE)
+REFUSED = [pair for pair in PAIRS if (own := build_policy(*pair, "llama"))[0].refuses(own[1], DELTA)]
 
 
 @pytest.mark.cover

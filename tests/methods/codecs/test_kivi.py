@@ -147,6 +147,7 @@ def test_merged_rows_keep_their_masses():
     assert held.masses(1, 1).tolist() == raw.masses(1, 1).tolist() + [1] * 5
 
 
+@cache
 def appends(method: str) -> dict:
     """Settings with which a method does not cut while decoding: packed rows are never repacked."""
     return {"decoding": False} if build_policy(method, "uniform", "llama")[0].decoding else {}

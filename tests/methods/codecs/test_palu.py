@@ -351,12 +351,8 @@ def choose_policy(method: str, allocator: str, codec: Palu | None = None):
     return choose_cache(*own[:2], codec or build_palu(find_palu("llama", removed=0.0)))
 
 
-def is_refused(method: str, allocator: str) -> bool:
-    own = build_policy(method, allocator, "llama")
-    return own[0].refuses(own[1], build_palu(find_palu("llama", removed=0.0))) is not None
-
-
-REFUSED = [pair for pair in PAIRS if is_refused(*pair)]
+PALU = build_palu(find_palu("llama", removed=0.0))
+REFUSED = [pair for pair in PAIRS if (own := build_policy(*pair, "llama"))[0].refuses(own[1], PALU)]
 
 
 @pytest.mark.cover
