@@ -177,8 +177,8 @@ def test_the_ridge_is_that_of_the_definition():
 
 
 def test_an_mlp_learns_a_linear_target():
-    recipe = KVzapRecipe("mlp", 1, 30, 12, inner=32, epochs=15, batch=20)
-    found = evaluate(train(make_samples("linear", 2000), recipe, "cpu"), make_samples("linear", 900))
+    recipe = KVzapRecipe("mlp", 1, 30, 12, inner=32, epochs=20, batch=40)
+    found = evaluate(train(make_samples("linear", 1000), recipe, "cpu"), make_samples("linear", 900))
     assert found.mean_r2 > 0.99 and found.mean_error < 0.1
     shuffled = make_samples("linear", 900)
     wrong = evaluate(train(shuffled, recipe, "cpu"), Samples(shuffled.hidden, shuffled.targets.flip(1), (0, 1)))

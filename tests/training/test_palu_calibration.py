@@ -156,7 +156,8 @@ def test_the_command_writes_a_file_for_the_model(tmp_path, capsys):
 
 def test_untrained_projections_need_a_shape_only(tmp_path, capsys):
     """They are orthonormal, of equal ranks, and belong to no model."""
-    shape, out = SHAPES / "llama31_8b.json", tmp_path / "new" / "file"
+    shape, out = tmp_path / "shape.json", tmp_path / "new" / "file"
+    shape.write_text(json.dumps(json.loads((SHAPES / "llama31_8b.json").read_text()) | {"num_hidden_layers": 2}))
     options = ["palu", "--untrained", "--model", str(shape), "--device", "cpu"]
     assert main([*options, "--out", str(out)]) == 0
     assert "untrained projections of groups of 4 KV heads, 512 numbers to 256–256; 50.0% of" in capsys.readouterr().out
@@ -165,7 +166,7 @@ def test_untrained_projections_need_a_shape_only(tmp_path, capsys):
     assert (codec.file.identity, codec.file.metadata["source"]) == (None, "untrained")
     codec.check(layout)
     with safe_open(str(out), "pt") as file:
-        ups = [file.get_tensor(f"model.layers.{layer}.self_attn.k_proj.U.1.weight").double() for layer in (0, 31)]
+        ups = [file.get_tensor(f"model.layers.{layer}.self_attn.k_proj.U.1.weight").double() for layer in (0, 1)]
     for up in ups:
         torch.testing.assert_close(up.T @ up, torch.eye(256).double(), rtol=0, atol=1e-5)
     assert not torch.equal(*ups)

@@ -4,6 +4,7 @@ import json
 import queue
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from shutil import copytree
 from statistics import mean
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from kvbench.validation import SettingError
 
 STAGES = "stages=[[0, 128], [0.5, 256]]"
 TINY = [STAGES, "hidden=64", "layers=1", "heads=1", "kv_heads=1", "inner=64", "context=256", "tokens=512",
-        "look_ahead=8"]  # fmt: skip
+        "look_ahead=4", "places=32"]  # fmt: skip
 ASKED = ("task.subtasks=[niah_multikey_2,niah_multivalue,ruler_qa_squad]", "task.length=1024", "task.samples=3",
          "budget=0.25", "device=cpu")  # fmt: skip
 
@@ -206,16 +207,25 @@ def test_large_weights_are_shards_that_transformers_loads(tmp_path, monkeypatch)
     assert all((held[name] == weight).all() for name, weight in model.export().items())
 
 
+def run_training(folder: Path, *given: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.TrainingLog, "EVERY", 1)
+        return train_command.main(["--out", str(folder), "--workers", "1", "--device", "cpu", *given])
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """A tiny training's folder after two steps."""
+    folder = tmp_path_factory.mktemp("training")
+    assert run_training(folder, "--minutes", "60", "--steps", "2", "--set", *TINY[:4], "--set", *TINY[4:]) == 0
+    return folder
+
+
 @pytest.fixture
-def trained(tmp_path, monkeypatch):
-    """A tiny training's folder after two steps, and the command."""
-
-    def command(*given, out=tmp_path / "own"):
-        return train_command.main(["--out", str(out), "--workers", "1", "--device", "cpu", *given])
-
-    monkeypatch.setattr(train.TrainingLog, "EVERY", 1)
-    assert command("--minutes", "60", "--steps", "2", "--set", *TINY[:4], "--set", *TINY[4:]) == 0
-    return tmp_path / "own", command
+def trained(begun, tmp_path):
+    """A copy of the folder, and the command."""
+    folder = copytree(begun, tmp_path / "own")
+    return folder, lambda *given, out=folder: run_training(out, *given)
 
 
 def test_a_training_is_paused_and_resumed(trained, monkeypatch):
@@ -270,13 +280,13 @@ def test_an_evaluation_adds_to_its_file(trained, monkeypatch, capsys):
     def evaluated(*given):
         return evaluate_command.main(["--model", str(folder), "--samples", "1", "--steps", "0", *given])
 
-    monkeypatch.setattr(evaluate, "SUBTASKS", ("niah_single_1",))
+    monkeypatch.setattr(evaluate, "SUBTASKS", ("ruler_qa_squad",))
     threads = SimpleNamespace(Pool=ThreadPool)  # no processes to start
     monkeypatch.setattr(evaluate.multiprocessing, "get_context", lambda method: threads)
     assert evaluated("--lengths", "512") == evaluated() == 0
     held = json.loads(out.read_text())
     assert [(one["task"], one["length"], one["samples"]) for one in held["scores"]] == [
-        ("niah_single_1", 512, 1), ("niah_single_1", 1024, 1),
+        ("ruler_qa_squad", 512, 1), ("ruler_qa_squad", 1024, 1),
     ]  # fmt: skip
     monkeypatch.setattr(evaluate, "generate_answers", None)  # nothing is made again
     assert evaluated() == 0 and json.loads(out.read_text()) == held
