@@ -218,8 +218,8 @@ def test_a_gguf_file_has_no_revision(tmp_path, monkeypatch, capsys):
 def test_a_run_reads_a_gguf_file(tmp_path, monkeypatch, capsys):
     path = tmp_path / "tiny.Q8_0.gguf"
     write_gguf(path, quantisation="Q8_0")
-    arguments = ["model=hf", f"model.path={path}", f"results={tmp_path / 'results'}", "method=knorm", "budget=0.5"]
-    arguments += ["task=niah", "task.lengths=[900]", "task.depths=[50]", "task.trials=1"]
+    arguments = ["model=hf", f"model.path={path}", f"results={tmp_path / 'results'}", "method=full"]
+    arguments += ["task=phonebook", "task.sizes=[5]", "task.trials=1"]
     code, out, err = run_cli(arguments, monkeypatch, capsys)
     assert code == 0 and out.startswith("model: tiny.Q8_0\n"), err
 

@@ -21,7 +21,7 @@ from kvbench.training.palu_calibration import choose_ranks, choose_recipe, choos
 from tests.support.palu_files import TEXT, build_palu
 from tests.support.tiny_models import make_double, tiny
 
-SHORT = ["--length=64", "--sequences=16", "--fisher-length=32", "--fisher-sequences=2"]
+SHORT = ["--length=64", "--sequences=4", "--fisher-length=32", "--fisher-sequences=2"]
 
 
 def name_projections(layer: torch.nn.Module) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
