@@ -10,8 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-gc.disable()  # until all tests are collected
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers share this folder; the user's own stays as it is
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="kvbench-cache-")
@@ -27,6 +25,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("tests.support")  # before it is imported
 
+gc.disable()  # until all tests are collected
 torch.set_num_threads(1)
 settings.register_profile("kvbench", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("quick", settings.get_profile("kvbench"), max_examples=30)
