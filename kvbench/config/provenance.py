@@ -84,7 +84,8 @@ _reported: set[str] = set()  # places that `_report_unfollowed` has printed
 def sources_unchanging() -> Iterator[None]:
     """Read every source only once inside this context.
 
-    A sweep computes the hashes of hundreds of runs at once. Sources must not change in the meantime.
+    A hash asks for most modules many times, and a sweep computes hundreds of hashes at once. Sources must not change in
+    the meantime.
     """
     global _unchanging
     before, _unchanging = _unchanging, {} if _unchanging is None else _unchanging
@@ -163,7 +164,7 @@ def source_hashes(modules: Iterable[str]) -> dict[str, str]:
     if stamps and _unchanging is not None and request in _unchanging:
         return dict(hashes)
     if not stamps or any(_stamp(path) != stamp for path, stamp in stamps.items()):
-        with enter_packages(request[0]), sources_unchanging():
+        with sources_unchanging(), enter_packages(request[0]):
             files, followed = set(), map_imports(request[0])
             hashes = {}
             for module in sorted(followed):
