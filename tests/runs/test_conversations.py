@@ -226,7 +226,7 @@ def test_a_template_that_shows_turns_otherwise_than_they_were_read_is_refused(re
 
 
 def test_turns_of_a_conversation_that_was_cut_off_are_made_again_and_are_the_same(reader, tmp_path):
-    samples = (*make_turns((None,) * 3), *make_turns((None, "x", None), "other"))
+    samples = (*make_turns((None,) * 3, tokens=4), *make_turns((None, "x", None), "other", tokens=4))
     own = reader(samples, "method=tova", "budget=0.5", "temperature=1.0")
     bench = Resources(own.run, {"model": own.model, "tokenizer": own.tokenizer})
 

@@ -10,7 +10,7 @@ from kvbench.runs import method_checks
 from kvbench.runs.method_checks import CHECKS
 from kvbench.validation import SettingError
 
-CHECKPOINT = dict(layers=4)
+CHECKPOINT = dict(layers=3)
 
 
 @pytest.fixture
