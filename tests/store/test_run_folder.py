@@ -13,12 +13,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvbench.store import run_folder
 from kvbench.store.run_folder import RunFolder, run_hash
 from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 VALUE = {"method": "snapkv", "budget": 0.05}
 WORKER = """
@@ -89,12 +90,13 @@ def write(folder: RunFolder, *uids: str, **fields) -> None:
         folder.append({"uid": uid, **fields})
 
 
-def test_killed_at_random_moments_and_resumed(tmp_path):
-    count, size, kills = 400, 20_000, 0
+@pytest.mark.parametrize(("count", "most"), [(100, 5), only_in_full(400, 12)])
+def test_killed_at_random_moments_and_resumed(tmp_path, count, most):
+    size, kills = 20_000, 0
     draw = random.Random(0)
     folder = RunFolder(tmp_path, VALUE)
-    while kills < 12:
-        process = work(tmp_path, count, size, pause=4)
+    while kills < most:
+        process = work(tmp_path, count, size, pause=8)
         time.sleep(draw.uniform(0, 0.05))
         kill(process)
         assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
@@ -109,7 +111,7 @@ def test_killed_at_random_moments_and_resumed(tmp_path):
     assert not list(folder.path.glob("*.draft*"))
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, only_in_full(4)])
 def test_processes_share_a_run(tmp_path, workers):
     processes = [opened(tmp_path, 80, size=3000, pause=4) for _ in range(workers)]
     for process in processes:
@@ -338,24 +340,18 @@ JSON = st.recursive(
 )
 
 
-EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
-
-
-@EXAMPLES
 @given(st.dictionaries(st.text(), JSON))
 def test_the_order_of_keys_and_a_round_trip_do_not_change_the_hash(value):
     assert run_hash(dict(reversed(value.items()))) == run_hash(value)
     assert run_hash(json.loads(json.dumps(value))) == run_hash(value)
 
 
-@EXAMPLES
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_the_spelling_of_a_number_does_not_change_the_hash(number):
     for spelling in (f"{number!r}", f"{number:.17e}", f"{number:.16e}"):
         assert run_hash({"budget": float(spelling)}) == run_hash({"budget": number})
 
 
-@EXAMPLES
 @given(st.dictionaries(st.text(), JSON), st.text(), JSON, JSON)
 def test_any_changed_setting_changes_the_hash(value, key, one, other):
     assume(
@@ -364,7 +360,6 @@ def test_any_changed_setting_changes_the_hash(value, key, one, other):
     assert run_hash(value | {key: one}) != run_hash(value | {key: other})
 
 
-@EXAMPLES
 @given(st.lists(st.tuples(st.text(), JSON), min_size=1, max_size=5))
 def test_any_text_survives(tmp_path_factory, texts):
     folder = RunFolder(tmp_path_factory.mktemp("runs"), VALUE)
