@@ -142,7 +142,7 @@ def test_rows_weights_and_values_are_those_of_the_definition(model, own, prefix)
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", [None, 1, 7, 128])
+@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 128], None, 7))
 @pytest.mark.parametrize("model", choose_quick(["llama", "qwen3"], "llama"))
 def test_context_queries_in_blocks(model, block):
     """Every block is followed by a fit of the rows that are held, which weigh what earlier fits gave them."""

@@ -159,7 +159,7 @@ def test_the_newest_stay_where_more_rows_are_safe_than_a_frozen_share_has(size):
     args = {"base": "h2o", "base_args": {}, "decoding": True, "decode_size": size}
     ada = {"preset": "kvpress", "alpha": 0.9}
     held = kvbench.prefill(
-        tiny("llama"), distinct(100), "criticalkv", 9, None, "ada", method_args=args, allocator_args=ada
+        tiny("wide"), distinct(100), "criticalkv", 9, None, "ada", method_args=args, allocator_args=ada
     )
     for token in ids(size, seed=3).split(1, dim=1):
         held.extend(token)

@@ -105,6 +105,7 @@ def test_rows_below_the_threshold_go_when_they_leave_the_window(model, base, dec
         assert len(counts) > 1 and min(counts) > WINDOW - 1 and min(counts) < tokens + 25
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 11])
 @pytest.mark.parametrize("base", list(BASES))
 def test_scores_are_those_of_the_base_when_a_row_was_read(base, block, monkeypatch):

@@ -213,11 +213,11 @@ def test_the_command(tmp_path, capsys):
     """On the reference model: the file serves it, and nothing wrong goes on in silence."""
     out, text = tmp_path / "made" / "filters.safetensors", tmp_path / "text"
     text.write_text("The old man gave the letter to nobody. " * 60)
-    few = ["--sequences", "2", "--length", "64", "--queries", "40", "--device", "cpu"]
+    few = ["--sequences", "2", "--length", "32", "--queries", "20", "--device", "cpu"]
     command = ["qfilters", "--model", "reference", "--out", str(out)]
     assert calibrate.main([*command, *few]) == 0
     prose = load_file(out)["q_filters"]
-    assert prose.shape == (6, 2, 64) and "(6, 2, 64) from 2 texts of 64 tokens" in capsys.readouterr().out
+    assert prose.shape == (6, 2, 64) and "(6, 2, 64) from 2 texts of 32 tokens" in capsys.readouterr().out
     for name, more, same in (("again", [], True), ("other", ["--text", str(text)], False)):
         assert calibrate.main([*command, *few, *more, "--out", str(tmp_path / name)]) == 0
         assert torch.equal(load_file(tmp_path / name)["q_filters"], prose) == same

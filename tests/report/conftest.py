@@ -2,7 +2,14 @@
 
 import pytest
 
+from kvbench.report.charts import build_charts
 from tests.support.browser import CHROMIUM
+
+
+@pytest.fixture(scope="session", autouse=True)
+def charts() -> None:
+    """Charts are the same for every page; the first test that makes one does not build them."""
+    build_charts()
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from kvbench.training.recording import write_tensors
 from tests.support.method_files import FOLDER
 from tests.support.tiny_models import ids, make_double
 
-TEXT = torch.stack([ids(64, seed)[0] for seed in range(40, 56)])
-"""Sequences that the files are made from, (16, 64)."""
+TEXT = torch.stack([ids(64, seed)[0] for seed in range(40, 50)])
+"""Sequences that the files are made from, (10, 64)."""
 
 
 def write_palu(path: Path, name: str, **given: object) -> str:

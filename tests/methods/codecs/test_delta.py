@@ -126,6 +126,7 @@ def draw_kv(tokens: int, width: int = 24, batch: int = 2) -> torch.Tensor:
 OPTIONS = [{}, {"stride_alpha": 0.3}, {"remove": "residual"}, {"remove": "reference"}, {"bits": 4}, {"bits": 2}]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("args", [*OPTIONS, {"nearest": 1, "sinks": 1, "stride": 1}], ids=str)
 @pytest.mark.parametrize("blocks", [(60,), (2, 60, 5), (30, *[1] * 32), (10, 3, 40, 1, 17)], ids=len)
 def test_rows_are_read_as_defined(tmp_path, args, blocks):

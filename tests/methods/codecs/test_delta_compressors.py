@@ -22,9 +22,11 @@ from kvbench.runs.runner import execute_run
 from kvbench.runs.spec import RunSpec
 from kvbench.validation import SettingError
 from tests.docs.pages import iterate_commands
+from tests.support.delta_files import draw_compressor, write_compressors
 from tests.support.repository import ROOT
 from tests.support.selection import only_in_full
 
+CHECKPOINT = dict(layers=3)  # the first two of which are not compressed
 SHAPES = {
     "mlp_swiglu": lambda width, inner, out: {".w12": (2 * inner, width), ".w3": (out, inner)},
     "mlp_gelu": lambda width, inner, out: {".0": (inner, width), ".2": (out, inner)},
@@ -94,7 +96,7 @@ def test_the_networks_follow_their_formulas(tmp_path, down, up, bias, split):
     assert named.keys() == weights.keys() and all(torch.equal(named[key], weights[key]) for key in weights)
 
 
-@pytest.mark.parametrize("model, layers, width", [("Llama-3.1-8B", 32, 2048), ("Qwen2.5-7B-1M", 28, 1024)])
+@pytest.mark.parametrize("model, layers, width", [only_in_full("Llama-3.1-8B", 32, 2048), ("Qwen2.5-7B-1M", 28, 1024)])
 def test_files_in_the_authors_layout(tmp_path, model, layers, width):
     """All layers are described, and two of the real shapes are read. A folder of the hub has model.safetensors."""
     inner, code = 3072, 512
@@ -205,12 +207,13 @@ def test_those_of_the_embedded_model(tmp_path, remove, length, samples, share):
     assert (sum(record["score"] for record in records) == 100 * samples) == (remove == "null")
 
 
-def test_the_documented_setting_of_full_layers(tmp_path):
+def test_the_documented_setting_of_full_layers(checkpoint, tmp_path):
     """The source's KIVI in them."""
     [words] = [words for _, words in iterate_commands() if {"method=deltakv", "codec.base=kivi"} <= {*words}]
-    path = ROOT / "kvbench/models/embedded_v2_deltakv.safetensors"
+    path = write_compressors(tmp_path / "file", [draw_compressor(128, 12, layer) for layer in range(3)])
     small = ["device=cpu", "task=ruler", "task.subtasks=[niah_single_1]", "task.length=512", "limit=1"]
     small += ["method.preset=reference", "codec.preset=reference", f"codec.path={path}"]
+    small += ["model=hf", f"model.path={checkpoint}"]
     held = []
     for more in ([], ["codec.base=raw", "codec.base_args=null"]):
         run = RunSpec.from_config(compose_config([*words[2:], *small, *more]))

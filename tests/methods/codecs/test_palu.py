@@ -215,7 +215,7 @@ def factorise(weight: torch.Tensor, s: torch.Tensor, rank: int) -> tuple[torch.T
     return u[:, :rank] * root, root[:, None] * vt[:rank] @ torch.linalg.inv(s)
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen2", "mistral"], "llama", "qwen2"))
 def test_latents_are_those_of_whitened_weights(model):
     """h = VT x = U⁺ (k − b), up to the sign of each latent, which no decomposition determines."""
     own, codec = make_double(model), build_palu(find_palu(model))
@@ -255,7 +255,7 @@ def write_official(folder: Path, model: torch.nn.Module, rank: int = 24, groups:
     return folder
 
 
-@pytest.mark.parametrize("model, groups", [("llama", 1), ("llama", 2), ("qwen2", 1)])
+@pytest.mark.parametrize("model, groups", [only_in_full("llama", 1), ("llama", 2), ("qwen2", 1)])
 def test_the_authors_checkpoints_give_the_authors_latents(tmp_path, model, groups):
     own = make_double(model)
     folder = write_official(tmp_path / "palu", make_double(model), 24 // groups, groups)
@@ -272,7 +272,7 @@ def test_the_authors_checkpoints_give_the_authors_latents(tmp_path, model, group
     assert codec.file.identity is None and kvbench.prefill(own, ids(9), codec=codec).resident_bytes
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("model", choose_quick(["llama", "qwen2", "phi3"], "qwen2"))
 def test_what_is_lost_is_the_sum_of_the_eigenvalues_left_out(model):
     """Of the text of the calibration: Σ ‖k − k̂‖² = tokens · Σ_{i>r} λ_i, for keys and values of every group."""
     own, codec, path = make_double(model), build_palu(find_palu(model)), find_palu(model)
@@ -291,6 +291,7 @@ def test_what_is_lost_is_the_sum_of_the_eigenvalues_left_out(model):
 # Rounding
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("bits, clip", [(4, 1.0), (3, 0.9), (2, 1.0), (2, 0.7)])
 @pytest.mark.parametrize("turns", [True, False])
 def test_rows_are_rounded_as_defined(bits, clip, turns):
