@@ -17,6 +17,7 @@ from kvbench.papers.table_spec import TABLES, expand_each, load_specs, read_publ
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines
 from tests.support.delta_files import make_zero, write_compressors
+from tests.support.selection import only_in_full
 
 SPECS = read_tables(TABLES)
 WANTED = {
@@ -191,7 +192,7 @@ def test_a_table_stands_in_its_csv(results):
         assert {row["quantity"] for row in csv.DictReader(file)} >= {"ttft_ms", LAST_QUANTITY}
 
 
-@pytest.mark.parametrize("which", [[], ["dropkv", "2"]], ids=["all", "one"])
+@pytest.mark.parametrize("which", [only_in_full([]), ["dropkv", "2"]], ids=["all", "one"])
 def test_only_on_request_what_lies_beside_measurements_is_written(results, capsys, which):
     """`make papers` and `make table` write into papers/, `make efficiency-tables` beside the measurements."""
 
