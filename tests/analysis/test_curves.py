@@ -14,7 +14,6 @@ from kvbench.cli.curves import main
 from kvbench.tasks.ruler.task import Ruler
 from tests.support import made_up_runs
 from tests.support.command_line import run_cli
-from tests.support.selection import only_in_full
 
 FULL = {"method": {"name": "full"}, "sources": "s1"}
 BUDGETS = {0.05: 30, 0.1: 55, 0.3: 85}  # chance to keep what the full cache has right
@@ -306,13 +305,14 @@ def test_a_damaged_store_is_said(tmp_path, store, curves, capsys):
     assert f"kvbench: run {other.name} is left out: done does not fit the" in curves()[2]
 
 
-@pytest.mark.parametrize("questions", [("hidden",), only_in_full(("visible", "hidden"))])
+@pytest.mark.full  # tests/laws/test_decided_by_method.py compares the table and the curve of smaller runs
+@pytest.mark.parametrize("questions", [("hidden",), ("visible", "hidden")])
 def test_runs_of_the_command_line_make_curves(tmp_path, monkeypatch, capsys, questions):
     """Two methods and both questions with the embedded model; the table and the curve say the same."""
     monkeypatch.chdir(tmp_path)
     averages = {"needles": {"niah_single_1": 1.0}, "all": {"niah_single_1": 1.0, "ruler_vt": 3.0}}
     monkeypatch.setattr(Ruler, "averages", averages, raising=False)
-    size = ["task.subtasks=niah_single_1", "task.length=256", "task.samples=1", "device=cpu"]
+    size = ["task.subtasks=niah_single_1", "task.length=384", "task.samples=2", "device=cpu"]
     tables = {}
     for question in questions:
         for method, budget in (("knorm", "0.9"), ("snapkv", "0.6"), ("snapkv", "0.9")):
@@ -332,7 +332,7 @@ def test_runs_of_the_command_line_make_curves(tmp_path, monkeypatch, capsys, que
     assert len(blocks) == 2 * len(questions) + 1 and "no evidence about large models" in blocks[-1]
     for (question, method, budget), line in tables.items():
         (block,) = [own for own in blocks if f"question {question} · {method} ·" in own]
-        assert "\nneedles; 1 sample" in block
+        assert "\nneedles; 2 samples\n" in block
         (point,) = [own.split() for own in block.splitlines() if own.startswith(f"{budget} ")]
         score, change, moved = line[2], line[3], next(cell for cell in line if "/" in cell)
         assert point[2] == score and point[5] == change and moved in point

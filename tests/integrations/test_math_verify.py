@@ -105,6 +105,11 @@ def test_what_does_not_end_is_killed_in_time_and_the_next_is_graded():
         assert not first.is_alive() and verifier.worker is None  # really gone
         verifier.seconds = 20.0
         assert verifier.verdict(r"\boxed{4}", "4") is True
+
+
+def test_a_process_that_was_killed_is_an_error_of_its_answer_alone():
+    with Verifier(20.0) as verifier:
+        verifier.verdict("1", "1")
         os.kill(verifier.worker.process.pid, 9)
         assert verifier.verdict(r"\boxed{4}", "4") == "error"
         assert verifier.verdict(r"\boxed{4}", "4") is True  # a new process judges the next one
