@@ -70,6 +70,7 @@ def served(request, tmp_path, monkeypatch):
         monkeypatch.setattr("kvbench.report.dashboard.subprocess", own)
         if "chromium" not in request.fixturenames:  # which draws charts
             monkeypatch.setattr("kvbench.report.page.build_charts", dict)
+            monkeypatch.setattr("kvbench.report.page.load_scripts", lambda: ("", ""))
             monkeypatch.setattr("kvbench.report.excerpts.COMMAND", ["true"])  # makes no prompts
     monkeypatch.setattr("kvbench.report.dashboard.SECONDS", 0.1)
     monkeypatch.setattr("kvbench.report.dashboard.PATIENCE", 0)
