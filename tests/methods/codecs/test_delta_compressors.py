@@ -199,7 +199,7 @@ def test_those_of_the_embedded_model(tmp_path, remove, length, samples, share):
     path = ROOT / "kvbench/models/embedded_v2_deltakv.safetensors"
     settings = ["device=cpu", "task=ruler", "task.subtasks=[niah_multikey_1]", f"task.length={length}"]
     settings += [f"limit={samples}", "method=full", "seed=1"]
-    settings += ["codec=delta", "codec.preset=reference", f"codec.path={path}", f"codec.remove={remove}"]
+    settings += ["codec=delta", "codec.preset=reference", f"codec.path='{path}'", f"codec.remove={remove}"]
     run = RunSpec.from_config(compose_config(settings))
     records = list(execute_run(run, tmp_path, Resources(run)).values())
     assert len(records) == samples
