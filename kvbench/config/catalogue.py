@@ -169,12 +169,13 @@ def read_settings(group: str, config: DictConfig) -> dict[str, Any]:
     if "presets" in config:
         require_choice(f"{group}.preset", config.preset, list(config.presets))
     packed = pickle.dumps(to_dict(config))
-    try:
-        resolved = _resolved.get(packed) or to_dict(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
-    if not OUTER_REFERENCE.search(packed):
-        _resolved[packed] = resolved
+    if (resolved := _resolved.get(packed)) is None:
+        try:
+            resolved = to_dict(config, resolve=True)
+        except OmegaConfBaseException as error:
+            raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
+        if not OUTER_REFERENCE.search(packed):
+            _resolved[packed] = resolved
     return {key: value for key, value in deepcopy(resolved).items() if key not in NO_SETTINGS}
 
 

@@ -31,6 +31,15 @@ from tests.support.recorded_runs import TIMES, read_runs
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import distinct, tiny
 
+CONVERSATION = (
+    "task=scbench",
+    "task.subtasks=[scbench_kv]",
+    "task.max_turns=2",
+    "limit=1",
+    "task.length=1000",
+    "question=hidden",
+)
+
 GREEDY = Sampling()
 ANSWER = [5, 17, 9, 30, 44, 8]
 
@@ -191,15 +200,7 @@ def test_predictions_that_another_process_has_not_written_are_made(kvbench, tmp_
 
 
 def test_turns_of_a_conversation_are_made_after_those_before_them(kvbench, tmp_path, monkeypatch):
-    own = (
-        "task=scbench",
-        "task.subtasks=[scbench_kv]",
-        "task.max_turns=2",
-        "limit=1",
-        "task.length=1000",
-        "question=hidden",
-    )
-    own += ("method=knorm", "budget=0.5", "fidelity=true")
+    own = (*CONVERSATION, "method=knorm", "budget=0.5", "fidelity=true")
     assert kvbench(*own, f"results={tmp_path / 'one'}")[0] == 0
     monkeypatch.setattr("kvbench.store.run_folder.RunFolder.record", lambda *_: None)
     assert kvbench(*own, f"results={tmp_path / 'other'}")[0] == 0
@@ -245,15 +246,7 @@ def test_an_answer_is_encoded_as_it_follows_the_prompt(tmp_path, monkeypatch):
 
 
 def test_what_has_no_right_answer_is_not_compared(kvbench, tmp_path):
-    own = (
-        "task=scbench",
-        "task.subtasks=[scbench_kv]",
-        "task.max_turns=2",
-        "limit=1",
-        "task.length=1000",
-        "question=hidden",
-    )
-    own += ("method=snapkv", "budget=0.5", "fidelity=true")
+    own = (*CONVERSATION, "method=snapkv", "budget=0.5", "fidelity=true")
     for answers, turns in (("golden", {True}), ("own", {True, False})):
         code, _, err = kvbench(*own, f"task.answers={answers}", f"results={tmp_path / answers}")
         assert code == 0, err
