@@ -134,6 +134,16 @@ def own_folder(tmp_path, monkeypatch):
         del sys.modules[name]  # another test's package has the same name
 
 
+def test_a_file_of_ones_own_may_choose_files_of_other_groups(own_folder):
+    (own_folder / "method" / "rounding.yaml").write_text(
+        "defaults: [snapkv, _self_, {override /codec@_global_.codec: kivi}]\nname: rounding\n"
+    )
+    compose.add_folder(own_folder)
+    for task in ("ruler", "niah"):
+        found = compose.compose(["method=rounding", f"task={task}"])
+        assert (found.choices["codec"], found.config.codec.name, found.config.task.name) == ("kivi", "kivi", task)
+
+
 def test_a_method_lives_in_ones_own_package(own_folder):
     compose.add_folder(own_folder)
     assert "newest" in catalogue.methods_available()

@@ -16,7 +16,7 @@ from tests.support.interrupted_answers import (
     answer_both,
 )
 from tests.support.method_files import build_policy
-from tests.support.selection import choose_quick, only_in_full
+from tests.support.selection import only_in_full
 from tests.support.tiny_models import (
     COMMON,
     SLIDING,
@@ -41,7 +41,6 @@ METHODS = {
     "pqcache": {"sinks": 2, "least": 0, "bits": 3},
 }
 EVERY = pytest.mark.parametrize("method", METHODS)
-SOME = pytest.mark.parametrize("method", choose_quick(METHODS, "snapkv", "tova", "quest"))  # append, cut, read few
 
 
 def choice_of(method):
