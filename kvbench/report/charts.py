@@ -302,6 +302,6 @@ def chart_cost(name: str) -> alt.LayerChart:
 
 def make_specification(chart: alt.LayerChart) -> dict[str, Any]:
     """Return a chart as a specification for the page, with the page's fonts and lines and without a schema address."""
-    spec = chart.configure(**CONFIG).to_dict()
+    spec = chart.configure(**CONFIG).to_dict(validate=False)  # Altair validated each part when it was made
     del spec["$schema"]
     return spec | {"autosize": {"type": "fit-x", "contains": "padding"}}

@@ -219,7 +219,8 @@ def make_figure_specification(
     parts: list[Any] = [chart, make_key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
     title = alt.Undefined if plain else make_title(panel, drawing.about, total)
     figure = alt.vconcat(*parts, spacing=14, title=title).configure(**CONFIG)
-    spec = figure.resolve_scale(color="independent", shape="independent", strokeDash="independent").to_dict()
+    figure = figure.resolve_scale(color="independent", shape="independent", strokeDash="independent")
+    spec = figure.to_dict(validate=False)  # Altair validated each part when it was made
     tables = {name: drawing.tables[name] for name in sorted(find_data_sets(spec) & drawing.tables.keys())}
     return spec | {"datasets": spec.get("datasets", {}) | tables}
 

@@ -3,13 +3,15 @@
 import pytest
 
 from kvbench.report.charts import build_charts
+from kvbench.report.page import load_scripts
 from tests.support.browser import CHROMIUM
 
 
 @pytest.fixture(scope="session", autouse=True)
 def charts() -> None:
-    """Charts are the same for every page; the first test that makes one does not build them."""
+    """Charts and scripts are the same for every page; the first test that makes one does not build them."""
     build_charts()
+    load_scripts()
 
 
 @pytest.fixture(scope="module")

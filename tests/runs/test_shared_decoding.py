@@ -27,7 +27,7 @@ from tests.support.selection import only_in_full
 TASK = ("-m", "task=niah", "task.lengths=[300]", "task.depths=[0,50]", "dtype=float32")
 CELLS = ("method=snapkv,keydiff,quest", "budget=0.3")
 MORE_CELLS = ("method=snapkv,keydiff,sink,quest", "budget=0.3,0.5")
-SHORT = ("question=hidden", "task.question=' Where?'", "task.answer_prefix=' In'", "task.new_tokens=12")
+SHORT = ("question=hidden", "task.question=' Where?'", "task.answer_prefix=' In'", "task.new_tokens=10")
 CAN_CAPTURE = "kvbench.engine.context.can_capture"
 Records = dict[tuple[str, str], dict]
 
