@@ -53,6 +53,12 @@ def drawn(store) -> Drawn:
     return found
 
 
+@pytest.fixture(scope="module")
+def costs(drawn) -> Path:
+    """The chart with the most parts, which takes long, too."""
+    return drawn["cost"]
+
+
 def lines(path: Path) -> list[dict[str, str]]:
     with open(path.with_suffix(".csv"), newline="") as opened:
         return list(csv.DictReader(opened))
@@ -132,6 +138,7 @@ def test_fonts_are_embedded(drawn):
     assert content.count(b"/FontDescriptor ") == content.count(b"/FontFile")
 
 
+@pytest.mark.usefixtures("costs")
 @pytest.mark.parametrize("kind", INCHES)
 def test_the_files_are_what_they_should_be(drawn, kind):
     name = drawn[kind]
