@@ -26,15 +26,17 @@ GREEDY = Sampling()
 ANSWER = 150
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    ("heads", "each", "dim", "keys", "values", "more"),
+    "shape",  # heads, queries of each, dimension, ranks of keys and of values, whether other rows follow
     [(4, 4, 128, (256, 256), (256, 256), False), (4, 4, 128, (224, 256), (288, 512), True),
      (4, 7, 128, (192,), (320,), True), (2, 4, 64, (96, 64), (128, 96), True), (4, 1, 128, (384,), (512,), False),
      (4, 4, 96, (200, 136), (24, 8), True), (1, 4, 128, (64, 48), (64, 64), False)],
 )  # fmt: skip
-def test_the_kernels_do_what_the_references_do(heads, each, dim, keys, values, more, dtype):
+def test_the_kernels_do_what_the_references_do(shape, dtype):
     """Outputs to 2^-6 of the largest value in bfloat16: keys are rounded once here, and several times in PyTorch."""
+    heads, each, dim, keys, values, more = shape
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def draw(*size):

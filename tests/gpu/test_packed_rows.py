@@ -37,14 +37,16 @@ def read_prompt(model, method="full", allocator="uniform", batch=1, graphs=True)
     return context
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    ("dim", "bits", "group", "residual", "queries"),
+    "shape",  # dimension, bits, group, residual, queries of a head
     [(128, 2, 32, 128, 4), (128, 4, 32, 128, 4), (128, 2, 32, 32, 1), (64, 2, 64, 64, 8), (80, 4, 16, 32, 4),
      (256, 2, 32, 128, 8), (128, 2, 8, 24, 4), (96, 4, 24, 48, 3)],
 )  # fmt: skip
-def test_the_kernels_do_what_the_references_do(dim, bits, group, residual, queries, dtype):
+def test_the_kernels_do_what_the_references_do(shape, dtype):
     """Outputs to 2^-7 of the largest value in bfloat16 (weights and outputs have 8 bits); packed rows to the bit."""
+    dim, bits, group, residual, queries = shape
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def draw(*size):

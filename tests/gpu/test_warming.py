@@ -67,7 +67,11 @@ def run_first(folder, *settings: str) -> list[list[list]]:
 
 
 @pytest.mark.parametrize(
-    "settings", [("method=keydiff", "block_size=128"), ("method=snapkv", "codec=kivi")], ids=["blocks", "packed"]
+    "settings",
+    [
+        pytest.param(("method=keydiff", "block_size=128"), marks=pytest.mark.rest, id="blocks"),
+        pytest.param(("method=snapkv", "codec=kivi"), id="packed"),
+    ],
 )
 def test_no_record_contains_compilation(tmp_path, settings):
     run_first(tmp_path, *settings)
