@@ -41,9 +41,26 @@ class ContractError(RuntimeError):
         self.spoils_model = spoils_model
 
 
-def summarize(error: Exception) -> str:
+def summarize(error: BaseException) -> str:
     """Return the message of another library's error as one line of at most 120 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:120]
+
+
+@contextmanager
+def refuse_on_error(label: str) -> Iterator[None]:
+    """Turn any error of another library inside into a SettingError of one line, which begins with `label`.
+
+    Libraries that read files may fail in any way on damaged ones, also with a panic of Rust, which is no `Exception`.
+    That a GPU's memory does not suffice is passed on.
+    """
+    try:
+        yield
+    except (SettingError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise SettingError(f"{label} ({summarize(error)})") from None
 
 
 class Terminated(KeyboardInterrupt):

@@ -19,7 +19,7 @@ from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.configuration import find_max_tokens
-from kvbench.models.loading import find_stop_tokens
+from kvbench.models.loading import check_finite, find_stop_tokens
 from kvbench.models.transformers_port import text_config
 from kvbench.validation import SettingError, format_value, require_choice, require_int
 
@@ -96,6 +96,7 @@ def prefill(
     budget_of: str = "prompt",
     tokenizer: Any = None,
     prefix: int = 0,
+    attention_mask: Tensor | None = None,
 ) -> "CompressedCache":
     """Read a prompt and compress its KV cache.
 
@@ -118,13 +119,15 @@ def prefill(
         budget_of: Reference of a fraction: "prompt", or "seen" for the tokens read at each eviction.
         tokenizer: A Hugging Face tokenizer, for methods that let the model read more than the prompt.
         prefix: Number of tokens in front of the user's text, for the same methods.
+        attention_mask: What a tokenizer returns beside the ids, shape ``(batch, tokens)``. It may mask nothing: padded
+            prompts would be read as text.
 
     Returns:
         The compressed cache. It reports which rows were kept and can continue generating.
 
     Raises:
-        SettingError: A setting is invalid, the prompt is longer than the model reads, or the model has an attention
-            implementation of its own. The message names the setting and the allowed values.
+        SettingError: A setting is invalid, the prompt is longer than the model reads, the model has an attention
+            implementation of its own, or a weight is not finite. The message names the setting and the allowed values.
         ContractError: A method, an allocator or a codec broke its interface.
     """
     expected = "a LongTensor of shape (batch, tokens) with prompts of one length"
@@ -132,11 +135,18 @@ def prefill(
         raise SettingError(f"input_ids: {expected}, got {getattr(input_ids, 'dtype', type(input_ids).__name__)}")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise SettingError(f"input_ids: {expected}, got {tuple(input_ids.shape)}")
+    if attention_mask is not None and (
+        attention_mask.shape != input_ids.shape or not bool((attention_mask == 1).all())
+    ):
+        raise SettingError(
+            f"attention_mask: ones of shape {tuple(input_ids.shape)}; prompts of other lengths are read one by one"
+        )
     if not isinstance(method_args or {}, Mapping):
         raise SettingError("method_args: a dict of settings of the method")
     vocabulary = text_config(model).vocab_size
     if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocabulary:
         raise SettingError(f"input_ids: token ids from 0 to {vocabulary - 1}")
+    check_finite(model, "model")
     require_int("seed", seed, 0)
     if seed >= 1 << 63:
         raise SettingError(f"seed={seed}: a whole number below 2^63")

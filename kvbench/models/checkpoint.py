@@ -5,17 +5,18 @@ This module imports neither torch nor transformers, so that a sweep whose runs a
 """
 
 import hashlib
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kvbench.interfaces.layout import Layout
-from kvbench.models.configuration import load_configuration, load_layout
+from kvbench.models.configuration import load_configuration, load_layout, note_linear_rope
 from kvbench.models.embedded import EMBEDDED_MODELS
 from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify_converted, read_samples
-from kvbench.validation import SettingError, check_model_path, is_gguf
+from kvbench.validation import SettingError, check_model_path, is_gguf, refuse_on_error
 
 IDENTITY = (
     "model",
@@ -72,6 +73,8 @@ class Checkpoint:
     """A revision of the hub."""
     device_map: str | None = None
     """Use "auto" to spread the layers over all GPUs (accelerate)."""
+    most: int | None = None
+    """How many tokens the model reads (`model.longest`); None takes what its configuration states."""
 
     @property
     def reads_text(self) -> bool:
@@ -98,17 +101,28 @@ class Checkpoint:
     @cached_property
     def _layout(self) -> Layout:
         check_model_path(self.path)
-        return load_layout(self.path, self.revision)
+        stated = load_layout(self.path, self.revision)
+        if self.most is not None:
+            return replace(stated, longest=self.most)
+        note_linear_rope(self.path)
+        return stated
 
     def longest(self) -> int:
         """Return how many tokens the model supports."""
         return self.layout().longest
 
     def check(self) -> None:
-        """Raise a SettingError if a local folder has no weights in safetensors. Nothing is loaded."""
+        """Raise a SettingError if a local folder lacks weights in safetensors. Nothing is loaded."""
         folder = Path(self.path)
         if folder.is_dir() and not any(folder.glob("*.safetensors")):
             raise SettingError(f"model.path={self.path}: no *.safetensors there")
+        if (index := folder / "model.safetensors.index.json").is_file() and not (
+            folder / "model.safetensors"
+        ).is_file():
+            with refuse_on_error(f"model.path={self.path}: cannot read {index.name}"):
+                shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if missing := [name for name in shards if not (folder / name).is_file()]:
+                raise SettingError(f"model.path={self.path}: {missing[0]} is missing, which {index.name} names")
 
     def tokenizer(self) -> Any:
         """Load the tokenizer.

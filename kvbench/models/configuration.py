@@ -5,6 +5,8 @@ local configuration in the user's cache folder, so that the settings of a sweep 
 """
 
 import json
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict
@@ -16,9 +18,18 @@ from kvbench.atomic import replace_file
 from kvbench.config.paths import CACHE
 from kvbench.config.provenance import content_hash, find_installed_version
 from kvbench.interfaces.layout import Layout
-from kvbench.validation import SettingError
+from kvbench.validation import SettingError, refuse_on_error, summarize
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+LARGEST = {  # what a configuration may say, several times that of the largest models
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 4096,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 19,
+    "vocab_size": 1 << 22,
+}
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the largest position
 
 
@@ -54,12 +65,38 @@ def load_configuration(path: str, revision: str | None = None) -> Any:
 
 def find_files(path: str, revision: str | None) -> Any:
     """Return a configuration, or a text that says why it cannot be read."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     try:
+        check_numbers(Path(path) / "config.json" if Path(path).is_dir() else Path(path))
+        raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+        rope = raw.get("rope_scaling") or {}
+        if "su" in (rope.get("type"), rope.get("rope_type")):  # the first name of LongRoPE, in the first Phi-3 files
+            raw["rope_scaling"] = rope | {"type": "longrope", "rope_type": "longrope"}
+            return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # transformers may fail in any way on a damaged file
+        return summarize(error)
+
+
+def check_numbers(file: Path) -> None:
+    """Raise a ValueError if a number of a local configuration is larger than that of any model.
+
+    transformers makes lists and modules as long as these numbers say before it looks at the weights.
+    """
+    if file.is_file():
+        for key, value in iterate_items(json.loads(file.read_text(encoding="utf-8"))):
+            most = LARGEST.get(key)
+            if most is not None and isinstance(value, int | float) and not 1 <= value <= most:
+                raise ValueError(f"{file.name}: {key}={value}; kvbench reads 1 to {most}")
+
+
+def iterate_items(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of a JSON object and of the objects inside it."""
+    if isinstance(value, dict):
+        for key, own in value.items():
+            yield key, own
+            yield from iterate_items(own)
 
 
 def find_stamped(path: str, revision: str | None) -> Any:
@@ -86,7 +123,8 @@ def find_max_tokens(config: Any) -> int:
     """Return how many tokens a model supports.
 
     These are its positions, or those that its RoPE scaling extends them to (YaRN, dynamic, LongRoPE), or its window if
-    all layers slide.
+    all layers slide. Positions of a linear scaling are taken as they are stated: some checkpoints state them as scaled
+    (Gemma 3), others as they were before. `model.longest` overrides them.
     """
     from transformers.cache_utils import DynamicCache
 
@@ -100,6 +138,23 @@ def find_max_tokens(config: Any) -> int:
     if layers and all(layer.is_sliding for layer in layers):
         longest = min(longest, layers[0].sliding_window)
     return longest
+
+
+@cache
+def note_linear_rope(path: str) -> None:
+    """Print a line once if the RoPE of a local configuration is scaled linearly, because its length is not certain."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return
+    items = list(iterate_items(json.loads(file.read_text(encoding="utf-8"))))
+    ropes = [own for _, own in items if isinstance(own, dict) and "linear" in (own.get("rope_type"), own.get("type"))]
+    if ropes:
+        stated = next((value for key, value in items if key == "max_position_embeddings"), None)
+        print(
+            f"kvbench: model.path={path}: its RoPE is scaled linearly by {ropes[0].get('factor')}, and it states "
+            f"{stated} positions; if these are the ones before scaling, set model.longest",
+            file=sys.stderr,
+        )
 
 
 def find_rope_switch(text: Any) -> int | None:
@@ -157,7 +212,9 @@ def load_layout(path: str, revision: str | None = None) -> Layout:
     with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: read again
         found = json.loads(kept.read_text())
         return Layout(**found | {"sliding": tuple(found["sliding"])})
-    layout = read_config_layout(load_configuration(path, revision))
+    config = load_configuration(path, revision)
+    with refuse_on_error(f"model.path={path}: cannot read a model there"):
+        layout = read_config_layout(config)
     with suppress(OSError):  # without the file the next process reads the configuration again
         kept.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(kept) as draft:

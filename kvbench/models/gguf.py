@@ -17,26 +17,25 @@ transformers' GGUF reader (5.5 to 5.17) ignores parts of a file. This module add
 """
 
 import hashlib
-import io
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from gguf import GGUFReader, GGUFValueType
 from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, decoders, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from kvbench.models import local_models
+from kvbench.models.loading import silence_transformers
 from kvbench.models.local_models import NOTE, VERSION, hold_lock, is_converted, read_samples
 from kvbench.validation import SettingError, name_file_in_errors, summarize
 
@@ -95,19 +94,28 @@ class Header:
     """Number of weights in all tensors."""
 
 
+class BoundedReader(GGUFReader):
+    """gguf's reader, which refuses an array that is longer than the file before it makes a list of its elements."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == GGUFValueType.ARRAY:
+            [length] = self._get(orig_offs + 4, np.uint64)
+            if length > self.data.nbytes:
+                raise ValueError(f"an array of {length} elements in a file of {self.data.nbytes} bytes")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+
 def read_header(path: Path) -> Header:
     """Read the header of a GGUF file.
 
     Raises:
         SettingError: The file is no GGUF file, is damaged or truncated, or holds a model that cannot be converted.
     """
-    from gguf import GGUFReader  # here, because only GGUF files need it
-
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise SettingError(f"model.path={path}: it is no GGUF file, although its name ends with .gguf")
-        reader = GGUFReader(path)
+        reader = BoundedReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= 1}
         tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     except OSError as error:
@@ -219,21 +227,6 @@ def set_tokens(tokenizer: Any, header: Header) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = make()
         tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.clean_up_tokenization_spaces = False  # made for WordPiece; transformers ignores it with a warning
-
-
-@contextmanager
-def silence_transformers() -> Iterator[None]:
-    """Let transformers print no progress bar and no warning inside the `with` block."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with redirect_stderr(io.StringIO()):  # its bar over a GGUF file's tensors cannot be switched off
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def hash_weights(folder: Path) -> str:

@@ -1,25 +1,40 @@
-"""Load tokenizers and weights with transformers, and make models with random weights."""
+"""Load tokenizers and weights with transformers, and make models with random weights.
 
+transformers draws the weights that a checkpoint lacks at random and only warns. `load_weights` refuses such a
+checkpoint, because a score of it says nothing.
+"""
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
+from kvbench.models.configuration import load_configuration
 from kvbench.models.transformers_port import text_config
-from kvbench.validation import SettingError
+from kvbench.validation import SettingError, refuse_on_error, summarize
+
+SHOWN = 3  # names of weights in a message
+FINITE: WeakSet[torch.nn.Module] = WeakSet()  # models whose weights were checked
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
     """Load the tokenizer of a folder or of a model on the hub.
 
     Raises:
-        SettingError: There is no tokenizer, or it is not a fast one.
+        SettingError: There is no tokenizer, it cannot be read, or it is not a fast one.
     """
-    try:
+    with refuse_on_error(f"model.path={path}: cannot read a tokenizer there"):
         found = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise SettingError(f"model.path={path}: cannot read a tokenizer there ({str(error).splitlines()[0]})") from None
+        len(found), found("a")  # a damaged one may fail only when it is used
     if not found.is_fast:
         raise SettingError(f"model.path={path}: its tokenizer gives no offsets; use a fast one (tokenizer.json)")
     return found
@@ -38,16 +53,131 @@ def load_weights(
         device: "cpu" or "cuda".
 
     Raises:
-        SettingError: The weights cannot be read.
+        SettingError: The weights cannot be read. Some are missing, have no place in the model or another shape than in
+            the model, or are not finite.
     """
+    config = load_configuration(path, revision)
+    if Path(path).is_dir():
+        check_stored_size(Path(path), config)
+    with refuse_on_error(f"model.path={path}: cannot read weights there"), silence_transformers():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            revision=revision,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            device_map=device_map,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report names them
+        )
+    check_report(path, report)
+    model = (model if device_map else model.to(device)).eval()
+    check_finite(model, f"model.path={path}", lambda: find_stored_fault(path, revision))
+    return model
+
+
+def check_report(path: str, report: Mapping[str, Any]) -> None:
+    """Raise a SettingError if transformers reports weights that are missing, unexpected or of another shape.
+
+    Args:
+        path: The checkpoint, for the message.
+        report: The loading report of `from_pretrained`. Weights that the architecture ties, and those that it says may
+            be left out, are not in it.
+    """
+    faults = []
+    kinds = {"missing": "missing_keys", "unexpected": "unexpected_keys", "of another shape": "mismatched_keys"}
+    for kind, key in kinds.items():
+        names = sorted(own if isinstance(own, str) else own[0] for own in report[key])
+        if names:
+            more = ", …" if len(names) > SHOWN else ""
+            faults.append(f"{len(names)} {kind} ({', '.join(names[:SHOWN])}{more})")
+    if faults or report.get("error_msgs"):
+        faults += [summarize(ValueError(text)) for text in report.get("error_msgs", ())]
+        raise SettingError(f"model.path={path}: its weights are not those of its config.json: {'; '.join(faults)}")
+
+
+def check_stored_size(folder: Path, config: Any) -> None:
+    """Raise a SettingError if the files of a checkpoint are much too small for its configuration.
+
+    transformers would allocate the missing weights before it reports them.
+
+    Raises:
+        SettingError: The files are too small, or one of them cannot be read.
+    """
+    text = config.get_text_config(decoder=True)
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layer = text.hidden_size * (2 * text.num_attention_heads * dim + getattr(text, "intermediate_size", 0))
+    least = text.vocab_size * text.hidden_size + text.num_hidden_layers * layer
+    stored = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with refuse_on_error(f"model.path={folder}: cannot read {file.name}"), safe_open(file, "pt") as opened:
+            stored += sum(torch.Size(opened.get_slice(key).get_shape()).numel() for key in opened.keys())  # noqa: SIM118
+    if stored < least:
+        raise SettingError(
+            f"model.path={folder}: its *.safetensors hold {stored} weights, its config.json asks for {least} or more"
+        )
+
+
+def check_finite(model: torch.nn.Module, label: str, find_fault: Any = None) -> None:
+    """Raise a SettingError if a weight of a model is NaN or infinite. A model is checked once.
+
+    Every tensor is read once on its device, and the host waits once.
+
+    Args:
+        model: The model.
+        label: What the message begins with.
+        find_fault: Returns what is wrong with the stored weights, or None if they are finite, so that the cast to the
+            model's dtype made the infinity. None if the weights were not loaded from files.
+    """
+    if model in FINITE:
+        return
+    named = {name: own for name, own in model.state_dict().items() if own.is_floating_point() and own.numel()}
+    bad = list(find_not_finite(named))
+    if bad:
+        dtype = str(named[bad[0]].dtype).removeprefix("torch.")
+        fault = None if find_fault is None else find_fault()
+        if find_fault is not None and fault is None:
+            fault = f"{bad[0]} does not fit into {dtype}; use dtype=bfloat16 or dtype=float32"
+        raise SettingError(f"{label}: {fault or f'{bad[0]} is not finite ({dtype})'}")
+    FINITE.add(model)
+
+
+def find_not_finite(named: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the names of the tensors that have a number that is not finite."""
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name, own in named.items():
+        low, high = own.detach().aminmax()  # one pass, which hands NaN on
+        by_device.setdefault(own.device, []).append((name, (low.float() - high.float()).isfinite()))
+    for own in by_device.values():
+        flags = torch.stack([flag for _, flag in own]).tolist()
+        yield from (name for (name, _), is_finite in zip(own, flags, strict=True) if not is_finite)
+
+
+def find_stored_fault(path: str, revision: str | None) -> str | None:
+    """Return which stored weight of a checkpoint is not finite, and in which file, or None if all are finite."""
+    found = path if Path(path).is_dir() else os.path.dirname(cached_file(path, "config.json", revision=revision) or "")
+    for file in sorted(Path(found).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (no mapping)
+                if any(find_not_finite({name: own} if (own := opened.get_tensor(name)).is_floating_point() else {})):
+                    return f"{name} in {file.name} is not finite"
+    return None
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Let transformers print no progress bar and no warning inside the `with` block."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-            path, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, device_map=device_map
-        )
-    except (OSError, ValueError) as error:
-        raise SettingError(f"model.path={path}: cannot read weights there ({str(error).splitlines()[0]})") from None
-    return (model if device_map else model.to(device)).eval()
+        with redirect_stderr(io.StringIO()):  # its bar over a GGUF file's tensors cannot be switched off
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def find_stop_tokens(model: Any) -> frozenset[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbench.config.catalogue import list_shapes
 from kvbench.models.local_models import check_fetched
-from kvbench.validation import SettingError, check_model_path, is_gguf, require_choice
+from kvbench.validation import SettingError, check_model_path, is_gguf, require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,13 @@ class ModelKind:
         """The `kvbench.models.checkpoint.Checkpoint`. `seed`: of random weights."""
         raise NotImplementedError
 
-    def _refuse_device_map(self) -> None:
+    def _refuse_overrides(self) -> None:
+        """Refuse the settings that are for checkpoints of others."""
         if self.settings["device_map"] is not None:
             given = self.settings["device_map"]
             raise SettingError(f"model.device_map={given}: model={self.name} fits one GPU; null")
+        if (given := self.settings.get("longest")) is not None:
+            raise SettingError(f"model.longest={given}: the length of model={self.name} is known; null")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class EmbeddedModel(ModelKind):
     """A version of the embedded model, whose weights are part of kvbench."""
 
     def check(self) -> None:
-        self._refuse_device_map()
+        self._refuse_overrides()
         for setting in ("path", "revision"):
             if (given := self.settings[setting]) is not None:
                 raise SettingError(f"model.{setting}={given}: model={self.name} has its own; add model=hf")
@@ -78,6 +81,8 @@ class HuggingFaceModel(ModelKind):
         if path is None:
             raise SettingError(f"model.path=null: model={self.name} needs a local folder or a hub id")
         check_model_path(str(path))
+        if (longest := self.settings.get("longest")) is not None:  # older records have no such setting
+            require_int("model.longest", longest, 1)
         if is_gguf(str(path)) and revision is not None:
             raise SettingError(f"model.revision={revision}: is of the hub, a GGUF file has none; null")
 
@@ -86,7 +91,8 @@ class HuggingFaceModel(ModelKind):
 
         path = str(self.settings["path"])
         name = self.name if self.name != "hf" else name_checkpoint(path)
-        return Checkpoint(name, find_model(path), self.settings["revision"], self.settings["device_map"])
+        own = self.settings
+        return Checkpoint(name, find_model(path), own["revision"], own["device_map"], own.get("longest"))
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class RandomModel(ModelKind):
     """Random weights in the shape of a model."""
 
     def check(self) -> None:
-        self._refuse_device_map()
+        self._refuse_overrides()
         require_choice("model.like", self.settings["like"], list_shapes())
         require_choice("model.tokenizer", self.settings["tokenizer"], (None, "reference"))
 
