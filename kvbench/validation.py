@@ -41,6 +41,13 @@ class ContractError(RuntimeError):
         self.spoils_model = spoils_model
 
 
+class NumericalError(ContractError):
+    """The model computed numbers that are not finite. The message is one line that names the model and its dtype."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+
 def summarize(error: BaseException) -> str:
     """Return the message of another library's error as one line of at most 120 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:120]

@@ -23,13 +23,14 @@ from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.quota_rows import capture_states, is_at_quota, repeats_cuts
 from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
 from kvbench.engine.replaced_rows import ReplacedRows
-from kvbench.engine.sampling import TokenChooser
+from kvbench.engine.sampling import NOT_FINITE, TokenChooser, mark_tokens
 from kvbench.engine.sliding_rows import add_windows
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 from kvbench.engine.watched_rows import WatchedRows
 from kvbench.interfaces.row_reader import RowReader
 from kvbench.models.transformers_port import kvbench_attention
+from kvbench.validation import NumericalError
 
 WORTH = 8  # a graph is captured for this many tokens or more
 WORTH_BETWEEN_CUTS = 32  # the same if the next cut makes the graph useless
@@ -135,7 +136,7 @@ class Answer:
         self.is_closed = False
         self.count, self.most = 0, max_new_tokens
         draws = sampling.draws(seeds or context.seeds, max_new_tokens + 1, 0 if seeds else context.drawn)
-        logits = context.last_logits
+        before = logits = context.last_logits
         self.draws = draws.to(logits.device)
         for layer in context.own_layers:
             layer.attended.clear()
@@ -143,7 +144,7 @@ class Answer:
         begin = now(context.device)
         if min_new_tokens:
             logits = logits.index_fill(1, self.ends.to(logits.device), -math.inf)
-        token = sampling.pick(logits, self.draws[:, 0]).cpu()
+        token = mark_tokens(sampling.pick(logits, self.draws[:, 0]), before).cpu()
         context.stamps = [now(context.device) - begin]
         self._take(token)
 
@@ -195,11 +196,26 @@ class Answer:
             self.context.set_progress(room=ROOM)
 
     def _take(self, token: Tensor) -> None:
+        """Append a token of each sample to the answer.
+
+        Raises:
+            NumericalError: The logits of a sample that has not ended are not finite.
+        """
+        if bool((token < 0).any()):
+            require_tokens(token[~self.ended], self.context.model)
+            token = token.clamp(min=0)  # of samples that have ended
         self.token, self.count = token, self.count + 1
         self.context.drawn += 1
         self.ended |= torch.isin(token, self.ends)
         self.is_last = self.count == self.most or bool(self.ended.all())
         self.is_over = self.is_last and not self.read_last
+
+
+def require_tokens(tokens: Tensor, model: torch.nn.Module) -> None:
+    """Raise a NumericalError if one of the tokens, on the CPU, is marked as `NOT_FINITE`."""
+    if bool((tokens == NOT_FINITE).any()):
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        raise NumericalError(f"model: its logits are not finite in {dtype}; use another dtype or other weights")
 
 
 @dataclass(frozen=True)
@@ -371,7 +387,8 @@ class ModulePath:
         context.set_progress(room=(find_first_cut(context, answer.left) or answer.left) - 1)
         with kvbench_attention(context.model):  # not across a yield, because another context may use the model
             context.read_tokens(answer.token[:, None].to(context.last_logits.device))
-        token = answer.sampling.pick(context.last_logits, answer.left_draws[:, 0]).cpu()
+        token = answer.sampling.pick(context.last_logits, answer.left_draws[:, 0])
+        token = mark_tokens(token, context.last_logits).cpu()
         return token, self.began + now(context.device) - begin
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from torch.nn.functional import embedding
 from kvbench.cache.guard import without_gradients
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
+from kvbench.engine.sampling import mark_tokens
 from kvbench.engine.streams import join_after
 from kvbench.engine.timing import Stamps
 from kvbench.kernels.attention import attend_ragged
@@ -383,7 +384,8 @@ class GraphDecoder:
         self.logits.copy_(logits)  # both graphs write to the same tensor
         self.token.copy_(self.pick(logits, self.draws.index_select(1, self.at).squeeze(1)))
         self.at += 1
-        self.tokens.index_copy_(1, self.at, self.rows.marked(self.token)[:, None])
+        marked = mark_tokens(self.rows.marked(self.token), logits)  # the model is at fault before the rows are
+        self.tokens.index_copy_(1, self.at, marked[:, None])
         self.rows.advance(cuts)
 
     @property
@@ -396,7 +398,8 @@ class GraphDecoder:
         """Read the token that was generated last.
 
         Returns:
-            The next token, (B,) on the CPU, and the seconds since the first step began.
+            The next token, (B,) on the CPU, and the seconds since the first step began. `NOT_FINITE` stands for a token
+            that was chosen from logits that are not finite.
         """
         if not self.ahead:
             self.rows.keep(self.read)
@@ -410,7 +413,7 @@ class GraphDecoder:
             self.ahead = list(self.tokens[:, self.read + 1 : self.read + 1 + count].cpu().unbind(1))
         self.read += 1
         token = self.ahead.pop(0)
-        if bool((token < 0).any()):
+        if bool((token == -1).any()):
             self.rows.check()
         return token, self.stamps.after(self.read)
 

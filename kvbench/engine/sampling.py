@@ -9,6 +9,22 @@ from torch.nn.functional import pad
 
 from kvbench.validation import check_sampling
 
+NOT_FINITE = -2  # stands for a token that was chosen from logits that are not finite
+
+
+def mark_tokens(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Mark the tokens that were chosen from logits that are not finite. The host need not wait for the device.
+
+    Args:
+        tokens: Token ids, (B,).
+        logits: What they were chosen from, (B, vocab).
+
+    Returns:
+        The tokens, and `NOT_FINITE` in place of those.
+    """
+    low, high = logits.aminmax(dim=-1)  # one pass, which hands NaN on
+    return tokens.where((low.float() - high.float()).isfinite(), NOT_FINITE)
+
 
 class TokenChooser(Protocol):
     """Chooses the tokens of an answer. `Sampling` does, and so does whatever reads an answer that is given."""

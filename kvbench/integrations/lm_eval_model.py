@@ -22,6 +22,7 @@ answers of another. Do not use `cache_requests` either, because it identifies a 
 alone.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +51,7 @@ from kvbench.runs.prompt import Prompt, encode_parts
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder, SharedPrefix
 from kvbench.runs.spec import RunSpec
-from kvbench.validation import SettingError, require_choice, require_int
+from kvbench.validation import NumericalError, SettingError, require_choice, require_int
 
 SUPPORTED_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
 
@@ -337,9 +338,15 @@ class KVBenchLM(TemplateLM):
 
 
 def _score_tokens(logits: Tensor, target: Tensor) -> tuple[float, bool]:
-    """Return log p of tokens (T,) under logits (T, vocab), and whether each token is the likeliest."""
-    chosen = logits.float().log_softmax(-1).gather(-1, target[:, None])
-    return float(chosen.sum()), bool((logits.argmax(-1) == target).all())
+    """Return log p of tokens (T,) under logits (T, vocab), and whether each token is the likeliest.
+
+    Raises:
+        NumericalError: The logits are not finite.
+    """
+    total = float(logits.float().log_softmax(-1).gather(-1, target[:, None]).sum())
+    if not math.isfinite(total):
+        raise NumericalError(f"model: its logits are not finite in {logits.dtype}; use another dtype or other weights")
+    return total, bool((logits.argmax(-1) == target).all())
 
 
 def _held_bytes(context: GenerationContext) -> dict[str, int]:

@@ -60,7 +60,7 @@ def load_weights(
     if Path(path).is_dir():
         check_stored_size(Path(path), config)
     with refuse_on_error(f"model.path={path}: cannot read weights there"), silence_transformers():
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             revision=revision,
@@ -71,8 +71,10 @@ def load_weights(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the report names them
         )
+    model, report = loaded
     check_report(path, report)
     model = (model if device_map else model.to(device)).eval()
+    assert isinstance(model, torch.nn.Module)
     check_finite(model, f"model.path={path}", lambda: find_stored_fault(path, revision))
     return model
 
@@ -149,9 +151,9 @@ def find_not_finite(named: Mapping[str, Tensor]) -> Iterator[str]:
     for name, own in named.items():
         low, high = own.detach().aminmax()  # one pass, which hands NaN on
         by_device.setdefault(own.device, []).append((name, (low.float() - high.float()).isfinite()))
-    for own in by_device.values():
-        flags = torch.stack([flag for _, flag in own]).tolist()
-        yield from (name for (name, _), is_finite in zip(own, flags, strict=True) if not is_finite)
+    for parts in by_device.values():
+        flags = torch.stack([flag for _, flag in parts]).tolist()
+        yield from (name for (name, _), is_finite in zip(parts, flags, strict=True) if not is_finite)
 
 
 def find_stored_fault(path: str, revision: str | None) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -455,6 +456,28 @@ def observe_inputs(model: torch.nn.Module, cache: ContextCache) -> Iterator[None
         for index, port in asking.items():
             stack.enter_context(port.observe_inputs(layers[index], text_config(model).num_key_value_heads))
         yield
+
+
+@contextmanager
+def watch_numbers(model: torch.nn.Module) -> Iterator[list[int]]:
+    """Note the layers in which a module returns numbers that are not finite, in the order in which they do.
+
+    The host waits for each module, so this is for finding the cause of an error.
+    """
+    found: list[int] = []
+
+    def note(index: int, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        for own in output if isinstance(output, tuple) else (output,):
+            if isinstance(own, Tensor) and own.is_floating_point() and not bool(own.isfinite().all()):
+                found.append(index)
+
+    layers = enumerate(list_decoder_layers(model))
+    handles = [part.register_forward_hook(partial(note, index)) for index, own in layers for part in own.modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def make_plain_cache(model: torch.nn.Module, rows: int | None = None) -> Cache:

@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine.generation import Answer, GenerationContext
+from kvbench.engine.generation import Answer, GenerationContext, require_tokens
 from kvbench.engine.joint_decoding import Session, finish_answer
+from kvbench.engine.sampling import mark_tokens
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 
@@ -78,7 +79,7 @@ def predict(
     Returns:
         A session with the log-probabilities of the next token in front of each token of the answers, shape
         (B, longest, vocab), float32 or wider, and the seconds that reading took. They do not count the time in which
-        answers that will be read together wait for each other.
+        answers that will be read together wait for each other. It raises a NumericalError if logits are not finite.
     """
     device = context.last_logits.device
     ids = pad_sequence([torch.tensor(own, dtype=torch.int64) for own in answers], batch_first=True).to(device)
@@ -99,6 +100,7 @@ def predict(
         else:
             with spend("comparing"):
                 logits = torch.cat([context.last_logits[:, None], context.extend(ids[:, :-1])], dim=1)
+                require_tokens(mark_tokens(ids[:, 0], logits.flatten(1)).cpu(), context.model)
     wide = torch.promote_types(logits.dtype, torch.float32)
     predicted = logits[:, :longest].to(wide).log_softmax(-1)
     return predicted, now(context.device) - begin if seconds is None else seconds

@@ -2,13 +2,13 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,14 +25,16 @@ from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.models.chat_template import make_prompt_encoder, split_template
 from kvbench.models.loading import find_stop_tokens
+from kvbench.models.transformers_port import watch_numbers
 from kvbench.runs.fidelity import TOKENS, kl_divergence, mean_nll, pack_predictions, predict
 from kvbench.runs.prompt import Prompt
 from kvbench.runs.resources import Resources
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.survival import find_evidence, measure_survival
 from kvbench.store.record import ABSENT, Record
-from kvbench.validation import ContractError, is_number
+from kvbench.validation import ContractError, NumericalError, is_number
 
+T = TypeVar("T")
 UNGRADED: dict[str, Any] = {"score": None, "answer": None, "also": {}}
 ASKED = 1000  # characters of a question that are recorded
 TAIL = 32  # characters before a right answer that are encoded together with it
@@ -75,6 +77,7 @@ class Responder:
         self.context: GenerationContext | None = None  # the last compressed context
         self.opening: SharedPrefix | None = None
         self.prefill_ms, self.shared = 0.0, 1
+        self.compiles = run.compile  # whether graphs may read tokens
         self.peak = 0  # bytes on a GPU since the context was begun, without those of inspecting it
         self.warm_up()
 
@@ -88,9 +91,14 @@ class Responder:
         choice = str(sorted(self.run.groups.items()))
         if choice in self.bench.rehearsed:
             return
-        with suppress(torch.cuda.OutOfMemoryError):
+        opening = SharedPrefix((WARM_UP,), ("warm-up",))
+
+        def read() -> None:
             rehearse(self.model, self.choice, make_prompt_encoder(self.tokenizer), self._tensor([WARM_UP]))
-            self._read(SharedPrefix((WARM_UP,), ("warm-up",)))
+            self._read(opening)
+
+        with suppress(torch.cuda.OutOfMemoryError):
+            self.blame_model(read)
             self.bench.rehearsed.add(choice)
         self.drop()
         if self.run.device != "cpu":
@@ -125,10 +133,40 @@ class Responder:
         """Answer a batch as `answer` does; None if memory does not suffice."""
         started, measured = time.perf_counter(), None
         with suppress(torch.cuda.OutOfMemoryError):
-            measured = run_alone(self.begin(batch))
+            measured = self.blame_model(lambda: run_alone(self.begin(batch)))
         if measured is None:  # not in an except block: an error that is handled keeps its frames' tensors alive
             return None
         return self.make_records(batch, measured, time.perf_counter() - started)
+
+    def blame_model(self, work: Callable[[], T]) -> T:
+        """Do work that reads prompts, and find out after a ContractError whether the model is at fault.
+
+        A method, an allocator or a codec that fails may have been handed numbers that are not finite. The work is then
+        done once more by the model's modules, each of which is looked at.
+
+        Raises:
+            NumericalError: The model computed numbers that are not finite. The message names the dtype and the layer.
+            ContractError: The model is not at fault.
+        """
+        try:
+            return work()
+        except ContractError as error:
+            if error.spoils_model:
+                raise
+            self.drop()
+            self.compiles = False
+            try:
+                with watch_numbers(self.model) as layers, suppress(ContractError):
+                    work()
+            finally:
+                self.compiles = self.run.compile
+                self.drop()
+            if not layers:
+                raise
+            fault = f"layer {layers[0]} computes numbers that are not finite in {self.run.dtype}"
+            if self.run.dtype == "float16":
+                fault = f"float16 overflows in layer {layers[0]}; use dtype=bfloat16 or dtype=float32"
+            raise NumericalError(f"model={self.run.checkpoint.name}: {fault}") from None
 
     def begin(self, batch: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
         """Return a session that answers a batch and measures what it costs, with one result for each sample."""
@@ -254,7 +292,7 @@ class Responder:
         run, words = self.run, make_prompt_encoder(self.tokenizer)
         seeds = tuple(derive_seed(run.seed, group) for group in opening.groups)
         return GenerationContext(
-            self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, words, run.compile,
+            self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, words, self.compiles,
             opening.room, like,
         )  # fmt: skip
 

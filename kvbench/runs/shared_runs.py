@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TypeVar
@@ -31,7 +32,7 @@ from kvbench.runs.prompt import Prompt
 from kvbench.runs.responder import Responder
 from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
-from kvbench.validation import ContractError, format_value
+from kvbench.validation import ContractError, NumericalError, format_value
 
 Batch = Sequence[tuple[Sample, Prompt]]
 T = TypeVar("T")
@@ -89,7 +90,26 @@ class RunGroup:
                 done.add((folder, number))
                 yield folder, records
             for number, batch in enumerate(batches):
-                yield from self._answer_in_turn([folder for folder in some if (folder, number) not in done], batch)
+                yield from self._answer_apart([folder for folder in some if (folder, number) not in done], batch)
+
+    def _answer_apart(self, folders: Sequence[RunFolder], batch: Batch) -> Iterator[tuple[RunFolder, list[dict]]]:
+        """Answer a batch in one run after the other. Yields what `answer` does.
+
+        If the model fails on a sample, the others of the batch are answered alone before the error is raised.
+        """
+        try:
+            yield from self._answer_in_turn(folders, batch)
+        except NumericalError:
+            if len(batch) == 1 or batch[0][0].conversation:
+                raise
+            failed: NumericalError | None = None
+            for one in batch:
+                try:
+                    yield from self._answer_in_turn(folders, [one])
+                except NumericalError as error:
+                    failed = error
+            if failed is not None:
+                raise failed from None
 
     def _answer_in_turn(self, folders: Sequence[RunFolder], batch: Batch) -> Iterator[tuple[RunFolder, list[dict]]]:
         """Answer a batch in one run after the other. Yields what `answer` does."""
@@ -124,7 +144,7 @@ class RunGroup:
     def rehearse(self, batches: Sequence[Batch]) -> None:
         """Read batches in all runs and begin their answers, together if they will be decoded so, and keep nothing.
 
-        If memory does not suffice, the samples' records will say so.
+        If memory does not suffice, the samples' records will say so. If the model fails on a sample, its answer will.
 
         Args:
             batches: Batches as `answer` gets them. Only the first one is read if answers are decoded alone.
@@ -141,8 +161,8 @@ class RunGroup:
         if not together or len(self.readers) == 1:  # the last sample of a run may be answered alone
             self._open(list(self.readers), batch)
             for folder, reader in list(self.readers.items()):
-                with self._leave_on_failure(folder), suppress(torch.cuda.OutOfMemoryError):
-                    run_alone(reader.rehearse(batch))
+                with self._leave_on_failure(folder), suppress(torch.cuda.OutOfMemoryError, NumericalError):
+                    reader.blame_model(partial(rehearse_alone, reader, batch))
                 reader.drop()
         self._drop_others(())
         clear(next(iter(self.runs.values())).device)
@@ -296,6 +316,11 @@ class RunGroup:
         budget = format_value(self.runs[folder].budget.value)
         reason = f"{type(error).__name__}: {error}"
         tqdm.write(f"kvbench: {label} budget={budget} is left to its own cell: {reason}", file=sys.stderr)
+
+
+def rehearse_alone(reader: Responder, batch: Batch) -> None:
+    """Read a batch in one run and begin its answers alone."""
+    run_alone(reader.rehearse(batch))
 
 
 def clear_frames(error: BaseException | None) -> None:

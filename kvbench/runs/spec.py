@@ -231,7 +231,7 @@ class RunSpec:
             where |= {"gpu": name_gpu(), "max_batch": self.max_batch, "compile": self.compile}
             where["device_map"] = self.checkpoint.device_map
         own = {"fidelity": True} if self.fidelity else {}
-        model = {"name": self.checkpoint.name, "identity": self.checkpoint.identity()}
+        model: dict[str, Any] = {"name": self.checkpoint.name, "identity": self.checkpoint.identity()}
         if self.checkpoint.most is not None:
             model["longest"] = self.checkpoint.most
         return own | {

@@ -12,7 +12,8 @@ import torch
 
 from kvbench.cli import run as command
 from kvbench.cli.command import run_command
-from kvbench.engine import joint_decoding
+from kvbench.engine import graph_decoding, joint_decoding
+from kvbench.engine.joint_decoding import JoinedRows
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.runs import runner, shared_runs
 from kvbench.runs.responder import Responder
@@ -147,6 +148,19 @@ def test_questions_are_read_together_token_by_token(name, depths, most, sweep):
     assert strip(alone) == strip(joined) and {record.get("asked_together", 1) for record in alone.values()} == {1}
     asked = [record["asked_together"] for record in joined.values() if "asked_together" in record]
     assert max(asked) == most  # one or two samples each
+
+
+def test_answers_are_decoded_alone_if_the_batch_is_not_finite(sweep, alone, monkeypatch):
+    read = graph_decoding.read_token
+
+    def spoil(weights, rows, *more):
+        logits = read(weights, rows, *more)
+        return logits * torch.nan if isinstance(rows, JoinedRows) else logits
+
+    monkeypatch.setattr(graph_decoding, "read_token", spoil)
+    code, errors, joined = sweep(*CELLS, together=True)
+    assert code == 0 and "answers are decoded alone: NumericalError: model: its logits are not finite" in errors
+    assert strip(alone) == strip(joined)
 
 
 @pytest.mark.parametrize("after", [1, only_in_full(5)])
