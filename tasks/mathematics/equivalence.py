@@ -1,13 +1,13 @@
 """Decide by text alone whether two answers of a mathematics problem are the same.
 
 `normalize` brings an answer to one spelling: fractions, roots and powers have braces, and units, degrees, currencies,
-per cent signs, thousands separators, spacing and a leading `x =` are dropped. It covers what the rule of MATH's authors
-covers (Hendrycks et al. 2021, arXiv 2103.03874; hendrycks/math, math_equivalence.py) and is applied until nothing
-changes.
+per cent signs, thousands separators, endings of ordinals (17th), spacing and a leading `x =` are dropped. It covers
+what the rule of MATH's authors covers (Hendrycks et al. 2021, arXiv 2103.03874; hendrycks/math, math_equivalence.py)
+and is applied until nothing changes.
 
 `is_same_answer` compares numbers by value (070 = 70, 0.5 = 1/2, 2.5 · 10^3 = 2500), intervals and tuples element by
-element, and sets, unions, lists without brackets and the terms of a sum in any order. It does no other algebra:
-2(x + 1) and 2x + 2 differ.
+element, and sets, unions, lists without brackets and the terms of a sum in any order. A time of the day without a.m. or
+p.m. is the same as one with it. It does no other algebra: 2(x + 1) and 2x + 2 differ.
 
 This module does not use sympy or math-verify, because both evaluate what a model wrote and may not end.
 kvbench.integrations.math_verify asks math-verify after a run, in a process that it can kill.
@@ -22,18 +22,26 @@ LONGEST = 1000  # characters of an answer; a longer text is compared as it is
 DEEPEST = 20  # levels of brackets that are compared element by element
 
 _END = r"(?![a-zA-Z])"  # a command ends here
-_TEXT = r"\\(?:text|textrm|textbf|textit|textsf|mbox|mathrm|mathbf|mathit|mathsf|operatorname)\s*"
+_TEXT = r"\\(?:text|textsuperscript|textrm|textbf|textit|textsf|mbox|mathrm|mathbf|mathit|mathsf|operatorname)\s*"
 _WORDS = (
     "degrees?|deg|cm|mm|km|kg|ft|feet|foot|inch|inches|in|yards?|miles?|meters?|metres?|centimeters?|kilometers?|mph|dollars?"
     "|cents?|hours?|minutes?|seconds?|days?|weeks?|months?|years?|units?|percent|people|students?|ways|times|pounds?|grams?"
     "|points?|liters?|litres?|gallons?|radians?"
 )
 _FUNCTION = r"\\(?:arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln)" + _END
+_SPACING = (
+    "quad|qquad|enspace|(?:neg)?(?:thin|med|thick)space|displaystyle|textstyle|limits|rm|bf|it|sf|tiny|small|normalsize"
+)
 _RAISED = r"(?:\s*[\^_]\s*(?:[0-9a-zA-Z]|\{[^{}]*\}))?"  # a power or a base
 _NEW_ROW = re.compile(r"\\\\\s*(?:\[\s*-?[0-9.]+\s*(?:pt|em|ex|mm|cm|in|mu|bp|pc)\s*\])?")  # and its distance
+_ENDING = r"(?:st|nd|rd|th)"  # of an ordinal
+_SET_ENDING = rf"{_TEXT}\{{\s*{_ENDING}\s*\}}"
+_RAISED_ENDING = rf"(?:{_ENDING}{_END}|{_SET_ENDING})"
 _SIZE = r"(?:(?<=[0-9})\]])|(?<=\\pi))"  # a unit may follow
+_CLOCK = r"[0-9]{1,2}(?:\s*:\s*[0-9]{2})?"
 _SIGNS = str.maketrans(
-    {"\0": "", "−": "-", "–": "-", "÷": "/", "°": "", "\u00a0": " ", "$": "", "%": "", "~": " "}
+    dict.fromkeys("\0\u200b\u2060\ufeff", "")
+    | {"−": "-", "–": "-", "÷": "/", "°": "", "\u00a0": " ", "$": "", "%": "", "~": " "}
     | {"×": r"\cdot ", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm "}
     | {"≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset "}
 )
@@ -43,7 +51,7 @@ _RULES: tuple[tuple[re.Pattern, str], ...] = tuple(
         # commands that mean nothing
         (r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr)(?:\.|" + _END + ")", ""),
         (r"\\!\s*", ""),
-        (r"\\[,;:> ]|\\(?:quad|qquad|displaystyle|textstyle|limits|thinspace)" + _END, " "),
+        (rf"\\(?:[,;:> ]|(?:{_SPACING}){_END}|[hm]space\s*\*?\{{[^{{}}]*\}}|m?kern\s*-?[0-9.]+\s*[a-z]{{2}})", " "),
         (r"\\[()\[\]]", ""),
         (r"\\(?=[0-9.]|$)", ""),
         # one name for each thing
@@ -67,7 +75,13 @@ _RULES: tuple[tuple[re.Pattern, str], ...] = tuple(
             rf"(?=\s*(?:$|[-+=,;&)\]}}]|{_FUNCTION}))",
             r"\1(\2)",
         ),
-        # degrees and units
+        # times of the day, ordinals, degrees and units
+        *(
+            (rf"^\s*({_CLOCK})\s*(?:{_TEXT}\{{)?\s*[{half}{half.upper()}]\.?\s*[mM]\.?\s*\}}?\s*$", rf"\1{half}m")
+            for half in "ap"
+        ),
+        (rf"(?<=[0-9])\s*(?:{_SET_ENDING}|\^\s*(?:{_RAISED_ENDING}|\{{\s*{_RAISED_ENDING}\s*\}}))", " "),
+        (rf"^(\s*[0-9]+)\s*{_ENDING}{_END}", r"\1"),
         (r"\^\s*(?:\\circ" + _END + r"|\{\s*\\circ\s*\})|\\degrees?" + _END, ""),
         (_TEXT + r"\{\s*(?:or|and)\s*\}|\s+(?:or|and)\s+", ", "),
         (_SIZE + r"\s*" + _TEXT + r"\{[^{}]*\}(?:\s*\^\s*(?:[0-9]|\{[0-9]\}))?\s*$", ""),
@@ -108,6 +122,7 @@ _SPACES = tuple(  # one blank stays between a command and a letter, and behind a
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _POWER = re.compile(r"(-?)(?:([0-9]+(?:\.[0-9]+)?)\\cdot)?10\^(?:([0-9])|\{(-?[0-9]{1,3})\})")  # 2.5 · 10^3
+_TIME = re.compile(r"0?([0-9]{1,2})(?::([0-9]{2}))?([ap]m)?")  # a time of the day
 _FRACTION = re.compile(r"(-?)([0-9]*)\\frac\{([0-9]+(?:\.[0-9]+)?)\}\{(-?[0-9]+(?:\.[0-9]+)?)\}")
 
 
@@ -173,6 +188,8 @@ def _equal(one: str, other: str, depth: int) -> bool:
     values = _value(one), _value(other)
     if None not in values or depth > DEEPEST:
         return None not in values and values[0] == values[1]
+    if _is_same_time(one, other):
+        return True
     for separator in (r"\cup", ", "):
         left, right = _items(one, separator), _items(other, separator)
         if len(left) > 1 or len(right) > 1:
@@ -199,6 +216,15 @@ def _value(text: str) -> Fraction | None:
         return None
     size = Fraction(found[2] or 0) + Fraction(found[3]) / Fraction(found[4])
     return -size if found[1] else size
+
+
+def _is_same_time(one: str, other: str) -> bool:
+    """Whether two texts are one time of the day. One of them may lack a.m. or p.m."""
+    first, second = _TIME.fullmatch(one), _TIME.fullmatch(other)
+    if first is None or second is None:
+        return False
+    halves = {first[3], second[3]} - {None}
+    return len(halves) == 1 and first[1] == second[1] and (first[2] or "00") == (second[2] or "00")
 
 
 def _sort_terms(text: str) -> str:

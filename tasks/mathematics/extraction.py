@@ -1,6 +1,7 @@
 r"""Find the final answer in a model's output.
 
 * `extract_boxed` returns the content of the last \boxed{} that is closed (braces are balanced as in TeX) and not empty.
+  A box without braces holds the number, the command with its arguments or the letter that follows, as in \boxed 12.
 * `extract_flexible` returns that, else the text after the last "answer is" or "answer:", else the last number or `$…$`.
   If the output closes its thinking with </think>, the last two must stand behind it.
 * `extract_first_box` reads MATH-500 as kvpress does (evaluation/benchmarks/math500/calculate_metrics.py): from the
@@ -13,21 +14,34 @@ from collections import deque
 CLOSED = "</think>"
 FEW = 3  # a text behind "answer is" with at most so many words is the whole answer
 
-_BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
+_DIGITS = r"-?[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?(?:/[0-9]+)?"
+_BARE = "|".join(  # the content of a box without braces
+    (
+        _DIGITS,
+        r"\\(?!begin|boxed|fbox)[a-zA-Z]+(?:\s*[0-9]|\s*\{(?:[^{}]|\{[^{}]*\})*\})+",
+        r"\\(?:pi|infty|emptyset|varnothing)(?![a-zA-Z])",
+        r"[a-zA-Z](?=\s*(?:[.$]|\\[)\]]|\n|\Z))",  # it ends a formula or a line, so that "in a \boxed I" is none
+    )
+)
+_BRACE = re.compile(
+    rf"\\(?:boxed|fbox)(?![a-zA-Z])[^\S\n]*(?P<bare>{_BARE})|\\f?box(?:ed)?\s*\{{|\\.|[{{}}]", re.DOTALL
+)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SAID = re.compile(r"answer\s*(?:\*\*)?\s*(?:is\s*:?|:|=)", re.IGNORECASE)
 _LAST = re.compile(
     r"(?<!\\)\$(?P<tex>(?:\\.|[^$\\\n])+)\$"  # a formula between dollar signs, no amount of money
-    r"|(?P<number>-?[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?(?:/[0-9]+)?)"
+    rf"|(?P<number>{_DIGITS})"
 )
 
 
 def extract_boxed(output: str) -> str | None:
-    """Return the content of the last closed box that is not empty; None if there is none."""
+    """Return the content of the last box that is closed and not empty; None if there is none."""
     opened: list[int | None] = []  # for each open brace: where the content of its box begins
     last: tuple[int, int] | None = None
     for found in _BRACE.finditer(output):
-        if found[0] == "}":
+        if found["bare"]:
+            last = found.span("bare")
+        elif found[0] == "}":
             start = opened.pop() if opened else None
             if start is not None and (last is None or start > last[0]) and output[start : found.start()].strip():
                 last = start, found.start()

@@ -85,6 +85,8 @@ def test_the_normaliser_and_math_verify_differ_where_known(step, verifier):
     unread = {"5.", "1.5", "√2", "10000", "50", "12.5", "45", r"\frac\pi4", r"(2,\infty)", r"\lbrace 2,1 \rbrace"}
     unread |= {"100, 200", r"\varnothing", "x^2", r"\begin{pmatrix}1/2\\3/4\end{pmatrix}"}
     unread |= {r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}3&-1\\2&4\end{pmatrix}"}
+    unread |= {"17", "17th", r"21\textsuperscript{st}", r"22^{\mathrm{nd}}", "3rd", "2:15 PM", "2:15 p.m.", "7:00 AM"}
+    unread |= {r"10\mkern3mu 000", "10\u200b000"}
     equal, unequal = (parse_pairs(pairs)[::step] for pairs in (EQUAL, UNEQUAL))
     missed = {other for one, other in equal if verifier.verdict(rf"\boxed{{{other}}}", one) is not True}
     taken = {pair for pair in unequal if verifier.verdict(rf"\boxed{{{pair[1]}}}", pair[0]) is not False}

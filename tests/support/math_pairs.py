@@ -144,6 +144,20 @@ x^2+2x+1 ~ 1 + 2x + x^2
 \{x+1, y\} ~ \{y, 1+x\}
 2^{n+1}-1 ~ -1+2^{1+n}
 x \leq 1+y ~ x \leq y+1
+17^{\text{th}} ~ 17
+17^\text{th} ~ 17th
+21^{st} ~ 21\textsuperscript{st}
+22\text{nd} ~ 22^{\mathrm{nd}}
+3^{\rm rd} ~ 3rd
+17^{\small\text{th}} ~ 17
+2\!:\!15 \text{ p.m.} ~ 2:15 PM
+2\!:\!15 \text{ p.m.} ~ 2:15
+2:15\,\mathrm{p.m.} ~ 2:15 p.m.
+2:15 \text{ p.m.} ~ 02:15 pm
+7 \text{ a.m.} ~ 7:00 AM
+10\hspace{1mm}000 ~ 10\mkern3mu 000
+10\thinspace000 ~ 10\negthinspace 000
+10 000 ~ 10​000
 """
 
 UNEQUAL = r"""
@@ -242,6 +256,14 @@ x^{-1}+2 ~ 2^{-1}+x
 a/b+c ~ a/c+b
 x=1+y ~ 1=x+y
 x:1+2 ~ 2+x:1
+17^{\text{th}} ~ 18th
+x^{th} ~ x
+n^2d+2nd ~ n^2d+2
+2:15 a.m. ~ 2:15 p.m.
+2:15 p.m. ~ 2:16 p.m.
+2:15 p.m. ~ 3:15 p.m.
+2:15 p.m. ~ 2 p.m.
+2:00 ~ 2
 """
 
 

@@ -29,6 +29,7 @@ PIECES = [
     *(r"\frac", r"\dfrac", "{", "}", r"\{", r"\}", "(", ")", "[", "]", "1", "23", "000", ",", ", ", ".", "-", "+", "/"),
     *(r"\sqrt", r"\text{", r"\text{ cm}", r"\\", "\\", r"\left", r"\!", "^", "_", r"\circ", "x", "=", r"\pi", r"\pm"),
     *(r"\cup", r"\cdot", "*", r"\begin{pmatrix}", r"\end{bmatrix}", "$", "%", " or ", "cm", r"\boxed{", "π", "−", "\n"),
+    *("th", r"\text{nd}", ":15", "p.m.", "\u200b"),
     *(" ", ";", "\0", "{,}", r"\sin", r"\[6pt]", r"\cdot10^", r"\$"),
 ]
 LATEX = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
@@ -97,6 +98,7 @@ def test_a_sum_is_that_of_the_same_terms(one, other, shuffle):
 
 def test_what_is_no_answer_takes_no_time():
     pieces = ["$", "{", r"\text{", "(1/", "1,", r"\pm", r"\{1,", r"\frac", "-", r"\boxed{", "answer is ", "$1", r"\$1"]
+    pieces += [r"\boxed\a{", r"\boxed 1,", "1^{", "2:15 p.m."]
     pieces += [r"\sin", r"\sin^{", "x+", "(x+", "(x+1)", r"\pi cm", "10^{9", r"2\cdot10^9", r"\begin{pmatrix}\\[6pt"]
     for piece in pieces:
         for size in (LONGEST // len(piece), 20_000):
@@ -143,6 +145,16 @@ def test_boxes_are_those_of_a_stack_of_braces(pieces):
         (r"\boxed{\{1,2\}}", r"\{1,2\}", r"\{1,2\}", r"\{1,2\ "[:-1]),
         (r"\boxed{1} then \boxed{2", "1", "1", "1"),
         (r"\boxed{12 and no end", None, "12", "12 and no end"),
+        (r"so $\boxed 12$, not 5", "12", "12", None),
+        (r"\boxed{3} no, \boxed4 of 5", "4", "4", "3"),
+        (r"\boxed\frac{\sqrt{3}}2, or 1", r"\frac{\sqrt{3}}2", r"\frac{\sqrt{3}}2", None),
+        (r"\boxed -1,234.5, or 1", "-1,234.5", "-1,234.5", None),
+        (r"\boxed \pi", r"\pi", r"\pi", None),
+        (r"\fbox\text{(B)} or C", r"\text{(B)}", r"\text{(B)}", None),
+        (r"\(\boxed B\)", "B", "B", None),
+        (r"In a \boxed I write 5.", None, "5", None),
+        ("In \\boxed\n5, then 6", None, "6", None),
+        (r"\boxed\left(1,2\right)", None, "1,2", None),
         ("The answer is 204.", None, "204", None),
         ("**Answer:** 204", None, "204", None),
         ("The final answer is $\\frac12$ because 3 > 2", None, r"\frac12", None),
