@@ -1,15 +1,15 @@
 """Ask math-verify for a second opinion on the answers of finished runs.
 
 A task asks for it in its records (`meta.verify`), and `run.py` gives it after a run. Verdicts are lines of
-`verdicts.jsonl` in the run's folder; records are not touched. A record that has a verdict of the same version is not
-judged again, unless it ran out of a shorter time. math-verify may take for ever or take all memory, so it runs in a
-process that is limited in both. Notes say how often verdict and score differ.
+`verdicts.jsonl` in the run's folder; records are not touched. A line says whether its verdict differs from the record's
+score. A record that has a verdict of the same version is not judged again, unless it ran out of a shorter time.
+math-verify may take for ever or take all memory, so it runs in a process that is limited in both. Notes say how often
+verdict and score differ, and name the first such answers.
 """
 
 import fcntl
 import json
 import resource
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -27,6 +27,7 @@ SECONDS = 10.0  # time limit for one answer
 START = 300.0  # seconds for the process to be ready: it imports sympy
 MEMORY = 4 << 30  # bytes of address space of the process: towers of powers would take all there is
 FILE = "verdicts.jsonl"
+NAMED = 3  # answers that a note names
 
 
 class Verifier:
@@ -151,8 +152,14 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
                 continue
             verdict = "error" if record["error"] else verifier.verdict(record["output"], record["target"][0])
             line = {"uid": uid, "grader": GRADER, "version": its, "verdict": verdict, "seconds": seconds}
+            line["differs"] = _differs(record, verdict)
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
+
+
+def _differs(record: Mapping[str, Any], verdict: bool | str) -> bool:
+    """Whether math-verify judges otherwise than the score. No verdict differs from nothing."""
+    return isinstance(verdict, bool) and verdict != (record["score"] == 100)
 
 
 def read_verdicts(folder: Path) -> dict[str, dict]:
@@ -179,15 +186,18 @@ def describe_verdicts(name: str, folder: Path) -> list[str]:
 
 
 def _describe_differences(answered: Sequence[Mapping[str, Any]], given: Mapping[str, dict]) -> Iterable[str]:
-    both = [(own["score"] == 100, given[own["uid"]]["verdict"]) for own in answered if own["uid"] in given]
-    if not both:
+    judged = [own for own in answered if own["uid"] in given]
+    if not judged:
         return
-    counts = Counter(both)
-    timeouts, errors = (sum(verdict == kind for _, verdict in both) for kind in ("timeout", "error"))
+    verdicts = [given[own["uid"]]["verdict"] for own in judged]
+    other = [own for own, verdict in zip(judged, verdicts, strict=True) if _differs(own, verdict)]
+    by_it = sum(own["score"] != 100 for own in other)
+    named = [*(own["uid"] for own in other[:NAMED]), *(["…"] if len(other) > NAMED else [])]
+    which = f": {', '.join(named)}" if named else ""
     yield (
-        f"math-verify {given[answered[0]['uid']]['version']} differs on {counts[False, True] + counts[True, False]} of "
-        f"{len(both)} ({counts[False, True]} right only by it, {counts[True, False]} only by the score), "
-        f"{timeouts} timeouts, {errors} errors"
+        f"math-verify {given[judged[0]['uid']]['version']} differs on {len(other)} of {len(judged)} "
+        f"({by_it} right only by it, {len(other) - by_it} only by the score{which}), "
+        f"{verdicts.count('timeout')} timeouts, {verdicts.count('error')} errors"
     )
 
 

@@ -128,9 +128,13 @@ def test_verdicts_stand_beside_untouched_records(run, verifier, monkeypatch):
         "q/r0": True,
     }
     line = json.loads((folder / FILE).read_text().splitlines()[0])
-    assert line == {"uid": "p/r0", "grader": "math_verify", "version": "0.9.0", "verdict": True, "seconds": 10.0}
+    assert line == {
+        "uid": "p/r0", "grader": "math_verify", "version": "0.9.0", "verdict": True, "seconds": 10.0, "differs": True
+    }  # fmt: skip
+    assert [own["differs"] for own in read_verdicts(folder).values()] == [True, False, False]
     [note] = describe_verdicts("full", folder)
-    assert "math-verify 0.9.0 differs on 1 of 3 (1 right only by it, 0 only by the score), 0 timeouts, 0 errors" in note
+    said = "differs on 1 of 3 (1 right only by it, 0 only by the score: p/r0), 0 timeouts, 0 errors"
+    assert f"math-verify 0.9.0 {said}" in note
 
 
 def test_grading_goes_on_where_it_was_killed(run, monkeypatch):
@@ -162,6 +166,13 @@ def test_only_a_longer_time_or_another_version_asks_again(run, monkeypatch):
     math_verify.grade(folder, 1.0)
     assert len(told.asked) == 3 and read_verdicts(folder)["p/r0"]["version"] == "1.0"
     assert "1 timeouts" in describe_verdicts("full", folder)[0]
+
+
+def test_a_note_names_the_first_answers_that_differ(run, monkeypatch):
+    folder = run(*((f"p{n}/r0", "1", "1", 0.0 if n else 100.0) for n in range(6)))
+    Told(monkeypatch, True)
+    math_verify.grade(folder)
+    assert "(5 right only by it, 0 only by the score: p1/r0, p2/r0, p3/r0, …)" in describe_verdicts("full", folder)[0]
 
 
 def test_without_verdicts_there_is_nothing_to_say(run):
