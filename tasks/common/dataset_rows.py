@@ -14,12 +14,13 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvbench.validation import SettingError, resolve_subtasks
 
 MINIATURE, HUB = "miniature", "hub"
+WHOLE = re.compile(r"\s*-?[0-9]{1,18}(?:\.0*)?\s*")
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # one half of an escaped character beyond U+FFFF
 
 Row = Mapping[str, Any]
@@ -73,8 +74,9 @@ def read_rows(setting: str, path: Path, member: str | None = None) -> Iterator[t
 
     Args:
         setting: The setting that messages name.
-        path: A .jsonl, .json (a list of rows), .csv, .parquet or .zip file.
-        member: The file inside a .zip.
+        path: A .jsonl, .json (a list of rows), .csv, .parquet or .zip file. Text is UTF-8, with or without a byte-order
+            mark.
+        member: The file inside a .zip. If it is not there, it may lie in another folder of the .zip.
 
     Yields:
         (where, row) for each row. `where` names the file and the line or row, for messages.
@@ -90,8 +92,8 @@ def read_rows(setting: str, path: Path, member: str | None = None) -> Iterator[t
         elif suffix == ".csv":
             yield from _frame(name, "csv", path)
         else:
-            raw = zipfile.ZipFile(path).read(member) if member else path.read_bytes()
-            yield from _json(setting, name, suffix, raw.decode("utf-8"))
+            raw = _read_member(setting, path, member) if member else path.read_bytes()
+            yield from _json(setting, name, suffix, raw.decode("utf-8-sig"))
     except KeyError:
         raise SettingError(f"{setting}: {path.name} has no {member}") from None
     except UnicodeDecodeError as error:
@@ -102,6 +104,13 @@ def read_rows(setting: str, path: Path, member: str | None = None) -> Iterator[t
         if isinstance(error, SettingError):
             raise
         raise SettingError(f"{setting}: {name} cannot be read ({str(error).splitlines()[0]})") from None
+
+
+def parse_whole(value: object) -> object:
+    """Return a whole number that a copy stores as text or as a decimal ("12", 73.0, "73.0") as int; else the value."""
+    if isinstance(value, str) and WHOLE.fullmatch(value):
+        return int(value.partition(".")[0])
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def check_rows(
@@ -196,6 +205,18 @@ def hash_rows(path: str, found: Iterable[Row]) -> str:
     for row in found:
         digest.update(json.dumps(row, sort_keys=True, ensure_ascii=True, default=str).encode() + b"\n")
     return digest.hexdigest()[:16]
+
+
+def _read_member(setting: str, path: Path, member: str) -> bytes:
+    """Read a file of a .zip: `member`, or the only file of its name in any folder; KeyError if there is none."""
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        if member not in names:
+            found = [name for name in names if PurePosixPath(name).name == PurePosixPath(member).name]
+            if len(found) > 1:
+                raise SettingError(f"{setting}: {path.name} has {found[0]} and {found[1]}, expected one or {member}")
+            member = found[0] if found else member
+        return archive.read(member)
 
 
 def _json(setting: str, name: str, suffix: str, text: str) -> Iterator[tuple[str, Row]]:

@@ -1,6 +1,7 @@
 """LongBench's rows: from data.zip as published, from its files, from the hub, or from the miniature.
 
-The revision on the hub is pinned; data.zip holds data/<task>.jsonl.
+The revision on the hub is pinned; data.zip holds data/<task>.jsonl. A `length` that a copy stores as text is read as a
+number, so that the copy has the rows of the published file.
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,7 +51,10 @@ def find_rows(path: Path, name: str) -> Iterator[tuple[str, dataset_rows.Row]]:
 
 def check_rows(subtask: Subtask, found: Iterable[tuple[str, dataset_rows.Row]]) -> list[dataset_rows.Row]:
     """Check that rows have the official format and return them; a SettingError names line and column."""
-    listed = list(found)
+    listed = [
+        (where, {**row, "length": dataset_rows.parse_whole(row["length"])} if "length" in row else row)
+        for where, row in found
+    ]
     rows = dataset_rows.check_rows("task.path", listed, COLUMNS, unique="_id", what=f"rows of {subtask.name}")
     for where, row in listed:
         if row["dataset"] != subtask.name:

@@ -2,8 +2,9 @@ r"""Load the problems of MATH-500 and AIME from a file in one of their published
 
 A row has `problem` and `answer` (also called Problem, question and Answer, because the copies of AIME differ). It may
 have an id (unique_id, id, ID, problem_idx; else the hash of the problem is its id), `subject`, `level` and
-`answer_prefix`. AIME's answers are whole numbers from 0 to 999, as numbers or as text. A degree sign behind one, as in
-opencompass/AIME2025, is dropped. SOURCES names the pinned data sets, and the other copies that a folder may hold.
+`answer_prefix`. AIME's answers are whole numbers from 0 to 999, as numbers or as text, also as 73.0. A degree sign
+behind one, as in opencompass/AIME2025, is dropped. SOURCES names the pinned data sets, and the other copies that a
+folder may hold.
 """
 
 import hashlib
@@ -111,11 +112,15 @@ def _rename_columns(
                 raise SettingError(f"{SETTING}: {where}: {name} is empty")
         if isinstance(own.get("problem"), str):
             own.setdefault("id", hashlib.sha256(own["problem"].encode()).hexdigest()[:12])
-        for name in ("id", "answer"):
-            if isinstance(own.get(name), int) and not isinstance(own[name], bool):
-                own[name] = str(own[name])
         if integers and isinstance(own.get("answer"), str):
             own["answer"] = DEGREES.sub("", own["answer"])
+            if "." in own["answer"]:  # 070 stays as it is
+                own["answer"] = dataset_rows.parse_whole(own["answer"])
+        for name in ("id", "answer"):
+            value = own.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                whole = dataset_rows.parse_whole(value)
+                own[name] = str(whole) if isinstance(whole, int) else value
         if integers and isinstance(own.get("answer"), str) and not _is_aime_answer(own["answer"]):
             raise SettingError(
                 f"{SETTING}: {where}: answer is {own['answer']!r}, expected a whole number from 0 to 999"

@@ -1,6 +1,7 @@
 """Read official texts from a file, the hub or the web. Every failure is a SettingError that names the setting."""
 
 import hashlib
+from codecs import BOM_UTF8
 from pathlib import Path
 
 from kvbench.tasks.common.dataset_rows import try_fetch
@@ -8,9 +9,9 @@ from kvbench.validation import SettingError
 
 
 def read_source(setting: str, given: str, path: Path) -> bytes:
-    """Read the bytes of a file; `given` is what the user typed as the setting's value."""
+    """Read the bytes of a file without a byte-order mark; `given` is what the user typed as the setting's value."""
     try:
-        return path.read_bytes()
+        return path.read_bytes().removeprefix(BOM_UTF8)
     except OSError as error:
         raise SettingError(f"{setting}={given}: a readable file, but {path.name} is not ({error.strerror})") from None
 

@@ -3,7 +3,7 @@
 The published format (https://huggingface.co/datasets/microsoft/SCBench) has a config for each task and a row for each
 context. The columns are `context` (a list of numbers in mf) and `multi_turns`, a list of {input, answer}. A turn also
 has `options` in choice_eng (four, with the answer among them) and `task` in summary_with_needles. Some configs have
-`id`.
+`id`. A copy may store an answer as a list of one item, which is read as this item.
 """
 
 import json
@@ -83,7 +83,7 @@ def load_rows(path: str, form: TaskForm) -> tuple[list[Row], list[Session]]:
         found = read_hub_rows(SETTING, DATASET, REVISION, form.name, "test")
     else:
         found = read_rows(SETTING, find_file(SETTING, Path(path).expanduser(), list_files(form.name)))
-    located = list(found)
+    located = [(where, unwrap_answers(row, form)) for where, row in found]
     columns: Columns = {"context": list if form.numbers else str, "multi_turns": list}
     plain = check_rows(SETTING, located, columns, what=f"rows of {form.name}")
     seen: dict[str, str] = {}
@@ -92,6 +92,19 @@ def load_rows(path: str, form: TaskForm) -> tuple[list[Row], list[Session]]:
         if (first := seen.setdefault(known, where)) != where:
             raise SettingError(f"{SETTING}: {where}: id {row['id']!r} with this context is that of {first}")
     return plain, [parse_session(where, row, form) for where, row in located]
+
+
+def unwrap_answers(row: Row, form: TaskForm) -> Row:
+    """Take each answer that is a list of one item out of its list, except in a task whose answers are lists."""
+    turns = row.get("multi_turns")
+    if form.answer is list or not isinstance(turns, list):
+        return row
+    return {**row, "multi_turns": [_unwrap_answer(turn) if isinstance(turn, dict) else turn for turn in turns]}
+
+
+def _unwrap_answer(turn: dict[str, Any]) -> dict[str, Any]:
+    answer = turn.get("answer")
+    return {**turn, "answer": answer[0]} if isinstance(answer, list) and len(answer) == 1 else turn
 
 
 def parse_session(where: str, row: Row, form: TaskForm) -> Session:

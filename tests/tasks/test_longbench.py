@@ -332,6 +332,10 @@ def test_every_copy_of_the_data_is_the_same(folder, tmp_path, monkeypatch, every
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
         for name in NAMES:
             packed.write(folder / "data" / f"{name}.jsonl", f"data/{name}.jsonl")
+    with zipfile.ZipFile(tmp_path / "front.zip", "w") as packed:  # a folder in front, a mark, lengths as text
+        for name in NAMES:
+            rows = ({**row, "length": str(row["length"])} for _, row in make_rows(name))
+            packed.writestr(f"LongBench/data/{name}.jsonl", "\ufeff" + "\n".join(map(json.dumps, rows)))
     asked = []
 
     def fetch(*where, **more):
@@ -339,7 +343,7 @@ def test_every_copy_of_the_data_is_the_same(folder, tmp_path, monkeypatch, every
         return str(tmp_path / "data.zip")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    paths = (folder, folder / "data", tmp_path / "data.zip", tmp_path)
+    paths = (folder, folder / "data", tmp_path / "data.zip", tmp_path, tmp_path / "front.zip")
     for path, kind in (*((str(path), "local") for path in paths), ("hub", "hub")):
         task = LongBench(path=path)
         task.check()
@@ -389,7 +393,7 @@ BAD_ROWS = {  # changes of the second row of a subtask, and what is said
     "no id": ("hotpotqa", {"_id": ...}, "line 2 has no column _id"),
     "no text": ("hotpotqa", {"context": "\ud800"}, "line 2 has half of a surrogate pair, which no tokenizer reads"),
     "wrong type": ("hotpotqa", {"context": ["a"]}, "line 2: context is list, expected str"),
-    "a number as text": ("hotpotqa", {"length": "12"}, "line 2: length is str, expected int"),
+    "no number": ("hotpotqa", {"length": "12 words"}, "line 2: length is str, expected int"),
     "a truth value": ("hotpotqa", {"length": True}, "line 2: length is bool, expected int"),
     "no answers": ("hotpotqa", {"answers": []}, "line 2: answers is not a list of strings with at least one"),
     "answers of numbers": ("hotpotqa", {"answers": [1]}, "line 2: answers is not a list of strings"),
@@ -437,6 +441,10 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, t
         packed.writestr("data/narrativeqa.jsonl", "")
     refused("task.path: no rows of narrativeqa", f"task.path={tmp_path}/data.zip")
     refused("task.path: data.zip has no data/lcc.jsonl", f"task.path={tmp_path}/data.zip", "task.subtasks=lcc")
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
+        packed.writestr("a/lcc.jsonl", ""), packed.writestr("b/lcc.jsonl", "")
+    said = "task.path: data.zip has a/lcc.jsonl and b/lcc.jsonl, expected one or data/lcc.jsonl"
+    refused(said, f"task.path={tmp_path}/data.zip", "task.subtasks=lcc")
     refused("task.path=/nowhere: no such file or folder; or miniature, or hub", "task.path=/nowhere")
     refused("task.path=hub: zai-org/LongBench/data.zip is out of reach (", "task.path=hub")
     refused("task.path=1: miniature, hub, or a file or folder", "task.path=1")

@@ -3,6 +3,8 @@
 import json
 import re
 import time
+from codecs import BOM_UTF8
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -207,6 +209,14 @@ def written(folder, rows, name="test.jsonl"):
     return str(path)
 
 
+@pytest.mark.parametrize("name", ["test.jsonl", "test.json"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    path = Path(written(tmp_path, ROWS, name))
+    found = load_problems("math500", str(path))
+    path.write_bytes(BOM_UTF8 + path.read_bytes())
+    assert load_problems("math500", str(path)) == found
+
+
 @pytest.mark.parametrize("name", ["test.jsonl", "test.json", "test.parquet"])
 def test_forms_of_a_file_give_the_same_rows(tmp_path, name):
     path = written(tmp_path, ROWS, name)
@@ -223,6 +233,8 @@ def test_forms_of_a_file_give_the_same_rows(tmp_path, name):
         {"id": 60, "problem": "p", "answer": "070", "url": "u", "year": 2024},
         {"problem_idx": 1, "problem": "p", "answer": 70, "problem_type": ["Algebra"]},
         {"question": "p", "answer": "70"},
+        {"id": 60.0, "problem": "p", "answer": 70.0},
+        {"problem": "p", "answer": "70.0"},
     ],
 )
 def test_columns_of_the_copies_of_aime(tmp_path, row):
@@ -285,6 +297,7 @@ BAD = {
     "line 2: id '1' is that of test.jsonl line 1": [{"problem": "p", "answer": "1", "id": own} for own in ("1", 1)],
     "line 1: answer_prefix is not a text": [{"problem": "p", "answer": "1", "answer_prefix": 1}],
     "line 1: answer is '1000', expected a whole number from 0 to 999": [{"problem": "p", "answer": 1000}],
+    "line 1: answer is '70.5', expected a whole number": [{"problem": "p", "answer": "70.5"}],
     "line 1: answer is 'x', expected a whole number": [{"problem": "p", "answer": "x"}],
     "line 1: answer is '-1', expected a whole number": [{"problem": "p", "answer": -1}],
     "line 1: answer is '3360', expected a whole number": [{"problem": "p", "answer": r"3360^\circ"}],

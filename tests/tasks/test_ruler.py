@@ -808,7 +808,7 @@ def test_no_other_needle_has_a_key_that_is_asked():
 def test_a_given_haystack_is_used_and_repeated(tmp_path, tokenizer, name):
     text = "It was late.  Nobody came!\n" + " ".join(f"Line {w} of the essay by Mr. Smith." for w in "abcdefgh")
     path = tmp_path / name
-    path.write_text(json.dumps({"text": text}) if name.endswith("json") else text)
+    path.write_text(json.dumps({"text": text}) if name.endswith("json") else text, "utf-8-sig")  # with a mark
     prose = ruler(subtasks="niah_single_2", qa_path=str(official(tmp_path)), samples=1)
     task = replace(prose, haystack_path=str(path), samples=1)
     task.check()
