@@ -2,6 +2,7 @@
 
 Examples:
   kvbench data longbench /data/LongBench/data.zip
+  kvbench data longbench /data/LongBench/data.zip task.variant=e
 
 For a copy that cannot be used, one line names the file, the line and the column, and the exit code is 2.
 """
@@ -18,10 +19,11 @@ def make_parser() -> CommandParser:
     parser = CommandParser("data", __doc__)
     parser.add_argument("task", help="a name of conf/task/ whose settings include a path")
     parser.add_argument("path", help="file or folder in the benchmark's official format")
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="further settings of the task")
     return parser
 
 
-def examine(name: str, path: str) -> str:
+def examine(name: str, path: str, settings: Sequence[str] = ()) -> str:
     """Return the number of rows of each subtask, a line each, and the fingerprint of the data.
 
     Raises:
@@ -32,11 +34,12 @@ def examine(name: str, path: str) -> str:
     from kvbench.config.compose import compose_config
 
     require_choice("TASK", name, catalogue.list_choices("task"))
-    settings = catalogue.resolve("task", compose_config([f"task={name}"]).task)
-    if "path" not in settings:
+    with catalogue.translate_errors():
+        given = catalogue.resolve("task", compose_config([f"task={name}", *settings]).task)
+    if "path" not in given:
         own = [task for task in catalogue.list_choices("task") if "path" in compose_config([f"task={task}"]).task]
         raise SettingError(f"TASK={name}: its data is not read from one place; choose one of {', '.join(own)}")
-    task = catalogue.build("task", settings | {"path": str(Path(path).expanduser())})
+    task = catalogue.build("task", given | {"path": str(Path(path).expanduser())})
     task.check()
     lines = [f"{subtask:<28}{count:>8} rows" for subtask, count in task.inventory().items()]
     return "\n".join([*lines, f"fingerprint {task.fingerprint()}"])
@@ -45,7 +48,7 @@ def examine(name: str, path: str) -> str:
 def print_data(arguments: Sequence[str]) -> None:
     """Print the rows and the fingerprint."""
     given = make_parser().parse_args(arguments)
-    print(examine(given.task, given.path))
+    print(examine(given.task, given.path, given.settings))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -214,10 +214,11 @@ def task_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a task's settings as a run's identity contains them.
 
     Paths do not count, because the identity covers the data behind them. The temperature does not count, because it is
-    one of the sampling settings.
+    one of the sampling settings. A variant that is null does not count, so that runs of before it could be chosen keep
+    their names.
     """
     skipped = [key for key in settings if key in ("cache", "path") or key.endswith("_path")]
-    skipped += ["_target_", "preset", "temperature"]
+    skipped += ["_target_", "preset", "temperature", *(["variant"] if settings.get("variant") is None else [])]
     return {key: value for key, value in settings.items() if key not in skipped}
 
 

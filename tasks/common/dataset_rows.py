@@ -40,11 +40,11 @@ def check_path(setting: str, path: object) -> None:
         raise SettingError(f"{setting}={path}: no such file or folder; or {MINIATURE}, or {HUB}")
 
 
-def select_subtasks(given: object, path: str, names: Sequence[str]) -> list[str]:
+def select_subtasks(given: object, path: str, names: Sequence[str], ending: str = "") -> list[str]:
     """Resolve `task.subtasks`.
 
     If `path` is a single file (not a .zip), it holds one subtask, and ``all`` means the subtask that the file is named
-    after.
+    after. `ending` is what the file's name may have behind that of the subtask.
 
     Raises:
         SettingError: A name is unknown, or a single file is asked for several subtasks.
@@ -52,7 +52,8 @@ def select_subtasks(given: object, path: str, names: Sequence[str]) -> list[str]
     file = Path(path).expanduser()
     if path in (MINIATURE, HUB) or not file.is_file() or file.suffix == ".zip":
         return resolve_subtasks("task.subtasks", given, names)
-    found = [file.stem] if given == "all" and file.stem in names else resolve_subtasks("task.subtasks", given, names)
+    stem = file.stem.removesuffix(ending)
+    found = [stem] if given == "all" and stem in names else resolve_subtasks("task.subtasks", given, names)
     if len(found) > 1:
         raise SettingError(f"task.path={path}: one file is one subtask's, named by task.subtasks or by the file")
     return found

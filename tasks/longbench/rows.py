@@ -1,7 +1,7 @@
 """LongBench's rows: from data.zip as published, from its files, from the hub, or from the miniature.
 
-The revision on the hub is pinned; data.zip holds data/<task>.jsonl. A `length` that a copy stores as text is read as a
-number, so that the copy has the rows of the published file.
+The revision on the hub is pinned; data.zip holds data/<task>.jsonl, and data/<task>_e.jsonl of LongBench-E. A `length`
+that a copy stores as text is read as a number, so that the copy has the rows of the published file.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,12 +26,13 @@ COLUMNS: dataset_rows.Columns = {
 }
 
 
-def load_rows(path: str, subtasks: Iterable[Subtask]) -> dict[str, list[dataset_rows.Row]]:
+def load_rows(path: str, subtasks: Iterable[Subtask], ending: str = "") -> dict[str, list[dataset_rows.Row]]:
     """Load the rows of each subtask.
 
     Args:
         path: ``miniature``, ``hub``, or a file or folder in the official format.
         subtasks: The subtasks to load.
+        ending: What the files' names have behind the subtask: ``_e`` for LongBench-E.
 
     Raises:
         SettingError: Rows are missing or wrong. The message names the file, the line and the column.
@@ -39,17 +40,19 @@ def load_rows(path: str, subtasks: Iterable[Subtask]) -> dict[str, list[dataset_
     if path == dataset_rows.MINIATURE:
         return {own.name: check_rows(own, miniature.make_rows(own.name)) for own in subtasks}
     place = dataset_rows.fetch_hub_file("task.path", *HUB) if path == dataset_rows.HUB else Path(path).expanduser()
-    return {own.name: check_rows(own, find_rows(place, own.name)) for own in subtasks}
+    return {own.name: check_rows(own, find_rows(place, own.name + ending), ending) for own in subtasks}
 
 
 def find_rows(path: Path, name: str) -> Iterator[tuple[str, dataset_rows.Row]]:
-    """Yield (where, row) for a subtask from data.zip, a folder that has data.zip or its files, or a .jsonl file."""
+    """Yield (where, row) of <name>.jsonl from data.zip, a folder that has data.zip or its files, or a .jsonl file."""
     member = f"data/{name}.jsonl"
     file = dataset_rows.find_file("task.path", path, (member, f"{name}.jsonl", "data.zip"))
     return dataset_rows.read_rows("task.path", file, member if file.suffix == ".zip" else None)
 
 
-def check_rows(subtask: Subtask, found: Iterable[tuple[str, dataset_rows.Row]]) -> list[dataset_rows.Row]:
+def check_rows(
+    subtask: Subtask, found: Iterable[tuple[str, dataset_rows.Row]], ending: str = ""
+) -> list[dataset_rows.Row]:
     """Check that rows have the official format and return them; a SettingError names line and column."""
     listed = [
         (where, {**row, "length": dataset_rows.parse_whole(row["length"])} if "length" in row else row)
@@ -57,7 +60,7 @@ def check_rows(subtask: Subtask, found: Iterable[tuple[str, dataset_rows.Row]]) 
     ]
     rows = dataset_rows.check_rows("task.path", listed, COLUMNS, unique="_id", what=f"rows of {subtask.name}")
     for where, row in listed:
-        if row["dataset"] != subtask.name:
+        if row["dataset"] not in (subtask.name, subtask.name + ending):
             raise SettingError(f"task.path: {where}: dataset is {row['dataset']!r}, expected {subtask.name!r}")
         answers = dataset_rows.check_texts("task.path", where, "answers", row["answers"])
         if subtask.metric is metrics.classification_score:

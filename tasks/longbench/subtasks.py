@@ -1,5 +1,10 @@
-"""LongBench's 16 English tasks by category (THUDM/LongBench 2e00731, LongBench/: eval.py, pred.py, config/)."""
+"""LongBench's 16 English tasks by category (THUDM/LongBench 2e00731, LongBench/: eval.py, pred.py, config/).
 
+LongBench-E has 13 of them, with rows of its own. It scores a task in each interval of the rows' lengths (`scorer_e` in
+eval.py).
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -50,5 +55,13 @@ SUBTASKS = (
     Subtask("lcc", COMPLETION, CODE, 64, chat=False, extract=LINE),
     Subtask("repobench-p", COMPLETION, CODE, 64, chat=False, extract=LINE),
 )
+NOT_IN_E = ("narrativeqa", "musique", "qmsum")
+INTERVALS = {"0-4k": 4000, "4-8k": 8000, "8k+": math.inf}  # of LongBench-E -> the `length` where each ends
 NAMES = tuple(subtask.name for subtask in SUBTASKS)
 CATEGORIES = {category: tuple(own) for category, own in groupby(SUBTASKS, lambda subtask: subtask.category)}
+E_NAMES = tuple(name for name in NAMES if name not in NOT_IN_E)
+
+
+def find_interval(length: int) -> str:
+    """Return the interval of LongBench-E that a row's `length`, in words, lies in."""
+    return next(name for name, end in INTERVALS.items() if length < end)

@@ -8,6 +8,9 @@ puts the whole prompt into the user's message.
 8192, 16384, 32768. null continues that series by 1000 ⌊window / 1024⌋ − 500, which gives the 127500 that papers use at
 131072.
 
+`variant=e` is LongBench-E: 13 of the tasks, with about as many short rows as long ones. A row of the table is a task in
+an interval of lengths, as in eval.py: under 4000 words, under 8000, and more.
+
 `protocol=lm_eval` reads the same rows as lm-evaluation-harness 0.4.13 does (lm_eval/tasks/longbench/), with its
 defaults:
 
@@ -25,9 +28,11 @@ its prompts have them twice. kvbench reads the official rows, so its prompts hav
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import ClassVar
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
@@ -35,10 +40,21 @@ from kvbench.tasks.common import dataset_rows
 from kvbench.tasks.longbench.metrics import lm_eval_code_line
 from kvbench.tasks.longbench.prompts import PromptTemplate, load_lm_eval_prompt, load_official_prompt
 from kvbench.tasks.longbench.rows import load_rows
-from kvbench.tasks.longbench.subtasks import CATEGORIES, COMPLETION, NAMES, SHOTS, SUBTASKS, Subtask
+from kvbench.tasks.longbench.subtasks import (
+    CATEGORIES,
+    COMPLETION,
+    E_NAMES,
+    INTERVALS,
+    NAMES,
+    SHOTS,
+    SUBTASKS,
+    Subtask,
+    find_interval,
+)
 from kvbench.tasks.longbench.truncation import truncate_middle
 from kvbench.validation import SettingError, require_choice, require_int
 
+E = "e"
 OFFICIAL, LM_EVAL = "official", "lm_eval"
 
 
@@ -48,6 +64,7 @@ class LongBench:
 
     name: str = "longbench"
     path: str = dataset_rows.MINIATURE
+    variant: str | None = None
     subtasks: str | Sequence[str] = "all"
     protocol: str = OFFICIAL
     max_length: int | None = None
@@ -62,11 +79,17 @@ class LongBench:
             SettingError: A setting or a row is invalid.
         """
         dataset_rows.check_path("task.path", self.path)
+        require_choice("task.variant", self.variant, (None, E))
         require_choice("task.protocol", self.protocol, (OFFICIAL, LM_EVAL))
         if self.max_length is not None:
             require_int("task.max_length", self.max_length, 2)
         if self.limit is not None:
             require_int("limit", self.limit, 1)
+        file = Path(self.path).expanduser()
+        for_e = file.stem.endswith("_e")
+        if file.is_file() and file.stem.removesuffix("_e") in NAMES and for_e != (self.variant == E):
+            variant, other = ("null", E) if for_e else (E, "null")
+            raise SettingError(f"task.variant={variant}: {file.name} is read with task.variant={other}")
         self.inventory()
 
     @property
@@ -76,8 +99,13 @@ class LongBench:
         All subtasks have two means, over the 16 tasks (as in KeyDiff, DropKV and CentroidKV) and over the six
         categories (as in DeltaKV), and each category has its own. A choice of subtasks has the mean over them, and the
         means of those categories that are complete.
+
+        LongBench-E has the mean over the tasks, in which the intervals of a task weigh the same, and the mean over the
+        tasks in each interval.
         """
         chosen = self._chosen
+        if self.variant == E:
+            return self._interval_means()
         means = {f"mean of {len(chosen)} tasks": {subtask.name: 1 / len(chosen) for subtask in chosen}}
         if len(chosen) == len(SUBTASKS):
             share = {own.name: 1 / len(CATEGORIES) / len(CATEGORIES[own.category]) for own in SUBTASKS}
@@ -88,22 +116,22 @@ class LongBench:
         return means
 
     def inventory(self) -> dict[str, int]:
-        """Count the rows of each subtask."""
-        return {name: len(rows) for name, rows in self._rows.items()}
+        """Count the rows of each subtask, of LongBench-E in each interval."""
+        return {name: len(rows) for name, _, rows in self._parts}
 
     def fingerprint(self) -> str:
         """Hash the rows and prompts of the chosen subtasks."""
         return self._fingerprint
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Yield the samples subtask by subtask, in the order of the rows."""
+        """Yield the samples by rows of the table, in the order of the data. `limit` counts samples of such a row."""
         series = sys.maxsize if self.protocol == LM_EVAL else longest // 1024 * 1000 - 500
         most = self.max_length if self.max_length is not None else series
         if most < 2:
             raise SettingError(f"task.max_length=null: a model that takes {longest} tokens needs a number here")
-        for subtask in self._chosen:
-            for row in self._rows[subtask.name][: self.limit]:
-                sample = self._sample(subtask, row, tokenizer, most)
+        for part, subtask, rows in self._parts:
+            for row in rows[: self.limit]:
+                sample = self._sample(part, subtask, row, tokenizer, most)
                 if most + template_tokens + subtask.new_tokens > longest:
                     self._check_fit(sample, tokenizer, template_tokens, longest)
                 yield sample
@@ -114,7 +142,7 @@ class LongBench:
 
     def score(self, sample: Sample, output: str) -> Graded:
         """Score an output by the subtask's metric and the reference that gives most."""
-        subtask = SUBTASKS[NAMES.index(sample.subtask)]
+        subtask = SUBTASKS[NAMES.index(sample.subtask.partition("/")[0])]
         extract, classes = subtask.extract, sample.meta.get("all_classes", ())
         if self.protocol == LM_EVAL:
             extract = lm_eval_code_line if subtask.category == COMPLETION else str.strip
@@ -123,13 +151,41 @@ class LongBench:
 
     @cached_property
     def _chosen(self) -> tuple[Subtask, ...]:
-        names = dataset_rows.select_subtasks(self.subtasks, self.path, NAMES)
+        known = E_NAMES if self.variant == E else NAMES
+        names = dataset_rows.select_subtasks(self.subtasks, self.path, known, self._ending)
         return tuple(SUBTASKS[NAMES.index(name)] for name in names)
 
     @cached_property
     def _rows(self) -> dict[str, list[dataset_rows.Row]]:
         """The rows of each chosen subtask."""
-        return load_rows(self.path, self._chosen)
+        return load_rows(self.path, self._chosen, self._ending)
+
+    @property
+    def _ending(self) -> str:
+        return "_e" if self.variant == E else ""
+
+    @cached_property
+    def _parts(self) -> list[tuple[str, Subtask, list[dataset_rows.Row]]]:
+        """Each row of the table, with its subtask and its rows of the data."""
+        if self.variant is None:
+            return [(own.name, own, self._rows[own.name]) for own in self._chosen]
+        found = []
+        for own in self._chosen:
+            by_interval: dict[str, list[dataset_rows.Row]] = {interval: [] for interval in INTERVALS}
+            for row in self._rows[own.name]:
+                by_interval[find_interval(row["length"])].append(row)
+            found += [(f"{own.name}/{interval}", own, rows) for interval, rows in by_interval.items() if rows]
+        return found
+
+    def _interval_means(self) -> dict[str, dict[str, float]]:
+        names = [name for name, _, _ in self._parts]
+        of_task = Counter(name.partition("/")[0] for name in names)
+        shares = {name: 1 / len(of_task) / of_task[name.partition("/")[0]] for name in names}
+        found = {f"mean of {len(of_task)} tasks": shares}
+        for interval in INTERVALS:
+            if there := [name for name in names if name.endswith(f"/{interval}")]:
+                found[interval] = dict.fromkeys(there, 1 / len(there))
+        return found
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -139,7 +195,7 @@ class LongBench:
     def _prompt(self, name: str) -> PromptTemplate:
         return load_lm_eval_prompt(name) if self.protocol == LM_EVAL else load_official_prompt(name)
 
-    def _sample(self, subtask: Subtask, row: dataset_rows.Row, tokenizer: Tokenizer, most: int) -> Sample:
+    def _sample(self, part: str, subtask: Subtask, row: dataset_rows.Row, tokenizer: Tokenizer, most: int) -> Sample:
         context, question = self._prompt(subtask.name).render(row["context"], row["input"])
         context, question, cut = truncate_middle(tokenizer, context, question, most)
         meta = {"data": dataset_rows.name_source(self.path), "length": row["length"], "left_out_of": cut}
@@ -149,7 +205,7 @@ class LongBench:
         samsum = official and subtask.name == "samsum"  # upstream: at least one token, and a line break ends it
         return Sample(
             uid=f"{subtask.name}/{row['_id']}",
-            subtask=subtask.name,
+            subtask=part,
             context=context,
             question=question,
             answer_prefix="",

@@ -29,7 +29,7 @@ from kvbench.tasks.lm_eval.loader import PACKAGE
 from kvbench.tasks.longbench import task
 from kvbench.tasks.longbench.miniature import make_rows
 from kvbench.tasks.longbench.prompts import load_official_prompt
-from kvbench.tasks.longbench.subtasks import CATEGORIES, NAMES, SUBTASKS
+from kvbench.tasks.longbench.subtasks import CATEGORIES, E_NAMES, NAMES, SUBTASKS
 from kvbench.tasks.longbench.task import LongBench
 from kvbench.tasks.longbench.truncation import CONTEXT, NOTHING, QUESTION, truncate_middle
 from kvbench.validation import SettingError
@@ -325,6 +325,91 @@ def test_lm_evals_protocol_shortens_no_prompt():
     assert {sample.meta["left_out_of"] for sample in short} == {CONTEXT}
 
 
+# LongBench-E
+
+
+def make_e_files(folder: Path, *names: str) -> Path:
+    """Files of LongBench-E: the miniature's four rows, two of 3999 and 4000 words and two of 7999 and 8000."""
+    (folder / "data").mkdir(exist_ok=True)
+    for name in names:
+        rows = (row | {"length": own} for own, (_, row) in zip((8000, 3999, 4000, 7999), make_rows(name), strict=True))
+        (folder / "data" / f"{name}_e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_longbench_e_has_13_tasks_in_three_rows_by_length(tmp_path):
+    folder = make_e_files(tmp_path, *E_NAMES)
+    task = LongBench(path=str(folder), variant="e")
+    task.check()
+    assert len(E_NAMES) == 13 and set(NAMES) - set(E_NAMES) == {"narrativeqa", "musique", "qmsum"}
+    rows = [f"{name}/{interval}" for name in E_NAMES for interval in ("0-4k", "4-8k", "8k+")]
+    assert task.inventory() == {row: 2 if row.endswith("4-8k") else 1 for row in rows}
+    made = list(task.samples(TOKENIZER, 1, 4096))
+    assert [sample.meta["length"] for sample in made] == [3999, 4000, 7999, 8000] * 13
+    assert list(dict.fromkeys(sample.subtask for sample in made)) == rows
+    plain = {sample.uid: sample for sample in samples(subtasks=list(E_NAMES))}
+    assert {sample.uid: sample.question for sample in made} == {uid: own.question for uid, own in plain.items()}
+    limited = LongBench(path=str(folder), variant="e", limit=1).samples(TOKENIZER, 1, 4096)
+    assert [sample.subtask for sample in limited] == rows
+    means = task.averages
+    assert list(means) == ["mean of 13 tasks", "0-4k", "4-8k", "8k+"]
+    assert means["mean of 13 tasks"] == pytest.approx(dict.fromkeys(rows, 1 / 39))
+    assert means["8k+"] == pytest.approx({f"{name}/8k+": 1 / 13 for name in E_NAMES})
+    short = LongBench(variant="e", subtasks="lcc")  # the miniature has no long rows
+    assert short.averages == {"mean of 1 tasks": {"lcc/0-4k": 1.0}, "0-4k": {"lcc/0-4k": 1.0}}
+    assert [sample.subtask for sample in short.samples(TOKENIZER, 1, 4096)] == ["lcc/0-4k"] * 4
+
+
+@pytest.mark.parametrize("name", ["qasper", "triviaqa"])
+def test_rows_of_longbench_e_have_the_scores_of_scorer_e(tmp_path, metrics, monkeypatch, name):
+    """lm-eval's package has a copy of the benchmark's function."""
+    monkeypatch.setitem(sys.modules, "metrics", metrics)
+    spec = spec_from_file_location("longbench_utils", PACKAGE / "longbench" / "utils.py")
+    utils = module_from_spec(spec)
+    spec.loader.exec_module(utils)
+    task = LongBench(path=str(make_e_files(tmp_path, name)), variant="e", subtasks=name)
+    made = list(task.samples(TOKENIZER, 1, 4096))
+    outputs = [f"{sample.answers[0]}{' and more' * place}\nQ" for place, sample in enumerate(made)]
+    found: dict[str, list[float]] = {}
+    for sample, output in zip(made, outputs, strict=True):
+        found.setdefault(sample.subtask.partition("/")[2], []).append(task.score(sample, output).score)
+    lengths = [sample.meta["length"] for sample in made]
+    expected = utils.scorer_e(name, outputs, [sample.answers for sample in made], lengths, [])
+    assert {own: sum(scores) / len(scores) for own, scores in found.items()} == pytest.approx(expected, abs=0.005)
+    assert len(set(expected.values())) == 3
+
+
+def test_lm_evals_prompts_are_those_of_its_tasks_of_longbench_e():
+    for name in E_NAMES:
+        for key in ("doc_to_text", "generation_kwargs", "process_results"):
+            assert port(f"{name}_e")[key] == port(name)[key]
+
+
+def test_files_of_longbench_e_are_found_and_not_mixed_up(folder, tmp_path):
+    make_e_files(folder, "lcc", "trec")
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
+        packed.write(folder / "data" / "lcc_e.jsonl", "LongBench/data/lcc_e.jsonl")
+    file = folder / "data" / "lcc_e.jsonl"
+    paths = (folder, tmp_path / "data.zip", file)
+    hashes = {LongBench(path=str(path), variant="e", subtasks="lcc").fingerprint() for path in paths}
+    assert len(hashes) == 1 and LongBench(path=str(folder), subtasks="lcc").fingerprint() not in hashes
+    assert list(LongBench(path=str(file), variant="e").inventory()) == ["lcc/0-4k", "lcc/4-8k", "lcc/8k+"]
+    assert re.search(r"^lcc/4-8k +2 rows$", examine("longbench", str(file), ["task.variant=e"]), re.MULTILINE)
+    with pytest.raises(SettingError, match="task.varient"):
+        examine("longbench", str(file), ["task.varient=e"])
+    rows = [json.loads(line) | {"dataset": "lcc_e"} for line in file.read_text().splitlines()]
+    for own, said in (
+        ({"path": str(file)}, "task.variant=null: lcc_e.jsonl is read with task.variant=e"),
+        ({"path": str(folder / "data" / "lcc.jsonl"), "variant": "e"}, "task.variant=e: lcc.jsonl is read with task.v"),
+        ({"variant": "E"}, "task.variant=E: choose one of null, e"),
+        ({"variant": "e", "subtasks": "musique"}, "task.subtasks=musique: choose one of all, qasper, multifieldqa_en"),
+    ):
+        with pytest.raises(SettingError, match="^" + re.escape(said)):
+            LongBench(**own).check()
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    LongBench(path=str(file), variant="e").check()  # copies differ in what they call the data set
+
+
 # Data
 
 
@@ -379,6 +464,8 @@ def test_a_run_is_known_by_what_a_copy_holds(folder):
 
     first, same = value(f"task.path={folder}"), value(f"task.path={folder / 'data'}")
     assert first == same != value(f"task.path={folder}", "task.max_length=7950")
+    make_e_files(folder, "lcc")
+    assert "variant" not in first["task"] and value(f"task.path={folder}", "task.variant=e")["task"]["variant"] == "e"
     file = folder / "data" / "lcc.jsonl"
     file.write_text(file.read_text().replace("class Store", "class Shop", 1))
     assert value(f"task.path={folder}") != first
