@@ -20,8 +20,9 @@ after the last token. Cached keys are κ_f = c_f k_f e^{iω_f(p-t)}, so that
 which needs no keys before rotation, and no positions of rows. W_f is the mean of the model's own rotations. Models
 whose frequencies change with the length of the text (dynamic RoPE, LongRoPE) have no one ω_f and are refused.
 
-`pin_prompt` is the source's way: rows of the prompt stay, they count as part of the budget, and do not enter the mean
-and the deviation. `recent` newest rows stay too (the source's vLLM plugin; it normalises over all rows).
+`pin_prompt` is the way of the source's code for transformers: rows of the prompt stay, they count as part of the
+budget, and do not enter the mean and the deviation. The source's vLLM plugin pins no prompt (0.1.0 did). It normalises
+over all rows, and the `recent` newest rows stay.
 
 kvbench's own choices: each layer selects for itself, as the source does with per_layer_perhead_pruning; its default
 takes the mean of s_j over the layers. Ties go to the earlier row; the source adds noise. Dimensions that the model does

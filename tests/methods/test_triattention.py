@@ -300,7 +300,7 @@ def test_presets_are_the_sources_own():
         for preset in ("budget", "paper", "vllm")
     }
     same = [65536, True, 128]
-    assert found == {"budget": [False, 0, *same], "paper": [True, 0, *same], "vllm": [True, 128, *same]}
+    assert found == {"budget": [False, 0, *same], "paper": [True, 0, *same], "vllm": [False, 128, *same]}
 
 
 # The statistics.
