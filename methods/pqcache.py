@@ -14,7 +14,7 @@ row comes first), and the token itself, with exact keys and values. With the bud
 recent and ⌊n·ρ·(1 - r)⌋ chosen rows. These numbers stay for the whole answer, with budget_of=seen too. A budget that is
 a whole number stands for n·ρ. A row behind the prompt gets its nearest centroids and becomes a candidate when it leaves
 the recent window. A block of several tokens, such as a question, attends to all rows. So does every token if
-n <= `least`, as in the source.
+n <= `least`, as in the source, which clusters no keys where there are not more rows than centroids.
 
 The first centroids are the keys of rows in an order that the sample's seed draws, the same in all layers and heads. Of
 equal sub-vectors only the first is taken while there are others among the first 4096 of that order (ours). A centroid
@@ -67,18 +67,24 @@ class PQCache(Method):
     """Bits of a code, b: a sub-vector has 2^b centroids, or n if that is fewer. A code takes a byte."""
     iterations: int = setting(minimum=0)
     """Iterations of k-means."""
-    least: int = setting(minimum=0)
-    """Number of rows behind the sinks up to which a prompt is not clustered, and all rows are attended to."""
+    least: int | None = setting(minimum=0)
+    """Number of rows behind the sinks up to which a prompt is not clustered, and all rows are attended to. `None`: as
+    many as a sub-vector has centroids, 2^b.
+    """
 
     scores = False
     attends_subset = True
+
+    def is_clustered(self, behind: int) -> bool:
+        """Whether a prompt with so many rows behind the sinks is clustered."""
+        return behind > (1 << self.bits if self.least is None else self.least)
 
     def check(self, layout: Layout) -> None:
         if layout.dim % self.parts:
             raise SettingError(f"method.parts={self.parts}: a divisor of the model's head dimension, {layout.dim}")
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        if observation.last and observation.tokens - self.sinks > self.least:
+        if observation.last and self.is_clustered(observation.tokens - self.sinks):
             keys = rows.keys[:, :, self.sinks :]
             codebook = self.cluster(keys, state.seeds)
             state.layer |= {"codebook": codebook, "codes": encode(keys, codebook)}
@@ -109,7 +115,7 @@ class PQCache(Method):
             fraction: The budget if it is a fraction, ρ.
         """
         behind = prompt - self.sinks
-        if quota is None or behind <= self.least:
+        if quota is None or not self.is_clustered(behind):
             return None
         total, ratio = Fraction(quota) if fraction is None else fraction * behind, Fraction(repr(float(self.ratio)))
         return None if total >= behind else (int(total * ratio), int(total * (1 - ratio)))
