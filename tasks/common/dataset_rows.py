@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from kvbench.network import use_hub
 from kvbench.validation import SettingError, resolve_subtasks
 
 MINIATURE, HUB = "miniature", "hub"
@@ -162,7 +163,8 @@ def read_hub_rows(
     def fetch() -> Any:
         from datasets import load_dataset
 
-        return load_dataset(dataset, config, split=split, revision=revision)
+        with use_hub():
+            return load_dataset(dataset, config, split=split, revision=revision)
 
     name = f"{dataset}{'/' + config if config else ''}"
     for index, row in enumerate(try_fetch(setting, name, fetch)):
@@ -175,7 +177,8 @@ def fetch_hub_file(setting: str, dataset: str, revision: str, file: str) -> Path
     def fetch() -> Path:
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(dataset, file, repo_type="dataset", revision=revision))
+        with use_hub():
+            return Path(hf_hub_download(dataset, file, repo_type="dataset", revision=revision))
 
     return try_fetch(setting, f"{dataset}/{file}", fetch)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy
 
+from kvbench.network import use_hub
 from kvbench.tasks.common.dataset_rows import check_rows, read_rows
 from kvbench.tasks.common.lm_eval_strings import find_lm_eval_tasks
 from kvbench.validation import SettingError
@@ -99,7 +100,7 @@ def load_task(name: str, path: Path, folder: Path, metadata: Mapping[str, Any], 
         for prefix, reason in REFUSED.items():
             if own.startswith(f"{prefix}/"):
                 raise SettingError(f"{setting}: {reason}")
-    with explain_errors(setting, "lm-eval cannot load it"), silence_output(), seed_generators(seed):
+    with explain_errors(setting, "lm-eval cannot load it"), silence_output(), seed_generators(seed), use_hub():
         from lm_eval.tasks import TaskManager
         from lm_eval.tasks._yaml_loader import load_yaml
 

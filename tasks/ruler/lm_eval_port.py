@@ -28,12 +28,14 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
+from kvbench.network import require_reachable, use_hub
 from kvbench.tasks.lm_eval.documents import Documents, DocumentSettings, read_documents
 from kvbench.tasks.lm_eval.loader import PACKAGE, explain_errors, seed_generators, silence_output
 from kvbench.validation import SettingError, require_choice, require_int, resolve_subtasks
 
 NOTE = "RULER in lm-eval's port, which differs from the official one (task=ruler): compare with lm-eval's numbers only."
 METRIC = "string_match"
+ESSAYS = "baber/paul_graham_essays"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class PortedSubtask:
         least: Returns the fewest tokens of a prompt from (module, tokenizer, length). Below them lm-eval's loops do
             not end.
         needs: Names what is downloaded, for messages. Empty: nothing is.
-        data: Downloads it and returns it, from the module.
+        fetch: Downloads it where only a module that takes long to load could say that it is out of reach, or asks
+            whether its server answers.
+        data: Returns it, from the module.
     """
 
     file: str
@@ -55,6 +59,7 @@ class PortedSubtask:
     make: Callable[[ModuleType, Any, int, int], list[dict]]
     least: Callable[[ModuleType, Any, int], int] = lambda *_: 1
     needs: str = ""
+    fetch: Callable[[], None] = lambda: None
     data: Callable[[ModuleType], Any] = lambda _: None
 
 
@@ -66,17 +71,25 @@ def _niah(haystack: str, keys: str, values: str, **more: int) -> PortedSubtask:
             **more,
         )  # fmt: skip
 
-    def essays(niah: ModuleType) -> list[str]:
-        import nltk
-
-        words = niah.get_haystack(type_haystack="essay")
-        if not nltk.download("punkt_tab", quiet=True):
-            nltk.data.find("tokenizers/punkt_tab")
-        return words
-
     if haystack != "essay":
         return PortedSubtask("", "niah_utils", make)
-    return PortedSubtask("", "niah_utils", make, needs="baber/paul_graham_essays and nltk's punkt_tab", data=essays)
+    return PortedSubtask(
+        "", "niah_utils", make, needs=f"{ESSAYS} and nltk's punkt_tab", fetch=_fetch_essays,
+        data=lambda niah: niah.get_haystack(type_haystack="essay"),
+    )  # fmt: skip
+
+
+def _fetch_essays() -> None:
+    from datasets import load_dataset
+
+    load_dataset(ESSAYS, split="train")
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        require_reachable("https://raw.githubusercontent.com")
+        nltk.download("punkt_tab", quiet=True, raise_on_error=True)
 
 
 def _vt(vt: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
@@ -135,12 +148,14 @@ PORTS = {
     "ruler_cwe": PortedSubtask("cwe", "cwe_utils", _cwe, _cwe_least),
     "ruler_fwe": PortedSubtask("fwe", "fwe_utils", _fwe, _fwe_least),
     "ruler_qa_squad": PortedSubtask(
-        "qa_squad", "qa_utils", _qa("read_squad"), needs="SQuAD", data=lambda qa: qa.read_squad()
+        "qa_squad", "qa_utils", _qa("read_squad"), needs="SQuAD", data=lambda qa: qa.read_squad(),
+        fetch=lambda: require_reachable("https://rajpurkar.github.io"),
     ),
     "ruler_qa_hotpot": PortedSubtask(
-        "qa_hotpot", "qa_utils", _qa("read_hotpotqa"), needs="HotpotQA", data=lambda qa: qa.read_hotpotqa()
+        "qa_hotpot", "qa_utils", _qa("read_hotpotqa"), needs="HotpotQA", data=lambda qa: qa.read_hotpotqa(),
+        fetch=lambda: require_reachable("https://huggingface.co"),
     ),
-}
+}  # fmt: skip
 OFFLINE = tuple(name for name, port in PORTS.items() if not port.needs)
 
 
@@ -181,7 +196,8 @@ class RulerLmEval:
             port = PORTS[name]
             if port.needs:
                 what = f"{port.needs} is out of reach; without a network: {', '.join(OFFLINE)}"
-                with explain_errors(f"task.subtasks={name}", what), silence_output():
+                with explain_errors(f"task.subtasks={name}", what), silence_output(), use_hub():
+                    port.fetch()
                     digest.update(json.dumps(port.data(_module(port.module))).encode())
         return digest.hexdigest()[:16]
 
@@ -207,7 +223,7 @@ class RulerLmEval:
         from lm_eval.tasks.ruler import common_utils
 
         port, setting = PORTS[name], f"task.subtasks={name}"
-        with explain_errors(setting, "lm-eval cannot make it"), silence_output():
+        with explain_errors(setting, "lm-eval cannot make it"), silence_output(), use_hub():
             with seed_generators(self.seed):
                 least = port.least(_module(port.module), tokenizer, self.length)
             if self.length < least:

@@ -4,6 +4,7 @@ import hashlib
 from codecs import BOM_UTF8
 from pathlib import Path
 
+from kvbench.network import require_reachable, use_hub
 from kvbench.tasks.common.dataset_rows import try_fetch
 from kvbench.validation import SettingError
 
@@ -22,7 +23,8 @@ def fetch_column(setting: str, name: str, column: str) -> list[str]:
     def fetch() -> list[str]:
         from datasets import load_dataset
 
-        return list(load_dataset(name, split="train")[column])
+        with use_hub():
+            return list(load_dataset(name, split="train")[column])
 
     return try_fetch(setting, name, fetch, "give a path, or null")
 
@@ -33,6 +35,7 @@ def download_file(setting: str, url: str) -> Path:
     def fetch() -> Path:
         from datasets import DownloadManager
 
+        require_reachable(url)
         return Path(DownloadManager().download(url))
 
     return try_fetch(setting, url, fetch, "give a path, or null")

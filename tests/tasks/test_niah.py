@@ -270,6 +270,7 @@ def test_hub_folder_and_file_give_the_same_text(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "datasets.DownloadManager.download", lambda self, url: asked.append(url) or str(essays(tmp_path))
     )
+    monkeypatch.setattr("kvbench.network.is_reachable", lambda url: True)
     hub = load_haystack.__wrapped__("hub")
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -289,6 +290,7 @@ def test_hub_folder_and_file_give_the_same_text(tmp_path, monkeypatch):
 def test_a_hub_that_is_out_of_reach_or_broken_is_a_wrong_setting(tmp_path, monkeypatch):
     (tmp_path / "page.html").write_text("not found")
     monkeypatch.setattr("datasets.DownloadManager.download", lambda self, url: str(tmp_path / "page.html"))
+    monkeypatch.setattr("kvbench.network.is_reachable", lambda url: True)
     with pytest.raises(SettingError, match="^task.haystack_path=hub: .* came as no archive; give a path, or null$"):
         load_haystack.__wrapped__("hub")
 

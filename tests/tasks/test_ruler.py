@@ -827,6 +827,7 @@ def test_the_hub_gives_the_same_as_the_files(tmp_path, monkeypatch):
     official(tmp_path)
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: {"text": ["One essay.", "Another."]})
     monkeypatch.setattr("datasets.DownloadManager.download", lambda self, url: str(tmp_path / Path(url).name))
+    monkeypatch.setattr("kvbench.network.is_reachable", lambda url: True)
     texts, files = load_texts.__wrapped__("hub", "hub"), load_texts(None, str(tmp_path))
     assert texts.words == ("One", "essay.", "Another.") and texts.haystack.startswith("hub:")
     assert (texts.squad, texts.hotpot) == (files.squad, files.hotpot)

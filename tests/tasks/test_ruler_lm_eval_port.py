@@ -74,6 +74,7 @@ def test_scores_are_lm_evals_with_its_share_of_answers_in_qa(tokenizer, offline,
     assert task.score(sample, "\x00".join(sample.answers).upper()).score == 100
     assert task.score(sample, sample.answers[1]).score == pytest.approx(100 / 3)
     monkeypatch.setattr("requests.get", lambda *_, **__: Reply())
+    monkeypatch.setattr("kvbench.network.is_reachable", lambda url: True)
     task = RulerLmEval(2, subtasks="ruler_qa_squad", length=LENGTH)
     task.check()
     first, second = task.samples(tokenizer, 1, 4096)
@@ -106,7 +107,7 @@ def test_needles_among_essays_need_the_network(tokenizer, monkeypatch):
 
     essays = {"text": [f"Sentence {index} says little." for index in range(400)]}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: essays)
-    monkeypatch.setattr("nltk.download", lambda *_, **__: True)
+    monkeypatch.setattr("nltk.data.find", lambda name: name)
     monkeypatch.setattr("lm_eval.tasks.ruler.prepare_niah.sent_tokenize", lambda text: text.split(". "))
     try:
         known = task.fingerprint()
