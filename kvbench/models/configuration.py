@@ -18,6 +18,7 @@ from kvbench.atomic import replace_file
 from kvbench.config.paths import CACHE
 from kvbench.config.provenance import content_hash, find_installed_version
 from kvbench.interfaces.layout import Layout
+from kvbench.network import use_hub
 from kvbench.validation import SettingError, refuse_on_error, summarize
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
@@ -115,8 +116,9 @@ def _find_once(path: str, revision: str | None, stamp: tuple[int, int, int]) -> 
 
 @cache
 def find_on_hub(path: str, revision: str | None) -> Any:
-    """Call `find_files` once per model, because every call takes half a minute if the hub cannot be reached."""
-    return find_files(path, revision)
+    """Call `find_files` once per model, because every call asks the hub."""
+    with use_hub():
+        return find_files(path, revision)
 
 
 def find_max_tokens(config: Any) -> int:
