@@ -1,9 +1,10 @@
 """kvgrad: keep the rows that change the final hidden states most while the model repeats the text (KVgrad).
 
-Source: the KVgrad paper (openreview.net/forum?id=cg1wTCJjjk); NVIDIA/kvpress, kvgrad_press.py (pull requests 279 and
-286). As for KVzip, the model repeats the text in chunks (kvbench.interfaces.repeating). Symbols: t the tokens of one
-read, p_{g,t,j} the attention of query head g to row j, W_o^g its output projection, v_j the value, a_t what the layer's
-attention returns, after W_o, h_t the hidden state that leaves the last layer, before the final norm.
+Source: the KVgrad paper (openreview.net/forum?id=cg1wTCJjjk); NVIDIA/kvpress, kvgrad_press.py (pull request 279, in
+version 0.5.5; pull request 286 made its chunks shorter). As for KVzip, the model repeats the text in chunks
+(kvbench.interfaces.repeating). Symbols: t the tokens of one read, p_{g,t,j} the attention of query head g to row j,
+W_o^g its output projection, v_j the value, a_t what the layer's attention returns, after W_o, h_t the hidden state that
+leaves the last layer, before the final norm.
 
     Φ   = Σ_t ‖h_t‖₂²
     s_j = max over t and the group's query heads g of p_{g,t,j}·‖W_o^g v_j‖₂·‖∂Φ/∂a_t‖₂

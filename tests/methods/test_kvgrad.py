@@ -200,6 +200,7 @@ def test_presets_are_the_sources_own():
     text = load_settings("method", "kvgrad")
     assert [text[name] for name in ("chunk", "sinks", "scope", "postfix")] == [256, 4, "model", 8]
     assert load_settings("method", "kvgrad", {"preset": "layerwise"})["scope"] == "head"
+    assert load_settings("method", "kvgrad", {"preset": "kvpress_055"})["chunk"] == 512
 
 
 @pytest.mark.parametrize(
