@@ -487,7 +487,8 @@ ORDER = (
 @dataclass(frozen=True)
 class Comparison:
     """How far two programs agree on a case. Per layer and KV head: `common` rows, the `larger` and the `smaller` number
-    of rows kept, and `bound`: whether both definitions say the same.
+    of rows kept, `bound`: whether both definitions say the same, and `close`: whether they keep what both say of a
+    window that does not fit (`are_close`).
     """
 
     subject: str
@@ -496,6 +497,7 @@ class Comparison:
     larger: Tensor
     smaller: Tensor
     bound: Tensor
+    close: Tensor
     tied: bool  # what differs are rows of the first layer that hold equal tokens
     same_start: int  # tokens until the first that differs
 
@@ -533,8 +535,8 @@ class Comparison:
         if self.reordered:
             return torch.equal(self.larger, self.smaller) and self.same_start > 2 * INTERVAL
         slack = self.case.count_slack(len(self.common))[:, None].expand_as(self.common)
-        fits = (self.common == self.smaller) & (self.larger - self.smaller <= slack)
-        return self.tied or (bool(fits[self.bound].all()) and (self.reason != "" or self.same_tokens))
+        fits = (self.common == self.smaller) & (self.larger - self.smaller <= slack) | self.close & ~self.bound
+        return self.tied or (bool(fits.all()) and (self.reason != "" or self.same_tokens))
 
 
 def compare(subject: str, case: Case, ids: Sequence[int], ours: Found, theirs: Found) -> Comparison:
@@ -551,9 +553,32 @@ def compare(subject: str, case: Case, ids: Sequence[int], ours: Found, theirs: F
         larger,
         smaller,
         bound,
+        are_close(case, ours.kept, theirs.kept),
         own.method == "knorm" and are_tied(read, ours.kept, theirs.kept),
         next((i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if a != b), len(ours.tokens)),
     )
+
+
+def are_close(case: Case, ours: Tensor, theirs: Tensor) -> Tensor:
+    """(layers, KV heads) whether two sets of rows (layers, KV heads, n) are what WINDOW and CRITICAL_WINDOW say.
+
+    In a layer whose heads have n rows on average, each head of kvbench keeps the newest n - 1, or the window. A head of
+    kvpress keeps rows of the window only; of criticalkv's rows the half that its first stage takes, or the window. Both
+    keep the best rows before the window, and as many rows of each head, or of a layer whose heads share them out.
+    """
+    own, start = case.definition, case.tokens - case.definition.window
+    counts, others = ours.sum(-1), theirs.sum(-1)
+    newest = ours[..., start:].flip(-1).cumprod(-1).sum(-1)
+    least = (counts.sum(-1, keepdim=True) // counts.shape[-1] - 1).clamp(max=own.window)
+    inside = theirs[..., start:].sum(-1)
+    first = (others // 2 if own.method == "criticalkv" else others).clamp(max=own.window)
+    before = ours[..., :start].sum(-1), theirs[..., :start].sum(-1)
+    nested = (ours & theirs)[..., :start].sum(-1) == torch.minimum(*before)
+    apart = counts - others
+    if own.allocator == "ada":
+        apart = apart.sum(-1, keepdim=True)
+    counted = apart.abs() <= case.count_slack(len(counts))[:, None]
+    return nested & counted & (newest >= least) & (inside >= first)
 
 
 def are_tied(ids: Tensor, ours: Tensor, theirs: Tensor) -> bool:

@@ -136,6 +136,18 @@ def test_a_reason_explains_no_more_than_it_says():
     snapkv = definition("SnapKV")
     newest, oldest = (Found(kept([*rows]), []) for rows in (range(240, 300), range(236, 296)))
     assert compare("llama", Case(snapkv, 300, 0.2), ids, newest, oldest).reason == comparison.WINDOW
+    other, fewer = Found(kept([5, *range(241, 300)]), []), Found(kept([*range(236, 295)]), [])
+    assert compare("llama", Case(snapkv, 300, 0.2), ids, other, oldest).explained  # one row by its score
+    for ours, theirs in ((newest, other), (newest, fewer), (Found(kept([4, 5, *range(242, 300)]), []), oldest)):
+        assert not compare("llama", Case(snapkv, 300, 0.2), ids, ours, theirs).explained
+    critical = Case(definition("CriticalKV over SnapKV"), 300, 0.4)  # 120 rows, of which kvpress first takes 60
+    ours = Found(kept([*range(56), *range(236, 300)]), [])
+    for rows, explained in (
+        ([*range(60), *range(236, 296)], True),
+        ([*range(61), *range(236, 295)], False),
+        ([*range(1, 61), *range(236, 296)], False),
+    ):
+        assert compare("llama", critical, ids, ours, Found(kept(rows), [])).explained is explained
     newest, oldest = (Found(kept([*rows]), []) for rows in (range(150, 300), range(149, 299)))
     assert not compare("llama", Case(snapkv, 300, 0.5), ids, newest, oldest).explained
 
