@@ -1,12 +1,17 @@
 """Find the texts that a model's chat template puts around and between messages."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kvbench.interfaces.observation import PromptEncoder
+from kvbench.models.encoding import encode_text
 from kvbench.validation import SettingError, summarize
 
 DAY = "26 Jul 2024"  # a prompt must not change with the date; this is Llama 3's default
 TODAY = {"date_string": DAY, "strftime_now": lambda form: DAY}  # arguments of a chat template
+THOUGHT_END = "</think>"
+TURNS = ("user", "assistant", "user")  # the messages of a conversation whose second answer is due
 
 
 def split_template(tokenizer: Any) -> tuple[str, str]:
@@ -23,32 +28,67 @@ def split_template(tokenizer: Any) -> tuple[str, str]:
     return parts[0], parts[1]
 
 
-def split_turns(tokenizer: Any) -> tuple[str, str, str]:
+def split_turns(tokenizer: Any) -> tuple[str, str, str, str]:
     """Return what the chat template puts around the earlier turns of a conversation.
 
     Returns:
-        Three texts: what stands before an earlier answer, besides the text that opened it; what stands between the
-        answer and the user's next message; what stands after that message. All are "" without a template.
+        Four texts: what stands before an earlier answer, besides the text that opened it; what stands between the
+        answer and the user's next message; what stands after that message; and the end of the text that opens an
+        answer if the template leaves it out before an earlier answer, which only a finished thought may be. All are ""
+        without a template.
 
     Raises:
         SettingError: The template shows the turns in another way than they were read.
     """
     if not getattr(tokenizer, "chat_template", None):
-        return "", "", ""
-    (before, opening), parts = split_template(tokenizer), _render_parts(tokenizer, ("user", "assistant", "user"))
-    if parts is None or parts[0] != before or not parts[1].startswith(opening):
-        raise SettingError("model: its chat template must show the turns of a conversation as they were read")
-    return parts[1].removeprefix(opening), parts[2], parts[3]
+        return "", "", "", ""
+    (before, opening), parts = split_template(tokenizer), _render_parts(tokenizer, TURNS)
+    if parts is not None and parts[0] == before:
+        if parts[1].startswith(opening):
+            return parts[1].removeprefix(opening), parts[2], parts[3], ""
+        thought = opening.removeprefix(parts[1])
+        if thought != opening and THOUGHT_END in thought:
+            return "", parts[2], parts[3], thought
+    raise SettingError("model: its chat template must show the turns of a conversation as they were read")
 
 
-def _render_parts(tokenizer: Any, roles: tuple[str, ...]) -> list[str] | None:
+def show_message(tokenizer: Any, role: str, text: str) -> str:
+    """Return a message as the chat template shows it. Many templates strip spaces and line breaks from its ends.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        role: "user" or "assistant".
+        text: The message.
+
+    Raises:
+        SettingError: The template shows the ends of the message in another way.
+    """
+    core = text.strip()
+    if core == text or not getattr(tokenizer, "chat_template", None):
+        return text
+    lead, tail = (text, "") if not core else text.split(core)
+    roles = TURNS if role == "assistant" else ("user",)
+    place = roles.index(role)
+    parts = [_render_parts(tokenizer, roles, around) for around in ({}, {place: (lead, tail)})]
+    if None not in parts:
+        (before, after), (own_before, own_after) = ((own or [])[place : place + 2] for own in parts)
+        if own_before.startswith(before) and own_after.endswith(after):
+            return own_before.removeprefix(before) + core + own_after.removesuffix(after)
+    raise SettingError(f"model: its chat template must show a message of the {role}, at most without its outer spaces")
+
+
+def _render_parts(
+    tokenizer: Any, roles: tuple[str, ...], around: Mapping[int, tuple[str, str]] = MappingProxyType({})
+) -> list[str] | None:
     """Return what the chat template puts before, between and after messages of these roles.
 
-    Returns None if it does not show each message exactly once and in order.
+    `around` says what stands before and after the text of the message with this number, as part of the message.
+    Returns None if the template does not show each message exactly once and in order.
     """
     marks = [f"@kvbench{index}@" for index in range(len(roles))]
     for wrapped in (False, True):
-        contents = [[{"type": "text", "text": mark}] if wrapped else mark for mark in marks]
+        texts = [mark.join(around.get(index, ("", ""))) for index, mark in enumerate(marks)]
+        contents = [[{"type": "text", "text": text}] if wrapped else text for text in texts]
         messages = [{"role": role, "content": own} for role, own in zip(roles, contents, strict=True)]
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **TODAY)
@@ -70,7 +110,7 @@ def count_template_tokens(tokenizer: Any) -> int:
     before, after = split_template(tokenizer)
     if before or after:
         return len(tokenizer.encode(before + after, add_special_tokens=False))
-    return len(tokenizer.encode("", add_special_tokens=True))
+    return len(encode_text(tokenizer, "")[0])
 
 
 def make_prompt_encoder(tokenizer: Any) -> PromptEncoder:

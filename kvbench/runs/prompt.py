@@ -3,23 +3,32 @@
 The prompt is tokenised as one text, so that both values of `question` read the same tokens. A token that straddles the
 end of the context belongs to the question.
 
-A later turn of a conversation does not change the tokens that were read before. The text that it adds (the answer
-before it, if the task gives one, and everything up to the next answer) is tokenised by itself. Its ids are therefore
-those of the chat template on the whole conversation, with two exceptions: no token spans the beginning of an answer,
-and spaces stay that the template would strip from a message.
+The messages are those that the chat template shows: many templates strip spaces and line breaks from their ends.
+
+A later turn of a conversation does not change the tokens that were read before. Its ids are those that the tokenizer
+gives for the whole conversation, behind the ones that were read. If the whole begins with other ids, because a token
+would span the beginning of an answer or because the template leaves out a thought that it opened the answer with, only
+what follows is read, and `Prompt.retokenized` counts the differences. Behind an answer of the model's own, whose ids
+stay as they were generated, come the ids of what the template writes there.
 """
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
 from kvbench.interfaces.task import Sample
-from kvbench.models.chat_template import split_template, split_turns
+from kvbench.models.chat_template import show_message, split_template, split_turns
+from kvbench.models.encoding import encode_text
 from kvbench.threads import map_in_threads
+
+# Texts in place of an answer. One of them shares no token with what follows; the last one cannot.
+STAND_INS = ("x", ".", "\n", "0", "")
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,8 @@ class Prompt:
         earlier: The `rest` of each earlier turn.
         unknown: The most tokens that the model's own answers to earlier turns can have.
         ends: For each token of the context, the characters of the sample's context up to the token's end.
+        retokenized: How many tokens that were read before this turn the tokenizer does not give for the whole
+            conversation.
     """
 
     context: tuple[int, ...]
@@ -42,6 +53,7 @@ class Prompt:
     earlier: tuple[tuple[int, ...], ...] = ()
     unknown: int = 0
     ends: Sequence[int] = ()
+    retokenized: int = 0
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -57,41 +69,118 @@ class Prompt:
 def encode_all(tokenizer: Any, samples: Iterable[Sample]) -> dict[str, tuple[Sample, Prompt]]:
     """Encode samples. Return sample and prompt by uid, in the samples' order; ValueError if a uid occurs twice."""
     found: dict[str, tuple[Sample, Prompt]] = {}
-    last: tuple[Sample, Prompt] | None = None
 
-    def add_previous() -> Iterator[tuple[Sample | None, Sample]]:
-        before = None
-        for sample in samples:
-            yield before, sample
-            before = sample
+    def encode_turns(turns: Sequence[Sample]) -> list[tuple[Sample, Prompt]]:
+        return list(zip(turns, _encode_turns(tokenizer, turns), strict=True))
 
-    def encode_opening(pair: tuple[Sample | None, Sample]) -> tuple[Sample, Prompt | None]:
-        before, sample = pair
-        follows = before is not None and sample.conversation and sample.conversation == before.conversation
-        return sample, None if follows else encode(tokenizer, sample)
-
-    for sample, opening in map_in_threads(encode_opening, add_previous()):
+    for sample, prompt in chain.from_iterable(map_in_threads(encode_turns, _group_turns(samples))):
         if sample.uid in found:
             raise ValueError(f"{sample.uid}: two samples with this uid")
-        if opening is None:
-            assert last is not None
-            opening = _next_turn(tokenizer, sample, *last)
-        last = found[sample.uid] = (sample, opening)
+        found[sample.uid] = sample, prompt
     return found
 
 
-def _next_turn(tokenizer: Any, sample: Sample, before: Sample, prompt: Prompt) -> Prompt:
-    """Encode the turn that follows the sample `before` with its `prompt`."""
-    lead, opening, closing = split_turns(tokenizer) if sample.chat else ("", "", "")
-    said = "" if before.said is None else lead + before.said
-    text = said + opening + sample.question + closing + sample.answer_prefix
-    rest = tuple(tokenizer.encode(text, add_special_tokens=False))
-    unknown = prompt.unknown + (before.max_new_tokens if before.said is None else 0)
-    return Prompt(prompt.context, rest, prompt.prefix, (*prompt.earlier, prompt.rest), unknown, prompt.ends)
+def _group_turns(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Yield the samples of each conversation together, and every other sample alone."""
+    turns: list[Sample] = []
+    for sample in samples:
+        if turns and not (sample.conversation and sample.conversation == turns[-1].conversation):
+            yield turns
+            turns = []
+        turns.append(sample)
+    if turns:
+        yield turns
 
 
 def encode(tokenizer: Any, sample: Sample) -> Prompt:
-    """Encode a sample for a tokenizer. The chat template brings its own special tokens.
+    """Encode a sample that follows no other."""
+    [prompt] = _encode_turns(tokenizer, [sample])
+    return prompt
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was read of a conversation: all of it, or what follows the model's last own answer and a stand-in for it.
+
+    Attributes:
+        text: The text.
+        shown: The same as the chat template shows it to later turns.
+        ids: The ids of `text` as they were read.
+        special: Whether the tokenizer's special tokens stand in front.
+    """
+
+    text: str
+    shown: str
+    ids: tuple[int, ...]
+    special: bool
+
+
+def _encode_turns(tokenizer: Any, turns: Sequence[Sample]) -> Iterator[Prompt]:
+    """Encode the turns of a conversation, or a single sample."""
+    read, prompt = _encode_opening(tokenizer, turns[0])
+    yield prompt
+    before_own = 0  # of the tokens that would be others: those before the model's last own answer
+    for before, sample in pairwise(turns):
+        lead, between, closing, thought = split_turns(tokenizer) if sample.chat else ("", "", "", "")
+        asked = show_message(tokenizer, "user", sample.question) if sample.chat else sample.question
+        text, changed, unknown = between + asked + closing + sample.answer_prefix, 0, prompt.unknown
+        if before.said is None:
+            unknown, before_own = unknown + before.max_new_tokens, prompt.retokenized
+            read, rest = _encode_behind_own(tokenizer, text)
+        else:
+            text = lead + (show_message(tokenizer, "assistant", before.said) if sample.chat else before.said) + text
+            shown = read.shown
+            if thought:
+                shown = shown.removesuffix(before.answer_prefix).removesuffix(thought) + before.answer_prefix
+            read, rest, changed = _encode_behind(tokenizer, replace(read, shown=shown), text)
+        earlier = (*prompt.earlier, prompt.rest)
+        prompt = Prompt(prompt.context, rest, prompt.prefix, earlier, unknown, prompt.ends, before_own + changed)
+        yield prompt
+
+
+def _encode_behind(tokenizer: Any, read: _Read, text: str) -> tuple[_Read, tuple[int, ...], int]:
+    """Encode a text that follows what was read.
+
+    The ids are those that the whole has behind the ones that were read. If the tokenizer gives other ids for what was
+    read, they are the whole's ids from the beginning of the text on, or, if a token of the whole spans this place,
+    those that the text has behind a stand-in.
+
+    Returns:
+        What is read then, the ids of the text, and how many of the ids read before are not the whole's.
+    """
+    found, spans = encode_text(tokenizer, read.text + text, read.special)
+    kept, border = len(read.ids), len(read.text)
+    if tuple(found[:kept]) == read.ids:
+        rest = tuple(found[kept:])
+    else:
+        first = next((place for place, (begin, end) in enumerate(spans) if end > border), len(spans))
+        parted = first < len(spans) and spans[first][0] >= border
+        rest = tuple(found[first:]) if parted else _encode_behind_own(tokenizer, text)[1]
+    after = _Read(read.text + text, read.shown + text, read.ids + rest, read.special)
+    whole = found if after.shown == after.text else encode_text(tokenizer, after.shown, read.special)[0]
+    if tuple(whole[:kept]) == read.ids:
+        return after, rest, 0
+    others = Counter(read.ids) - Counter(whole[: len(whole) - len(rest)])
+    return after, rest, max(1, others.total())
+
+
+def _encode_behind_own(tokenizer: Any, text: str) -> tuple[_Read, tuple[int, ...]]:
+    """Encode a text that follows an answer of the model, whatever that is.
+
+    A stand-in takes the answer's place, because some tokenizers begin a text with a token that never follows another.
+
+    Returns:
+        The stand-in and the text as what was read, and the ids of the text.
+    """
+    for own in STAND_INS:
+        ids, found = (tokenizer.encode(one, add_special_tokens=False) for one in (own, own + text))
+        if found[: len(ids)] == ids:
+            break
+    return _Read(own + text, own + text, tuple(found), False), tuple(found[len(ids) :])
+
+
+def _encode_opening(tokenizer: Any, sample: Sample) -> tuple[_Read, Prompt]:
+    """Encode a sample that follows no other. The chat template brings its own special tokens.
 
     A solved example gets the whole template too, with nothing after its answer, as NVIDIA/RULER writes it
     (scripts/data/prepare.py and common_words_extraction.py).
@@ -101,13 +190,18 @@ def encode(tokenizer: Any, sample: Sample) -> Prompt:
     context = sample.context
     for place, own in reversed(turns):
         context = context[:place] + own + context[place:]
-    text = before + context + sample.question + after + sample.answer_prefix
-    begin = len(before)
-    prompt = encode_parts(tokenizer, text, begin, begin + len(context), special=not (before or after))
+    message = context + sample.question
+    shown = show_message(tokenizer, "user", message) if sample.chat else message
+    cut = len(message.rstrip()) - len(shown.rstrip())  # characters that the template strips from the beginning
+    text, begin, special = before + shown + after + sample.answer_prefix, len(before), not (before or after)
+    end = min(max(len(context) - cut, 0), len(shown))
+    prompt = encode_parts(tokenizer, text, begin, begin + end, special)
+    if cut:
+        prompt = replace(prompt, ends=array("I", (end + cut for end in prompt.ends)))
     for place, own in turns:
         ends = (end if end <= place else max(place, end - len(own)) for end in prompt.ends)
         prompt = replace(prompt, ends=array("I", ends))
-    return prompt
+    return _Read(text, text, prompt.ids, special), prompt
 
 
 def encode_parts(tokenizer: Any, text: str, begin: int, end: int, special: bool) -> Prompt:
@@ -120,8 +214,8 @@ def encode_parts(tokenizer: Any, text: str, begin: int, end: int, special: bool)
         end: The character at which the context ends.
         special: Whether the tokenizer's special tokens are added.
     """
-    found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    ids, stops = found["input_ids"], np.array([stop for _, stop in found["offset_mapping"]], dtype=np.uint32)
+    ids, spans = encode_text(tokenizer, text, special)
+    stops = np.array([stop for _, stop in spans], dtype=np.uint32)
 
     def find_first(place: int) -> int:
         """Return the first token that reaches past a character. Special tokens in front have the empty span (0, 0)."""

@@ -26,6 +26,7 @@ COMPARED = "runs with `fidelity=true`, records without `error`"
 PREDICTED = "the same, where `fidelity` is not empty"
 REFERENCE = "the same, of the full cache"
 ASKED_TOGETHER = "records whose question was read beside others"
+RETOKENIZED = "turns before which the tokenizer would give other tokens"
 SHARED_GPU = "records made beside other processes of the sweep on the same GPU"
 
 
@@ -36,7 +37,7 @@ def described(meaning: str, unit: str = "", held_by: str = ALWAYS, since: int = 
         meaning: One or two sentences for the table of fields.
         unit: Unit of the value, "" if it has none.
         held_by: Which records have the field: `ALWAYS`, `ANSWERED`, `COMPARED`, `PREDICTED`, `REFERENCE`,
-            `ASKED_TOGETHER` or `SHARED_GPU`.
+            `ASKED_TOGETHER`, `RETOKENIZED` or `SHARED_GPU`.
         since: Version of the record that introduced the field.
         default: Value of a record that is built without the field.
 
@@ -76,6 +77,13 @@ class Record:
     meta: dict[str, Any] = described("What the task says about the sample, for example `data`, `length` or `depth`.")
     conversation: str | None = described("Name shared by all turns of one conversation. null outside a conversation.")
     turn: int = described("Number of turns before this one.", "turns")
+    retokenized: int = described(
+        "Number of tokens in the cache that the tokenizer does not give for the whole conversation. They were read "
+        "before the conversation went on, and stay.",
+        "tokens",
+        RETOKENIZED,
+        since=3,
+    )
 
     # The cache when the answer begins
     quota: int | None = described(

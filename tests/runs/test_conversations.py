@@ -10,9 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import kvbench
 from kvbench.config.compose import compose_config
@@ -38,12 +36,8 @@ HEADERS = (
     "<bos>{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
 )
-INSTRUCT = (
-    "<bos>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
-    "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
-)
 THINKS = CHATML.replace("assistant\n", "assistant\n<think>\n")
-MARKS = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>", "[INST]", "[/INST]"]
+MARKS = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>"]
 
 
 @dataclass(frozen=True)
@@ -174,31 +168,11 @@ def test_an_own_answer_that_ended_is_followed_by_the_templates_end(reader, monke
     assert found[1]["rows_seen"] == len(ids)
 
 
-@pytest.fixture
-def lines(base):
-    """A tokenizer that, as Llama 3's, never parts line breaks from one another."""
-    backend = Tokenizer.from_str(base[1].backend_tokenizer.to_str())
-    split = Split(Regex(r"\s*[\r\n]+|\s+(?!\S)| ?[^\s]+|\s+"), "isolated")
-    backend.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
-
-
-@pytest.mark.parametrize("template", [CHATML, HEADERS, INSTRUCT])
-def test_a_turns_ids_are_the_templates_on_the_whole_conversation(lines, template):
-    samples, messages = make_turns(), []
-    lines.chat_template, tokenizer = template, lines
-    for sample, prompt in encode_all(tokenizer, samples).values():
-        content = (CONTEXT if not messages else "") + sample.question
-        messages.append({"role": "user", "content": content})
-        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        assert list(prompt.ids) == whole
-        messages.append({"role": "assistant", "content": sample.said})
-
-
 def test_ids_differ_from_the_whole_conversations_only_where_an_answer_begins(reader):
     """GPT-2's pattern parts two line breaks before a letter, which it does not know of when the prompt ends there."""
     samples = make_turns(("a monk.", "in spring", "for bread"))
-    tokenizer = reader(samples, template=HEADERS).tokenizer
+    own = reader(samples, "method=full", template=HEADERS)
+    tokenizer = own.tokenizer
     (_, first), (_, second), _ = encode_all(tokenizer, samples).values()
     messages = [("user", CONTEXT + ASKED[0]), ("assistant", SAID[0]), ("user", ASKED[1])]
     messages = [{"role": role, "content": content} for role, content in messages]
@@ -207,17 +181,7 @@ def test_ids_differ_from_the_whole_conversations_only_where_an_answer_begins(rea
     border, both = len(first.ids), tokenizer.encode("\n\n", add_special_tokens=False)
     assert list(second.ids[: border - len(both)]) == whole[: border - len(both)]
     assert list(second.ids[border:]) == whole[-len(second.ids[border:]) :]
-
-
-def test_without_a_template_a_turn_is_what_the_benchmark_tokenises(reader):
-    """Answer and next question as one text: a token may hold the end of one and the beginning of the other."""
-    samples = make_turns()
-    tokenizer = reader(samples).tokenizer
-    found = [prompt for _, prompt in encode_all(tokenizer, samples).values()]
-    assert list(found[0].ids) == tokenizer.encode(CONTEXT + ASKED[0])
-    for i in (1, 2):
-        assert list(found[i].rest) == tokenizer.encode(SAID[i - 1] + ASKED[i], add_special_tokens=False)
-        assert found[i].ids == found[i - 1].ids + found[i].rest
+    assert [record.get("retokenized") for record in records(own, samples)] == [None, len(both), 2 * len(both)]
 
 
 def test_a_template_that_shows_turns_otherwise_than_they_were_read_is_refused(reader):

@@ -1,0 +1,127 @@
+"""The ids of prompts and conversations, for tokenizers and chat templates of several shapes."""
+
+from functools import cache
+
+import pytest
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from kvbench.interfaces.task import Sample
+from kvbench.runs.prompt import encode, encode_all
+from tests.support.conversations import ASKED, CONTEXT, make_turns
+
+MARKS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA_2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content | trim }} [/INST]"
+    "{% else %} {{ m.content | trim }} </s>{% endif %}{% endfor %}"
+)
+TRIM = CHATML.replace("m.content", "m.content | trim")
+WORDS = (
+    "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TEMPLATES = {"none": None, "chatml": CHATML, "trim": TRIM, "llama-2": LLAMA_2, "words": WORDS}
+SHAPES = {  # normalizer, pre-tokenizer and decoder
+    "bytes": lambda: (None, pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
+    "prepend": lambda: (
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None, decoders.Metaspace(),
+    ),
+    "always": lambda: (
+        None, pre_tokenizers.Metaspace(prepend_scheme="always", split=False), decoders.Metaspace()
+    ),
+    "first": lambda: (None, pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace()),
+}  # fmt: skip
+SPECIAL = {"": "$A", "begin": "<s> $A", "both": "<s> $A </s>"}  # what the post-processor makes of a text
+
+
+@cache
+def train(shape: str) -> Tokenizer:
+    """A tokenizer of the words of the conversations. Llama-2, Mistral and Phi-3 have the shapes with `▁`."""
+    made = Tokenizer(BPE(unk_token=None))
+    made.normalizer, pre_tokenizer, made.decoder = SHAPES[shape]()
+    if pre_tokenizer is not None:
+        made.pre_tokenizer = pre_tokenizer
+    words = ["user", "system", "assistant", "[INST]", "[/INST]", "\n\n"]
+    texts = [CONTEXT, *ASKED, *(f"{one} {other}" for one in words for other in words), "a monk. in spring for bread"]
+    letters = sorted({*"".join(texts), *"▁@", *(pre_tokenizers.ByteLevel.alphabet() if shape == "bytes" else ())})
+    made.train_from_iterator(texts, BpeTrainer(vocab_size=450, initial_alphabet=letters, show_progress=False))
+    made.add_special_tokens(MARKS)
+    return made
+
+
+def make_tokenizer(shape: str, special: str = "", template: str = "none") -> PreTrainedTokenizerFast:
+    own = Tokenizer.from_str(train(shape).to_str())
+    ids = [(mark, own.token_to_id(mark)) for mark in ("<s>", "</s>")]
+    own.post_processor = processors.TemplateProcessing(single=SPECIAL[special], special_tokens=ids)
+    made = PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<s>", eos_token="</s>")
+    made.chat_template = TEMPLATES[template]
+    return made
+
+
+def read_whole(tokenizer, messages: list[str]) -> list[int]:
+    """The ids that the tokenizer gives for a conversation whose last message is the user's, without an end."""
+    if tokenizer.chat_template:
+        roles = ["user", "assistant"] * len(messages)
+        said = [{"role": role, "content": own} for role, own in zip(roles, messages, strict=False)]
+        text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        return tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode("".join(messages))
+    return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
+
+
+def read_texts(tokenizer, ids) -> str:
+    """Every token's text. Decoding them together would drop a first space."""
+    return "".join(tokenizer.convert_ids_to_tokens(list(ids)))
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_ids_of_a_turn_are_those_of_the_whole_conversation(shape, special, template):
+    """Where the whole has a token over the beginning of an answer, what was read stays and the prompt says so."""
+    tokenizer, messages, held = make_tokenizer(shape, special, template), [], ()
+    samples = make_turns(("a monk.", " in spring\n", "for bread"))
+    for sample, prompt in encode_all(tokenizer, samples).values():
+        messages.append(sample.question if messages else CONTEXT + sample.question)
+        whole = read_whole(tokenizer, messages)
+        assert prompt.ids[: len(held)] == held and prompt.ids == held + (prompt.rest if held else prompt.ids)
+        assert tokenizer.eos_token_id not in prompt.ids[-1:]
+        assert (list(prompt.ids) == whole) == (prompt.retokenized == 0)
+        if prompt.retokenized:
+            assert template == "words" and read_texts(tokenizer, prompt.ids) == read_texts(tokenizer, whole)
+            assert prompt.retokenized <= 3 * len(prompt.earlier)
+        held = prompt.ids
+        messages.append(sample.said)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_behind_an_answer_of_the_models_own_come_the_ids_that_follow_any_other(shape, template):
+    tokenizer = make_tokenizer(shape, "both", template)
+    given, own = (
+        [prompt for _, prompt in encode_all(tokenizer, make_turns(said)).values()]
+        for said in (("monk", "mill", "x"), (None, "mill", "x"))
+    )
+    follows = given[1].rest[-len(own[1].rest) :]
+    assert own[1].rest == follows and tokenizer.decode(given[1].rest[: -len(follows)]).strip() == "monk"
+    assert own[2].rest == given[2].rest and (own[2].retokenized == 0 or template == "words")
+
+
+@pytest.mark.parametrize("template", ["trim", "llama-2"])
+def test_what_a_template_strips_from_a_message_is_no_part_of_the_context(template):
+    tokenizer = make_tokenizer("prepend", "begin", template)
+    sample = Sample("s", "s", "\n " + CONTEXT, " Who? \n", "", (), 1)
+    prompt = encode(tokenizer, sample)
+    assert list(prompt.ids) == read_whole(tokenizer, [sample.context + sample.question])
+    for token in range(prompt.prefix, len(prompt.context)):
+        begin, end = prompt.ends[token - 1] if token > prompt.prefix else 2, prompt.ends[token]
+        piece = tokenizer.convert_ids_to_tokens(prompt.context[token]).replace("▁", " ")
+        assert sample.context[begin:end].strip() == piece.strip()
