@@ -45,6 +45,7 @@ from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.models.chat_template import TODAY
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.configuration import find_max_tokens
+from kvbench.models.encoding import encode_text
 from kvbench.models.transformers_port import read_layout
 from kvbench.runs.checks import DTYPES
 from kvbench.runs.prompt import Prompt, encode_parts
@@ -183,9 +184,12 @@ class KVBenchLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Tokenize a text; special tokens are put in front unless the text, of a chat template, begins with them."""
+        """Tokenize a text; special tokens are put in front unless the text, of a chat template, begins with them.
+
+        None is appended.
+        """
         special = self._needs_special_tokens(string) if add_special_tokens is None else add_special_tokens
-        return self.tokenizer.encode(string, add_special_tokens=special)
+        return encode_text(self.tokenizer, string, special)[0]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render messages with the model's template; an assistant's message at the end is continued."""

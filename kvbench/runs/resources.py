@@ -1,14 +1,17 @@
 """Load what the runs of one process share: the model, its tokenizer and the encoded prompts."""
 
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import count_template_tokens
+from kvbench.models.encoding import find_appended
 from kvbench.runs.prompt import Prompt, encode_all
 from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
@@ -28,6 +31,7 @@ class Resources:
             responders, and what a group of runs may need (`kvbench.runs.warming.list_needs`).
         gpu_processes: The number of processes of the sweep that use this one's GPU, this one included; 1 on a CPU.
         processes: The number of processes that share the samples, this one included.
+        speaks: Whether notes about the model are printed. One process of a sweep prints them.
     """
 
     run: RunSpec
@@ -37,6 +41,7 @@ class Resources:
     rehearsed: set[Hashable] = field(default_factory=set)
     gpu_processes: int = 1
     processes: int = 1
+    speaks: bool = True
 
     def renew(self, run: RunSpec) -> "Resources":
         """Return the resources of another run, with what it can use of these.
@@ -56,8 +61,13 @@ class Resources:
         predictions = self.predictions if alike else {}
         return Resources(
             run, loaded, predictions=predictions, rehearsed=rehearsed, gpu_processes=self.gpu_processes,
-            processes=self.processes,
+            processes=self.processes, speaks=self.speaks,
         )  # fmt: skip
+
+    def _say(self, line: str) -> None:
+        """Print a line about the model. What is loaded says it once."""
+        if self.speaks:
+            tqdm.write(f"kvbench: model={self.run.checkpoint.name}: {line}", file=sys.stderr)
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self.loaded:
@@ -67,7 +77,15 @@ class Resources:
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer."""
-        return self._once("tokenizer", spend("loading")(self.run.checkpoint.tokenizer))
+
+        @spend("loading")
+        def load() -> Any:
+            found = self.run.checkpoint.tokenizer()
+            if appended := find_appended(found):
+                self._say(f"its tokenizer appends {found.decode(appended)} to every text; prompts are read without it")
+            return found
+
+        return self._once("tokenizer", load)
 
     @property
     def model(self) -> torch.nn.Module:

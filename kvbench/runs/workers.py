@@ -173,7 +173,7 @@ def run_worker(
             seen those of the time when the sweep was planned.
         gpu_processes: The number of processes that use the GPU, this one included; 1 on a CPU.
         processes: The number of processes that share the samples, this one included.
-        shows_progress: Whether its progress bars are shown. They count what all processes do.
+        shows_progress: Whether its progress bars and notes are shown. The bars count what all processes do.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     replace_environment(environment)
@@ -189,7 +189,9 @@ def run_worker(
                     if bench is None:
                         if runs[0].device != "cpu":  # there the number of threads may change the last bits of a result
                             torch.set_num_threads(share_threads(torch.get_num_threads(), processes))
-                        bench = Resources(runs[0], gpu_processes=gpu_processes, processes=processes)
+                        bench = Resources(
+                            runs[0], gpu_processes=gpu_processes, processes=processes, speaks=shows_progress
+                        )
                     else:
                         bench = bench.renew(runs[0])
                     with suppress(ContractError):

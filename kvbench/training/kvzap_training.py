@@ -42,6 +42,7 @@ from kvbench.interfaces.rows import Rows
 from kvbench.methods.kvzap import name_surrogate
 from kvbench.methods.kvzip import KVzip
 from kvbench.models.chat_template import make_prompt_encoder, split_template
+from kvbench.models.encoding import encode_text
 from kvbench.training.delta_training import count_held_out, count_needed
 from kvbench.training.recording import record_states, write_tensors
 from kvbench.validation import SettingError, is_number, require_int
@@ -154,7 +155,7 @@ def divide_texts(sequences: Tensor, tokenizer: Any) -> RepeatedTexts:
     """
     kept = len(sequences) - count_held_out(len(sequences))
     before = split_template(tokenizer)[0]
-    prefix = tokenizer.encode(before, add_special_tokens=False) if before else tokenizer("").input_ids
+    prefix = tokenizer.encode(before, add_special_tokens=False) if before else encode_text(tokenizer, "")[0]
     return RepeatedTexts(sequences[:kept], sequences[kept:], prefix, make_prompt_encoder(tokenizer))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.models.encoding import encode_text
 from kvbench.models.transformers_port import read_layout
 from kvbench.training.recording import record_states
 from kvbench.validation import SettingError
@@ -92,7 +93,7 @@ def split_text(tokenizer: Any, text: str, sequences: int, length: int) -> list[T
     Raises:
         SettingError: The text is too short for so many sequences.
     """
-    start = tokenizer("").input_ids
+    start = encode_text(tokenizer, "")[0]
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     piece = length - len(start)
     if piece < 1 or len(ids) < sequences * piece:

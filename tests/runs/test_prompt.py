@@ -1,6 +1,7 @@
 """The ids of prompts and conversations, for tokenizers and chat templates of several shapes."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -8,8 +9,12 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from kvbench.integrations.lm_eval_model import KVBenchLM
 from kvbench.interfaces.task import Sample
+from kvbench.models.chat_template import count_template_tokens
 from kvbench.runs.prompt import encode, encode_all
+from kvbench.runs.resources import Resources
+from kvbench.training.query_filters import split_text
 from tests.support.conversations import ASKED, CONTEXT, make_turns
 
 MARKS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -43,15 +48,17 @@ SPECIAL = {"": "$A", "begin": "<s> $A", "both": "<s> $A </s>"}  # what the post-
 @cache
 def train(shape: str) -> Tokenizer:
     """A tokenizer of the words of the conversations. Llama-2, Mistral and Phi-3 have the shapes with `▁`."""
-    made = Tokenizer(BPE(unk_token=None))
-    made.normalizer, pre_tokenizer, made.decoder = SHAPES[shape]()
-    if pre_tokenizer is not None:
-        made.pre_tokenizer = pre_tokenizer
+    made = Tokenizer(BPE())
+    normalizer, pre_tokenizer, made.decoder = SHAPES[shape]()
+    made.pre_tokenizer = pre_tokenizer if shape == "bytes" else pre_tokenizers.Metaspace()  # words, as in SentencePiece
     words = ["user", "system", "assistant", "[INST]", "[/INST]", "\n\n"]
     texts = [CONTEXT, *ASKED, *(f"{one} {other}" for one in words for other in words), "a monk. in spring for bread"]
     letters = sorted({*"".join(texts), *"▁@", *(pre_tokenizers.ByteLevel.alphabet() if shape == "bytes" else ())})
     made.train_from_iterator(texts, BpeTrainer(vocab_size=450, initial_alphabet=letters, show_progress=False))
     made.add_special_tokens(MARKS)
+    if normalizer is not None:
+        made.normalizer = normalizer
+    made.pre_tokenizer = pre_tokenizer or pre_tokenizers.Sequence([])
     return made
 
 
@@ -125,3 +132,20 @@ def test_what_a_template_strips_from_a_message_is_no_part_of_the_context(templat
         begin, end = prompt.ends[token - 1] if token > prompt.prefix else 2, prompt.ends[token]
         piece = tokenizer.convert_ids_to_tokens(prompt.context[token]).replace("▁", " ")
         assert sample.context[begin:end].strip() == piece.strip()
+
+
+def test_an_end_that_the_tokenizer_appends_stands_in_no_prompt_and_is_said_once(capsys):
+    checkpoint = SimpleNamespace(name="mine", tokenizer=lambda: make_tokenizer("prepend", "both"))
+    bench = Resources(SimpleNamespace(checkpoint=checkpoint))
+    tokenizer = bench.tokenizer
+    assert bench.tokenizer is tokenizer
+    line = "kvbench: model=mine: its tokenizer appends </s> to every text; prompts are read without it\n"
+    assert capsys.readouterr().err == line
+    begin, end = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    assert count_template_tokens(tokenizer) == 1
+    lm = KVBenchLM.__new__(KVBenchLM)
+    lm.tokenizer = tokenizer
+    for ids in (encode(tokenizer, Sample("s", "s", CONTEXT, ASKED[0], "", (), 1)).ids, lm.tok_encode("the mill")):
+        assert ids[0] == begin and end not in ids
+    [sequence] = split_text(tokenizer, CONTEXT, 1, 8)
+    assert sequence[0] == begin and end not in sequence
