@@ -1,6 +1,7 @@
 """Find the texts that a model's chat template puts around and between messages."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -77,13 +78,35 @@ def show_message(tokenizer: Any, role: str, text: str) -> str:
     raise SettingError(f"model: its chat template must show a message of the {role}, at most without its outer spaces")
 
 
+def find_end(tokenizer: Any) -> int | None:
+    """Return the id of the token that the chat template writes behind an answer; None if it writes none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    with suppress(SettingError):  # a template of single questions cannot show an answer
+        parts = _render_parts(tokenizer, ("user", "assistant"), opens=False)
+        behind = parts[-1].lstrip() if parts else ""
+        known = {own.content: token for token, own in tokenizer.added_tokens_decoder.items()}
+        found = [content for content in known if behind.startswith(content)]
+        return known[max(found, key=len)] if found else None
+    return None
+
+
 def _render_parts(
-    tokenizer: Any, roles: tuple[str, ...], around: Mapping[int, tuple[str, str]] = MappingProxyType({})
+    tokenizer: Any,
+    roles: tuple[str, ...],
+    around: Mapping[int, tuple[str, str]] = MappingProxyType({}),
+    opens: bool = True,
 ) -> list[str] | None:
     """Return what the chat template puts before, between and after messages of these roles.
 
-    `around` says what stands before and after the text of the message with this number, as part of the message.
-    Returns None if the template does not show each message exactly once and in order.
+    Args:
+        tokenizer: The model's tokenizer.
+        roles: The messages' roles.
+        around: For the number of a message, what stands before and after its text, as part of the message.
+        opens: Whether the template opens an answer at the end.
+
+    Returns:
+        One text more than there are messages; None if the template does not show each message exactly once, in order.
     """
     marks = [f"@kvbench{index}@" for index in range(len(roles))]
     for wrapped in (False, True):
@@ -91,7 +114,7 @@ def _render_parts(
         contents = [[{"type": "text", "text": text}] if wrapped else text for text in texts]
         messages = [{"role": role, "content": own} for role, own in zip(roles, contents, strict=True)]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **TODAY)
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **TODAY)
         except Exception as error:  # the template is data and may fail in any way
             raise SettingError(f"model: its chat template cannot be rendered ({summarize(error)})") from None
         if all(text.count(mark) == 1 for mark in marks):

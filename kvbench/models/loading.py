@@ -183,7 +183,7 @@ def silence_transformers() -> Iterator[None]:
 
 
 def find_stop_tokens(model: Any) -> frozenset[int]:
-    """Return the token ids that end an answer."""
+    """Return the token ids with which the model's generation_config, or else its config, ends an answer."""
     found = model.generation_config.eos_token_id
     if found is None:
         found = text_config(model).eos_token_id

@@ -1,7 +1,7 @@
 """Load what the runs of one process share: the model, its tokenizer and the encoded prompts."""
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,8 +10,9 @@ from tqdm import tqdm
 
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
-from kvbench.models.chat_template import count_template_tokens
+from kvbench.models.chat_template import count_template_tokens, find_end
 from kvbench.models.encoding import find_appended
+from kvbench.models.loading import find_stop_tokens
 from kvbench.runs.prompt import Prompt, encode_all
 from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
@@ -53,7 +54,8 @@ class Resources:
         if same and "tokenizer" in self.loaded:
             loaded["tokenizer"] = self.loaded["tokenizer"]
         if same and (run.dtype, run.device) == (before.dtype, before.device) and "model" in self.loaded:
-            loaded["model"], rehearsed = self.loaded["model"], self.rehearsed
+            loaded |= {name: own for name, own in self.loaded.items() if name in ("model", "ends")}
+            rehearsed = self.rehearsed
         if same and run.task_settings == before.task_settings and "prompts" in self.loaded:
             loaded["prompts"] = self.loaded["prompts"]
             run = replace(run, task=before.task)  # only the task that made the samples can score them
@@ -111,6 +113,25 @@ class Resources:
 
         return self._once("model", load)
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end an answer: those of the model's generation_config, of its tokenizer and chat template."""
+
+        def find() -> frozenset[int]:
+            tokenizer, listed = self.tokenizer, find_stop_tokens(self.model)
+            own = {"generation_config": listed, "tokenizer": {tokenizer.eos_token_id}}
+            own["chat template"] = {find_end(tokenizer)}
+            ends = {name: frozenset(ids - {None}) for name, ids in own.items()}
+            found = frozenset().union(*ends.values())
+            if not found:
+                self._say("it has no token that ends an answer; an answer has max_new_tokens tokens")
+            elif found > listed:  # a list of several is no disagreement
+                named = [f"{name} {_name_tokens(tokenizer, ids)}" for name, ids in ends.items()]
+                self._say(f"answers end at any of these tokens, which differ: {', '.join(named)}")
+            return found
+
+        return self._once("ends", find)
+
     def reload_model(self) -> None:
         """Load the weights again when they are needed next, because a method wrote into them."""
         self.loaded.pop("model", None)
@@ -126,3 +147,7 @@ class Resources:
             return encode_all(self.tokenizer, samples)
 
         return self._once("prompts", make)
+
+
+def _name_tokens(tokenizer: Any, ids: Iterable[int]) -> str:
+    return " ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ids)))) or "none"

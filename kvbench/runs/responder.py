@@ -24,7 +24,6 @@ from kvbench.engine.spending import spend
 from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.models.chat_template import make_prompt_encoder, split_template
-from kvbench.models.loading import find_stop_tokens
 from kvbench.models.transformers_port import watch_numbers
 from kvbench.runs.fidelity import TOKENS, kl_divergence, mean_nll, pack_predictions, predict
 from kvbench.runs.prompt import Prompt
@@ -73,7 +72,7 @@ class Responder:
         self.made: dict[str, dict] = {}  # the full cache's records that were made here, by uid
         self.order = {uid: index for index, uid in enumerate(bench.prompts)}
         self.task = bench.run.task  # only the task that made the samples can score them
-        self.stop = find_stop_tokens(self.model)
+        self.stop = bench.ends
         self.context: GenerationContext | None = None  # the last compressed context
         self.opening: SharedPrefix | None = None
         self.prefill_ms, self.shared = 0.0, 1

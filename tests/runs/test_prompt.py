@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from kvbench.integrations.lm_eval_model import KVBenchLM
 from kvbench.interfaces.task import Sample
@@ -149,3 +149,36 @@ def test_an_end_that_the_tokenizer_appends_stands_in_no_prompt_and_is_said_once(
         assert ids[0] == begin and end not in ids
     [sequence] = split_text(tokenizer, CONTEXT, 1, 8)
     assert sequence[0] == begin and end not in sequence
+
+
+@pytest.mark.parametrize(
+    ("listed", "eos", "template", "line"),
+    [
+        (["</s>", "<|im_end|>"], "</s>", "chatml", ""),
+        (["</s>"], "</s>", "words", ""),
+        (
+            ["<s>"], "</s>", "chatml",
+            "answers end at any of these tokens, which differ: generation_config <s>, tokenizer </s>, "
+            "chat template <|im_end|>",
+        ),
+        (
+            [], "</s>", "none",
+            "answers end at any of these tokens, which differ: generation_config none, tokenizer </s>, "
+            "chat template none",
+        ),
+        ([], None, "none", "it has no token that ends an answer; an answer has max_new_tokens tokens"),
+    ],
+)  # fmt: skip
+def test_an_answer_ends_at_the_ends_of_all_and_where_they_differ_is_said_once(capsys, listed, eos, template, line):
+    tokenizer = make_tokenizer("first", template=template)
+    tokenizer.eos_token = eos
+    ids = tokenizer.convert_tokens_to_ids(listed)
+    model = SimpleNamespace(
+        generation_config=SimpleNamespace(eos_token_id=ids or None), config=LlamaConfig(eos_token_id=None)
+    )
+    bench = Resources(
+        SimpleNamespace(checkpoint=SimpleNamespace(name="mine")), {"tokenizer": tokenizer, "model": model}
+    )
+    expected = {*listed, *([eos] if eos else ()), *(["<|im_end|>"] if template == "chatml" else ())}
+    assert bench.ends == bench.ends == {*tokenizer.convert_tokens_to_ids(sorted(expected))}
+    assert capsys.readouterr().err == (f"kvbench: model=mine: {line}\n" if line else "")
