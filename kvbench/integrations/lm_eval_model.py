@@ -45,7 +45,7 @@ from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.models.chat_template import TODAY
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.configuration import find_max_tokens
-from kvbench.models.encoding import encode_text
+from kvbench.models.encoding import encode_text, find_ids_beyond
 from kvbench.models.transformers_port import read_layout
 from kvbench.runs.checks import DTYPES
 from kvbench.runs.prompt import Prompt, encode_parts
@@ -159,6 +159,7 @@ class KVBenchLM(TemplateLM):
         self.max_length = find_max_tokens(config) if max_length is None else max_length
         require_int("max_length", self.max_length, 1)
         self.tokenizer = tokenizer or checkpoint.tokenizer()
+        find_ids_beyond(self.tokenizer, config.get_text_config(decoder=True).vocab_size, f"model={checkpoint.name}")
         layout = checkpoint.layout() if isinstance(model, str) else read_layout(model)
         check_shape(self.choice.method, self.choice.codec, layout)
         self.model = checkpoint.weights(getattr(torch, dtype), device) if isinstance(model, str) else model

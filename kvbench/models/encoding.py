@@ -6,6 +6,8 @@ finished.
 
 from typing import Any
 
+from kvbench.validation import SettingError
+
 ANY = "a"  # a text that every tokenizer can encode
 
 
@@ -31,3 +33,27 @@ def find_appended(tokenizer: Any) -> list[int]:
     own, whole = (tokenizer.encode(ANY, add_special_tokens=special) for special in (False, True))
     begin = next(i for i in range(len(whole)) if whole[i : i + len(own)] == own)
     return whole[begin + len(own) :]
+
+
+def find_ids_beyond(tokenizer: Any, embeddings: int, name: str) -> frozenset[int]:
+    """Return the ids of special tokens for which the model has no embedding, such as one for padding.
+
+    They do no harm while no prompt contains them. More embeddings than tokens do none either.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        embeddings: The model's vocabulary size.
+        name: What the message names.
+
+    Raises:
+        SettingError: Another token has no embedding, because the tokenizer belongs to another model.
+    """
+    vocabulary = tokenizer.get_vocab().values()
+    beyond = frozenset(token for token in vocabulary if token >= embeddings)
+    known = tokenizer.added_tokens_decoder
+    if any(token not in known or not known[token].special for token in beyond):
+        raise SettingError(
+            f"{name}: its tokenizer gives ids up to {max(vocabulary)}, but the model has embeddings for 0 to "
+            f"{embeddings - 1}; the model needs its own tokenizer"
+        )
+    return beyond

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import count_template_tokens, find_end
-from kvbench.models.encoding import find_appended
+from kvbench.models.encoding import find_appended, find_ids_beyond
 from kvbench.models.loading import find_stop_tokens
 from kvbench.runs.prompt import Prompt, encode_all
 from kvbench.runs.spec import RunSpec
@@ -49,10 +49,11 @@ class Resources:
 
         The caller must drop this object before the new one loads a model. Otherwise both models are in memory.
         """
-        before, loaded, rehearsed = self.run, {}, set()
+        before, rehearsed = self.run, set()
+        loaded: dict[str, Any] = {}
         same = run.checkpoint == before.checkpoint
-        if same and "tokenizer" in self.loaded:
-            loaded["tokenizer"] = self.loaded["tokenizer"]
+        if same:
+            loaded |= {name: own for name, own in self.loaded.items() if name in ("tokenizer", "beyond")}
         if same and (run.dtype, run.device) == (before.dtype, before.device) and "model" in self.loaded:
             loaded |= {name: own for name, own in self.loaded.items() if name in ("model", "ends")}
             rehearsed = self.rehearsed
@@ -78,11 +79,16 @@ class Resources:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer."""
+        """The checkpoint's tokenizer.
+
+        Raises:
+            SettingError: The model has no embeddings for its ids.
+        """
 
         @spend("loading")
         def load() -> Any:
             found = self.run.checkpoint.tokenizer()
+            self._find_beyond(found)
             if appended := find_appended(found):
                 self._say(f"its tokenizer appends {found.decode(appended)} to every text; prompts are read without it")
             return found
@@ -132,6 +138,17 @@ class Resources:
 
         return self._once("ends", find)
 
+    def _find_beyond(self, tokenizer: Any) -> frozenset[int]:
+        """Return the ids of the tokenizer's special tokens for which the model has no embedding."""
+
+        def find() -> frozenset[int]:
+            model, checkpoint = self.loaded.get("model"), self.run.checkpoint
+            config = checkpoint.config() if model is None else model.config
+            size = config.get_text_config(decoder=True).vocab_size
+            return find_ids_beyond(tokenizer, size, f"model.path={checkpoint.path}")
+
+        return self._once("beyond", find)
+
     def reload_model(self) -> None:
         """Load the weights again when they are needed next, because a method wrote into them."""
         self.loaded.pop("model", None)
@@ -144,7 +161,13 @@ class Resources:
         def make() -> dict[str, tuple[Sample, Prompt]]:
             longest = self.run.checkpoint.longest()
             samples = self.run.task.samples(self.tokenizer, count_template_tokens(self.tokenizer), longest)
-            return encode_all(self.tokenizer, samples)
+            found = encode_all(self.tokenizer, samples)
+            if beyond := self._find_beyond(self.tokenizer):
+                for uid, (_, prompt) in found.items():
+                    if used := beyond.intersection(prompt.ids):
+                        tokens = _name_tokens(self.tokenizer, used)
+                        raise SettingError(f"task: {uid} contains {tokens}, for which the model has no embedding")
+            return found
 
         return self._once("prompts", make)
 

@@ -1,5 +1,6 @@
 """The ids of prompts and conversations, for tokenizers and chat templates of several shapes."""
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from kvbench.models.chat_template import count_template_tokens
 from kvbench.runs.prompt import encode, encode_all
 from kvbench.runs.resources import Resources
 from kvbench.training.query_filters import split_text
+from kvbench.validation import SettingError
 from tests.support.conversations import ASKED, CONTEXT, make_turns
 
 MARKS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -134,9 +136,17 @@ def test_what_a_template_strips_from_a_message_is_no_part_of_the_context(templat
         assert sample.context[begin:end].strip() == piece.strip()
 
 
+def make_run(tokenizer, embeddings: int = 1000, samples=()) -> SimpleNamespace:
+    """What loading needs of a run."""
+    checkpoint = SimpleNamespace(
+        name="mine", path="/mine", longest=lambda: 1000, tokenizer=lambda: tokenizer,
+        config=lambda: LlamaConfig(vocab_size=embeddings),
+    )  # fmt: skip
+    return SimpleNamespace(checkpoint=checkpoint, task=SimpleNamespace(samples=lambda *_: samples))
+
+
 def test_an_end_that_the_tokenizer_appends_stands_in_no_prompt_and_is_said_once(capsys):
-    checkpoint = SimpleNamespace(name="mine", tokenizer=lambda: make_tokenizer("prepend", "both"))
-    bench = Resources(SimpleNamespace(checkpoint=checkpoint))
+    bench = Resources(make_run(make_tokenizer("prepend", "both")))
     tokenizer = bench.tokenizer
     assert bench.tokenizer is tokenizer
     line = "kvbench: model=mine: its tokenizer appends </s> to every text; prompts are read without it\n"
@@ -176,9 +186,25 @@ def test_an_answer_ends_at_the_ends_of_all_and_where_they_differ_is_said_once(ca
     model = SimpleNamespace(
         generation_config=SimpleNamespace(eos_token_id=ids or None), config=LlamaConfig(eos_token_id=None)
     )
-    bench = Resources(
-        SimpleNamespace(checkpoint=SimpleNamespace(name="mine")), {"tokenizer": tokenizer, "model": model}
-    )
+    bench = Resources(make_run(tokenizer), {"model": model})
     expected = {*listed, *([eos] if eos else ()), *(["<|im_end|>"] if template == "chatml" else ())}
     assert bench.ends == bench.ends == {*tokenizer.convert_tokens_to_ids(sorted(expected))}
     assert capsys.readouterr().err == (f"kvbench: model=mine: {line}\n" if line else "")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_embeddings_is_refused():
+    """Embeddings without tokens and special tokens that no prompt contains do no harm."""
+    tokenizer = make_tokenizer("bytes", "begin")
+    special = len(tokenizer) - len(MARKS)
+    line = (
+        f"model.path=/mine: its tokenizer gives ids up to {len(tokenizer) - 1}, but the model has embeddings for 0 to "
+    )
+    with pytest.raises(SettingError, match=f"^{line}{special - 2}; the model needs its own tokenizer$"):
+        _ = Resources(make_run(tokenizer, special - 1)).tokenizer
+    samples = [Sample("s", "s", CONTEXT, ASKED[0], "", (), 1, chat=False)]
+    for embeddings in (len(tokenizer) - 1, len(tokenizer), len(tokenizer) + 64):
+        assert list(Resources(make_run(tokenizer, embeddings, samples)).prompts) == ["s"]
+    tokenizer.chat_template = CHATML
+    more = [replace(samples[0], uid="t", chat=True)]
+    with pytest.raises(SettingError, match=r"^task: t contains <\|im_end\|>, for which the model has no embedding$"):
+        _ = Resources(make_run(tokenizer, len(tokenizer) - 1, more)).prompts
