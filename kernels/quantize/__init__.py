@@ -10,17 +10,20 @@ __all__ = ["Groups", "quantize", "dequantize"]
 
 
 @announced
-def quantize(x: Tensor, bits: int, group: int, *, implementation: str | None = None) -> Groups:
+def quantize(
+    x: Tensor, bits: int, group: int, scales: torch.dtype = torch.float16, *, implementation: str | None = None
+) -> Groups:
     """Quantize x in groups along the last dimension. Computed in float32, or in float64 for float64 x.
 
     Args:
         x: (…, n)
         bits: 1, 2, 4 or 8.
         group: Numbers that share a scale and a zero. It divides n.
+        scales: The dtype of scales and zeros.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
-        Codes (…, n·bits/8) uint8, and scale and zero (…, n/group) float16.
+        Codes (…, n·bits/8) uint8, and scale and zero (…, n/group) in the dtype `scales`.
 
     Raises:
         ValueError: `bits` is not allowed, n is not a multiple of `group`, or a group does not fill whole bytes.
@@ -28,10 +31,10 @@ def quantize(x: Tensor, bits: int, group: int, *, implementation: str | None = N
     if bits not in (1, 2, 4, 8) or group < 1 or group * bits % 8 or x.shape[-1] % group:
         raise ValueError(f"quantize: {tuple(x.shape)} to {bits} bits in groups of {group}")
     if choose_implementation("quantize", implementation, x) == "reference":
-        return quantize_reference(x, bits, group)
+        return quantize_reference(x, bits, group, scales)
     from kvbench.kernels.quantize.triton import quantize_triton
 
-    return Groups(*quantize_triton(x, bits, group))
+    return Groups(*quantize_triton(x, bits, group, scales))
 
 
 @announced

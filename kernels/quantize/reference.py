@@ -14,17 +14,17 @@ class Groups(NamedTuple):
     codes: Tensor
     """(…, n·bits/8) uint8"""
     scale: Tensor
-    """(…, n/group) float16"""
+    """(…, n/group)"""
     zero: Tensor
-    """(…, n/group) float16"""
+    """(…, n/group), with the dtype of `scale`"""
 
 
-def quantize_reference(x: Tensor, bits: int, group: int) -> Groups:
+def quantize_reference(x: Tensor, bits: int, group: int, scales: torch.dtype) -> Groups:
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
     grouped = x.unflatten(-1, (-1, group)).to(work)
     low, high = grouped.amin(-1), grouped.amax(-1)
-    scale = ((high - low) / (2**bits - 1)).clamp(max=LARGEST).half()
-    zero = low.clamp(-LARGEST, LARGEST).half()
+    scale = ((high - low) / (2**bits - 1)).clamp(max=LARGEST).to(scales)
+    zero = low.clamp(-LARGEST, LARGEST).to(scales)
     step = scale.to(work).masked_fill(scale == 0, torch.inf)[..., None]  # in a constant group all codes are 0
     codes = ((grouped - zero.to(work)[..., None]) / step).clamp(0, 2**bits - 1).round().to(torch.uint8)
     parts = codes.flatten(-2).unflatten(-1, (-1, 8 // bits))

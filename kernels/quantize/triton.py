@@ -25,15 +25,15 @@ def _place(middle, groups, tiles, ROWS: tl.constexpr):
 
 
 @triton.jit
-def round_tile(values, own, part, BITS: tl.constexpr):
+def round_tile(values, own, part, BITS: tl.constexpr, SCALES: tl.constexpr = tl.float16):
     """Quantize a tile of groups, (ROWS, BYTES, PER): `own` says which numbers exist, `part` are the codes of a byte.
 
-    Returns scale and zero (ROWS,) in float16, and the bytes (ROWS, BYTES).
+    Returns scale and zero (ROWS,) in the dtype SCALES, and the bytes (ROWS, BYTES).
     """
     low = tl.min(tl.min(tl.where(own, values, float("inf")), 2), 1)
     high = tl.max(tl.max(tl.where(own, values, float("-inf")), 2), 1)
-    step = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, 2.0**BITS - 1, tl.float32)), LARGEST).to(tl.float16)
-    least = tl.minimum(tl.maximum(low, -LARGEST), LARGEST).to(tl.float16)
+    step = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, 2.0**BITS - 1, tl.float32)), LARGEST).to(SCALES)
+    least = tl.minimum(tl.maximum(low, -LARGEST), LARGEST).to(SCALES)
     size = tl.where(step == 0, float("inf"), step.to(tl.float32))[:, None, None]  # in a constant group all codes are 0
     share = tl.div_rn(values - least.to(tl.float32)[:, None, None], tl.broadcast_to(size, values.shape))
     code = (tl.minimum(tl.maximum(share, 0.0), 2.0**BITS - 1) + EVEN) - EVEN
@@ -54,7 +54,7 @@ def _pack(
     at = outer * x_a + row[:, None, None].to(tl.int64) * x_b + (number * group + element)[None].to(tl.int64) * x_n
     values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
     own = (element < group)[None]
-    step, least, packed = round_tile(values, own, part, BITS)
+    step, least, packed = round_tile(values, own, part, BITS, scale.dtype.element_ty)
     line = outer * middle + row
     bytes_ = group // PER
     out = (line * groups + number)[:, None] * bytes_ + byte[None]
@@ -93,12 +93,12 @@ def grid(outer: int, middle: int, groups: int, wide: int) -> tuple[int, int, int
     return outer * groups * tiles, tiles, rows
 
 
-def quantize_triton(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_triton(x: Tensor, bits: int, group: int, scales: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     flat = lines(x)
     outer, middle, size = flat.shape
     groups = size // group
     codes = torch.empty(*x.shape[:-1], size * bits // 8, dtype=torch.uint8, device=x.device)
-    scale, zero = (torch.empty(*x.shape[:-1], groups, dtype=torch.float16, device=x.device) for _ in range(2))
+    scale, zero = (torch.empty(*x.shape[:-1], groups, dtype=scales, device=x.device) for _ in range(2))
     if x.numel():
         programs, tiles, rows = grid(outer, middle, groups, triton.next_power_of_2(group))
         _pack[programs,](

@@ -14,8 +14,8 @@ own block up to itself. Its references are the k candidates c with the largest 2
     ref = mean of the references        z = f_c(kv) − f_c(ref)        k̂v = f_d(z) + ref
 
 Centres stay raw too, and serve later tokens. A layer therefore holds its sinks and centres, and of every compressed
-token the code z (in `bits` bits, if set, with one scale and zero a token) and the numbers of its references. Layers of
-`full_layers` are left to another codec, `base`.
+token the code z and the numbers of its references. With `bits`, each `group` of numbers of z is rounded to so many
+bits, with a scale and a zero. Layers of `full_layers` are left to another codec, `base`.
 
 As for every codec of kvbench, a prompt's rows stay raw while it is read, so it is compressed as one block and attention
 in the prefill is exact; the source also compresses between the blocks of a prompt. It keeps positions of tokens and
@@ -92,6 +92,10 @@ class Delta(Codec):
     """References of a token, k."""
     bits: int | None = setting(choices=(None, 2, 4))
     """Bits of a number of a code; `None` keeps it as the model's numbers."""
+    group: int | None = setting(minimum=1)
+    """With `bits`: consecutive numbers of a code that share a scale and a zero; `None` for all of a token."""
+    scales: str = setting(choices=("float16", "model"))
+    """With `bits`: the dtype of scales and zeros, float16 or that of the model's numbers."""
     remove: str | None = setting(choices=(None, "residual", "reference"))
     """What a token is reconstructed without: the residual (k̂v = ref), the reference (k̂v = f_d(f_c(kv))), or nothing."""
 
@@ -109,9 +113,20 @@ class Delta(Codec):
             raise SettingError(f"codec.base={self.base.name}: a codec that stores each head on its own, such as raw")
         if self.bits is not None and self.file.code * self.bits % 8:
             raise SettingError(f"codec.bits={self.bits}: codes of {self.file.code} numbers do not fill whole bytes")
+        if self.bits is None and self.group is not None:
+            raise SettingError(f"codec.group={self.group}: needs codec.bits=4 or 2, or use null")
+        if self.bits is not None and (self.file.code % self.group_size or self.group_size * self.bits % 8):
+            raise SettingError(
+                f"codec.group={self.group}: a divisor of the {self.file.code} numbers of a code that fills whole bytes"
+            )
         whole_rows = '"remove": "reference"' in self.file.metadata.get("recipe", "")  # as `describe_training` writes it
         if whole_rows and self.remove != "reference":
             raise SettingError(f"codec.path={self.path}: trained without references; needs codec.remove=reference")
+
+    @property
+    def group_size(self) -> int:
+        """Numbers of a code that share a scale and a zero."""
+        return self.group or self.file.code
 
     @property
     def grows(self) -> bool:
@@ -279,7 +294,10 @@ class DeltaLayer(Codec):
         codes = compressor.compress(kv)
         if self.whole.remove is None:
             codes = codes - compressor.compress(references)
-        return codes if bits is None else quantize(codes, bits, codes.shape[-1])
+        if bits is None:
+            return codes
+        scales = torch.float16 if self.whole.scales == "float16" else codes.dtype
+        return quantize(codes, bits, self.whole.group_size, scales)
 
     def decode(self, codes: "Codes", like: Tensor) -> Tensor:
         """Return f_d of codes, (B, n, 2·d_k), with the dtype of `like`."""
@@ -291,7 +309,7 @@ class DeltaLayer(Codec):
             return codes
         bits = self.whole.bits
         assert bits is not None  # `encode`
-        return dequantize(codes, bits, codes.codes.shape[-1] * 8 // bits, dtype)
+        return dequantize(codes, bits, self.whole.group_size, dtype)
 
     def find_references(self, block: Tensor, bases: Tensor, centres: list[int], at: Tensor) -> Tensor:
         """Return the numbers of each token's references, (B, n, k) int64.

@@ -17,9 +17,9 @@ def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def exactly(x, bits, group):
+def exactly(x, bits, group, scales=torch.float16):
     """The reference's on the CPU: on a GPU PyTorch multiplies by the rounded reciprocal of 2^bits - 1."""
-    groups = quantize(x.cpu(), bits, group, implementation="reference")
+    groups = quantize(x.cpu(), bits, group, scales, implementation="reference")
     return Groups(*(part.to(DEVICE) for part in groups))
 
 
@@ -49,6 +49,18 @@ def same(x, bits, group):
 @pytest.mark.parametrize("bits, group", [(2, 32), (4, 32), (2, 4), (4, 24), (2, 100), (1, 8), (8, 3)])
 def test_pack(bits, group, dtype):
     same((4 * drawn(2, 7, 3 * group, seed=bits)).to(dtype), bits, group)
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16])
+def test_scales_of_another_dtype(scales):
+    x = 4 * drawn(2, 7, 64)
+    expected, found = exactly(x, 4, 32, scales), quantize(x, 4, 32, scales, implementation="triton")
+    assert found.scale.dtype == found.zero.dtype == scales
+    if scales == torch.float32 or DEVICE == "cuda":  # the interpreter truncates to bfloat16
+        assert all(map(torch.equal, found, expected))
+    for own, kind in ((found, "triton"), (expected, "reference")):
+        read = dequantize(own, 4, 32, torch.float32, implementation=kind)
+        assert (read - x).abs().max() < 0.7 * own.scale.max()
 
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (0, 16), (3, 0, 8), (2, 3, 5, 16), (300, 16)])

@@ -21,7 +21,6 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
-from kvbench.kernels.quantize import dequantize, quantize
 from kvbench.methods.codecs import delta
 from kvbench.methods.codecs.delta import Delta, DeltaLayer
 from kvbench.methods.codecs.delta_compressors import Compressor, name_weights, read_compressors
@@ -90,8 +89,11 @@ class Oracle:
             return reference
         z = self.apply(down, kv) - (0 if codec.remove else self.apply(down, reference))
         if codec.bits:
-            z = dequantize(quantize(torch.from_numpy(z)[None], codec.bits, len(z)), codec.bits, len(z), torch.float64)
-            z = z[0].numpy()
+            parts = z.reshape(-1, codec.group or len(z))
+            low, high = parts.min(1, keepdims=True), parts.max(1, keepdims=True)
+            kind, most = np.float16 if codec.scales == "float16" else z.dtype, 2**codec.bits - 1
+            step, low = (x.astype(kind).astype(z.dtype) for x in ((high - low) / most, low))
+            z = (((parts - low) / step).clip(0, most).round() * step + low).ravel()
         return self.apply(self.compressor.expand, z) + (0 if codec.remove else reference)
 
     def read(self) -> np.ndarray:
@@ -124,6 +126,7 @@ def draw_kv(tokens: int, width: int = 24, batch: int = 2) -> torch.Tensor:
 
 
 OPTIONS = [{}, {"stride_alpha": 0.3}, {"remove": "residual"}, {"remove": "reference"}, {"bits": 4}, {"bits": 2}]
+OPTIONS += [{"bits": 4, "group": 4, "scales": "model"}]
 
 
 @pytest.mark.cover
@@ -333,10 +336,13 @@ def test_bytes_are_those_of_the_formula(tmp_path):
     assert abs(count_bytes(rows.tensors()) / full - share) < 0.01 * share
 
 
-@pytest.mark.parametrize("bits, size", [(4, 6 + 4), (2, 3 + 4)])
-def test_codes_of_few_bits_take_few_bytes(tmp_path, bits, size):
+@pytest.mark.parametrize(
+    "args, size", [((4,), 6 + 4), ((2,), 3 + 4), ((4, 4), 6 + 3 * 4), ((2, 4, "model"), 3 + 3 * 16)]
+)
+def test_codes_of_few_bits_take_few_bytes(tmp_path, args, size):
     path = write_compressors(tmp_path / "file", [draw_compressor(24, 12, layer) for layer in range(3)])
-    rows = pack(make_codec(path, bits=bits), draw_kv(60, batch=1), [60])
+    names = ("bits", "group", "scales")
+    rows = pack(make_codec(path, **dict(zip(names, args, strict=False))), draw_kv(60, batch=1), [60])
     assert sum(own.nbytes for own in rows.codes) == rows.compressed * size
 
 
@@ -469,6 +475,10 @@ def test_a_rotation_that_changes_with_the_length_is_refused():
         (dict(stride_alpha=-1.0), "codec.stride_alpha=-1.0: a number of at least 0"),
         (dict(recent=0), "codec.recent=0: a whole number of at least 1"),
         (dict(bits=3), "codec.bits=3: choose one of"),
+        (dict(group=4), "codec.group=4: needs codec.bits=4 or 2, or use null"),
+        (dict(bits=4, group=5), "codec.group=5: a divisor of the 12 numbers of a code"),
+        (dict(bits=4, group=1), "codec.group=1: a divisor of the 12 numbers of a code that fills whole bytes"),
+        (dict(scales="half"), "codec.scales=half: choose one of float16, model"),
         (dict(remove="both"), "codec.remove=both: choose one of"),
         (dict(base="delta"), "codec.base=delta: path=null: give a safetensors file"),
         (dict(base="zip"), "codec.base=zip: choose one of delta, kivi, palu, raw"),
