@@ -11,11 +11,13 @@ as in kvbench.methods.codecs.palu_projections: w the width of a group, r its ran
    rounded to a multiple of `unit`.
 3. The r first eigenvectors U_r and eigenvalues λ of each moment: U = U_r·λ^¼.
 
-Where kvbench differs: gradients are those of the next token. (The source passes inputs and labels that are shifted
-already to a model that shifts them again, so it predicts the token after the next.) They are taken in the model's
-dtype, by default float32, not float16. The moment is a mean and not a sum, which scales latents by a constant.
-Eigenvalues are at least 1e-12 of the largest, so that U has a pseudo-inverse of moderate size. The unit is 32 for w of
-512 and more, as the authors' models have; for smaller w it is w/16, in multiples of 8 from 8 on.
+Where kvbench differs: Σ w·kept is rounded to a whole number. (The source hands out ranks until exactly 0 are left, and
+where they are no whole number every group gets a further one.) Gradients are those of the next token. (The source
+passes inputs and labels that are shifted already to a model that shifts them again, so it predicts the token after the
+next.) They are taken in the model's dtype, by default float32, not float16. The moment is a mean and not a sum, which
+scales latents by a constant. Eigenvalues are at least 1e-12 of the largest, so that U has a pseudo-inverse of moderate
+size. The unit is 32 for w of 512 and more, as the authors' models have; for smaller w it is w/16, in multiples of 8
+from 8 on.
 """
 
 import json
