@@ -19,12 +19,13 @@ source every query sees all rows, and of too many queries a random part is taken
 all query heads of a group have the same ones. Rows of the prefix are neither fitted nor cut, and no references.
 
 The preset `official` has the ranking and the bounds of the source's AM-HighestAttnKeys-basic, which stops after least
-squares and two steps of a projected gradient; here the weights are those of the minimum. kvbench's own choices: Both
-problems are solved in float64 by their normal equations, the first by a projected Newton method until the projected
-gradient is below TOLERANCE. If many solutions fit equally well, as with fewer queries than rows, the source takes what
-its solver returns. Here f is nearest to 1 and c to the rows' own values: c = v + d, where d minimises
-‖X d - (Y - X v)‖² + λ‖d‖² with λ = ridge·‖X‖². On the reference queries the fit is therefore never worse than the own
-values with the same weights. (With weights of 1 the own values can be better: the weights are fitted to E alone.)
+squares and two steps of a projected gradient; here the weights are those of the minimum. kvbench's own choices: The
+request to repeat the prompt and its chunks are those of KVzip, not the source's. Both problems are solved in float64 by
+their normal equations, the first by a projected Newton method until the projected gradient is below TOLERANCE. If many
+solutions fit equally well, as with fewer queries than rows, the source takes what its solver returns. Here f is nearest
+to 1 and c to the rows' own values: c = v + d, where d minimises ‖X d - (Y - X v)‖² + λ‖d‖² with λ = ridge·‖X‖². On the
+reference queries the fit is therefore never worse than the own values with the same weights. (With weights of 1 the own
+values can be better: the weights are fitted to E alone.)
 
 Not built: self-study queries, which the model generates; orthogonal matching pursuit; queries that are read again after
 each compacted layer (on-policy); head budgets from a file, whose place allocators take.

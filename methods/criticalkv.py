@@ -9,8 +9,9 @@ method's score, W_o^h the output projection of query head h, q a KV head's quota
 The scores s_j should not be negative.
 
 Rows that the base method protects stay in both stages. The source multiplies their padding by n_j too, so it can drop
-them if α·q < w. CriticalAdaKV is criticalkv with allocator=ada mode=safeguard: heads compete by s_j, and then both
-stages run on each head's own quota. The safe rows of a head stay in both stages.
+them if α·q < w. The source's first stage takes at least one row if α > 0. CriticalAdaKV is criticalkv with
+allocator=ada mode=safeguard: heads compete by s_j, and then both stages run on each head's own quota. The safe rows of
+a head stay in both stages.
 
 This method's `decoding`, `decode_interval` and `decode_size` replace those of the base method.
 """

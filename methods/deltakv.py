@@ -10,10 +10,10 @@ it, up to the next observation layer. Layers before the first full layer attend 
 With `smoothing` a > 0, a candidate that the layer has scored before gets a·(its last s_j) + (1 - a)·s_j, which is then
 its last one. The source has a = 0.5 with omnikv_score_method=exp.
 
-The budget is the ratio r; a whole number is the number of rows itself. Candidates are the rows that the codec has
-compressed, which is codec=delta in the paper's system. The other rows, sinks and the newest, are always attended to.
-With a codec that does not tell what it has packed, such as raw, all rows are candidates but for the first `sinks` and
-the last `recent`: the system's selection without its compression.
+The budget is the ratio r; a whole number is the number of rows itself. ⌊n·r⌋ may be 0, where the source chooses a row.
+Candidates are the rows that the codec has compressed, which is codec=delta in the paper's system. The other rows, sinks
+and the newest, are always attended to. With a codec that does not tell what it has packed, such as raw, all rows are
+candidates but for the first `sinks` and the last `recent`: the system's selection without its compression.
 
 A block of several tokens, such as a question, attends to all rows and scores none, and so does the prefill. The source
 can also select for each chunk of a prompt; that is off by default and left out.

@@ -12,11 +12,12 @@ the number of rows, κ the width of the max pooling, τ the similarity from whic
 
 So of the rows that repeat a key, the newest is not held against that key. Rows of the window always stay. R runs over
 all rows, those of the window included; its products grow with n². The queries of the last tokens are remembered across
-blocks and while decoding, where the source cuts every 128 tokens.
+blocks and while decoding. The source cuts the prompt, and an answer wherever the number of tokens of prompt and answer
+is a multiple of 128; kvbench counts the 128 tokens from the end of the prompt.
 
 kvbench's own choices: If no row repeats key i, no further c_{i,j} is 0; the source then zeroes that of the first row,
 because its index for "none" is 0. A row of the window has A = 0, and so has every row if the window covers all that a
-head holds. The softmaxes are in float32, and the prompt is cut to the quota too.
+head holds. The softmaxes are in float32.
 """
 
 from collections.abc import Mapping

@@ -25,8 +25,10 @@ budget, and do not enter the mean and the deviation. The source's vLLM plugin pi
 over all rows, and the `recent` newest rows stay.
 
 kvbench's own choices: each layer selects for itself, as the source does with per_layer_perhead_pruning; its default
-takes the mean of s_j over the layers. Ties go to the earlier row; the source adds noise. Dimensions that the model does
-not rotate have frequency 0 and form pairs among themselves. Without `pin_prompt` the prompt is cut to the budget.
+takes the mean of s_j over the layers. A cut follows every 128 tokens of an answer; in the source it follows whenever
+128 rows more than the budget are held, which is the same once the budget is full. Ties go to the earlier row; the
+source adds noise. Dimensions that the model does not rotate have frequency 0 and form pairs among themselves. Without
+`pin_prompt` the prompt is cut to the budget.
 
 The file is a safetensors file of `python -m kvbench calibrate triattention`, or one of the authors' (torch.save), which
 is opened with weights_only=True and so cannot run code. The authors' script leaves out the norm of queries, so for

@@ -11,8 +11,9 @@ therefore the same as without `cascade`, where all layers are cut after the last
 saves memory on the way.
 
 While decoding, the shares of the prefill stay. A layer that holds less than its share grows up to it. Shares are
-computed per sample; the published sums over a batch would mix samples. The source does not define two cases. Here the
-shares are equal if no layer has any preference (one query has no variance), and if the quota is not above the window.
+computed per sample; the published sums over a batch would mix samples. Rows that rounding leaves over go to the layers
+with the largest fractions, in the source to the first layers. The source does not define two cases. Here the shares are
+equal if no layer has any preference (one query has no variance), and if the quota is not above the window.
 """
 
 import math
