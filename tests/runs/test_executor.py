@@ -58,9 +58,9 @@ def test_resources_keep_what_another_run_can_use(make_run):
     sent = bench.renew(pickle.loads(pickle.dumps(make_run("budget=0.5"))))  # as a worker gets it, with another task
     assert sent.prompts is bench.prompts and sent.run.task is bench.run.task
     longer = bench.renew(make_run("task.lengths=[300]"))
-    assert sorted(longer.loaded) == ["model", "tokenizer"] and longer.predictions == {}
+    assert sorted(longer.loaded) == ["beyond", "model", "tokenizer"] and longer.predictions == {}
     other = bench.renew(make_run("dtype=bfloat16"))
-    assert sorted(other.loaded) == ["prompts", "tokenizer"] and other.predictions == {}
+    assert sorted(other.loaded) == ["beyond", "prompts", "tokenizer"] and other.predictions == {}
     assert bench.renew(make_run("question=hidden")).predictions == {}
 
 
