@@ -196,6 +196,23 @@ def resolve_subtasks(
     return list(sets.get(names[0], names)) if len(names) == 1 else names
 
 
+def require_length(name: str, value: object, most: int, needs: Mapping[str, int], why: str) -> None:
+    """Raise a SettingError if a subtask needs more tokens than there are. It names all of these, and those that fit.
+
+    Args:
+        name: The setting that decides, such as ``task.length``.
+        value: Its value.
+        most: The number of tokens that there are.
+        needs: The tokens that each subtask needs.
+        why: What the message says behind the needs.
+    """
+    short = [f"{need} for {subtask}" for subtask, need in needs.items() if need > most]
+    if short:
+        fit = ",".join(subtask for subtask, need in needs.items() if need <= most)
+        line = f"{name}={format_value(value)}: at least {', '.join(short)} {why}"
+        raise SettingError(line + (f"; what fits: task.subtasks=[{fit}]" if fit else ""))
+
+
 def require_writable(name: str, folder: Path) -> None:
     """Raise a SettingError unless `folder` can be written or created. This does not create it."""
     try:

@@ -31,7 +31,7 @@ from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.network import require_reachable, use_hub
 from kvbench.tasks.lm_eval.documents import Documents, DocumentSettings, read_documents
 from kvbench.tasks.lm_eval.loader import PACKAGE, explain_errors, seed_generators, silence_output
-from kvbench.validation import SettingError, require_choice, require_int, resolve_subtasks
+from kvbench.validation import SettingError, require_choice, require_int, require_length, resolve_subtasks
 
 NOTE = "RULER in lm-eval's port, which differs from the official one (task=ruler): compare with lm-eval's numbers only."
 METRIC = "string_match"
@@ -47,7 +47,7 @@ class PortedSubtask:
         module: lm-eval's module.
         make: Makes documents from (module, tokenizer, length, count).
         least: Returns the fewest tokens of a prompt from (module, tokenizer, length). Below them lm-eval's loops do
-            not end.
+            not end, or it makes no document. None: not known.
         needs: Names what is downloaded, for messages. Empty: nothing is.
         fetch: Downloads it where only a module that takes long to load could say that it is out of reach, or asks
             whether its server answers.
@@ -57,7 +57,7 @@ class PortedSubtask:
     file: str
     module: str
     make: Callable[[ModuleType, Any, int, int], list[dict]]
-    least: Callable[[ModuleType, Any, int], int] = lambda *_: 1
+    least: Callable[[ModuleType, Any, int], int] | None = None
     needs: str = ""
     fetch: Callable[[], None] = lambda: None
     data: Callable[[ModuleType], Any] = lambda _: None
@@ -71,10 +71,22 @@ def _niah(haystack: str, keys: str, values: str, **more: int) -> PortedSubtask:
             **more,
         )  # fmt: skip
 
+    def least(niah: ModuleType, tokenizer: Any, length: int) -> int:
+        from lm_eval.tasks.ruler.prepare_niah import generate_input_output  # downloads unless `_module` imported it
+
+        queries, per_key = more.get("num_needle_q", 1), more.get("num_needle_v", 1)
+        keyed = max(more.get("num_needle_k", 1), queries)
+        text, *_ = generate_input_output(
+            keyed * per_key, niah.get_haystack(type_haystack=haystack), type_haystack=haystack, num_needle_k=keyed,
+            type_needle_k=keys, num_needle_v=per_key, type_needle_v=values, template=niah.TEMPLATE,
+            num_needle_q=queries,
+        )  # fmt: skip
+        return _tokens(tokenizer, text) + 128 + MARGIN
+
     if haystack != "essay":
-        return PortedSubtask("", "niah_utils", make)
+        return PortedSubtask("", "niah_utils", make, least)
     return PortedSubtask(
-        "", "niah_utils", make, needs=f"{ESSAYS} and nltk's punkt_tab", fetch=_fetch_essays,
+        "", "niah_utils", make, least, needs=f"{ESSAYS} and nltk's punkt_tab", fetch=_fetch_essays,
         data=lambda niah: niah.get_haystack(type_haystack="essay"),
     )  # fmt: skip
 
@@ -202,6 +214,7 @@ class RulerLmEval:
         return digest.hexdigest()[:16]
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
+        self._check_length(tokenizer)
         self._documents.clear()
         count = self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
         for name in self._names():
@@ -215,6 +228,17 @@ class RulerLmEval:
     def _names(self) -> list[str]:
         return resolve_subtasks("task.subtasks", self.subtasks, tuple(PORTS), {"offline": OFFLINE})
 
+    def _check_length(self, tokenizer: Any) -> None:
+        """Raise a SettingError that names all subtasks that do not fit into the length, and those that do."""
+        needs = {}
+        for name in self._names():
+            if (least := (port := PORTS[name]).least) is None:
+                continue
+            explained = explain_errors(f"task.subtasks={name}", "lm-eval cannot make it")
+            with explained, silence_output(), seed_generators(self.seed):
+                needs[name] = least(_module(port.module), tokenizer, self.length)
+        require_length("task.length", self.length, self.length, needs, "with this tokenizer")
+
     def _read(self, name: str, tokenizer: Any, count: int) -> Documents:
         """Load lm-eval's task of a subtask, over documents that its module makes for the tokenizer."""
         from datasets import Dataset
@@ -224,10 +248,6 @@ class RulerLmEval:
 
         port, setting = PORTS[name], f"task.subtasks={name}"
         with explain_errors(setting, "lm-eval cannot make it"), silence_output(), use_hub():
-            with seed_generators(self.seed):
-                least = port.least(_module(port.module), tokenizer, self.length)
-            if self.length < least:
-                raise SettingError(f"task.length={self.length}: at least {least} for {name} with this tokenizer")
             with seed_generators(self.seed):
                 documents = port.make(_module(port.module), tokenizer, self.length, count)
             if len(documents) < count:

@@ -29,6 +29,7 @@ A step is 500 words of an essay, 25 lines (niah), 10 sentences (vt), words (cwe)
 
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cache
@@ -45,13 +46,17 @@ from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
 from kvbench.tasks.ruler.texts import RulerTexts, load_texts
 from kvbench.tasks.ruler.variable_tracking import VT
 from kvbench.tasks.ruler.word_counts import WORDS
-from kvbench.validation import SettingError, require_choice, require_int, resolve_subtasks
+from kvbench.threads import map_in_threads
+from kvbench.validation import SettingError, require_choice, require_int, require_length, resolve_subtasks
 
 FAMILIES: tuple[Family, ...] = (*NIAH, *VT, *WORDS, *QA)
 SUBTASKS = tuple(family.name for family in FAMILIES)
 GENERATORS = ("synthetic_prose.py", "synthetic_qa.py")  # of tasks/common
-FITS = ("fill", "upstream")
+UPSTREAM = "upstream"
+FITS = ("fill", UPSTREAM)
+Least = Callable[[int], int]  # index of a sample -> tokens of its shortest prompt
 Fitted = Callable[[int], tuple[int, dict[str, Any]]]  # index of a sample -> its units and draws
+Make = Callable[[int], Sample]  # index of a sample -> the sample
 
 
 def draw_sample(
@@ -105,7 +110,7 @@ class Ruler:
         object.__setattr__(self, "per_subtask", samples)
 
     def check(self) -> None:
-        """Check the settings. This needs no tokenizer, so `samples` may still find a length too small.
+        """Check the settings. Only a tokenizer shows which subtasks fit into the length: `samples` refuses the others.
 
         Raises:
             SettingError: A setting is invalid, or a file cannot be used.
@@ -115,30 +120,36 @@ class Ruler:
         require_choice("task.fit", self.fit, FITS)
         if self.limit is not None:
             require_int("limit", self.limit, 1)
-        chosen, texts = self._chosen(), self._texts()
-        for family in map(_find_family, chosen):
-            # No tokenizer makes fewer tokens than there are words.
-            least = len(self._smallest(family, texts).prompt.split()) + family.new_tokens
-            if self.length < least:
-                raise SettingError(f"task.length={self.length}: at least {least} for {family.name}")
+        self._chosen(), self._texts()
 
     def fingerprint(self) -> str:
         """Hash the texts and the prompt strings."""
         return hash_parts(self._texts().fingerprint, load_wordings().fingerprint())
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Yield the samples subtask by subtask. A few are drawn ahead. The cache keeps those that were yielded."""
+        """Yield the samples subtask by subtask. A few are drawn ahead. The cache keeps those that were yielded.
+
+        Raises:
+            SettingError: A subtask does not fit into the length. The message names all that do not, and those that do.
+        """
         texts, count = self._texts(), self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
         folder = Path(__file__).parent
         sources = sorted([*folder.glob("*.py"), *map((folder.parent / "common").joinpath, GENERATORS)])
         made_of = (self.fingerprint(), hash_tokenizer(tokenizer), *(file.read_text("utf-8") for file in sources))
         chat = bool(getattr(tokenizer, "chat_template", None))
+        needs, found = {}, []
         for family in map(_find_family, self._chosen()):
             reserved = template_tokens * (family.turns if chat else 1)
             key = hash_parts(family.name, str(self.length), self.fit, str(self.seed), str(reserved), *made_of)
             path = Path(self.cache, f"{key}.jsonl") if self.cache else None
-            make = self._maker(family, texts, tokenizer, reserved)
-            yield from read_or_make(path, f"{family.name}/{self.length}", count, make)
+            least, make = self._maker(family, texts, tokenizer, reserved)
+            # What is in the cache fits. Upstream's sizes come from a long search, so one sample stands for the others.
+            tried = 0 if path and path.is_file() else 1 if self.fit == UPSTREAM else count
+            needs[family.name] = max(map_in_threads(least, range(tried)), default=0) + reserved + family.new_tokens
+            found.append((family.name, path, make))
+        require_length("task.length", self.length, self.length, needs, self._why)
+        for name, path, make in found:
+            yield from read_or_make(path, f"{name}/{self.length}", count, make)
 
     def score(self, sample: Sample, output: str) -> Graded:
         """Score by string_match_all, the share of the references in the output, or string_match_part, any of them."""
@@ -157,18 +168,14 @@ class Ruler:
     def _texts(self) -> RulerTexts:
         return load_texts(self.haystack_path, self.qa_path)
 
-    def _smallest(self, family: Family, texts: RulerTexts) -> RenderedPrompt:
-        least = family.least(texts, self.length, 0)
-        return family.render(family.draw(least, random.Random(0), texts, self.length, index=0), texts)
-
-    def _maker(self, family: Family, texts: RulerTexts, tokenizer: Tokenizer, reserved: int) -> Callable[[int], Sample]:
-        """Return the function that makes sample `index` of a subtask. `reserved` counts the chat template's tokens."""
+    def _maker(self, family: Family, texts: RulerTexts, tokenizer: Tokenizer, reserved: int) -> tuple[Least, Make]:
+        """Return the functions that size and make sample `index`. `reserved` counts the chat template's tokens."""
         room = self.length - reserved - family.new_tokens
 
         def tokens(prompt: str) -> int:
             return len(tokenizer.encode(prompt, add_special_tokens=False))
 
-        fitted = (self._upstream if self.fit == "upstream" else self._fill)(family, texts, tokens, room)
+        least, fitted = (self._upstream if self.fit == UPSTREAM else self._fill)(family, texts, tokens, room)
 
         def make(index: int) -> Sample:
             units, draws = fitted(index)
@@ -186,30 +193,36 @@ class Ruler:
                 solved=prompt.solved,
             )
 
-        return make
+        return least, make
 
-    def _fill(self, family: Family, texts: RulerTexts, tokens: Callable[[str], int], room: int) -> Fitted:
+    def _fill(self, family: Family, texts: RulerTexts, tokens: Callable[[str], int], room: int) -> tuple[Least, Fitted]:
         """Give each sample as many units as fit. All sizes of a sample are tried with the same draws."""
-        fixed = family.fixed(tokens)
+        fixed, step = family.fixed(tokens), family.step(self.length)
+
+        def drawn(index: int, steps: int) -> tuple[int, dict[str, Any]]:
+            units = family.least(texts, self.length, index) + steps * step
+            rng = self._generator(family, index)
+            return units, family.draw(units, rng, texts, self.length, index=index, **fixed)
+
+        @cache
+        def least(index: int) -> int:
+            return tokens(family.render(drawn(index, 0)[1], texts).prompt)
 
         def fitted(index: int) -> tuple[int, dict[str, Any]]:
-            least, step = family.least(texts, self.length, index), family.step(self.length)
-
-            def drawn(steps: int) -> dict[str, Any]:
-                rng = self._generator(family, index)
-                return family.draw(least + steps * step, rng, texts, self.length, index=index, **fixed)
-
             def cost(steps: int) -> int:
-                return tokens(family.render(drawn(steps), texts).prompt)
+                return tokens(family.render(drawn(index, steps)[1], texts).prompt) if steps else least(index)
 
-            steps = fit_units(cost, (family.most(texts) - least) // step, room)
+            most = family.most(texts) - family.least(texts, self.length, index)
+            steps = fit_units(cost, most // step, room)
             if steps is None:
-                raise self._too_short(family, self.length - room + cost(0))
-            return least + steps * step, drawn(steps)
+                raise self._too_short(family, self.length - room + least(index))
+            return drawn(index, steps)
 
-        return fitted
+        return least, fitted
 
-    def _upstream(self, family: Family, texts: RulerTexts, tokens: Callable[[str], int], room: int) -> Fitted:
+    def _upstream(
+        self, family: Family, texts: RulerTexts, tokens: Callable[[str], int], room: int
+    ) -> tuple[Least, Fitted]:
         """Give samples the units of upstream's scripts: one search for all samples, then steps down for each."""
         reserved = self.length - family.new_tokens - room  # upstream counts the chat template in the prompt
 
@@ -227,28 +240,37 @@ class Ruler:
 
             return family.size(cost, self.length, self.length - family.new_tokens - shown), fixed
 
-        def fitted(index: int) -> tuple[int, dict[str, Any]]:
-            (first, fixed), step, needed = chosen(), family.increment(self.length), []
+        def tried(index: int) -> tuple[int, int, dict[str, Any]]:
+            """Return the tokens of the shortest prompt, and the units and draws of the last one."""
+            (first, fixed), step, shortest = chosen(), family.increment(self.length), sys.maxsize
             rng = self._generator(family, index)
             for units in step_down(first, step, family.floor(texts, index)):
                 own = rng if family.redraws else self._generator(family, index)
                 draws = family.draw(units, own, texts, self.length, index=index, **fixed)
-                needed.append(tokens(family.render(draws, texts).prompt))
-                if needed[-1] <= room:
-                    return units, draws
-            raise self._too_short(family, self.length - room + min(needed))
+                shortest = min(shortest, tokens(family.render(draws, texts).prompt))
+                if shortest <= room:
+                    break
+            return shortest, units, draws
 
-        return fitted
+        def fitted(index: int) -> tuple[int, dict[str, Any]]:
+            shortest, units, draws = tried(index)
+            if shortest > room:
+                raise self._too_short(family, self.length - room + shortest)
+            return units, draws
+
+        return lambda index: tried(index)[0], fitted
 
     def _generator(self, family: Family, of: int | str) -> random.Random:
         """Return the generator of a sample, by its index, or of the search before all samples, ``fit``."""
         return random.Random(f"{self.seed}/{family.name}/{self.length}/{of}")
 
     def _too_short(self, family: Family, needed: int) -> SettingError:
-        return SettingError(
-            f"task.length={self.length}: at least {needed} for {family.name} with this tokenizer"
-            + (", as task.fit=upstream draws it" if self.fit == "upstream" else "")
-        )
+        return SettingError(f"task.length={self.length}: at least {needed} for {family.name} {self._why}")
+
+    @property
+    def _why(self) -> str:
+        """What a message says behind the tokens that a subtask needs."""
+        return "with this tokenizer" + (", as task.fit=upstream draws it" if self.fit == UPSTREAM else "")
 
 
 def _find_family(name: str) -> Family:

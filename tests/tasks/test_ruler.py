@@ -49,6 +49,7 @@ from kvbench.tasks.ruler.templates import load_wordings
 from kvbench.tasks.ruler.texts import RulerTexts
 from kvbench.tasks.ruler.variable_tracking import draw_chain, fit_example
 from kvbench.validation import SettingError
+from tests.support.command_line import assert_refused, run_cli
 from tests.support.repository import ROOT
 from tests.support.selection import choose_quick
 
@@ -279,7 +280,7 @@ def test_upstreams_fit_stops_at_the_words_that_there_are(tokenizer):
     few = ruler(subtasks="ruler_cwe", length=2048, fit="upstream", samples=1)
     family = family_of("ruler_cwe")
     pool = replace(generated(), pool=generated().pool[:4100])
-    fitted = few._upstream(family, pool, lambda text: len(text.split()) // 32, 1900)
+    _, fitted = few._upstream(family, pool, lambda text: len(text.split()) // 32, 1900)
     units, draws = fitted(0)
     assert units == 4100 and len(set(draws["words"])) == 4100
 
@@ -931,9 +932,6 @@ def test_a_tokenizer_without_a_backend_is_known_by_its_vocabulary():
         ({"fit": "lm_eval"}, "task.fit=lm_eval: choose one of fill, upstream"),
         ({"fit": None}, "task.fit=null: choose one of fill, upstream"),
         ({"length": "4k"}, "task.length=4k: a whole number of at least 1"),
-        ({"length": 150}, "task.length=150: at least "),
-        ({"length": 350, "subtasks": "ruler_vt"}, "task.length=350: at least "),
-        ({"length": 60, "subtasks": "ruler_fwe"}, "task.length=60: at least "),
         (
             {"haystack_path": "{}/absent.txt"},
             "task.haystack_path={}/absent.txt: a readable file, but absent.txt is not (",
@@ -977,6 +975,32 @@ def test_a_length_that_only_the_tokenizer_shows_too_small_names_what_is_needed(t
         list(task.samples(tokenizer, 20, 4096))
     needed = int(str(error.value).split("at least ")[1].split()[0])
     assert len(list(replace(task, samples=1, length=needed + 20).samples(tokenizer, 20, 4096))) == 1
+
+
+def test_all_subtasks_that_do_not_fit_are_named_at_once_with_those_that_do(tokenizer):
+    """Before the first sample, also where a later sample is the one that does not fit."""
+    with pytest.raises(SettingError) as error:
+        next(ruler(length=512, samples=2).samples(tokenizer, 1, 4096))
+    line, _, fit = str(error.value).partition(" with this tokenizer; what fits: task.subtasks=")
+    short = dict(own.split(" for ")[::-1] for own in line.removeprefix("task.length=512: at least ").split(", "))
+    assert list(short) == ["ruler_vt", "ruler_cwe", "ruler_qa_hotpot"]
+    assert fit.strip("[]").split(",") == [name for name in SUBTASKS if name not in short]
+    some = ruler(length=max(map(int, short.values())), subtasks=list(short), samples=2)
+    assert len(list(some.samples(tokenizer, 1, 4096))) == 6
+    first = ruler(length=100, subtasks="niah_multikey_3", samples=1)
+    with pytest.raises(SettingError) as error:
+        next(first.samples(tokenizer, 1, 4096))
+    least = int(str(error.value).split("at least ")[1].split()[0])
+    assert next(replace(first, samples=1, length=least).samples(tokenizer, 1, 4096))
+    with pytest.raises(SettingError, match=rf"^task.length={least}: at least \d+ for niah_multikey_3 with this tok"):
+        next(replace(first, samples=40, length=least).samples(tokenizer, 1, 4096))
+
+
+def test_a_length_that_is_too_short_is_refused_before_weights_load(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    found = run_cli(["task=ruler", "task.length=512", "task.samples=1", "device=cpu"], monkeypatch, capsys)
+    assert_refused(found, "task.length=512: at least 831 for ruler_vt, ", tmp_path)
 
 
 def test_good_settings_pass():

@@ -126,6 +126,17 @@ def test_a_length_at_which_lm_eval_would_not_end_is_refused(tokenizer, name):
         made(tokenizer, name, length=130)
 
 
+def test_all_subtasks_that_do_not_fit_are_named_at_once_with_those_that_do(tokenizer):
+    said = (
+        r"^task.length=400: at least \d+ for ruler_vt, \d+ for ruler_cwe with this tokenizer; what fits: task.subtasks="
+    )
+    with pytest.raises(SettingError, match=said) as error:
+        made(tokenizer, length=400)
+    fit = str(error.value).partition("[")[2].strip("]").split(",")
+    assert fit == ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_fwe"]
+    assert len(made(tokenizer, *fit, length=400, samples=1)) == 4
+
+
 BAD = {
     "task.subtasks=niah": "task.subtasks=niah: choose one of offline, all, niah_single_1",
     "task.subtasks=[ruler_vt,ruler_vt]": "task.subtasks=['ruler_vt', 'ruler_vt']: offline, all",
