@@ -52,7 +52,7 @@ from kvbench.tasks.longbench.subtasks import (
     find_interval,
 )
 from kvbench.tasks.longbench.truncation import truncate_middle
-from kvbench.validation import SettingError, require_choice, require_int
+from kvbench.validation import SettingError, require_choice, require_int, require_length
 
 E = "e"
 OFFICIAL, LM_EVAL = "official", "lm_eval"
@@ -124,17 +124,24 @@ class LongBench:
         return self._fingerprint
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Yield the samples by rows of the table, in the order of the data. `limit` counts samples of such a row."""
+        """Yield the samples by rows of the table, in the order of the data. `limit` counts samples of such a row.
+
+        Raises:
+            SettingError: Prompts are longer than the model takes. The message names all their subtasks.
+        """
         series = sys.maxsize if self.protocol == LM_EVAL else longest // 1024 * 1000 - 500
         most = self.max_length if self.max_length is not None else series
         if most < 2:
             raise SettingError(f"task.max_length=null: a model that takes {longest} tokens needs a number here")
-        for part, subtask, rows in self._parts:
-            for row in rows[: self.limit]:
-                sample = self._sample(part, subtask, row, tokenizer, most)
-                if most + template_tokens + subtask.new_tokens > longest:
-                    self._check_fit(sample, tokenizer, template_tokens, longest)
-                yield sample
+        made = (
+            self._sample(part, subtask, row, tokenizer, most)
+            for part, subtask, rows in self._parts
+            for row in rows[: self.limit]
+        )
+        if most + template_tokens + max(own.new_tokens for own in self._chosen) > longest:
+            yield from self._check_fit(list(made), tokenizer, template_tokens, longest)
+        else:
+            yield from made
 
     def reference(self, sample: Sample) -> str:
         """Return the first of the right answers."""
@@ -219,16 +226,14 @@ class LongBench:
             min_new_tokens=1 if samsum else 0,
         )
 
-    def _check_fit(self, sample: Sample, tokenizer: Tokenizer, template_tokens: int, longest: int) -> None:
-        """Raise a SettingError if prompt, chat template and answer have more tokens than the model takes."""
-        text = sample.context + sample.question
-        if sample.chat:
-            need = len(tokenizer.encode(text, add_special_tokens=False)) + template_tokens
-        else:
-            need = len(tokenizer.encode(text))
-        need += sample.max_new_tokens
-        if need > longest:
-            raise SettingError(
-                f"task.max_length={'null' if self.max_length is None else self.max_length}: {sample.uid} needs {need} "
-                f"tokens with its answer, the model takes {longest}; give a smaller number"
-            )
+    def _check_fit(self, made: list[Sample], tokenizer: Tokenizer, template_tokens: int, longest: int) -> list[Sample]:
+        """Return the samples; raise a SettingError that names all subtasks with a sample that is too long."""
+        needs: dict[str, int] = {}
+        for sample in made:
+            text, name = sample.context + sample.question, sample.subtask.partition("/")[0]
+            ids = tokenizer.encode(text, add_special_tokens=False) if sample.chat else tokenizer.encode(text)
+            need = len(ids) + (template_tokens if sample.chat else 0) + sample.max_new_tokens
+            needs[name] = max(need, needs.get(name, 0))
+        why = f"with the answer, the model takes {longest} tokens; give a smaller number"
+        require_length("task.max_length", self.max_length, longest, needs, why)
+        return made
