@@ -245,8 +245,8 @@ def build(group: str, resolved: Mapping[str, Any]) -> Any:
         raise SettingError(f"{group}={resolved.get('name')}: {error.__cause__ or error}".splitlines()[0]) from error
 
 
-class ImportTimeout(BaseException):
-    """An import took too long. As a BaseException, it passes through `except Exception` in the imported module."""
+class TimeLimitReached(BaseException):
+    """Code of others took too long. As a BaseException, it passes through their `except Exception`."""
 
 
 def load_class(owner: str, target: str) -> Any:
@@ -267,7 +267,7 @@ def load_class(owner: str, target: str) -> Any:
     try:
         with limit_seconds(IMPORT_SECONDS), redirect_stdout(printed):
             return getattr(import_module(module), name)
-    except ImportTimeout:
+    except TimeLimitReached:
         reason = f"takes longer than {IMPORT_SECONDS} s to import"
     except SystemExit:
         reason = "ends the program when it is imported"
@@ -281,7 +281,7 @@ def load_class(owner: str, target: str) -> Any:
 
 @contextmanager
 def limit_seconds(seconds: float) -> Iterator[None]:
-    """Raise `ImportTimeout` inside this context after some seconds.
+    """Raise `TimeLimitReached` inside this context after some seconds.
 
     There is no limit in other threads than the main one, because only the main thread receives signals.
     """
@@ -290,7 +290,7 @@ def limit_seconds(seconds: float) -> Iterator[None]:
         return
 
     def end(*_: object) -> None:
-        raise ImportTimeout
+        raise TimeLimitReached
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -5,12 +5,14 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
+from kvbench.config.catalogue import TimeLimitReached, limit_seconds
 from kvbench.interfaces.observation import PromptEncoder
 from kvbench.models.encoding import encode_text
 from kvbench.validation import SettingError, summarize
 
 DAY = "26 Jul 2024"  # a prompt must not change with the date; this is Llama 3's default
 TODAY = {"date_string": DAY, "strftime_now": lambda form: DAY}  # arguments of a chat template
+TEMPLATE_SECONDS = 5  # limit for rendering a template; a usual one takes a millisecond
 THOUGHT_END = "</think>"
 TURNS = ("user", "assistant", "user")  # the messages of a conversation whose second answer is due
 
@@ -114,7 +116,10 @@ def _render_parts(
         contents = [[{"type": "text", "text": text}] if wrapped else text for text in texts]
         messages = [{"role": role, "content": own} for role, own in zip(roles, contents, strict=True)]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **TODAY)
+            with limit_seconds(TEMPLATE_SECONDS):  # not in threads, but the first sample is encoded in none
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **TODAY)
+        except TimeLimitReached:
+            raise SettingError(f"model: its chat template takes longer than {TEMPLATE_SECONDS} s") from None
         except Exception as error:  # the template is data and may fail in any way
             raise SettingError(f"model: its chat template cannot be rendered ({summarize(error)})") from None
         if all(text.count(mark) == 1 for mark in marks):

@@ -208,3 +208,12 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_embeddings_is_refused()
     more = [replace(samples[0], uid="t", chat=True)]
     with pytest.raises(SettingError, match=r"^task: t contains <\|im_end\|>, for which the model has no embedding$"):
         _ = Resources(make_run(tokenizer, len(tokenizer) - 1, more)).prompts
+
+
+def test_a_template_without_an_end_is_refused_after_some_seconds(monkeypatch):
+    monkeypatch.setattr("kvbench.models.chat_template.TEMPLATE_SECONDS", 0.05)
+    tokenizer = make_tokenizer("bytes")
+    loop = "{% for i in range(99999) %}"
+    tokenizer.chat_template = f"{3 * loop}{{{{ i }}}}{3 * '{% endfor %}'}"
+    with pytest.raises(SettingError, match=r"^model: its chat template takes longer than 0.05 s$"):
+        count_template_tokens(tokenizer)
