@@ -32,6 +32,7 @@ from kvbench.validation import ContractError, SettingError, format_value, requir
 IMPORT_SECONDS = 60  # limit for importing the module of a method, an allocator, a codec or a task
 SHAPES = CONF / "model" / "shapes"
 NO_SETTINGS = ("presets", "_style_")  # keys of a file that no run depends on: what it offers, and its look on charts
+SYSTEM = "system"  # a setting of every task, which the runner follows
 OUTER_REFERENCE = re.compile(rb"\$\{(?!\.[^.])")  # `${seed}`, `${..seed}`; but not `${.preset}`
 # Resolving parses every interpolation, which takes longer than all other checks of a cell. Most cells of a sweep share
 # the settings of a group, which are resolved once if they refer to nothing outside the group: pickled -> resolved.
@@ -214,11 +215,12 @@ def task_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a task's settings as a run's identity contains them.
 
     Paths do not count, because the identity covers the data behind them. The temperature does not count, because it is
-    one of the sampling settings. A variant that is null does not count, so that runs of before it could be chosen keep
-    their names.
+    one of the sampling settings. A variant or a system prompt that is null does not count, so that runs of before it could
+    be chosen keep their names.
     """
     skipped = [key for key in settings if key in ("cache", "path") or key.endswith("_path")]
-    skipped += ["_target_", "preset", "temperature", *(["variant"] if settings.get("variant") is None else [])]
+    skipped += ["_target_", "preset", "temperature"]
+    skipped += [key for key in ("variant", SYSTEM) if settings.get(key) is None]
     return {key: value for key, value in settings.items() if key not in skipped}
 
 
@@ -229,6 +231,8 @@ def build(group: str, resolved: Mapping[str, Any]) -> Any:
         SettingError: The class cannot be imported, or it refuses a value.
     """
     args = {key: value for key, value in resolved.items() if key not in ("preset", "presets")}
+    if group == "task":
+        args.pop(SYSTEM, None)
     if "base" in args:
         try:
             args["base"] = build(group, args["base"])

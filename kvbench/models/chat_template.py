@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,54 @@ DAY = "26 Jul 2024"  # a prompt must not change with the date; this is Llama 3's
 TODAY = {"date_string": DAY, "strftime_now": lambda form: DAY}  # arguments of a chat template
 TEMPLATE_SECONDS = 5  # limit for rendering a template; a usual one takes a millisecond
 THOUGHT_END = "</think>"
+SYSTEM_ROLE = (
+    "{{% set messages = [{{'role': 'system', 'content': {text} if messages[0].content is string else "
+    "[{{'type': 'text', 'text': {text}}}]}}] + messages %}}\n"
+)
+SYSTEM_IN_MESSAGE = (
+    "{{% set messages = [{{'role': messages[0].role, 'content': ({spaced} if messages[0].content is string else "
+    "[{{'type': 'text', 'text': {spaced}}}]) + messages[0].content}}] + messages[1:] %}}\n"
+)
 TURNS = ("user", "assistant", "user")  # the messages of a conversation whose second answer is due
+
+
+def settle_template(tokenizer: Any, system: str | None, thinking: str | None) -> tuple[Any, bool]:
+    """Return a tokenizer whose chat template begins with a system prompt and thinks, or does not.
+
+    Assignments in front of the template do that, so that whoever renders it need not know.
+
+    Args:
+        tokenizer: The model's tokenizer. It does not change.
+        system: The system prompt, or None. Where the template has no system role, the first message begins with it.
+        thinking: "on" and "off" set `enable_thinking`; None leaves it to the template.
+
+    Returns:
+        The tokenizer, and whether the system prompt is part of the first message.
+
+    Raises:
+        SettingError: There is no template, it does not know `enable_thinking`, or it shows no system prompt.
+    """
+    setting = f"model.thinking={thinking}" if thinking else f"task.system={system}"
+    if system is None and thinking is None:
+        return tokenizer, False
+    if not getattr(tokenizer, "chat_template", None):
+        raise SettingError(f"{setting}: the model has no chat template; null")
+    split_template(tokenizer)  # refuses what cannot be rendered
+    template, own = tokenizer.get_chat_template(), copy(tokenizer)
+    if thinking:
+        if "enable_thinking" not in template:
+            raise SettingError(f"{setting}: the model's chat template does not know enable_thinking; null")
+        template = own.chat_template = (
+            f"{{% set enable_thinking = {'true' if thinking == 'on' else 'false'} %}}\n{template}"
+        )
+    if system is None:
+        return own, False
+    for merged, form in ((False, SYSTEM_ROLE), (True, SYSTEM_IN_MESSAGE)):
+        own.chat_template = form.format(text=repr(system), spaced=repr(f"{system}\n\n")) + template
+        with suppress(SettingError):  # many templates without the role raise an error
+            if system.strip() in split_template(own)[0]:
+                return own, merged
+    raise SettingError(f"{setting}: the model's chat template does not show it; null")
 
 
 def split_template(tokenizer: Any) -> tuple[str, str]:

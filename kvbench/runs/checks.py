@@ -64,6 +64,9 @@ def check_settings(config: DictConfig, tasks: dict[str, Task] | None = None) -> 
     require_choice("model.compile", config.model.compile, ("auto", "off"))
     for name in ("sweep.share_prefill", "sweep.share_decoding"):
         require_choice(name, OmegaConf.select(config, name), (True, False))
+    require_choice("model.thinking", OmegaConf.select(config, "model.thinking"), (None, "on", "off"))
+    if (system := settings.get(catalogue.SYSTEM)) is not None and (not isinstance(system, str) or not system.strip()):
+        raise SettingError(f"task.system={format_value(system)}: a text, or null")
     require_choice("question", config.question, ("visible", "hidden"))
     require_choice("device", config.device, ("auto", "cpu", "cuda"))
     require_choice("dtype", config.dtype, ("auto", *DTYPES))
@@ -81,6 +84,8 @@ def check_settings(config: DictConfig, tasks: dict[str, Task] | None = None) -> 
     require_choice("fidelity", fidelity := OmegaConf.select(config, "fidelity", default=False), (True, False))
     if fidelity and not hasattr(task, "reference"):
         raise SettingError(f"fidelity=true: task={settings['name']} has no reference answers; use fidelity=false")
+    if system is not None and getattr(task, "measures", False):
+        raise SettingError(f"task.system={system}: task={settings['name']} reads random tokens; null")
     if getattr(task, "measures", False) and method.get("budget_setting") is not None:
         raise SettingError(
             f"method={method['name']}: task={settings['name']} reads random tokens, whose scores say nothing about how "

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
-from kvbench.models.chat_template import count_template_tokens, find_end
+from kvbench.models.chat_template import count_template_tokens, find_end, settle_template
 from kvbench.models.encoding import find_appended, find_ids_beyond
 from kvbench.models.loading import find_stop_tokens
 from kvbench.runs.prompt import Prompt, encode_all
@@ -52,12 +52,13 @@ class Resources:
         before, rehearsed = self.run, set()
         loaded: dict[str, Any] = {}
         same = run.checkpoint == before.checkpoint
-        if same:
+        if same and (run.system, run.thinking) == (before.system, before.thinking):
             loaded |= {name: own for name, own in self.loaded.items() if name in ("tokenizer", "beyond")}
         if same and (run.dtype, run.device) == (before.dtype, before.device) and "model" in self.loaded:
             loaded |= {name: own for name, own in self.loaded.items() if name in ("model", "ends")}
             rehearsed = self.rehearsed
-        if same and run.task_settings == before.task_settings and "prompts" in self.loaded:
+        asked = run.thinking == before.thinking and run.task_settings == before.task_settings
+        if same and asked and "prompts" in self.loaded:
             loaded["prompts"] = self.loaded["prompts"]
             run = replace(run, task=before.task)  # only the task that made the samples can score them
         alike = run.baseline().value == before.baseline().value
@@ -79,15 +80,17 @@ class Resources:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer.
+        """The checkpoint's tokenizer, whose chat template shows the run's system prompt.
 
         Raises:
-            SettingError: The model has no embeddings for its ids.
+            SettingError: The model has no embeddings for its ids, or the chat template cannot do what settings ask for.
         """
 
         @spend("loading")
         def load() -> Any:
-            found = self.run.checkpoint.tokenizer()
+            found, merged = settle_template(self.run.checkpoint.tokenizer(), self.run.system, self.run.thinking)
+            if merged:
+                self._say("its chat template has no system role; task.system stands in front of the first message")
             self._find_beyond(found)
             if appended := find_appended(found):
                 self._say(f"its tokenizer appends {found.decode(appended)} to every text; prompts are read without it")
@@ -162,6 +165,8 @@ class Resources:
             longest = self.run.checkpoint.longest()
             samples = self.run.task.samples(self.tokenizer, count_template_tokens(self.tokenizer), longest)
             found = encode_all(self.tokenizer, samples)
+            if self.run.system is not None and not any(sample.chat for sample, _ in found.values()):
+                raise SettingError("task.system: no sample of this task is read with the chat template; null")
             if beyond := self._find_beyond(self.tokenizer):
                 for uid, (_, prompt) in found.items():
                     if used := beyond.intersection(prompt.ids):

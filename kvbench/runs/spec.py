@@ -67,6 +67,7 @@ class RunSpec:
     dtype: str
     max_batch: int
     fidelity: bool = False  # also compare predictions with the full cache's (kvbench.runs.fidelity)
+    thinking: str | None = None  # what the chat template is told: "on" or "off"
     compile: bool = True  # decode in a CUDA graph where that is possible
     shares_decoding: bool = field(default=False, compare=False)  # with the other runs of a sweep, on a GPU
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed
@@ -118,6 +119,7 @@ class RunSpec:
             dtype=choose_dtype(config.dtype, device),
             max_batch=config.max_batch,
             fidelity=OmegaConf.select(config, "fidelity", default=False),  # older records have no such setting
+            thinking=OmegaConf.select(config, "model.thinking"),  # nor this
             compile=config.model.compile == "auto",
             shares_decoding=device != "cpu" and OmegaConf.select(config, "sweep.share_decoding", default=False),
             settings=checked.settings,
@@ -164,6 +166,11 @@ class RunSpec:
     def measures(self) -> bool:
         """Whether the task measures cost on random tokens. Such a task has no samples."""
         return getattr(self.task, "measures", False)
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt."""
+        return self.task_settings.get(catalogue.SYSTEM)
 
     @property
     def sampling(self) -> Any:
@@ -232,8 +239,8 @@ class RunSpec:
             where["device_map"] = self.checkpoint.device_map
         own = {"fidelity": True} if self.fidelity else {}
         model: dict[str, Any] = {"name": self.checkpoint.name, "identity": self.checkpoint.identity()}
-        if self.checkpoint.most is not None:
-            model["longest"] = self.checkpoint.most
+        model |= {} if self.checkpoint.most is None else {"longest": self.checkpoint.most}
+        model |= {} if self.thinking is None else {"thinking": self.thinking}
         return own | {
             "model": model,
             **plain,

@@ -235,7 +235,7 @@ class RulerLmEval:
             if (least := (port := PORTS[name]).least) is None:
                 continue
             explained = explain_errors(f"task.subtasks={name}", "lm-eval cannot make it")
-            with explained, silence_output(), seed_generators(self.seed):
+            with explained, silence_output(), use_hub(), seed_generators(self.seed):
                 needs[name] = least(_module(port.module), tokenizer, self.length)
         require_length("task.length", self.length, self.length, needs, "with this tokenizer")
 

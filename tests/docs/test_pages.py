@@ -67,8 +67,8 @@ def test_every_choice_has_a_section_with_its_presets():
 def test_the_settings_of_a_run_are_described():
     text = (ROOT / "docs" / "settings.md").read_text()
     config = OmegaConf.load(catalogue.CONF / "config.yaml")
-    names = [name for name in config if name not in ("defaults", "hydra", "model", "sweep")]
-    names += [f"{group}.{name}" for group in ("model", "sweep") for name in config[group]]
+    names = [name for name in config if name not in ("defaults", "hydra", "model", "task", "sweep")]
+    names += [f"{group}.{name}" for group in ("model", "task", "sweep") for name in config[group]]
     for name in names:
         assert re.search(rf"^\| .*`{re.escape(name)}`.* \|", text, re.MULTILINE), name
 

@@ -10,11 +10,14 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from kvbench.config.compose import compose_config
 from kvbench.integrations.lm_eval_model import KVBenchLM
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import count_template_tokens
+from kvbench.runs.checks import check_settings
 from kvbench.runs.prompt import encode, encode_all
 from kvbench.runs.resources import Resources
+from kvbench.runs.spec import RunSpec
 from kvbench.training.query_filters import split_text
 from kvbench.validation import SettingError
 from tests.support.conversations import ASKED, CONTEXT, make_turns
@@ -136,13 +139,14 @@ def test_what_a_template_strips_from_a_message_is_no_part_of_the_context(templat
         assert sample.context[begin:end].strip() == piece.strip()
 
 
-def make_run(tokenizer, embeddings: int = 1000, samples=()) -> SimpleNamespace:
+def make_run(tokenizer, embeddings: int = 1000, samples=(), system=None, thinking=None) -> SimpleNamespace:
     """What loading needs of a run."""
     checkpoint = SimpleNamespace(
         name="mine", path="/mine", longest=lambda: 1000, tokenizer=lambda: tokenizer,
         config=lambda: LlamaConfig(vocab_size=embeddings),
     )  # fmt: skip
-    return SimpleNamespace(checkpoint=checkpoint, task=SimpleNamespace(samples=lambda *_: samples))
+    task = SimpleNamespace(samples=lambda *_: samples)
+    return SimpleNamespace(checkpoint=checkpoint, task=task, system=system, thinking=thinking)
 
 
 def test_an_end_that_the_tokenizer_appends_stands_in_no_prompt_and_is_said_once(capsys):
@@ -217,3 +221,84 @@ def test_a_template_without_an_end_is_refused_after_some_seconds(monkeypatch):
     tokenizer.chat_template = f"{3 * loop}{{{{ i }}}}{3 * '{% endfor %}'}"
     with pytest.raises(SettingError, match=r"^model: its chat template takes longer than 0.05 s$"):
         count_template_tokens(tokenizer)
+
+
+NO_ROLE = "{% if messages[0].role == 'system' %}{{ raise_exception('no such role') }}{% endif %}" + TRIM
+SYSTEM = 'Say "it\'s {{ odd }} %}".\n\tNothing else ✓.'
+
+
+@pytest.mark.parametrize(
+    ("template", "shown", "line"),
+    [
+        (CHATML, f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n\n Who?<|im_end|>\n", ""),
+        (
+            NO_ROLE, f"<|im_start|>user\n{SYSTEM}\n\n\n Who?<|im_end|>\n",
+            "kvbench: model=mine: its chat template has no system role; "
+            "task.system stands in front of the first message\n",
+        ),
+    ],
+)  # fmt: skip
+def test_a_system_prompt_stands_in_front(capsys, template, shown, line):
+    own = make_tokenizer("bytes")
+    own.chat_template = template
+    [sample] = samples = [Sample("s", "s", "\n ", "Who?", "", (), 1)]
+    bench = Resources(make_run(own, samples=samples, system=SYSTEM))
+    text = bench.tokenizer.decode(bench.prompts["s"][1].ids)
+    assert text == f"{shown}<|im_start|>assistant\n" and own.chat_template == template
+    assert capsys.readouterr().err == line
+    with pytest.raises(
+        SettingError, match=r"^task.system: no sample of this task is read with the chat template; null$"
+    ):
+        _ = Resources(make_run(own, samples=[replace(sample, chat=False)], system=SYSTEM)).prompts
+
+
+THINKS = CHATML.replace(
+    "assistant\n{%", "assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{%"
+)
+
+
+@pytest.mark.parametrize(("thinking", "opens"), [("on", ""), ("off", "<think>\n\n</think>\n\n"), (None, "")])
+def test_a_template_is_told_whether_to_think(thinking, opens):
+    """Templates leave out an earlier answer's thought. What was read stays, and the record says so."""
+    own = make_tokenizer("bytes")
+    own.chat_template = THINKS
+    prompts = Resources(make_run(own, samples=make_turns(), thinking=thinking)).prompts.values()
+    texts = [own.decode(prompt.ids) for _, prompt in prompts]
+    assert [text.count("<think>") for text in texts] == ([1, 2, 3] if opens else [0, 0, 0])
+    assert all(text.endswith(f"<|im_start|>assistant\n{opens}") for text in texts)
+    thought = len(own.encode(opens))
+    assert [prompt.retokenized for _, prompt in prompts] == [0, thought, 2 * thought]
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "line"),
+    [
+        (None, {"thinking": "on"}, "model.thinking=on: the model has no chat template; null"),
+        (None, {"system": "Be brief."}, "task.system=Be brief.: the model has no chat template; null"),
+        (
+            CHATML,
+            {"thinking": "off"},
+            "model.thinking=off: the model's chat template does not know enable_thinking; null",
+        ),
+    ],
+)
+def test_what_a_template_cannot_do_is_refused(template, asked, line):
+    own = make_tokenizer("bytes")
+    own.chat_template = template
+    with pytest.raises(SettingError) as caught:
+        _ = Resources(make_run(own, **asked)).tokenizer
+    assert str(caught.value) == line
+
+
+def test_only_a_run_that_uses_them_is_named_by_its_system_prompt_and_thinking():
+    def describe(*settings: str) -> tuple[dict, dict]:
+        config = compose_config(["device=cpu", "task=ledger", *settings])
+        value = RunSpec.describe(config, check_settings(config)).value
+        return value["model"], value["task"]
+
+    model, task = describe()
+    assert model.keys() == {"name", "identity"} and "system" not in task
+    assert describe("model.thinking=off", "task.system=brief") == (
+        model | {"thinking": "off"},
+        task | {"system": "brief"},
+    )
