@@ -215,8 +215,8 @@ def task_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a task's settings as a run's identity contains them.
 
     Paths do not count, because the identity covers the data behind them. The temperature does not count, because it is
-    one of the sampling settings. A variant or a system prompt that is null does not count, so that runs of before it could
-    be chosen keep their names.
+    one of the sampling settings. A variant or a system prompt that is null does not count, so that runs of before it
+    could be chosen keep their names.
     """
     skipped = [key for key in settings if key in ("cache", "path") or key.endswith("_path")]
     skipped += ["_target_", "preset", "temperature"]

@@ -91,6 +91,7 @@ class Task(Protocol):
     - `subtask_names`: the names of all possible subtasks. A model's card can then list the subtasks that the model can
       solve (kvbench.analysis.solvable_subtasks).
     - `has_context`: False if there is nothing to cut before the question. question=hidden is then refused.
+    - `reads_thoughts`: True if `score` is given the whole output, not only what follows the last `</think>`.
     - `reference(sample) -> str`: the text of a right answer. fidelity=true needs it and is refused without it.
 
     Samples made from data name their source in `meta["data"]`: "miniature" (made by kvbench in the benchmark's format),

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from itertools import chain
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Graded, Sample
-from kvbench.models.chat_template import make_prompt_encoder, split_template
+from kvbench.models.chat_template import THOUGHT_END, make_prompt_encoder, split_template
 from kvbench.models.transformers_port import watch_numbers
 from kvbench.runs.fidelity import TOKENS, kl_divergence, mean_nll, pack_predictions, predict
 from kvbench.runs.prompt import Prompt
@@ -215,7 +215,12 @@ class Responder:
         return records
 
     def _grade(self, sample: Sample, output: str) -> Graded:
-        """Let the task score an output; ContractError if it returns no score from 0 to 100."""
+        """Let the task score an output; ContractError if it returns no score from 0 to 100.
+
+        A task that does not read thoughts is given what follows the last one.
+        """
+        if not getattr(self.task, "reads_thoughts", False) and THOUGHT_END in output:
+            output = output.rpartition(THOUGHT_END)[2]
         owner = f"task={self.run.task_settings.get('name')}"
         grade = ask(owner, "score", lambda: self.task.score(sample, output), f" of {sample.uid}")
         score = getattr(grade, "score", None)
@@ -383,7 +388,9 @@ class Responder:
         def goes_on(token: Tensor) -> bool:
             nonlocal over
             tokens.append(token)
-            if not like.until:
+            if (
+                not like.until or self.run.thinking == "on"
+            ):  # a thought is decoded to its end; `_output` cuts the answer
                 return True
             ids = torch.stack(tokens[-4 * max(map(len, like.until)) :], dim=1).tolist()  # 4 bytes a character
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -504,18 +511,41 @@ class Responder:
         stop = self.stop.union(sample.ends)
         kept = trim(tokens, stop)
         text, ended = self._text(kept), "eos" if int(kept[-1]) in stop else "length"
-        if any(end in text for end in sample.until):
-            fewest = bisect_left(range(len(kept)), True, key=lambda last: self._is_over(sample, kept[: last + 1]))
-            kept, ended = kept[: fewest + 1], "until"
-            text = text[: min(text.find(end) for end in sample.until if end in text)]
+        if (place := self._find_until(sample, text)) is not None:
+            fewest = self._count_tokens(kept, lambda shorter: self._find_until(sample, shorter) is not None)
+            kept, ended, text = kept[:fewest], "until", text[:place]
         decode_ms = 1000 * (stamps[len(kept) - 1] - stamps[0])
-        return {"output": text, "tokens_out": len(kept), "stop": ended, "decode_ms": decode_ms}
+        lengths = {}
+        if thoughts := text.count(THOUGHT_END):
+            thought = self._count_tokens(kept, lambda shorter: shorter.count(THOUGHT_END) >= thoughts)
+            lengths = {"thought_tokens": thought, "answer_tokens": len(kept) - thought}
+        return {"output": text, "tokens_out": len(kept), "stop": ended, "decode_ms": decode_ms} | lengths
 
-    def _is_over(self, sample: Sample, tokens: Tensor) -> bool:
-        return any(end in self._text(tokens) for end in sample.until)
+    def _find_until(self, sample: Sample, text: str) -> int | None:
+        """Return where the first stop text begins; None if there is none. A thought may contain such texts."""
+        begin = 0
+        if self.run.thinking == "on":
+            begin = len(text) - len(text.partition(THOUGHT_END)[2].lstrip())
+        return min((place for end in sample.until if (place := text.find(end, begin)) >= 0), default=None)
+
+    def _count_tokens(self, tokens: Tensor, holds: Callable[[str], bool]) -> int:
+        """Return the smallest number of tokens whose text meets a condition that the text of all of them meets."""
+        return 1 + bisect_left(range(len(tokens)), True, key=lambda last: holds(self._text(tokens[: last + 1])))
 
     def _text(self, tokens: Tensor) -> str:
-        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        """Decode tokens without special ones, except the one that ends a thought in some tokenizers."""
+        ids, parts = tokens.tolist(), []
+        while self._thought_end in ids:
+            place = ids.index(self._thought_end)
+            parts.append(ids[:place])
+            ids = ids[place + 1 :]
+        return THOUGHT_END.join(self.tokenizer.decode(own, skip_special_tokens=True) for own in (*parts, ids))
+
+    @cached_property
+    def _thought_end(self) -> int | None:
+        """The special token that ends a thought; None if the tokenizer has none."""
+        known = self.tokenizer.added_tokens_decoder.items()
+        return next((token for token, own in known if own.special and own.content == THOUGHT_END), None)
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=next(self.model.parameters()).device)

@@ -27,6 +27,7 @@ PREDICTED = "the same, where `fidelity` is not empty"
 REFERENCE = "the same, of the full cache"
 ASKED_TOGETHER = "records whose question was read beside others"
 RETOKENIZED = "turns before which the tokenizer would give other tokens"
+THOUGHT = "records whose `output` ends a thought with `</think>`"
 SHARED_GPU = "records made beside other processes of the sweep on the same GPU"
 
 
@@ -37,7 +38,7 @@ def described(meaning: str, unit: str = "", held_by: str = ALWAYS, since: int = 
         meaning: One or two sentences for the table of fields.
         unit: Unit of the value, "" if it has none.
         held_by: Which records have the field: `ALWAYS`, `ANSWERED`, `COMPARED`, `PREDICTED`, `REFERENCE`,
-            `ASKED_TOGETHER`, `RETOKENIZED` or `SHARED_GPU`.
+            `ASKED_TOGETHER`, `RETOKENIZED`, `THOUGHT` or `SHARED_GPU`.
         since: Version of the record that introduced the field.
         default: Value of a record that is built without the field.
 
@@ -178,6 +179,13 @@ class Record:
     # The answer
     output: str = described("Text that the model generated.")
     tokens_out: int = described("Length of `output`.", "tokens", ANSWERED)
+    thought_tokens: int = described("Length of the thought with `</think>`, the last one.", "tokens", THOUGHT, since=3)
+    answer_tokens: int = described(
+        "Length of what follows the thought, which is what tasks score. Tasks of mathematics read the thought too.",
+        "tokens",
+        THOUGHT,
+        since=3,
+    )
     stop: str = described(
         "Why the answer ended: `eos` (an end token), `until` (a stop text of the task), `length` (the limit) or "
         "`error`."

@@ -11,7 +11,7 @@ by algebra after the run (kvbench.integrations.math_verify).
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common import dataset_rows
@@ -28,6 +28,7 @@ PLACE = "{problem}"
 class MathProblems:
     """The task. conf/task/math500.yaml describes its settings."""
 
+    reads_thoughts: ClassVar[bool] = True  # a box in the thought counts where no other follows
     name: str
     path: str
     prompt: str

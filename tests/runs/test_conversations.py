@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import kvbench
@@ -268,7 +269,7 @@ def plain_reader():
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
     own = Responder.__new__(Responder)
     own.tokenizer, own.stop = tokenizer, frozenset([tokenizer.eos_token_id])
-    own.run = SimpleNamespace(seed=0, sampling=None)
+    own.run = SimpleNamespace(seed=0, sampling=None, thinking=None)
     return own
 
 
@@ -308,6 +309,30 @@ def test_an_end_token_of_the_sample_ends_it_and_stays_in_the_text(plain_reader):
     [record], asked = scripted(plain_reader, [ids], ends=tuple(line))
     assert (record["output"], record["stop"], record["tokens_out"]) == ("one\n", "eos", ids.index(line[0]) + 1)
     assert asked == record["tokens_out"]
+
+
+@pytest.mark.parametrize("kind", ["text", "token", "special token"])
+def test_what_follows_a_thought_is_scored_and_both_are_counted(kind):
+    """A thought may contain what ends an answer."""
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    if kind != "text":
+        tokenizer.add_tokens([AddedToken("</think>", special=kind == "special token")])
+    thought, answer = (tokenizer.encode(own, add_special_tokens=False) for own in ("one\ntwo</think>", "\n\nthree\nx"))
+    own = Responder.__new__(Responder)
+    own.tokenizer, own.stop, own.task = tokenizer, frozenset([tokenizer.eos_token_id]), Talk(())
+    own.run = SimpleNamespace(thinking="on", task_settings={})
+    sample = Sample("s", "s", "", "", "", ("three",), 99, until=("\n",))
+    ids = torch.tensor([*thought, *answer])
+    found = own._output(sample, ids, [0.0] * len(ids))
+    assert (found["output"], found["stop"]) == ("one\ntwo</think>\n\nthree", "until")
+    lengths = found["thought_tokens"], found["answer_tokens"], found["tokens_out"]
+    assert lengths == (len(thought), len(answer) - 1, len(ids) - 1)
+    assert own._grade(sample, found["output"]).answer == "\n\nthree"
+    own.task = SimpleNamespace(reads_thoughts=True, score=own.task.score)
+    assert own._grade(sample, found["output"]).answer == found["output"]
+    own.run.thinking = None
+    found = own._output(sample, ids, [0.0] * len(ids))
+    assert found["output"] == "one" and "thought_tokens" not in found
 
 
 def test_a_real_answer_stops_at_text_end_token_and_not_with_its_first(reader):

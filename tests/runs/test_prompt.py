@@ -290,7 +290,9 @@ def test_what_a_template_cannot_do_is_refused(template, asked, line):
     assert str(caught.value) == line
 
 
-def test_only_a_run_that_uses_them_is_named_by_its_system_prompt_and_thinking():
+def test_only_a_run_that_uses_them_is_named_by_its_system_prompt_and_thinking(monkeypatch):
+    monkeypatch.setattr("kvbench.runs.spec.source_hash", lambda modules: "")
+
     def describe(*settings: str) -> tuple[dict, dict]:
         config = compose_config(["device=cpu", "task=ledger", *settings])
         value = RunSpec.describe(config, check_settings(config)).value
