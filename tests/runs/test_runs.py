@@ -59,6 +59,7 @@ BAD = {  # beside those of tests/cli/test_refusals.py, which are refused before 
     "method.window=0": "method.window=0: a whole number of at least 1",
     "method.nothing=1": "method.nothing: no such setting",
     "task.length=20000": "task.length=20000: ",
+    "task.length=512": "task.length=512: at least 831 for ruler_vt, 885 for ruler_cwe, 732 for ruler_qa_hotpot ",
     "task.qa_path=/nowhere": "task.qa_path=/nowhere",
     "model.path=/nowhere": "model.path=/nowhere: no such folder",
 }

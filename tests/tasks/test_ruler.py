@@ -49,7 +49,6 @@ from kvbench.tasks.ruler.templates import load_wordings
 from kvbench.tasks.ruler.texts import RulerTexts
 from kvbench.tasks.ruler.variable_tracking import draw_chain, fit_example
 from kvbench.validation import SettingError
-from tests.support.command_line import assert_refused, run_cli
 from tests.support.repository import ROOT
 from tests.support.selection import choose_quick
 
@@ -994,13 +993,6 @@ def test_all_subtasks_that_do_not_fit_are_named_at_once_with_those_that_do(token
     assert next(replace(first, samples=1, length=least).samples(tokenizer, 1, 4096))
     with pytest.raises(SettingError, match=rf"^task.length={least}: at least \d+ for niah_multikey_3 with this tok"):
         next(replace(first, samples=40, length=least).samples(tokenizer, 1, 4096))
-
-
-def test_a_length_that_is_too_short_is_refused_before_weights_load(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
-    found = run_cli(["task=ruler", "task.length=512", "task.samples=1", "device=cpu"], monkeypatch, capsys)
-    assert_refused(found, "task.length=512: at least 831 for ruler_vt, ", tmp_path)
 
 
 def test_good_settings_pass():
