@@ -66,18 +66,33 @@ def load_configuration(path: str, revision: str | None = None) -> Any:
 
 def find_files(path: str, revision: str | None) -> Any:
     """Return a configuration, or a text that says why it cannot be read."""
-    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+    from transformers import AutoConfig
 
     try:
         check_numbers(Path(path) / "config.json" if Path(path).is_dir() else Path(path))
-        raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
-        rope = raw.get("rope_scaling") or {}
-        if "su" in (rope.get("type"), rope.get("rope_type")):  # the first name of LongRoPE, in the first Phi-3 files
-            raw["rope_scaling"] = rope | {"type": "longrope", "rope_type": "longrope"}
-            return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        with suppress(KeyError):  # Phi-3's configuration lacks an entry if its RoPE has the type su
+            found = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+            if read_rope_settings(found).get("rope_type") != "su":
+                return found
+        return read_as_longrope(path, revision)
     except Exception as error:  # transformers may fail in any way on a damaged file
         return summarize(error)
+
+
+def read_as_longrope(path: str, revision: str | None) -> Any:
+    """Read a configuration whose RoPE has the type `su`, LongRoPE's name in the first files of Phi-3.
+
+    Raises:
+        KeyError: It has another type.
+    """
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    rope = raw.get("rope_scaling") or {}
+    if "su" not in (rope.get("type"), rope.get("rope_type")):
+        raise KeyError("an entry is missing in config.json")
+    raw["rope_scaling"] = rope | {"type": "longrope", "rope_type": "longrope"}
+    return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
 
 
 def check_numbers(file: Path) -> None:

@@ -66,6 +66,6 @@ def test_a_hub_out_of_reach_is_asked_once_for_a_model(monkeypatch):
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
     for name in ("some/one", "some/one", "some/other"):
-        with pytest.raises(SettingError, match=rf"^model.path={name}: cannot read a model there \(no network\)$"):
+        with pytest.raises(SettingError, match=rf"^model.path={name}: cannot read a model there \(no network more\)$"):
             load_configuration(name)
     assert asked == ["some/one", "some/other"]
