@@ -219,7 +219,8 @@ def require_writable(name: str, folder: Path) -> None:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     except OSError as error:  # a name that is too long
         raise SettingError(f"{name}={folder}: {error.strerror}") from None
-    if not (there.is_dir() and os.access(there, os.W_OK)):
+    leads_nowhere = any(path.is_symlink() and not path.exists() for path in (folder, *folder.parents))
+    if leads_nowhere or not (there.is_dir() and os.access(there, os.W_OK)):
         raise SettingError(f"{name}={folder}: a folder that can be written")
 
 

@@ -140,6 +140,8 @@ def make_records_folder(results: Path, folder: Path) -> Iterator[None]:
     try:
         absent = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # a file, or a link that leads nowhere
+        raise SettingError(f"results={results}: a folder that can be written") from None
     except OSError as error:
         raise SettingError(f"results={results}: {error.strerror}") from None
     try:

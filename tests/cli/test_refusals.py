@@ -87,6 +87,13 @@ def test_a_refusal_is_one_line_and_imports_no_torch(refusals, given):
     assert err.startswith(f"kvbench: {REFUSED[given]}") and err.count("\n") == 1, err
 
 
+def test_results_are_no_link_that_leads_nowhere(monkeypatch, capsys, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    line = f"results={tmp_path}/link: a folder that can be written"
+    found = run_cli(["-m", f"results={tmp_path}/link", "limit=1"], monkeypatch, capsys)
+    assert found[:2] == (2, "") and line in found[2] and not (tmp_path / "nowhere").exists()
+
+
 def test_a_path_that_is_too_long_is_one_line(tmp_path, monkeypatch, capsys):
     line = f"results={tmp_path}/{LONG}: File name too long"
     assert_refused(run_cli([f"results={tmp_path}/{LONG}", "limit=1"], monkeypatch, capsys), line, tmp_path)

@@ -40,6 +40,15 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+def test_an_array_longer_than_the_file_is_refused_at_once(tmp_path):
+    path, key = tmp_path / "tiny.gguf", b"general.tags"
+    counts = np.array([0, 1, len(key)], "<u8").tobytes()  # no tensor, one field, its name
+    array = np.array([9, 4], "<u4").tobytes() + np.array([2**60], "<u8").tobytes()
+    path.write_bytes(b"GGUF" + np.array([3], "<u4").tobytes() + counts + key + array)
+    with pytest.raises(SettingError, match=r"damaged or truncated \(an array of 1152921504606846976 elements"):
+        gguf_model.read_header(path)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_converted_model_is_the_model_that_was_written(tmp_path, architecture):
     path = tmp_path / "tiny.Q.gguf"
