@@ -44,9 +44,6 @@ class ContractError(RuntimeError):
 class NumericalError(ContractError):
     """The model computed numbers that are not finite. The message is one line that names the model and its dtype."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-
 
 def summarize(error: BaseException) -> str:
     """Return the message of another library's error as one line of at most 120 characters."""

@@ -55,15 +55,21 @@ def refuse(folder: Path, *parts: str, dtype: torch.dtype = torch.float32) -> Non
     assert "\n" not in line and line.startswith(f"model.path={folder}: ") and all(part in line for part in parts), line
 
 
+class TooLong(KeyboardInterrupt):
+    """Passes through what turns errors of libraries into a line."""
+
+
 @contextmanager
 def within(seconds: int):
     def stop(*_):
-        raise AssertionError(f"longer than {seconds} s")
+        raise TooLong
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         yield
+    except TooLong:
+        raise AssertionError(f"longer than {seconds} s") from None
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
