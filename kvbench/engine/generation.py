@@ -218,6 +218,12 @@ def require_tokens(tokens: Tensor, model: torch.nn.Module) -> None:
         raise NumericalError(f"model: its logits are not finite in {dtype}; use another dtype or other weights")
 
 
+def require_logits(logits: Tensor, model: torch.nn.Module) -> None:
+    """Raise a NumericalError unless logits of any shape are finite. The host waits for the device."""
+    flat = logits.flatten()[None]
+    require_tokens(mark_tokens(torch.zeros(1, dtype=torch.int64, device=flat.device), flat).cpu(), model)
+
+
 @dataclass(frozen=True)
 class PlannedRows:
     """Rows that a graph can read tokens into.

@@ -22,7 +22,6 @@ answers of another. Do not use `cache_requests` either, because it identifies a 
 alone.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +38,7 @@ from tqdm import tqdm
 
 from kvbench.cache.guard import check_shape
 from kvbench.config.catalogue import load_settings
-from kvbench.engine.generation import GenerationContext
+from kvbench.engine.generation import GenerationContext, require_logits
 from kvbench.interfaces.budget import Budget, check_budget
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.models.chat_template import TODAY
@@ -52,7 +51,7 @@ from kvbench.runs.prompt import Prompt, encode_parts
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder, SharedPrefix
 from kvbench.runs.spec import RunSpec
-from kvbench.validation import NumericalError, SettingError, require_choice, require_int
+from kvbench.validation import SettingError, require_choice, require_int
 
 SUPPORTED_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
 
@@ -251,7 +250,7 @@ class KVBenchLM(TemplateLM):
                 before = held.last_logits[:, None]
                 more = (*prompt.rest, *target[:-1])
                 logits = torch.cat([before, held.extend(self._make_tensor(more))], dim=1) if more else before
-                found.append(_score_tokens(logits[0, -len(target) :], self._make_tensor(target)[0]))
+                found.append(_score_tokens(logits[0, -len(target) :], self._make_tensor(target)[0], self.model))
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -276,7 +275,7 @@ class KVBenchLM(TemplateLM):
             nonlocal worth, place
             own = target[max(place, 0) : max(place + logits.shape[1], 0)]
             if own:
-                worth += _score_tokens(logits[0, -len(own) :], self._make_tensor(own)[0])[0]
+                worth += _score_tokens(logits[0, -len(own) :], self._make_tensor(own)[0], self.model)[0]
             place += logits.shape[1]
 
         self._make_context(tuple(ids)).prefill(self._make_tensor(ids), each)
@@ -342,16 +341,15 @@ class KVBenchLM(TemplateLM):
         return torch.tensor([list(ids)], device=self._device)
 
 
-def _score_tokens(logits: Tensor, target: Tensor) -> tuple[float, bool]:
+def _score_tokens(logits: Tensor, target: Tensor, model: torch.nn.Module) -> tuple[float, bool]:
     """Return log p of tokens (T,) under logits (T, vocab), and whether each token is the likeliest.
 
     Raises:
-        NumericalError: The logits are not finite.
+        NumericalError: The logits of the model are not finite.
     """
-    total = float(logits.float().log_softmax(-1).gather(-1, target[:, None]).sum())
-    if not math.isfinite(total):
-        raise NumericalError(f"model: its logits are not finite in {logits.dtype}; use another dtype or other weights")
-    return total, bool((logits.argmax(-1) == target).all())
+    require_logits(logits, model)
+    chosen = logits.float().log_softmax(-1).gather(-1, target[:, None])
+    return float(chosen.sum()), bool((logits.argmax(-1) == target).all())
 
 
 def _held_bytes(context: GenerationContext) -> dict[str, int]:

@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine.generation import Answer, GenerationContext, require_tokens
+from kvbench.engine.generation import Answer, GenerationContext, require_logits
 from kvbench.engine.joint_decoding import Session, finish_answer
-from kvbench.engine.sampling import mark_tokens
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 
@@ -100,7 +99,7 @@ def predict(
         else:
             with spend("comparing"):
                 logits = torch.cat([context.last_logits[:, None], context.extend(ids[:, :-1])], dim=1)
-                require_tokens(mark_tokens(ids[:, 0], logits.flatten(1)).cpu(), context.model)
+                require_logits(logits, context.model)
     wide = torch.promote_types(logits.dtype, torch.float32)
     predicted = logits[:, :longest].to(wide).log_softmax(-1)
     return predicted, now(context.device) - begin if seconds is None else seconds

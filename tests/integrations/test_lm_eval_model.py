@@ -11,10 +11,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
 import kvbench
+from kvbench.engine.generation import GenerationContext
 from kvbench.integrations.lm_eval_model import KVBenchLM
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import REFERENCE
-from kvbench.validation import SettingError
+from kvbench.validation import NumericalError, SettingError
 from tests.support.selection import only_in_full
 
 CONTEXT = "The grass is green. VAR ABCDE = 12345. The sky is blue. VAR FGHIJ = VAR ABCDE. " * 3
@@ -83,6 +84,13 @@ def test_rolling_is_the_sum_over_lm_evals_windows(full, length, block_size):
     wanted = sum(plain(full.model, [*context, target[-1]], len(target))[0] for context, target in windows)
     lm = cut(full, max_length=length, block_size=block_size)
     assert lm.loglikelihood_rolling(asks("loglikelihood_rolling", (text,)), True) == [pytest.approx(wanted, abs=1e-3)]
+
+
+def test_likelihoods_of_logits_that_are_not_finite_are_refused(full, monkeypatch):
+    extend = GenerationContext.extend
+    monkeypatch.setattr(GenerationContext, "extend", lambda *given: extend(*given) * torch.inf)
+    with pytest.raises(NumericalError, match="^model: its logits are not finite in float32; "):
+        full.loglikelihood(asks("loglikelihood", (ASKED, " green.")), True)
 
 
 def test_rolling_reads_every_block_over_the_rows_held_before_it(full):
