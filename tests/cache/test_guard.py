@@ -558,7 +558,7 @@ def run_of(checkpoint) -> Callable[..., RunSpec]:
 
 @pytest.fixture(scope="module")
 def runs(run_of) -> list[RunSpec]:
-    own = [run_of(f"method={name}", "budget=0.2") for name in ("tova", "snapkv", "keydiff")]
+    own = [run_of(f"method={name}", "budget=0.2") for name in ("tova", "snapkv")]
     return [own[0].baseline(), *own]
 
 
@@ -571,7 +571,7 @@ def bench(run_of):
 def expected(runs, bench, tmp_path_factory):
     """The records of the honest runs, each made alone."""
     results = tmp_path_factory.mktemp("alone")
-    return [strip_circumstances(execute_run(run, results, bench)) for run in (runs[0], runs[2], runs[3])]
+    return [strip_circumstances(execute_run(run, results, bench)) for run in (runs[0], runs[2])]
 
 
 def score_in_place(rows_of: Callable[[Any, Any], Tensor]) -> Callable:
@@ -592,7 +592,7 @@ def raise_at_a_prompt(self, observation, rows, state):
 
 
 class Keeps:
-    """Keeps what it is handed of a prompt and writes into it when it cuts while decoding."""
+    """Keeps what it is handed of a prompt and writes into it when it first cuts while decoding."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -601,8 +601,8 @@ class Keeps:
         if observation.prompt > 64 and not observation.decoding:
             self.kept.append(rows.keys)
         elif observation.decoding:
-            for own in self.kept:
-                own.mul_(2)
+            while self.kept:
+                self.kept.pop().mul_(2)
         return rows.mass * 1.0
 
 
@@ -652,10 +652,10 @@ def test_the_other_cells_of_a_group_are_what_they_are_alone(
     folders = execute_runs(runs[::order], tmp_path, bench)[::order]
     assert "kvbench:" not in capsys.readouterr().err  # the saboteur's own cell says it
     assert not folders[1].records() and not folders[1].finished
-    honest = [folders[index] for index in (0, 2, 3)]
+    honest = [folders[index] for index in (0, 2)]
     assert all(folder.finished for folder in honest)
     pairs = zip(honest, expected, strict=True)
-    assert [differences(strip_circumstances(folder.records()), own) for folder, own in pairs] == [[]] * 3
+    assert [differences(strip_circumstances(folder.records()), own) for folder, own in pairs] == [[]] * 2
     if not line:  # alone there is nobody whose rows it could spoil
         return
     with pytest.raises(ContractError, match=f"method=tova: {line}"):
