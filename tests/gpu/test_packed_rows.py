@@ -73,6 +73,7 @@ def test_the_kernels_do_what_the_references_do(shape, dtype):
     assert all(torch.equal(one, other) for one, other in zip(done.tensors(), once.tensors(), strict=True))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("method", "allocator"), [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada")])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_graphs_decode_packed_rows_as_the_modules_do(exact, method, allocator, batch):

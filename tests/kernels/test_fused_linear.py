@@ -6,6 +6,7 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from kvbench.kernels.fused_linear import rms_norm, rms_norm_glu, rms_norm_linear
+from tests.support.kernel_checks import BOTH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -82,7 +83,7 @@ def test_the_norm_rounds_as_the_modules_do(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 def test_a_weight_in_float32_is_multiplied_before_rounding(implementation, dtype):
     """As Gemma multiplies by 1 + weight."""
     x, residual, module = (*(made(3, 700, dtype=dtype, seed=i) for i in range(2)), Gemma3RMSNorm(700, 1e-5))

@@ -9,7 +9,7 @@ from kvbench.kernels.attention import RaggedRows, attend_ragged
 from kvbench.kernels.joined_rows import Part, append_joined, attend_joined, join_parts, rows
 from kvbench.kernels.rope_append import append
 from tests.support.compile_kernels import list_kernel
-from tests.support.kernel_checks import DEVICE, poison_memory
+from tests.support.kernel_checks import BOTH, DEVICE, poison_memory
 from tests.support.selection import only_in_full
 
 STEPS = (0, 2)
@@ -120,7 +120,7 @@ def expect(draw: Draw, parts: list[Part], projected: list[torch.Tensor], step: t
 @pytest.mark.cover
 @pytest.mark.parametrize("least", [16, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 @EVERY
 def test_it_does_what_each_context_does_alone(case, implementation, dtype, least, monkeypatch):
     monkeypatch.setattr(rows, "LEAST", least)

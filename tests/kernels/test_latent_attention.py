@@ -18,7 +18,7 @@ from kvbench.kernels.latent_attention import (
 from kvbench.kernels.latent_attention import triton as own
 from kvbench.kernels.latent_attention.rounding import LARGEST, LEAST
 from tests.support.compile_kernels import list_typed_kernel
-from tests.support.kernel_checks import poison_memory
+from tests.support.kernel_checks import BOTH, poison_memory
 from tests.support.selection import only_in_full
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,7 +98,6 @@ FULL = {
     "a memory of many tiles": Case(((3,),), 1, 2, 16, (8,), (8,), tokens=70),
 }
 EVERY = pytest.mark.parametrize("case", [*CASES.values(), *map(only_in_full, FULL.values())], ids=[*CASES, *FULL])
-BOTH = pytest.mark.parametrize("implementation", ["reference", "triton"])
 
 
 class Run:

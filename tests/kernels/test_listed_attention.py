@@ -5,6 +5,7 @@ import torch
 
 from kvbench.kernels.listed_attention import attend_listed
 from tests.support.compile_kernels import list_kernel
+from tests.support.kernel_checks import BOTH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # batch, KV heads, group, rows, newest row, dim, lists, block, blocks, after
@@ -50,7 +51,7 @@ def attend_by_head(queries, keys, values, blocks, size, newest, after):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 @pytest.mark.parametrize("name", CASES)
 def test_only_listed_rows_are_attended_to(name, implementation, dtype):
     own, blocks, size, newest, after = case(name, dtype)
@@ -67,7 +68,7 @@ def test_only_listed_rows_are_attended_to(name, implementation, dtype):
     assert torch.equal(found, again)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 @pytest.mark.parametrize("name", ["pages", "one list and a tail", "a list per KV head"])
 def test_blocks_that_do_not_exist_fill_a_list(name, implementation):
     own, blocks, size, newest, after = case(name, torch.float32)

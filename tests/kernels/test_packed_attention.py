@@ -10,7 +10,7 @@ from kvbench.kernels.packed_attention import triton as own
 from kvbench.kernels.rope_append import append
 from kvbench.methods.codecs.kivi import GrowingKivi, Kivi
 from tests.support.compile_kernels import list_typed_kernel
-from tests.support.kernel_checks import poison_memory
+from tests.support.kernel_checks import BOTH, poison_memory
 from tests.support.selection import only_in_full
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +55,6 @@ EVERY = pytest.mark.parametrize(
     [*CASES.values(), *map(only_in_full, FULL.values())],
     ids=[*CASES, *FULL],
 )
-BOTH = pytest.mark.parametrize("implementation", ["reference", "triton"])
 
 
 def round_groups(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds, update_page_bounds
 from tests.support.compile_kernels import list_kernel
+from tests.support.kernel_checks import BOTH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -65,7 +66,7 @@ def test_upper(pages, group, dim, dtype):
     assert torch.equal(page_upper_bounds(swapped, low.contiguous(), high, implementation="triton"), found)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 @pytest.mark.parametrize("last, page", [(0, 4), (5, 4), (35, 4), (35, 100)])
 def test_the_newest_page_alone_is_computed(last, page, implementation):
     keys = tail(36, 24, torch.bfloat16)

@@ -8,11 +8,11 @@ import torch
 from kvbench.kernels.product_quantization import choose_by_codes, code_scores, count_pairs, encode, find_centroids
 from kvbench.kernels.row_selection import top_k_indices
 from tests.support.compile_kernels import list_kernel
+from tests.support.kernel_checks import BOTH
 from tests.support.selection import only_in_full
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BOTH = pytest.mark.parametrize("implementation", ["reference", "triton"])
 CASES = {  # batch, KV heads, group, parts, dim, centroids, rows with codes, first row, row after the last candidate
     "pairs": (2, 3, 4, 2, 128, 64, 130, 32, 140),
     "quarters": (1, 2, 3, 4, 96, 256, 70, 5, 75),

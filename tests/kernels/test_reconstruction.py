@@ -14,9 +14,7 @@ from kvbench.kernels.reconstruction import (
     take_codes,
 )
 from tests.support.compile_kernels import list_typed_kernel
-from tests.support.kernel_checks import DEVICE, poison_memory
-
-BOTH = pytest.mark.parametrize("implementation", ["reference", "triton"])
+from tests.support.kernel_checks import BOTH, DEVICE, poison_memory
 
 
 @dataclass(frozen=True)

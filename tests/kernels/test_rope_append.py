@@ -7,6 +7,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from kvbench.kernels.rope_append import append
+from tests.support.kernel_checks import BOTH
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUND = 2**-7 if DEVICE == "cuda" else 2**-5  # of products and sums to bfloat16; the interpreter cuts off instead
@@ -19,7 +20,7 @@ def made(*size, dtype):
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [None, Qwen3RMSNorm, Gemma3RMSNorm])
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 @pytest.mark.parametrize(("batch", "tokens", "heads", "group", "dim"), [(1, 1, 2, 4, 64), (2, 3, 1, 3, 24)])
 def test_it_does_what_the_modules_do(batch, tokens, heads, group, dim, implementation, normed, dtype):
     projected = [made(batch * tokens, n * dim, dtype=dtype) for n in (heads * group, heads, heads)]
@@ -49,7 +50,7 @@ def test_it_does_what_the_modules_do(batch, tokens, heads, group, dim, implement
         assert written[:, :, :6].isnan().all() and written[:, :, 6 + tokens :].isnan().all()
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 def test_a_token_goes_to_the_slot_of_each_head(implementation):
     projected = [made(2, n * 16, dtype=torch.float32) for n in (6, 3, 3)]
     angles = made(4, 16, dtype=torch.float32)
@@ -66,7 +67,7 @@ def test_a_token_goes_to_the_slot_of_each_head(implementation):
             assert torch.equal(other[b, h, slots[b, h]], one[b, h, 2]) and other[b, h].any(-1).sum() == 1
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 def test_heads_may_have_room_for_different_numbers_of_rows(implementation):
     projected = [made(2, n * 16, dtype=torch.float32) for n in (6, 3, 3)]
     angles = made(4, 16, dtype=torch.float32)
@@ -82,7 +83,7 @@ def test_heads_may_have_room_for_different_numbers_of_rows(implementation):
     assert all(torch.equal(one[here], other) for one, other in zip(padded, ragged, strict=True))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 def test_samples_may_be_at_different_positions(implementation):
     projected = [made(4, n * 16, dtype=torch.float32) for n in (6, 3, 3)]  # two tokens of each sample
     angles = made(9, 16, dtype=torch.float32)
@@ -110,7 +111,7 @@ def test_channels_beyond_the_rotation_stay():
     assert torch.equal(found[1][0][0, :, 0, 8:], projected[0].view(4, 24)[:, 8:])
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 def test_keys_may_be_written_as_projected(implementation):
     """While queries are normed and rotated, into memory in which the keys and values of a row lie together."""
     projected = [made(2, n * 16, dtype=torch.float32) for n in (6, 3, 3)]

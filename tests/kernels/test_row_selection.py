@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvbench.kernels.row_selection import gather_rows, kept_indices, top_k_indices, top_k_mask, top_k_of_heads
 from tests.support.compile_kernels import list_kernel
+from tests.support.kernel_checks import BOTH
 from tests.support.selection import only_in_full
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -175,7 +176,7 @@ def test_programs_may_read_their_scores_again_and_again(kind, monkeypatch):
     assert torch.equal(top_k_indices(scores, 1500, implementation="triton"), expected)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@BOTH
 @pytest.mark.parametrize("rows", [300, 5000])
 def test_heads_take_as_many_as_they_are_told(implementation, rows):
     scores = torch.randn(2, 2, rows, generator=torch.Generator().manual_seed(1)).round(decimals=1).to(DEVICE)

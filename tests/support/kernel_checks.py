@@ -2,10 +2,16 @@
 
 import math
 
+import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Both implementations of an operation. On a GPU `make test-gpu` leaves the reference to `FULL=1`: it is written in
+# PyTorch, and `make test` compares it with the definition on the CPU.
+BOTH = pytest.mark.parametrize(
+    "implementation", [pytest.param("reference", marks=pytest.mark.rest if DEVICE == "cuda" else ()), "triton"]
+)
 
 
 def poison_memory(monkeypatch):

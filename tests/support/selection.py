@@ -77,11 +77,13 @@ def count_reads(item: pytest.Function) -> float:
 def mark_rest_as_full(items: Iterable[pytest.Item]) -> None:
     """Give the markers `full` and `rest` to every case that the selection of its test leaves out.
 
-    Cases that are `full` for a reason of their own, such as a large shape, stay out. They are not `rest`.
+    Cases that have one of them for a reason of their own, such as a large shape, stay out: the others hold all values
+    without them.
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("cover") and not item.get_closest_marker("full"):
+        own = {marker.name for marker in item.iter_markers()}
+        if "cover" in own and not own & {"full", "rest"}:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         chosen = choose_covering([list_features(case) for case in cases], [count_reads(case) for case in cases])
