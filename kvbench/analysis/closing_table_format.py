@@ -1,7 +1,5 @@
 """Format the closing table as plain text, Markdown and CSV. This module defines its rows, columns and legend."""
 
-import csv
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -18,6 +16,7 @@ from kvbench.analysis.text_table import (
     format_table,
     wrap_texts,
 )
+from kvbench.store.csv_rows import format_rows
 from kvbench.validation import escape
 
 PAIRED_LEGEND = (
@@ -167,17 +166,15 @@ class ClosingTable:
 
     def to_csv(self) -> str:
         """Return CSV with unrounded numbers. Every line repeats heading and notes, so that it is complete by itself."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
         alone = [(side, edge) for side in ("full", "method") for edge in ("low", "high", "error")]
         titles = [f"{side}_{edge}" for side, edge in alone]
-        writer.writerow(["subtask", "kind", *MEANS, *titles, "failed", *COST_NAMES, *self.heading, "notes"])
+        rows: list[list[object]] = [["subtask", "kind", *MEANS, *titles, "failed", *COST_NAMES, *self.heading, "notes"]]
         for row in (*self.rows, *self.also):
             values = [escape(row.subtask), row.kind, *(getattr(row.interval, name, None) for name in MEANS)]
             values += [getattr(getattr(row, side), edge, None) for side, edge in alone]
             values += [row.failed, *(getattr(row, name) for name in COST_NAMES)]
-            writer.writerow([*values, *self.heading.values(), " ".join(self.notes)])
-        return text.getvalue()
+            rows.append([*values, *self.heading.values(), " ".join(self.notes)])
+        return format_rows(rows)
 
 
 def _get_number(row: TableRow, name: str) -> float | None:

@@ -6,13 +6,12 @@ number of points, or the share of samples for which it is true. `kept` is the me
 `length` and `depth` are left out.
 """
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kvbench.store.csv_rows import format_rows
 from kvbench.store.runs import StoredRun, load_runs
 from kvbench.validation import SettingError
 
@@ -42,11 +41,8 @@ def format_grid(results: Path) -> str:
     if not lines:
         raise SettingError(f"{results}: no run has samples with a length and a depth")
     also = sorted({key for line in lines for key in line} - {*RUN_COLUMNS, *CELL_COLUMNS})
-    text = io.StringIO()
-    writer = csv.DictWriter(text, (*RUN_COLUMNS, *CELL_COLUMNS, *also), restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    names = (*RUN_COLUMNS, *CELL_COLUMNS, *also)
+    return format_rows([names, *([line.get(name) for name in names] for line in lines)])
 
 
 def _list_cells(run: StoredRun) -> Iterator[dict[str, Any]]:

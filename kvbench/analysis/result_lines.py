@@ -24,6 +24,7 @@ from kvbench.analysis.paired import PairedScores, compare_averages
 from kvbench.analysis.score_matrix import MatrixCell, Samples, ScoreBlock, build_blocks, list_cells
 from kvbench.analysis.score_matrix_columns import COLUMNS
 from kvbench.config.catalogue import load_settings
+from kvbench.store.csv_rows import format_rows
 from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import CACHE_GROUPS, StoredRun, flatten
 from kvbench.validation import SettingError
@@ -208,14 +209,10 @@ def describe_origin(run: StoredRun) -> Line:
 
 def format_lines(lines: Sequence[Line]) -> str:
     """Return lines as CSV, with numbers rounded to DECIMALS."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    for line in lines:
-        writer.writerow(
-            {key: round(own, DECIMALS) + 0.0 if isinstance(own, float) else own for key, own in line.items()}
-        )
-    return text.getvalue()
+    names = list(lines[0])
+    values = ([line[name] for name in names] for line in lines)
+    rounded = ([round(own, DECIMALS) + 0.0 if isinstance(own, float) else own for own in line] for line in values)
+    return format_rows([names, *rounded])
 
 
 def parse_lines(text: str) -> list[Line]:

@@ -1,6 +1,5 @@
 """Format the matrix of scores as text for a terminal, Markdown, CSV, LaTeX or HTML."""
 
-import csv
 import io
 import json
 import math
@@ -34,6 +33,7 @@ from kvbench.analysis.text_table import (
     format_markdown,
     wrap_texts,
 )
+from kvbench.store.csv_rows import format_rows
 from kvbench.store.runs import name_some
 from kvbench.validation import escape
 
@@ -175,20 +175,19 @@ def format_csv(blocks: Sequence[ScoreBlock], columns: Columns = IN_CSV, decimals
     def write(value: object) -> object:
         return value if decimals is None or not isinstance(value, float) else round(value, decimals)
 
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     numbers = {name: read for column in columns for name, read in column.numbers.items()}
     if any(column.marked for column in columns):
         numbers |= {"best": lambda cell: cell.best, "tied": lambda cell: cell.tied}
     names = [name for block in blocks[:1] for name in block.grouped_by if name not in ABOUT]
-    writer.writerow(["model", "task", "question", "protocol", "average", *names, "method", "budget", *numbers, "hash"])
+    rows: list[list[object]] = [
+        ["model", "task", "question", "protocol", "average", *names, "method", "budget", *numbers, "hash"]
+    ]
     for block, label, cell in list_cells(blocks):
         about = [block.model, block.task, block.question, ", ".join(block.also), block.average]
         groups = [write_setting(cell.run.settings.get(name)) for name in names]
         own = [write(read(cell)) for read in numbers.values()]
-        line = [*map(escape, about), *groups, escape(label), cell.run.budget_name, *own, cell.run.hash]
-        writer.writerow(line)
-    return text.getvalue()
+        rows.append([*map(escape, about), *groups, escape(label), cell.run.budget_name, *own, cell.run.hash])
+    return format_rows(rows)
 
 
 def write_setting(value: object) -> object:

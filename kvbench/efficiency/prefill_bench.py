@@ -14,7 +14,6 @@ for which the model reads the prompt again has no limit. A ratio over its limit 
 on it.
 """
 
-import csv
 import gc
 import sys
 import time
@@ -41,6 +40,7 @@ from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.transformers_port import text_config
 from kvbench.runs.runner import describe_machine
 from kvbench.runs.spec import UNCUT
+from kvbench.store.csv_rows import format_rows
 from kvbench.validation import SettingError, name_file_in_errors, require_choice, require_int
 
 LIMIT = 1.3  # times the full cache's prefill
@@ -203,16 +203,16 @@ def save_costs(costs: Sequence[PrefillCost], path: Path, about: Mapping[str, Any
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = ("method", "preset", "allocator", "codec")
     titles = (*parts, "ms", "full_ms", "ratio", "quartile_1", "quartile_3", "limit", "over")
-    with name_file_in_errors(path), path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*titles, "not_run", *about])
-        for cost in costs:
-            numbers: list[float | bool | None] = [None] * 7
-            if not cost.reason:
-                low, middle, high = cost.quartiles
-                numbers = [*cost.milliseconds, middle, low, high, cost.limit, cost.over]
-            names = [getattr(cost.setup, part) for part in parts]
-            writer.writerow([*names, *numbers, cost.reason, *about.values()])
+    rows: list[list[object]] = [[*titles, "not_run", *about]]
+    for cost in costs:
+        numbers: list[float | bool | None] = [None] * 7
+        if not cost.reason:
+            low, middle, high = cost.quartiles
+            numbers = [*cost.milliseconds, middle, low, high, cost.limit, cost.over]
+        names = [getattr(cost.setup, part) for part in parts]
+        rows.append([*names, *numbers, cost.reason, *about.values()])
+    with name_file_in_errors(path):
+        path.write_text(format_rows(rows), encoding="utf-8")
 
 
 def parse_value(text: str) -> Any:

@@ -3,8 +3,6 @@
 An empty measured cell shows the number of a note with the command that fills it.
 """
 
-import csv
-import io
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from itertools import product
 from typing import Any
 
 from kvbench.analysis.text_table import escape_latex, escape_markdown
+from kvbench.store.csv_rows import format_rows
 from kvbench.validation import escape, format_value
 
 Settings = Mapping[str, Any]  # of run.py: {"method": "dropkv", "method.window": 8, …}
@@ -104,13 +103,11 @@ class PaperTable:
 
     def to_csv(self) -> str:
         """Return CSV with the same rows. Each part of a cell has its own column; `command` fills the row's gaps."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["", *(f"{name} {side}" for name in self.columns for side in SIDES), "command"])
+        rows: list[list[object]] = [["", *(f"{name} {side}" for name in self.columns for side in SIDES), "command"]]
         for (label, cells), filling in zip(self.rows, self.filling, strict=True):
             parts = [getattr(cell, side) for cell in cells for side in SIDES]
-            writer.writerow([escape(label), *parts, "; ".join(filling)])
-        return text.getvalue()
+            rows.append([escape(label), *parts, "; ".join(filling)])
+        return format_rows(rows)
 
     def to_latex(self) -> str:
         """Return a LaTeX tabular, with the title and the notes as comments above it."""

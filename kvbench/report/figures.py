@@ -14,8 +14,6 @@ Any setting of a run works as a filter, as in kvbench.analysis.curves. Runs of d
 <model>-<task>-<question>-<hash of the protocol>-<kind>. The same store gives the same SVG.
 """
 
-import csv
-import io
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +30,7 @@ from kvbench.papers.published_scores import find_published
 from kvbench.report import print_charts
 from kvbench.report.panels import Panel, build_panels
 from kvbench.report.print_charts import POINTS, SIZE, Drawing
+from kvbench.store.csv_rows import format_rows
 from kvbench.store.runs import FoundRuns, StoredRun
 from kvbench.validation import SettingError, name_file_in_errors
 
@@ -81,11 +80,7 @@ class Figure:
 def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows as CSV, without the columns that only join tables."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in HIDDEN]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, restval="", extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return format_rows([names, *([row.get(name) for name in names] for row in rows)])
 
 
 def make_figures(

@@ -8,12 +8,12 @@ without it is incomplete and is measured again. Readers skip a line that a kille
 import csv
 import errno
 import fcntl
-import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench.store.csv_rows import format_rows
 from kvbench.validation import SettingError, name_file_in_errors
 
 LAST_QUANTITY = "measuring_s"  # the last quantity of every cell: the time that measuring it took, in seconds
@@ -75,10 +75,8 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
         SettingError: The file has other columns.
         OSError: The lines could not be written completely.
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    for row in rows:
-        writer.writerow([" ".join(str(row.get(column, "")).split()) for column in columns])  # one physical line each
+    # one physical line each
+    text = format_rows([" ".join(str(row.get(column, "")).split()) for column in columns] for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with name_file_in_errors(path), open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -88,7 +86,7 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
             check_columns(path, columns)
             file.seek(end - 1)
             before = "" if file.read(1) == b"\n" else "\n"  # a torn line stays, and the new lines start below it
-        data = (before + text.getvalue()).encode()
+        data = (before + text).encode()
         if os.write(file.fileno(), data) != len(data):
             raise OSError(errno.ENOSPC, "the lines could not be written; is the disk full?")
         os.fsync(file.fileno())

@@ -1,0 +1,31 @@
+"""Write CSV. All files and outputs of kvbench in this format come from here."""
+
+import csv
+import io
+from collections.abc import Iterable
+from contextlib import suppress
+
+FORMULA = ("=", "+", "-", "@", "\t")  # how a cell begins that a spreadsheet executes
+
+
+def format_rows(rows: Iterable[Iterable[object]]) -> str:
+    """Return rows as CSV, with texts that no spreadsheet executes (`escape_cell`)."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(escape_cell, row) for row in rows)
+    return text.getvalue()
+
+
+def escape_cell(value: object) -> object:
+    """Put an apostrophe before a text that a spreadsheet would read as a formula. Numbers stay, also those in texts.
+
+    Source: OWASP, "CSV Injection".
+    """
+    if not isinstance(value, str):
+        return value
+    value = value.replace("\r", "\\r")  # which csv does not quote, and spreadsheets read as the end of a row
+    if not value.startswith(FORMULA):
+        return value
+    with suppress(ValueError):
+        float(value)
+        return value
+    return f"'{value}"
