@@ -1,38 +1,63 @@
-"""Build a site from bundles: one table of scores, the report page, and the bundles for readers to verify.
+"""Build a site from bundles: a table of scores, and the bundles and reports of all submissions.
 
 Examples:
   kvbench leaderboard ours.zip theirs.zip --out site
-  kvbench leaderboard bundles/*.zip --sort 0.1
+  kvbench leaderboard --check ours.zip
 
-The site is a folder that opens from disk and from any web server. Each bundle is verified first; one that does not pass
-is named, and nothing is written.
+The site is a folder that opens from disk and from any web server. Each bundle is a submission of its own: its numbers
+come from its own records, and no other bundle changes them. A bundle that cannot be verified is named on stderr and on
+the page, and the site shows the others. The exit code is then 1. It is 2, and nothing is written, if no bundle is left.
+
+With --check, the command writes nothing and prints a list of what readers will ask about a submission: pass, warn or
+fail. The exit code is 2 if a point fails.
 """
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvbench.cli.command import CommandParser, require_extra, run_command
-from kvbench.validation import require_writable
+from kvbench.cli.command import CommandParser, refuse_given, require_extra, run_command
+from kvbench.validation import escape, require_writable
+
+OUT = Path("leaderboard")
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser("leaderboard", __doc__)
     parser.add_argument("bundles", nargs="+", type=Path, metavar="BUNDLE", help="files that kvbench bundle wrote")
-    parser.add_argument("--out", default="leaderboard", type=Path, help="folder of the site (default: leaderboard)")
+    parser.add_argument("--out", type=Path, help=f"folder of the site (default: {OUT})")
     parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
-    parser.add_argument("--sort", metavar="BUDGET", help="sort the rows as kvbench results does, such as 0.1 or n@0.1")
+    parser.add_argument("--check", action="store_true", help="print a checklist of each bundle in place of the site")
     return parser
 
 
-def build_site(arguments: Sequence[str]) -> None:
-    """Write the site, and print the path of its first page."""
+def build_site(arguments: Sequence[str]) -> int:
+    """Write the site and print the path of its first page, or print the checklists. Return the exit code."""
     options = make_parser().parse_args(arguments)
+    if options.check:
+        refuse_given(options, ("out",), "--check writes nothing")
+        return print_checklists(options.bundles, options.average)
     require_extra("report", "altair", "vl_convert")
-    require_writable("--out", options.out)
+    out = options.out or OUT
+    require_writable("--out", out)
     from kvbench.report.leaderboard import write_leaderboard
 
-    print(write_leaderboard(options.bundles, options.out, datetime.now(UTC), options.average, options.sort))
+    page, refused = write_leaderboard(options.bundles, out, datetime.now(UTC), options.average)
+    print(page)
+    return 1 if refused else 0
+
+
+def print_checklists(paths: Sequence[Path], average: str | None) -> int:
+    """Print the checklist of each bundle, and return the exit code."""
+    from kvbench.analysis.submission_checks import FAIL, check_bundle
+
+    failed = False
+    for path in paths:
+        print(escape(str(path)))
+        for verdict, point, text in check_bundle(path, average):
+            print(f"  {verdict}  {point:<13} {escape(text)}")
+            failed = failed or verdict == FAIL
+    return 2 if failed else 0
 
 
 def main(arguments: Sequence[str]) -> int:
