@@ -6,11 +6,12 @@ import json
 import math
 import os
 import signal
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
@@ -89,6 +90,32 @@ def raise_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def refuse_exits() -> Iterator[None]:
+    """Let functions of `os` that end this process at once, or make another program of it, raise SystemExit inside.
+
+    A hook of a method that calls one would end all runs without a word, with the exit code that it likes. Processes
+    that this one forks may call them.
+    """
+    process, before = os.getpid(), {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
+
+    def refuse(name: str, *given: Any) -> Any:
+        if os.getpid() != process:
+            return before[name](*given)
+        raise SystemExit(f"os.{name} would end the process")
+
+    modules = os, sys.modules["posix"]
+    for module in modules:
+        for name in before:
+            setattr(module, name, partial(refuse, name))
+    try:
+        yield
+    finally:
+        for module in modules:
+            for name, own in before.items():
+                setattr(module, name, own)
 
 
 @contextmanager

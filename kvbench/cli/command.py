@@ -11,7 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from kvbench.validation import ContractError, SettingError, Terminated, describe_write_error, raise_on_sigterm
+from kvbench.validation import (
+    ContractError,
+    SettingError,
+    Terminated,
+    describe_write_error,
+    raise_on_sigterm,
+    refuse_exits,
+)
 
 READER_GONE = 141  # exit code: what a shell says of a program that SIGPIPE ended
 
@@ -79,7 +86,7 @@ def run_command(work: Callable[[], int | None]) -> int:
     """
     try:
         try:
-            with raise_on_sigterm():
+            with raise_on_sigterm(), refuse_exits():
                 return work() or 0
         except (SettingError, ContractError) as error:
             print(f"kvbench: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Saboteurs: whatever a hook does wrong ends its own cell with one line, writes no record, and changes nothing else."""
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from kvbench.methods.codecs.kivi import Kivi
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
-from kvbench.validation import ContractError, SettingError
+from kvbench.validation import ContractError, SettingError, refuse_exits
 from tests.support.method_files import build_policy
 from tests.support.recorded_runs import strip_circumstances
 from tests.support.selection import only_in_full
@@ -430,6 +431,15 @@ def test_nan_is_named(hook):
 
     with pytest.raises(ContractError, match=f"method=saboteur: {hook}.* of layer 0 returned NaN"):
         run_alone(saboteur(Honest, hook, deed)("saboteur"))
+
+
+def test_a_hook_cannot_end_the_process():
+    def deed(honest, *arguments):
+        os._exit(0)
+
+    line = "method=saboteur: score of layer 0 raised SystemExit: os._exit would end the process"
+    with refuse_exits(), pytest.raises(ContractError, match=line):
+        run_alone(saboteur(Honest, "score", deed)("saboteur"))
 
 
 @pytest.mark.parametrize("hook", OURS)
