@@ -9,6 +9,7 @@ PyTorch counts the in-place writes to a tensor (`Tensor._version`), through whic
 Reading that number takes the host a tenth of a microsecond and never waits for a GPU. `torch.inference_mode` has no
 such count, so the engine runs `without_gradients`. Writes that bypass PyTorch (`.data`, NumPy, DLPack, a custom kernel)
 are not counted. Guards that are `exact` find them too: they copy each tensor before a hook and compare it afterwards.
+They also find that a hook gave frozen rows or observations another tensor (`object.__setattr__`).
 The runner does so once for every method, allocator and codec, before a first sample, and `kvbench.runs.method_checks`
 does so in all its checks. A method that bypasses PyTorch later, for some prompts only, is not found.
 
@@ -158,6 +159,7 @@ class Handed:
         self.tensors: list[Tensor] = []
         self.versions: list[int] = []
         self.copies: list[Tensor] = []
+        self.attributes: list[tuple[str, object, str, object]] = []  # name, whose, field, value
 
     def add(self, name: str, tensor: Tensor | None) -> None:
         """Watch a tensor; None adds nothing."""
@@ -170,17 +172,22 @@ class Handed:
 
     def add_seen(self, observation: Observation) -> "Handed":
         """Watch the tensors of an observation."""
-        for field, name in NAMED_SHOWN:
-            self.add(name, getattr(observation, field))
+        self._add_fields(observation, NAMED_SHOWN)
         return self
 
     def add_rows(self, rows: Rows) -> "Handed":
         """Watch the tensors of rows."""
-        for field, name in NAMED_ROWS:
-            self.add(name, getattr(rows, field))
+        self._add_fields(rows, NAMED_ROWS)
         for name, column in rows.columns.items():
             self.add(f"rows.columns[{name!r}]", column)
         return self
+
+    def _add_fields(self, owner: Observation | Rows, fields: Sequence[tuple[str, str]]) -> None:
+        for field, name in fields:
+            value = getattr(owner, field)
+            self.add(name, value)
+            if self.exact:
+                self.attributes.append((name, owner, field, value))
 
     def renew(self) -> None:
         """Watch the tensors from now on, because the engine wrote to them."""
@@ -196,7 +203,9 @@ class Handed:
         if self.exact:
             pairs = zip(changed, self.tensors, self.copies, strict=True)
             changed = [counted or not same_bits(tensor, copy) for counted, tensor, copy in pairs]
-        return list(dict.fromkeys(name for name, own in zip(self.names, changed, strict=True) if own))
+        names = [name for name, own in zip(self.names, changed, strict=True) if own]
+        names += [name for name, owner, field, value in self.attributes if getattr(owner, field, None) is not value]
+        return list(dict.fromkeys(names))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

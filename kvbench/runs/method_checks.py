@@ -32,6 +32,8 @@ from kvbench.interfaces.observation import PromptEncoder
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import read_layout, text_config
+from kvbench.runs.integrity import Definitions, WeightHashes
+from kvbench.store.runs import name_some
 from kvbench.validation import ContractError, SettingError
 
 TOKENS = 96  # tokens of a prompt
@@ -68,6 +70,15 @@ class MethodUnderTest:
     @cached_property
     def model(self) -> torch.nn.Module:
         return self.checkpoint.weights(torch.float64, "cpu")
+
+    @cached_property
+    def weights(self) -> WeightHashes:
+        return WeightHashes(self.model)
+
+    def reload_model(self) -> None:
+        """Load the model again for the next check, because its weights have changed."""
+        for name in ("model", "weights"):
+            vars(self).pop(name, None)
 
     @cached_property
     def words(self) -> PromptEncoder:
@@ -250,25 +261,31 @@ def check_sharing(subject: MethodUnderTest) -> str:
         raise NotApplicable("it wants log-sum-exps and shares a prefill with its like only")
     others = [CachePolicy(build_named("method", name), build_named("allocator", "uniform"), build_named("codec", "raw"))
               for name in ("full", "knorm")]  # fmt: skip
+    own = subject.choice()
 
-    def contexts() -> list[GenerationContext]:
-        own = [(choice, 1.0 if choice.method.name == "full" else 0.2) for choice in (*others, subject.choice())]
-        return [
-            GenerationContext(subject.model, choice, Budget(budget), None, (0,), compile=False)
-            for choice, budget in own
-        ]
+    def make_context(choice: CachePolicy) -> GenerationContext:
+        budget = Budget(1.0 if choice.method.name == "full" else 0.2)
+        return GenerationContext(subject.model, choice, budget, None, (0,), compile=False)
 
-    shared = contexts()
-    try:
-        prefill(shared, subject.prompt())
-    except ContextFailed as failed:
-        raise (failed.__cause__ or failed) from None
-    for alone, context in zip(contexts(), shared, strict=True):
+    expected = []
+    for choice in (*others, own):
+        alone = make_context(choice)
         alone.prefill(subject.prompt())
-        wrong = find_difference(collect_outcome(context), collect_outcome(alone))
-        if wrong:
-            raise CheckFailed(f"{context.choice.method.name}: {wrong} is not what it is alone")
-    return "with full and knorm, to the bit"
+        expected.append(collect_outcome(alone))
+    for place, order in {"first": (2, 0, 1), "second": (0, 2, 1), "last": (0, 1, 2)}.items():
+        shared = [make_context((*others, own)[number]) for number in order]
+        where = f"where {subject.name} is the {place} of three"
+        try:
+            prefill(shared, subject.prompt())
+        except ContextFailed as failed:
+            if order[failed.number] == 2:
+                raise (failed.__cause__ or failed) from None
+            name = shared[failed.number].choice.method.name
+            raise CheckFailed(f"{name} fails {where}: {failed.__cause__ or failed}") from None
+        for number, context in zip(order, shared, strict=True):
+            if wrong := find_difference(collect_outcome(context), expected[number]):
+                raise CheckFailed(f"{context.choice.method.name}: {wrong} is not what it is alone, {where}")
+    return "with full and knorm, at each place, to the bit"
 
 
 def check_allocators(subject: MethodUnderTest) -> str:
@@ -298,13 +315,26 @@ CHECKS: tuple[tuple[str, Callable[[MethodUnderTest], str]], ...] = (
 )
 
 
+def check_with_care(check: Callable[[MethodUnderTest], str], subject: MethodUnderTest, code: Definitions) -> str:
+    """Return what a check finds; CheckFailed if the method changed kvbench's code or weights, which are put back."""
+    weights = subject.weights
+    try:
+        return check(subject)
+    finally:
+        changed = code.find_changed(restore=True)
+        if spoiled := weights.find_changed():
+            subject.reload_model()
+        if changed or spoiled:
+            raise CheckFailed(f"the method changed {name_some([*changed, *spoiled])}")
+
+
 def run_checks(subject: MethodUnderTest) -> int:
     """Print a line for each check; return how many failed."""
     failed, last, begin = 0, "", time.perf_counter()
-    width = max(len(title) for title, _ in CHECKS)
+    width, definitions = max(len(title) for title, _ in CHECKS), Definitions()
     for title, check in CHECKS:
         try:
-            mark, remark = "ok", check(subject)
+            mark, remark = "ok", check_with_care(check, subject, definitions)
         except NotApplicable as reason:
             mark, remark = "-", str(reason)
         except Exception as error:
@@ -313,7 +343,7 @@ def run_checks(subject: MethodUnderTest) -> int:
             mark, remark = "FAIL", "the same" if line == last else line
             failed, last = failed + 1, line
             if getattr(error, "spoils_model", False):
-                vars(subject).pop("model", None)  # the next check loads it again
+                subject.reload_model()
         print(f"{mark:<5} {title:<{width}}  {remark}", flush=True)
     print(f"{len(CHECKS) - failed} of {len(CHECKS)} in {time.perf_counter() - begin:.0f} s")
     return failed

@@ -433,6 +433,17 @@ def test_nan_is_named(hook):
         run_alone(saboteur(Honest, hook, deed)("saboteur"))
 
 
+@pytest.mark.parametrize("hook", ["update", "score"])
+def test_exact_guards_find_a_field_that_is_replaced(hook):
+    def deed(honest, observation, rows, *more):
+        found = honest()
+        object.__setattr__(rows, "values", rows.values.clone())
+        return found
+
+    with pytest.raises(ContractError, match=f"method=saboteur: {hook} of layer 0 wrote into rows.values;"):
+        run_alone(saboteur(Honest, hook, deed)("saboteur"), exact=True)
+
+
 def test_a_hook_cannot_end_the_process():
     def deed(honest, *arguments):
         os._exit(0)

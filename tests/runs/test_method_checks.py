@@ -1,11 +1,16 @@
 """`python -m kvbench check-method`: one method of one's own against the laws; and what its import may do wrong."""
 
+import os
+import re
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 
+from kvbench.cache.guard import Handed
 from kvbench.cli.check_method import main
 from kvbench.config import catalogue
+from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs import method_checks
 from kvbench.runs.method_checks import CHECKS
 from kvbench.validation import SettingError
@@ -65,6 +70,63 @@ def test_a_method_that_breaks_its_contract_fails(score, failed, check, capsys, m
     out = capsys.readouterr().out
     assert "FAIL" in verdicts(out) and failed in out
     assert "ok    a full budget changes nothing" in out  # nothing is scored there
+
+
+@pytest.mark.parametrize(
+    ("deed", "line"),
+    [
+        (lambda rows, model, call: object.__setattr__(rows, "keys", 0), "score of layer 0 wrote into rows.keys"),
+        (
+            lambda rows, model, call: setattr(method_class("knorm"), "score", lambda *own: -own[2].places.double()),
+            "the method changed kvbench.methods.knorm.Knorm.score",
+        ),
+        (
+            lambda rows, model, call: call == 40 and model.model.embed_tokens.weight.data[0].neg_(),
+            "the method changed model.embed_tokens.weight",
+        ),
+        (
+            lambda rows, model, call: os._exit(0),
+            "method=tova: score of layer 0 raised SystemExit: os._exit would end the process",
+        ),
+    ],
+)
+def test_a_method_that_does_harm_to_others_fails(deed, line, check, capsys, monkeypatch):
+    models, calls, load = [], count(), Checkpoint.weights
+
+    def weights(*given):
+        models.append(load(*given))
+        return models[-1]
+
+    def score(self, observation, rows, state):
+        deed(rows, models[-1], next(calls))
+        return rows.places.double()
+
+    monkeypatch.setattr(method_checks, "CHECKS", CHECKS[:1])
+    monkeypatch.setattr(Checkpoint, "weights", weights)
+    monkeypatch.setattr(method_class("tova"), "score", score)
+    before = method_class("knorm").score
+    assert check("tova") == 1
+    out = capsys.readouterr().out
+    assert line in out
+    assert method_class("knorm").score is before
+
+
+def test_a_method_that_spoils_who_comes_after_it_fails(check, capsys, monkeypatch):
+    """The guards look away here: they know some ways to do it, and the groups find all that show."""
+
+    def score(self, observation, rows, state):
+        own = rows.places.double()
+        object.__setattr__(rows, "keys", rows.keys.flip(2))
+        return own
+
+    monkeypatch.setattr(method_checks, "CHECKS", [own for own in CHECKS if own[1] is method_checks.check_sharing])
+    monkeypatch.setattr(Handed, "written", lambda handed: [])
+    monkeypatch.setattr(method_class("tova"), "score", score)
+    assert check("tova") == 1
+    out = capsys.readouterr().out
+    assert re.search("FAIL  a shared prefill .* knorm: .* is not what it is alone, where tova is the first of", out), (
+        out
+    )
 
 
 def test_state_that_leaks_between_prompts_fails(check, capsys, monkeypatch):
