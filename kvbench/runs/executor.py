@@ -37,7 +37,7 @@ class Executor:
         bench = self.bench = Resources(runs[0]) if self.bench is None else self.bench.renew(runs[0])
         if count > 1:
             with spend("workers"):
-                self._find_workers(count, runs[0].device).execute([*groups, *([own] for own in runs)])
+                bench.accused |= self._find_workers(count, runs[0].device).execute([*groups, *([own] for own in runs)])
                 if not all(RunFolder(self.results / "runs", own.value).finished for own in runs):
                     self.close()  # this process executes them, and needs the memory of the GPU
         else:

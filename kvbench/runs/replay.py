@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from kvbench.config import catalogue
 from kvbench.config.compose import compose_config, list_choices, parse_override
+from kvbench.runs.group_watch import COMPARED
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder, list_turns
 from kvbench.runs.runner import describe_machine
@@ -29,7 +30,6 @@ from kvbench.store.run_folder import RunFolder, read_run_value, run_hash, to_jso
 from kvbench.store.runs import flatten
 from kvbench.validation import escape
 
-COMPARED = ("output", "score", "rows_held", "rows_held_end", "survived")
 MACHINE = ("python", "processor", "threads", "gpu", "versions")
 ELSEWHERE = ("sources", "device")  # parts of a run's value that depend on machine and checkout
 SHOWN = 40  # characters of a value in a message

@@ -13,6 +13,7 @@ from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import count_template_tokens, find_end, settle_template
 from kvbench.models.encoding import find_appended, find_ids_beyond
 from kvbench.models.loading import find_stop_tokens
+from kvbench.runs.integrity import WeightHashes
 from kvbench.runs.prompt import Prompt, encode_all
 from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
@@ -33,6 +34,7 @@ class Resources:
         gpu_processes: The number of processes of the sweep that use this one's GPU, this one included; 1 on a CPU.
         processes: The number of processes that share the samples, this one included.
         speaks: Whether notes about the model are printed. One process of a sweep prints them.
+        accused: What a method did to the runs beside its own, by `RunSpec.choice_name`. It is not executed again.
     """
 
     run: RunSpec
@@ -43,6 +45,7 @@ class Resources:
     gpu_processes: int = 1
     processes: int = 1
     speaks: bool = True
+    accused: dict[str, str] = field(default_factory=dict)
 
     def renew(self, run: RunSpec) -> "Resources":
         """Return the resources of another run, with what it can use of these.
@@ -55,7 +58,7 @@ class Resources:
         if same and (run.system, run.thinking) == (before.system, before.thinking):
             loaded |= {name: own for name, own in self.loaded.items() if name in ("tokenizer", "beyond")}
         if same and (run.dtype, run.device) == (before.dtype, before.device) and "model" in self.loaded:
-            loaded |= {name: own for name, own in self.loaded.items() if name in ("model", "ends")}
+            loaded |= {name: own for name, own in self.loaded.items() if name in ("model", "weights", "ends")}
             rehearsed = self.rehearsed
         asked = run.thinking == before.thinking and run.task_settings == before.task_settings
         if same and asked and "prompts" in self.loaded:
@@ -65,7 +68,7 @@ class Resources:
         predictions = self.predictions if alike else {}
         return Resources(
             run, loaded, predictions=predictions, rehearsed=rehearsed, gpu_processes=self.gpu_processes,
-            processes=self.processes, speaks=self.speaks,
+            processes=self.processes, speaks=self.speaks, accused=self.accused,
         )  # fmt: skip
 
     def _say(self, line: str) -> None:
@@ -111,7 +114,9 @@ class Resources:
         def load() -> torch.nn.Module:
             exempt_imports_from_collection()
             try:
-                return self.run.checkpoint.weights(self.run.torch_dtype, self.run.device)
+                model = self.run.checkpoint.weights(self.run.torch_dtype, self.run.device)
+                self.loaded["weights"] = WeightHashes(model)
+                return model
             except torch.cuda.OutOfMemoryError:
                 if self.gpu_processes > 1:
                     raise
@@ -121,6 +126,11 @@ class Resources:
                 ) from None
 
         return self._once("model", load)
+
+    @property
+    def weights(self) -> WeightHashes:
+        """What the model's weights were when they were loaded."""
+        return self._once("weights", lambda: WeightHashes(self.model))
 
     @property
     def ends(self) -> frozenset[int]:
@@ -154,7 +164,8 @@ class Resources:
 
     def reload_model(self) -> None:
         """Load the weights again when they are needed next, because a method wrote into them."""
-        self.loaded.pop("model", None)
+        for name in ("model", "weights"):
+            self.loaded.pop(name, None)
 
     @property
     def prompts(self) -> dict[str, tuple[Sample, Prompt]]:

@@ -87,7 +87,7 @@ class Responder:
         sample. The second time pays for everything that happens only once. If memory does not suffice, the samples'
         records will say so. Runs with the same method, allocator and codec do it once in a process.
         """
-        choice = str(sorted(self.run.groups.items()))
+        choice = self.run.choice_name
         if choice in self.bench.rehearsed:
             return
         opening = SharedPrefix((WARM_UP,), ("warm-up",))

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
@@ -19,6 +19,7 @@ from kvbench.config.provenance import find_revision, replay_hash, source_hashes,
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
+from kvbench.runs.group_watch import GroupWatch, Untrusted
 from kvbench.runs.joint_samples import find_batch_size, limit_claim
 from kvbench.runs.prompt import Prompt, batch_key
 from kvbench.runs.resources import Resources
@@ -50,7 +51,8 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
     """Make the missing records of runs that differ only in method, allocator, codec or budget.
 
     Each sample is answered in all runs before the next one. A run that fails is dropped from a group; executed alone,
-    it raises.
+    it raises. If a method changes weights or code, records are set aside (`kvbench.runs.group_watch`); so is a run of
+    it that was executed alone.
 
     Args:
         runs: The runs.
@@ -66,6 +68,9 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
     with make_records_folder(results, results / "runs"):
         folders = {RunFolder(results / "runs", run.value): run for run in runs}
         open_ = {folder: run for folder, run in folders.items() if not folder.finished}
+        if len(runs) == 1 and open_ and (line := bench.accused.get(runs[0].choice_name)):
+            raise Untrusted(line)
+        open_ = {folder: run for folder, run in open_.items() if run.choice_name not in bench.accused}
         if not open_:
             return list(folders)
         prompts = bench.prompts
@@ -81,9 +86,22 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
         full = [folder for folder, run in folders.items() if run.value == base.value]
         bench.full = full[0] if full else RunFolder(results / "runs", base.value)
         open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}  # the others use it
+    try:
+        with GroupWatch(open_, bench) as watch:
+            make_records(open_, bench, watch)
+    except Untrusted as error:
+        if len(runs) == 1:
+            raise
+        tqdm.write(f"kvbench: {error}; {len(open_)} runs are left to their own cells", file=sys.stderr)
+    return list(folders)
+
+
+def make_records(open_: Mapping[RunFolder, RunSpec], bench: Resources, watch: GroupWatch) -> None:
+    """Answer the samples that lack a record in the runs of a group, and finish those that then lack none."""
+    prompts = bench.prompts
     with spend("warming up"):
         company = make_warm_group(open_, bench)
-    name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
+    name = next(iter(open_.values())).groups["method"]["name"] if len(open_) == 1 else f"{len(open_)} together"
     with spend("starting"), sources_unchanging():
         processes = [describe_process(run) for run in open_.values()]
     with ExitStack() as stack:
@@ -122,10 +140,13 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
                 for other in uids:
                     folder.release(other)
             bar.update(made_so_far() - bar.n)
+            watch.look()
+            watch.compare_alone(company.readers, every)
+        watch.compare_alone(company.readers, (), last=True)
+        watch.look(again=True)
         bar.update(made_so_far() - bar.n)
         for folder in company.readers:
             folder.finish(list(prompts))
-    return list(folders)
 
 
 @spend("waiting")

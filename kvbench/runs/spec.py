@@ -200,6 +200,16 @@ class RunSpec:
         return choose_cache(*(catalogue.build(group, self.groups[group]) for group in UNCUT))
 
     @property
+    def choice_name(self) -> str:
+        """A text that is equal for runs with the same method, allocator and codec."""
+        return str(sorted(self.groups.items()))
+
+    @property
+    def is_of_kvbench(self) -> bool:
+        """Whether kvbench holds all classes that the settings name."""
+        return all(module.split(".")[0] == "kvbench" for module in self.modules())
+
+    @property
     def full(self) -> bool:
         """Whether nothing is evicted. The codec may still be lossy."""
         return self.groups["method"]["name"] == "full"

@@ -7,14 +7,14 @@ it had claimed.
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partialmethod
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -32,6 +32,7 @@ from kvbench.validation import (
     Terminated,
     describe_write_error,
     raise_on_sigterm,
+    refuse_exits,
 )
 
 PATIENCE = 10  # seconds that a process may take to close its files before it is killed
@@ -89,12 +90,15 @@ class Workers:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.gpus = choose_gpus(count, visible, torch.cuda.device_count()) if device == "cuda" else []
 
-    def execute(self, groups: Sequence[Sequence[RunSpec]]) -> None:
+    def execute(self, groups: Sequence[Sequence[RunSpec]]) -> dict[str, str]:
         """Execute runs and wait for them. The records are on disk then.
 
         Args:
             groups: Groups of runs that share prefills. One group is executed after the other, and finished ones are
                 left out.
+
+        Returns:
+            Whom the processes accuse (`Resources.accused`).
 
         Raises:
             SettingError: The results folder cannot be used.
@@ -103,13 +107,12 @@ class Workers:
         with make_records_folder(self.results, root):
             left = [own for own in groups if not all(RunFolder(root, run.value).finished for run in own)]
         if not left:
-            return
+            return {}
         for index, process in enumerate(self.processes):
             own = self.processes[index] = process or self._start(index)
             with suppress(BrokenPipeError):  # it has died; `_wait` says so
                 own[1].send(left)
-        for index in range(len(self.processes)):
-            self._wait(index)
+        return {name: line for index in range(len(self.processes)) for name, line in self._wait(index).items()}
 
     def _start(self, index: int) -> tuple[Any, Connection]:
         """Start a process."""
@@ -124,17 +127,18 @@ class Workers:
         there.close()  # so that `recv` fails if the process dies
         return process, here
 
-    def _wait(self, index: int) -> None:
-        """Wait until a process has done its work or died."""
-        assert (found := self.processes[index]) is not None  # `execute` has started it
-        process, connection = found
+    def _wait(self, index: int) -> dict[str, str]:
+        """Wait until a process has done its work or died, and return whom it accuses."""
+        assert (started := self.processes[index]) is not None  # `execute` has started it
+        process, connection = started
+        found: dict[str, str] = {}
         try:
-            connection.recv()
+            found = connection.recv()
         except (EOFError, ConnectionResetError):
             process.join()
             self.processes[index] = None
-            if process.exitcode:
-                print(f"kvbench: worker {index} ended with code {process.exitcode}", file=sys.stderr)
+            print(f"kvbench: worker {index} ended with code {process.exitcode}", file=sys.stderr)
+        return found
 
     def close(self, at_once: bool = False) -> None:
         """End the processes.
@@ -179,10 +183,10 @@ def run_worker(
     replace_environment(environment)
     if not shows_progress:  # TQDM_DISABLE would be too late, because tqdm is imported
         tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
-    Thread(target=exit_with_parent, daemon=True).start()
+    Thread(target=exit_with_parent, args=(os._exit,), daemon=True).start()
     bench: Resources | None = None
     say_spending = start_counting(" of a worker")
-    with suppress(Terminated), raise_on_sigterm():
+    with suppress(Terminated), raise_on_sigterm(), refuse_exits():
         while (groups := receive(connection)) is not None:
             try:
                 for runs in groups:
@@ -201,7 +205,7 @@ def run_worker(
             except OSError as error:
                 if describe_write_error(error) is None:
                     raise
-            connection.send(None)
+            connection.send({} if bench is None else bench.accused)
         say_spending()
 
 
@@ -230,9 +234,13 @@ def receive(connection: Connection) -> Sequence[Sequence[RunSpec]] | None:
     return found
 
 
-def exit_with_parent() -> None:
-    """End this process when its parent has ended, killed or not, because nobody waits for it any more."""
+def exit_with_parent(end: Callable[[int], NoReturn]) -> None:
+    """End this process when its parent has ended, killed or not, because nobody waits for it any more.
+
+    Args:
+        end: `os._exit`, as it was before `refuse_exits`.
+    """
     parent = parent_process()
     assert parent is not None  # a worker is always started by another process
     parent.join()
-    os._exit(1)
+    end(1)

@@ -5,6 +5,7 @@
                         machine-<writer>.json    the machine of a later process, if it differs
                         records-<writer>.jsonl   one line per sample, one file per process, because appends by several
                                                  processes to one file are not atomic on shared file systems
+                        untrusted-<writer>.jsonl records that were set aside, because they may be wrong
                         samples                  the number of samples that the run will have
                         claims.lock              byte-range locks: byte 0 while a process sets up or closes the folder,
                                                  one byte for each sample in progress, and a last byte that all
@@ -133,6 +134,7 @@ class RunFolder:
         self._locks: int | None = None  # descriptor of claims.lock, opened once
         self._own: int | None = None  # descriptor of this process's records
         self._claimed: set[str] = set()
+        self._trusted = 0  # bytes of this process's records that `set_records_aside` leaves
         self._read: dict[str, int] = {}  # file name -> bytes read, always up to the end of a line
         self._lines: dict[str, dict[str, dict[str, Any]]] = {}  # file name -> uid -> record
 
@@ -278,6 +280,46 @@ class RunFolder:
         self._read[self._own_path.name] = start + len(line)
         self._lines.setdefault(self._own_path.name, {})[uid] = plain
         self.release(uid)
+
+    @property
+    def untrusted(self) -> bool:
+        """Whether this process has written records since `trust_records`."""
+        return self._read.get(self._own_path.name, 0) > self._trusted
+
+    def trust_records(self) -> None:
+        """Vouch for the records that this process has written so far."""
+        self._trusted = self._read.get(self._own_path.name, 0)
+
+    def set_records_aside(self, everything: bool = False) -> int:
+        """Move the records that this process has written since `trust_records` to untrusted-<writer>.jsonl.
+
+        They may be wrong, so they must be made again. Nothing may be appended to this object afterwards.
+
+        Args:
+            everything: Move all records that this process has written.
+
+        Returns:
+            The number of records that were moved.
+        """
+        path, start = self._own_path, 0 if everything else self._trusted
+        if self._read.get(path.name, 0) <= start:
+            return 0
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC) if self._own is None else self._own
+        try:
+            text = os.pread(descriptor, os.fstat(descriptor).st_size - start, start)
+            with replace_file(path.with_name(path.name.replace("records", "untrusted", 1))) as draft:
+                draft.write_bytes(text)
+            os.ftruncate(descriptor, start)
+            os.fsync(descriptor)
+        finally:
+            if self._own is None:
+                os.close(descriptor)
+        (self.path / "done").unlink(missing_ok=True)  # another process may have counted them
+        self._read[path.name] = start
+        moved = [record["uid"] for line in text.splitlines(keepends=True) if (record := parse_record(line)) is not None]
+        for uid in moved:
+            self._lines[path.name].pop(uid, None)
+        return len(moved)
 
     def finish(self, expected_uids: Iterable[str]) -> bool:
         """Write `done` if every expected sample has a record, and return whether that is the case."""

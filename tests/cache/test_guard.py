@@ -684,6 +684,76 @@ def test_the_other_cells_of_a_group_are_what_they_are_alone(
     assert not folders[1].records()
 
 
+def write_a_weight(model: torch.nn.Module, victim: type) -> None:
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] *= 3
+
+
+def replace_a_score(model: torch.nn.Module, victim: type) -> None:
+    victim.score = lambda self, observation, rows, state: -rows.places.float()
+
+
+def replace_code(model: torch.nn.Module, victim: type) -> None:
+    Method.select.__code__ = (lambda self, scores, quotas: Allocator.select(self, -scores, quotas)).__code__
+
+
+DEEDS = {
+    write_a_weight: "model.layers.1.mlp.up_proj.weight",
+    replace_a_score: "kvbench.methods.snapkv.SnapKV.score",
+    replace_code: "kvbench.interfaces.method.Method.select",
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_who_changes_weights_or_code_at_a_sample_spoils_no_record(
+    deed, runs, bench, expected, tmp_path, monkeypatch, capsys
+):
+    victim, changed = type(runs[2].choice().method), DEEDS[deed]
+    before = victim.score, Method.select.__code__
+
+    def score(self, observation, rows, state):
+        if observation.prompt > 64 and not observation.layer:
+            deed(bench.model, victim)
+        return rows.mass * 1.0
+
+    monkeypatch.setattr(type(runs[1].choice().method), "score", score)
+    monkeypatch.setattr(bench, "rehearsed", set())
+    monkeypatch.setattr(bench, "accused", {})
+    folders = execute_runs(runs, tmp_path, bench)
+    line = rf"{changed} changed while it ran; \d records are set aside in untrusted-\*.jsonl"
+    suspects = "method=full or method=tova or method=snapkv"
+    assert re.search(f"kvbench: {suspects}: {line}; 3 runs are left to", capsys.readouterr().err)
+    assert not any(folder.records() or folder.finished for folder in folders)
+    assert (victim.score, Method.select.__code__) == before
+    for index, own in zip((0, 2), expected, strict=True):  # alone they are what they were
+        assert differences(strip_circumstances(execute_run(runs[index], tmp_path, bench)), own) == []
+    with pytest.raises(ContractError, match=f"method=tova: {line}"):
+        execute_run(runs[1], tmp_path, bench)
+    assert not folders[1].records() and len(list(tmp_path.rglob("untrusted-*"))) >= 2
+
+
+def test_a_record_that_differs_alone_ends_the_group(runs, bench, expected, tmp_path, monkeypatch, capsys):
+    """The saboteur leaves its own rows and gives those who come after it others."""
+
+    def score(self, observation, rows, state):
+        if observation.prompt > 64:
+            object.__setattr__(rows, "keys", -rows.keys)
+        return rows.mass * 1.0
+
+    monkeypatch.setattr(type(runs[1].choice().method), "score", score)
+    monkeypatch.setattr(bench, "accused", {})
+    monkeypatch.setattr(RunSpec, "is_of_kvbench", property(lambda run: run.groups["method"]["name"] != "tova"))
+    folders = execute_runs(runs, tmp_path, bench)
+    line = (
+        r"method=tova: method=snapkv budget=0\.2: .*survived of niah_single_1/256/0 is not what it is alone; "
+        r"3 records are set aside in untrusted-\*\.jsonl"
+    )
+    assert re.search(f"kvbench: {line}; 3 runs are left to", capsys.readouterr().err)
+    assert not any(folder.records() or folder.finished for folder in folders)
+    assert differences(strip_circumstances(execute_run(runs[2], tmp_path, bench)), expected[1]) == []
+    with pytest.raises(ContractError, match=line):  # alone it does nothing wrong
+        execute_run(runs[1], tmp_path, bench)
+
+
 def differences(found: dict, expected: dict) -> list:
     assert found.keys() == expected.keys()
     return [

@@ -58,7 +58,7 @@ def test_resources_keep_what_another_run_can_use(make_run):
     sent = bench.renew(pickle.loads(pickle.dumps(make_run("budget=0.5"))))  # as a worker gets it, with another task
     assert sent.prompts is bench.prompts and sent.run.task is bench.run.task
     longer = bench.renew(make_run("task.lengths=[300]"))
-    assert sorted(longer.loaded) == ["beyond", "model", "tokenizer"] and longer.predictions == {}
+    assert sorted(longer.loaded) == ["beyond", "model", "tokenizer", "weights"] and longer.predictions == {}
     other = bench.renew(make_run("dtype=bfloat16"))
     assert sorted(other.loaded) == ["beyond", "prompts", "tokenizer"] and other.predictions == {}
     assert bench.renew(make_run("question=hidden")).predictions == {}
@@ -98,6 +98,26 @@ def test_workers_make_room_for_what_they_left(make_run, tmp_path, monkeypatch):
         with Executor(tmp_path) as executor:
             [records] = executor.execute([make_run("budget=0.3", f"seed={fail_as is EOFError:d}")], count=2)
             assert len(records) == 1 and executor.workers is None
+
+
+def test_a_worker_that_ends_early_is_named_whatever_its_code(make_run, tmp_path, monkeypatch, capfd):
+    end = os._exit
+    monkeypatch.setattr("kvbench.runs.workers.start_fork_server", partial(get_context, "fork"))
+    monkeypatch.setattr("kvbench.runs.workers.execute_runs", lambda *given: end(0))
+    workers = Workers(tmp_path, 1, "cpu")
+    assert workers.execute([[make_run("budget=0.3")]]) == {} and workers.processes == [None]
+    assert "kvbench: worker 0 ended with code 0" in capfd.readouterr().err
+
+
+def test_workers_say_whom_they_accuse(make_run, tmp_path, monkeypatch):
+    def accuse(runs, results, bench):
+        bench.accused["mine"] = "method=mine: it changed weights"
+
+    monkeypatch.setattr("kvbench.runs.workers.start_fork_server", partial(get_context, "fork"))
+    monkeypatch.setattr("kvbench.runs.workers.execute_runs", accuse)
+    with Executor(tmp_path) as executor:
+        executor.execute([make_run("budget=0.3")], count=2)
+        assert executor.bench.accused == {"mine": "method=mine: it changed weights"}
 
 
 def test_finished_runs_need_no_workers(make_run, tmp_path):
