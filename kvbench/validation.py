@@ -1,21 +1,17 @@
-"""Errors that a user sees in one line, the checks that raise them, and the handling of signals and garbage."""
+"""Errors that a user sees in one line, the checks that raise them, and the handling of garbage."""
 
 import errno
 import gc
 import json
 import math
 import os
-import signal
-import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from threading import current_thread, main_thread
-from types import FrameType
-from typing import Any, NoReturn, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 Count = TypeVar("Count")  # int, or a tensor, which this module does not import
 
@@ -66,69 +62,6 @@ def refuse_on_error(label: str) -> Iterator[None]:
         if type(error).__name__ == "OutOfMemoryError":
             raise
         raise SettingError(f"{label} ({summarize(error)})") from None
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. It stops the work as Ctrl-C does."""
-
-
-@contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise Terminated inside, so that open files and processes are closed.
-
-    Signals reach the main thread only; in another thread this does nothing.
-    """
-    if current_thread() is not main_thread():
-        yield
-        return
-
-    def terminate(number: int, frame: FrameType | None) -> NoReturn:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def refuse_exits() -> Iterator[None]:
-    """Let functions of `os` that end this process at once, or make another program of it, raise SystemExit inside.
-
-    A hook of a method that calls one would end all runs without a word, with the exit code that it likes. Processes
-    that this one forks may call them.
-    """
-    process, before = os.getpid(), {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
-
-    def refuse(name: str, *given: Any) -> Any:
-        if os.getpid() != process:
-            return before[name](*given)
-        raise SystemExit(f"os.{name} would end the process")
-
-    modules = os, sys.modules["posix"]
-    for module in modules:
-        for name in before:
-            setattr(module, name, partial(refuse, name))
-    try:
-        yield
-    finally:
-        for module in modules:
-            for name, own in before.items():
-                setattr(module, name, own)
-
-
-@contextmanager
-def ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C inside. Processes that start inside ignore it for ever: the process that started them ends them."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

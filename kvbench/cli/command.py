@@ -11,14 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from kvbench.validation import (
-    ContractError,
-    SettingError,
-    Terminated,
-    describe_write_error,
-    raise_on_sigterm,
-    refuse_exits,
-)
+from kvbench.stops import Terminated, refuse_exits, stop_at_safe_points
+from kvbench.validation import ContractError, SettingError, describe_write_error
 
 READER_GONE = 141  # exit code: what a shell says of a program that SIGPIPE ended
 
@@ -86,7 +80,7 @@ def run_command(work: Callable[[], int | None]) -> int:
     """
     try:
         try:
-            with raise_on_sigterm(), refuse_exits():
+            with stop_at_safe_points(), refuse_exits():
                 return work() or 0
         except (SettingError, ContractError) as error:
             print(f"kvbench: {error}", file=sys.stderr)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 
 from kvbench.cli.command import CommandParser, require_extra, run_command
+from kvbench.stops import waiting
 
 
 def make_parser() -> CommandParser:
@@ -28,8 +29,9 @@ def serve(arguments: Sequence[str]) -> None:
         os.nice(10)  # what runs comes first
         try:
             print(f"{server.address}  (Ctrl-C ends it)", flush=True)
-            server.board.progress()
-            server.serve_forever()
+            with waiting():
+                server.board.progress()
+                server.serve_forever()
         except KeyboardInterrupt:
             print()
 

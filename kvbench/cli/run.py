@@ -14,6 +14,7 @@ from typing import Any
 
 from kvbench.cli.command import CommandParser, find_width, is_styled
 from kvbench.cli.run_help import format_run_help
+from kvbench.stops import check_stop
 from kvbench.validation import ContractError, SettingError, describe_write_error, name_file_in_errors
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -161,6 +162,7 @@ def run_sweep_cell(
         groups: Runs of the sweep that read prompts together with this cell's.
         heading: Begins the one line about the cell; None prints its table.
     """
+    check_stop()
     write_reason(folder, "failed", None)
     write_reason(folder, "refused", None)
     reason: dict[str, str] = {}

@@ -63,6 +63,7 @@ Found = TypeVar("Found")
 UNCOUNTED = {  # modules that a run imports but that change no number in its record -> the reason
     "kvbench.atomic": "renames files into place",
     "kvbench.threads": "does work in threads, in order",
+    "kvbench.stops": "stops the work on a signal",
     "kvbench.network": "finds out whether data can be downloaded; the run's fingerprint covers the data",
     "kvbench.analysis.solvable_subtasks": "chooses subtasks for tables of existing records",
     "kvbench.runs.checks": "refuses settings; the accepted ones are in the run's identity",

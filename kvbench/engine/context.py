@@ -52,6 +52,7 @@ from kvbench.models.transformers_port import (
     read_layout,
     text_config,
 )
+from kvbench.stops import check_stop
 from kvbench.validation import ContractError, SettingError
 
 MOST = 8192  # most tokens that are read at once in place of several blocks, so that activations stay small
@@ -186,6 +187,7 @@ class PromptContext:
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
             while self.seen < prompt:
+                check_stop()
                 tokens = min(size, prompt - self.seen)
                 if (
                     quota is not None and self.seen < quota

@@ -30,6 +30,7 @@ from kvbench.engine.timing import now
 from kvbench.engine.watched_rows import WatchedRows
 from kvbench.interfaces.row_reader import RowReader
 from kvbench.models.transformers_port import kvbench_attention
+from kvbench.stops import check_stop
 from kvbench.validation import NumericalError
 
 WORTH = 8  # a graph is captured for this many tokens or more
@@ -127,6 +128,7 @@ class Answer:
             min_new_tokens: 1 if no answer may begin with a token of `stop`, otherwise 0.
             keeps_rows: Whether other tokens follow the answer's, also in a branch that will be forgotten.
         """
+        check_stop()
         context.leave_path()
         self.context, self.sampling, self.read_last = context, sampling, read_last
         self.keeps_rows = keeps_rows or not context.forgets
@@ -160,6 +162,7 @@ class Answer:
 
     def step(self) -> bool:
         """Read the last token and generate the next one. Returns whether that token is part of the answer."""
+        check_stop()
         path = self.path
         if path is None or path.is_over or path is not self.context.path:  # or other tokens were read since
             path = self._open_path()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from kvbench.kernels.dispatch import announce_launches
+from kvbench.stops import waiting
 from kvbench.threads import count_processors
 
 
@@ -71,7 +72,8 @@ def hold_compiler(key: str) -> Iterator[Path]:
     folder = Path(knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "kvbench.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with waiting():
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield folder / f"kvbench-{key}.compiled"
 
 

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Concatenate
 
-from kvbench.validation import ignore_interrupts
+from kvbench.stops import ignore_interrupts, waiting
 
 
 class Worker:
@@ -51,8 +51,9 @@ class Worker:
             TimeoutError: There is no answer in time. The process goes on.
             EOFError: The process has ended.
         """
-        if not self._pipe.poll(max(seconds, 0)):
-            raise TimeoutError
+        with waiting():
+            if not self._pipe.poll(max(seconds, 0)):
+                raise TimeoutError
         try:
             return self._pipe.recv()
         except OSError as error:  # it was killed while the pipe was read

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config.paths import MODELS
+from kvbench.stops import waiting
 from kvbench.validation import SettingError
 
 FETCHED_MODELS = ("smollm2",)  # names of the models that `make model` downloads
@@ -76,5 +77,6 @@ def hold_lock(name: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"kvbench: waiting for another process that makes {MODELS / name}", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with waiting():
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -12,7 +12,7 @@ from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
 from threading import current_thread, main_thread
 
-from kvbench.validation import ignore_interrupts
+from kvbench.stops import ignore_interrupts
 
 PARENT = "KVBENCH_PARENT"  # environment variable with the number of the process that started the server
 FIRST = "kvbench.runs.end_with_parent"

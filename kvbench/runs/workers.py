@@ -25,15 +25,9 @@ from kvbench.runs.fork_server import replace_environment, start_fork_server
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_runs, make_records_folder
 from kvbench.runs.spec import RunSpec
+from kvbench.stops import Terminated, refuse_exits, stop_at_safe_points, waiting
 from kvbench.store.run_folder import RunFolder
-from kvbench.validation import (
-    ContractError,
-    SettingError,
-    Terminated,
-    describe_write_error,
-    raise_on_sigterm,
-    refuse_exits,
-)
+from kvbench.validation import ContractError, SettingError, describe_write_error
 
 PATIENCE = 10  # seconds that a process may take to close its files before it is killed
 
@@ -133,7 +127,8 @@ class Workers:
         process, connection = started
         found: dict[str, str] = {}
         try:
-            found = connection.recv()
+            with waiting():
+                found = connection.recv()
         except (EOFError, ConnectionResetError):
             process.join()
             self.processes[index] = None
@@ -186,7 +181,7 @@ def run_worker(
     Thread(target=exit_with_parent, args=(os._exit,), daemon=True).start()
     bench: Resources | None = None
     say_spending = start_counting(" of a worker")
-    with suppress(Terminated), raise_on_sigterm(), refuse_exits():
+    with suppress(Terminated), stop_at_safe_points(), refuse_exits():
         while (groups := receive(connection)) is not None:
             try:
                 for runs in groups:
@@ -228,7 +223,8 @@ def execute_beside_others(runs: Sequence[RunSpec], results: Path, bench: Resourc
 def receive(connection: Connection) -> Sequence[Sequence[RunSpec]] | None:
     """Wait for groups of runs. None at the end, and if the process that sends them has died."""
     try:
-        found: Sequence[Sequence[RunSpec]] | None = connection.recv()
+        with waiting():
+            found: Sequence[Sequence[RunSpec]] | None = connection.recv()
     except EOFError:
         return None
     return found

@@ -43,6 +43,7 @@ from typing import Any
 import yaml
 
 from kvbench.atomic import replace_file
+from kvbench.stops import check_stop
 from kvbench.validation import SettingError, name_file_in_errors
 
 FORMAT = 1  # of the folder and its records; a folder of another format is rejected, so that formats never mix
@@ -413,6 +414,7 @@ def claim_samples(
     while waiting:
         worked = False
         for uid in waiting:
+            check_stop()
             lacking = [folder for folder in folders if not folder.is_recorded(uid)]
             if not lacking or not lacking[0].claim(uid):
                 continue
@@ -426,6 +428,7 @@ def claim_samples(
             folder.refresh()
         waiting = [uid for uid in waiting if not all(folder.is_recorded(uid) for folder in folders)]
         if waiting and not worked:
+            check_stop()
             time.sleep(pause)
 
 

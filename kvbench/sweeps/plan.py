@@ -22,6 +22,7 @@ from kvbench.runs.checks import check_results, check_settings
 from kvbench.runs.devices import is_built_for_gpus
 from kvbench.runs.fork_server import start_fork_server
 from kvbench.runs.spec import RunSpec, SharedParts
+from kvbench.stops import check_stop
 from kvbench.store.run_folder import RunFolder, run_hash
 from kvbench.sweeps import status
 from kvbench.sweeps.capacity import check_capacity, describe_memory
@@ -283,6 +284,7 @@ def plan_cell(
         counts: How the records of a run are counted. It may remember what it counted.
         executes: Whether this process will execute the cell, so that the imports of its workers may begin.
     """
+    check_stop()
     composition = compose(overrides)
     try:
         run, log = describe_run(composition, shared, executes)

@@ -8,6 +8,8 @@ from typing import Any
 import submitit
 from omegaconf import DictConfig, OmegaConf
 
+from kvbench.stops import waiting
+
 SHARED = (
     "name",
     "nodes",
@@ -62,6 +64,7 @@ def launch_jobs(settings: DictConfig, jobs: Sequence[CellJob]) -> None:
     executor.update_parameters(**{name if name in SHARED else f"slurm_{name}": own for name, own in own.items()})
     with executor.batch():
         found = [executor.submit(job) for job in jobs]
-    failures = [error for job in found if (error := job.exception()) is not None]
+    with waiting():
+        failures = [error for job in found if (error := job.exception()) is not None]
     if failures:
         raise failures[0]

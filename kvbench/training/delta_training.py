@@ -21,6 +21,7 @@ from tqdm import tqdm
 from kvbench.atomic import replace_file
 from kvbench.methods.codecs.delta_compressors import Compressor, name_weights
 from kvbench.models.transformers_port import find_text_decoder
+from kvbench.stops import check_stop
 from kvbench.training.delta_losses import (
     DeltaRecipe,
     combine_losses,
@@ -253,6 +254,7 @@ class DeltaTraining:
         ):
             file.truncate(min(self.logged, file.tell()))  # lines of steps after the last state are written again
             while self.step < recipe.steps:
+                check_stop()
                 losses = self.take_step(next(batches))
                 file.write(json.dumps(losses).encode() + b"\n")
                 file.flush()

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from kvbench.atomic import replace_file
 from kvbench.runs.workers import exit_with_parent
+from kvbench.stops import check_stop
 from kvbench.training import tokenizer, training_data
 from kvbench.training.architecture import Llama, weight_shapes
 from kvbench.training.recipe import Recipe
@@ -294,7 +295,6 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
     Returns:
         The exit code: 0, or 1 if the session was interrupted or ran out of samples.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM runs `finally` too
     launched, context = time.monotonic(), multiprocessing.get_context("fork")  # forks before CUDA starts
     progress, full = context.Value("d", training.spent / training.limit), context.Queue(maxsize=4 * workers)
     names = [f"{training.seed}/{i}" + f"/{training.sessions}" * (training.sessions > 0) for i in range(workers)]
@@ -310,6 +310,7 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
     before, first, code = training.spent, training.step, 0
     try:
         for made in receive_batches(full, processes):
+            check_stop()
             training.spent = before + time.monotonic() - begun
             paused = training.step > first and time.monotonic() - launched > pause  # takes at least one step
             if training.spent > training.limit or paused or training.step >= first + steps:

@@ -19,10 +19,11 @@ from kvbench.cli import run as command
 from kvbench.cli.command import run_command
 from kvbench.integrations.wandb_logger import WandbLogger, load_settings
 from kvbench.runs.responder import Responder
+from kvbench.stops import Terminated, check_stop, stop_at_safe_points, waiting
 from kvbench.store.run_folder import RunFolder
 from kvbench.store.runs import load_runs
 from kvbench.sweeps.status import read_state
-from kvbench.validation import Terminated, describe_write_error, name_file_in_errors, raise_on_sigterm
+from kvbench.validation import describe_write_error, name_file_in_errors
 from tests.support.command_line import run_cli
 from tests.support.full_disk import full_beyond
 from tests.support.report_store import make_records, write_run
@@ -49,28 +50,93 @@ def listening() -> Iterator[None]:
 
 
 def send(number: int) -> None:
-    """Send this process a signal, and give Python the time to see it."""
+    """Send this process a signal. Python has called its handler when this returns."""
     os.kill(os.getpid(), number)
-    time.sleep(5)
 
 
 @pytest.mark.parametrize("number", CODES)
 def test_a_command_that_is_stopped_says_so(number, capsys):
-    before = signal.getsignal(signal.SIGTERM)
-    assert run_command(lambda: send(number)) == CODES[number]
+    """At its next safe point, and at its end if none comes before."""
+    before = [signal.getsignal(own) for own in (*CODES, signal.SIGALRM)]
+    done: list[str] = []
+
+    def work() -> None:
+        try:
+            send(number)
+            done.append("half")
+            done.append("whole")
+        except KeyboardInterrupt:  # as a library does that turns each error into its own
+            done.append("swallowed")
+        if number == signal.SIGTERM:
+            check_stop()
+            done.append("not stopped")
+
+    assert run_command(work) == CODES[number]
     assert capsys.readouterr() == ("", "kvbench: stopped\n")
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert done == ["half", "whole"]
+    assert [signal.getsignal(own) for own in (*CODES, signal.SIGALRM)] == before
+
+
+def test_a_stop_is_raised_soon_without_a_safe_point(monkeypatch):
+    """And again at the next safe point, should a library swallow it."""
+    monkeypatch.setattr("kvbench.stops.GRACE", 0.05)
+    begin = time.monotonic()
+    with pytest.raises(Terminated), stop_at_safe_points():
+        with pytest.raises(Terminated):
+            send(signal.SIGTERM)
+            time.sleep(60)
+        check_stop()
+        pytest.fail("not stopped")
+    assert time.monotonic() - begin < 30
+
+
+def test_a_wait_ends_with_the_signal():
+    """Whether it arrives before the wait or in it."""
+    for early in (True, False):
+        with stop_at_safe_points(), pytest.raises(Terminated):
+            if early:
+                send(signal.SIGTERM)
+            with waiting():
+                send(signal.SIGTERM)
+                pytest.fail("not stopped")
+
+
+def test_a_second_ctrl_c_ends_the_process():
+    """A second SIGTERM does not, and a Ctrl-C that was ignored stays ignored."""
+    if (child := os.fork()) == 0:
+        with stop_at_safe_points():
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+                send(number)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGINT
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # `listening` restores it
+    with stop_at_safe_points():
+        send(signal.SIGINT)
+        check_stop()
+
+
+def test_a_limit_of_time_of_another_is_left_alone():
+    """The import of a method's file has one."""
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    try:
+        with pytest.raises(Terminated), stop_at_safe_points():
+            send(signal.SIGTERM)
+            assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
 def stopping(monkeypatch) -> Callable[[int, int], None]:
-    """Sends a signal in the place of the answer after so many."""
+    """Sends a signal before the answer after so many begins, which stops at a safe point of the engine."""
 
     def stop(number: int, after: int) -> None:
         left, own = iter(range(after)), Responder.attempt
 
         def attempt(*given: object) -> object:
-            return own(*given) if next(left, None) is not None else send(number)
+            if next(left, None) is None:
+                send(number)
+            return own(*given)
 
         monkeypatch.setattr(Responder, "attempt", attempt)
 
@@ -164,7 +230,7 @@ def test_a_logger_that_hangs_does_not_hold_what_is_stopped(tmp_path, monkeypatch
         os.kill(os.getpid(), signal.SIGTERM)
 
     begin, timer = time.monotonic(), Thread(target=stop_when_it_hangs, daemon=True)
-    with raise_on_sigterm(), pytest.raises(Terminated):
+    with stop_at_safe_points(), pytest.raises(Terminated):
         timer.start()
         WandbLogger.of(load_settings({"seconds": "60"}), tmp_path).finished(load_runs(tmp_path))
     assert time.monotonic() - begin < 20
