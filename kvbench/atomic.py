@@ -1,8 +1,8 @@
-"""Write a file completely or not at all: write a draft beside it, then rename the draft."""
+"""Write a file, or append to it, completely or not at all."""
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvbench.validation import name_file_in_errors
@@ -34,5 +34,29 @@ def replace_file(path: Path) -> Iterator[Path]:
             finally:
                 os.close(descriptor)
             os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    except BaseException:
+        with suppress(OSError):  # the draft is in nobody's way
+            draft.unlink()
+        raise
+
+
+def append_whole(descriptor: int, data: bytes, end: int) -> None:
+    """Append to a file and wait until that is on the disk. After an error the file is cut back to what it was.
+
+    Args:
+        descriptor: The file, opened for appending and locked by the caller.
+        data: What is appended. A system may write it in several parts.
+        end: The size of the file.
+
+    Raises:
+        OSError: The disk took none of it, or only a part.
+    """
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    except BaseException:
+        with suppress(OSError):  # the torn line is then cut off by the next writer
+            os.ftruncate(descriptor, end)
+        raise

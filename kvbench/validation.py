@@ -16,9 +16,15 @@ from typing import Any, TypeGuard, TypeVar
 Count = TypeVar("Count")  # int, or a tensor, which this module does not import
 
 EMBEDDED_MODELS = ("reference", "reference_v1", "reference_v2")  # models whose weights the project holds
-STORAGE = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
-)  # fmt: skip  # errors of a disk on which a file cannot be written
+STORAGE = tuple(
+    getattr(errno, f"E{name}")
+    for name in (
+        *("NOSPC", "DQUOT", "FBIG", "ROFS", "ACCES", "PERM", "IO", "NAMETOOLONG"),  # what cannot be written
+        *("MFILE", "NFILE", "INTR", "BUSY", "TXTBSY", "XDEV", "MLINK", "INVAL", "NXIO", "NODEV", "NOTDIR", "ISDIR"),
+        *("NOLCK", "NOTSUP", "OPNOTSUPP", "NOSYS", "STALE", "REMOTEIO", "TIMEDOUT", "HOSTDOWN"),  # network file systems
+    )
+    if hasattr(errno, f"E{name}")
+)  # errors of a file that are about its disk or its name, and not about kvbench
 
 
 class SettingError(ValueError):

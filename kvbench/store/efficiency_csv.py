@@ -6,13 +6,13 @@ without it is incomplete and is measured again. Readers skip a line that a kille
 """
 
 import csv
-import errno
 import fcntl
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench.atomic import append_whole
 from kvbench.store.csv_rows import format_rows
 from kvbench.validation import SettingError, name_file_in_errors
 
@@ -64,7 +64,7 @@ def make_out_of_memory_line(quantity: str) -> Line:
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[str] = COLUMNS) -> None:
-    """Append lines in one write and wait until they are on disk.
+    """Append lines and wait until they are on disk.
 
     Args:
         path: The file. It is created if it does not exist.
@@ -73,7 +73,7 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
 
     Raises:
         SettingError: The file has other columns.
-        OSError: The lines could not be written completely.
+        OSError: The lines could not be written completely. The file is left as it was.
     """
     # one physical line each
     text = format_rows([" ".join(str(row.get(column, "")).split()) for column in columns] for row in rows)
@@ -86,10 +86,7 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
             check_columns(path, columns)
             file.seek(end - 1)
             before = "" if file.read(1) == b"\n" else "\n"  # a torn line stays, and the new lines start below it
-        data = (before + text).encode()
-        if os.write(file.fileno(), data) != len(data):
-            raise OSError(errno.ENOSPC, "the lines could not be written; is the disk full?")
-        os.fsync(file.fileno())
+        append_whole(file.fileno(), (before + text).encode(), end)
 
 
 def check_columns(path: Path, columns: Sequence[str] = COLUMNS) -> None:

@@ -23,7 +23,6 @@ Locks belong to the process, not to the object. Open a run only once per process
 before it.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -42,7 +41,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.atomic import replace_file
+from kvbench.atomic import append_whole, replace_file
 from kvbench.stops import check_stop
 from kvbench.validation import SettingError, name_file_in_errors
 
@@ -165,7 +164,7 @@ class RunFolder:
                 if samples is not None:
                     self._put("samples", f"{samples}\n")
                 self._cut_torn_tails()
-            fcntl.lockf(self._locks, fcntl.LOCK_SH, 1, OPEN_BYTE)
+            self._lock(fcntl.LOCK_SH, OPEN_BYTE)
             yield self
         finally:
             for descriptor in (self._own, self._locks):
@@ -231,11 +230,10 @@ class RunFolder:
         Raises:
             RuntimeError: The run is not open.
         """
-        locks = self._open_locks
         if uid in self._claimed or self.is_recorded(uid):
             return False
         try:
-            fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _lock_byte(uid))
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, _lock_byte(uid))
         except (BlockingIOError, PermissionError):  # POSIX allows EAGAIN and EACCES for a lock that is taken
             return False
         self._claimed.add(uid)
@@ -248,13 +246,14 @@ class RunFolder:
     def is_free(self, uid: str) -> bool:
         """Return whether the sample had no record when the files were last read, and no process has claimed it."""
         unclaimed = uid not in self._claimed and not self.is_recorded(uid)
-        return unclaimed and not _is_locked(self._open_locks, _lock_byte(uid))
+        with name_file_in_errors(self.path / "claims.lock"):
+            return unclaimed and not _is_locked(self._open_locks, _lock_byte(uid))
 
     def release(self, uid: str) -> None:
         """Release the claim of a sample. Without a claim nothing happens."""
         if uid in self._claimed:
             self._claimed.remove(uid)
-            fcntl.lockf(self._open_locks, fcntl.LOCK_UN, 1, _lock_byte(uid))
+            self._lock(fcntl.LOCK_UN, _lock_byte(uid))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write the record of a claimed sample as one line, wait until it is on disk, and release the claim.
@@ -271,13 +270,11 @@ class RunFolder:
         line = json.dumps(plain, allow_nan=False).encode() + b"\n"  # ASCII: any str, lone surrogates too, survives
         if self._own is None:
             self._own = os.open(self._own_path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._own, fcntl.LOCK_EX)  # held until the end of the process: other writers leave this tail
+            with name_file_in_errors(self._own_path):  # held until the process ends: other writers leave this tail
+                fcntl.flock(self._own, fcntl.LOCK_EX)
         start = self._read.get(self._own_path.name, 0)
         with name_file_in_errors(self._own_path):
-            if (written := os.write(self._own, line)) != len(line):
-                os.ftruncate(self._own, start)
-                raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes could be written; is the disk full?")
-            os.fsync(self._own)
+            append_whole(self._own, line, start)
         self._read[self._own_path.name] = start + len(line)
         self._lines.setdefault(self._own_path.name, {})[uid] = plain
         self.release(uid)
@@ -351,12 +348,17 @@ class RunFolder:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold byte 0 of the locks, so that only one process at a time sets up or closes the folder."""
-        locks = self._open_locks
-        fcntl.lockf(locks, fcntl.LOCK_EX, 1, 0)
+        self._lock(fcntl.LOCK_EX, 0)
         try:
             yield
         finally:
-            fcntl.lockf(locks, fcntl.LOCK_UN, 1, 0)
+            self._lock(fcntl.LOCK_UN, 0)
+
+    def _lock(self, how: int, byte: int) -> None:
+        """Lock or unlock a byte of claims.lock."""
+        descriptor = self._open_locks
+        with name_file_in_errors(self.path / "claims.lock"):
+            fcntl.lockf(descriptor, how, 1, byte)
 
     def _put(self, name: str, text: str) -> None:
         """Write a small file. The caller holds `_alone`, so any other draft of it belongs to a killed writer."""
@@ -384,7 +386,8 @@ class RunFolder:
         for path in self.path.glob("records*.jsonl"):
             with open(path, "r+b") as file:
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    with name_file_in_errors(path):
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except (BlockingIOError, PermissionError):
                     continue
                 text = file.read()

@@ -131,16 +131,25 @@ def read_total(path: Path) -> int | None:
 
 
 def is_busy(locks: Path) -> bool:
-    """Return whether any process has the run open. This takes no lock."""
+    """Return whether any process has the run open. This takes no lock. False where the file system does not say."""
+    asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock: from 0 to the end
     try:
-        descriptor = os.open(locks, os.O_RDONLY | os.O_CLOEXEC)
+        with locks.open("rb", buffering=0) as file:
+            return struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
     except OSError:
         return False
-    try:
-        asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock: from 0 to the end
-        return struct.unpack("hhqqi4x", fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
-    finally:
-        os.close(descriptor)
+
+
+def make_sweep_folder(folder: Path) -> Path:
+    """Create a folder and return it. If another sweep began in the same second and has it, the name gets -2, -3, …"""
+    own, number = folder, 1
+    while True:
+        try:
+            own.mkdir(parents=True)
+            return own
+        except FileExistsError:
+            number += 1
+            own = folder.with_name(f"{folder.name}-{number}")
 
 
 def write_cells(folder: Path, cells: Sequence[SweepCell]) -> None:
@@ -161,11 +170,12 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
     """Read the cells that `write_cells` wrote.
 
     Raises:
-        SettingError: There is no readable cells.json.
+        SettingError: There is no cells.json, or it is not JSON.
+        OSError: The disk does not give it.
     """
     try:
         return json.loads((folder / CELLS).read_text())
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         raise SettingError(f"sweep={folder}: no cells.json there") from None
 
 

@@ -29,7 +29,8 @@ from kvbench.methods.codecs.kivi import Kivi
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
-from kvbench.validation import ContractError, SettingError, refuse_exits
+from kvbench.stops import refuse_exits
+from kvbench.validation import ContractError, SettingError
 from tests.support.method_files import build_policy
 from tests.support.recorded_runs import strip_circumstances
 from tests.support.selection import only_in_full
