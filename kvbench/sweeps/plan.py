@@ -120,7 +120,7 @@ class PlannedCell:
     log: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sweep:
     """A sweep that is about to begin.
 
@@ -129,12 +129,14 @@ class Sweep:
         cells: The cells.
         results: The folder of results.
         folder: The sweep's own folder, which says what its cells are and why some of them have no records.
+        is_folder_given: Whether the user chose it. Otherwise `announce` takes one that no other sweep has.
     """
 
     composition: Composition
     cells: Sequence[PlannedCell]
     results: Path
     folder: Path
+    is_folder_given: bool
 
     @classmethod
     def plan(cls, overrides: Sequence[str], executes: bool = False) -> "Sweep":
@@ -168,7 +170,8 @@ class Sweep:
         reasons = {own.cell.refused for own in cells}
         if len(reasons) == 1 and None not in reasons:  # all for the same reason: there is nothing to launch
             raise SettingError(reasons.pop())
-        sweep = cls(shared, cells, results, folder)
+        given = any(parse_override(text).key_or_group == "hydra.sweep.dir" for text in overrides)
+        sweep = cls(shared, cells, results, folder, given)
         absent = [name for name in ("sbatch", "srun") if launcher == "slurm" and which(name) is None]
         if absent and not sweep.finished:
             raise SettingError(
@@ -215,6 +218,8 @@ class Sweep:
             width: Characters of a line.
             styled: As in `kvbench.analysis.score_matrix_format.format_text`.
         """
+        if not self.finished and not self.is_folder_given:
+            self.folder = status.make_sweep_folder(self.folder)
         if not self.counted:
             return
         if self.finished:

@@ -146,3 +146,18 @@ def test_cells_share_the_checkpoint_and_the_full_cache(checkpoint):
         assert one.checkpoint is other.checkpoint and one.baseline() is other.baseline()
         assert one.value == plan_cell([*settings, "budget=0.1"]).run.value
         assert one.baseline().value == plan_cell([*settings, "method=full"]).run.value
+
+
+def test_sweeps_that_begin_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    """Also sweeps that measure cost, which list no cells. A folder that the user names is used again."""
+    monkeypatch.setattr(plan_module.Sweep, "finished", False)
+    monkeypatch.setattr(plan_module.Sweep, "counted", False)
+    composition = compose([f"results={tmp_path}"])
+    first = tmp_path / "sweeps" / "now"
+    for is_given, name in ((False, "now"), (False, "now-2"), (False, "now-3"), (True, "now")):
+        sweep = plan_module.Sweep(composition, [], tmp_path, first, is_given)
+        sweep.announce(80, False)
+        assert sweep.folder == first.with_name(name) and sweep.folder.is_dir()
+    given = ["method=snapkv", "budget=0.5", f"results={tmp_path}"]
+    assert not plan_module.Sweep.plan(given).is_folder_given
+    assert plan_module.Sweep.plan([*given, f"hydra.sweep.dir={first}"]).is_folder_given
