@@ -320,16 +320,22 @@ def load_finished(results: Path) -> tuple[list[StoredRun], int]:
 def parse_selection(given: Sequence[str]) -> tuple[Path, dict[str, str]]:
     """Parse a command line of the form `results setting=value,value …`.
 
+    A folder whose name contains `=` is written with a slash before it, such as `./a=b`.
+
     Returns:
         The results folder ("results" if none is given) and the filters by setting.
 
     Raises:
-        SettingError: There are two folders, or a setting is given twice.
+        SettingError: There are two folders, a setting is given twice, or a setting is also the name of a folder.
     """
-    folders = [own for own in given if "=" not in own]
+    folders = [own for own in given if "=" not in own or "/" in own.partition("=")[0]]
     if len(folders) > 1:
         raise SettingError(f"{folders[1]}: give only one folder of results, then setting=value")
-    filters = [own.split("=", 1) for own in given if "=" in own]
+    settings = [own for own in given if own not in folders]
+    for own in settings:
+        if Path(own).is_dir():
+            raise SettingError(f"{own}: a folder has this name; ./{own} reads it")
+    filters = [own.split("=", 1) for own in settings]
     if len(dict(filters)) < len(filters):
         raise SettingError(f"{' '.join(map('='.join, filters))}: give each setting once, with commas between values")
     return Path(folders[0] if folders else "results"), dict(filters)

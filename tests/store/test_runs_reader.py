@@ -8,8 +8,9 @@ import kvbench
 from kvbench.atomic import replace_file
 from kvbench.papers.cell_values import RunIndex
 from kvbench.store import audit
-from kvbench.store.runs import FoundRuns, RunRecords, find_finished, find_runs, flatten, load_runs
+from kvbench.store.runs import FoundRuns, RunRecords, find_finished, find_runs, flatten, load_runs, parse_selection
 from kvbench.sweeps.status import SampleTimes
+from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
 
 
@@ -118,3 +119,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         draft.write_text("half")
         raise RuntimeError
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_with_an_equals_sign_is_never_taken_for_a_setting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse_selection(["a=b,c"]) == (Path("results"), {"a": "b,c"})
+    assert parse_selection(["./a=b,c", "d=e/f"]) == (Path("a=b,c"), {"d": "e/f"})
+    (tmp_path / "a=b,c").mkdir()
+    with pytest.raises(SettingError, match=r"^a=b,c: a folder has this name; \./a=b,c reads it$"):
+        parse_selection(["a=b,c"])
