@@ -1,10 +1,13 @@
 """Write a file, or append to it, completely or not at all."""
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
+from kvbench.stops import waiting
 from kvbench.validation import name_file_in_errors
 
 
@@ -38,6 +41,16 @@ def replace_file(path: Path) -> Iterator[Path]:
         with suppress(OSError):  # the draft is in nobody's way
             draft.unlink()
         raise
+
+
+def lock_file(file: IO[Any]) -> None:
+    """Wait until no other process holds the lock of an open file, and hold it until the file is closed.
+
+    Raises:
+        OSError: The file system has no locks. The error names the file.
+    """
+    with name_file_in_errors(file.name), waiting():
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def append_whole(descriptor: int, data: bytes, end: int) -> None:

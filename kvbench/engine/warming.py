@@ -7,7 +7,6 @@ takes time only once on a machine. Of several processes, such as the workers of 
 wait.
 """
 
-import fcntl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +18,8 @@ from typing import Any
 
 import torch
 
+from kvbench.atomic import lock_file
 from kvbench.kernels.dispatch import announce_launches
-from kvbench.stops import waiting
 from kvbench.threads import count_processors
 
 
@@ -72,8 +71,7 @@ def hold_compiler(key: str) -> Iterator[Path]:
     folder = Path(knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "kvbench.lock").open("w") as file:
-        with waiting():
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file)
         yield folder / f"kvbench-{key}.compiled"
 
 

@@ -7,7 +7,6 @@ math-verify may take for ever or take all memory, so it runs in a process that i
 verdict and score differ, and name the first such answers.
 """
 
-import fcntl
 import json
 import resource
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvbench.atomic import lock_file
 from kvbench.integrations.worker import Worker
 from kvbench.store.run_folder import RunFolder, read_run_value
 from kvbench.store.runs import load_runs
@@ -141,7 +141,7 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
     if not asked:
         return
     with name_file_in_errors(folder / FILE), open(folder / FILE, "a+b") as file, Verifier(seconds) as verifier:
-        fcntl.flock(file, fcntl.LOCK_EX)  # one process judges at a time; the next one finds everything done
+        lock_file(file)  # one process judges at a time; the next one finds everything done
         file.seek(0)
         text = file.read()
         file.truncate(text.rfind(b"\n") + 1)  # drop the torn line of a process that was killed

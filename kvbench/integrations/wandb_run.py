@@ -11,7 +11,6 @@ because a history grows each time: a run that is logged twice is one run and say
 """
 
 import csv
-import fcntl
 import io
 import json
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any
 from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.closing_table import build_run_table
 from kvbench.analysis.closing_table_format import COST_NAMES, ClosingTable, TableRow
+from kvbench.atomic import lock_file
 from kvbench.store.run_folder import RunFolder, run_hash
 from kvbench.store.runs import name_budget
 from kvbench.validation import escape
@@ -148,7 +148,7 @@ def hold_lock(path: Path) -> Iterator[None]:
         yield  # the run failed before its first record
         return
     with open(path / MARK, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file)
         yield
 
 

@@ -13,9 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from kvbench.atomic import lock_file
 from kvbench.config.paths import MODELS
-from kvbench.stops import waiting
-from kvbench.validation import SettingError
+from kvbench.validation import SettingError, name_file_in_errors
 
 FETCHED_MODELS = ("smollm2",)  # names of the models that `make model` downloads
 VERSION = 1  # of the conversion; folders of other versions are made again
@@ -74,9 +74,9 @@ def hold_lock(name: str) -> Iterator[None]:
     MODELS.mkdir(parents=True, exist_ok=True)
     with (MODELS / f".{name}.lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with name_file_in_errors(file.name):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"kvbench: waiting for another process that makes {MODELS / name}", file=sys.stderr)
-            with waiting():
-                fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file)
         yield

@@ -22,6 +22,8 @@ from kvbench.report.excerpts import write_excerpts
 from kvbench.report.panels import DATA_ERRORS, TABLES, PageData, gather_results
 from kvbench.report.samples import to_embedded_json, write_file, write_samples
 from kvbench.report.style import DARK, FULL
+from kvbench.stops import waiting
+from kvbench.validation import name_file_in_errors
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # folder of the samples, next to the page
@@ -48,10 +50,9 @@ def write_report(results: Path, now: datetime, out: Path | None = None, with_pro
     path = (out or results) / "report.html"
     folder = (out or results) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    with open(
-        folder / "lock", "w"
-    ) as lock:  # held until the file is closed; another process that writes the page waits
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+    with open(folder / "lock", "w") as lock:  # locked until it is closed; another process that writes the page waits
+        with name_file_in_errors(lock.name), waiting():
+            fcntl.lockf(lock, fcntl.LOCK_EX)
         write_page(gathered, path, folder, with_prompts)
     return path
 

@@ -6,13 +6,12 @@ without it is incomplete and is measured again. Readers skip a line that a kille
 """
 
 import csv
-import fcntl
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.atomic import append_whole
+from kvbench.atomic import append_whole, lock_file
 from kvbench.store.csv_rows import format_rows
 from kvbench.validation import SettingError, name_file_in_errors
 
@@ -79,7 +78,7 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
     text = format_rows([" ".join(str(row.get(column, "")).split()) for column in columns] for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with name_file_in_errors(path), open(path, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file)
         end = file.seek(0, os.SEEK_END)
         before = ",".join(columns) + "\n" if end == 0 else ""
         if end:

@@ -1,5 +1,6 @@
 """What was stopped or found a full disk says so in one line, has the exit code for it, and loses nothing."""
 
+import errno
 import json
 import os
 import re
@@ -271,10 +272,29 @@ def test_each_error_of_a_disk_has_its_line(tmp_path):
         file.write("x")
         file.flush()
     assert describe_write_error(found.value) == f"{tmp_path}/x: No space left on device"
+    for name in ("ENOLCK", "ENOTSUP", "ENOSYS", "ESTALE", "EMFILE", "EINVAL", "EXDEV", "EDQUOT", "EROFS", "EINTR"):
+        assert describe_write_error(OSError(getattr(errno, name), "why", "x")) == "x: why"
     assert (
         describe_write_error(FileNotFoundError(2, "No such file", "x")) is None
         and describe_write_error(OSError("x")) is None
     )
+
+
+@pytest.mark.parametrize("name", ["ENOLCK", "ESTALE"])
+def test_a_report_on_a_network_file_system_names_the_file(name, tmp_path, monkeypatch, capsys):
+    """Whether it is locked or renamed."""
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})
+    number = getattr(errno, name)
+
+    def fail(*given: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for function, file in (("fcntl.lockf", "report/lock"), ("os.fsync", "report")):
+        with monkeypatch.context() as patch:
+            patch.setattr(function, fail)
+            assert import_module("kvbench.cli.report").main([str(tmp_path)]) == 1
+        said = capsys.readouterr().err
+        assert re.fullmatch(rf"kvbench: {tmp_path}/{file}.*: {re.escape(os.strerror(number))}\n", said)
 
 
 def test_a_full_disk_names_the_records(tmp_path, capsys):
