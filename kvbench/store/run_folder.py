@@ -43,6 +43,7 @@ import yaml
 
 from kvbench.atomic import append_whole, replace_file
 from kvbench.stops import check_stop
+from kvbench.store.parse import parse_json, parse_yaml
 from kvbench.validation import SettingError, name_file_in_errors
 
 FORMAT = 1  # of the folder and its records; a folder of another format is rejected, so that formats never mix
@@ -451,18 +452,26 @@ def read_run_value(path: Path) -> dict[str, Any]:
         path: Folder of the run.
 
     Raises:
-        ValueError: run.yaml cannot be read, is incomplete, has another format, or does not fit the folder's name.
+        ValueError: run.yaml, or run.json in its place, cannot be read, is incomplete, has another format, or does not
+            fit the folder's name.
     """
+    there = [name for name in ("run.yaml", "run.json") if (path / name).exists()]
+    if len(there) != 1:
+        raise ValueError("has both run.yaml and run.json" if there else "run.yaml cannot be read (FileNotFoundError)")
+    [name] = there
     try:
-        stored = yaml.load((path / "run.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"run.yaml cannot be read ({type(error).__name__})") from None
+        content = (path / name).read_bytes()
+        stored = parse_yaml(content) if name == "run.yaml" else parse_json(content)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read ({type(error).__name__})") from None
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be read ({error})") from None
     if not isinstance(stored, dict) or not {"format", "hash", "value"} <= stored.keys():
-        raise ValueError("run.yaml is incomplete")
+        raise ValueError(f"{name} is incomplete")
     if stored["format"] != FORMAT:
         raise ValueError(describe_old_format(stored["format"]))
-    if not path.name == stored["hash"] == run_hash(stored["value"]):
-        raise ValueError("run.yaml does not fit the folder's name, which is the hash of its settings")
+    if not isinstance(stored["value"], dict) or not path.name == stored["hash"] == run_hash(stored["value"]):
+        raise ValueError(f"{name} does not fit the folder's name, which is the hash of its settings")
     value: dict[str, Any] = stored["value"]
     return value
 
