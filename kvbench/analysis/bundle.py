@@ -4,13 +4,19 @@ A bundle is a zip archive:
 
     manifest.json                        format, versions, when runs were finished, and every other file's SHA-256
     table.csv                            the matrix of scores (kvbench.analysis.score_matrix), six decimal places
-    runs/<hash>/run.yaml, done           the settings of each run, and of the full cache's runs that it is compared with
+    runs/<hash>/run.json, done           the settings of each run, and of the full cache's runs that it is compared with
     runs/<hash>/records.jsonl            its records: answers, scores, hashes, bytes, rows and times
     runs/<hash>/machine-*.json           machine, versions, revision of the code, and settings to execute samples again
 
 Texts of the data set are left out unless they are asked for: targets, questions, and what tasks store of a sample in
 `meta`. Their hashes stay, so the same samples can be recognised. So do the models' answers, which may repeat parts of a
 prompt. Local paths in the settings are left out likewise: they become null.
+
+Bundles of format 1, which were written before, hold run.yaml in place of run.json and can be read.
+
+Somebody else may have written a bundle, so limits hold while it is read, whatever sizes the archive states: on the
+file, its entries, what they unpack to, and the values in them. Entries are stored or deflated, and kvbench.store.parse
+reads all documents. Nothing in a bundle is executed, and no file is written outside of a temporary folder.
 
 The archive's comment is a checksum of all bytes before it, which finds accidental damage. `verify_bundle` checks all
 checksums, computes the table again from the records, and compares. Whoever forges records, table and checksums together
@@ -24,30 +30,49 @@ import json
 import math
 import os
 import re
+import stat
+import struct
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 from kvbench.analysis.score_matrix import ScoreBlock, build_blocks
 from kvbench.analysis.score_matrix_format import format_csv
 from kvbench.atomic import replace_file
 from kvbench.config.provenance import find_installed_version, find_version
+from kvbench.store.parse import parse_json
+from kvbench.store.run_folder import FORMAT as FOLDER_FORMAT
+from kvbench.store.run_folder import make_seal
 from kvbench.store.runs import StoredRun, filter_runs, find_baseline, find_finished, flatten, load_runs, name_some
-from kvbench.validation import SettingError, escape
+from kvbench.validation import SettingError, escape, summarize
 
-FORMAT = 1
+FORMAT = 2
+SETTINGS = {1: "run.yaml", 2: "run.json"}  # the file of a run's settings, by format
 MANIFEST, TABLE = "manifest.json", "table.csv"
 TEXTS = ("target", "asked")  # fields of a record that hold text of the data set
 META = ("data", "haystack", "qa", "note")  # texts in `meta` that say what the data are, not what they contain
 DIGITS = 64  # hexadecimal digits of a SHA-256
 DECIMALS = 6  # of the table
-NAMES = re.compile(rf"{TABLE}|runs/[0-9a-f]{{16}}/(run\.yaml|done|records\.jsonl|machine[\w.-]*\.json)")
+NAMES = re.compile(
+    rf"{TABLE}|runs/[0-9a-f]{{16}}/(run\.yaml|run\.json|done|records\.jsonl|machine[a-zA-Z0-9._-]{{0,200}}\.json)"
+)
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 LATEST = 253_402_300_800  # seconds until the year 10000, which dates cannot show
-MOST = 2_000_000_000  # bytes that an archive may unpack to
+MOST_FILE = 250_000_000  # bytes of an archive
+MOST_ENTRIES = 20_000  # of an archive, four for each run
+MOST_UNPACKED = 1_000_000_000  # bytes that all entries unpack to
+MOST_RATIO = 60  # of these bytes to those of the archive, so that a small file cannot take much memory ...
+ALWAYS = 8_000_000  # ... unless they are this few; records compress to a fifth
+MOST_VALUES = 20_000_000  # commas and brackets in all documents, because a value takes up to 64 bytes of memory
+PIECE = 1 << 18  # bytes that are unpacked at a time
+END = struct.Struct(
+    "<4s4H2LH"
+)  # the end of a zip archive: signature, disks, entries, bytes and place of the list, comment
+ZIP64 = b"PK\x06\x07"  # signature of the locator of a second, larger end
 
 
 @dataclass(frozen=True)
@@ -60,6 +85,7 @@ class VerifiedBundle:
         records: Number of records.
         blocks: The table.
         about: Format, versions, average and times of finishing, from its manifest.
+        values: The settings of each run.
         files: The files of its runs, by name.
     """
 
@@ -68,6 +94,7 @@ class VerifiedBundle:
     records: int
     blocks: list[ScoreBlock]
     about: Mapping[str, Any]
+    values: list[Mapping[str, Any]]
     files: Mapping[str, bytes]
 
     def unpack(self, folder: Path) -> None:
@@ -97,7 +124,7 @@ def write_bundle(
         with_texts: Keep the texts of the data set.
 
     Raises:
-        SettingError: No run passes, or a run has no full cache to compare with.
+        SettingError: No run passes, a run has no full cache to compare with, or the bundle exceeds a limit.
     """
     stored = load_runs(results)
     finished = [run for run in stored if run.finished]
@@ -118,6 +145,7 @@ def write_bundle(
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
     manifest = json.dumps(about | {"files": hashes}, indent=1).encode()
     archive = pack({MANIFEST: manifest, **dict(sorted(files.items()))})
+    unpack(out, archive)  # raises if it is too large to be read
     with replace_file(out) as draft:
         draft.write_bytes(archive)
     return hashlib.sha256(archive).hexdigest()
@@ -126,7 +154,9 @@ def write_bundle(
 def pack_run(run: StoredRun, with_texts: bool) -> dict[str, bytes]:
     """Return the files of a run by name."""
     folder = run.folder.path
-    files = {name: (folder / name).read_bytes() for name in ("run.yaml", "done")}
+    value = {"format": FOLDER_FORMAT, "hash": run.hash, "value": run.value}
+    files = {SETTINGS[FORMAT]: json.dumps(value, indent=1).encode()}
+    files["done"] = json.dumps(make_seal(run.records)).encode() + b"\n"
     for path in sorted(folder.glob("machine*.json")):
         machine = json.loads(path.read_text())
         if not with_texts:
@@ -179,34 +209,58 @@ def verify_bundle(path: Path) -> VerifiedBundle:
     """Check a bundle, and compute its table again from its records.
 
     Raises:
-        SettingError: It cannot be read, was changed, or its table does not follow from its records. The message says
-            what is wrong.
+        SettingError: It cannot be read, was changed, exceeds a limit, or its table does not follow from its records.
+            The message says what is wrong.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise SettingError(f"bundle={path}: cannot be read ({error.strerror})") from None
+    content = read_archive(path)
     manifest, files = unpack(path, content)
     try:
+        for name, own in files.items():
+            if Path(name).name.startswith("machine") and not isinstance(parse_json(own), dict):
+                refuse(path, f"{name}: is no description of a machine")
         with TemporaryDirectory() as folder:
-            unpack_into(Path(folder), files)
+            unpack_into(Path(folder), {name: own for name, own in files.items() if name != TABLE})
             found = read_runs(path, Path(folder))
             chosen = [run for run in found if not run.full]
             blocks, refused = build_blocks(chosen, found, manifest["average"])
             if refused:
-                raise SettingError(f"bundle={path}: {refused[0]}")
-            compare_tables(path, files[TABLE].decode(), format_csv(blocks))
+                refuse(path, refused[0])
+            compare_tables(path, files.pop(TABLE).decode(), format_csv(blocks))
             records = sum(len(run.records) for run in found)
-        for name in (own for own in files if Path(own).name.startswith("machine")):
-            flatten(json.loads(files[name]).get("settings") or {})  # raises if it is damaged
-    except Exception as error:  # damaged files make csv and json raise almost anything
+    except Exception as error:  # damaged files make csv and the table raise almost anything
         if isinstance(error, SettingError) and str(error).startswith(f"bundle={path}"):
             raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise SettingError(escape(f"bundle={path}: its runs cannot be used ({reason})")) from None
+        refuse(path, f"its runs cannot be used ({describe(error)})")
     about = {name: own for name, own in manifest.items() if name != "files"}
-    runs = {name: own for name, own in files.items() if name != TABLE}
-    return VerifiedBundle(hashlib.sha256(content).hexdigest(), len(found), records, blocks, about, runs)
+    values = [run.value for run in found]
+    return VerifiedBundle(hashlib.sha256(content).hexdigest(), len(found), records, blocks, about, values, files)
+
+
+def refuse(path: Path, reason: str) -> NoReturn:
+    """Raise a SettingError about a bundle."""
+    raise SettingError(escape(f"bundle={path}: {reason}"))
+
+
+def describe(error: Exception) -> str:
+    """Return the kind and the message of another library's error, as a part of a line."""
+    return f"{type(error).__name__}: {summarize(error)}"
+
+
+def read_archive(path: Path) -> bytes:
+    """Return the bytes of a bundle.
+
+    Raises:
+        SettingError: It is no file, or too large.
+    """
+    try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # to open a pipe would wait for its writer
+            refuse(path, "cannot be read (no file)")
+        if about.st_size > MOST_FILE:
+            refuse(path, f"has {about.st_size} bytes, more than {MOST_FILE}")
+        return path.read_bytes()
+    except OSError as error:
+        raise SettingError(f"bundle={path}: cannot be read ({error.strerror})") from None
 
 
 def read_runs(path: Path, folder: Path) -> list[StoredRun]:
@@ -217,51 +271,120 @@ def read_runs(path: Path, folder: Path) -> list[StoredRun]:
     """
     found = find_finished(folder)
     for name, reason in (found.damaged | found.passed_over).items():
-        raise SettingError(escape(f"bundle={path}: run {name}: {reason}"))
+        refuse(path, f"run {name}: {reason}")
     if found.unfinished:
-        raise SettingError(f"bundle={path}: run {found.unfinished[0].hash}: is not finished")
+        refuse(path, f"run {found.unfinished[0].hash}: is not finished")
     return found.runs
 
 
 def unpack(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the manifest of an archive and its other files, all of which fit the manifest."""
-    body, digest = content[:-DIGITS], content[-DIGITS:]
-    whole = hashlib.sha256(body).hexdigest().encode() == digest
+    """Return the manifest of an archive and its other files, all of which fit the manifest.
+
+    Raises:
+        SettingError: The archive is none of kvbench's, was changed, or exceeds a limit.
+    """
+    check_end(path, content)
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            names = archive.namelist()
-            if sum(info.file_size for info in archive.infolist()) > MOST:
-                raise SettingError(f"bundle={path}: unpacks to more than {MOST / 1e9:g} GB")
-            manifest = json.loads(archive.read(MANIFEST))
-            if manifest["format"] != FORMAT:
-                line = f"bundle={path}: has format {manifest['format']}, and this kvbench reads {FORMAT}"
-                raise SettingError(escape(f"{line}; use the kvbench that wrote it ({manifest['kvbench']})"))
-            expected = manifest["files"]
-            texts = isinstance(manifest["average"], str | None) and isinstance(manifest["kvbench"], str)
-            if not texts or TABLE not in expected:
-                raise SettingError(f"bundle={path}: {MANIFEST} names no table, or an average that is no name")
-            if {f"runs/{own}/done" for own in map(str, manifest["finished"])} != {
-                name for name in expected if name.endswith("/done")
-            } or not all(type(own) is int and 0 <= own < LATEST for own in manifest["finished"].values()):
-                raise SettingError(f"bundle={path}: {MANIFEST} does not say when each run was finished")
-            if strange := [name for name in expected if NAMES.fullmatch(name) is None]:
-                raise SettingError(escape(f"bundle={path}: {name_some(strange)}: no file of a bundle"))
-            odd = sorted({*names} ^ {MANIFEST, *expected}) or [name for name in names if names.count(name) > 1]
-            if odd:
-                line = f"bundle={path}: {name_some(odd)}: not in both the archive and its manifest, once"
-                raise SettingError(escape(line))
-            files = {name: archive.read(name) for name in expected}
+            entries = archive.infolist()
+            if twice := [name for name, count in Counter(own.filename for own in entries).items() if count > 1]:
+                refuse(path, f"{name_some(twice)}: not in both the archive and its manifest, once")
+            reader = EntryReader(path, archive, min(MOST_UNPACKED, max(ALWAYS, MOST_RATIO * len(content))))
+            manifest = parse_json(reader.read(MANIFEST))
+            check_manifest(path, manifest, {own.filename for own in entries})
+            files = {name: reader.read(name) for name in manifest["files"]}
     except SettingError:
         raise
     except Exception as error:  # a damaged archive makes zipfile and zlib raise almost anything
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise SettingError(escape(f"bundle={path}: is no bundle, or damaged ({reason})")) from None
-    wrong = [name for name, own in files.items() if hashlib.sha256(own).hexdigest() != expected[name]]
+        refuse(path, f"is no bundle, or damaged ({describe(error)})")
+    wrong = [name for name, own in files.items() if hashlib.sha256(own).hexdigest() != manifest["files"][name]]
     if wrong:
-        raise SettingError(f"bundle={path}: {name_some(wrong)}: was changed, the manifest has another checksum")
-    if not whole:
-        raise SettingError(f"bundle={path}: was changed, the archive has another checksum than its last {DIGITS} bytes")
+        refuse(path, f"{name_some(wrong)}: was changed, the manifest has another checksum")
     return manifest, files
+
+
+def check_end(path: Path, content: bytes) -> None:
+    """Check the end of an archive, before zipfile reads the list of entries that it points to.
+
+    Raises:
+        SettingError: It has no such end, too many entries, or another checksum.
+    """
+    start = len(content) - DIGITS - END.size
+    end = END.unpack_from(content, start) if start >= 0 else None
+    if end is None or end[0] != b"PK\x05\x06" or end[-1] != DIGITS or content[max(start - 20, 0) :].startswith(ZIP64):
+        refuse(path, "is no bundle, or damaged (its end is not that of a zip archive with a checksum)")
+    if hashlib.sha256(content[:-DIGITS]).hexdigest().encode() != content[-DIGITS:]:
+        refuse(path, f"was changed, the archive has another checksum than its last {DIGITS} bytes")
+    if end[4] > MOST_ENTRIES or end[5] > 400 * MOST_ENTRIES:
+        refuse(path, f"has more than {MOST_ENTRIES} entries")
+
+
+class EntryReader:
+    """Read the entries of an archive until all together exceed a number of bytes or of values."""
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile, most: int) -> None:
+        self.path, self.archive, self.most = path, archive, most
+        self.left, self.values = most, MOST_VALUES
+
+    def read(self, name: str) -> bytes:
+        """Return the content of an entry.
+
+        Raises:
+            SettingError: It is packed in another way than bundles are, or a limit is exceeded.
+            KeyError, zipfile.BadZipFile, zlib.error: There is no such entry, or it is damaged.
+        """
+        entry = self.archive.getinfo(name)
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & 1:
+            refuse(self.path, f"{name}: is neither stored nor deflated, or is encrypted")
+        if stat.S_ISLNK(entry.external_attr >> 16):
+            refuse(self.path, f"{name}: is a link")
+        pieces = []
+        with self.archive.open(entry) as stream:
+            while piece := stream.read(PIECE):
+                self.left -= len(piece)
+                self.values -= sum(map(piece.count, (b",", b"[", b"{")))
+                if self.left < 0:
+                    refuse(self.path, f"unpacks to more than {self.most} bytes")
+                if self.values < 0:
+                    refuse(self.path, f"has more than {MOST_VALUES} values")
+                pieces.append(piece)
+        return b"".join(pieces)
+
+
+def check_manifest(path: Path, manifest: Any, names: set[str]) -> None:
+    """Check that a manifest has the parts of its format, and names the entries of the archive.
+
+    Args:
+        path: The bundle.
+        manifest: The manifest.
+        names: Names of the entries.
+
+    Raises:
+        SettingError: A part is missing or of another type, or the names differ.
+    """
+    if not isinstance(manifest, dict) or type(version := manifest.get("format")) is not int:
+        refuse(path, f"{MANIFEST} names no format")
+    if version not in SETTINGS:
+        known = " and ".join(map(str, SETTINGS))
+        line = f"has format {version}, and this kvbench reads {known}"
+        refuse(path, f"{line}; use the kvbench that wrote it ({str(manifest.get('kvbench'))[:20]})")
+    expected, finished = manifest.get("files"), manifest.get("finished")
+    texts = isinstance(manifest.get("average"), str | None) and isinstance(manifest.get("kvbench"), str)
+    if not texts or not isinstance(expected, dict) or TABLE not in expected:
+        refuse(path, f"{MANIFEST} names no table, or an average that is no name")
+    if strange := [name for name in expected if NAMES.fullmatch(name) is None]:
+        refuse(path, f"{name_some(strange)}: no file of a bundle")
+    if odd := sorted(names ^ {MANIFEST, *expected}):
+        refuse(path, f"{name_some(odd)}: not in both the archive and its manifest, once")
+    if not isinstance(finished, dict) or not all(type(own) is int and 0 <= own < LATEST for own in finished.values()):
+        refuse(path, f"{MANIFEST} does not say when each run was finished")
+    runs = {name.split("/")[1] for name in expected if name != TABLE}
+    whole = {f"runs/{run}/{own}" for run in runs for own in (SETTINGS[version], "done", "records.jsonl")}
+    others = {name for name in expected if name != TABLE and not Path(name).name.startswith("machine")}
+    if runs != finished.keys():
+        refuse(path, f"{MANIFEST} does not say when each run was finished")
+    if odd := sorted(whole ^ others):
+        refuse(path, f"{name_some(odd)}: a run has {SETTINGS[version]}, done and records.jsonl")
 
 
 def unpack_into(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -284,26 +407,25 @@ def compare_tables(path: Path, said: str, computed: str) -> None:
     Raises:
         SettingError: They differ. The message names the first run and column.
     """
-    one, other = (list(csv.DictReader(io.StringIO(text))) for text in (said, computed))
-    if len(one) != len(other):
-        raise SettingError(f"bundle={path}: {TABLE} has {len(one)} rows, and the records give {len(other)}")
-    for there, here in zip(one, other, strict=True):
-        for name in here:
-            if not is_same(there.get(name), here[name]):
-                raise SettingError(
-                    escape(
-                        f"bundle={path}: {TABLE}: {name} of run {here['hash']} is {there.get(name)}, and its records "
-                        f"give {here[name]}"
-                    )
-                )
-    if said.splitlines()[:1] != computed.splitlines()[:1]:
-        raise SettingError(f"bundle={path}: {TABLE} has other columns than the matrix")
+    columns, *theirs = csv.reader(io.StringIO(said))
+    own, *ours = csv.reader(io.StringIO(computed))
+    if columns != own:
+        refuse(path, f"{TABLE} has other columns than the matrix")
+    if len(theirs) != len(ours):
+        refuse(path, f"{TABLE} has {len(theirs)} rows, and the records give {len(ours)}")
+    place = own.index("hash")
+    for there, here in zip(theirs, ours, strict=True):
+        if len(there) != len(here):
+            refuse(path, f"{TABLE}: run {here[place]} has {len(there)} columns of {len(here)}")
+        for name, one, other in zip(own, there, here, strict=True):
+            if not is_same(one, other):
+                refuse(path, f"{TABLE}: {name} of run {here[place]} is {one}, and its records give {other}")
 
 
-def is_same(said: str | None, computed: str) -> bool:
+def is_same(said: str, computed: str) -> bool:
     """Return whether a number of the table is the computed one, rounded. Texts must be equal."""
-    if said is None or said == computed:
-        return said == computed
+    if said == computed:
+        return True
     try:
         number, exact = float(said), float(computed)
     except ValueError:

@@ -2,15 +2,17 @@
 
 import hashlib
 import json
+import os
 import random
 import re
+import zipfile
 from string import ascii_lowercase
 from time import process_time
 
 import pytest
 
 from kvbench.analysis import bundle
-from kvbench.analysis.bundle import MANIFEST, TABLE, pack, verify_bundle, write_bundle
+from kvbench.analysis.bundle import MANIFEST, TABLE, verify_bundle, write_bundle
 from kvbench.analysis.score_matrix import build_blocks
 from kvbench.analysis.score_matrix_format import format_csv
 from kvbench.cli import bundle as bundle_command
@@ -18,7 +20,7 @@ from kvbench.cli import verify
 from kvbench.store.record import find_problems
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
-from tests.support.bundles import signed, unpacked
+from tests.support.bundles import pack, signed, unpacked
 from tests.support.made_up_runs import write_run
 from tests.support.report_store import make_records
 from tests.support.repository import ROOT
@@ -42,6 +44,14 @@ def store(tmp_path_factory):
 def made(store, tmp_path_factory):
     path = tmp_path_factory.mktemp("bundle") / "own.zip"
     write_bundle(store, {}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Eight records of two runs."""
+    path = tmp_path_factory.mktemp("bundle") / "small.zip"
+    write_bundle(ROOT / "tests/stores/0.1", {}, path)
     return path
 
 
@@ -137,12 +147,12 @@ def change_table(files: dict[str, bytes], draw: random.Random) -> None:
 
 
 def change_setting(files: dict[str, bytes], draw: random.Random) -> None:
-    name = draw.choice([own for own in files if own.endswith("run.yaml")])
-    files[name] = files[name].replace(b"length: 2048", b"length: 4096")
+    name = draw.choice([own for own in files if own.endswith("run.json")])
+    files[name] = files[name].replace(b'"length": 2048', b'"length": 4096')
 
 
 def drop_run(files: dict[str, bytes], draw: random.Random) -> None:
-    chosen = draw.choice([own for own in files if own.endswith("run.yaml")]).rpartition("/")[0]
+    chosen = draw.choice([own for own in files if own.endswith("run.json")]).rpartition("/")[0]
     for name in [own for own in files if own.startswith(chosen)]:
         del files[name]
 
@@ -171,12 +181,15 @@ def test_what_is_no_bundle_is_one_line(made, tmp_path, capsys):
     lines = [json.loads(line) for line in files[name].splitlines()]
     damaged = {name: "".join(json.dumps({**line, "stop": 0}) + "\n" for line in lines).encode()}
     damaged = {name: damaged[name].replace(b'"stop": 0, ', b"")}
-    newer = json.loads(files[MANIFEST]) | {"format": 2, "kvbench": "9.9"}
+    newer = json.loads(files[MANIFEST]) | {"format": 3, "kvbench": "9.9"}
     cases = {
         "nothing.zip": (None, "cannot be read"),
         "text.zip": (b"no archive", "is no bundle, or damaged"),
         "empty.zip": (pack({}), "is no bundle, or damaged"),
-        "newer.zip": (pack(files | {MANIFEST: json.dumps(newer).encode()}), "has format 2, and this kvbench reads 1"),
+        "newer.zip": (
+            pack(files | {MANIFEST: json.dumps(newer).encode()}),
+            "has format 3, and this kvbench reads 1 and 2",
+        ),
         "more.zip": (pack(files | {"more.txt": b""}), "more.txt: not in both"),
         "out.zip": (signed(files | {"../out.txt": b""}), "../out.txt: no file of a bundle"),
         "named.zip": (signed(files | {"runs/\x1b[31m": b""}), r"runs/\x1b[31m: no file of a bundle"),
@@ -193,10 +206,101 @@ def test_what_is_no_bundle_is_one_line(made, tmp_path, capsys):
     assert not (tmp_path.parent / "out.txt").exists()
 
 
-def test_a_huge_archive_is_not_unpacked(made, monkeypatch):
-    monkeypatch.setattr(bundle, "MOST", 1000)
-    with pytest.raises(SettingError, match="unpacks to more than 1e-06 GB"):
+def test_a_bundle_of_format_1_is_read():
+    """Its settings are YAML."""
+    found = verify_bundle(ROOT / "tests/stores/bundle-format-1.zip")
+    assert (found.runs, found.records) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    "limit, line",
+    [
+        ({"MOST_UNPACKED": 1000}, "unpacks to more than 1000 bytes"),
+        ({"MOST_RATIO": 1, "ALWAYS": 1000}, r"unpacks to more than \d+ bytes"),
+        ({"MOST_VALUES": 100}, "has more than 100 values"),
+        ({"MOST_FILE": 1000}, r"has \d+ bytes, more than 1000"),
+        ({"MOST_ENTRIES": 10}, "has more than 10 entries"),
+    ],
+    ids=lambda own: "" if isinstance(own, str) else "-".join(own),
+)
+def test_a_bundle_beyond_a_limit_is_refused(made, monkeypatch, limit, line):
+    for name, value in limit.items():
+        monkeypatch.setattr(bundle, name, value)
+    with pytest.raises(SettingError, match=line):
         verify_bundle(made)
+
+
+def test_no_bundle_is_written_that_cannot_be_read(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "MOST_ENTRIES", 10)
+    with pytest.raises(SettingError, match="own.zip: has more than 10 entries"):
+        write_bundle(store, {}, tmp_path / "own.zip")
+    assert not (tmp_path / "own.zip").exists()
+
+
+def forge_size(archive: bytes, size: int) -> bytes:
+    """Let each entry of a list of entries state this size."""
+    content, at = bytearray(archive), -1
+    while (at := content.find(b"PK\1\2", at + 1)) >= 0:
+        content[at + 24 : at + 28] = size.to_bytes(4, "little")
+    return resealed(bytes(content))
+
+
+def resealed(archive: bytes) -> bytes:
+    return archive[:-64] + hashlib.sha256(archive[:-64]).hexdigest().encode()
+
+
+def encrypted(archive: bytes) -> bytes:
+    at = archive.find(b"PK\1\2")
+    return resealed(archive[: at + 8] + b"\1" + archive[at + 9 :])
+
+
+def test_a_hostile_archive_is_one_line(small, tmp_path):
+    """Each would take memory, time, or a file outside of the archive. None costs a second."""
+    files = unpacked(small)
+    run = next(own for own in files if own.endswith("run.json"))
+    machine, done = run.replace("run.json", "machine.json"), run.replace("run.json", "done")
+    old = {name.replace("run.json", "run.yaml"): own for name, own in files.items()}
+    old[MANIFEST] = json.dumps(json.loads(files[MANIFEST]) | {"format": 1}).encode()
+    yaml, deep = run.replace("json", "yaml"), 150_000
+    aliases = b"a: &a [x, x]\n" + b"".join(b"%c: &%c [*%c, *%c]\n" % (i + 1, i + 1, i, i) for i in range(97, 120))
+    odd = b"a\n" * 20_000
+    cases = {
+        "is neither stored nor deflated": pack(files, zipfile.ZIP_BZIP2),
+        "its end is not": small.read_bytes()[:-64],
+        "manifest.json: is neither stored nor deflated, or is encrypted": encrypted(small.read_bytes()),
+        f"{TABLE}: is a link": pack(files, mode={TABLE: 0o120777}),
+        f"{TABLE}: not in both the archive and its manifest, once": pack(files, twice=TABLE),
+        "../../x/done: no file of a bundle": signed(files | {"../../x/done": b""}),
+        "is nested deeper than 50": pack(files | {MANIFEST: b"[" * deep + b"]" * deep}),
+        f"{bundle.MANIFEST} names no format": pack(files | {MANIFEST: b"[]"}),
+        "run.json cannot be read (is nested": signed(files | {run: b'{"format":' + b"[" * deep + b"]" * deep + b"}"}),
+        "run.yaml cannot be read (is nested": signed(old | {yaml: b"[" * deep + b"]" * deep}),
+        "run.yaml cannot be read (has an anchor": signed(old | {yaml: aliases}),
+        "machine.json: is no description of a machine": signed(files | {machine: b"[]"}),
+        "has more than 200000 values": signed(files | {machine: b"{" + b"[]," * 100_000 + b"}"}),
+        "more than 4000000": signed(files | {machine: b'{"a": "' + 5_000_000 * b"b" + b'"}'}),
+        "unpacks to more than 8000000 bytes": signed(files | {machine: bytes(9_000_000)}),
+        "other columns than the matrix": signed(files | {TABLE: b"," * 50_000 + odd}),
+        "has 20000 rows": signed(files | {TABLE: files[TABLE].splitlines()[0] + b"\n" + odd}),
+        "done does not fit": signed(files | {done: b"5"}),
+        "a run has run.json, done and records.jsonl": signed(files | {yaml: b""}),
+        "in both the archive": pack(files | {f"{number}": b"" for number in range(4_000)}),
+    }
+    for line, content in cases.items():
+        (tmp_path / "own.zip").write_bytes(content)
+        start = process_time()
+        with pytest.raises(SettingError, match=rf"^bundle=.*{re.escape(line)}") as caught:
+            verify_bundle(tmp_path / "own.zip")
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+        assert process_time() - start < 1, line
+    (tmp_path / "own.zip").write_bytes(forge_size(small.read_bytes(), 4_000_000_000))
+    assert verify_bundle(tmp_path / "own.zip").records == 8  # the size that an archive states is not believed
+    (tmp_path / "own.zip").write_bytes(forge_size(small.read_bytes(), 3))
+    with pytest.raises(SettingError, match="damaged"):
+        verify_bundle(tmp_path / "own.zip")
+    os.mkfifo(tmp_path / "pipe.zip")
+    with pytest.raises(SettingError, match=r"cannot be read \(no file\)"):
+        verify_bundle(tmp_path / "pipe.zip")
 
 
 def test_the_commands(store, tmp_path, capsys):
