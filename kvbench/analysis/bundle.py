@@ -47,7 +47,7 @@ from kvbench.config.provenance import find_installed_version, find_version
 from kvbench.store.parse import parse_json
 from kvbench.store.run_folder import FORMAT as FOLDER_FORMAT
 from kvbench.store.run_folder import make_seal
-from kvbench.store.runs import StoredRun, filter_runs, find_baseline, find_finished, flatten, load_runs, name_some
+from kvbench.store.runs import StoredRun, filter_runs, find_baseline, find_finished, load_runs, name_some
 from kvbench.validation import SettingError, escape, summarize
 
 FORMAT = 2
@@ -68,10 +68,9 @@ MOST_UNPACKED = 1_000_000_000  # bytes that all entries unpack to
 MOST_RATIO = 60  # of these bytes to those of the archive, so that a small file cannot take much memory ...
 ALWAYS = 8_000_000  # ... unless they are this few; records compress to a fifth
 MOST_VALUES = 20_000_000  # commas and brackets in all documents, because a value takes up to 64 bytes of memory
+SHOWN = 400  # characters of a reason
 PIECE = 1 << 18  # bytes that are unpacked at a time
-END = struct.Struct(
-    "<4s4H2LH"
-)  # the end of a zip archive: signature, disks, entries, bytes and place of the list, comment
+END = struct.Struct("<4s4H2LH")  # of a zip archive: signature, disks, entries, bytes and place of their list, comment
 ZIP64 = b"PK\x06\x07"  # signature of the locator of a second, larger end
 
 
@@ -104,11 +103,6 @@ class VerifiedBundle:
         for name, seconds in self.about["finished"].items():
             if name not in there:
                 os.utime(folder / "runs" / name / "done", (seconds, seconds))
-
-    def has_setting(self, name: str) -> bool:
-        """Return whether the settings of some run have a setting of this name, such as "task.path"."""
-        machines = (json.loads(own) for path, own in self.files.items() if Path(path).name.startswith("machine"))
-        return any(name in flatten(own.get("settings") or {}) for own in machines)
 
 
 def write_bundle(
@@ -228,7 +222,7 @@ def verify_bundle(path: Path) -> VerifiedBundle:
             compare_tables(path, files.pop(TABLE).decode(), format_csv(blocks))
             records = sum(len(run.records) for run in found)
     except Exception as error:  # damaged files make csv and the table raise almost anything
-        if isinstance(error, SettingError) and str(error).startswith(f"bundle={path}"):
+        if isinstance(error, SettingError) and str(error).startswith(escape(f"bundle={path}: ")):
             raise
         refuse(path, f"its runs cannot be used ({describe(error)})")
     about = {name: own for name, own in manifest.items() if name != "files"}
@@ -237,8 +231,9 @@ def verify_bundle(path: Path) -> VerifiedBundle:
 
 
 def refuse(path: Path, reason: str) -> NoReturn:
-    """Raise a SettingError about a bundle."""
-    raise SettingError(escape(f"bundle={path}: {reason}"))
+    """Raise a SettingError about a bundle, of one line whose length a stranger's texts cannot choose."""
+    shown = escape(reason[: SHOWN + 1])
+    raise SettingError(f"{escape(f'bundle={path}')}: {shown if len(shown) <= SHOWN else f'{shown[:SHOWN]}…'}")
 
 
 def describe(error: Exception) -> str:

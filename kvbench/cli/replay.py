@@ -1,14 +1,20 @@
-"""Run records of a store again and compare them. `kvbench audit --replay` starts this command.
+"""Run records of a store again and compare them. `kvbench audit` and `kvbench verify` start this with --replay.
 
 Examples:
   kvbench replay results --records 10 --seed 1
+
+With --stranger, somebody else wrote the results: the process closes its network and limits its memory first, and only
+numbers and listed texts of the runs' settings count (kvbench.runs.stranger_settings).
 """
 
 import logging
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
+from kvbench.runs import isolation
+from kvbench.validation import SettingError
 
 
 def make_parser() -> CommandParser:
@@ -16,20 +22,57 @@ def make_parser() -> CommandParser:
     parser.add_argument("results", type=Path, help="folder of results")
     parser.add_argument("--records", type=int, required=True, help="how many records to draw")
     parser.add_argument("--seed", type=int, required=True, help="seed that draws them")
+    parser.add_argument("--stranger", action="store_true", help="somebody else wrote the results")
+    parser.add_argument("--agree", type=float, default=0.9, help="with --stranger: share that agrees in every run")
+    parser.add_argument(
+        "settings", nargs="*", metavar="SETTING=VALUE", help="with --stranger: settings that differ here"
+    )
     return parser
 
 
 def replay_records(arguments: Sequence[str]) -> int:
     """Print what running the records again gives. Return 1 if a record is damaged."""
-    own = make_parser().parse_args(arguments)
+    own = make_parser().parse_intermixed_args(arguments)
+    logging.getLogger("hydra").addHandler(logging.NullHandler())  # what it logs is in the reason
+    if own.stranger:
+        replay_strangers(own)
+        return 0
     from kvbench.runs.replay import replay
     from kvbench.store.audit import draw_records
 
-    logging.getLogger("hydra").addHandler(logging.NullHandler())  # what it logs is in the reason
     found = replay(own.results, draw_records(own.results, own.records, own.seed)[0])
     for line in found.lines():
         print(line)
     return 1 if found.damaged else 0
+
+
+def replay_strangers(own: Namespace) -> None:
+    """Print what running records of somebody else again gives.
+
+    Raises:
+        SettingError: A record gives something else under the same conditions, or too few records of a run agree.
+    """
+    network = isolation.close_network()  # before a library starts a thread
+    from kvbench.config.compose import parse_override
+    from kvbench.runs.stranger_settings import get
+    from kvbench.store.audit import draw_records
+    from kvbench.store.run_folder import read_run_value
+
+    drawn = draw_records(own.results, own.records, own.seed)[0]
+    devices = {get(read_run_value(own.results / "runs" / name), "device", "type") for name in dict(drawn)}
+    memory = isolation.limit_memory(devices == {"cpu"})
+    print(f"replay: {network}, {memory}; files of this user can be read", flush=True)
+    from kvbench.runs.replay import replay
+
+    parsed = map(parse_override, own.settings)
+    found = replay(own.results, drawn, {override.key_or_group: override.value() for override in parsed})
+    for line in found.lines():
+        print(line)
+    if found.damaged:
+        raise SettingError(f"{found.damaged} records give something else when executed again")
+    if weak := found.find_weak(own.agree):
+        more = f", and {len(weak) - 1} more runs" if weak[1:] else ""
+        raise SettingError(f"{weak[0]}, less than --agree={own.agree:.0%}{more}")
 
 
 def main(arguments: Sequence[str]) -> int:

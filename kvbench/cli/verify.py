@@ -5,16 +5,20 @@ Examples:
   kvbench verify table3.zip --digest 5b1c6f0e2a9d4477
   kvbench verify table3.zip --replay 1% model.path=/data/Llama-3.1-8B-Instruct
 
-With --replay, the command also executes records again, drawn at random, and compares answers, scores and rows held.
-A bundle contains no local paths, so settings after its name say where models and data sets are on this machine. Only
-classes that conf/ names here are executed, whatever the bundle says.
+With --replay, the command also executes records again, drawn at random, and compares answers, scores and rows held. The
+exit code is 2 if less than 90 % of a run's records agree (--agree), whatever machine the bundle names, or if a record
+differs under the same conditions.
 
-The exit code is 2 if anything is wrong, and one line says what. Answers that differ where the machine, the versions or
-the code differ too are counted, and are not wrong.
+Nothing of a bundle names a file, a class or a text that conf/ does not know: settings after the bundle's name say where
+models and data are on this machine. Records are executed in a process without network, where the system allows it.
+
+The exit code is 2 if anything is wrong, and one line says what.
 """
 
+import subprocess
+import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from secrets import randbelow
@@ -22,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvbench.cli.command import CommandParser, find_width, is_styled, run_command
+from kvbench.config.paths import make_environment
 from kvbench.validation import SettingError
 
 LEAST = 16  # digits of a digest that are enough
@@ -32,13 +37,14 @@ def make_parser() -> CommandParser:
     parser.add_argument("bundle", type=Path, help="the file that kvbench bundle wrote")
     parser.add_argument("--digest", help="the digest that was published, or its first characters")
     parser.add_argument("--replay", metavar="N | SHARE", help="execute N records, or a share such as 1%%, again")
+    parser.add_argument("--agree", metavar="SHARE", help="with --replay: share that must agree in every run (90%%)")
     parser.add_argument("--seed", type=int, help="draw the same records as an earlier call, which printed its seed")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="settings that differ on this machine")
     return parser
 
 
-def print_verdict(arguments: Sequence[str]) -> None:
-    """Print the table that the records give.
+def print_verdict(arguments: Sequence[str]) -> int:
+    """Print the table that the records give. Return the exit code.
 
     Raises:
         SettingError: Something is wrong with the bundle, or an argument cannot be used.
@@ -46,9 +52,10 @@ def print_verdict(arguments: Sequence[str]) -> None:
     options = make_parser().parse_intermixed_args(arguments)
     if options.digest is not None and len(options.digest) < LEAST:
         raise SettingError(f"--digest={options.digest}: at least {LEAST} digits of the SHA-256 that was published")
-    if options.replay is None and (options.settings or options.seed is not None):
-        raise SettingError("settings and --seed: only with --replay, which executes records again")
+    if options.replay is None and (options.settings or options.seed is not None or options.agree is not None):
+        raise SettingError("settings, --seed and --agree: only with --replay, which executes records again")
     amount = None if options.replay is None else parse_amount(options.replay)
+    agree = 0.9 if options.agree is None else parse_share(options.agree)
     names = {text: read_name(text) for text in options.settings}
     from kvbench.analysis.bundle import verify_bundle
     from kvbench.analysis.score_matrix_format import format_text
@@ -56,16 +63,16 @@ def print_verdict(arguments: Sequence[str]) -> None:
     found = verify_bundle(options.bundle)
     if options.digest is not None and not found.digest.startswith(options.digest.lower()):
         raise SettingError(f"--digest={options.digest}: the bundle has {found.digest}")
+    known = set().union(*map(find_settings, found.values)) if names else set()
     for text, name in names.items():
-        if not found.has_setting(name):
+        if name not in known:
             raise SettingError(f"{text}: no run of the bundle has this setting")
     count = ceil(round(amount * found.records, 6)) if isinstance(amount, float) else amount
     if count is not None and count > found.records:
         raise SettingError(f"--replay={options.replay}: the bundle has {found.records} records")
     print(format_text(found.blocks, find_width(), styled=is_styled()))
     print(f"{found.records} records of {found.runs} runs give every number of the table.  sha256 {found.digest}")
-    if count is not None:
-        replay_records(found, count, options)
+    return 0 if count is None else replay_records(found, count, agree, options)
 
 
 def parse_amount(text: str) -> int | float:
@@ -98,31 +105,53 @@ def read_name(text: str) -> str:
         return parse_override(text).key_or_group
 
 
-def replay_records(found: Any, count: int, options: Namespace) -> None:
-    """Execute records again, and print how many agree.
+def parse_share(text: str) -> float:
+    """Return the share that `--agree` names, such as 90% or 0.9.
+
+    Raises:
+        SettingError: It is no share.
+    """
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise SettingError(f"--agree={text}: a share from 0% to 100%")
+    return share
+
+
+def find_settings(value: Mapping[str, Any]) -> set[str]:
+    """Return the names of settings that can be given for a run, none if conf/ here has no such method or task."""
+    from kvbench.runs.stranger_settings import list_settings
+
+    try:
+        return list_settings(value)
+    except SettingError:
+        return set()
+
+
+def replay_records(found: Any, count: int, agree: float, options: Namespace) -> int:
+    """Execute records again in another process, which prints how many agree. Return its exit code.
 
     Args:
         found: The `kvbench.analysis.bundle.VerifiedBundle`.
         count: How many records to draw.
+        agree: The share of a run's records that must agree.
         options: The command's options.
 
     Raises:
-        SettingError: A record gives something else under the same conditions, or none could be executed.
+        SettingError: The process was ended from outside, for example because memory did not suffice.
     """
-    from kvbench.runs.replay import replay
-    from kvbench.store.audit import draw_records
-
     seed = randbelow(1 << 31) if options.seed is None else options.seed
     print(f"replay: {count} of {found.records} records, drawn with --seed {seed}", flush=True)
     with TemporaryDirectory() as folder:
         found.unpack(Path(folder))
-        counts = replay(Path(folder), draw_records(Path(folder), count, seed)[0], options.settings, from_stranger=True)
-    for line in counts.lines():
-        print(line)
-    if counts.damaged:
-        raise SettingError(f"bundle={options.bundle}: {counts.damaged} records give something else when executed again")
-    if counts.impossible == count:
-        raise SettingError(f"bundle={options.bundle}: none of the {count} records could be executed again")
+        own = [folder, "--records", str(count), "--seed", str(seed), "--stranger", "--agree", str(agree)]
+        command = [sys.executable, "-P", "-m", "kvbench", "replay", *own, *options.settings]
+        code = subprocess.run(command, env=make_environment()).returncode
+    if code < 0:
+        raise SettingError(f"bundle={options.bundle}: signal {-code} ended the process that executed its records")
+    return code
 
 
 def main(arguments: Sequence[str]) -> int:

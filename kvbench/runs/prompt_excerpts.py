@@ -20,6 +20,7 @@ from kvbench.interfaces.task import Sample
 from kvbench.runs.prompt import Prompt
 from kvbench.runs.replay import CannotReplay, rebuild_run
 from kvbench.runs.resources import Resources
+from kvbench.runs.stranger_settings import find_local
 from kvbench.runs.survival import BINS
 from kvbench.store.run_folder import RunFolder, read_run_value
 
@@ -90,7 +91,8 @@ def build_excerpts(path: Path, uids: Sequence[str]) -> dict[str, Any]:
     """
     folder = RunFolder(path.parent, read_run_value(path))
     records = folder.records()
-    prompts = Resources(rebuild_run(folder, uids[0], from_stranger=True)).prompts
+    given = find_local(folder.machine(uids[0]).get("settings"))
+    prompts = Resources(rebuild_run(folder, uids[0], given)).prompts
     return {uid: build_excerpt(prompts, records[uid]) for uid in uids}
 
 
@@ -110,7 +112,8 @@ def build_excerpt(prompts: Mapping[str, tuple[Sample, Prompt]], record: Mapping[
 def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a request.
 
-    The run may be anybody's, so its settings may only name classes that conf/ names here.
+    The run may be anybody's, so its settings are those of a stranger (kvbench.runs.stranger_settings). Only paths to a
+    model and to data are taken from it, if they exist here.
     """
     try:
         return {"excerpts": build_excerpts(Path(request["run"]), request["uids"])}

@@ -6,7 +6,6 @@ executed again is named with the reason: the run was written before kvbench kept
 method are missing. Nothing is written into the store, and generated samples are made again.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,17 +14,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from kvbench.config import catalogue
-from kvbench.config.compose import compose_config, list_choices, parse_override
 from kvbench.runs.group_watch import COMPARED
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder, list_turns
 from kvbench.runs.runner import describe_machine
 from kvbench.runs.shared_runs import spoils_model
 from kvbench.runs.spec import UNCUT, RunSpec
+from kvbench.runs.stranger_settings import compose_run
 from kvbench.store.run_folder import RunFolder, read_run_value, run_hash, to_json_value
 from kvbench.store.runs import flatten
 from kvbench.validation import escape
@@ -37,6 +36,10 @@ SHOWN = 40  # characters of a value in a message
 
 class CannotReplay(Exception):
     """A record cannot be executed again; the message says why."""
+
+
+class HoldsNoAnswer(CannotReplay):
+    """A record has an error in place of an answer, so that there is nothing to compare."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class ReplayCounts:
         elsewhere: For each record made under other conditions, whether it agrees.
         differences: The conditions that differ, with the number of records.
         impossible: Records that cannot be executed again.
+        drawn: For each run, its records, except for those that hold an error in place of an answer.
+        agreeing: For each run, how many of these agree, under whatever conditions they were made.
     """
 
     agree: int = 0
@@ -65,6 +70,16 @@ class ReplayCounts:
     elsewhere: list[bool] = field(default_factory=list)
     differences: Counter[str] = field(default_factory=Counter)
     impossible: int = 0
+    drawn: Counter[str] = field(default_factory=Counter)
+    agreeing: Counter[str] = field(default_factory=Counter)
+
+    def find_weak(self, share: float) -> list[str]:
+        """Return a text for each run of which less than this share of records agrees."""
+        return [
+            f"run {name}: {self.agreeing[name]} of {count} records agree"
+            for name, count in sorted(self.drawn.items())
+            if self.agreeing[name] < share * count
+        ]
 
     def lines(self) -> Iterator[str]:
         """Yield the lines to print."""
@@ -78,18 +93,15 @@ class ReplayCounts:
             yield f"replay: {self.impossible} cannot be replayed"
 
 
-def replay(
-    results: Path, drawn: Sequence[tuple[str, str]], overrides: Sequence[str] = (), from_stranger: bool = False
-) -> ReplayCounts:
+def replay(results: Path, drawn: Sequence[tuple[str, str]], given: Mapping[str, Any] | None = None) -> ReplayCounts:
     """Execute records again, print what differs, and return the counts.
 
     Args:
         results: The folder of results.
         drawn: The records, as (run hash, uid).
-        overrides: Settings that differ here from those of the runs, such as ``["model.path=/data/model"]``. Each
-            changes the runs that have this setting.
-        from_stranger: Whether others wrote the folder. Then its settings may only name classes that conf/ names here,
-            because naming a class is enough to execute it.
+        given: None for a store of one's own, whose runs are made from the settings in machine.json. If somebody else
+            wrote the folder, the settings that differ here, such as ``{"model.path": "/data/model"}``; the others come
+            from conf/ and from the runs' identities (kvbench.runs.stranger_settings).
     """
     found, plans = ReplayCounts(), []
     by_run = {name: [uid for _, uid in own] for name, own in groupby(sorted(drawn), key=lambda one: one[0])}
@@ -102,13 +114,14 @@ def replay(
         reason = str(error) if isinstance(error, CannotReplay | ValueError) else f"{type(error).__name__}: {error}"
         say(f"{name}  {', '.join(uids)}: cannot be replayed: {(reason.splitlines() or [''])[0]}")
         found.impossible += len(uids)
+        found.drawn[name] += 0 if isinstance(error, HoldsNoAnswer) else len(uids)
         bar.update(len(uids))
 
     for name, uids in by_run.items():
         value = read_run_value(results / "runs" / name)
         folder = RunFolder(results / "runs", value)
         try:
-            plans.append(ReplayPlan(rebuild_run(folder, uids[0], overrides, from_stranger), folder, uids))
+            plans.append(ReplayPlan(rebuild_run(folder, uids[0], given), folder, uids))
         except Exception as error:
             give_up(name, uids, error)
     plans.sort(key=lambda plan: (*weights_key(plan), prompts_key(plan), plan.folder.hash))
@@ -118,61 +131,49 @@ def replay(
     return found
 
 
-def rebuild_run(folder: RunFolder, uid: str, overrides: Sequence[str] = (), from_stranger: bool = False) -> RunSpec:
-    """Make the run of a record from the settings that its machine.json holds.
+def rebuild_run(folder: RunFolder, uid: str, given: Mapping[str, Any] | None = None) -> RunSpec:
+    """Make the run of a record again.
 
     Args:
         folder: The run's folder.
         uid: The record.
-        overrides: As in `replay`.
-        from_stranger: As in `replay`.
+        given: As in `replay`.
 
     Raises:
         CannotReplay: There are no settings, or they give another run today.
         SettingError: A setting cannot be used here.
     """
-    settings = folder.machine(uid).get("settings")
-    if not isinstance(settings, Mapping):
-        raise CannotReplay("the run was written before kvbench kept its settings")
-    if from_stranger:
-        check_classes(settings)
     value = folder.value
-    own = {"device": value["device"]["type"], "dtype": value["device"]["dtype"], "workers": None}
-    own["results"] = str(folder.path.parents[1])
-    if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):  # a baseline has its cell's settings
-        own |= {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
-    config = OmegaConf.create({**settings, **own})
-    for override in map(parse_override, overrides):
-        if override.key_or_group in flatten(settings):
-            OmegaConf.update(config, override.key_or_group, override.value())
-    if "cache" in config.task:
-        config.task.cache = None  # the cache of samples lies in the store
+    config = read_settings(folder, uid) if given is None else compose_run(value, given)
+    config.results = str(folder.path.parents[1])
     run = RunSpec.from_config(config)
     chosen = ({key: part for key, part in one.items() if key not in ELSEWHERE} for one in (value, run.value))
     then, now = map(flatten, chosen)
     if other := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
-        raise CannotReplay(f"{', '.join(other[:3])}: not what it was then")
+        hint = (
+            "" if given is None or "data" not in other else "; settings such as task.path= say where the data are here"
+        )
+        raise CannotReplay(f"{', '.join(other[:3])}: not what it was then{hint}")
     return run
 
 
-def check_classes(settings: Mapping[str, Any]) -> None:
-    """Check that settings name only classes that conf/ names on this machine.
+def read_settings(folder: RunFolder, uid: str) -> DictConfig:
+    """Return the settings that the machine.json of a record holds.
 
     Raises:
-        CannotReplay: A class is another one, or conf/ has no such method, task or model.
+        CannotReplay: It holds none.
     """
-    if "${" in json.dumps(settings):
-        raise CannotReplay("its settings are not resolved")  # an interpolation may read the environment
-    for group, own in settings.items():
-        while isinstance(own, Mapping) and ("_target_" in own or group in (*UNCUT, "task", "model")):
-            name, known = str(own.get("name")), None
-            if name in list_choices(group):
-                known = compose_config([f"{group}={name}"])[group]["_target_"]
-            if known is None or own.get("_target_", known) != known:
-                raise CannotReplay(f"{group}: {own.get('_target_')} is not the class of {own.get('name')} here")
-            own = own.get("base")
-        if isinstance(own, Mapping) and "_target_" in json.dumps(own):
-            raise CannotReplay(f"{group}: names a class, and is no group of conf/")
+    settings = folder.machine(uid).get("settings")
+    if not isinstance(settings, Mapping):
+        raise CannotReplay("the run was written before kvbench kept its settings")
+    value = folder.value
+    own: dict[str, Any] = {"device": value["device"]["type"], "dtype": value["device"]["dtype"], "workers": None}
+    if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):  # a baseline has its cell's settings
+        own |= {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
+    config = OmegaConf.create({**settings, **own})
+    if "cache" in config.task:
+        config.task.cache = None  # the cache of samples lies in the store
+    return config
 
 
 def weights_key(plan: ReplayPlan) -> tuple[str, str, str]:
@@ -224,7 +225,7 @@ def replay_group(
 def execute_again(reader: Responder, bench: Resources, uid: str, then: Mapping[str, Any]) -> dict[str, dict]:
     """Make the record of a sample again, and those of all turns of its conversation."""
     if then.get("error"):
-        raise CannotReplay(f"it holds no answer ({then['error']})")
+        raise HoldsNoAnswer(f"it holds no answer ({then['error']})")
     if uid not in bench.prompts:
         raise CannotReplay("its task has no such sample")
     batch = list_turns(uid, bench.prompts) or [uid]
@@ -239,6 +240,8 @@ def compare_records(
 ) -> None:
     """Count a record, and print each field that is damaged."""
     differ = [name for name in COMPARED if then.get(name) != now.get(name)]
+    found.drawn[plan.folder.hash] += 1
+    found.agreeing[plan.folder.hash] += not differ
     here = list(find_differences(plan.run, plan.folder, then))
     if here:
         found.elsewhere.append(not differ)

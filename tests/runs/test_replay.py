@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from kvbench.analysis.bundle import write_bundle
 from kvbench.cli import audit as audit_command
 from kvbench.cli import replay as replay_command
+from kvbench.cli import verify as verify_command
 from kvbench.config.catalogue import list_choices
+from kvbench.runs import isolation
+from kvbench.runs.replay import ReplayCounts
 from kvbench.store import audit
 from tests.support.command_line import run_cli
 from tests.support.recorded_runs import read_records
@@ -247,48 +252,74 @@ def test_settings_of_every_choice_make_the_same_run_again(group, name):
         assert catalogue.resolve(own, config[own]) == catalogue.resolve(own, again[own])
 
 
-def test_a_bundle_executes_its_records_again(copied, checkpoint, tmp_path, capsys):
-    """Settings travel with it, local paths do not; what was changed in it is found."""
-    from kvbench.analysis.bundle import verify_bundle, write_bundle
-    from kvbench.cli import verify
+@pytest.fixture
+def verify_bundle(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """Executes `verify` and the command that it starts, in this process: exit code, output and error."""
 
+    def run(command: Sequence[str], env: Mapping[str, str]) -> SimpleNamespace:
+        assert command[:5] == [sys.executable, "-P", "-m", "kvbench", "replay"] and "--stranger" in command
+        return SimpleNamespace(returncode=replay_command.main(command[5:]))
+
+    def verify(*given: object) -> tuple[int, str, str]:
+        code = verify_command.main([str(own) for own in given])
+        return code, *capsys.readouterr()
+
+    monkeypatch.setattr(verify_command.subprocess, "run", run)
+    monkeypatch.setattr(isolation, "close_network", lambda: "without network")
+    monkeypatch.setattr(isolation, "limit_memory", lambda on_cpu: "on a CPU" if on_cpu else "on a GPU")
+    return verify
+
+
+def test_a_bundle_executes_its_records_again(copied, checkpoint, tmp_path, verify_bundle):
+    """The settings are those of the runs' identities and of conf/; what was changed in a bundle is found."""
     path, damaged = tmp_path / "own.zip", tmp_path / "damaged.zip"
     write_bundle(copied, {}, path)
-    whole = verify_bundle(path).records
-    own = f"model.path={checkpoint}"
-    assert verify.main([str(path), "--replay", "100%", "--seed", "1"]) == 2
-    out, err = capsys.readouterr()
+    whole, own = count(copied), f"model.path={checkpoint}"
+    code, out, err = verify_bundle(path, "--replay", "100%", "--seed", "1")
     assert f"replay: {whole} of {whole} records, drawn with --seed 1" in out and "model.path=null" in out
-    assert f"none of the {whole} records could be executed again" in err
-    assert verify.main([str(path), "--replay", "100%", own]) == 0
-    assert f"replay: {whole} agree, 0 damaged" in capsys.readouterr().out
+    assert code == 2 and "0 of 1 records agree, less than --agree=90%, and" in err
+    code, out, err = verify_bundle(path, "--replay", "100%", own)
+    assert code == 0 and f"replay: {whole} agree, 0 damaged" in out
+    assert "replay: without network, on a CPU; files of this user can be read\n" in out
     change(copied, "snapkv", "output", lambda output: output + "!")
     write_bundle(copied, {}, damaged)
-    assert verify.main([str(damaged), "--replay", "100%", own]) == 2
-    assert "1 records give something else when executed again" in capsys.readouterr().err
+    code, out, err = verify_bundle(damaged, "--replay", "100%", own)
+    assert code == 2 and "1 records give something else when executed again" in err
 
 
-@pytest.mark.parametrize("where", ["method", "task", "model", "base", "logger"])
-def test_a_bundle_cannot_name_what_is_executed(copied, checkpoint, tmp_path, capsys, where):
-    """A stranger's settings that name a class are refused, so that reading a bundle never runs the stranger's code."""
-    from kvbench.analysis.bundle import write_bundle
-    from kvbench.cli import verify
+@pytest.mark.parametrize("share, expected", [(None, 2), ("0%", 0)])
+def test_another_machine_excuses_no_run_that_does_not_agree(
+    copied, checkpoint, tmp_path, verify_bundle, share, expected
+):
+    """Whoever forges answers can claim any machine. The share that must agree holds for each run."""
+    change(copied, "snapkv", "output", lambda output: output + "!")
+    for path in copied.glob("runs/*/machine*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"python": "2.7"}))
+    write_bundle(copied, {}, tmp_path / "own.zip")
+    agree = [] if share is None else ["--agree", share]
+    given = (tmp_path / "own.zip", "--replay", "100%", *agree, f"model.path={checkpoint}")
+    code, out, err = verify_bundle(*given)
+    assert code == expected and f"replay: {count(copied) - 1} of {count(copied)} agree" in out
+    assert err.endswith("0 of 1 records agree, less than --agree=90%\n") == (expected == 2)
 
+
+def test_a_record_without_an_answer_counts_neither_way():
+    found = ReplayCounts(drawn=Counter(a=10, b=3), agreeing=Counter(a=9))
+    assert found.find_weak(0.9) == ["run b: 0 of 3 records agree"] and found.find_weak(0.0) == []
+
+
+def test_machine_settings_of_a_bundle_count_nothing(copied, checkpoint, tmp_path, verify_bundle):
+    """Neither a class nor a path of machine.json is used, so that reading a bundle never runs its author's code."""
     mark = tmp_path / "executed"
     hostile = {"name": "snapkv", "_target_": "pathlib.Path.touch", "self": str(mark)}
     for path in copied.glob("runs/*/machine*.json"):
         machine = json.loads(path.read_text())
-        settings = machine["settings"]
-        if where == "base":
-            settings["method"]["base"] = hostile
-        else:
-            settings.setdefault(where, {})["_target_"] = "os.system"
+        machine["settings"]["method"] |= hostile
+        machine["settings"]["task"] |= {"haystack_path": "/etc/passwd", "_target_": "os.system"}
         path.write_text(json.dumps(machine))
     write_bundle(copied, {}, tmp_path / "own.zip")
-    assert verify.main([str(tmp_path / "own.zip"), "--replay", "100%", f"model.path={checkpoint}"]) == 2
-    out, err = capsys.readouterr()
-    assert "could be executed again" in err and out.count("cannot be replayed: ") >= 5 and not mark.exists()
-    assert "is not the class of" in out or "names a class, and is no group of conf/" in out
+    code, out, _ = verify_bundle(tmp_path / "own.zip", "--replay", "100%", f"model.path={checkpoint}")
+    assert code == 0 and f"{count(copied)} agree" in out and not mark.exists()
 
 
 @pytest.mark.parametrize(
@@ -300,15 +331,13 @@ def test_a_bundle_cannot_name_what_is_executed(copied, checkpoint, tmp_path, cap
         (["--replay", "5000"], "--replay=5000: the bundle has {} records"),
         (["--replay", "1%", "nosuch=1"], "nosuch=1: no run of the bundle has this setting"),
         (["--replay", "1%", "task.length=[1"], "task.length=[1: cannot be read"),
-        (["seed=1"], "settings and --seed: only with --replay"),
-        (["--seed", "1"], "settings and --seed: only with --replay"),
+        (["seed=1"], "settings, --seed and --agree: only with --replay"),
+        (["--seed", "1"], "settings, --seed and --agree: only with --replay"),
+        (["--replay", "1%", "--agree", "2"], "--agree=2: a share from 0% to 100%"),
     ],
 )
 def test_what_verify_cannot_use_is_one_line(given, line, store, tmp_path, capsys):
-    from kvbench.analysis.bundle import write_bundle
-    from kvbench.cli import verify
-
     write_bundle(store, {}, path := tmp_path / "own.zip")
-    assert verify.main([str(path), *given]) == 2
+    assert verify_command.main([str(path), *given]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith(f"kvbench: {line.format(count(store))}")
