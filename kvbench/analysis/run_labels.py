@@ -28,16 +28,22 @@ def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredR
             groups.setdefault(run_hash(rest), []).append(run)
     found = []
     dashes: dict[str, int] = {}
-    ordered = sorted(groups.values(), key=lambda own: (label_cache(own[0].value), own[0].hash))
-    for own in ordered:
-        label = label_cache(own[0].value)
-        beside = [other[0] for other in ordered if label_cache(other[0].value) == label]
-        differ = [
-            name
-            for name in find_differences(beside, (own[0].budget_setting,))
-            if name.split(".")[0] in (*CACHE_GROUPS, "sources")
-        ]
-        differ = [name for name in differ if name != "sources"] or differ
+    labelled = sorted(
+        ((label_cache(own[0].value), own[0].hash, own) for own in groups.values()), key=lambda own: own[:2]
+    )
+    alike: dict[str, list[StoredRun]] = {}
+    for label, _, own in labelled:
+        alike.setdefault(label, []).append(own[0])
+    known: dict[tuple[str, str], list[str]] = {}  # compared once for all runs of a label, not for each of them
+    for label, _, own in labelled:
+        beside, setting = alike[label], own[0].budget_setting
+        if (differ := known.get((label, setting))) is None:
+            differ = [
+                name
+                for name in find_differences(beside, (setting,))
+                if name.split(".")[0] in (*CACHE_GROUPS, "sources")
+            ]
+            differ = known[label, setting] = [name for name in differ if name != "sources"] or differ
         differ = leave_out_defaults(differ, own[0], beside)
         given = {name: value for name in differ if (value := own[0].settings.get(name)) is not None}
         more = [

@@ -11,7 +11,7 @@ from time import process_time
 
 import pytest
 
-from kvbench.analysis import bundle
+from kvbench.analysis import bundle, run_labels
 from kvbench.analysis.bundle import MANIFEST, TABLE, verify_bundle, write_bundle
 from kvbench.analysis.score_matrix import build_blocks
 from kvbench.analysis.score_matrix_format import format_csv
@@ -228,6 +228,14 @@ def test_a_bundle_beyond_a_limit_is_refused(made, monkeypatch, limit, line):
         monkeypatch.setattr(bundle, name, value)
     with pytest.raises(SettingError, match=line):
         verify_bundle(made)
+
+
+def test_each_run_is_named_once(made, monkeypatch):
+    """Naming a run lists conf/. A bundle of 4,000 runs that did so for each pair of them took hours."""
+    named, label_cache = [], run_labels.label_cache
+    monkeypatch.setattr(run_labels, "label_cache", lambda value: named.append(value) or label_cache(value))
+    verify_bundle(made)
+    assert 0 < len(named) <= 6
 
 
 def test_no_bundle_is_written_that_cannot_be_read(store, tmp_path, monkeypatch):
