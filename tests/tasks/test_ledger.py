@@ -351,7 +351,7 @@ def test_two_methods_and_both_questions(question, kvbench, tmp_path):
     full, *cut = (found[name][1][0] for name in ("full", "snapkv", "keydiff"))
     assert full["rows_attended"] > 400
     for record in cut:
-        assert record["while_decoding"] == "cuts" and record["rows_attended"] < 100
+        assert record["while_decoding"] == "cuts" and record["rows_attended"] < full["rows_attended"] / 3
 
 
 @pytest.mark.parametrize(
