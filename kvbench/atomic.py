@@ -15,8 +15,9 @@ from kvbench.validation import name_file_in_errors
 def replace_file(path: Path) -> Iterator[Path]:
     """Replace a file so that readers see the old one or the new one, also after a crash of the machine.
 
-    The caller writes to the draft inside. At the end the draft is forced onto the disk and renamed. After an error the
-    draft is removed and the file is unchanged. If two processes write at once, the last one wins.
+    The caller writes to the draft inside. At the end the draft is forced onto the disk and renamed, and so is the new
+    name. After an error the draft is removed and the file is unchanged. If two processes write at once, the last one
+    wins.
 
     Args:
         path: The file.
@@ -31,12 +32,9 @@ def replace_file(path: Path) -> Iterator[Path]:
     try:
         with name_file_in_errors(draft):
             yield draft
-            descriptor = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            force_to_disk(draft)
             os.replace(draft, path)
+            force_to_disk(path.parent)
     except BaseException:
         with suppress(OSError):  # the draft is in nobody's way
             draft.unlink()
@@ -73,3 +71,13 @@ def append_whole(descriptor: int, data: bytes, end: int) -> None:
         with suppress(OSError):  # the torn line is then cut off by the next writer
             os.ftruncate(descriptor, end)
         raise
+
+
+def force_to_disk(path: Path) -> None:
+    """Wait until a file's content is on the disk, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with name_file_in_errors(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -46,7 +46,7 @@ from kvbench.atomic import replace_file
 from kvbench.config.provenance import find_installed_version, find_version
 from kvbench.store.parse import parse_json
 from kvbench.store.run_folder import FORMAT as FOLDER_FORMAT
-from kvbench.store.run_folder import make_seal
+from kvbench.store.run_folder import format_line, make_seal
 from kvbench.store.runs import StoredRun, filter_runs, find_baseline, find_finished, load_runs, name_some
 from kvbench.validation import SettingError, escape, summarize
 
@@ -157,7 +157,7 @@ def pack_run(run: StoredRun, with_texts: bool) -> dict[str, bytes]:
             machine = replace_local_paths(machine)
         files[path.name] = json.dumps(machine, indent=1).encode()
     records = [record if with_texts else drop_texts(record) for _, record in sorted(run.records.items())]
-    return files | {"records.jsonl": "".join(f"{json.dumps(record)}\n" for record in records).encode()}
+    return files | {"records.jsonl": b"".join(map(format_line, records))}
 
 
 def replace_local_paths(settings: Any) -> Any:

@@ -111,7 +111,7 @@ def gather_found(found: FoundRuns, now: datetime) -> PageData:
     panels = build_panels(replace(found, runs=runs), runs, CurveOptions())
     first = [run.value for run in runs]
     left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
-    left_out |= {name: f"used without its damaged records: {why}" for name, why in found.passed_over.items()}
+    left_out |= {name: f"used without its second records: {why}" for name, why in found.passed_over.items()}
     series = [(panel.data, own) for panel in panels for own in panel.data["series"]]
     methods = dict.fromkeys(own["method"] for _, own in series)
     page = {

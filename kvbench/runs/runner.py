@@ -64,6 +64,7 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
 
     Raises:
         SettingError: A sample does not fit the model, or the results folder cannot be used.
+        DamagedRun: The run was changed. One of several is dropped.
     """
     with make_records_folder(results, results / "runs"):
         folders = {RunFolder(results / "runs", run.value): run for run in runs}
@@ -71,6 +72,8 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
         if len(runs) == 1 and open_ and (line := bench.accused.get(runs[0].choice_name)):
             raise Untrusted(line)
         open_ = {folder: run for folder, run in open_.items() if run.choice_name not in bench.accused}
+        if len(runs) > 1:  # executed alone, a damaged run says why
+            open_ = {folder: run for folder, run in open_.items() if not folder.is_damaged}
         if not open_:
             return list(folders)
         prompts = bench.prompts

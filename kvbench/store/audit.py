@@ -3,8 +3,8 @@
 The audit checks for every run:
 
 * run.yaml and its hash,
-* every line of every file, and the fields of its record (kvbench.store.record),
-* that each sample has one record, and that `done` counts exactly the records (kvbench.store.runs),
+* that `done` fits the files and counts exactly the records, and the checksum of every line (kvbench.store.run_folder),
+* the fields of every record, their types and ranges (kvbench.store.record), and that each sample has one record,
 * that prompts and targets equal those of the other runs on the same samples.
 
 It prints one line per run and exits with code 1 if any run is damaged. An unfinished run is not damaged: the command
@@ -13,16 +13,17 @@ that started it continues it.
 `--replay=n` also executes n random records again and compares them (kvbench.runs.replay). `--seed` chooses them.
 """
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from kvbench.store.run_folder import run_hash
-from kvbench.store.runs import UNSHARED_SETTINGS, RunRecords, StoredRun, check_folder, find_runs
+from kvbench.store.runs import UNSHARED_SETTINGS, RunRecords, check_folder, find_finished, find_runs
 from kvbench.validation import SettingError
+
+Hashes = tuple[str, str, str]  # a record's uid, and the hashes of its prompt and target
 
 
 def comparison_key(value: Mapping[str, Any]) -> str:
@@ -44,53 +45,51 @@ def audit_runs(results: Path) -> Iterator[tuple[str, str, list[str]]]:
     """
     check_folder(results)
     found = find_runs(results)
-    said = find_common_hashes(found.runs)
-    wrong = {name: ("damaged", [why]) for name, why in found.damaged.items()}
-    runs = {run.hash: run for run in found.runs}
-    for name in sorted([*wrong, *runs]):
-        yield name, *(wrong[name] if name in wrong else check_run(runs[name], said))
+    known: dict[Hashes, Hashes] = {}  # each exists once, however many runs have it
+    read = []
+    for run in found.runs:
+        records = RunRecords(run.folder.path)
+        own = [known.setdefault(hashes, hashes) for hashes in map(get_hashes, records)]
+        read.append((run.hash, comparison_key(run.value), own, records))
+    said = find_common_hashes((key, own) for _, key, own, records in read if not records.damage)
+    lines = {name: ("damaged", [why]) for name, why in found.damaged.items()}
+    for name, key, own, records in read:
+        wrong, common = [*records.damage, *records.doubles], said.get(key, {})
+        if differ := sum(common.get(hashes[0], hashes) != hashes for hashes in own):
+            wrong.append(f"{differ} samples have another prompt or target than in most runs")
+        state = f"{len(own)} records, {'finished' if records.finished else 'unfinished'}"
+        lines[name] = "damaged" if wrong else state, wrong
+    for name in sorted(lines):
+        yield name, *lines[name]
 
 
-def check_run(run: StoredRun, said: Mapping[tuple[str, str], Sequence[tuple[str, str]]]) -> tuple[str, list[str]]:
-    """Check the records of one run.
+def find_common_hashes(runs: Iterable[tuple[str, Sequence[Hashes]]]) -> dict[str, dict[str, Hashes | None]]:
+    """Return what most runs have: comparison key -> uid -> the hashes with their uid, or None if there is a tie.
 
     Args:
-        run: The run.
-        said: The result of `find_common_hashes`.
-
-    Returns:
-        The run's state ("damaged", or how many records it has) and a list of problems.
+        runs: The comparison key and the hashes of each run.
     """
-    records, key, count, differ = RunRecords(run.folder.path, fields=True), comparison_key(run.value), 0, 0
-    for record in records:
-        count += 1
-        own = get_hashes(record)
-        differ += own not in said.get((key, record["uid"]), [own])  # a record may be newer than `said`
-    wrong = list(records.problems)
-    if differ:
-        wrong.append(f"{differ} samples have another prompt or target than in most runs")
-    return "damaged" if wrong else f"{count} records, {'finished' if records.done else 'unfinished'}", wrong
+    found: dict[str, dict[str, Counter[Hashes]]] = {}
+    for key, own in runs:
+        counts = found.setdefault(key, {})
+        for hashes in own:
+            counts.setdefault(hashes[0], Counter())[hashes] += 1
+    return {key: {uid: choose_most_common(own) for uid, own in counts.items()} for key, counts in found.items()}
 
 
-def find_common_hashes(runs: Sequence[StoredRun]) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """Return (comparison key, uid) -> the hashes that most runs have, or nothing if there is a tie."""
-    found: dict[tuple[str, str], Counter[tuple[str, str]]] = {}
-    for run in runs:
-        key = comparison_key(run.value)
-        for record in RunRecords(run.folder.path):
-            found.setdefault((key, record["uid"]), Counter())[get_hashes(record)] += 1
-    most = {key: max(own.values()) for key, own in found.items()}
-    tied = {key: [one for one, count in own.items() if count == most[key]] for key, own in found.items()}
-    return {key: own if len(own) == 1 else [] for key, own in tied.items()}
+def choose_most_common(counts: Counter[Hashes]) -> Hashes | None:
+    """Return the hashes that were counted most often, or None if there is a tie."""
+    (most, count), *others = counts.most_common(2)
+    return None if others and others[0][1] == count else most
 
 
-def get_hashes(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the hashes of a record's prompt and target as JSON, because a damaged record may hold anything there."""
-    return json.dumps(record.get("prompt_hash")), json.dumps(record.get("target_hash"))
+def get_hashes(record: Mapping[str, Any]) -> Hashes:
+    """Return a record's uid and the hashes of its prompt and target, as texts: a damaged record may hold anything."""
+    return record["uid"], str(record.get("prompt_hash")), str(record.get("target_hash"))
 
 
 def draw_records(results: Path, count: int, seed: int) -> tuple[list[tuple[str, str]], int]:
-    """Draw random records from all runs that can be read.
+    """Draw random records from all runs that are not damaged.
 
     Args:
         results: The results folder.
@@ -103,7 +102,8 @@ def draw_records(results: Path, count: int, seed: int) -> tuple[list[tuple[str, 
     Raises:
         SettingError: The store has fewer than `count` records.
     """
-    found = [(run.hash, record["uid"]) for run in find_runs(results).runs for record in RunRecords(run.folder.path)]
+    store = find_finished(results)
+    found = [(run.hash, uid) for run in [*store.runs, *store.unfinished] for uid in run.records]
     if count > len(found):
         raise SettingError(f"REPLAY={count}: the store has {len(found)} records")
     return Random(seed).sample(sorted(found), count), len(found)

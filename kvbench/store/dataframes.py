@@ -68,12 +68,12 @@ class LoadedRuns:
         with pause_garbage_collection():
             for run in self.runs.index:
                 about = {"run": run, **{key: self.runs[key][run] for key in RUN_COLUMNS}}
-                found = RunRecords(self.folder / "runs" / run)
+                found, own = RunRecords(self.folder / "runs" / run), []
                 lines = iter(found)
                 while chunk := list(islice(lines, CHUNK)):
-                    parts.append(records_to_table(chunk, about, wanted))
-                if found.problems:
-                    damage.passed_over[run] = "; ".join(found.problems)
+                    own.append(records_to_table(chunk, about, wanted))
+                damage.note(run, found)
+                parts += [] if found.damage else own
         damage.print_damage()
         table = concat_tables(parts)
         if wanted is not None and (missing := [name for name in wanted if name not in table.column_names]):

@@ -5,22 +5,29 @@
 A record is one line of JSON in `results/runs/<hash>/records-<writer>.jsonl`. The runner builds it as a `Record`, which
 rejects unknown fields and values of the wrong type. Readers keep the line as a plain dict, because a store holds
 hundreds of thousands of lines and a field that a later version added must not get lost. `find_problems` checks such a
-dict against the same rules.
+dict against the same rules: types, ranges, and fields that must be there.
 
 A later version of the record may add fields. A change that removes a field or gives it another meaning increases the
 number of the whole folder instead (`kvbench.store.run_folder.FORMAT`).
 """
 
-from collections.abc import Mapping
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import UnionType
+from functools import lru_cache
+from operator import itemgetter
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-VERSION = 3
-VERSIONS = {1: "0.1", 2: "0.2", 3: "0.2"}  # version of the record -> the first kvbench that wrote it
+VERSION = 4
+VERSIONS = {1: "0.1", 2: "0.2", 3: "0.2", 4: "0.2"}  # version of the record -> the first kvbench that wrote it
 ABSENT: Any = object()  # marks a field that a record does not have
 
 ALWAYS = "every record"
+TEXT = "every record, except in bundles without texts"
 ANSWERED = "records without `error`"
 COMPARED = "runs with `fidelity=true`, records without `error`"
 PREDICTED = "the same, where `fidelity` is not empty"
@@ -31,21 +38,40 @@ THOUGHT = "records whose `output` ends a thought with `</think>`"
 SHARED_GPU = "records made beside other processes of the sweep on the same GPU"
 
 
-def described(meaning: str, unit: str = "", held_by: str = ALWAYS, since: int = 1, default: object = ABSENT) -> Any:
+HASH = "[0-9a-f]{16}"
+SHARES = "(?:[0-9a-f]{2}){0,64}"
+ABOVE_ZERO, LARGEST = math.nextafter(0, 1), sys.float_info.max
+
+
+def described(
+    meaning: str,
+    unit: str = "",
+    held_by: str = ALWAYS,
+    since: int = 1,
+    default: object = ABSENT,
+    least: float = 0,
+    most: float = LARGEST,
+    pattern: str | None = None,
+) -> Any:
     """Return a dataclass field of a record.
 
     Args:
         meaning: One or two sentences for the table of fields.
         unit: Unit of the value, "" if it has none.
-        held_by: Which records have the field: `ALWAYS`, `ANSWERED`, `COMPARED`, `PREDICTED`, `REFERENCE`,
+        held_by: Which records have the field: `ALWAYS`, `TEXT`, `ANSWERED`, `COMPARED`, `PREDICTED`, `REFERENCE`,
             `ASKED_TOGETHER`, `RETOKENIZED`, `THOUGHT` or `SHARED_GPU`.
         since: Version of the record that introduced the field.
         default: Value of a record that is built without the field.
+        least: The smallest number that the field may hold.
+        most: The largest one.
+        pattern: Regular expression of a text, None for any text.
 
     Returns:
         A `dataclasses.field` with these arguments as its metadata.
     """
-    return field(default=default, metadata={"meaning": meaning, "unit": unit, "held_by": held_by, "since": since})
+    about: dict[str, Any] = {"meaning": meaning, "unit": unit, "held_by": held_by, "since": since}
+    about |= {"least": least, "most": most, "pattern": pattern and re.compile(pattern)}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,25 +83,30 @@ class Record:
             it. The message names the sample and the field.
     """
 
-    version: int = described("Version of the record; a record without it has version 1.", since=2, default=VERSION)
+    version: int = described(
+        "Version of the record; a record without it has version 1.", since=2, default=VERSION, least=1
+    )
 
     # The sample
     uid: str = described("Name of the sample. It is unique within the run and equal in all runs of the task.")
     index: int = described("Place of the sample in the task's order, from 0.")
     subtask: str = described("Row of the closing table that the sample belongs to.")
     group: str = described("Name shared by all samples on one context. Intervals count contexts, not samples.")
-    prompt_hash: str = described("Hash of the prompt's token ids. Only equal prompts are paired.")
-    target_hash: str = described("Hash of `target`. Only equal targets are paired.")
-    target: list[str] = described("The correct answers.")
-    asked: str = described("Question and answer prefix. A long text is shortened in the middle.")
+    prompt_hash: str = described("Hash of the prompt's token ids. Only equal prompts are paired.", pattern=HASH)
+    target_hash: str = described("Hash of `target`. Only equal targets are paired.", pattern=HASH)
+    target: list[str] = described("The correct answers.", held_by=TEXT)
+    asked: str = described("Question and answer prefix. A long text is shortened in the middle.", held_by=TEXT)
     tokens_in: int = described("Length of the prompt.", "tokens")
     tokens_context: int = described("Length of the part of the prompt before the question.", "tokens")
     budget: int | float | None = described(
         "Budget of the run: an int is the number of rows in each layer and KV head, a float is a share of the rows. "
         "The full cache has 1.0. null if the method decides how many rows stay.",
         "rows or share",
+        least=ABOVE_ZERO,
     )
-    meta: dict[str, Any] = described("What the task says about the sample, for example `data`, `length` or `depth`.")
+    meta: dict[str, Any] = described(
+        "What the task says about the sample, for example `data`, `length` or `depth`.", least=-LARGEST
+    )
     conversation: str | None = described("Name shared by all turns of one conversation. null outside a conversation.")
     turn: int = described("Number of turns before this one.", "turns")
     retokenized: int = described(
@@ -131,8 +162,9 @@ class Record:
         "hexadecimal digits (`bytes.fromhex` reads them).",
         "%",
         ANSWERED,
+        pattern=SHARES,
     )
-    evidence: list[int] = described("Bins of `survived` that contain a correct answer.", "", ANSWERED)
+    evidence: list[int] = described("Bins of `survived` that contain a correct answer.", "", ANSWERED, most=63)
 
     # The answer's cost
     rows_attended: float = described("Rows that a decoded token attends to, mean over tokens.", "rows", ANSWERED)
@@ -192,9 +224,11 @@ class Record:
     )
     decode_ms: float = described("Time from the first token of the answer to the last one.", "ms", ANSWERED)
     error: str | None = described("Why there is no answer, for example `out_of_memory`. Otherwise null.")
-    score: float | None = described("Score of the answer, from 0 to 100. null with `error`.", "points")
+    score: float | None = described("Score of the answer, from 0 to 100. null with `error`.", "points", most=100)
     answer: str | None = described("Part of `output` that the task takes as the answer. null with `error`.")
-    also: dict[str, Any] = described("Further metrics of the task by name: a number of points, or true or false.")
+    also: dict[str, float | bool | None] = described(
+        "Further metrics of the task by name: a number of points, or true or false.", least=-LARGEST
+    )
     seconds: float = described("Time for the whole sample, including this run's part of a shared prefill.", "s")
 
     # Fidelity
@@ -204,6 +238,7 @@ class Record:
         "number of tokens compared. Empty if the sample has nothing to compare.",
         "nats a token",
         COMPARED,
+        least=-LARGEST,
     )
     fidelity_ms: float = described("Time spent on `fidelity`. Only `seconds` includes it.", "ms", PREDICTED)
     predictions: str = described(
@@ -213,7 +248,14 @@ class Record:
     )
 
     def __post_init__(self) -> None:
-        if problems := find_problems(self.to_json()):
+        written = json.loads(json.dumps(self.to_json()), parse_constant=lambda name: None)  # as the store does
+        problems = find_problems(written)
+        problems += [
+            f"{own.name} is missing"
+            for own in fields(self)
+            if own.metadata["held_by"] == TEXT and own.name not in written
+        ]
+        if problems:
             raise TypeError(f"record of {self.uid!r}: {'; '.join(problems)}")
 
     def to_json(self) -> dict[str, Any]:
@@ -234,11 +276,69 @@ REQUIRED_FIELDS = {  # whether there is an answer -> fields that the record has
     there: frozenset(own.name for own in fields(Record) if own.metadata["held_by"] in groups)
     for there, groups in {False: (ALWAYS,), True: (ALWAYS, ANSWERED)}.items()
 }
-EXACT_TYPES = {  # field -> types of which every value fits, so that most values are not looked into
-    name: frozenset({dict} if kind == dict[str, Any] else get_args(kind) if isinstance(kind, UnionType) else {kind})
-    for name, kind in FIELD_TYPES.items()
-}
 SINCE = {own.name: own.metadata["since"] for own in fields(Record)}
+CORE = frozenset(("uid", "prompt_hash", "target_hash", "error", "score"))  # fields that every record ever had
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a field may hold: values of a type, numbers of a range, texts of a pattern."""
+
+    kind: Any
+    least: float
+    most: float
+    pattern: re.Pattern[str] | None
+    container: type | None  # list or dict, None for a single value
+    plain: frozenset[type]  # types of a value, or of the items of a list or mapping; empty if all are allowed
+
+    @classmethod
+    def of(cls, own: Any) -> "Rule":
+        """Return the rule of a dataclass field of the record."""
+        container = None if isinstance(own.type, UnionType) else get_origin(own.type)
+        inner = own.type if container is None else get_args(own.type)[-1]
+        kinds = get_args(inner) if isinstance(inner, UnionType) else () if inner is Any else (inner,)
+        about = own.metadata
+        plain = frozenset({*kinds, int} if float in kinds else kinds)
+        return cls(own.type, about["least"], about["most"], about["pattern"], container, plain)
+
+    def find_problem(self, value: Any) -> str | None:
+        """Return what was expected if a value does not fit, otherwise None."""
+        kind = type(value)
+        if self.container is not None:
+            fits = kind is self.container and self.fits_all(value.values() if kind is dict else value)
+        elif kind is float or kind is int:
+            fits = kind in self.plain and self.least <= value <= self.most
+        else:
+            fits = kind in self.plain and (self.pattern is None or self.pattern.fullmatch(value) is not None)
+        if fits:
+            return None
+        if self.pattern is not None and kind is str:
+            return f"a text like {self.pattern.pattern}"
+        if not is_of_type(value, self.kind):
+            return format_type(self.kind)
+        least = "above 0" if self.least == ABOVE_ZERO else "finite" if self.least == -LARGEST else f"from {self.least}"
+        return f"{format_type(self.kind)}, {least}{f' to {self.most}' if self.most < LARGEST else ''}"
+
+    def fits_all(self, items: Collection[Any]) -> bool:
+        """Return whether the items of a list or mapping have the right types, and all numbers in them are in range."""
+        kinds = set(map(type, items))
+        if self.plain and not kinds <= self.plain:
+            return False
+        if kinds <= {int, float}:
+            return not kinds or (self.least <= min(items) and max(items) <= self.most)
+        return kinds <= {str} or all(self.least <= own <= self.most for own in list_numbers(items))
+
+
+RULES = {own.name: Rule.of(own) for own in fields(Record)}
+
+
+def list_numbers(items: Iterable[Any]) -> Iterator[float]:
+    """Yield the numbers among items, and those within them, however deep. A bool is no number."""
+    for own in items:
+        if type(own) in (int, float):
+            yield own
+        elif type(own) in (list, dict):
+            yield from list_numbers(own.values() if type(own) is dict else own)
 
 
 def read_version(record: Mapping[str, Any]) -> int:
@@ -250,29 +350,59 @@ def read_version(record: Mapping[str, Any]) -> int:
 def find_problems(record: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a stored record.
 
-    Records of version 1 are not checked, because kvbench 0.1 added fields without counting versions. Unknown fields are
-    allowed, because a later version may have written them.
+    Unknown fields are allowed, because a later version may have written them. Records of version 1 need only the fields
+    in `CORE`, because kvbench 0.1 added fields without counting versions, and their texts have no patterns.
 
     Args:
-        record: One parsed line.
+        record: One parsed line, without NaN.
 
     Returns:
-        One line for each field that is missing or has the wrong type. Empty for a good record.
+        One line for each field that is missing, has the wrong type, or is out of its range. Empty for a good record.
     """
-    if (version := read_version(record)) == 1:
-        return []
-    if not is_of_type(version, int):
-        return [f"version is {version!r}, expected int"]
-    wrong = [
-        f"{name} is {shorten(value)}, expected {format_type(FIELD_TYPES[name])}"
-        for name, value in record.items()
-        if (plain := EXACT_TYPES.get(name)) is not None
-        and type(value) not in plain
-        and not is_of_type(value, FIELD_TYPES[name])
-    ]
-    if missing := REQUIRED_FIELDS[record.get("error") is None] - record.keys():
-        wrong += [f"{name} is missing" for name in FIELD_TYPES if name in missing and SINCE[name] <= version]
-    return wrong
+    version = record.get("version", 1)
+    plan = plan_check(tuple(record), tuple(map(type, record.values())), version if type(version) is int else 1)
+    numbers, others = plan.numbers(record), plan.others
+    if min(numbers) < 0 or max(numbers) > LARGEST:
+        others = [own for own in RULES.items() if own[0] in record]
+    found = [(name, rule.find_problem(record[name])) for name, rule in others]
+    return [f"{name} is {shorten(record[name])}, expected {why}" for name, why in found if why] + plan.missing
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """How to check all records that have the same fields with values of the same types, because most have.
+
+    Attributes:
+        numbers: Returns the numbers of a record that must be finite and at least 0.
+        others: The fields whose values must be looked at one by one.
+        missing: A line for each field that is missing.
+    """
+
+    numbers: Callable[[Mapping[str, Any]], Sequence[float]]
+    others: list[tuple[str, Rule]]
+    missing: list[str]
+
+
+@lru_cache(1024)
+def plan_check(names: tuple[str, ...], kinds: tuple[type, ...], version: int) -> CheckPlan:
+    """Plan the check of all records with these fields, types of values, and version."""
+    numbers, others, found = [], [], dict(zip(names, kinds, strict=True))
+    for name, kind in found.items():
+        if (rule := RULES.get(name)) is None:
+            continue
+        plain = get_args(rule.kind) if isinstance(rule.kind, UnionType) else (rule.kind,)
+        fits = kind in plain or (kind is int and float in plain)
+        if fits and kind in (int, float) and (rule.least, rule.most) == (0, LARGEST):
+            numbers.append(name)
+        elif not (fits and kind in (str, NoneType) and (rule.pattern is None or version == 1)):
+            others.append((name, rule))
+    needed = CORE if version == 1 else REQUIRED_FIELDS[found.get("error", NoneType) is NoneType]
+    missing = [f"{name} is missing" for name in FIELD_TYPES if name in needed - found.keys() and SINCE[name] <= version]
+
+    def get_few(record: Mapping[str, Any]) -> list[float]:
+        return [0, *(record[name] for name in numbers)]
+
+    return CheckPlan(itemgetter(*numbers) if len(numbers) > 1 else get_few, others, missing)
 
 
 def is_of_type(value: object, kind: Any) -> bool:
@@ -330,6 +460,10 @@ kvbench writes one line of JSON for each sample, to `results/runs/<hash>/records
 *Since* is the version of kvbench that introduced a field. This page describes version {VERSION} of the record. A later
 version only adds fields, and readers keep fields that they do not know. Records of kvbench {VERSIONS[1]} have no
 `version`. The oldest of them also lack fields that were added during its development.
+
+The last key of a line is `check`: the first 16 hexadecimal digits of the SHA-256 of the line's bytes before the comma
+in front of it. Lines of version 3 and older have none. Readers remove it. Numbers are finite and, if the table does not
+say otherwise, at least 0.
 
 `null` also stands for numbers that JSON cannot express (NaN, infinity). A *row* is the entry of one token in the KV
 cache of one layer and KV head."""

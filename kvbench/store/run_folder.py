@@ -10,14 +10,21 @@
                         claims.lock              byte-range locks: byte 0 while a process sets up or closes the folder,
                                                  one byte for each sample in progress, and a last byte that all
                                                  processes share that have the run open
-                        done                     written last
+                        done                     written last: the number of records, a hash of their uids, and the
+                                                 SHA-256 of every other file but claims.lock
 
 Three properties of POSIX make this safe:
 
-* A line counts once its newline is on disk. A killed writer leaves at most one torn line at the end of its file.
-  Readers skip it, and the next writer removes it.
+* A line counts once its newline is on disk. A killed writer leaves at most one torn line at the end of its file, and a
+  crash of the machine may leave zeros there. Readers skip it, and the next writer removes it.
 * A lock ends with its process. The sample of a killed worker is free at once.
 * A renamed file is either complete or absent.
+
+Every line ends with a checksum (`format_line`), and `done` seals the files, so that a change of a single bit is found.
+A run in which one does not fit is damaged: `DamagedRun`. Nobody writes into its folder again. Files that come later,
+such as those of another grader, are not sealed and do no harm.
+
+Stores of kvbench 0.1 and 0.2 have neither. Their lines count if they are JSON, and their `done` counts records.
 
 Locks belong to the process, not to the object. Open a run only once per process, and claim samples after a fork, not
 before it.
@@ -41,15 +48,22 @@ from typing import Any
 
 import yaml
 
-from kvbench.atomic import append_whole, replace_file
+from kvbench.atomic import append_whole, force_to_disk, replace_file
 from kvbench.stops import check_stop
-from kvbench.store.parse import parse_json, parse_yaml
-from kvbench.validation import SettingError, name_file_in_errors
+from kvbench.store.parse import parse_json, parse_yaml, refuse_constant
+from kvbench.store.record import read_version
+from kvbench.validation import ContractError, SettingError, name_file_in_errors
 
 FORMAT = 1  # of the folder and its records; a folder of another format is rejected, so that formats never mix
 LOCK = {"type": "h", "whence": "h", "start": "q", "length": "q", "process": "i"}  # C's struct flock, in Linux's order
 if sys.platform == "darwin":
     LOCK = {name: LOCK[name] for name in ("start", "length", "process", "type", "whence")}
+CHECKED = 4  # the first version of a record whose line has a checksum
+CHECK, CHECK_DIGITS = b', "check": "', 16  # what stands before the checksum of a line, and its hexadecimal digits
+SEAL = {"format": int, "records": int, "uids": str}  # keys of `done`; "files" is the other one
+DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+SEALED_NAME = re.compile(r"run\.(yaml|json)|samples|(machine|records)[^/\0]*\.jsonl?")
+CHANGED = "has another checksum than done says"
 OPEN_BYTE = 1 << 57  # byte of claims.lock that is locked while a process has the run open, also between two samples
 
 
@@ -114,6 +128,10 @@ def run_hash(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+class DamagedRun(ContractError):
+    """A run in the store was changed by something else than kvbench. The message is one line: the folder and why."""
+
+
 class RunFolder:
     """The folder of the run with these settings. Nothing is written before `open`.
 
@@ -138,10 +156,15 @@ class RunFolder:
         self._trusted = 0  # bytes of this process's records that `set_records_aside` leaves
         self._read: dict[str, int] = {}  # file name -> bytes read, always up to the end of a line
         self._lines: dict[str, dict[str, dict[str, Any]]] = {}  # file name -> uid -> record
+        self._numbers: dict[str, int] = {}  # file name -> lines read
+        self._hashes: dict[str, Any] = {}  # file name -> SHA-256 of the bytes read
+        self._sealed: Mapping[str, str] = {}  # file name -> SHA-256 from `done`
 
     @contextmanager
     def open(self, machine: Mapping[str, Any], samples: int | None = None) -> Iterator["RunFolder"]:
         """Prepare the folder for writing by this process. Locks and claims are released at the end.
+
+        A finished run stays as it is.
 
         Args:
             machine: Description of this process's machine.
@@ -153,6 +176,7 @@ class RunFolder:
         Raises:
             RuntimeError: This object is open already.
             SettingError: The folder has another format.
+            DamagedRun: Something in the folder was changed.
         """
         if self._locks is not None:
             raise RuntimeError(f"{self.path} is already open in this process")
@@ -161,10 +185,11 @@ class RunFolder:
         self._locks = os.open(self.path / "claims.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             with self._alone():
-                self._set_up(plain)
-                if samples is not None:
-                    self._put("samples", f"{samples}\n")
-                self._cut_torn_tails()
+                if not self.check():
+                    self._set_up(plain)
+                    if samples is not None:
+                        self._put("samples", f"{samples}\n")
+                    self._cut_torn_tails()
             self._lock(fcntl.LOCK_SH, OPEN_BYTE)
             yield self
         finally:
@@ -177,11 +202,15 @@ class RunFolder:
     def records(self) -> dict[str, dict[str, Any]]:
         """Return uid -> record of every complete line that any process has written so far.
 
-        If two files hold the same uid, because somebody merged folders by hand, the first file by name wins.
+        If two files hold the same uid, because somebody merged folders by hand, one that `done` seals wins, then the
+        first by name.
+
+        Raises:
+            DamagedRun: A line cannot be read.
         """
         self.refresh()
         merged: dict[str, dict[str, Any]] = {}
-        for name in sorted(self._lines):
+        for name in sort_sealed(self._lines, self._sealed):
             for uid, record in self._lines[name].items():
                 merged.setdefault(uid, record)
         return merged
@@ -189,7 +218,7 @@ class RunFolder:
     def machine(self, uid: str) -> dict[str, Any]:
         """Return the description of the machine that wrote a sample's record, {} if it cannot be read."""
         self.refresh()
-        name = next((name for name in sorted(self._lines) if uid in self._lines[name]), "")
+        name = next((own for own in sort_sealed(self._lines, self._sealed) if uid in self._lines[own]), "")
         own = self.path / name.replace("records-", "machine-").replace(".jsonl", ".json")
         try:
             found = json.loads((own if own.is_file() else self.path / "machine.json").read_text())
@@ -198,25 +227,50 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def refresh(self) -> None:
-        """Read the complete lines that other processes have written since the last call."""
-        for path in self.path.glob("records*.jsonl"):
+        """Read the complete lines that other processes have written since the last call.
+
+        Raises:
+            DamagedRun: A line cannot be read, or a name of a file of records is that of something else.
+        """
+        for path in self._list_record_files():
             if self._own is not None and path == self._own_path:
                 continue  # its records are known, and over NFS closing a second descriptor would drop the first's lock
             with open(path, "rb") as file:
-                start = file.seek(self._read.get(path.name, 0))
-                text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self._read[path.name] = start + len(whole)
-            lines = self._lines.setdefault(path.name, {})
-            for line in BytesIO(whole):
-                if (record := parse_record(line)) is not None:
-                    lines.setdefault(record["uid"], record)
+                file.seek(self._read.get(path.name, 0))
+                content = file.read()
+            self._take(path.name, content[: find_end(content)])
+
+    def _list_record_files(self) -> list[Path]:
+        """Return the files of records; DamagedRun if one of them is a folder, a pipe or a link that leads nowhere."""
+        try:
+            return list_record_files(self.path)
+        except ValueError as error:
+            raise self._damaged(str(error)) from None
+
+    def _take(self, name: str, content: bytes) -> None:
+        """Take the records from whole lines that follow those that were read from a file."""
+        lines = self._lines.setdefault(name, {})
+        for line in BytesIO(content):
+            self._numbers[name] = number = self._numbers.get(name, 0) + 1
+            if not line.strip():
+                continue
+            try:
+                record = parse_line(line)
+            except ValueError as error:
+                raise self._damaged(f"{name}: line {number} {error}") from None
+            lines.setdefault(record["uid"], record)
+        self._read[name] = self._read.get(name, 0) + len(content)
+        self._hashes.setdefault(name, hashlib.sha256()).update(content)
+
+    def _damaged(self, why: str) -> DamagedRun:
+        return DamagedRun(f"{self.path} is damaged: {why}; move the folder away to run it again")
 
     def record(self, uid: str) -> dict[str, Any] | None:
         """Return the record of a sample, even if another process wrote it; None if there is none yet."""
         if not self.is_recorded(uid):
             self.refresh()
-        return next((self._lines[name][uid] for name in sorted(self._lines) if uid in self._lines[name]), None)
+        names = sort_sealed(self._lines, self._sealed)
+        return next((self._lines[name][uid] for name in names if uid in self._lines[name]), None)
 
     def is_recorded(self, uid: str) -> bool:
         """Return whether the sample had a record when the files were last read (`refresh`)."""
@@ -264,20 +318,18 @@ class RunFolder:
             OSError: The line could not be written completely, for example because the disk is full. The file is left
                 as it was.
         """
-        plain: dict[str, Any] = to_json_value(record)
-        uid = plain["uid"]
+        line, uid = format_line(record), record["uid"]
         if uid not in self._claimed:
             raise RuntimeError(f"{uid}: not claimed by this process")
-        line = json.dumps(plain, allow_nan=False).encode() + b"\n"  # ASCII: any str, lone surrogates too, survives
         if self._own is None:
             self._own = os.open(self._own_path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             with name_file_in_errors(self._own_path):  # held until the process ends: other writers leave this tail
                 fcntl.flock(self._own, fcntl.LOCK_EX)
+            force_to_disk(self.path)  # the name of the file
         start = self._read.get(self._own_path.name, 0)
         with name_file_in_errors(self._own_path):
             append_whole(self._own, line, start)
-        self._read[self._own_path.name] = start + len(line)
-        self._lines.setdefault(self._own_path.name, {})[uid] = plain
+        self._take(self._own_path.name, line)
         self.release(uid)
 
     @property
@@ -305,7 +357,10 @@ class RunFolder:
             return 0
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC) if self._own is None else self._own
         try:
-            text = os.pread(descriptor, os.fstat(descriptor).st_size - start, start)
+            kept, text = (
+                os.pread(descriptor, start, 0),
+                os.pread(descriptor, os.fstat(descriptor).st_size - start, start),
+            )
             with replace_file(path.with_name(path.name.replace("records", "untrusted", 1))) as draft:
                 draft.write_bytes(text)
             os.ftruncate(descriptor, start)
@@ -314,26 +369,81 @@ class RunFolder:
             if self._own is None:
                 os.close(descriptor)
         (self.path / "done").unlink(missing_ok=True)  # another process may have counted them
-        self._read[path.name] = start
-        moved = [record["uid"] for line in text.splitlines(keepends=True) if (record := parse_record(line)) is not None]
-        for uid in moved:
-            self._lines[path.name].pop(uid, None)
-        return len(moved)
+        moved = self._lines[path.name]
+        for known in (self._read, self._lines, self._numbers, self._hashes):
+            known.pop(path.name)
+        self._take(path.name, kept)
+        return len(moved) - len(self._lines[path.name])
 
     def finish(self, expected_uids: Iterable[str]) -> bool:
-        """Write `done` if every expected sample has a record, and return whether that is the case."""
+        """Write `done` if every expected sample has a record, and return whether that is the case.
+
+        Everything that it seals is on the disk before, and was read or written by this object: what has changed on the
+        disk since then does not fit it.
+
+        Raises:
+            DamagedRun: Something in the folder was changed.
+        """
         have = self.records()
         if any(uid not in have for uid in expected_uids):
             return False
         with self._alone():
-            self._put("done", json.dumps(make_seal(have)) + "\n")
+            if not self.check():
+                self._cut_torn_tails()
+                names = [name for name in ("run.yaml", "samples") if (self.path / name).exists()]
+                small = [*names, *(path.name for path in self.path.glob("machine*.json"))]
+                for name in {*small, *self._hashes} - {self._own_path.name}:
+                    force_to_disk(self.path / name)
+                hashes = {name: own.hexdigest() for name, own in self._hashes.items()}
+                hashes |= {name: hash_file(self.path / name) for name in small}
+                self._put("done", json.dumps(make_seal(self.records(), hashes)) + "\n")
         return True
+
+    def check(self) -> bool:
+        """Return whether the run is finished: `done` exists and fits the folder.
+
+        Raises:
+            SettingError: The folder has another format.
+            DamagedRun: `done` does not fit, or a file cannot be read.
+        """
+        try:
+            seal = read_seal(self.path)  # before the records: once `done` exists, every record is on disk
+            sealed = self._sealed = {} if seal is None else seal.get("files", {})
+            settings = find_settings(self.path)
+            if settings is not None and settings.name not in sealed:
+                read_run_value(self.path)
+        except SettingError as error:
+            raise SettingError(f"results: {self.path} has {error}") from None
+        except ValueError as error:
+            raise self._damaged(str(error)) from None
+        problems = find_changed_files(self.path, sealed)
+        records = self.records()
+        for name, own in self._hashes.items():
+            if name in sealed and not problems:
+                whole = (self.path / name).stat().st_size == self._read[name]
+                problems += [] if whole and own.hexdigest() == sealed[name] else [f"{name} {CHANGED}"]
+        if seal is not None and not problems and not fits_records(seal, records):
+            problems.append(f"done does not fit the {len(records)} records in the folder")
+        if problems:
+            raise self._damaged("; ".join(problems))
+        return seal is not None
 
     @property
     def finished(self) -> bool:
-        """Whether `done` exists and counts exactly the records in the folder."""
-        seal = read_seal(self.path)
-        return seal is not None and seal == make_seal(self.records())
+        """Whether `done` exists and fits the folder. A damaged run is not finished (`check` says why)."""
+        try:
+            return self.check()
+        except (DamagedRun, SettingError):
+            return False
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether `open` would raise DamagedRun."""
+        try:
+            self.check()
+        except DamagedRun:
+            return True
+        return False
 
     @property
     def _open_locks(self) -> int:
@@ -370,11 +480,8 @@ class RunFolder:
 
     def _set_up(self, machine: Mapping[str, Any]) -> None:
         """Write run.yaml and the machine's file, if they are missing."""
-        run = self.path / "run.yaml"
-        if not run.exists():
+        if find_settings(self.path) is None:
             self._put("run.yaml", yaml.safe_dump({"format": FORMAT, "hash": self.hash, "value": self.value}))
-        elif (found := yaml.safe_load(run.read_text())["format"]) != FORMAT:
-            raise SettingError(f"results: {self.path} has {describe_old_format(found)}")
         text = json.dumps(machine, indent=1, sort_keys=True) + "\n"
         first = self.path / "machine.json"
         if not first.exists():
@@ -384,16 +491,18 @@ class RunFolder:
 
     def _cut_torn_tails(self) -> None:
         """Cut the files of ended writers back to their last complete line. Nobody holds the lock of such a file."""
-        for path in self.path.glob("records*.jsonl"):
+        for path in self._list_record_files():
+            if self._own is not None and path == self._own_path:
+                continue
             with open(path, "r+b") as file:
                 try:
                     with name_file_in_errors(path):
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except (BlockingIOError, PermissionError):
                     continue
-                text = file.read()
-                if not text.endswith(b"\n"):
-                    file.truncate(text.rfind(b"\n") + 1)
+                content = file.read()
+                if (end := find_end(content)) < len(content):
+                    file.truncate(end)
 
 
 def claim_samples(
@@ -445,6 +554,18 @@ def claim_all(folders: Collection[RunFolder], uid: str) -> bool:
     return len(own) == len(folders)
 
 
+def find_settings(path: Path) -> Path | None:
+    """Return the file with the settings of a stored run: run.yaml, or the run.json of a bundle. None without one.
+
+    Raises:
+        ValueError: Both are there.
+    """
+    found = [path / name for name in ("run.yaml", "run.json") if os.path.lexists(path / name)]
+    if len(found) == 2:
+        raise ValueError("there are both run.yaml and run.json")
+    return found[0] if found else None
+
+
 def read_run_value(path: Path) -> dict[str, Any]:
     """Return the settings of a stored run.
 
@@ -452,41 +573,115 @@ def read_run_value(path: Path) -> dict[str, Any]:
         path: Folder of the run.
 
     Raises:
-        ValueError: run.yaml, or run.json in its place, cannot be read, is incomplete, has another format, or does not
-            fit the folder's name.
+        SettingError: run.yaml has another format.
+        ValueError: run.yaml cannot be read, is incomplete, or does not fit the folder's name.
     """
-    there = [name for name in ("run.yaml", "run.json") if (path / name).exists()]
-    if len(there) != 1:
-        raise ValueError("has both run.yaml and run.json" if there else "run.yaml cannot be read (FileNotFoundError)")
-    [name] = there
+    file = find_settings(path) or path / "run.yaml"
+    content = read_file(file)
     try:
-        content = (path / name).read_bytes()
-        stored = parse_yaml(content) if name == "run.yaml" else parse_json(content)
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read ({type(error).__name__})") from None
+        stored = parse_json(content) if file.suffix == ".json" else parse_yaml(content)
     except ValueError as error:
-        raise ValueError(f"{name} cannot be read ({error})") from None
-    if not isinstance(stored, dict) or not {"format", "hash", "value"} <= stored.keys():
-        raise ValueError(f"{name} is incomplete")
-    if stored["format"] != FORMAT:
-        raise ValueError(describe_old_format(stored["format"]))
-    if not isinstance(stored["value"], dict) or not path.name == stored["hash"] == run_hash(stored["value"]):
-        raise ValueError(f"{name} does not fit the folder's name, which is the hash of its settings")
+        raise ValueError(f"{file.name} cannot be read ({error})") from None
+    if not isinstance(stored, dict) or "format" not in stored:
+        raise ValueError(f"{file.name} is incomplete")
+    if type(stored["format"]) is not int or stored["format"] != FORMAT:
+        raise SettingError(describe_old_format(stored["format"]))
+    if not stored.keys() == {"format", "hash", "value"} or not isinstance(stored["value"], dict):
+        raise ValueError(f"{file.name} is incomplete")
+    try:
+        hashed = run_hash(stored["value"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file.name} holds a setting that no run has ({error})") from None
+    if not path.name == stored["hash"] == hashed:
+        raise ValueError(f"{file.name} does not fit the folder's name, which is the hash of its settings")
     value: dict[str, Any] = stored["value"]
     return value
 
 
-def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line.
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file; one that could block its reader is not opened.
 
-    None for a torn line, a blank line, and a block that a crash of the machine left unwritten. The runner repeats such
-    a sample.
+    Raises:
+        ValueError: It cannot be read. The message is "<name> cannot be read (<reason>)".
     """
     try:
-        record = json.loads(line) if line.endswith(b"\n") else None
+        if os.path.lexists(path) and not path.is_file():
+            raise ValueError(f"{path.name} is no regular file")
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from None
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def list_record_files(path: Path) -> list[Path]:
+    """Return the files of records of a run, sorted by name.
+
+    Raises:
+        ValueError: A name is that of a folder, a pipe, or a link that leads nowhere.
+    """
+    found = sorted(path.glob("records*.jsonl"))
+    for file in found:
+        if not file.is_file():
+            raise ValueError(f"{file.name} is no regular file")
+    return found
+
+
+def find_end(content: bytes) -> int:
+    """Return where the last line ends that was written whole.
+
+    A kill leaves a line without its end, and a crash of the machine one with zeros.
+    """
+    end = content.rfind(b"\n") + 1
+    last = content.rfind(b"\n", 0, max(0, end - 1)) + 1
+    return last if b"\0" in content[last:end] else end
+
+
+def format_line(record: Mapping[str, Any]) -> bytes:
+    """Return the line of a record: JSON whose last key, `check`, is a hash of the bytes before it.
+
+    NaN and the infinities become null. All is ASCII, so that any text survives, lone surrogates too.
+    """
+    plain = to_json_value(record)
+    plain.pop("check", None)
+    return add_check(json.dumps(plain, allow_nan=False).encode()[:-1])
+
+
+def add_check(body: bytes) -> bytes:
+    """Return the line that begins with these bytes of a record."""
+    return body + CHECK + hashlib.sha256(body).hexdigest()[:CHECK_DIGITS].encode() + b'"}\n'
+
+
+def parse_line(line: bytes, sealed: bool = False) -> dict[str, Any]:
+    """Return the record of a line, without its checksum.
+
+    Args:
+        line: The line, which ends with a newline.
+        sealed: Whether the file that holds it is known to be unchanged, so that the checksum need not be computed.
+
+    Raises:
+        ValueError: It holds no record, or was changed since it was written. The message is a part of a line, such as
+            "has another checksum than its content".
+    """
+    try:
+        record = DECODER.decode(line.decode())
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
     except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("uid"), str) else None
+        raise ValueError("is no JSON") from None
+    if not isinstance(record, dict) or not isinstance(record.get("uid"), str):
+        raise ValueError("is no record with a uid")
+    if record.pop("check", None) is None:
+        version = read_version(record)
+        if isinstance(version, int) and version >= CHECKED:
+            raise ValueError("has no checksum")
+    elif not sealed and line != add_check(line[: -len(CHECK) - CHECK_DIGITS - 3]):
+        raise ValueError("has another checksum than its content")
+    return record
 
 
 def _lock_byte(uid: str) -> int:
@@ -505,15 +700,69 @@ def _is_locked(descriptor: int, byte: int) -> bool:
 
 
 def read_seal(path: Path) -> dict[str, Any] | None:
-    """Return the content of a run's `done`, or None if there is none that can be read."""
-    try:
-        seal = json.loads((path / "done").read_text())
-    except (FileNotFoundError, ValueError):
+    """Return the content of a run's `done`, or None if there is none.
+
+    Raises:
+        ValueError: It cannot be read, or is no seal.
+    """
+    if not os.path.lexists(path / "done"):
         return None
-    return seal if isinstance(seal, dict) else None
+    content = read_file(path / "done")
+    try:
+        seal = parse_json(content)
+    except ValueError as error:
+        raise ValueError(f"done {error}") from None
+    files = seal.get("files", {}) if isinstance(seal, dict) else None
+    if (
+        not isinstance(files, dict)
+        or {name: type(own) for name, own in seal.items() if name != "files"} != SEAL
+        or seal["format"] != FORMAT
+        or not all(map(SEALED_NAME.fullmatch, files))
+    ):
+        raise ValueError("done is no seal of a run")
+    return dict(seal)
 
 
-def make_seal(records: Iterable[str]) -> dict[str, Any]:
-    """Return the content of `done`: the number of records and a hash of their uids."""
+def make_seal(records: Iterable[str], files: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the content of `done`: the number of records, a hash of their uids, and the SHA-256 of files by name."""
     uids = sorted(records)
-    return {"format": FORMAT, "records": len(uids), "uids": hashlib.sha256(json.dumps(uids).encode()).hexdigest()}
+    seal = {"format": FORMAT, "records": len(uids), "uids": hashlib.sha256(json.dumps(uids).encode()).hexdigest()}
+    return seal if files is None else seal | {"files": dict(sorted(files.items()))}
+
+
+def sort_sealed(names: Iterable[str], sealed: Mapping[str, str]) -> list[str]:
+    """Return names of files in the order in which records count: those that `done` seals, then others, each by name."""
+    return sorted(names, key=lambda name: (name not in sealed, name))
+
+
+def fits_records(seal: Mapping[str, Any], uids: Iterable[str]) -> bool:
+    """Return whether a seal counts exactly the records with these uids."""
+    return {name: seal[name] for name in SEAL} == make_seal(uids)
+
+
+def find_changed_files(path: Path, sealed: Mapping[str, str]) -> list[str]:
+    """Return a line for each file of a run that is damaged, without those of records that are there.
+
+    Args:
+        path: The folder.
+        sealed: SHA-256 by name, from `done`; empty without it.
+    """
+    problems = []
+    for name in sorted(sealed or {file.name for file in path.glob("machine*.json")}):
+        if name.startswith("records") and os.path.lexists(path / name):
+            continue
+        try:
+            content = read_file(path / name)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if name in sealed:
+            if hashlib.sha256(content).hexdigest() != sealed[name]:
+                problems.append(f"{name} {CHANGED}")
+            continue
+        try:
+            if not isinstance(parse_json(content), dict):
+                raise ValueError("is no description of a machine")
+        except ValueError as error:
+            problems.append(f"{name} {error}")
+    return problems

@@ -2,27 +2,42 @@
 
 All commands read a store through this module, so that all of them handle damage in the same way:
 
-    left out       A run whose run.yaml cannot be read, or whose `done` counts other records than the folder holds.
-    passed over    A line that holds no record, and all but the first record of a sample. The rest of the run is used,
+    left out       A damaged run: a file does not fit `done`, a line does not fit its checksum or is no JSON, a record
+                   breaks the rules of kvbench.store.record, a setting those of `check_value`, or `done` counts other
+                   records than the folder holds.
+    passed over    All but the first record of a sample, where somebody merged folders by hand. The run is used,
                    finished or not.
 
 `find_runs` reads run.yaml only, `find_finished` also reads the records. `FoundRuns` collects what they left out or
-passed over, and `FoundRuns.print_damage` prints it on stderr, one line per run. A torn last line without `done` is not
-damage: a process is writing it now or was killed, and the next writer removes it.
+passed over, and `FoundRuns.print_damage` prints it on stderr, one line per run. A last line without its end, or with
+zeros, is no damage without a `done` that seals the files: a process is writing it now or was stopped, and the next
+writer removes it.
 """
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvbench.store.record import find_problems
-from kvbench.store.run_folder import RunFolder, make_seal, parse_record, read_run_value, run_hash
-from kvbench.validation import SettingError, escape
+from kvbench.store.record import find_problems, shorten
+from kvbench.store.run_folder import (
+    CHANGED,
+    RunFolder,
+    find_changed_files,
+    fits_records,
+    hash_file,
+    list_record_files,
+    parse_line,
+    read_run_value,
+    read_seal,
+    run_hash,
+    sort_sealed,
+)
+from kvbench.validation import SettingError, escape, is_number
 
 NAMED_GROUPS = ("model", "method", "allocator", "codec", "task")  # groups that a filter selects by their name
 CACHE_GROUPS = ("method", "allocator", "codec")
@@ -32,61 +47,84 @@ MAX_NAMED = 3  # lines or samples that a message lists
 
 
 class RunRecords:
-    """Iterate over the records of a run's folder, each sample once: the first file by name counts.
+    """Iterate over the records of a run's folder, each sample once.
+
+    Of several records of a sample, the first one in a file that `done` seals counts. The records of a damaged run must
+    not be used, and only after the last one it is known whether the run is damaged.
 
     Args:
         path: The folder.
-        fields: Whether `problems` also lists records that break the rules of kvbench.store.record. This check doubles
-            the time.
 
     Attributes:
-        problems: A line for each kind of damage, complete after the last record.
-        done: After the last record: whether `done` counts exactly these records. None if there is no `done`.
+        damage: A line for each kind of damage, complete after the last record.
+        doubles: A line for each file that holds records of samples that others hold too.
+        finished: After the last record: whether `done` fits the folder.
     """
 
-    def __init__(self, path: Path, fields: bool = False) -> None:
-        self.path, self.fields = path, fields
-        self.problems: list[str] = []
-        self.done: bool | None = None
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damage: list[str] = []
+        self.doubles: list[str] = []
+        self.finished = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        done = self._read_done()  # before the records: once `done` exists, every record is on disk
-        seen: set[str] = set()
-        for file in sorted(self.path.glob("records*.jsonl")):
-            found: dict[str, list[object]] = {"line": [], "sample": [], "record": []}
-            with open(file, "rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    record = parse_record(line)
-                    if record is None:
-                        if not line.endswith(b"\n"):
-                            self.problems += [f"{file.name}: line {number} is torn"] if done is not None else []
-                        elif line.strip():
-                            found["line"].append(number)
-                    elif record["uid"] in seen:
-                        found["sample"].append(record["uid"])
-                    else:
-                        seen.add(record["uid"])
-                        if self.fields:
-                            found["record"] += [f"{record['uid']}: {problem}" for problem in find_problems(record)]
-                        yield record
-            self.problems += [
-                f"{file.name}: {what} {name_some(own)}{PROBLEM_ENDINGS[what]}" for what, own in found.items() if own
-            ]
-        self.done = None if done is None else done == make_seal(seen)
-        if self.done is False:
-            self.problems.append(f"done does not fit the {len(seen)} records in the folder")
-
-    def _read_done(self) -> object:
-        """Return the content of `done`, None if the file does not exist."""
         try:
-            return json.loads((self.path / "done").read_text())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            return type(error).__name__
+            seal = read_seal(self.path)  # before the records: once `done` exists, every record is on disk
+            files = {file.name: file for file in list_record_files(self.path)}
+        except ValueError as error:
+            self.damage.append(str(error))
+            return
+        sealed = {} if seal is None else seal.get("files", {})
+        self.damage += find_changed_files(self.path, sealed)
+        seen: set[str] = set()
+        for name in sort_sealed(files, sealed):
+            yield from self._read(files[name], sealed.get(name), seal is not None, seen)
+        if seal is not None and not fits_records(seal, seen):
+            self.damage.append(f"done does not fit the {len(seen)} records in the folder")
+        self.finished = seal is not None and not self.damage
 
+    def _read(self, file: Path, hashed: str | None, done: bool, seen: set[str]) -> Iterator[dict[str, Any]]:
+        """Yield the records of a file whose samples are not in `seen`.
 
-PROBLEM_ENDINGS = {"line": " cannot be read", "sample": " in another line too", "record": ""}
+        Args:
+            file: The file.
+            hashed: Its SHA-256 according to `done`, or None.
+            done: Whether there is a `done`.
+            seen: Samples; those of the file are added.
+        """
+        sealed = hashed is not None and hash_file(file) == hashed
+        if hashed is not None and not sealed:
+            self.damage.append(f"{file.name} {CHANGED}")
+        wrong: dict[str, list[int]] = {}
+        doubles, problems, zeros = [], [], 0
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if zeros:
+                    wrong.setdefault("is no JSON", []).append(zeros)
+                    zeros = 0
+                if not line.endswith(b"\n"):
+                    if done:
+                        wrong.setdefault("is torn", []).append(number)
+                    continue
+                try:
+                    record = parse_line(line, sealed)
+                except ValueError as error:
+                    if b"\0" in line and hashed is None:  # a crash of the machine may leave this at the end
+                        zeros = number
+                    elif line.strip():
+                        wrong.setdefault(str(error), []).append(number)
+                    continue
+                if record["uid"] in seen:
+                    doubles.append(record["uid"])
+                    continue
+                seen.add(record["uid"])
+                problems += [f"line {number}, {record['uid']}: {problem}" for problem in find_problems(record)]
+                yield record
+        self.damage += [f"{file.name}: line {name_some(own)} {reason}" for reason, own in wrong.items()]
+        if problems:
+            self.damage.append(f"{file.name}: {name_some(problems)}")
+        if doubles:
+            self.doubles.append(f"{file.name}: sample {name_some(doubles)} in another line too")
 
 
 def name_some(found: Sequence[object]) -> str:
@@ -114,19 +152,14 @@ class StoredRun:
         return self._read[0]
 
     @property
-    def problems(self) -> list[str]:
-        """A line for each kind of damage in the records."""
-        return self._read[1].problems
+    def damage(self) -> list[str]:
+        """A line for each kind of damage. The run is left out if there is any."""
+        return self._read[1].damage
 
     @property
     def finished(self) -> bool:
-        """Whether `done` exists and counts exactly the records."""
-        return self._read[1].done is True
-
-    @property
-    def falsely_done(self) -> bool:
-        """Whether `done` exists and counts other records, so that some were lost."""
-        return self._read[1].done is False
+        """Whether `done` exists and fits the folder."""
+        return self._read[1].finished
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -198,15 +231,20 @@ class FoundRuns:
     passed_over: dict[str, str] = field(default_factory=dict)
 
     def note_damage(self, run: StoredRun) -> None:
-        """Read the records of a run and note their damage."""
-        if run.problems:
-            own = self.damaged if run.falsely_done else self.passed_over
-            own[run.hash] = "; ".join(run.problems)
+        """Read the records of a run and note what is left out or passed over."""
+        self.note(run.hash, run._read[1])
+
+    def note(self, name: str, records: RunRecords) -> None:
+        """Note what is left out or passed over of the run with this hash, whose records have been read."""
+        if records.damage:
+            self.damaged[name] = "; ".join(records.damage)
+        elif records.doubles:
+            self.passed_over[name] = "; ".join(records.doubles)
 
     def print_damage(self) -> None:
         """Print the damage on stderr, one line per run."""
         lines = {name: f"is left out: {why}" for name, why in self.damaged.items()}
-        lines |= {name: f"is used without its damaged records: {why}" for name, why in self.passed_over.items()}
+        lines |= {name: f"is used without its second records: {why}" for name, why in self.passed_over.items()}
         for name, line in sorted(lines.items()):
             print(escape(f"kvbench: run {name} {line}"), file=sys.stderr)
 
@@ -223,7 +261,7 @@ def list_folders(results: Path) -> list[Path]:
 
 
 def find_runs(results: Path) -> FoundRuns:
-    """Return all runs whose run.yaml can be read, sorted by hash. Their records are read when they are needed."""
+    """Return all runs whose settings can be read, sorted by hash. Their records are read when they are needed."""
     found = FoundRuns()
     for path in list_folders(results):
         try:
@@ -242,23 +280,53 @@ def find_finished(results: Path) -> FoundRuns:
     found = FoundRuns(damaged=every.damaged)
     for run in every.runs:
         found.note_damage(run)
-        if run.finished:
-            found.runs.append(run)
-        elif not run.falsely_done:
-            found.unfinished.append(run)
+        if not run.damage:
+            (found.runs if run.finished else found.unfinished).append(run)
     return found
 
 
 def check_value(value: Mapping[str, Any]) -> None:
-    """Raise a ValueError if run.yaml lacks a setting that every run has."""
-    try:
-        for group in NAMED_GROUPS:
-            str(value[group]["name"])
-        own = value["method"].get("budget_setting")
-        float(value["budget"]) if own is None else value["method"][own]
-        str(value["question"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"run.yaml lacks a setting ({error})") from None
+    """Raise a ValueError if the settings of a run lack one that every run has, or one has a value that no run has."""
+    for name in NAMED_GROUPS:
+        own = value.get(name)
+        if not isinstance(own, Mapping) or not isinstance(own.get("name"), str):
+            raise ValueError(f"run.yaml lacks a setting ({name}.name)")
+    key = value["method"].get("budget_setting")
+    decides = value.get("budget") if key is None else value["method"].get(key) if isinstance(key, str) else None
+    if decides is None:
+        raise ValueError(f"run.yaml lacks a setting ({'budget' if key is None else f'method.{key}'})")
+    for name, (fits, expected) in SETTINGS.items():
+        part, _, key = name.rpartition(".")
+        group = value.get(part) if part else value
+        if isinstance(group, Mapping) and key in group and not fits(group[key]):
+            raise ValueError(f"run.yaml: {name} is {shorten(group[key])}, expected {expected}")
+    if "question" not in value:
+        raise ValueError("run.yaml lacks a setting (question)")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {  # setting -> whether a value fits, and what does
+    "budget": (lambda own: own is None or (is_number(own) and own > 0), "a number above 0 or null"),
+    "block_size": (lambda own: own is None or (type(own) is int and own > 0), "a whole number above 0 or null"),
+    "question": (("visible", "hidden").__contains__, "visible or hidden"),
+    "seed": (_is_count, "a whole number from 0 on"),
+    "averages": (lambda own: isinstance(own, list), "a list"),
+    "sampling.temperature": (lambda own: is_number(own) and own >= 0, "a number from 0 on"),
+    "sampling.top_p": (lambda own: is_number(own) and 0 < own <= 1, "a share in (0, 1]"),
+    "fidelity": (lambda own: isinstance(own, bool), "true or false"),
+    "budget_of": (_is_text, "a text"),
+    "data": (_is_text, "a text"),
+    "sources": (_is_text, "a text"),
+    "model.identity": (_is_text, "a text"),
+    "device.type": (_is_text, "a text"),
+}
 
 
 def drop_twins(runs: Iterable[StoredRun]) -> list[StoredRun]:

@@ -275,7 +275,7 @@ def plan_cell(
     label: str = "(one cell)",
     results: Path | None = None,
     shared: SharedParts | None = None,
-    counts: Callable[[Path], tuple[int, int]] = status.count_records,
+    counts: Callable[[Path], tuple[int, int, str]] = status.count_records,
     executes: bool = False,
 ) -> PlannedCell:
     """Compose and check a cell. If it is refused, the returned cell holds the reason.
@@ -326,7 +326,7 @@ def import_for_workers(composition: Composition, device: str | None = None) -> N
         start_fork_server()
 
 
-def is_done(run: RunSpec, results: Path, counts: Callable[[Path], tuple[int, int]]) -> bool:
+def is_done(run: RunSpec, results: Path, counts: Callable[[Path], tuple[int, int, str]]) -> bool:
     """Return whether the store has all records of a run and of its full cache.
 
     Args:

@@ -26,7 +26,7 @@ def describe_results(results: Path, cells: Sequence[SweepCell], width: int, styl
         if value is not None and (results / "runs" / name / "run.yaml").is_file():
             run = StoredRun(name, value, RunFolder(results / "runs", value))
             found.note_damage(run)
-            if not run.falsely_done and run.records:
+            if not run.damage and run.records:
                 found.runs.append(run)
     found.print_damage()
     asked = {cell.names[0] for cell in cells if cell.names}

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvbench.atomic import replace_file
 from kvbench.store.audit import comparison_key
-from kvbench.store.run_folder import read_seal, run_hash
+from kvbench.store.run_folder import read_file, run_hash
 from kvbench.store.runs import RunRecords, find_runs, name_budget
 from kvbench.validation import SettingError
 
@@ -74,39 +74,42 @@ class RunState:
         return self.name + count + (f": {self.reason}" if self.reason else "")
 
 
-def count_records(path: Path) -> tuple[int, int]:
-    """Return the number of whole records of a run, and of those whose sample failed."""
-    errors = [record.get("error") is not None for record in RunRecords(path)]
-    return len(errors), sum(errors)
+def count_records(path: Path) -> tuple[int, int, str]:
+    """Return the number of whole records of a run, of those whose sample failed, and what is damaged, or ""."""
+    found = RunRecords(path)
+    errors = [record.get("error") is not None for record in found]
+    return len(errors), sum(errors), "; ".join(found.damage)
 
 
 @dataclass(frozen=True)
 class RecordCounter:
     """`count_records` for callers that ask again and again. It reads only files that have changed."""
 
-    known: dict[Path, tuple[list, tuple[int, int]]] = field(default_factory=dict)
+    known: dict[Path, tuple[list, tuple[int, int, str]]] = field(default_factory=dict)
 
-    def __call__(self, path: Path) -> tuple[int, int]:
+    def __call__(self, path: Path) -> tuple[int, int, str]:
         files = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in path.glob("records*.jsonl")]
         if path not in self.known or self.known[path][0] != files:
             self.known[path] = files, count_records(path)
         return self.known[path][1]
 
 
-def read_state(results: Path, name: str, counts: Callable[[Path], tuple[int, int]] = count_records) -> RunState:
-    """Return the state of the run with this hash. A run is done if `done` counts as many records as there are."""
+def read_state(results: Path, name: str, counts: Callable[[Path], tuple[int, int, str]] = count_records) -> RunState:
+    """Return the state of the run with this hash. A run is done if `done` fits it, and failed if it is damaged."""
     path = results / "runs" / name
     if not (path / "run.yaml").is_file():
         return RunState("missing")
-    (count, errors), total = counts(path), read_total(path)
+    (count, errors, damage), total = counts(path), read_total(path)
+    if damage:
+        return RunState("failed", count, total, f"damaged: {damage}")
     reason = f"{errors} samples failed" if errors else ""
-    if (seal := read_seal(path)) is not None and seal.get("records") == count:
+    if (path / "done").exists():
         return RunState("done", count, total, reason)
     return RunState("running" if is_busy(path / "claims.lock") else "stopped", count, total, reason)
 
 
 def read_cell_state(
-    results: Path, names: Sequence[str], counts: Callable[[Path], tuple[int, int]] = count_records
+    results: Path, names: Sequence[str], counts: Callable[[Path], tuple[int, int, str]] = count_records
 ) -> RunState:
     """Return the state of a cell: that of its run, or that of its full cache if the cell waits for it.
 
@@ -125,8 +128,8 @@ def read_cell_state(
 def read_total(path: Path) -> int | None:
     """Return the number of samples of a run, which its first writer stored, or None."""
     try:
-        return int((path / "samples").read_text())
-    except (OSError, ValueError):
+        return int(read_file(path / "samples"))
+    except ValueError:
         return None
 
 
@@ -180,7 +183,7 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_states(
-    results: Path, folder: Path, counts: Callable[[Path], tuple[int, int]] = count_records
+    results: Path, folder: Path, counts: Callable[[Path], tuple[int, int, str]] = count_records
 ) -> Iterator[tuple[str, RunState]]:
     """Yield the label and the state of every cell of a sweep."""
     for index, cell in enumerate(read_cells(folder)):

@@ -70,7 +70,7 @@ def records(budget: float) -> dict[str, dict]:
                 "prompt_hash": f"p{uid}", "target_hash": "t", "target": ["1"], "error": None, "also": {}, "output": "x",
                 "stop": "eos", "tokens_out": 5, "ttft_ms": 90.0, "decode_ms": 8.0, "peak_bytes": 2000,
                 "score": full * (budget == 1 or (index + place) % 3 < 10 * budget),
-                "resident_bytes": 1000 * budget + place, "full_bytes": 1000, "rows_attended": 200 * budget,
+                "resident_bytes": int(1000 * budget) + place, "full_bytes": 1000, "rows_attended": 200 * budget,
                 "rows_seen_decoding": 200,
             }  # fmt: skip
     return found

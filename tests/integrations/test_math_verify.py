@@ -33,7 +33,13 @@ def run(tmp_path):
         with folder.open({}) as folder:
             for uid, output, reference, score in answers:
                 own = {"uid": uid, "output": output, "target": [reference], "score": score, "error": None}
-                own |= {"group": uid.partition("/")[0], "meta": {"verify": "math_verify", "data": "hub"}, "also": ALSO}
+                own |= {
+                    "prompt_hash": "p",
+                    "target_hash": "t",
+                    "group": uid.partition("/")[0],
+                    "meta": {"verify": "math_verify", "data": "hub"},
+                    "also": ALSO,
+                }
                 assert folder.claim(uid)
                 folder.append(own | {"stop": "length" if not score else "eos", "tokens_out": 10})
             folder.finish([uid for uid, *_ in answers])

@@ -21,6 +21,7 @@ from kvbench.cli.dashboard import main
 from kvbench.cli.report import main as report
 from kvbench.report.dashboard import Server
 from kvbench.report.page import content_security_policy
+from kvbench.store.run_folder import format_line
 from kvbench.sweeps import status
 from tests.support.browser import CHROMIUM, SIZES, draw_charts
 from tests.support.command_line import run_cli
@@ -166,7 +167,7 @@ def test_every_cell_with_its_state(served, running):
     assert told["failed"]["reason"] == "RuntimeError: the disk is <b>full</b>"
     assert told["refused"]["reason"] == "block_size=8: \\x1b[31mnot with kvzip"
     file = next(running.glob("records*.jsonl"))
-    file.write_bytes(file.read_bytes() + b'{"uid": "eleventh", "error": "out_of_memory"}\n{"uid": "torn')
+    file.write_bytes(file.read_bytes() + format_line({"uid": "eleventh", "error": "out_of_memory"}) + b'{"uid": "torn')
     until(served, lambda said: said["sweeps"][0]["cells"][1]["records"] == 11)
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from kvbench.store.audit import audit_runs
 from kvbench.store.run_folder import RunFolder
-from kvbench.store.run_folder import parse_record as whole
 from tests.support.made_up_runs import VALUE
+from tests.support.recorded_runs import read_whole_lines
 from tests.support.repository import ROOT
 from tests.support.selection import only_in_full
 
@@ -36,7 +36,8 @@ for cell in cells:
         for uid, _ in claim_samples([folder], uids, pause=0.01):
             os.write(log, f"{{cell}}/{{uid}}\\n".encode())
             time.sleep(0.03)
-            folder.append({{"uid": uid, "prompt_hash": uid, "target_hash": uid, "output": uid * 500}})
+            record = {{"uid": uid, "prompt_hash": uid, "target_hash": uid, "error": None, "score": 1}}
+            folder.append(record | {{"output": uid * 500}})
         folder.finish(uids)
 """
 
@@ -80,12 +81,11 @@ def test_sweeps_with_random_kills(count, most, tmp_path):
         sweep.stdin.close()
     assert kills >= 4  # else nothing was shown
     found = Counter(
-        (file.parent.name, whole(line)["uid"])
+        (file.parent.name, record["uid"])
         for file in (tmp_path / "runs").glob("*/records*.jsonl")
-        for line in file.read_bytes().splitlines(True)
-        if whole(line)
+        for record in read_whole_lines(file)
     )
     assert len(found) == RUNS * SAMPLES and set(found.values()) == {1}
     assert len((tmp_path / "log").read_text().split()) - RUNS * SAMPLES <= kills  # at most the sample in flight
-    damaged = [one for _, _, wrong in audit_runs(tmp_path) for one in wrong if "torn" not in one]
+    damaged = [one for _, _, wrong in audit_runs(tmp_path) for one in wrong]
     assert not damaged and all(RunFolder(tmp_path / "runs", VALUE | {"cell": cell}).finished for cell in range(RUNS))

@@ -3,6 +3,7 @@
 import ast
 import json
 from dataclasses import fields
+from math import inf
 
 import pytest
 
@@ -16,7 +17,8 @@ from tests.support.repository import ROOT
 
 OLD = ROOT / "tests" / "stores" / "0.1"
 FAILED = {
-    "uid": "a/0", "index": 0, "subtask": "a", "group": "a/0", "prompt_hash": "p", "target_hash": "t", "target": ["x"],
+    "uid": "a/0", "index": 0, "subtask": "a", "group": "a/0", "prompt_hash": "0" * 16, "target_hash": "1" * 16,
+    "target": ["x"],
     "asked": "?", "tokens_in": 9, "tokens_context": 7, "budget": 0.5, "meta": {"depth": 3}, "conversation": None,
     "turn": 0, "output": "", "stop": "error", "error": "out_of_memory", "score": None, "answer": None, "also": {},
     "seconds": 1.5,
@@ -28,7 +30,8 @@ def answered(**changed: object) -> dict:
     """All that a record without an error needs."""
     held_by = {own.name: own.metadata["held_by"] for own in fields(Record)}
     found = {own.name: EXAMPLES[own.type] for own in fields(Record) if own.type in EXAMPLES and own.name != "version"}
-    found = {name: value for name, value in found.items() if held_by[name] in (record.ALWAYS, ANSWERED)}
+    found = {name: value for name, value in found.items() if held_by[name] in (record.ALWAYS, record.TEXT, ANSWERED)}
+    found |= {name: FAILED[name] for name in ("prompt_hash", "target_hash")} | {"survived": "64"}
     return FAILED | found | {"given_up": {"sinks": 0}, "evidence": [1, 2], "error": None} | changed
 
 
@@ -60,8 +63,17 @@ def test_a_record_is_what_it_was_made_of_and_its_version():
         ({"evidence": [1, "2"]}, "evidence is [1, '2'], expected list of int"),
         ({"given_up": {"sinks": None}}, "given_up is {'sinks': None}, expected dict of int"),
         ({"meta": None}, "meta is None, expected dict of any value"),
+        ({"score": 300.0}, "score is 300.0, expected float or null, from 0 to 100"),
+        ({"resident_bytes": -5}, "resident_bytes is -5, expected int, from 0"),
+        ({"seconds": 10**400}, "expected float, from 0"),
+        ({"budget": 0}, "budget is 0, expected int or float or null, above 0"),
+        ({"evidence": [1, 64]}, "evidence is [1, 64], expected list of int, from 0 to 63"),
+        ({"also": {"rouge": "9"}}, "also is {'rouge': '9'}, expected dict of float or bool or null"),
+        ({"prompt_hash": "p"}, "prompt_hash is 'p', expected a text like [0-9a-f]{16}"),
+        ({"survived": "6"}, "survived is '6', expected a text like"),
         ({"output": None, "stop": 3}, "output is None, expected str; stop is 3, expected str"),
         ({"rows_held": record.ABSENT}, "rows_held is missing"),
+        ({"asked": record.ABSENT}, "asked is missing"),
         ({"uid": record.ABSENT, "error": "out_of_memory"}, "uid is missing"),
     ],
 )
@@ -73,12 +85,20 @@ def test_a_slip_in_a_record_is_an_error(changed, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("changed", [{"score": inf}, {"also": {"rouge": inf}}, {"meta": {"depth": [0, {"a": inf}]}}])
+def test_infinity_becomes_null_when_it_is_written_and_is_damage_when_it_is_read(changed):
+    made = Record(**answered(**changed)).to_json()
+    assert find_problems(json.loads(json.dumps(made).replace("Infinity", "null"))) == []
+    [said] = find_problems(json.loads(json.dumps(made).replace("Infinity", "1e999")))
+    assert "expected " in said and said.endswith((", from 0 to 100", ", finite"))
+
+
 def test_each_field_says_what_it_is():
     for own in fields(Record):
         about = own.metadata
         assert about["meaning"].endswith(".") and "|" not in about["meaning"] and own.type is FIELD_TYPES[own.name]
         assert not is_of_type(object(), own.type) and SINCE[own.name] in record.VERSIONS
-    assert VERSION == max(record.VERSIONS) == max(SINCE.values())
+    assert VERSION == max(record.VERSIONS) >= max(SINCE.values())
 
 
 def test_the_committed_table_of_fields_is_the_one_that_is_written(capsys):

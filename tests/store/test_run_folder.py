@@ -18,7 +18,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvbench.store import run_folder
-from kvbench.store.run_folder import RunFolder, run_hash
+from kvbench.store.run_folder import DamagedRun, RunFolder, parse_line, run_hash
 from tests.support.repository import ROOT
 from tests.support.selection import only_in_full
 
@@ -78,7 +78,7 @@ def lines(folder: RunFolder) -> list[dict]:
     """Every line of every file, strictly: a torn one raises."""
     text = b"".join(path.read_bytes() for path in folder.path.glob("records*.jsonl"))
     assert text.endswith(b"\n")
-    return [json.loads(line) for line in text[:-1].split(b"\n")]
+    return [parse_line(line) for line in text.splitlines(True)]
 
 
 def begun(root: Path) -> Counter:
@@ -261,8 +261,12 @@ def test_lines_that_are_no_records_and_doubles(tmp_path):
     with folder.open({}):
         pass
     (folder.path / "records-b.jsonl").write_text('{"uid": "a", "score": 2}\n{"uid": "b", "score": 3}\n')
-    (folder.path / "records-a.jsonl").write_text('\n\0\0\0\n[1]\n{"uid": 7}\n{"uid": "a", "score": 1}\n{"uid": "a"}\n')
+    (folder.path / "records-a.jsonl").write_text('\n{"uid": "a", "score": 1}\n{"uid": "a"}\n\0\0\0\n')
     assert folder.records() == {"a": {"uid": "a", "score": 1}, "b": {"uid": "b", "score": 3}}
+    for line in ("[1]", '{"uid": 7}', "\0", '{"uid": "c", "version": 4}', '{"uid": "c", "check": "0123456789abcdef"}'):
+        (folder.path / "records-c.jsonl").write_text(f'{line}\n{{"uid": "d"}}\n')
+        with pytest.raises(DamagedRun, match=r"is damaged: records-c\.jsonl: line 1 \w+ .*; move the folder away"):
+            RunFolder(tmp_path, VALUE).records()
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
@@ -298,13 +302,44 @@ def test_done_is_last_and_speaks_of_the_records(tmp_path):
         assert not folder.finished  # all there, but not closed
         assert folder.finish(["a", "b"]) and folder.finished
     done = json.loads((folder.path / "done").read_text())
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.path.iterdir()}
+    assert done.pop("files") == {name: own for name, own in files.items() if name not in ("done", "claims.lock")}
     assert done == {"format": 1, "records": 2, "uids": hashlib.sha256(b'["a", "b"]').hexdigest()}
+    before = {path: path.read_bytes() for path in folder.path.iterdir()}
+    with RunFolder(tmp_path, VALUE).open({"gpu": "another"}, 3) as again:  # a finished run stays as it is
+        assert again.finished and again.finish(["a", "b"])
+    (folder.path / "machine-later.json").write_text("")
+    (folder.path / "verdicts.jsonl").write_text("")
     assert RunFolder(tmp_path, VALUE).finished
-    (path,) = folder.path.glob("records-*.jsonl")
-    path.write_bytes(path.read_bytes()[:-1])
-    assert not RunFolder(tmp_path, VALUE).finished  # the record of b is gone
-    (folder.path / "done").write_text("")
-    assert not folder.finished
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "machine.json", "samples", "records-*.jsonl", "done"])
+def test_a_damaged_run_is_never_resumed_and_sealed_anew(tmp_path, name):
+    folder = RunFolder(tmp_path, VALUE)
+    with folder.open({}, 2):
+        write(folder, "a", "b")
+        assert folder.finish(["a", "b"])
+    [path] = folder.path.glob(name)
+    whole = path.read_bytes()
+    for harmed in (whole[:-1], whole + b" ", whole.replace(whole[-3:], b"\0" * 3), b"", None):
+        path.unlink() if harmed is None else path.write_bytes(harmed)
+        if RunFolder(tmp_path, VALUE).finished:
+            assert name == "done" and harmed in (whole[:-1], whole + b" ")  # whitespace
+            continue
+        again = RunFolder(tmp_path, VALUE)
+        if name == "done" and harmed is None:
+            with again.open({}):
+                assert again.finish(["a", "b"])  # nothing else is damaged
+        else:
+            with (
+                pytest.raises(DamagedRun, match="is damaged: .*; move the folder away to run it again"),
+                again.open({}),
+            ):
+                pass
+            assert not path.exists() if harmed is None else path.read_bytes() == harmed
+        path.write_bytes(whole)
+    assert RunFolder(tmp_path, VALUE).finished
 
 
 def test_nothing_is_written_before_open(tmp_path):
@@ -320,7 +355,7 @@ def test_nothing_is_written_before_open(tmp_path):
 
 
 def test_run_and_machine_are_described(tmp_path):
-    value = {"model": {"name": "réf\ud800", "layers": (1, 2)}, "budget": 5e-2, "block_size": None}
+    value = {"model": {"name": "réf", "layers": (1, 2)}, "budget": 5e-2, "block_size": None}
     for machine in ({"gpu": "H200"}, {"gpu": "H200"}, {"gpu": "A100", "load": float("inf")}):
         folder = RunFolder(tmp_path, value)
         with folder.open(machine):

@@ -1,14 +1,18 @@
 """One reader of the store: damage means the same to every command, and each run's is one line."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 import kvbench
 from kvbench.atomic import replace_file
 from kvbench.papers.cell_values import RunIndex
 from kvbench.store import audit
-from kvbench.store.runs import FoundRuns, RunRecords, find_finished, find_runs, flatten, load_runs, parse_selection
+from kvbench.store.run_folder import DamagedRun, RunFolder, format_line
+from kvbench.store.runs import NAMED_GROUPS, FoundRuns, find_finished, find_runs, flatten, load_runs, parse_selection
 from kvbench.sweeps.status import SampleTimes
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
@@ -19,6 +23,7 @@ def records(count: int = 3) -> dict[str, dict]:
     for index in range(count):
         uid = f"a/{index}"
         found[uid] = {"uid": uid, "score": 1.0, "meta": {"depth": index}, "prompt_hash": "p", "target_hash": "t"}
+        found[uid]["error"] = None
     return found
 
 
@@ -26,18 +31,17 @@ def records(count: int = 3) -> dict[str, dict]:
 def store(tmp_path) -> dict[str, Path]:
     """One run of each kind: what it is -> its folder."""
     found = {
-        name: write_run(tmp_path, records(), finish, budget=0.1 * (1 + place)).folder.path
-        for place, (name, finish) in enumerate(
-            {"good": True, "begun": False, "killed": False, "lost": True, "zeros": True, "yaml": True}.items()
-        )
+        name: write_run(tmp_path, records(), name not in ("begun", "killed"), budget=0.1 * (1 + place)).folder.path
+        for place, name in enumerate(("good", "begun", "killed", "lost", "zeros", "yaml", "twice"))
     }
     found["empty"] = tmp_path / "runs" / "empty"
     found["empty"].mkdir()
     files = {name: next(path.glob("records*.jsonl"), None) for name, path in found.items()}
     files["killed"].write_bytes(files["killed"].read_bytes()[:-9])
     files["lost"].write_bytes(files["lost"].read_bytes()[:-9])
-    files["zeros"].write_bytes(b"\0\0\n" + files["zeros"].read_bytes() * 2)
+    files["zeros"].write_bytes(b"\0\0\n" + files["zeros"].read_bytes())
     (found["yaml"] / "run.yaml").write_text("format: [")
+    files["twice"].with_name("records-a.jsonl").write_bytes(files["twice"].read_bytes())
     return found
 
 
@@ -47,13 +51,14 @@ def names(found: dict[str, Path], *kinds: str) -> set[str]:
 
 def test_every_run_is_put_where_it_belongs(store, tmp_path):
     found = find_finished(tmp_path)
-    assert {run.hash for run in found.runs} == names(store, "good", "zeros")
+    assert {run.hash for run in found.runs} == names(store, "good", "twice")
     assert {run.hash for run in found.unfinished} == names(store, "begun", "killed")
-    assert found.damaged.keys() == names(store, "lost", "yaml", "empty")
-    assert found.passed_over.keys() == names(store, "zeros")
-    lost, zeros = found.damaged[store["lost"].name], found.passed_over[store["zeros"].name]
+    assert found.damaged.keys() == names(store, "lost", "zeros", "yaml", "empty")
+    assert found.passed_over.keys() == names(store, "twice")
+    lost, zeros = found.damaged[store["lost"].name], found.damaged[store["zeros"].name]
     assert "line 3 is torn" in lost and lost.endswith("done does not fit the 2 records in the folder")
-    assert "line 1 cannot be read; " in zeros and zeros.endswith("sample a/0, a/1, a/2 in another line too")
+    assert "has another checksum than done says; " in zeros and zeros.endswith("line 1 is no JSON")
+    assert found.passed_over[store["twice"].name].endswith("sample a/0, a/1, a/2 in another line too")
     assert found.damaged["empty"] == "run.yaml cannot be read (FileNotFoundError)"
     assert all(len(run.records) == 3 for run in found.runs)
     assert {len(run.records) for run in found.unfinished} == {2, 3}
@@ -64,16 +69,16 @@ def test_every_command_says_the_same_of_a_run(store, tmp_path, capsys):
     found = find_finished(tmp_path)
     found.print_damage()
     told = set(capsys.readouterr().err.splitlines())
-    assert len(told) == 4 and all(line.startswith("kvbench: run ") for line in told)
+    assert len(told) == 5 and all(line.startswith("kvbench: run ") for line in told)
     load_runs(tmp_path)
     assert set(capsys.readouterr().err.splitlines()) == told
     loaded = kvbench.load(tmp_path)
     assert loaded.damaged.keys() == names(store, "yaml", "empty")  # nothing else is known before records are read
     said = capsys.readouterr().err.splitlines()
-    assert len(loaded.records()) == 3 + 3 + 2 + 2 + 3
+    assert len(loaded.records()) == 3 + 3 + 2 + 3
     said += capsys.readouterr().err.splitlines()
     reasons = {line.split(": ", 2)[2] for line in told}
-    assert len(said) == 4 and {line.split(": ", 2)[2] for line in said} == reasons
+    assert len(said) == 5 and {line.split(": ", 2)[2] for line in said} == reasons
     wrong = {name: "; ".join(own) for name, _, own in audit.audit_runs(tmp_path) if own}
     assert wrong == found.damaged | found.passed_over
 
@@ -85,22 +90,103 @@ def test_who_reads_some_runs_only_tells_of_those(store, tmp_path, capsys):
     assert runs.finished([good, lost]) == [good] and runs.store.damaged.keys() == {lost.hash}
 
 
-@pytest.mark.parametrize("lacks", ["model", "task", "method", "allocator", "codec", "budget"])
-def test_a_run_that_lacks_a_setting_is_left_out(tmp_path, lacks):
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        *(({name: None}, f"lacks a setting ({name}") for name in (*NAMED_GROUPS, "budget")),
+        ({"method": {"name": 5}}, "lacks a setting (method.name)"),
+        ({"budget": -1}, "budget is -1, expected a number above 0 or null"),
+        ({"budget": "0.1"}, "budget is '0.1', expected a number above 0 or null"),
+        ({"question": "asked"}, "question is 'asked', expected visible or hidden"),
+        ({"block_size": True}, "block_size is True, expected a whole number above 0 or null"),
+        ({"sampling": {"top_p": 2}}, "sampling.top_p is 2, expected a share in (0, 1]"),
+        ({"device": {"type": 7}}, "device.type is 7, expected a text"),
+    ],
+)  # fmt: skip
+def test_a_run_with_settings_that_no_run_has_is_left_out(tmp_path, changed, said):
     run = write_run(tmp_path, records())
-    other = write_run(tmp_path, records(), **{lacks: None})
+    other = write_run(tmp_path, records(), **changed)
     found = find_runs(tmp_path)
     assert [own.hash for own in found.runs] == [run.hash]
-    assert found.damaged[other.hash].startswith("run.yaml lacks a setting (")
+    assert said in found.damaged[other.hash]
 
 
-def test_the_audit_holds_records_to_their_version(tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"version": 2, "rows_held": "many"}, "line 2, a/1: rows_held is 'many', expected float"),
+        ({"score": 300}, "line 2, a/1: score is 300, expected float or null, from 0 to 100"),
+        ({"resident_bytes": -5}, "line 2, a/1: resident_bytes is -5, expected int, from 0"),
+        ({"prompt_hash": None}, "line 2, a/1: prompt_hash is None, expected str"),
+    ],
+)
+def test_a_run_with_a_record_that_breaks_a_rule_is_left_out(tmp_path, changed, said, capsys):
     own = records(2)
-    own["a/1"] |= {"version": 2, "rows_held": "many"}
+    own["a/1"] |= changed
     run = write_run(tmp_path, own)
-    [(name, state, wrong)] = audit.audit_runs(tmp_path)
-    assert (name, state) == (run.hash, "damaged") and "a/1: rows_held is 'many', expected float, a/1: index" in wrong[0]
-    assert RunRecords(run.folder.path).problems == [] and list(RunRecords(run.folder.path)) == list(own.values())
+    good = write_run(tmp_path, records(2), budget=0.5)
+    assert said in find_finished(tmp_path).damaged[run.hash]
+    assert [own.hash for own in load_runs(tmp_path)] == [good.hash]
+    assert len(kvbench.load(tmp_path).records()) == 2
+    audited = {name: (state, wrong) for name, state, wrong in audit.audit_runs(tmp_path)}
+    assert audited[run.hash][0] == "damaged" and said in audited[run.hash][1][0] and not audited[good.hash][1]
+    assert capsys.readouterr().err.count(said) == 2
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "machine.json", "done", "records-x.jsonl"])
+@pytest.mark.parametrize("make", [Path.mkdir, make_pipe, lambda path: path.symlink_to("nowhere")])
+def test_a_name_that_no_file_has_damages_its_run_only(tmp_path, make, name):
+    run, good = write_run(tmp_path, records()), write_run(tmp_path, records(), budget=0.5)
+    (path := run.folder.path / name).unlink(missing_ok=True)
+    make(path)
+    found = find_finished(tmp_path)
+    assert [own.hash for own in found.runs] == [good.hash] and found.unfinished == []
+    assert found.damaged == {run.hash: f"{name} is no regular file"}
+    with pytest.raises(DamagedRun, match=f"{name} is no regular file"), run.folder.open({}):
+        pass
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["on: 2020-01-01", "set: !!set {a}", "bytes: !!binary aGk=", "a: &b [1]\nc: *b", "[" * 20_000, "a: .nan", "1: 2"],
+)
+def test_settings_that_no_run_has_damage_their_run_only(tmp_path, text):
+    run, good = write_run(tmp_path, records()), write_run(tmp_path, records(), budget=0.5)
+    (run.folder.path / "run.yaml").write_text(f"format: 1\nhash: {run.hash}\nvalue:\n  " + text.replace("\n", "\n  "))
+    found = find_finished(tmp_path)
+    assert [own.hash for own in found.runs] == [good.hash] and found.damaged[run.hash].startswith("run.yaml ")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": NaN}'])
+def test_a_machine_that_cannot_be_read_damages_its_run_only(tmp_path, text):
+    run, good = write_run(tmp_path, records(), finish=False), write_run(tmp_path, records(), budget=0.5)
+    (run.folder.path / "machine.json").write_text(text)
+    found = find_finished(tmp_path)
+    assert [own.hash for own in found.runs] == [good.hash] and found.damaged[run.hash].startswith("machine.json ")
+    with pytest.raises(DamagedRun, match=r"machine\.json"), run.folder.open({}):
+        pass
+
+
+def test_settings_may_be_json(tmp_path):
+    run = write_run(tmp_path, records(), finish=False)
+    old, new = run.folder.path / "run.yaml", run.folder.path / "run.json"
+    new.write_text(json.dumps(yaml.safe_load(old.read_text())))
+    assert "both run.yaml and run.json" in find_runs(tmp_path).damaged[run.hash]
+    old.unlink()
+    assert [own.value for own in find_finished(tmp_path).unfinished] == [run.value]
+
+
+def test_what_is_added_to_a_sealed_run_counts_behind_what_is_sealed(tmp_path):
+    run = write_run(tmp_path, records())
+    (run.folder.path / "records-a.jsonl").write_bytes(format_line(records()["a/0"] | {"score": 99.0}))
+    found = find_finished(tmp_path)
+    assert found.runs[0].records["a/0"]["score"] == 1.0 and found.passed_over.keys() == {run.hash}
+    again = RunFolder(tmp_path / "runs", run.value)
+    assert again.finished and again.records()["a/0"]["score"] == 1.0 == again.record("a/0")["score"]
 
 
 def test_nested_mappings_are_flattened():

@@ -93,7 +93,13 @@ def make_sample(index: int) -> Sample:
 
 
 def make_record(uid: str, budget: float) -> dict:
-    failed = {"prompt_hash": "p", "target_hash": "t", "target": ["x"], "stop": "error", "error": "out_of_memory"}
+    failed = {
+        "prompt_hash": "0" * 16,
+        "target_hash": "1" * 16,
+        "target": ["x"],
+        "stop": "error",
+        "error": "out_of_memory",
+    }
     counts = {"index": 0, "tokens_in": 9, "tokens_context": 7, "turn": 0, "seconds": 1.0}
     none = {"conversation": None, "score": None, "answer": None, "meta": {}, "also": {}, "output": "", "asked": "?"}
     return Record(uid=uid, subtask="a", group=uid, budget=budget, **failed, **counts, **none).to_json()

@@ -1,9 +1,10 @@
 """What runs of the command line left on the disk."""
 
-import json
 from pathlib import Path
 
 import yaml
+
+from kvbench.store.run_folder import find_end, parse_line
 
 TIMES = {"seconds", "prefill_ms", "ttft_ms", "decode_ms", "capture_ms"}
 OWN = TIMES | {"reread_ms", "shared_prefill"}  # and whatever else depends on the runs beside it
@@ -13,7 +14,13 @@ def read_records(folder: Path) -> list[dict]:
     """The records in a run's folder, in the order of its files."""
     text = "".join(path.read_text() for path in sorted(folder.glob("records*.jsonl")))
     assert text.endswith("\n")
-    return [json.loads(line) for line in text.splitlines()]
+    return [parse_line(line.encode()) for line in text.splitlines(True)]
+
+
+def read_whole_lines(file: Path) -> list[dict]:
+    """The records of a file, whose writer may have been killed."""
+    content = file.read_bytes()
+    return [parse_line(line) for line in content[: find_end(content)].splitlines(True)]
 
 
 def read_runs(results: Path) -> dict[str, tuple[Path, list[dict]]]:

@@ -100,11 +100,17 @@ def test_a_done_cell_is_described_and_another_one_is_checked(kvbench, checkpoint
     own, full = (results / "runs" / name for name in plan_cell(settings).cell.names)
     (full / "done").unlink()
     assert len(plan_cell(settings, results=results).cell.readings) == 2
-    for path in own.glob("records*.jsonl"):
-        path.write_text("")  # `done` counts a record that was lost
-    assert len(plan_cell(settings, results=results).cell.readings) == 2
     assert kvbench("-m", *settings[3:])[1].startswith("1 cells: 1 stopped")
     assert kvbench("-m", *settings[3:])[1].startswith("1 cells: 1 done")
+    [path] = own.glob("records*.jsonl")
+    path.write_text("")  # a record was lost
+    assert len(plan_cell(settings, results=results).cell.readings) == 2
+    before = {path: path.read_bytes() for path in own.iterdir()}
+    code, out, err = kvbench("-m", *[text.replace("=snapkv", "=snapkv,knorm") for text in settings[3:]])
+    assert code == 1 and out.startswith("2 cells: 1 failed, 1 missing") and out.endswith("1 done, 1 failed\n")
+    [said] = [line for line in err.splitlines() if line.startswith("kvbench: ") and "damaged" in line]
+    assert f"{own} is damaged: {path.name} has another checksum than done says" in said
+    assert {path: path.read_bytes() for path in own.iterdir()} == before
 
 
 def test_the_command_says_what_a_sweep_would_do(kvbench, checkpoint, tmp_path, capsys):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.store import audit
-from kvbench.store.run_folder import parse_record as whole
 from kvbench.sweeps import status
+from tests.support.recorded_runs import read_whole_lines
 from tests.support.repository import ROOT
 from tests.support.slurm_cluster import find_missing_programs, run_cluster, wait_until
 
@@ -60,10 +60,8 @@ def records(results):
     """How often each sample of each run stands in the files."""
     found = Counter()
     for file in (results / "runs").glob("*/records*.jsonl"):
-        for line in file.read_bytes().splitlines(True):
-            record = whole(line)
-            if record is not None:
-                found[file.parent.name, record["uid"]] += 1
+        for record in read_whole_lines(file):
+            found[file.parent.name, record["uid"]] += 1
     return found
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvbench.cli import run, sweep_status
-from kvbench.store.run_folder import RunFolder, read_run_value
+from kvbench.store.run_folder import RunFolder, make_seal, read_run_value
 from kvbench.sweeps import status
 from kvbench.validation import SettingError
 from tests.support.command_line import run_cli
@@ -30,7 +30,8 @@ def begun(results, own, records, total=4, finish=False, **more):
     with RunFolder(results / "runs", own).open({}, total) as folder:
         for index in range(records):
             assert folder.claim(str(index))
-            folder.append({"uid": str(index), "seconds": 30.0, "error": None} | more)
+            core = {"uid": str(index), "prompt_hash": "p", "target_hash": "t", "score": None, "error": None}
+            folder.append(core | {"seconds": 30.0} | more)
         if finish:
             folder.finish(map(str, range(records)))
     return folder.hash
@@ -156,9 +157,9 @@ def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
         patched.setattr(status, "is_busy", lambda locks: True)
         assert states() == 2 * ["running 3 of 4 samples"]
     done = tmp_path / "runs" / name / "done"
-    done.write_text(json.dumps({"records": 4}))  # one more than there are
-    assert states() == ["stopped 3 of 4 samples", "missing"]
-    done.write_text(json.dumps({"records": 3}))
+    done.write_text(json.dumps(make_seal("0123")))  # one more than there are
+    assert states() == ["failed: damaged: done does not fit the 3 records in the folder", "missing"]
+    done.write_text(json.dumps(make_seal("012")))
     assert states() == ["done", "missing"]
 
 
