@@ -1,7 +1,11 @@
-"""Keep samples on disk, one JSON line each, in a file that is named after the hash of everything that made them."""
+"""Keep samples on disk, in a file that is named after the hash of everything that made them.
+
+The first line of the file is the SHA-256 of the others, each of which is a sample as JSON.
+"""
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +20,7 @@ def read_or_make(path: Path | None, prefix: str, count: int, make: Callable[[int
     """Yield samples 0 to count - 1: from the file as far as it reaches, then newly made ones.
 
     New samples are added to the file when the caller stops, so a larger count extends it. While the caller uses one,
-    threads make the next few.
+    threads make the next few. A file that was changed is not used: stderr names it, and its samples are made anew.
 
     Args:
         path: The file; None to keep nothing.
@@ -54,10 +58,14 @@ def hash_tokenizer(tokenizer: Any) -> str:
 
 
 def _read(path: Path, prefix: str) -> list[Sample]:
-    """Read the samples of the file up to the first line that is not the expected one."""
+    """Read the samples of the file up to the first line that is not the expected one; none if it was changed."""
     samples: list[Sample] = []
     if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        said, _, content = path.read_bytes().partition(b"\n")
+        if said != hashlib.sha256(content).hexdigest().encode():
+            print(f"kvbench: {path}: has another checksum than its content; its samples are made anew", file=sys.stderr)
+            return []
+        for line in content.splitlines():
             try:
                 stored: dict[str, Any] = dict(json.loads(line))
                 fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
@@ -73,5 +81,6 @@ def _read(path: Path, prefix: str) -> list[Sample]:
 def _write(path: Path, samples: list[Sample]) -> None:
     """Write the whole file at once: readers see the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(json.dumps(asdict(sample)) + "\n" for sample in samples).encode()
     with replace_file(path) as draft:
-        draft.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples), encoding="utf-8")
+        draft.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)

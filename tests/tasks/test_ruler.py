@@ -859,7 +859,7 @@ class Counted:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-def test_the_cache_is_reused_extended_and_mended(tmp_path, tokenizer):
+def test_the_cache_is_reused_extended_and_mended(tmp_path, tokenizer, capsys):
     task = ruler(subtasks=["niah_multikey_1", "ruler_qa_squad"], samples=3, cache=str(tmp_path / "samples"))
     counted = Counted(tokenizer)
     made = list(task.samples(counted, 5, 4096))
@@ -873,10 +873,14 @@ def test_the_cache_is_reused_extended_and_mended(tmp_path, tokenizer):
     assert [*more[:3], *more[5:8]] == made and 0 < counted.asked and sorted((tmp_path / "samples").iterdir()) == files
 
     whole = [file.read_text() for file in files]
-    for damaged in (whole[0][: len(whole[0]) // 2], "", "no json\n" + whole[0], "5\n", "{}\n", whole[1]):
+    assert capsys.readouterr().err == ""
+    edited, old = whole[0].replace(" the ", " his ", 1), whole[0].partition("\n")[2]
+    for damaged in (whole[0][: len(whole[0]) // 2], "", "no json\n" + whole[0], "{}\n", edited, old, whole[1]):
         files[0].write_text(damaged)
         assert list(replace(task, samples=5).samples(counted, 5, 4096)) == more
         assert files[0].read_text() == whole[0]
+        said = f"kvbench: {files[0]}: has another checksum than its content; its samples are made anew\n"
+        assert capsys.readouterr().err == (said if damaged != whole[1] else "")  # another subtask's samples
 
 
 def test_a_reader_that_stops_early_leaves_what_it_got(tmp_path, tokenizer):
@@ -885,7 +889,7 @@ def test_a_reader_that_stops_early_leaves_what_it_got(tmp_path, tokenizer):
     first = [next(samples), next(samples)]
     samples.close()
     [file] = tmp_path.iterdir()
-    assert [json.loads(line)["uid"] for line in file.read_text().splitlines()] == [sample.uid for sample in first]
+    assert [json.loads(line)["uid"] for line in file.read_text().splitlines()[1:]] == [sample.uid for sample in first]
 
 
 def test_the_cache_knows_what_made_its_samples(tmp_path, tokenizer):
