@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ import kvbench
 from kvbench.atomic import replace_file
 from kvbench.papers.cell_values import RunIndex
 from kvbench.store import audit
+from kvbench.store.record import VERSION
 from kvbench.store.run_folder import DamagedRun, RunFolder, format_line
 from kvbench.store.runs import NAMED_GROUPS, FoundRuns, find_finished, find_runs, flatten, load_runs, parse_selection
 from kvbench.sweeps.status import SampleTimes
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
+from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 
 def records(count: int = 3) -> dict[str, dict]:
@@ -131,6 +135,38 @@ def test_a_run_with_a_record_that_breaks_a_rule_is_left_out(tmp_path, changed, s
     audited = {name: (state, wrong) for name, state, wrong in audit.audit_runs(tmp_path)}
     assert audited[run.hash][0] == "damaged" and said in audited[run.hash][1][0] and not audited[good.hash][1]
     assert capsys.readouterr().err.count(said) == 2
+
+
+def harm(content: bytes, draw: random.Random) -> bytes:
+    """Change one bit or one character."""
+    place, harmed = draw.randrange(len(content)), bytearray(content)
+    harmed[place] = (
+        harmed[place] ^ 1 << draw.randrange(8) if draw.random() < 0.5 else draw.choice(b"0123456789abc {}\n")
+    )
+    return bytes(harmed)
+
+
+@pytest.mark.parametrize("count", [20, only_in_full(300)])
+def test_no_changed_character_stays_unseen(tmp_path, count):
+    """In any file of a finished run: the audit names it, or everything that is read is what it was."""
+    [old] = (run for run in load_runs(ROOT / "tests" / "stores" / "0.2") if not run.full)
+    found = {uid: record | {"version": VERSION} for uid, record in old.records.items()}
+    run, good = write_run(tmp_path, found, machine=old.machines[0], total=2), write_run(tmp_path, records(), seed=1)
+    files, draw, named = [path for path in run.folder.path.iterdir() if path.stat().st_size], random.Random(0), 0
+    for _ in range(count):
+        file = draw.choice(files)
+        whole = file.read_bytes()
+        file.write_bytes(harm(whole, draw))
+        audited = {name: wrong for name, _, wrong in audit.audit_runs(tmp_path)}
+        assert audited[good.hash] == []
+        if audited[run.hash]:
+            named += 1
+            assert file.name in audited[run.hash][0] or file.name == "done"
+        else:
+            [again] = (own for own in find_finished(tmp_path).runs if own.hash == run.hash)
+            assert (again.value, again.records, again.machines) == (run.value, found, old.machines)
+        file.write_bytes(whole)
+    assert len(files) == 5 and named > 0.8 * count
 
 
 def make_pipe(path: Path) -> None:

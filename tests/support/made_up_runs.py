@@ -31,12 +31,13 @@ def write_run(
     own: Mapping[str, dict],
     finish: bool = True,
     machine: Mapping[str, Any] | None = None,
+    total: int | None = None,
     **changed: Any,
 ) -> StoredRun:
     """A run with these records (by uid); `changed`: parts of VALUE."""
     value = deepcopy(VALUE) | changed
     folder = RunFolder(results / "runs", value)
-    with folder.open(machine or {}):
+    with folder.open(machine or {}, total):
         for uid, record in own.items():
             assert folder.claim(uid)
             folder.append(record)
