@@ -17,7 +17,7 @@ from kvbench.analysis.score_matrix import build_blocks
 from kvbench.analysis.score_matrix_format import format_csv
 from kvbench.cli import bundle as bundle_command
 from kvbench.cli import verify
-from kvbench.store.record import find_problems
+from kvbench.store.record import ABSENT, find_problems
 from kvbench.store.run_folder import format_line
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
@@ -174,6 +174,33 @@ def test_changed_contents_are_found(made, tmp_path, change, seed, forged):
         verify_bundle(changed)
     if not forged:
         assert "checksum" in str(caught.value) or "manifest" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"score": "54"}, "score is '54', expected"),
+        ({"score": True}, "score is True, expected"),
+        ({"score": 300.0}, "score is 300.0"),
+        ({"resident_bytes": -5}, "resident_bytes is -5"),
+        ({"budget": -1}, "budget is -1"),
+        ({"version": None, "score": 300.0}, "version is None"),
+        ({"version": ABSENT, "score": 300.0}, "score is 300.0"),
+        ({"version": 1, "resident_bytes": -5}, "resident_bytes is -5"),
+    ],
+)
+def test_a_value_that_no_record_has_is_refused(made, tmp_path, changed, line):
+    """All checksums fit: what a forger writes, also as a record of the first version."""
+    files = unpacked(made)
+    name = next(own for own in files if own.endswith("records.jsonl"))
+    first, *others = files[name].splitlines(keepends=True)
+    record = {field: value for field, value in (json.loads(first) | changed).items() if value is not ABSENT}
+    files[name] = b"".join([format_line(record), *others])
+    forged = tmp_path / "forged.zip"
+    forged.write_bytes(signed(files))
+    with pytest.raises(SettingError, match=re.escape(line)) as error:
+        verify_bundle(forged)
+    assert str(error.value).startswith(f"bundle={forged}: run ") and "\n" not in str(error.value)
 
 
 def test_what_is_no_bundle_is_one_line(made, tmp_path, capsys):

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbench.analysis.bundle import MANIFEST, TABLE, verify_bundle, write_bundle
-from kvbench.store.run_folder import run_hash
+from kvbench.store.run_folder import add_check, run_hash
 from kvbench.validation import SettingError
 from tests.support.bundles import pack, signed, unpacked
 from tests.support.repository import ROOT
@@ -121,7 +121,9 @@ def change_file(files: dict[str, bytes], draw: random.Random) -> bytes:
     elif member == "records":
         lines = files[name].splitlines(keepends=True)
         at = draw.randrange(len(lines))
-        lines[at] = change_json(lines[at], draw) + b"\n"
+        record = {name: own for name, own in json.loads(lines[at]).items() if name != "check"}
+        text = json.dumps(changed := change_value(record, draw)).encode()
+        lines[at] = add_check(text[:-1]) if changed and isinstance(changed, dict) else text + b"\n"
         files[name] = b"".join(lines)
     else:
         files[name] = change_json(files[name], draw)
