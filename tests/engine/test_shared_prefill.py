@@ -1,6 +1,5 @@
 """One prefill for several contexts, runs and cells: their records are those of each alone."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from kvbench.validation import ContractError, SettingError
 from tests.support.command_line import run_cli
 from tests.support.method_files import build_policy
 from tests.support.palu_files import draw_palu
-from tests.support.recorded_runs import strip_circumstances
+from tests.support.recorded_runs import read_records, strip_circumstances
 from tests.support.selection import choose_covering, only_in_full
 from tests.support.tiny_models import ids, tiny
 
@@ -355,8 +354,7 @@ def records(results) -> dict:
     found = {}
     for path in results.glob("runs/*/records*"):
         value = yaml.safe_load((path.parent / "run.yaml").read_text())["value"]
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
+        for record in read_records(path.parent):
             found[value["method"]["name"], value["budget"], record["uid"]] = record
     return found
 

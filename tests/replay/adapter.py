@@ -33,6 +33,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.models.configuration import read_config_layout
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.spec import RunSpec
+from kvbench.store.run_folder import parse_line
 from tests.support.tiny_models import BUILD, COMMON, distinct, heads, rope
 
 GROUPS = ("method", "allocator", "codec")
@@ -324,9 +325,9 @@ def records(run: Path) -> Iterator[dict[str, Any]]:
     """The records in a run's folder, as they are written, but for what the clock says."""
     made_by = kvbench.load(run.parent.parent).runs.loc[run.name]
     for path in sorted(run.glob("records*.jsonl")):
-        for line in path.read_text().splitlines():
-            own = json.loads(line)
+        for own in map(parse_line, path.read_bytes().splitlines(keepends=True)):
             times = {key: type(own[key]).__name__ for key in own if key == "seconds" or key.endswith("_ms")}
             if "predictions" in own:  # rounded and packed; other records' `fidelity` is computed from them
                 times["predictions"] = f"{len(own['predictions'])} characters"
+            times["version"] = 3  # the record's when the net was written; a later one only adds fields
             yield {group: made_by[group] for group in GROUPS} | own | times

@@ -20,8 +20,9 @@ from kvbench.config.catalogue import list_choices
 from kvbench.runs import isolation
 from kvbench.runs.replay import ReplayCounts
 from kvbench.store import audit
+from kvbench.store.run_folder import format_line, parse_line
 from tests.support.command_line import run_cli
-from tests.support.recorded_runs import read_records
+from tests.support.recorded_runs import read_records, seal
 from tests.support.selection import only_in_full
 
 QUICK = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=1")
@@ -68,10 +69,11 @@ def count(results: Path) -> int:
 def change(results: Path, method: str, name: str, make: Callable) -> dict:
     """Change a field of the last record of a run, and return the record as it was."""
     for path in (results / "runs").glob("*/records*.jsonl"):
-        *others, last = path.read_text().splitlines()
+        *others, last = path.read_bytes().splitlines(keepends=True)
         if yaml.safe_load((path.parent / "run.yaml").read_text())["value"]["method"]["name"] == method:
-            record = json.loads(last)
-            path.write_text("\n".join([*others, json.dumps(record | {name: make(record[name])})]) + "\n")
+            record = parse_line(last)
+            path.write_bytes(b"".join([*others, format_line(record | {name: make(record[name])})]))
+            seal(path.parent)
             return record
     raise AssertionError(method)
 
@@ -119,6 +121,7 @@ def test_another_version_turns_damage_into_a_share(copied, call):
         machine = json.loads(path.read_text())
         machine["versions"]["torch"] = "1.0"
         path.write_text(json.dumps(machine))
+        seal(path.parent)
     code, said = call(copied, count(copied))
     agree, whole = count(copied) - 1, count(copied)
     assert code == 0 and len(said) == 1
@@ -156,6 +159,7 @@ def test_what_cannot_be_had_any_more_is_named(copied, call, gone):
         elif gone == "data":
             machine["settings"]["task"]["samples"] = 3
         path.write_text("torn" if gone == "machine" else json.dumps(machine))
+        seal(path.parent)
     if gone in ("answer", "sample"):
         own = {"answer": ("error", "out_of_memory"), "sample": ("uid", "nothing")}[gone]
         change(copied, "knorm", own[0], lambda _: own[1])
@@ -295,6 +299,7 @@ def test_another_machine_excuses_no_run_that_does_not_agree(
     change(copied, "snapkv", "output", lambda output: output + "!")
     for path in copied.glob("runs/*/machine*.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"python": "2.7"}))
+        seal(path.parent)
     write_bundle(copied, {}, tmp_path / "own.zip")
     agree = [] if share is None else ["--agree", share]
     given = (tmp_path / "own.zip", "--replay", "100%", *agree, f"model.path={checkpoint}")
@@ -317,6 +322,7 @@ def test_machine_settings_of_a_bundle_count_nothing(copied, checkpoint, tmp_path
         machine["settings"]["method"] |= hostile
         machine["settings"]["task"] |= {"haystack_path": "/etc/passwd", "_target_": "os.system"}
         path.write_text(json.dumps(machine))
+        seal(path.parent)
     write_bundle(copied, {}, tmp_path / "own.zip")
     code, out, _ = verify_bundle(tmp_path / "own.zip", "--replay", "100%", f"model.path={checkpoint}")
     assert code == 0 and f"{count(copied)} agree" in out and not mark.exists()

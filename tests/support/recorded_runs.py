@@ -1,10 +1,11 @@
 """What runs of the command line left on the disk."""
 
+import json
 from pathlib import Path
 
 import yaml
 
-from kvbench.store.run_folder import find_end, parse_line
+from kvbench.store.run_folder import find_end, hash_file, make_seal, parse_line
 
 TIMES = {"seconds", "prefill_ms", "ttft_ms", "decode_ms", "capture_ms"}
 OWN = TIMES | {"reread_ms", "shared_prefill"}  # and whatever else depends on the runs beside it
@@ -21,6 +22,13 @@ def read_whole_lines(file: Path) -> list[dict]:
     """The records of a file, whose writer may have been killed."""
     content = file.read_bytes()
     return [parse_line(line) for line in content[: find_end(content)].splitlines(True)]
+
+
+def seal(folder: Path) -> None:
+    """Write `done` of a run anew, as one who changes its files on purpose could."""
+    files = {path.name: hash_file(path) for path in folder.iterdir() if path.name not in ("done", "claims.lock")}
+    uids = [record["uid"] for record in read_records(folder)]
+    (folder / "done").write_text(json.dumps(make_seal(uids, files)))
 
 
 def read_runs(results: Path) -> dict[str, tuple[Path, list[dict]]]:

@@ -434,7 +434,8 @@ def test_the_grid_of_records_is_their_mean(tmp_path, capsys):
         with folder.open({}) as opened:
             for number, record in enumerate(records):
                 opened.claim(str(number))
-                opened.append({"uid": str(number), "error": None, "resident_bytes": 1, "full_bytes": 4} | record)
+                own = {"uid": str(number), "prompt_hash": str(number), "target_hash": "t", "error": None}
+                opened.append(own | {"resident_bytes": 1, "full_bytes": 4} | record)
 
     meta = {"length": 512, "depth": 25, "data": "hub", "place": 24.0}
     run("a", [
