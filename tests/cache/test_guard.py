@@ -570,7 +570,7 @@ def test_a_codec_that_breaks_its_contract_is_named(hook, monkeypatch):
 
 # In a group of runs: the saboteur leaves, the others are what they are alone.
 
-SMALL = ("task.subtasks=niah_single_1", "task.length=256", "task.samples=1", "device=cpu")
+SMALL = ("task=ledger", "task.steps=[18]", "task.max_new_tokens=16", "limit=1", "device=cpu")
 
 
 @pytest.fixture(scope="module")
@@ -672,7 +672,13 @@ def test_the_other_cells_of_a_group_are_what_they_are_alone(
     monkeypatch.setattr(bench, "rehearsed", set())  # in another case the same class was honest
     monkeypatch.setattr(type(runs[1].choice().method), "score", score)
     folders = execute_runs(runs[::order], tmp_path, bench)[::order]
-    assert "kvbench:" not in capsys.readouterr().err  # the saboteur's own cell says it
+    err = capsys.readouterr().err
+    if line and "output_weight" in line:  # nobody knows since when, so the others are executed alone
+        assert "weights, which were loaded again, changed while it ran; 2 records are set aside" in err
+        for index in (0, 2):
+            execute_run(runs[index], tmp_path, bench)
+    else:
+        assert "kvbench:" not in err  # the saboteur's own cell says it
     assert not folders[1].records() and not folders[1].finished
     honest = [folders[index] for index in (0, 2)]
     assert all(folder.finished for folder in honest)
@@ -745,7 +751,7 @@ def test_a_record_that_differs_alone_ends_the_group(runs, bench, expected, tmp_p
     monkeypatch.setattr(RunSpec, "is_of_kvbench", property(lambda run: run.groups["method"]["name"] != "tova"))
     folders = execute_runs(runs, tmp_path, bench)
     line = (
-        r"method=tova: method=snapkv budget=0\.2: .*survived of niah_single_1/256/0 is not what it is alone; "
+        r"method=tova: method=snapkv budget=0\.2: .*survived of ledger/18/0 is not what it is alone; "
         r"3 records are set aside in untrusted-\*\.jsonl"
     )
     assert re.search(f"kvbench: {line}; 3 runs are left to", capsys.readouterr().err)
@@ -769,14 +775,14 @@ def differences(found: dict, expected: dict) -> list:
 def test_a_score_out_of_range_is_no_record(score, runs, bench, tmp_path, monkeypatch):
     task = type(runs[0].task)
     monkeypatch.setattr(task, "score", lambda self, sample, output: Graded(score, output))
-    with pytest.raises(ContractError, match="task=ruler: score of niah_single_1.* expected a number from 0 to 100"):
+    with pytest.raises(ContractError, match="task=ledger: score of ledger/18/0.* expected a number from 0 to 100"):
         execute_run(runs[0], tmp_path, bench)
     assert not list(tmp_path.rglob("done")) and not "".join(own.read_text() for own in tmp_path.rglob("records*"))
 
 
 def test_a_task_that_raises_is_named(runs, bench, tmp_path, monkeypatch):
     monkeypatch.setattr(type(runs[0].task), "score", lambda self, sample, output: {}["no"])
-    with pytest.raises(ContractError, match=r"task=ruler: score of niah_single_1\S* raised KeyError: 'no'"):
+    with pytest.raises(ContractError, match=r"task=ledger: score of ledger/18/0\S* raised KeyError: 'no'"):
         execute_run(runs[0], tmp_path, bench)
 
 
