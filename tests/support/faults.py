@@ -64,11 +64,16 @@ def run_faults(folder: Path, count: int, seed: int, *sweep: str) -> list[dict]:
 
 
 def assert_unharmed(case: dict) -> None:
-    """One line and an exit code that the documentation names, or success; then nothing is missing or damaged."""
+    """One line and an exit code that the documentation names, or success; then nothing is missing or damaged.
+
+    An error that stays may fail a cell, which has a line of its own, before it ends the command.
+    """
     assert case["code"] in (0, 1, 2), case
     if case["code"]:
-        [line] = [line for line in case["said"].splitlines() if not line.startswith("time: ")]
+        *cells, line = [line for line in case["said"].splitlines() if not line.startswith("time: ")]
         assert line.startswith("kvbench: ") and "/results" in line, case  # the file
+        assert all(own.startswith("kvbench: method=") for own in cells) and len(cells) <= 1, case
+        assert not cells or case["fault"].endswith("from then on"), case
     assert (case["code_again"], case["undisturbed"], case["wrong"]) == (0, True, []), case
 
 
