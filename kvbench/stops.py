@@ -13,6 +13,8 @@ error. Therefore:
 
 Code in C that does not return, such as one long operation on tensors, delays all but the kill. SLURM kills 30 seconds
 after its SIGTERM; a killed run goes on like a stopped one.
+
+`refuse_exits` is about the opposite: code of a method must not end the process at once.
 """
 
 import os

@@ -29,14 +29,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvbench.analysis.answer_metrics import find_failure
-from kvbench.analysis.bundle import VerifiedBundle, verify_bundle
+from kvbench.analysis.bundle import VerifiedBundle, describe, verify_bundle
 from kvbench.analysis.intervals import TOLERANCE
 from kvbench.analysis.paired import compare_averages, pair_records
 from kvbench.analysis.run_labels import describe_protocol, name_panel, rank_budget
 from kvbench.analysis.score_matrix import FULL, MatrixCell, ScoreBlock, build_block, list_cells, name_run
 from kvbench.store.audit import comparison_key
 from kvbench.store.runs import NAMED_GROUPS, StoredRun, find_baseline, flatten, load_runs
-from kvbench.validation import SettingError, format_value, summarize
+from kvbench.validation import SettingError, format_value
 
 SAMPLE = ("uid", "subtask", "group", "prompt_hash", "target_hash")  # fields that say what a sample is
 BY_SETTINGS, BY_RUNS = "its settings", "its runs"
@@ -190,7 +190,7 @@ def read_submission(
         except (SettingError, OSError):
             raise
         except Exception as error:  # odd records of a stranger must not stop a site that shows others
-            raise SettingError(f"bundle={path}: cannot be shown ({type(error).__name__}: {summarize(error)})") from None
+            raise SettingError(f"bundle={path}: cannot be shown ({describe(error)})") from None
     return found
 
 

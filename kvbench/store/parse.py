@@ -11,12 +11,13 @@ from typing import Any, NoReturn
 
 import yaml
 
+from kvbench.validation import summarize
+
 MOST_BYTES = 4_000_000  # of one document, such as a record or the settings of a run
 MOST_DEPTH = 50
 MOST_VALUES = 200_000
 TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unfinished text matches too, so this is linear
 BRACKETS = re.compile(rb"[\[\]{}]")
-SHOWN = 80  # characters of another library's message
 
 
 def parse_json(content: bytes, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Any:
@@ -108,7 +109,7 @@ def parse_yaml(content: bytes, most_bytes: int = MOST_BYTES, most_values: int = 
                 raise ValueError(f"has more than {most_values} values")
         return yaml.load(content, PlainLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"is no YAML ({' '.join(str(error).split())[:SHOWN]})") from None
+        raise ValueError(f"is no YAML ({summarize(error)})") from None
 
 
 def check_size(content: bytes, most: int) -> None:

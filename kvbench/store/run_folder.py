@@ -357,12 +357,10 @@ class RunFolder:
             return 0
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC) if self._own is None else self._own
         try:
-            kept, text = (
-                os.pread(descriptor, start, 0),
-                os.pread(descriptor, os.fstat(descriptor).st_size - start, start),
-            )
+            kept = os.pread(descriptor, start, 0)
+            moving = os.pread(descriptor, os.fstat(descriptor).st_size - start, start)
             with replace_file(path.with_name(path.name.replace("records", "untrusted", 1))) as draft:
-                draft.write_bytes(text)
+                draft.write_bytes(moving)
             os.ftruncate(descriptor, start)
             os.fsync(descriptor)
         finally:

@@ -350,8 +350,9 @@ def test_two_methods_and_both_questions(question, kvbench, tmp_path):
         assert record["error"] is None and record["tokens_out"] == 8 and record["meta"]["steps"] == 18
     full, *cut = (found[name][1][0] for name in ("full", "snapkv", "keydiff"))
     assert full["rows_attended"] > 400
+    most = 100 if question == "hidden" else 130  # the prompt of a visible question is longer
     for record in cut:
-        assert record["while_decoding"] == "cuts" and record["rows_attended"] < full["rows_attended"] / 3
+        assert record["while_decoding"] == "cuts" and record["rows_attended"] < most
 
 
 @pytest.mark.parametrize(
