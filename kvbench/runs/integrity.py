@@ -27,8 +27,8 @@ class WeightHashes:
     The bits of a weight are read as 64-bit integers in a matrix. Its row sums, its column sums (both modulo 2^64) and
     the row sums of the numbers themselves are mixed, multiplied by random odd factors and added. PyTorch's reductions
     read the weights at about the speed of memory and allocate next to nothing. The numbers' own sums are there because
-    an even count of changed signs may leave a sum modulo 2^64 as it is. A change goes unseen with a probability of
-    about 2^-30, unless somebody makes it to go unseen.
+    an even count of changed signs may leave a sum modulo 2^64 as it is. A change goes unseen by chance
+    with a probability of about 2^-30 (an estimate), unless somebody makes it to go unseen.
 
     Args:
         model: The model. Buffers count too, unless its rotary frequencies follow the length of the text.
