@@ -7,7 +7,7 @@ GROUPS = {
         "wandb-sync",
     ),
     "Check results": ("audit", "grade", "bundle", "verify", "leaderboard"),
-    "Compare with papers": ("papers", "table"),
+    "Compare with papers": ("papers", "table", "study"),
     "Measure cost": ("efficiency",),
     "Write a method": ("check-method", "calibrate"),
     "For the maintainers of kvbench": (

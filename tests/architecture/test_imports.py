@@ -29,6 +29,7 @@ ORDER = (
     "efficiency",
     "report",
     "training",
+    "studies",
     "cli __main__",
 )
 RANK = {f"kvbench.{name}": rank for rank, names in enumerate(ORDER) for name in names.split()}

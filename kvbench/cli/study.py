@@ -1,0 +1,102 @@
+"""Look at what a full cache holds, and check what the papers claim about it.
+
+Examples:
+  kvbench study all                                           every study, on the embedded model
+  kvbench study keydiff figure14 model=smollm2 task=longbench prompts=20
+  kvbench study keydiff text=book.txt tokens=8192
+
+The first word is a paper of conf/papers/exhibits/, or all. The second is an exhibit of the paper; without one all of
+them are computed. The other words are settings of run.py, such as model, task, block_size, dtype or seed, and
+
+  prompts=4       number of prompts, at equal distances among the samples of the task
+  text=FILE       read this text, or a folder of texts, in place of a task's samples
+  tokens=4096     tokens of a prompt, with text
+
+The numbers go to results/studies/<hash>/lines.csv. `kvbench papers` emits the exhibits from there. A command that was
+stopped goes on where it was; studies that were computed before are not computed again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.cli.command import CommandParser, run_command
+from kvbench.validation import SettingError, require_int, require_writable
+
+OWN = {"prompts": "4", "text": None, "tokens": "4096"}
+REFUSED = ("method", "allocator", "codec", "budget", "budget_of", "fidelity")  # a study reads into a full cache
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("study", __doc__)
+    parser.add_argument("paper", help="a paper of conf/papers/exhibits, or all")
+    parser.add_argument("words", nargs="*", metavar="EXHIBIT | SETTING=VALUE", help="an exhibit of it, and settings")
+    return parser
+
+
+def compute_studies(arguments: Sequence[str]) -> int:
+    """Compute the studies of a paper or an exhibit, and print the folder and what holds.
+
+    Raises:
+        SettingError: There is no such paper or exhibit, or a setting cannot be used.
+    """
+    options = make_parser().parse_args(arguments)
+    names = [word for word in options.words if "=" not in word]
+    if len(names) > 1:
+        raise SettingError(f"{names[1]}: one exhibit, then settings such as model=smollm2")
+    from kvbench.papers.exhibits import describe_claims, list_studies, load_exhibits
+
+    exhibits = load_exhibits(None if options.paper == "all" else options.paper, names[0] if names else None)
+    given = dict(OWN)
+    settings = []
+    for word in options.words:
+        name, equals, value = word.partition("=")
+        if equals and name in OWN:
+            given[name] = value
+        elif equals:
+            if name.partition(".")[0] in REFUSED:
+                raise SettingError(f"{name}={value}: a study reads into a full cache; leave it out")
+            settings.append(word)
+    count, tokens = (read_number(name, given[name]) for name in ("prompts", "tokens"))
+    run, results = describe_run(settings, count)
+
+    from kvbench.store.study_lines import read_study
+    from kvbench.studies.catalogue import load_studies
+    from kvbench.studies.passes import StudyPass, TextPieces
+
+    known = load_studies()
+    studies = [known[name](run.seed) for name in list_studies(exhibits)]
+    text = None if given["text"] is None else TextPieces(Path(given["text"]), tokens)
+    require_writable("results", results)
+    folder = StudyPass(run, studies, count, text).execute(results)
+    print(folder)
+    for line in describe_claims(exhibits, read_study(folder)):
+        print(line)
+    return 0
+
+
+def read_number(name: str, text: str | None) -> int:
+    """Return a positive whole number; SettingError if the text is none."""
+    value = int(text) if text is not None and text.isdecimal() else text
+    require_int(name, value, 1)
+    return int(value)  # type: ignore[arg-type]
+
+
+def describe_run(settings: Sequence[str], count: int) -> tuple[Any, Path]:
+    """Return the run that says what is read, a full cache with enough samples of each subtask, and the results folder.
+
+    Args:
+        settings: Settings of run.py.
+        count: Number of prompts.
+    """
+    from kvbench.config.catalogue import translate_errors
+    from kvbench.config.compose import compose_config
+    from kvbench.runs.spec import RunSpec
+
+    with translate_errors():
+        config = compose_config([f"limit={count}", *settings, "method=full"])
+        return RunSpec.from_config(config), Path(config.results)
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: compute_studies(arguments))

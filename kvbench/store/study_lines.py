@@ -1,0 +1,164 @@
+"""Write and read what studies found: results/studies/<hash>/, with one line for each number.
+
+A folder holds
+
+    study.yaml                          the model, the prompts and all settings that may change a number
+    prompts/<study>-<sources>-<n>.csv   the numbers of one study and one prompt, written when the prompt has been read
+    lines.csv                           the means over the prompts, of all studies that are complete
+
+This module does not import torch, so that tables and figures can be made on any machine.
+"""
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvbench.atomic import replace_file
+from kvbench.store.csv_rows import format_rows
+from kvbench.store.parse import parse_yaml
+from kvbench.validation import SettingError, summarize
+
+HOLDS = "holds"  # the series of a number that is the share of instances in which a claim holds
+FOLDER, ABOUT, LINES, PROMPTS = "studies", "study.yaml", "lines.csv", "prompts"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One number of a study.
+
+    Attributes:
+        study: The study, such as ``key_geometry``.
+        quantity: What the value is, such as ``cosine_of_means``.
+        value: The number.
+        series: The curve, class or part that it belongs to, such as ``keys``.
+        layer: The index of the layer, from 0; None if the number is not of one layer.
+        head: The index of the head, from 0; None if the number is not of one head. The quantity says whether it is a KV
+            head or a query head.
+        x: The first coordinate of the number in a chart: a bin's middle, a distance, a position. None if it has none.
+        y: The second coordinate.
+        n: How many tokens, pairs or samples of a prompt the number is computed from.
+        low: Lower end of the 95 % interval over prompts; None if there is none.
+        high: Upper end of the interval.
+        prompts: Number of prompts that the value is the mean of; 0 for a number that needs none.
+    """
+
+    study: str
+    quantity: str
+    value: float
+    series: str = ""
+    layer: int | None = None
+    head: int | None = None
+    x: float | None = None
+    y: float | None = None
+    n: int = 1
+    low: float | None = None
+    high: float | None = None
+    prompts: int = 0
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What the number is of. Numbers of different prompts with the same place are averaged."""
+        return self.study, self.quantity, self.series, self.layer, self.head, self.x, self.y
+
+
+COLUMNS = tuple(field.name for field in fields(Line))
+WHOLE = ("layer", "head", "n", "prompts")
+TEXTS = ("study", "quantity", "series")
+
+
+def format_lines(lines: Iterable[Line]) -> str:
+    """Return lines as CSV. Numbers have six significant digits."""
+    return format_rows([COLUMNS, *([_format(getattr(line, name)) for name in COLUMNS] for line in lines)])
+
+
+def _format(value: object) -> object:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None else value
+
+
+def parse_lines(text: str, where: str) -> list[Line]:
+    """Parse what `format_lines` wrote.
+
+    Args:
+        text: The CSV.
+        where: The file, for messages.
+
+    Raises:
+        SettingError: The text has other columns, or a value is no number.
+    """
+    table = csv.DictReader(io.StringIO(text))
+    if tuple(table.fieldnames or ()) != COLUMNS:
+        raise SettingError(f"{where}: not a file of kvbench study; its columns are {', '.join(COLUMNS)}")
+    found = []
+    for number, row in enumerate(table, 2):
+        try:
+            found.append(Line(**{name: _parse(name, row[name]) for name in COLUMNS}))
+        except (TypeError, ValueError):
+            raise SettingError(f"{where} line {number}: a value is missing or no number") from None
+    return found
+
+
+def _parse(name: str, text: str) -> Any:
+    if name in TEXTS:
+        return text
+    if text == "" and name not in ("value", "n", "prompts"):
+        return None
+    return int(text) if name in WHOLE else float(text)
+
+
+@dataclass(frozen=True)
+class StudyFolder:
+    """The numbers of the studies on one model and one set of prompts.
+
+    Attributes:
+        path: The folder.
+        about: The contents of study.yaml: ``model``, ``prompts`` and other settings.
+        lines: The numbers of all its studies.
+    """
+
+    path: Path
+    about: dict[str, Any]
+    lines: list[Line]
+
+    @property
+    def name(self) -> str:
+        """The model, the prompts and the beginning of the hash, for the names of emitted files."""
+        return f"{self.about['model']['name']}-{self.about['prompts']['name']}-{self.path.name[:6]}"
+
+
+def find_studies(results: Path) -> list[StudyFolder]:
+    """Return all studies of a folder of results that have been computed, sorted by their name.
+
+    Raises:
+        SettingError: A file cannot be read. The message names it.
+    """
+    return sorted((read_study(path.parent) for path in (results / FOLDER).glob(f"*/{LINES}")), key=lambda own: own.name)
+
+
+def read_study(path: Path) -> StudyFolder:
+    """Read the folder of studies.
+
+    Raises:
+        SettingError: A file cannot be read. The message names it.
+    """
+    try:
+        about = parse_yaml((path / ABOUT).read_bytes())
+        lines = parse_lines((path / LINES).read_text(encoding="utf-8"), str(path / LINES))
+    except SettingError:
+        raise
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{path}: {summarize(error)}") from None
+    if not isinstance(about, dict) or not {"model", "prompts"} <= about.keys():
+        raise SettingError(f"{path / ABOUT}: names no model and no prompts")
+    return StudyFolder(path, about, lines)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, completely or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")

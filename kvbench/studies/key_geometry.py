@@ -1,0 +1,256 @@
+"""key_geometry: where the keys and the queries of a head lie (KeyDiff, Figures 2, 4, 11, 13-16; CentroidKV, 2, 3).
+
+All keys and queries are those that attention uses, after the rotation. For a KV head with keys k_j and a query head of
+its group with queries q_t, with k̄ and q̄ their means over the prompt:
+
+    cosine_of_means     cos(k̄, q̄), for each query head (KeyDiff, Figure 14)
+    opposite            share of all query heads in which it is below 0
+    cosine_to_mean      shares of cos(k_j, k̄) and of cos(q_t, q̄) over all heads of a layer (Figure 13)
+    norm                quantiles of ‖k_j‖ and ‖q_t‖ over all heads of a layer (Figure 15)
+    cosine_of_top       cos(k_top, q̄), where k_top is the key that is farthest from KeyDiff's anchor, the mean of
+                        k_j/‖k_j‖ (Figure 16)
+    aligned             share of all query heads in which it is above 0
+    plane               keys, queries, the anchor and the N keys that KeyDiff scores highest on the first two principal
+                        components of the keys and queries together, of the first KV head of some layers (Figures 4, 11)
+    similarity_64       cos(k_i, k_j) of the first 64 tokens, and attention_64 the probabilities of their queries, the
+                        mean over the group, in the two heads with the largest and smallest mean similarity (Figure 2)
+    similarity_map      means of cos(k_i, k_j) over squares of tokens, of the first KV head of some layers (CentroidKV,
+                        Figure 2)
+    similarity_at       mean of cos(k_i, k_i+x) over tokens i and heads, for each distance x (CentroidKV, Figure 3)
+    convex              share of all layers and distances at which its second difference is not negative
+
+Queries are looked at in `SAMPLED` random positions if the prompt has more; their mean is over all positions.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kvbench.interfaces.observation import Observation
+from kvbench.interfaces.rows import Rows
+from kvbench.kernels.window_attention import window_probabilities
+from kvbench.store.study_lines import Line
+from kvbench.studies.study import LayerStudy, Memory, count_bins, draw_positions, list_shares, take_block
+
+SAMPLED = 1024  # positions whose queries are looked at one by one
+BINS = 40  # of a histogram of cosines
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+FIRST = 64  # tokens of the maps of KeyDiff's Figure 2
+SHOWN = 6  # layers of which a head is shown
+POINTS = 150  # keys, and as many queries, of a scatter
+TOP = 0.05  # share of the keys that a scatter shows as the highest-scored ones
+SQUARES = 32  # rows and columns of a map of similarities
+DISTANCES = 256  # tokens: the largest distance of CentroidKV's Figure 3
+STARTS = 512  # random tokens whose similarity with those behind them is measured
+
+
+@dataclass(frozen=True)
+class KeyGeometry(LayerStudy):
+    """Where keys and queries lie."""
+
+    name: ClassVar[str] = "key_geometry"
+
+    def update(self, memory: Memory, observation: Observation, rows: Rows) -> None:
+        queries = observation.queries[0]
+        if not memory:
+            positions = draw_positions(SAMPLED, observation.prompt, self.seed)
+            memory |= {"sum": 0, "sampled": [], "first": [], "positions": positions}
+        memory["sum"] = memory["sum"] + widen(queries).sum(1)
+        memory["sampled"].append(widen(queries[:, take_block(memory["positions"], observation)]))
+        if observation.first < FIRST:
+            memory["first"].append(widen(queries[:, : FIRST - observation.first]))
+        if not observation.last:
+            return
+        keys, mean = rows.keys[0], memory["sum"] / observation.tokens
+        sampled, first = torch.cat(memory["sampled"], 1), torch.cat(memory["first"], 1)
+        memory.clear()
+        memory |= compare_means(keys, sampled, mean)
+        memory |= measure_distances(keys, self.seed)
+        memory["similarity"] = cosines(widen(keys[:, :FIRST]), widen(keys[:, :FIRST])).cpu()
+        few = widen(keys[:, :FIRST])[None]
+        memory["attention"] = window_probabilities(first[None], few, None, observation.scaling)[0].cpu()
+        if observation.layer in list_shown(observation.layers):
+            group = sampled.shape[0] // rows.heads
+            memory["plane"] = project(widen(keys[0]), sampled[:group].flatten(0, 1), self.seed)
+            memory["map"] = average_squares(keys[0]).cpu()
+
+    def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
+        for layer, own in memories.items():
+            yield from self._list_layer(layer, own)
+        if first:
+            yield from self._list_maps(memories)
+        yield from self._list_distances(memories)
+        yield self.claim("opposite", [own["cosine_of_means"] < 0 for own in memories.values()])
+        yield self.claim("aligned", [own["cosine_of_top"] > 0 for own in memories.values()])
+        yield self.claim("convex", [own["convex"] for own in memories.values()])
+
+    def _list_layer(self, layer: int, own: Memory) -> Iterator[Line]:
+        for quantity in ("cosine_of_means", "cosine_of_top"):
+            for head, value in enumerate(own[quantity].tolist()):
+                yield self.line(quantity, value, layer=layer, head=head, n=own["tokens"])
+        for series in ("keys", "queries"):
+            yield from list_shares(self, "cosine_to_mean", own[f"cosine_{series}"], -1, 1, series=series, layer=layer)
+            for share, value in zip(QUANTILES, own[f"norm_{series}"].tolist(), strict=True):
+                yield self.line("norm", value, series=series, layer=layer, x=share, n=own[f"count_{series}"])
+
+    def _list_distances(self, memories: Mapping[int, Memory]) -> Iterator[Line]:
+        shown = list_shown(max(memories) + 1)
+        for layer, own in memories.items():
+            curve = own["at_distance"]
+            for index, value in enumerate(curve.tolist() if layer in shown else ()):
+                yield self.line("similarity_at", value, layer=layer, x=index + 1, n=own["starts"])
+
+    def _list_maps(self, memories: Mapping[int, Memory]) -> Iterator[Line]:
+        """Yield what is shown of one prompt: maps and scatters."""
+        spread = {
+            (layer, head): float(own["similarity"][head].mean())
+            for layer, own in memories.items()
+            for head in range(own["similarity"].shape[0])
+        }
+        for series, (layer, head) in (("least similar", min(spread, key=spread.__getitem__)),
+                                      ("most similar", max(spread, key=spread.__getitem__))):  # fmt: skip
+            own = memories[layer]
+            maps = {"similarity_64": own["similarity"][head], "attention_64": own["attention"][head].mean(0)}
+            for quantity, values in maps.items():
+                yield from self._list_map(quantity, values, 1, series=series, layer=layer, head=head)
+        for layer, own in memories.items():
+            if "map" in own:
+                size = own["tokens"] / own["map"].shape[0]
+                yield from self._list_map("similarity_map", own["map"], size, layer=layer, head=0)
+            for series, points in own.get("plane", {}).items():
+                for x, y in points.tolist():
+                    yield self.line("plane", y, series=series, layer=layer, head=0, x=x)
+
+    def _list_map(self, quantity: str, values: Tensor, size: float, **place: Any) -> Iterator[Line]:
+        for i, row in enumerate(values.tolist()):
+            for j, value in enumerate(row[: i + 1]):
+                yield self.line(quantity, value, x=j * size, y=i * size, **place)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return the numbers in float32, or in float64 if they have it already."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def cosines(x: Tensor, y: Tensor) -> Tensor:
+    """Return the cosines of all pairs, (…, n, m), of x (…, n, d) and y (…, m, d). A vector of zeros has 0."""
+    return normalize(x, dim=-1) @ normalize(y, dim=-1).mT
+
+
+def compare_means(keys: Tensor, sampled: Tensor, mean: Tensor) -> Memory:
+    """Compare the keys and queries of a layer with their means.
+
+    Args:
+        keys: (H, n, d)
+        sampled: Queries of some positions, (H·G, m, d).
+        mean: The mean of all queries, (H·G, d).
+
+    Returns:
+        ``cosine_of_means`` and ``cosine_of_top``, (H·G,); for keys and queries the counts of cosines to their mean in
+        bins, and quantiles of their norms.
+    """
+    heads, tokens = keys.shape[:2]
+    group = sampled.shape[0] // heads
+    cosine_counts, norms, centres, tops = torch.zeros(BINS, dtype=torch.float64), [], [], []
+    for own in keys:  # one head at a time, so that few wide copies are held
+        wide = widen(own)
+        centre = wide.mean(0)
+        anchor = normalize(wide, dim=-1).mean(0)
+        tops.append(wide[cosines(anchor[None], wide)[0].argmin()])
+        centres.append(centre)
+        cosine_counts += count_bins(cosines(centre[None], wide), -1, 1, BINS)
+        norms.append(wide.norm(dim=-1))
+    centre, top = (torch.stack(own).repeat_interleave(group, 0) for own in (centres, tops))
+    shares = torch.tensor(QUANTILES, dtype=mean.dtype, device=mean.device)
+    return {
+        "tokens": tokens,
+        "cosine_of_means": (normalize(centre, dim=-1) * normalize(mean, dim=-1)).sum(-1).cpu(),
+        "cosine_of_top": (normalize(top, dim=-1) * normalize(mean, dim=-1)).sum(-1).cpu(),
+        "cosine_keys": cosine_counts,
+        "cosine_queries": count_bins(cosines(mean[:, None], sampled), -1, 1, BINS),
+        "norm_keys": find_quantiles(torch.cat(norms), shares),
+        "norm_queries": find_quantiles(sampled.norm(dim=-1).flatten(), shares),
+        "count_keys": heads * tokens,
+        "count_queries": sampled.shape[0] * sampled.shape[1],
+    }
+
+
+def find_quantiles(values: Tensor, shares: Tensor) -> Tensor:
+    """Return quantiles of a vector of any length, interpolated linearly as torch.quantile does, on the CPU."""
+    ordered = values.sort().values
+    place = shares * (len(ordered) - 1)
+    below = place.floor().long()
+    above = (below + 1).clamp(max=len(ordered) - 1)
+    return torch.lerp(ordered[below], ordered[above], place - below).cpu()
+
+
+def measure_distances(keys: Tensor, seed: int) -> Memory:
+    """Return the mean cosine of a key and the one x tokens behind it, over random tokens and all heads, by x.
+
+    Args:
+        keys: (H, n, d)
+        seed: Seed of the tokens.
+    """
+    tokens = keys.shape[1]
+    most = min(DISTANCES, tokens // 2)
+    starts = draw_positions(STARTS, tokens - most, seed).to(keys.device)
+    behind = starts[:, None] + torch.arange(1, most + 1, device=keys.device)
+    means = []
+    for own in keys:
+        unit = normalize(widen(own), dim=-1)
+        means.append((unit[behind] @ unit[starts][..., None]).mean((0, 2), dtype=torch.float64))
+    curve = torch.stack(means).mean(0).cpu()
+    convex = curve[2:] - 2 * curve[1:-1] + curve[:-2] >= 0
+    return {"at_distance": curve, "convex": convex, "starts": len(starts) * keys.shape[0]}
+
+
+def project(keys: Tensor, queries: Tensor, seed: int) -> dict[str, Tensor]:
+    """Return points in the plane of the first two principal components of keys and queries together.
+
+    Args:
+        keys: Of one head, (n, d).
+        queries: Of its group, (m, d).
+        seed: Seed of the keys and queries that are shown.
+
+    Returns:
+        Points (…, 2) of ``keys``, ``queries``, the ``anchor`` and the ``highest scores``, on the CPU.
+    """
+    every = torch.cat([keys, queries])
+    centre = every.mean(0)
+    _, axes = torch.linalg.eigh((every - centre).mT @ (every - centre))
+    plane = axes[:, -2:].flip(-1)
+    plane = plane * plane.gather(0, plane.abs().argmax(0)[None]).sign()  # the sign of an eigenvector is arbitrary
+    anchor = normalize(keys, dim=-1).mean(0)
+    order = cosines(anchor[None], keys)[0].argsort()
+    best = order[: max(1, int(TOP * len(keys)))]
+    chosen = {
+        "keys": keys[draw_positions(POINTS, len(keys), seed).to(keys.device)],
+        "queries": queries[draw_positions(POINTS, len(queries), seed).to(keys.device)],
+        "anchor": anchor[None],
+        "highest scores": keys[best[draw_positions(POINTS, len(best), seed).to(keys.device)]],
+    }
+    return {name: ((own - centre) @ plane).cpu() for name, own in chosen.items()}
+
+
+def average_squares(keys: Tensor) -> Tensor:
+    """Return the mean cosines of all pairs of two pieces of the text, (pieces, pieces), without a matrix of all pairs.
+
+    The mean of x_i·y_j over all i and j is the product of the means of x and of y.
+
+    Args:
+        keys: Of one head, (n, d).
+    """
+    unit = normalize(widen(keys), dim=-1)
+    pieces = min(SQUARES, len(unit))
+    means = torch.stack([own.mean(0) for own in unit.tensor_split(pieces)])
+    return means @ means.mT
+
+
+def list_shown(layers: int) -> set[int]:
+    """Return the layers of which a head is shown: some, evenly spaced, the first and the last among them."""
+    count = min(SHOWN, layers)
+    return {round(index * (layers - 1) / max(1, count - 1)) for index in range(count)}

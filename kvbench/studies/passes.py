@@ -1,0 +1,240 @@
+"""Read prompts and let studies look at them: one pass over a prompt serves all studies.
+
+The numbers of each study and prompt are written as soon as the prompt has been read. A command that was stopped goes on
+behind them, and a command that asks for other studies of the same prompts reads the prompts for those only.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tqdm import tqdm
+
+from kvbench.analysis.intervals import Values, mean
+from kvbench.cache.policy import CachePolicy
+from kvbench.config.catalogue import build, load_settings, task_identity
+from kvbench.config.provenance import source_hash
+from kvbench.engine.generation import GenerationContext
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.observation import State
+from kvbench.models.encoding import encode_text
+from kvbench.runs.resources import Resources
+from kvbench.runs.spec import RunSpec
+from kvbench.store.run_folder import run_hash, to_plain
+from kvbench.store.study_lines import ABOUT, FOLDER, HOLDS, LINES, PROMPTS, Line, format_lines, parse_lines, write_text
+from kvbench.studies.study import ClosedForm, LayerStudy, Memory, PromptStudy, Recorder, Study
+from kvbench.training.token_sequences import read_text_files
+from kvbench.validation import SettingError
+
+LEAST_TOKENS = 128  # of a prompt: with fewer, windows and quarters of a prompt are empty
+
+
+@dataclass(frozen=True)
+class StudyPrompt:
+    """The tokens of a prompt.
+
+    Attributes:
+        name: Its uid, or the number of its piece of a text.
+        ids: Token ids.
+        prefix: Number of tokens before the text.
+    """
+
+    name: str
+    ids: tuple[int, ...]
+    prefix: int = 0
+
+
+@dataclass(frozen=True)
+class TextPieces:
+    """A text file, or a folder of them, as prompts of equal length."""
+
+    path: Path
+    tokens: int
+
+
+@dataclass
+class StudyPass:
+    """Studies of one model on one set of prompts.
+
+    Attributes:
+        run: The model, the task, the device and what else settings say; its method is the full cache.
+        studies: The studies.
+        count: Number of prompts.
+        text: What is read in place of the task's samples.
+    """
+
+    run: RunSpec
+    studies: Sequence[Study]
+    count: int
+    text: TextPieces | None = None
+    resources: Resources = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.resources = Resources(self.run)
+
+    @cached_property
+    def prompts(self) -> list[StudyPrompt]:
+        """The prompts: pieces of the text, or samples at equal distances of the task, so that no subtask is missing.
+
+        Raises:
+            SettingError: There are too few tokens, or a prompt is longer than the model reads.
+        """
+        if self.text is not None:
+            found = self._cut_text(self.text)
+        else:
+            samples = [
+                StudyPrompt(uid, prompt.ids, prompt.prefix) for uid, (_, prompt) in self.resources.prompts.items()
+            ]
+            count = min(self.count, len(samples))
+            found = [samples[index * len(samples) // count] for index in range(count)]
+        for prompt in found:
+            if len(prompt.ids) < LEAST_TOKENS:
+                raise SettingError(f"task: {prompt.name} has {len(prompt.ids)} tokens; a study needs {LEAST_TOKENS}")
+            if len(prompt.ids) > self.run.checkpoint.longest():
+                raise SettingError(
+                    f"task: {prompt.name} has {len(prompt.ids)} tokens, and model={self.run.checkpoint.name} reads "
+                    f"{self.run.checkpoint.longest()}"
+                )
+        return found
+
+    def _cut_text(self, text: TextPieces) -> list[StudyPrompt]:
+        ids: list[int] = []
+        for own in read_text_files(text.path):
+            ids += encode_text(self.resources.tokenizer, own)[0]
+            if len(ids) >= self.count * text.tokens:
+                break
+        count = min(self.count, len(ids) // text.tokens)
+        if not count:
+            raise SettingError(f"text={text.path}: {len(ids)} tokens, fewer than tokens={text.tokens}")
+        pieces = [tuple(ids[index * text.tokens : (index + 1) * text.tokens]) for index in range(count)]
+        return [StudyPrompt(str(index), own) for index, own in enumerate(pieces)]
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """All settings that may change a number, for the hash and study.yaml."""
+        value, run = self.run.value, self.run
+        ids = sha256(repr([prompt.ids for prompt in self.prompts]).encode()).hexdigest()[:16]
+        named = {"name": self.text.path.stem if self.text else str(value["task"]["name"]), "count": len(self.prompts)}
+        task = {"tokens": self.text.tokens} if self.text else {"task": task_identity(run.task_settings)}
+        return {
+            "model": value["model"],
+            "prompts": named | task | {"ids": ids, "longest": max(len(own.ids) for own in self.prompts)},
+            "block_size": run.block_size,
+            "seed": run.seed,
+            "device": value["device"],
+        }
+
+    def execute(self, results: Path) -> Path:
+        """Compute what is missing, write lines.csv, and return the folder.
+
+        Args:
+            results: The folder of results.
+        """
+        folder = results / FOLDER / run_hash(self.about)
+        write_text(folder / ABOUT, yaml.safe_dump(to_plain(self.about), sort_keys=False))
+        files = {study.name: f"{study.name}-{source_hash([type(study).__module__])[:8]}" for study in self.studies}
+        made: list[Line] = []
+        for study in self.studies:
+            if not isinstance(study, LayerStudy):
+                made += self._compute(study, folder / PROMPTS / f"{files[study.name]}.csv")
+        layered = [study for study in self.studies if isinstance(study, LayerStudy)]
+        found: list[list[Line]] = []
+        bar = tqdm(self.prompts if layered else (), desc="prompts", file=sys.stderr, disable=None)
+        for index, prompt in enumerate(bar):
+            paths = {study.name: folder / PROMPTS / f"{files[study.name]}-{index}.csv" for study in layered}
+            missing = [study for study in layered if not paths[study.name].exists()]
+            if missing:
+                for study, lines in self._read(missing, prompt, index == 0):
+                    write_text(paths[study.name], format_lines(lines))
+            found.append([line for path in paths.values() for line in read_lines(path)])
+        made += average_prompts(found)
+        kept = (
+            [line for line in read_lines(folder / LINES) if line.study not in files]
+            if (folder / LINES).exists()
+            else []
+        )
+        write_text(folder / LINES, format_lines(sorted(kept + made, key=lambda line: line.study)))
+        return folder
+
+    def _compute(self, study: Study, path: Path) -> list[Line]:
+        """Return the lines of a study that reads no prompt with the model."""
+        if not path.exists():
+            if isinstance(study, PromptStudy):
+                samples = [sample for sample, _ in self.resources.prompts.values()]
+                lines = list(study.compute(samples, self.resources.tokenizer))
+            else:
+                assert isinstance(study, ClosedForm)
+                checkpoint = self.run.checkpoint
+                lines = list(study.compute(checkpoint.layout(), checkpoint.config()))
+            write_text(path, format_lines(lines))
+        return read_lines(path)
+
+    def _read(
+        self, studies: Sequence[LayerStudy], prompt: StudyPrompt, first: bool
+    ) -> Iterator[tuple[Study, list[Line]]]:
+        """Read a prompt with the model and yield the lines of each study."""
+        memories = read_prompt(self.resources.model, prompt, studies, self.run.block_size, self.run.seed)
+        for study in studies:
+            yield study, list(study.finish(memories[study.name], first))
+
+
+def read_prompt(
+    model: torch.nn.Module,
+    prompt: StudyPrompt,
+    studies: Sequence[LayerStudy],
+    block_size: int | None = None,
+    seed: int = 0,
+) -> dict[str, dict[int, Memory]]:
+    """Read a prompt into a full cache and return what each study remembers of each layer.
+
+    Args:
+        model: A supported model.
+        prompt: The prompt.
+        studies: The studies, all served by one pass.
+        block_size: Tokens read at once; None reads the prompt as one block.
+        seed: Seed of the sample.
+    """
+    choice = CachePolicy(
+        Recorder("recorder", studies=tuple(studies)),
+        Allocator("uniform"),
+        build("codec", load_settings("codec", "raw")),
+    )
+    context = GenerationContext(model, choice, Budget(1.0), block_size, (seed,), prompt.prefix, compile=False)
+    context.prefill(torch.tensor([prompt.ids], device=next(model.parameters()).device))
+    states: dict[int, State] = {layer.index: layer.state for layer in context.own_layers}
+    return {study.name: {index: state.layer[study.name] for index, state in states.items()} for study in studies}
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Return the lines of a file."""
+    return parse_lines(path.read_text(encoding="utf-8"), str(path))
+
+
+def average_prompts(found: Iterable[Sequence[Line]]) -> list[Line]:
+    """Average the numbers of several prompts, with 95 % intervals over prompts (kvbench.analysis.intervals).
+
+    Numbers are averaged if they have the same place (`Line.place`). A number that only one prompt has gets no interval.
+    Points of a scatter, which share a place with no number of another prompt, stay as they are.
+    """
+    places: dict[tuple[Any, ...], list[Line]] = {}
+    for lines in found:
+        for line in lines:
+            places.setdefault(line.place, []).append(line)
+    return [average_lines(own) for own in places.values()]
+
+
+def average_lines(lines: Sequence[Line]) -> Line:
+    """Average lines of one place."""
+    groups = [str(index) for index in range(len(lines))]
+    least, most = (0.0, 1.0) if lines[0].series == HOLDS else (-inf, inf)
+    own = mean([Values([line.value for line in lines], groups, least, most)])
+    total = sum(line.n for line in lines)
+    return replace(lines[0], value=own.value, n=total, low=own.low, high=own.high, prompts=len(lines))

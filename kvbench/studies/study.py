@@ -1,0 +1,192 @@
+"""The interface of a study: it looks at a model, at prompts or at a formula, and returns lines of numbers.
+
+A study is a class in a file of its own, whose name it has. There are three kinds, by what they look at:
+
+    LayerStudy    every layer of a model that reads a prompt into a full cache. Written as a method is: `update` sees
+                  what a layer computed for a block, and `finish` turns what it remembered into lines
+    PromptStudy   the texts of a task's samples and their tokens. No model reads them
+    ClosedForm    a formula, and at most the shape of a model
+
+`conf/papers/exhibits/` says which lines make a paper's table or figure. docs/add-a-study.md shows a study in 30 lines.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.interfaces.layout import Layout
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Observation, State
+from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
+from kvbench.interfaces.task import Sample
+from kvbench.store.study_lines import HOLDS, Line
+
+Memory = dict[str, Any]
+"""What a study remembers of one layer while a prompt is read."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The base of every study. Everything random in a study is drawn with `seed`."""
+
+    name: ClassVar[str]
+    """The name of the study's file in kvbench/studies/."""
+    seed: int = 0
+
+    def line(self, quantity: str, value: float | Tensor, **place: Any) -> Line:
+        """Return a line of this study.
+
+        Args:
+            quantity: What the value is.
+            value: A number, or a tensor with one element.
+            place: Other fields of `Line`.
+        """
+        return Line(self.name, quantity, float(value), **place)
+
+    def claim(self, quantity: str, instances: Iterable[Tensor]) -> Line:
+        """Return the share of instances in which a claim of a paper holds, such as heads or pairs of tokens.
+
+        Args:
+            quantity: The name of the claim. An exhibit states it in words.
+            instances: True where it holds, any shapes.
+        """
+        every = torch.cat([own.flatten().cpu() for own in instances]).double()
+        return self.line(quantity, every.mean(), series=HOLDS, n=len(every))
+
+
+@dataclass(frozen=True)
+class LayerStudy(Study):
+    """Looks at every layer of a model that reads a prompt, in one block or in several.
+
+    Only a study that says so gets what costs time or memory: the `wants_` properties are those of `Method`.
+    Nothing of tokens × tokens may be held for more than one head and one block.
+    """
+
+    wants_lse: ClassVar[bool] = False
+    wants_unrotated_keys: ClassVar[bool] = False
+    wants_hidden: ClassVar[bool] = False
+    wants_normed_hidden: ClassVar[bool] = False
+
+    def update(self, memory: Memory, observation: Observation, rows: Rows) -> None:
+        """Look at one layer that has just read a block. Called for every layer of every block.
+
+        Args:
+            memory: What the study remembers of this layer, empty before the first block. The study changes it. It may
+                hold no tensor of the observation, because those are reused, but copies or parts of them.
+            observation: What the layer computed for the block. ``observation.last`` says whether it is the prompt's
+                last block.
+            rows: All rows of the layer so far, the block's included: keys (1, H, n, d) and values.
+        """
+        raise NotImplementedError
+
+    def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
+        """Return the lines of a prompt.
+
+        Args:
+            memories: What the study remembers, by layer. Layers with a sliding window are missing.
+            first: Whether it is the first prompt. Lines that show a single prompt, such as a scatter, come from it.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PromptStudy(Study):
+    """Looks at the samples of a task and at their tokens."""
+
+    def compute(self, samples: Sequence[Sample], tokenizer: Any) -> Iterable[Line]:
+        """Return the lines of all samples."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ClosedForm(Study):
+    """Computes a formula, for the shape of a model if the formula depends on it."""
+
+    def compute(self, layout: Layout, config: Any) -> Iterable[Line]:
+        """Return the lines.
+
+        Args:
+            layout: The model's layers, heads and dimensions.
+            config: The model's configuration, as transformers reads it.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Recorder(Method):
+    """A method that keeps every row and shows what the layers compute to several studies, in one pass."""
+
+    studies: tuple[LayerStudy, ...] = setting(default=(), kw_only=True)
+    """The studies."""
+
+    @property
+    def wants_lse(self) -> bool:
+        return any(study.wants_lse for study in self.studies)
+
+    @property
+    def wants_unrotated_keys(self) -> bool:
+        return any(study.wants_unrotated_keys for study in self.studies)
+
+    @property
+    def wants_hidden(self) -> bool:
+        return any(study.wants_hidden for study in self.studies)
+
+    @property
+    def wants_normed_hidden(self) -> bool:
+        return any(study.wants_normed_hidden for study in self.studies)
+
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        for study in self.studies:
+            study.update(state.layer.setdefault(study.name, {}), observation, rows)
+        return {}
+
+
+def draw_positions(count: int, tokens: int, seed: int, first: int = 0) -> Tensor:
+    """Draw positions of a prompt without replacement, the same ones for every layer.
+
+    Args:
+        count: How many; all if there are fewer.
+        tokens: Number of tokens of the prompt.
+        seed: Seed of the draw.
+        first: The smallest position that may be drawn.
+
+    Returns:
+        Positions in ascending order, (at most count,) int64, on the CPU.
+    """
+    order = torch.randperm(tokens - first, generator=torch.Generator().manual_seed(seed))[:count]
+    return order.sort().values + first
+
+
+def take_block(positions: Tensor, observation: Observation) -> Tensor:
+    """Return the indices within a block of those of the prompt's positions that lie in it, on the block's device."""
+    stop = observation.first + observation.queries.shape[2]
+    own = positions[(positions >= observation.first) & (positions < stop)] - observation.first
+    return own.to(observation.queries.device)
+
+
+def count_bins(values: Tensor, low: float, high: float, bins: int) -> Tensor:
+    """Count values in bins of equal width. Values outside of [low, high] count in the outermost bins.
+
+    Args:
+        values: Any shape.
+        low: Lower end of the first bin.
+        high: Upper end of the last bin.
+        bins: Number of bins.
+
+    Returns:
+        (bins,) float64, on the CPU.
+    """
+    place = ((values.flatten().double() - low) / (high - low) * bins).floor().clamp_(0, bins - 1)
+    return torch.bincount(place.long(), minlength=bins).double().cpu()
+
+
+def list_shares(study: Study, quantity: str, counts: Tensor, low: float, high: float, **place: Any) -> Iterator[Line]:
+    """Yield a histogram as shares of all values: a line for each bin, whose `x` is the bin's middle."""
+    total = float(counts.sum())
+    width = (high - low) / len(counts)
+    for index, count in enumerate(counts.tolist()):
+        yield study.line(quantity, count / total, x=low + (index + 0.5) * width, n=int(total), **place)
