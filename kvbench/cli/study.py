@@ -42,8 +42,8 @@ def compute_studies(arguments: Sequence[str]) -> int:
     """
     options = make_parser().parse_args(arguments)
     names = [word for word in options.words if "=" not in word]
-    if len(names) > 1:
-        raise SettingError(f"{names[1]}: one exhibit, then settings such as model=smollm2")
+    if len(names) > (options.paper != "all"):
+        raise SettingError(f"{names[-1]}: after a paper one exhibit, after all none; then settings")
     from kvbench.papers.exhibits import describe_claims, list_studies, load_exhibits
 
     exhibits = load_exhibits(None if options.paper == "all" else options.paper, names[0] if names else None)

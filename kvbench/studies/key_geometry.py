@@ -34,13 +34,12 @@ from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_probabilities
 from kvbench.store.study_lines import Line
-from kvbench.studies.study import LayerStudy, Memory, count_bins, draw_positions, list_shares, take_block
+from kvbench.studies.study import LayerStudy, Memory, count_bins, draw_positions, list_shares, list_shown, take_block
 
 SAMPLED = 1024  # positions whose queries are looked at one by one
 BINS = 40  # of a histogram of cosines
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 FIRST = 64  # tokens of the maps of KeyDiff's Figure 2
-SHOWN = 6  # layers of which a head is shown
 POINTS = 150  # keys, and as many queries, of a scatter
 TOP = 0.05  # share of the keys that a scatter shows as the highest-scored ones
 SQUARES = 32  # rows and columns of a map of similarities
@@ -73,7 +72,7 @@ class KeyGeometry(LayerStudy):
         memory["similarity"] = cosines(widen(keys[:, :FIRST]), widen(keys[:, :FIRST])).cpu()
         few = widen(keys[:, :FIRST])[None]
         memory["attention"] = window_probabilities(first[None], few, None, observation.scaling)[0].cpu()
-        if observation.layer in list_shown(observation.layers):
+        if observation.layer in list_shown(observation.cut_layers):
             group = sampled.shape[0] // rows.heads
             memory["plane"] = project(widen(keys[0]), sampled[:group].flatten(0, 1), self.seed)
             memory["map"] = average_squares(keys[0]).cpu()
@@ -98,7 +97,7 @@ class KeyGeometry(LayerStudy):
                 yield self.line("norm", value, series=series, layer=layer, x=share, n=own[f"count_{series}"])
 
     def _list_distances(self, memories: Mapping[int, Memory]) -> Iterator[Line]:
-        shown = list_shown(max(memories) + 1)
+        shown = list_shown(list(memories))
         for layer, own in memories.items():
             curve = own["at_distance"]
             for index, value in enumerate(curve.tolist() if layer in shown else ()):
@@ -248,9 +247,3 @@ def average_squares(keys: Tensor) -> Tensor:
     pieces = min(SQUARES, len(unit))
     means = torch.stack([own.mean(0) for own in unit.tensor_split(pieces)])
     return means @ means.mT
-
-
-def list_shown(layers: int) -> set[int]:
-    """Return the layers of which a head is shown: some, evenly spaced, the first and the last among them."""
-    count = min(SHOWN, layers)
-    return {round(index * (layers - 1) / max(1, count - 1)) for index in range(count)}

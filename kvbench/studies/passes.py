@@ -106,8 +106,11 @@ class StudyPass:
         return found
 
     def _cut_text(self, text: TextPieces) -> list[StudyPrompt]:
+        longest = self.run.checkpoint.longest()
+        if not LEAST_TOKENS <= text.tokens <= longest:
+            raise SettingError(f"tokens={text.tokens}: from {LEAST_TOKENS} to {longest}, which the model reads")
         ids: list[int] = []
-        for own in read_text_files(text.path):
+        for own in read_text_files(text.path, "text"):
             ids += encode_text(self.resources.tokenizer, own)[0]
             if len(ids) >= self.count * text.tokens:
                 break

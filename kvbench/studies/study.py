@@ -25,6 +25,8 @@ from kvbench.interfaces.settings import setting
 from kvbench.interfaces.task import Sample
 from kvbench.store.study_lines import HOLDS, Line
 
+SHOWN = 6  # layers that an exhibit of single heads shows
+
 Memory = dict[str, Any]
 """What a study remembers of one layer while a prompt is read."""
 
@@ -190,3 +192,13 @@ def list_shares(study: Study, quantity: str, counts: Tensor, low: float, high: f
     width = (high - low) / len(counts)
     for index, count in enumerate(counts.tolist()):
         yield study.line(quantity, count / total, x=low + (index + 0.5) * width, n=int(total), **place)
+
+
+def list_shown(layers: Sequence[int]) -> list[int]:
+    """Return the layers that an exhibit of single heads shows: a few at equal distances, with the first and the last.
+
+    Args:
+        layers: The layers to choose from, in order, such as ``observation.cut_layers``.
+    """
+    count = min(SHOWN, len(layers))
+    return [layers[round(index * (len(layers) - 1) / max(1, count - 1))] for index in range(count)]

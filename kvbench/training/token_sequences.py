@@ -59,8 +59,12 @@ def write_samples(folder: Path, length: int, seed: int) -> Iterator[str]:
         yield tokenizer.decode(ids[1:-1], skip_special_tokens=False)  # pack_texts adds the first and the last token
 
 
-def read_text_files(path: Path) -> Iterator[str]:
+def read_text_files(path: Path, setting: str = "--text") -> Iterator[str]:
     """Yield the text of a file, or of all .txt, .md and .rst files below a folder in the order of their paths.
+
+    Args:
+        path: The file or the folder.
+        setting: The setting that messages name.
 
     Raises:
         SettingError: A file cannot be read, or there is none.
@@ -69,14 +73,14 @@ def read_text_files(path: Path) -> Iterator[str]:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXTS and file.is_file())
     if not files:
-        raise SettingError(f"--text={path}: no file there ends with {', '.join(TEXTS)}")
+        raise SettingError(f"{setting}={path}: no file there ends with {', '.join(TEXTS)}")
     for file in files:
         try:
             yield file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise SettingError(f"--text={path}: {file.name} is not UTF-8") from None
+            raise SettingError(f"{setting}={path}: {file.name} is not UTF-8") from None
         except OSError as error:
-            raise SettingError(f"--text={path}: {file.name} cannot be read ({error.strerror})") from None
+            raise SettingError(f"{setting}={path}: {file.name} cannot be read ({error.strerror})") from None
 
 
 def find_packages(names: Sequence[str]) -> list[str]:

@@ -1,0 +1,99 @@
+"""`kvbench study`: one pass serves all studies, a stopped one goes on, and wrong words are refused before anything."""
+
+import pytest
+
+from kvbench.cli import study as command
+from kvbench.store.study_lines import LINES, Line, find_studies, format_lines, parse_lines, read_study
+from kvbench.studies import passes
+from kvbench.validation import SettingError
+
+TASK = ["task=ruler", "task.length=448", "task.subtasks=[niah_single_1,niah_single_2]", "device=cpu"]
+
+
+@pytest.fixture
+def study(checkpoint, tmp_path, monkeypatch, capsys):
+    """Runs the command on a tiny checkpoint; gives exit code, output, errors, and the prompts that were read."""
+    monkeypatch.chdir(tmp_path)
+    read = passes.read_prompt
+
+    def call(*words: str) -> tuple[int, str, str, list[str]]:
+        names = []
+        with monkeypatch.context() as patch:
+            patch.setattr(passes, "read_prompt", lambda *own: names.append(own[1].name) or read(*own))
+            code = command.main([*words, "model=hf", f"model.path={checkpoint}"])
+        return code, *capsys.readouterr(), names
+
+    return call
+
+
+def test_prompts_are_read_once_for_all_studies_and_never_again(study, tmp_path):
+    code, out, err, names = study("keydiff", *TASK, "prompts=2")
+    assert code == 0, err
+    folder = tmp_path / out.splitlines()[0]
+    assert len(names) == 2 and names[0].startswith("niah_single_1") and names[1].startswith("niah_single_2")
+    assert "keydiff_figure14: The mean key" in out and "of 16, 2 prompts" in out
+    found = read_study(folder)
+    assert {line.study for line in found.lines} >= {"key_geometry", "received_attention"}
+    [share] = [line for line in found.lines if line.quantity == "opposite"]
+    assert 0 <= share.low <= share.value <= share.high <= 1
+    before = (folder / LINES).read_text()
+    assert study("centroidkv", "figure03", *TASK, "prompts=2")[3] == []  # what it needs has been computed
+    assert (folder / LINES).read_text() == before
+    for path in folder.glob("prompts/received_attention-*-1.csv"):  # as if it had been stopped before the second prompt
+        path.unlink()
+    assert study("keydiff", *TASK, "prompts=2")[3] == names[1:]
+    assert (folder / LINES).read_text() == before
+
+
+def test_a_text_is_cut_into_prompts(study, tmp_path):
+    (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    code, out, err, names = study("keydiff", "figure14", "text=book.txt", "tokens=150", "prompts=2", "block_size=64")
+    assert (code, names) == (0, ["0", "1"]), err
+    [found] = find_studies(tmp_path / "results")
+    assert found.about["prompts"] | {"ids": ""} == {
+        "name": "book", "count": 2, "tokens": 150, "ids": "", "longest": 150,
+    }  # fmt: skip
+    assert found.about["block_size"] == 64
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["keydif"], "PAPER=keydif: choose one of centroidkv, "),
+        (["keydiff", "figure41"], "EXHIBIT=figure41: "),
+        (["all", "figure14"], "figure14: after a paper one exhibit"),
+        (["keydiff", "method=knorm"], "method=knorm: a study reads into a full cache"),
+        (["keydiff", "prompts=0"], "prompts=0: a whole number of at least 1"),
+        (["keydiff", "text=none.txt"], "text=none.txt: none.txt cannot be read"),
+        (["keydiff", "text=raw.txt"], "text=raw.txt: raw.txt is not UTF-8"),
+        (["keydiff", "text=short.txt"], "text=short.txt: 2 tokens, fewer than tokens=4096"),
+        (["keydiff", "text=short.txt", "tokens=9999"], "tokens=9999: from 128 to 4096"),
+        (["keydiff", "task.lenght=512"], "task.lenght"),
+    ],
+)
+def test_wrong_words_are_refused_before_a_model_is_loaded(study, tmp_path, monkeypatch, words, line):
+    (tmp_path / "raw.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "short.txt").write_text("a")
+    monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("loaded"))
+    code, out, err, _ = study(*words)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith(f"kvbench: {line}"), err
+    assert not (tmp_path / "results").exists()
+
+
+def test_numbers_are_averaged_by_their_place():
+    one = [Line("s", "q", 0.2, layer=1, n=3), Line("s", "share", 1.0, series="holds", n=4)]
+    two = [Line("s", "q", 0.4, layer=1, n=5), Line("s", "share", 1.0, series="holds", n=4), Line("s", "map", 7.0, x=2)]
+    mean, share, single = passes.average_prompts([one, two])
+    assert (mean.value, mean.n, mean.prompts) == (pytest.approx(0.3), 8, 2)
+    assert mean.high - mean.value == pytest.approx(12.7062 * 0.1, rel=1e-4)  # t with one degree of freedom
+    assert share.value == share.high == 1 and 0 < share.low < 1 and share.n == 8
+    assert (single.value, single.low, single.prompts) == (7.0, None, 1)
+
+
+def test_lines_are_read_as_they_were_written():
+    lines = [Line("a", "q", 0.123456, "keys", 3, None, -1.5, None, 10, 0.1, 0.2, 2), Line("b", "r", -7.0)]
+    assert parse_lines(format_lines(lines), "x") == lines
+    with pytest.raises(SettingError, match=r"x line 3: a value is missing or no number"):
+        parse_lines(format_lines(lines).replace("-7", "?"), "x")
+    with pytest.raises(SettingError, match="x: not a file of kvbench study"):
+        parse_lines("a,b\n", "x")
