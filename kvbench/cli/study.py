@@ -4,6 +4,7 @@ Examples:
   kvbench study all                                           every study, on the embedded model
   kvbench study keydiff figure14 model=smollm2 task=longbench prompts=20
   kvbench study keydiff text=book.txt tokens=8192
+  kvbench study all tokens=32768 model=random model.like=llama31_8b model.tokenizer=reference --cost cost.csv
 
 The first word is a paper of conf/papers/exhibits/, or all. The second is an exhibit of the paper; without one all of
 them are computed. The other words are settings of run.py, such as model, task, block_size, dtype or seed, and
@@ -14,6 +15,9 @@ them are computed. The other words are settings of run.py, such as model, task, 
 
 The numbers go to results/studies/<hash>/lines.csv. `kvbench papers` emits the exhibits from there. A command that was
 stopped goes on where it was; studies that were computed before are not computed again.
+
+--cost measures, in place of all this, how much longer a prefill of random tokens takes with each study and with all of
+them, and how much memory it needs. The file is a CSV.
 """
 
 from collections.abc import Sequence
@@ -31,6 +35,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser("study", __doc__)
     parser.add_argument("paper", help="a paper of conf/papers/exhibits, or all")
     parser.add_argument("words", nargs="*", metavar="EXHIBIT | SETTING=VALUE", help="an exhibit of it, and settings")
+    parser.add_argument("--cost", type=Path, metavar="FILE", help="measure time and memory, and write them there")
     return parser
 
 
@@ -40,7 +45,7 @@ def compute_studies(arguments: Sequence[str]) -> int:
     Raises:
         SettingError: There is no such paper or exhibit, or a setting cannot be used.
     """
-    options = make_parser().parse_args(arguments)
+    options = make_parser().parse_intermixed_args(arguments)
     names = [word for word in options.words if "=" not in word]
     if len(names) > (options.paper != "all"):
         raise SettingError(f"{names[-1]}: after a paper one exhibit, after all none; then settings")
@@ -66,6 +71,9 @@ def compute_studies(arguments: Sequence[str]) -> int:
 
     known = load_studies()
     studies = [known[name](run.seed) for name in list_studies(exhibits)]
+    if options.cost is not None:
+        write_costs(options.cost, run, studies, tokens)
+        return 0
     text = None if given["text"] is None else TextPieces(Path(given["text"]), tokens)
     require_writable("results", results)
     folder = StudyPass(run, studies, count, text).execute(results)
@@ -73,6 +81,23 @@ def compute_studies(arguments: Sequence[str]) -> int:
     for line in describe_claims(exhibits, read_study(folder)):
         print(line)
     return 0
+
+
+def write_costs(path: Path, run: Any, studies: Sequence[Any], tokens: int) -> None:
+    """Measure what studies cost, print a line for each, and write the CSV."""
+    from kvbench.runs.resources import Resources
+    from kvbench.store.csv_rows import format_rows
+    from kvbench.store.study_lines import write_text
+    from kvbench.studies.cost import COLUMNS, format_costs, measure_costs
+    from kvbench.studies.study import LayerStudy
+
+    require_writable("--cost", path.parent)
+    layered = [study for study in studies if isinstance(study, LayerStudy)]
+    costs = list(measure_costs(Resources(run).model, layered, tokens, run.block_size, run.seed))
+    rows = format_costs(costs, tokens, run.block_size, run.device)
+    write_text(path, format_rows([COLUMNS, *rows]))
+    for study, _, _, seconds, ratio, _, memory, *_ in rows:
+        print(f"{study:20}  {seconds} s  {ratio} x" + (f"  {memory} x memory" if memory else ""))
 
 
 def read_number(name: str, text: str | None) -> int:
