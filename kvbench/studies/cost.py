@@ -50,7 +50,8 @@ def measure_costs(
     prompt = StudyPrompt("random", tuple(torch.randint(most, (tokens,), generator=generator).tolist()))
     device = next(model.parameters()).device.type
     alone = {study.name: [study] for study in studies}
-    for name, group in ({NONE: []} | alone | {ALL: list(studies)}).items():
+    groups: dict[str, list[LayerStudy]] = {NONE: []} | alone | {ALL: list(studies)}
+    for name, group in groups.items():
         for _ in range(2):
             gc.collect()
             forget_peak(device)
