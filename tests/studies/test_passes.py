@@ -1,5 +1,7 @@
 """`kvbench study`: one pass serves all studies, a stopped one goes on, and wrong words are refused before anything."""
 
+import csv
+
 import pytest
 
 from kvbench.cli import study as command
@@ -54,6 +56,18 @@ def test_a_text_is_cut_into_prompts(study, tmp_path):
         "name": "book", "count": 2, "tokens": 150, "ids": "", "longest": 150,
     }  # fmt: skip
     assert found.about["block_size"] == 64
+
+
+def test_costs_are_ratios_to_the_prefill_alone(study, tmp_path):
+    code, out, err, names = study("keydiff", "figure14", "tokens=200", "block_size=64", "--cost", "cost.csv")
+    assert (code, names) == (0, ["random"] * 6), err  # each twice
+    rows = list(csv.DictReader((tmp_path / "cost.csv").read_text().splitlines()))
+    assert [(row["study"], row["tokens"], row["block_size"]) for row in rows] == [
+        ("none", "200", "64"), ("key_geometry", "200", "64"), ("all", "200", "64"),
+    ]  # fmt: skip
+    alone = float(rows[0]["seconds"])
+    assert all(float(row["ratio"]) == pytest.approx(float(row["seconds"]) / alone, rel=0.1) for row in rows)
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(
