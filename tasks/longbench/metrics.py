@@ -26,7 +26,11 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 def qa_f1(output: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Return the F1 of the bags of words, without case, ASCII punctuation and articles."""
-    found, wanted = _words(output), _words(reference)
+    return bag_f1(_words(output), _words(reference))
+
+
+def bag_f1(found: Sequence[str], wanted: Sequence[str]) -> float:
+    """Return the F1 of two bags of words."""
     same = (Counter(found) & Counter(wanted)).total()
     if not same:
         return 0.0
@@ -34,15 +38,15 @@ def qa_f1(output: str, reference: str, classes: Sequence[str] = ()) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def rouge(output: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Return the summary-level ROUGE-L f of rouge 1.0.1; 0 if a text has no sentence or a walk is longer than STEPS."""
+def rouge(output: str, reference: str, classes: Sequence[str] = (), steps: int = STEPS) -> float:
+    """Return the summary-level ROUGE-L f of rouge 1.0.1; 0 without sentences or if a walk is longer than `steps`."""
     found, wanted = _sentences(output), _sentences(reference)
     if not found or not wanted:
         return 0.0
     union: set[str] = set()
     for one in wanted:
         for other in found:
-            common = _common(one, other)
+            common = _common(one, other, steps)
             if common is None:
                 return 0.0
             union |= common
@@ -74,13 +78,13 @@ def count_score(output: str, reference: str, classes: Sequence[str] = ()) -> flo
 
 
 def retrieval_score(output: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Return `count_score` for the number of the paragraph that the reference ("Paragraph 7") names."""
+    """Return `count_score` for the number of the paragraph that the reference ("Paragraph 7", "段落7") names."""
     return count_score(output, find_paragraph(reference) or "")
 
 
 def find_paragraph(reference: str) -> str | None:
-    """Find the number in "Paragraph 7"; None if there is none."""
-    found = re.search(r"Paragraph (\d+)", reference)
+    """Find the number in "Paragraph 7" or "段落7"; None if there is none."""
+    found = re.search(r"(?:Paragraph |段落)(\d+)", reference)
     return found[1] if found else None
 
 
@@ -114,8 +118,8 @@ def _sentences(text: str) -> list[list[str]]:
     return [" ".join(piece.split()).split(" ") for piece in text.split(".") if piece]
 
 
-def _common(x: Sequence[str], y: Sequence[str]) -> set[str] | None:
-    """Return the words of a longest common subsequence; None if the walk to its beginning is longer than STEPS."""
+def _common(x: Sequence[str], y: Sequence[str], steps: int) -> set[str] | None:
+    """Return the words of a longest common subsequence; None if the walk to its beginning is longer than `steps`."""
     table = [[0] * (len(y) + 1)]
     for word in x:
         above, row = table[-1], [0]
@@ -124,7 +128,7 @@ def _common(x: Sequence[str], y: Sequence[str]) -> set[str] | None:
         table.append(row)
     i, j = len(x), len(y)
     words: set[str] = set()
-    for _ in range(STEPS + 1):
+    for _ in range(steps + 1):
         if i == 0 or j == 0:
             return words
         if x[i - 1] == y[j - 1]:

@@ -1,18 +1,24 @@
 """Make synthetic rows in LongBench's format, with small contexts, for trying the tasks. They are not the benchmark.
 
-synthetic_prose and synthetic_qa make the texts, which are always the same. The questions about documents are RULER's
-synthetic ones, which the embedded model can answer. In the other tasks it scores by words in common only.
+synthetic_prose and synthetic_qa make the English texts, which are always the same. The questions about documents are
+RULER's synthetic ones, which the embedded model can answer. In the other tasks it scores by words in common only.
+
+The Chinese texts are reports of transports, with invented names. The embedded model cannot read them.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from kvbench.tasks.common import synthetic_prose
 from kvbench.tasks.common.synthetic_qa import Inventor, make_article, make_chain
+from kvbench.tasks.longbench.subtasks import CHINESE
 
 ROWS = 4  # of each subtask
 CLASSES = {"person": "Name of a person", "name": "Name", "date": "Date", "count": "Number"}  # one contains another
+GOODS = {"农产品": ("大米", "苹果", "茶叶"), "工业品": ("钢管", "水泥", "电线"), "文化用品": ("图书", "毛笔", "地图")}
+ALL_CLASSES = {"trec": list(CLASSES.values()), "lsht": list(GOODS)}
 
 Texts = tuple[str, str, list[str]]  # input, context, answers
 
@@ -28,10 +34,10 @@ def make_rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 "input": question,
                 "context": context,
                 "answers": answers,
-                "length": len(" ".join([question, context, *answers]).split()),
+                "length": count_words(name, [question, context, *answers]),
                 "dataset": name,
-                "language": "python" if MAKERS[name] in (completion, repository) else "en",
-                "all_classes": list(CLASSES.values()) if name == "trec" else None,
+                "language": "zh" if name in CHINESE else "python" if name in ("lcc", "repobench-p") else "en",
+                "all_classes": ALL_CLASSES.get(name),
                 "_id": hashlib.sha256(where.encode()).hexdigest()[:48],
             },
         )
@@ -167,6 +173,88 @@ def repository(inventor: Inventor) -> Iterator[Texts]:
         )
 
 
+@dataclass(frozen=True)
+class Transport:
+    """A synthetic report in Chinese: who took which goods where, and how much of them."""
+
+    person: str
+    place: str
+    goods: str
+    kind: str
+    boxes: int
+    month: int
+
+    @property
+    def text(self) -> str:
+        """Return the report."""
+        return (
+            f"{self.month}月，{self.person}把{self.boxes}箱{self.goods}送到了{self.place}。路上下了雨，货物没有损坏。"
+        )
+
+    @property
+    def question(self) -> str:
+        """Return a question that `place` answers."""
+        return f"{self.person}把{self.goods}送到了什么地方？"
+
+    @property
+    def summary(self) -> str:
+        """Return the report in one sentence."""
+        return f"{self.person}送了{self.goods}。"
+
+
+def report_transports(inventor: Inventor, count: int) -> list[Transport]:
+    """Draw reports in which no person and no place occurs twice."""
+    rng = inventor.rng
+    people = rng.sample([first + second for first in "赵钱孙李周吴郑王" for second in "一二三四五六七八"], count)
+    places = rng.sample([first + second for first in "东西南北上下青白" for second in "山村河城桥湖岭岛"], count)
+    kinds = [rng.choice(list(GOODS)) for _ in range(count)]
+    return [
+        Transport(person, place, rng.choice(GOODS[kind]), kind, rng.randint(10, 99), rng.randint(1, 12))
+        for person, place, kind in zip(people, places, kinds, strict=True)
+    ]
+
+
+def single_chinese(inventor: Inventor) -> Iterator[Texts]:
+    """Ask where goods came to."""
+    for _ in range(ROWS):
+        listed = report_transports(inventor, 20)
+        asked = inventor.rng.choice(listed)
+        yield asked.question, "\n".join(one.text for one in listed), [asked.place]
+
+
+def multi_chinese(inventor: Inventor) -> Iterator[Texts]:
+    """Ask the same of numbered articles. Two answers are right."""
+    for _ in range(ROWS):
+        listed = report_transports(inventor, 20)
+        asked = inventor.rng.choice(listed)
+        articles = (f"文章{number}\n标题：{one.person}\n内容：{one.text}" for number, one in enumerate(listed, 1))
+        yield asked.question, "\n\n".join(articles), [asked.place, f"送到了{asked.place}"]
+
+
+def meeting_chinese(inventor: Inventor) -> Iterator[Texts]:
+    """Ask for a summary of a meeting."""
+    for _ in range(ROWS):
+        listed = report_transports(inventor, 8)
+        yield "", "\n".join(f"{one.person}：{one.text}" for one in listed), ["".join(one.summary for one in listed)]
+
+
+def types_chinese(inventor: Inventor) -> Iterator[Texts]:
+    """Show reports with the class of their goods, and ask for the class of another one."""
+    for _ in range(ROWS):
+        *shown, last = report_transports(inventor, 16)
+        examples = "\n".join(f"新闻内容：{one.text}\n类别：{one.kind}" for one in shown)
+        yield f"新闻内容：{last.text}\n类别：", examples, [last.kind]
+
+
+def one_of_chinese(inventor: Inventor) -> Iterator[Texts]:
+    """Show thirty paragraphs and the summary of one, and ask for its number."""
+    for _ in range(ROWS):
+        listed = report_transports(inventor, 30)
+        place = inventor.rng.randrange(len(listed))
+        context = "\n\n".join(f"段落{number}：{one.text}" for number, one in enumerate(listed, 1))
+        yield listed[place].summary, context, [f"段落{place + 1}"]
+
+
 def write_class(inventor: Inventor, count: int) -> list[str]:
     """Write a class with `count` setters, one text each."""
     names = [inventor.draw("name").lower() for _ in range(count)]
@@ -186,6 +274,11 @@ def answer_type(answer: str) -> str:
     if answer[0].isdigit():
         return CLASSES["date"]
     return CLASSES["person"] if " " in answer else CLASSES["name"]
+
+
+def count_words(name: str, texts: list[str]) -> int:
+    """Count the words of texts, in Chinese their characters, as the official rows do."""
+    return sum(map(len, texts)) if name in CHINESE else len(" ".join(texts).split())
 
 
 def first_sentence(paragraph: str) -> str:
@@ -220,4 +313,9 @@ MAKERS: dict[str, Callable[[Inventor], Iterator[Texts]]] = {
     "passage_retrieval_en": one_of_paragraphs,
     "lcc": completion,
     "repobench-p": repository,
+    "multifieldqa_zh": single_chinese,
+    "dureader": multi_chinese,
+    "vcsum": meeting_chinese,
+    "lsht": types_chinese,
+    "passage_retrieval_zh": one_of_chinese,
 }

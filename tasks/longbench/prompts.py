@@ -16,7 +16,7 @@ import yaml
 from kvbench.tasks.common.lm_eval_strings import read_strings
 from kvbench.tasks.longbench.subtasks import NAMES
 
-LM_EVAL_STRINGS = "5bc46c8b6b6f7cafc5301871ff64d79aa8d2a945d45549aa96439e5e1bf471a6"  # hash for lm-eval 0.4.13
+LM_EVAL_STRINGS = "88633c2b84ade57de67b6624b0b619c90bfb89eac1d4fd0882756dfdf7a878d1"  # hash for lm-eval 0.4.13
 CONTEXT, QUESTION = "{{context}}", "{{question}}"
 BLANK_LINE = ("triviaqa", "samsum")  # between context and question
 ENDS = {"passage_count": " ", "passage_retrieval_en": " ", "lcc": "\n", "repobench-p": "\n"}

@@ -17,11 +17,11 @@ HUB = ("zai-org/LongBench", "5e628be450b7e67fb7ae6e201bd6d8f7056f7672", "data.zi
 COLUMNS: dataset_rows.Columns = {
     "_id": str,
     "dataset": str,
-    "language": str,  # en, or the programming language of code
+    "language": str,  # en, zh, or the programming language of code
     "input": str,
     "context": str,
     "answers": list,
-    "length": int,  # number of words of input, context and answers
+    "length": int,  # number of words of input, context and answers; in Chinese of characters
     "all_classes": (list, NoneType),
 }
 
@@ -66,5 +66,5 @@ def check_rows(
         if subtask.metric is metrics.classification_score:
             dataset_rows.check_texts("task.path", where, "all_classes", row["all_classes"])
         if subtask.metric is metrics.retrieval_score and not all(map(metrics.find_paragraph, answers)):
-            raise SettingError(f"task.path: {where}: answers are not of the form 'Paragraph 1'")
+            raise SettingError(f"task.path: {where}: answers are not of the form 'Paragraph 1' or '段落1'")
     return rows

@@ -1,4 +1,6 @@
-"""LongBench v1: its 16 English tasks (arXiv 2308.14508; THUDM/LongBench 2e00731, LongBench/).
+"""LongBench v1: 16 English and code tasks and 5 Chinese ones (arXiv 2308.14508; THUDM/LongBench 2e00731, LongBench/).
+
+`subtasks=all` is the 16 that most papers have, `chinese` the 5, and `all21` all of them.
 
 Prompts, middle truncation before the chat template, tasks without a template, token limits and metrics are official.
 The context ends where the row's `context` ends, and the question follows. There is no answer prefix, because upstream
@@ -16,7 +18,7 @@ defaults:
 
 * The prompt is lm-eval's template. Six of these lack a line break or a blank (tasks/longbench/prompts.py).
 * No task has a chat template.
-* A line break ends the answers of trec, triviaqa and samsum, also as their first token.
+* A line break ends the answers of trec, triviaqa, samsum and lsht, also as their first token.
 * White space around an answer is stripped before it is scored. An answer of code counts by its first line that is not
   blank and has no comment mark.
 * No prompt is shortened. lm-eval drops the beginning of a prompt that is too long for the model. kvbench refuses such a
@@ -37,15 +39,19 @@ from typing import ClassVar
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common import dataset_rows
+from kvbench.tasks.longbench import chinese
 from kvbench.tasks.longbench.metrics import lm_eval_code_line
 from kvbench.tasks.longbench.prompts import PromptTemplate, load_lm_eval_prompt, load_official_prompt
 from kvbench.tasks.longbench.rows import load_rows
 from kvbench.tasks.longbench.subtasks import (
     CATEGORIES,
+    CHINESE,
     COMPLETION,
     E_NAMES,
+    ENGLISH,
     INTERVALS,
     NAMES,
+    SETS,
     SHOTS,
     SUBTASKS,
     Subtask,
@@ -90,15 +96,18 @@ class LongBench:
         if file.is_file() and file.stem.removesuffix("_e") in NAMES and for_e != (self.variant == E):
             variant, other = ("null", E) if for_e else (E, "null")
             raise SettingError(f"task.variant={variant}: {file.name} is read with task.variant={other}")
+        if any(own.metric in (chinese.qa_f1, chinese.rouge) for own in self._chosen):
+            chinese.require_jieba()
         self.inventory()
 
     @property
     def averages(self) -> Mapping[str, Mapping[str, float]]:
         """Return the weights of the averages: name -> subtask -> weight.
 
-        All subtasks have two means, over the 16 tasks (as in KeyDiff, DropKV and CentroidKV) and over the six
-        categories (as in DeltaKV), and each category has its own. A choice of subtasks has the mean over them, and the
-        means of those categories that are complete.
+        A choice of subtasks has the mean over them. If the 16 English and code tasks are among them, their mean (as in
+        KeyDiff's Table 1, DropKV and CentroidKV) and the mean over their six categories (as in DeltaKV) follow. Then
+        come the means of those categories that are complete, and of the Chinese tasks. A category is its English or
+        code tasks, whatever else is chosen, so that a name has one meaning in all runs.
 
         LongBench-E has the mean over the tasks, in which the intervals of a task weigh the same, and the mean over the
         tasks in each interval.
@@ -106,13 +115,19 @@ class LongBench:
         chosen = self._chosen
         if self.variant == E:
             return self._interval_means()
-        means = {f"mean of {len(chosen)} tasks": {subtask.name: 1 / len(chosen) for subtask in chosen}}
-        if len(chosen) == len(SUBTASKS):
-            share = {own.name: 1 / len(CATEGORIES) / len(CATEGORIES[own.category]) for own in SUBTASKS}
-            means[f"mean of {len(CATEGORIES)} categories"] = share
-        for category, whole_category in CATEGORIES.items():
-            if all(subtask in chosen for subtask in whole_category):
-                means[category] = {subtask.name: 1 / len(whole_category) for subtask in whole_category}
+        names = [subtask.name for subtask in chosen]
+        means = {f"mean of {len(names)} tasks": dict.fromkeys(names, 1 / len(names))}
+        if set(ENGLISH) <= set(names):
+            means.setdefault(f"mean of {len(ENGLISH)} tasks", dict.fromkeys(ENGLISH, 1 / len(ENGLISH)))
+            means[f"mean of {len(CATEGORIES)} categories"] = {
+                own.name: 1 / len(CATEGORIES) / len(whole) for whole in CATEGORIES.values() for own in whole
+            }
+        groups = {category: [own.name for own in whole] for category, whole in CATEGORIES.items()} | {
+            "Chinese": CHINESE
+        }
+        for group, whole_group in groups.items():
+            if set(whole_group) <= set(names):
+                means[group] = dict.fromkeys(whole_group, 1 / len(whole_group))
         return means
 
     def inventory(self) -> dict[str, int]:
@@ -158,8 +173,14 @@ class LongBench:
 
     @cached_property
     def _chosen(self) -> tuple[Subtask, ...]:
-        known = E_NAMES if self.variant == E else NAMES
-        names = dataset_rows.select_subtasks(self.subtasks, self.path, known, self._ending)
+        known, sets = (E_NAMES, {"all": E_NAMES}) if self.variant == E else (NAMES, SETS)
+        given = self.subtasks
+        if isinstance(given, str):
+            require_choice("task.subtasks", given, (*sets, *known))
+            given = given if given == "all" else list(sets.get(given, (given,)))
+        names: Sequence[str] = dataset_rows.select_subtasks(given, self.path, known, self._ending)
+        if given == "all" and len(names) > 1:  # a single file is its own subtask
+            names = sets["all"]
         return tuple(SUBTASKS[NAMES.index(name)] for name in names)
 
     @cached_property

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.tasks.common import lm_eval_strings
+from kvbench.tasks.longbench import chinese as longbench_chinese
 from kvbench.tasks.longbench import prompts as longbench
 from kvbench.tasks.ruler import templates as ruler
 from kvbench.tasks.scbench import metrics as scbench_metrics
@@ -29,7 +30,9 @@ CHANGES = {  # reader -> its setting, a file of lm_eval/tasks, and a piece of wh
     lambda: longbench.load_lm_eval_prompt("qasper"): [
         ("task=longbench", "longbench/qasper.yaml", "You are given a scientific article"),
         ("task=longbench", "longbench/lcc.yaml", "Please complete the code"),  # another subtask's
+        ("task=longbench", "longbench/lsht.yaml", "下面是一些例子"),
     ],
+    longbench_chinese.load_punctuation: [("task=longbench", "longbench/metrics.py", "〔〕")],
     scbench.load_forms: [
         ("task=scbench", "infinitebench/infinitebench_kv_retrieval.yaml", "Extract the value"),
         ("task=scbench", "infinitebench/utils.py", "Read the book and answer the question"),
@@ -37,7 +40,10 @@ CHANGES = {  # reader -> its setting, a file of lm_eval/tasks, and a piece of wh
     scbench_metrics.chinese_punctuation: [("task=scbench", "longbench/metrics.py", "〔〕")],
 }
 CASES = [(read, *own) for read, listed in CHANGES.items() for own in listed]
-CACHES = (ruler.load_wordings, longbench._load_texts, scbench.load_forms, scbench_metrics.chinese_punctuation)
+CACHES = (
+    *(ruler.load_wordings, longbench._load_texts, longbench_chinese.load_punctuation),
+    *(scbench.load_forms, scbench_metrics.chinese_punctuation),
+)
 
 
 @pytest.fixture

@@ -26,17 +26,18 @@ from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode
 from kvbench.runs.spec import RunSpec
 from kvbench.tasks.lm_eval.loader import PACKAGE
-from kvbench.tasks.longbench import task
+from kvbench.tasks.longbench import chinese, task
+from kvbench.tasks.longbench.chinese import load_cutter
 from kvbench.tasks.longbench.miniature import make_rows
 from kvbench.tasks.longbench.prompts import load_official_prompt
-from kvbench.tasks.longbench.subtasks import CATEGORIES, E_NAMES, NAMES, SUBTASKS
+from kvbench.tasks.longbench.subtasks import CATEGORIES, CHINESE, E_NAMES, ENGLISH, NAMES, SUBTASKS
 from kvbench.tasks.longbench.task import LongBench
 from kvbench.tasks.longbench.truncation import CONTEXT, NOTHING, QUESTION, truncate_middle
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.selection import only_in_full
 
-NO_TEMPLATE = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+NO_TEMPLATE = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
 TOKENIZER = AutoTokenizer.from_pretrained(REFERENCE)
 
 
@@ -44,9 +45,15 @@ def samples(longest: int = 4096, **settings) -> list[Sample]:
     return list(LongBench(**settings).samples(TOKENIZER, 1, longest))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def dictionary() -> None:
+    """jieba's dictionary, which is read once for all tests."""
+    load_cutter()
+
+
 @pytest.fixture(scope="module")
 def every() -> list[Sample]:
-    return samples()
+    return samples(subtasks="all21")
 
 
 @pytest.fixture
@@ -63,10 +70,14 @@ def folder(tmp_path) -> Path:
 
 
 def test_the_prompts_are_the_official_ones():
-    """The hash is that of config/dataset2prompt.json's 16 strings, in the order of NAMES."""
-    texts = ["".join(load_official_prompt(name).render("{context}", "{input}")) for name in NAMES]
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    assert digest == "c9543dd43c893ba18b183361b6d7207fe97ac48f6aaad2f3c3494e63de317305"
+    """The hashes are those of config/dataset2prompt.json's strings."""
+    hashes = (
+        (ENGLISH, "c9543dd43c893ba18b183361b6d7207fe97ac48f6aaad2f3c3494e63de317305"),
+        (CHINESE, "801bd36fa39121ec76224202a46f1a1a1c281bdf1c2921fd8e0eabf22cc6d57f"),
+    )
+    for names, expected in hashes:
+        texts = ["".join(load_official_prompt(name).render("{context}", "{input}")) for name in names]
+        assert hashlib.sha256("\0".join(texts).encode()).hexdigest() == expected
 
 
 def test_context_and_question_joined_are_the_prompt(every):
@@ -91,9 +102,9 @@ def test_limits_templates_and_ends(every):
     by_name = {sample.subtask: sample for sample in every}
     assert list(by_name) == list(NAMES)
     assert {name for name, sample in by_name.items() if not sample.chat} == NO_TEMPLATE
-    limits = dict.fromkeys(NAMES, 32) | dict.fromkeys(("narrativeqa", "qasper", "samsum"), 128)
-    limits |= dict.fromkeys(("multifieldqa_en", "trec", "lcc", "repobench-p"), 64)
-    limits |= dict.fromkeys(("gov_report", "qmsum", "multi_news"), 512)
+    limits = dict.fromkeys(NAMES, 32) | dict.fromkeys(("narrativeqa", "qasper", "samsum", "dureader"), 128)
+    limits |= dict.fromkeys(("multifieldqa_en", "multifieldqa_zh", "trec", "lsht", "lcc", "repobench-p"), 64)
+    limits |= dict.fromkeys(("gov_report", "qmsum", "multi_news", "vcsum"), 512)
     assert {name: sample.max_new_tokens for name, sample in by_name.items()} == limits
     assert {name for name, sample in by_name.items() if sample.ends or sample.min_new_tokens} == {"samsum"}
     assert TOKENIZER.decode(by_name["samsum"].ends) == "\n" and by_name["samsum"].min_new_tokens == 1
@@ -229,6 +240,10 @@ def test_scores_are_the_best_of_the_answers_in_points():
     assert score("passage_count", "3", "3")[0] == 100.0
     assert score("lcc", "# it\nx = 1\ny", "x = 1") == (100.0, "x = 1")
     assert score("gov_report", "", "a b") == (0.0, "")
+    assert score("lsht", "\n工业品\n农产品", "工业品", all_classes=["工业品", "农产品"]) == (100.0, "工业品")
+    assert score("passage_retrieval_zh", "段落3或4", "段落4")[0] == 50.0
+    assert score("multifieldqa_zh", "在北京，\n。", "上海", "在 北京")[0] == 100.0
+    assert score("dureader", "", "北京") == (0.0, "")
 
 
 def test_averages_are_those_of_the_papers():
@@ -247,6 +262,24 @@ def test_averages_are_those_of_the_papers():
     assert list(some) == ["mean of 3 tasks", "code"] and some["code"] == {"lcc": 0.5, "repobench-p": 0.5}
 
 
+def test_averages_keep_their_meaning_beside_the_chinese_tasks():
+    english, chinese, all21 = (LongBench(subtasks=own).averages for own in ("all", "chinese", "all21"))
+    assert chinese == dict.fromkeys(("mean of 5 tasks", "Chinese"), dict.fromkeys(CHINESE, 0.2))
+    assert all21.pop("mean of 21 tasks") == dict.fromkeys(NAMES, 1 / 21)
+    assert all21 == english | {"Chinese": chinese["Chinese"]} and list(all21)[:2] == list(english)[:2]
+
+
+def test_all_means_the_16_english_and_code_tasks():
+    """Their hash is that of runs that were made before kvbench had the Chinese tasks."""
+    assert LongBench().fingerprint() == LongBench(subtasks=list(ENGLISH)).fingerprint() == "57c013caca3a895c"
+    assert LongBench(protocol="lm_eval").fingerprint() == "9ee577c752b33aef"
+    assert list(LongBench().inventory()) == list(ENGLISH) and len(ENGLISH) == 16
+    assert list(LongBench(subtasks="all21").inventory()) == list(NAMES) and len(NAMES) == 21
+    assert list(LongBench(subtasks="chinese").inventory()) == list(CHINESE) and set(NAMES) - set(ENGLISH) == set(
+        CHINESE
+    )
+
+
 # lm-eval's protocol
 
 
@@ -262,14 +295,15 @@ def port(name: str) -> dict:
 
 @pytest.fixture
 def metrics(monkeypatch) -> ModuleType:
-    """lm-eval's module of metrics. Of the two packages that are not here, jieba is for Chinese, and fuzzywuzzy's ratio
-    without python-Levenshtein is difflib's in whole per cent.
+    """lm-eval's module of metrics, with the words of `load_cutter`. Of the package that is not here, fuzzywuzzy, the
+    ratio without python-Levenshtein is difflib's in whole per cent.
     """
 
     def ratio(one: str, other: str) -> int:
         return int(round(100 * SequenceMatcher(None, one, other).ratio()))
 
-    monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace())
+    jieba = SimpleNamespace(cut=lambda text, cut_all: load_cutter()(text))
+    monkeypatch.setitem(sys.modules, "jieba", jieba)
     monkeypatch.setitem(sys.modules, "fuzzywuzzy", SimpleNamespace(fuzz=SimpleNamespace(ratio=ratio)))
     spec = spec_from_file_location("longbench_port", PACKAGE / "longbench" / "metrics.py")
     module = module_from_spec(spec)
@@ -278,9 +312,9 @@ def metrics(monkeypatch) -> ModuleType:
 
 
 def test_lm_evals_prompts_stop_texts_and_limits():
-    made = samples(protocol="lm_eval", limit=1)
+    made = samples(protocol="lm_eval", limit=1, subtasks="all21")
     assert [sample.subtask for sample in made] == list(NAMES)
-    official = samples(limit=1)
+    official = samples(limit=1, subtasks="all21")
     for sample, its in zip(made, official, strict=True):
         [(_, row), own] = next(make_rows(sample.subtask)), port(sample.subtask)
         document = row | {"question": row["input"]}
@@ -289,12 +323,14 @@ def test_lm_evals_prompts_stop_texts_and_limits():
         asked = own["generation_kwargs"]
         assert (list(sample.until), sample.max_new_tokens) == (asked["until"], asked["max_gen_toks"])
         assert asked["do_sample"] is False and (sample.ends, sample.min_new_tokens) == ((), 0)
+    assert {sample.subtask for sample in made if sample.until} == {"trec", "triviaqa", "samsum", "lsht"}
     others = {sample.subtask for sample, its in zip(made, official, strict=True) if sample.question != its.question}
     assert others == {"triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"}
     assert len({LongBench(protocol=own).fingerprint() for own in ("official", "lm_eval")}) == 2
 
 
 WORDS = ["Rome", "the", "Paris ,", "\n", " ", ".", "# x", "x = 1", "7", "Paragraph 7", "// y", "a. b", "\t", "Number"]
+WORDS += ["段落7", "北京", "，", "。", "农产品", "送到了"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -345,7 +381,7 @@ def test_longbench_e_has_13_tasks_in_three_rows_by_length(tmp_path):
     folder = make_e_files(tmp_path, *E_NAMES)
     task = LongBench(path=str(folder), variant="e")
     task.check()
-    assert len(E_NAMES) == 13 and set(NAMES) - set(E_NAMES) == {"narrativeqa", "musique", "qmsum"}
+    assert len(E_NAMES) == 13 and set(ENGLISH) - set(E_NAMES) == {"narrativeqa", "musique", "qmsum"}
     rows = [f"{name}/{interval}" for name in E_NAMES for interval in ("0-4k", "4-8k", "8k+")]
     assert task.inventory() == {row: 2 if row.endswith("4-8k") else 1 for row in rows}
     made = list(task.samples(TOKENIZER, 1, 4096))
@@ -433,11 +469,12 @@ def test_every_copy_of_the_data_is_the_same(folder, tmp_path, monkeypatch, every
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     paths = (folder, folder / "data", tmp_path / "data.zip", tmp_path, tmp_path / "front.zip")
+    own = LongBench(path=str(folder), subtasks="all21")
     for path, kind in (*((str(path), "local") for path in paths), ("hub", "hub")):
-        task = LongBench(path=path)
+        task = LongBench(path=path, subtasks="all21")
         task.check()
         assert task.inventory() == dict.fromkeys(NAMES, 4)
-        assert task.fingerprint() == LongBench(path=str(folder)).fingerprint() != LongBench().fingerprint()
+        assert task.fingerprint() == own.fingerprint() != LongBench(subtasks="all21").fingerprint()
         found = list(task.samples(TOKENIZER, 1, 4096))
         assert {sample.meta["data"] for sample in found} == {kind}
         assert [(s.uid, s.context, s.question, s.answers, s.group) for s in found] == [
@@ -446,8 +483,10 @@ def test_every_copy_of_the_data_is_the_same(folder, tmp_path, monkeypatch, every
     assert asked == [("zai-org/LongBench", "data.zip", "dataset", "5e628be450b7e67fb7ae6e201bd6d8f7056f7672")]
     one = LongBench(path=str(folder / "data" / "trec.jsonl"), subtasks="trec")
     assert one.inventory() == LongBench(path=one.path).inventory() == {"trec": 4}
-    with pytest.raises(SettingError, match="one file is one subtask's"):
-        LongBench(path=one.path, subtasks=["trec", "lcc"]).check()
+    for several in (["trec", "lcc"], "all21"):
+        with pytest.raises(SettingError, match="one file is one subtask's"):
+            LongBench(path=one.path, subtasks=several).check()
+    assert LongBench(path=str(folder / "data" / "lsht.jsonl")).inventory() == {"lsht": 4}
     assert {sample.meta["data"] for sample in every} == {"miniature"}
 
 
@@ -491,6 +530,8 @@ BAD_ROWS = {  # changes of the second row of a subtask, and what is said
     "another task": ("hotpotqa", {"dataset": "musique"}, "line 2: dataset is 'musique', expected 'hotpotqa'"),
     "no classes": ("trec", {"all_classes": None}, "line 2: all_classes is not a list of strings"),
     "no paragraph": ("passage_retrieval_en", {"answers": ["7"]}, "line 2: answers are not of the form 'Paragraph 1'"),
+    "no Chinese classes": ("lsht", {"all_classes": []}, "line 2: all_classes is not a list of strings"),
+    "no Chinese paragraph": ("passage_retrieval_zh", {"answers": ["段7"]}, "line 2: answers are not of the form 'Par"),
 }
 
 
@@ -500,7 +541,7 @@ def test_a_row_that_cannot_be_used_is_named(case, folder):
     first, second, *_ = (row for _, row in make_rows(name))
     (folder / "data" / f"{name}.jsonl").write_text(broken(first) + broken(second, **changes))
     with pytest.raises(SettingError, match=re.escape(f"task.path: {name}.jsonl {said}")):
-        LongBench(path=str(folder)).check()
+        LongBench(path=str(folder), subtasks="all21").check()
 
 
 def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, tmp_path, monkeypatch, capsys):
@@ -539,7 +580,12 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, t
     refused("task.path=/nowhere: no such file or folder; or miniature, or hub", "task.path=/nowhere")
     refused("task.path=hub: zai-org/LongBench/data.zip is out of reach (", "task.path=hub")
     refused("task.path=1: miniature, hub, or a file or folder", "task.path=1")
-    refused("task.subtasks=dureader: choose one of all, narrativeqa", "task.subtasks=dureader")
+    refused("task.subtasks=zh: choose one of all, all21, chinese, narrativeqa", "task.subtasks=zh")
+    said = "task.subtasks=dureader: choose one of all, qasper"
+    refused(said, "task.subtasks=dureader", "task.variant=e", "task.path=miniature")
+    monkeypatch.setattr(chinese, "version", lambda name: "0.39")
+    said = "task=longbench: jieba cuts Chinese answers into words and 0.39 may cut other words; install jieba==0.42.1"
+    refused(said, "task.subtasks=chinese")
     refused("task.protocol=paper: choose one of official, lm_eval", "task.protocol=paper")
     refused("task.max_length=1: a whole number of at least 2", "task.max_length=1")
     refused("task.max_length=4k: a whole number of at least 2", "task.max_length=4k")
@@ -588,3 +634,23 @@ def test_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys, meth
     for record in found:
         if record["subtask"] == "samsum":
             assert record["tokens_out"] >= 1 and "\n" not in record["output"].rstrip("\n")
+
+
+@pytest.mark.full
+def test_chinese_answers_have_records_and_rows_of_the_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    chosen = {"subtasks": "chinese", "limit": 1, "max_length": 300}
+    settings = ["task.subtasks=chinese", "limit=1", "task.max_length=300", "method=snapkv", "budget=0.3", "device=cpu"]
+    code, out, _ = run_cli(["task=longbench", *settings, "-v"], monkeypatch, capsys)
+    assert code == 0 and all(
+        re.search(f"^{row} ", out, re.MULTILINE) for row in (*CHINESE, "mean of 5 tasks", "Chinese")
+    )
+    task = LongBench(**chosen)
+    expected = {sample.uid: sample for sample in task.samples(TOKENIZER, 1, 4096)}
+    files = list((tmp_path / "results" / "runs").glob("*/records*.jsonl"))
+    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert len(expected) == 5 and len(records) == 10
+    for record in records:
+        sample = expected[record["uid"]]
+        assert record["error"] is None and record["target"] == list(sample.answers)
+        assert record["score"] == task.score(sample, record["output"]).score

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rouge import Rouge
 
+from kvbench.tasks.longbench import chinese
 from kvbench.tasks.longbench.metrics import (
     STEPS,
     classification_score,
@@ -39,6 +40,14 @@ FOODS = ["Food", "Food and drink", "Sport"]
         (count_score, "07", "7", 0.0),
         (retrieval_score, "Paragraph 12 or 3 or 12", "Paragraph 12", 2 / 3),
         (retrieval_score, "12", "Paragraph 1", 0.0),
+        (retrieval_score, "段落12、3、12", "段落12", 2 / 3),
+        (retrieval_score, "第十二段", "段落12", 0.0),
+        (chinese.qa_f1, "他 来到了“网易”大厦。", "来到 网易 大厦", 6 / 8),  # 他|来到|了|网易|大厦
+        (chinese.qa_f1, "ABC公司！", "abc，公司", 1.0),
+        (chinese.qa_f1, "。", "北京", 0.0),
+        (chinese.rouge, "他来到了网易大厦", "来到大厦", 0.8 / (1.4 + 1e-8)),  # 2 of 5 words, 2 of 2
+        (chinese.rouge, "大厦。来到", "来到大厦", 1 / (2.5 + 3e-8)),  # one sentence: "。" is no "."
+        (chinese.rouge, "", "北京", 0.0),
         (code_sim, "\n# c\nreturn x+1\n", "return x + 1", 0.91),
         (code_sim, " \nreturn x + 1", "return x + 1", 0.15),
         (code_sim, "```\nreturn x + 1\n```", "return x + 1", 1.0),
@@ -116,3 +125,39 @@ def test_sentences_count_together():
     words = [f"w{i}" for i in range(STEPS + 10)]
     apart = ". ".join(words), ". ".join(words[:20])
     assert rouge(*apart) == packages(*apart) > 0
+
+
+def test_a_walk_of_chinese_words_is_one_step_shorter(monkeypatch):
+    """Counted like STEPS, the package fails from 990 equal words on, because `rouge_zh_score` calls `rouge_score`."""
+    monkeypatch.setattr(chinese, "load_cutter", lambda: str.split)
+    words = [f"w{i}" for i in range(STEPS)]
+    assert chinese.rouge(" ".join(words[1:]), " ".join(words[1:])) == pytest.approx(1)
+    assert chinese.rouge(" ".join(words), " ".join(words)) == 0.0
+
+
+@pytest.mark.full
+def test_words_are_those_that_jieba_cuts(monkeypatch, tmp_path):
+    """`jieba.cut` reads its dictionary in its own way."""
+    import jieba
+
+    jieba.setLogLevel("ERROR")
+    jieba.dt.tmp_dir = str(tmp_path)
+    pieces = [
+        "北京",
+        "来到了",
+        "大厦",
+        "研究生命",
+        "长春市",
+        "药店",
+        "iPhone-12",
+        "3.5%",
+        "，",
+        "。",
+        " ",
+        "\n",
+        "C++",
+        "囧",
+    ]
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(pieces, k=12)) for _ in range(100)]
+    assert [list(chinese.load_cutter()(text)) for text in texts] == [list(jieba.cut(text)) for text in texts]
