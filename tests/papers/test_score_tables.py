@@ -184,6 +184,27 @@ def test_an_average_is_that_of_the_paper_and_of_the_records(tmp_path):
     assert cell.measured == f"{frame.mean():.2f}" != f"{of_six:.2f}" and cell.low < cell.measured < cell.high
 
 
+def test_keydiffs_tables_over_21_tasks_are_filled_by_runs_of_all_of_them(tmp_path):
+    """A run of the 16 English and code tasks fills their cells and no other."""
+    spec, label = TABLES["keydiff_table11"], "Llama-3.1-8B-Instruct, full cache"
+    assert spec["run"]["task.subtasks"] == "all21" and "task.subtasks" not in TABLES["keydiff_table01"]["run"]
+    names = spec["averages"]["of"]
+    places = dict(zip((column["label"] for column in spec["columns"]), range(len(spec["columns"])), strict=True))
+    chinese = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
+    settings = {**spec["run"], "model": "llama31_8b", "method": "full"}
+    scores = {name: float(place) for place, name in enumerate(names)}
+
+    def fill(chosen: Iterable[str], **own: object) -> dict[str, str]:
+        put(tmp_path, settings, [record(0, scores[name], name) for name in chosen], **own)
+        cells = row_of(made("keydiff_table11", tmp_path), label)
+        return {name: cells[place].measured for name, place in places.items()}
+
+    of_16 = fill(name for name in names if name not in chinese)
+    assert {name for name, value in of_16.items() if not value} == chinese | {"mean of 21"}
+    of_21 = fill(names, sources="newer")
+    assert of_21["lsht"] == "15.00" and of_21["mean of 21"] == "10.00" and of_21["mean of 16"] == of_16["mean of 16"]
+
+
 def test_longer_answers_and_differences_are_against_the_full_cache(tmp_path):
     settings = {**TABLES["keydiff_table05"]["run"], "method": "full", "task.max_new_tokens": 4096}
     method = settings | {"method": "keydiff", "method.preset": "paper_window", "budget": 1024}
