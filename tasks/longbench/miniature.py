@@ -234,7 +234,7 @@ def multi_chinese(inventor: Inventor) -> Iterator[Texts]:
 def meeting_chinese(inventor: Inventor) -> Iterator[Texts]:
     """Ask for a summary of a meeting."""
     for _ in range(ROWS):
-        listed = report_transports(inventor, 8)
+        listed = report_transports(inventor, 5)
         yield "", "\n".join(f"{one.person}：{one.text}" for one in listed), ["".join(one.summary for one in listed)]
 
 

@@ -1,15 +1,20 @@
-"""LongBench's rows: from data.zip as published, from its files, from the hub, or from the miniature.
+"""LongBench's rows: from data.zip as published, from its files, from the hub, or from the miniature. kvpress's rows.
 
 The revision on the hub is pinned; data.zip holds data/<task>.jsonl, and data/<task>_e.jsonl of LongBench-E. A `length`
 that a copy stores as text is read as a number, so that the copy has the rows of the published file.
+
+kvpress's rows (`Xnhyacinth/LongBench`, evaluation/longbench/create_huggingface_dataset.py) are the same rows with whole
+prompts: `context`, `question` and `answer_prefix` hold the instructions too. Each task is a parquet file. Whole numbers
+may be stored as text.
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType
 
-from kvbench.tasks.common import dataset_rows
+from kvbench.tasks.common import dataset_rows, kvpress_rows
 from kvbench.tasks.longbench import metrics, miniature
+from kvbench.tasks.longbench.prompts import load_official_prompt
 from kvbench.tasks.longbench.subtasks import Subtask
 from kvbench.validation import SettingError
 
@@ -24,6 +29,14 @@ COLUMNS: dataset_rows.Columns = {
     "length": int,  # number of words of input, context and answers; in Chinese of characters
     "all_classes": (list, NoneType),
 }
+KVPRESS_HUB = ("Xnhyacinth/LongBench", "2e9ade51ebf45d98942056c0716234f9d5d257d5")
+KVPRESS_COLUMNS = {
+    **{name: COLUMNS[name] for name in ("_id", "answers", "length", "all_classes")},
+    "task": str,
+    **kvpress_rows.COLUMNS,
+}
+WHOLE = ("length", "max_new_tokens")
+MORE_TOKENS = 20  # that kvpress's rows allow an answer beyond the official limit
 
 
 def load_rows(path: str, subtasks: Iterable[Subtask], ending: str = "") -> dict[str, list[dataset_rows.Row]]:
@@ -43,6 +56,42 @@ def load_rows(path: str, subtasks: Iterable[Subtask], ending: str = "") -> dict[
     return {own.name: check_rows(own, find_rows(place, own.name + ending), ending) for own in subtasks}
 
 
+def load_kvpress_rows(path: str, subtasks: Iterable[Subtask], ending: str = "") -> dict[str, list[dataset_rows.Row]]:
+    """Load kvpress's rows of each subtask. Arguments and errors are those of `load_rows`."""
+    found = {}
+    for own in subtasks:
+        if path == dataset_rows.MINIATURE:
+            listed = make_kvpress_rows(own)
+        else:
+            file = f"{own.name}{ending}/test-00000-of-00001.parquet"
+            if path == dataset_rows.HUB:
+                place = dataset_rows.fetch_hub_file("task.path", *KVPRESS_HUB, file)
+            else:
+                names = (file, f"{own.name}{ending}.parquet", f"{own.name}{ending}.jsonl")
+                place = dataset_rows.find_file("task.path", Path(path).expanduser(), names)
+            read = dataset_rows.read_rows("task.path", place)
+            listed = ((f"{place.parent.name}/{where}", row) for where, row in read)  # files of all tasks have one name
+        found[own.name] = check_rows(own, listed, ending, KVPRESS_COLUMNS)
+    return found
+
+
+def make_kvpress_rows(subtask: Subtask) -> Iterator[tuple[str, dataset_rows.Row]]:
+    """Yield the miniature's rows with the official prompts, in kvpress's columns."""
+    for where, row in miniature.make_rows(subtask.name):
+        context, question = load_official_prompt(subtask.name).render(row["context"], row["input"])
+        yield (
+            where,
+            {
+                **{name: row[name] for name in KVPRESS_COLUMNS if name in row},
+                "task": subtask.name,
+                "context": context,
+                "question": question,
+                "answer_prefix": "",
+                "max_new_tokens": subtask.new_tokens + MORE_TOKENS,
+            },
+        )
+
+
 def find_rows(path: Path, name: str) -> Iterator[tuple[str, dataset_rows.Row]]:
     """Yield (where, row) of <name>.jsonl from data.zip, a folder that has data.zip or its files, or a .jsonl file."""
     member = f"data/{name}.jsonl"
@@ -51,17 +100,23 @@ def find_rows(path: Path, name: str) -> Iterator[tuple[str, dataset_rows.Row]]:
 
 
 def check_rows(
-    subtask: Subtask, found: Iterable[tuple[str, dataset_rows.Row]], ending: str = ""
+    subtask: Subtask,
+    found: Iterable[tuple[str, dataset_rows.Row]],
+    ending: str = "",
+    columns: dataset_rows.Columns = COLUMNS,
 ) -> list[dataset_rows.Row]:
-    """Check that rows have the official format and return them; a SettingError names line and column."""
+    """Check that rows have the official format, or kvpress's, and return them; a SettingError names line and column."""
+    of_task = "dataset" if columns is COLUMNS else "task"
     listed = [
-        (where, {**row, "length": dataset_rows.parse_whole(row["length"])} if "length" in row else row)
+        (where, {**row, **{name: dataset_rows.parse_whole(row[name]) for name in WHOLE if name in row}})
         for where, row in found
     ]
-    rows = dataset_rows.check_rows("task.path", listed, COLUMNS, unique="_id", what=f"rows of {subtask.name}")
+    rows = dataset_rows.check_rows("task.path", listed, columns, unique="_id", what=f"rows of {subtask.name}")
     for where, row in listed:
-        if row["dataset"] not in (subtask.name, subtask.name + ending):
-            raise SettingError(f"task.path: {where}: dataset is {row['dataset']!r}, expected {subtask.name!r}")
+        if row[of_task] not in (subtask.name, subtask.name + ending):
+            raise SettingError(f"task.path: {where}: {of_task} is {row[of_task]!r}, expected {subtask.name!r}")
+        if columns is not COLUMNS:
+            kvpress_rows.check_limit("task.path", where, row)
         answers = dataset_rows.check_texts("task.path", where, "answers", row["answers"])
         if subtask.metric is metrics.classification_score:
             dataset_rows.check_texts("task.path", where, "all_classes", row["all_classes"])

@@ -24,7 +24,13 @@ defaults:
 * No prompt is shortened. lm-eval drops the beginning of a prompt that is too long for the model. kvbench refuses such a
   prompt, unless `max_length` leaves out its middle as upstream does.
 
-lm-eval's own data set (Xnhyacinth/LongBench) already holds the instructions that its templates write around a row, so
+`protocol=kvpress` reads the data set that kvpress's evaluation reads, Xnhyacinth/LongBench:
+
+* A row holds the whole prompt and the most tokens of its answer (tasks/common/kvpress_rows.py).
+* Every task has a chat template, and no prompt is shortened.
+* An answer of trec, triviaqa, samsum and lsht counts by its first line behind any white space.
+
+lm-eval's own data set, which is the same, already holds the instructions that its templates write around a row, so
 its prompts have them twice. kvbench reads the official rows, so its prompts have them once.
 """
 
@@ -38,11 +44,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
-from kvbench.tasks.common import dataset_rows
+from kvbench.tasks.common import dataset_rows, kvpress_rows
 from kvbench.tasks.longbench import chinese
-from kvbench.tasks.longbench.metrics import lm_eval_code_line
+from kvbench.tasks.longbench.metrics import first_line, lm_eval_code_line
 from kvbench.tasks.longbench.prompts import PromptTemplate, load_lm_eval_prompt, load_official_prompt
-from kvbench.tasks.longbench.rows import load_rows
+from kvbench.tasks.longbench.rows import load_kvpress_rows, load_rows
 from kvbench.tasks.longbench.subtasks import (
     CATEGORIES,
     CHINESE,
@@ -61,7 +67,7 @@ from kvbench.tasks.longbench.truncation import truncate_middle
 from kvbench.validation import SettingError, require_choice, require_int, require_length
 
 E = "e"
-OFFICIAL, LM_EVAL = "official", "lm_eval"
+OFFICIAL, LM_EVAL, KVPRESS = "official", "lm_eval", "kvpress"
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class LongBench:
         """
         dataset_rows.check_path("task.path", self.path)
         require_choice("task.variant", self.variant, (None, E))
-        require_choice("task.protocol", self.protocol, (OFFICIAL, LM_EVAL))
+        require_choice("task.protocol", self.protocol, (OFFICIAL, LM_EVAL, KVPRESS))
         if self.max_length is not None:
             require_int("task.max_length", self.max_length, 2)
         if self.limit is not None:
@@ -144,7 +150,7 @@ class LongBench:
         Raises:
             SettingError: Prompts are longer than the model takes. The message names all their subtasks.
         """
-        series = sys.maxsize if self.protocol == LM_EVAL else longest // 1024 * 1000 - 500
+        series = longest // 1024 * 1000 - 500 if self.protocol == OFFICIAL else sys.maxsize
         most = self.max_length if self.max_length is not None else series
         if most < 2:
             raise SettingError(f"task.max_length=null: a model that takes {longest} tokens needs a number here")
@@ -153,7 +159,8 @@ class LongBench:
             for part, subtask, rows in self._parts
             for row in rows[: self.limit]
         )
-        if most + template_tokens + max(own.new_tokens for own in self._chosen) > longest:
+        answer = max(self._new_tokens(own, row) for _, own, rows in self._parts for row in rows)
+        if most + template_tokens + answer > longest:
             yield from self._check_fit(list(made), tokenizer, template_tokens, longest)
         else:
             yield from made
@@ -168,6 +175,8 @@ class LongBench:
         extract, classes = subtask.extract, sample.meta.get("all_classes", ())
         if self.protocol == LM_EVAL:
             extract = lm_eval_code_line if subtask.category == COMPLETION else str.strip
+        if self.protocol == KVPRESS and self.variant is None and extract is first_line:
+            output = output.lstrip()
         answer = extract(output)
         return Graded(100.0 * max(subtask.metric(answer, own, classes) for own in sample.answers), answer)
 
@@ -186,7 +195,8 @@ class LongBench:
     @cached_property
     def _rows(self) -> dict[str, list[dataset_rows.Row]]:
         """The rows of each chosen subtask."""
-        return load_rows(self.path, self._chosen, self._ending)
+        load = load_kvpress_rows if self.protocol == KVPRESS else load_rows
+        return load(self.path, self._chosen, self._ending)
 
     @property
     def _ending(self) -> str:
@@ -217,14 +227,23 @@ class LongBench:
 
     @cached_property
     def _fingerprint(self) -> str:
-        prompts = [{name: asdict(self._prompt(name))} for name in self._rows]
+        prompts = [{name: asdict(self._prompt(name))} for name in self._rows if self.protocol != KVPRESS]
         return dataset_rows.hash_rows(self.path, [*prompts, *(row for rows in self._rows.values() for row in rows)])
 
     def _prompt(self, name: str) -> PromptTemplate:
         return load_lm_eval_prompt(name) if self.protocol == LM_EVAL else load_official_prompt(name)
 
+    def _new_tokens(self, subtask: Subtask, row: dataset_rows.Row) -> int:
+        """Return the most tokens of an answer."""
+        return row["max_new_tokens"] if self.protocol == KVPRESS else subtask.new_tokens
+
     def _sample(self, part: str, subtask: Subtask, row: dataset_rows.Row, tokenizer: Tokenizer, most: int) -> Sample:
-        context, question = self._prompt(subtask.name).render(row["context"], row["input"])
+        if self.protocol == KVPRESS:
+            texts = kvpress_rows.make_prompt(row, tokenizer)
+            context, question, prefix = (texts[name] for name in ("context", "question", "answer_prefix"))
+        else:
+            context, question = self._prompt(subtask.name).render(row["context"], row["input"])
+            prefix = ""
         context, question, cut = truncate_middle(tokenizer, context, question, most)
         meta = {"data": dataset_rows.name_source(self.path), "length": row["length"], "left_out_of": cut}
         if row["all_classes"]:
@@ -236,14 +255,14 @@ class LongBench:
             subtask=part,
             context=context,
             question=question,
-            answer_prefix="",
+            answer_prefix=prefix,
             answers=tuple(row["answers"]),
-            max_new_tokens=subtask.new_tokens,
+            max_new_tokens=self._new_tokens(subtask, row),
             group=hashlib.sha256(row["context"].encode("utf-8", "surrogatepass")).hexdigest()[:16],
-            chat=official and subtask.chat,
+            chat=self.protocol == KVPRESS or official and subtask.chat,
             meta=meta,
             ends=(tokenizer.encode("\n", add_special_tokens=False)[-1],) if samsum else (),
-            until=() if official or subtask.category != SHOTS else ("\n",),
+            until=("\n",) if self.protocol == LM_EVAL and subtask.category == SHOTS else (),
             min_new_tokens=1 if samsum else 0,
         )
 
@@ -251,7 +270,8 @@ class LongBench:
         """Return the samples; raise a SettingError that names all subtasks with a sample that is too long."""
         needs: dict[str, int] = {}
         for sample in made:
-            text, name = sample.context + sample.question, sample.subtask.partition("/")[0]
+            text = sample.context + sample.question + sample.answer_prefix
+            name = sample.subtask.partition("/")[0]
             ids = tokenizer.encode(text, add_special_tokens=False) if sample.chat else tokenizer.encode(text)
             need = len(ids) + (template_tokens if sample.chat else 0) + sample.max_new_tokens
             needs[name] = max(need, needs.get(name, 0))

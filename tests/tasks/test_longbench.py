@@ -17,6 +17,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.utils import apply_template
+from pyarrow import Table, parquet
 from transformers import AutoTokenizer
 
 from kvbench.cli.data import examine
@@ -586,10 +587,116 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, t
     monkeypatch.setattr(chinese, "version", lambda name: "0.39")
     said = "task=longbench: jieba cuts Chinese answers into words and 0.39 may cut other words; install jieba==0.42.1"
     refused(said, "task.subtasks=chinese")
-    refused("task.protocol=paper: choose one of official, lm_eval", "task.protocol=paper")
+    refused("task.protocol=paper: choose one of official, lm_eval, kvpress", "task.protocol=paper")
     refused("task.max_length=1: a whole number of at least 2", "task.max_length=1")
     refused("task.max_length=4k: a whole number of at least 2", "task.max_length=4k")
     refused("limit=0: a whole number of at least 1", "limit=0")
+
+
+# kvpress's protocol
+
+
+def write_kvpress(folder: Path, name: str, ending: str = "", **changes) -> list[dict]:
+    """Write a task's rows as kvpress publishes them, and return them. `changes` are of the second row."""
+    rows = []
+    for index, (_, row) in enumerate(make_rows(name)):
+        kept = {key: row[key] for key in ("answers", "length", "dataset", "language", "all_classes", "_id")}
+        more = {"context": f"Read:\n{row['context']}\n\n", "question": f"Question: {row['input']}\n\n", "task": name}
+        own = {**kept, **more, "answer_prefix": "Answer: ", "max_new_tokens": 40 + index}
+        rows.append(own | changes if index == 1 else own)
+    (folder / f"{name}{ending}").mkdir(parents=True, exist_ok=True)
+    parquet.write_table(Table.from_pylist(rows), folder / f"{name}{ending}" / "test-00000-of-00001.parquet")
+    return rows
+
+
+def kvpress_prompt(tokenizer, row: dict) -> str:
+    """The text that kvpress's pipeline makes of a row."""
+    if tokenizer.chat_template is None:
+        return row["context"] + row["question"] + "\n" + row["answer_prefix"]
+    mark = "#" * (len(row["context"]) + 10)
+    message = [{"role": "user", "content": row["context"] + mark}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    return row["question"].join(text.split(mark)) + row["answer_prefix"]
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}<u>{{ m.content }}</u><a>{% endfor %}"])
+def test_kvpress_prompts_are_those_of_its_pipeline(tmp_path, template):
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    tokenizer.chat_template = template
+    rows = [row for name in ("qasper", "trec") for row in write_kvpress(tmp_path, name)]
+    own = LongBench(path=str(tmp_path), protocol="kvpress", subtasks=["qasper", "trec"])
+    for sample, row in zip(own.samples(tokenizer, 9, 4096), rows, strict=True):
+        prompt = encode(tokenizer, sample)
+        assert tokenizer.decode(prompt.ids, skip_special_tokens=True) == kvpress_prompt(tokenizer, row)
+        assert (sample.context, sample.answers) == (row["context"], tuple(row["answers"])) and sample.chat
+        assert sample.max_new_tokens == row["max_new_tokens"] and not (sample.ends or sample.until)
+        assert sample.uid == f"{row['task']}/{row['_id']}" and sample.meta["left_out_of"] == NOTHING
+
+
+def test_kvpress_scores_the_first_line_behind_white_space():
+    outputs = {}
+    for protocol in ("official", "kvpress"):
+        task = LongBench(protocol=protocol, limit=1, subtasks=["triviaqa", "hotpotqa"])
+        outputs[protocol] = [task.score(own, " \n Paris\nRome").answer for own in task.samples(TOKENIZER, 1, 4096)]
+    assert outputs == {"kvpress": ["Paris", " \n Paris\nRome"], "official": [" ", " \n Paris\nRome"]}
+
+
+def test_kvpress_files_and_the_hub_are_read(tmp_path, monkeypatch):
+    write_kvpress(tmp_path, "lcc"), write_kvpress(tmp_path, "lcc", "_e")
+    asked = []
+
+    def fetch(*where, **more):
+        asked.append((*where, *more.values()))
+        return str(tmp_path / where[1])
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    own = {"protocol": "kvpress", "subtasks": "lcc"}
+    file = tmp_path / "lcc" / "test-00000-of-00001.parquet"
+    hashes = {LongBench(path=str(path), **own).fingerprint() for path in ("hub", tmp_path, file)}
+    assert len(hashes) == 1 and hashes != {LongBench(**own).fingerprint()} != {LongBench(subtasks="lcc").fingerprint()}
+    assert list(LongBench(path="hub", variant="e", **own).inventory()) == ["lcc/0-4k"]
+    files = [f"{name}/test-00000-of-00001.parquet" for name in ("lcc", "lcc_e")]
+    revision = "2e9ade51ebf45d98942056c0716234f9d5d257d5"
+    assert asked == [("Xnhyacinth/LongBench", file, "dataset", revision) for file in files]
+    made = samples(protocol="kvpress", subtasks="all21", limit=1)  # the miniature in kvpress's columns
+    plain = {sample.uid: sample for sample in samples(subtasks="all21", limit=1)}
+    assert all(own.context + own.question == plain[own.uid].context + plain[own.uid].question + "\n" for own in made)
+    assert all(own.max_new_tokens == plain[own.uid].max_new_tokens + 20 for own in made)
+
+
+BAD_KVPRESS_ROWS = {  # changes of the second row, and what is said of it
+    "no column": ({"question": ...}, "has no column question"),
+    "no text": ({"answer_prefix": None}, "answer_prefix is NoneType, expected str"),
+    "a text as limit": ({"max_new_tokens": "many"}, "max_new_tokens is str, expected int"),
+    "no token": ({"max_new_tokens": "0"}, "max_new_tokens is 0, expected at least 1"),
+    "another task": ({"task": "lcc"}, "task is 'lcc', expected 'qasper'"),
+    "no answers": ({"answers": []}, "answers is not a list of strings with at least one"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_KVPRESS_ROWS)
+def test_a_row_of_kvpress_that_cannot_be_used_is_named(tmp_path, case):
+    changes, said = BAD_KVPRESS_ROWS[case]
+    first, second, *_ = write_kvpress(tmp_path, "qasper")
+    (tmp_path / "qasper" / "test-00000-of-00001.parquet").unlink()
+    (tmp_path / "qasper.jsonl").write_text(broken(first) + broken(second, **changes))
+    with pytest.raises(SettingError, match=f"^task.path: {tmp_path.name}/qasper.jsonl line 2:? {re.escape(said)}$"):
+        LongBench(path=str(tmp_path), protocol="kvpress", subtasks="qasper").check()
+
+
+def test_files_of_one_layout_are_refused_for_the_other(folder, tmp_path):
+    write_kvpress(tmp_path, "qasper", task="trec")
+    for path, own, said in (
+        (tmp_path, "kvpress", "qasper/test-00000-of-00001.parquet row 1: task is 'trec', expected 'qasper'"),
+        (
+            tmp_path / "qasper" / "test-00000-of-00001.parquet",
+            "official",
+            "test-00000-of-00001.parquet row 0 has no col",
+        ),
+        (folder / "data" / "qasper.jsonl", "kvpress", "data/qasper.jsonl line 1 has no column task"),
+    ):
+        with pytest.raises(SettingError, match=f"^task.path: {re.escape(said)}"):
+            LongBench(path=str(path), protocol=own, subtasks="qasper").check()
 
 
 # Whole runs
