@@ -34,7 +34,16 @@ from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_probabilities
 from kvbench.store.study_lines import Line
-from kvbench.studies.study import LayerStudy, Memory, count_bins, draw_positions, list_shares, list_shown, take_block
+from kvbench.studies.study import (
+    LayerStudy,
+    Memory,
+    count_bins,
+    draw_positions,
+    list_shares,
+    list_shown,
+    take_block,
+    widen,
+)
 
 SAMPLED = 1024  # positions whose queries are looked at one by one
 BINS = 40  # of a histogram of cosines
@@ -128,11 +137,6 @@ class KeyGeometry(LayerStudy):
         for i, row in enumerate(values.tolist()):
             for j, value in enumerate(row[: i + 1]):
                 yield self.line(quantity, value, x=j * size, y=i * size, **place)
-
-
-def widen(x: Tensor) -> Tensor:
-    """Return the numbers in float32, or in float64 if they have it already."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def cosines(x: Tensor, y: Tensor) -> Tensor:

@@ -147,6 +147,43 @@ class Recorder(Method):
         return {}
 
 
+def widen(x: Tensor) -> Tensor:
+    """Return the numbers in float32, or in float64 if they have it already."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def find_rotation(observation: Observation, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cos and sin, (n, r) each, that the model rotates the tokens at some positions with.
+
+    Args:
+        observation: What a layer computed. Its frequencies may depend on the last token that was read.
+        places: Positions, (n,).
+    """
+    last = torch.tensor([observation.tokens - 1])
+    every = torch.cat([places.cpu(), last]).to(observation.queries.device)
+    cos, sin = (part[0, :-1] for part in observation.rotation(every[None]))
+    return cos, sin
+
+
+def collect_unrotated_keys(memory: Memory, observation: Observation) -> Tensor | None:
+    """Remember the keys before norm and rotation, and return those of the whole prompt once it has been read.
+
+    Args:
+        memory: What a study with `wants_unrotated_keys` remembers. Keys are copied unless the prompt is one block.
+        observation: What a layer computed.
+
+    Returns:
+        (H, n, d), or None before the last block.
+    """
+    keys = observation.unrotated_keys
+    assert keys is not None  # `wants_unrotated_keys`
+    if observation.last and not memory:
+        return keys[0]
+    before = memory.setdefault("unrotated keys", [])
+    before.append(keys[0].clone())
+    return torch.cat(before, 1) if observation.last else None
+
+
 def draw_positions(count: int, tokens: int, seed: int, first: int = 0) -> Tensor:
     """Draw positions of a prompt without replacement, the same ones for every layer.
 

@@ -65,3 +65,8 @@ def attend(layer: dict[str, np.ndarray]) -> np.ndarray:
 def cosine(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """The cosine of vectors in the last dimension."""
     return (x * y).sum(-1) / (np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1))
+
+
+def find_values(lines: Sequence[Line], **place: object) -> list[float]:
+    """The values of the lines with these fields, in their order."""
+    return [line.value for line in lines if all(getattr(line, name) == own for name, own in place.items())]
