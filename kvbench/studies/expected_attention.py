@@ -1,0 +1,107 @@
+"""expected_attention: whether expected attention resembles observed attention (Expected Attention, Figure 10).
+
+The moments of the queries of the first fifth of a prompt say what attention its keys can expect, by the formula of
+methods/expected_attention.py: with μ, Σ the mean and covariance of a query head before rotation, without the first
+`SINKS` queries, R̄ the mean rotation of the next `POSITIONS` positions and s the scaling of the logits,
+
+    log ẑ_j = s·(R̄μ)·k_j + s²·k_jᵀ(R̄ΣR̄ᵀ)k_j/2
+
+Observed is the mean a_j of the attention probabilities that the queries of the other four fifths give to the key. All
+keys of the first fifth are compared. For each query head:
+
+    pearson      the correlation of log ẑ_j and log a_j
+    spearman     that of their ranks
+    correlated   share of all query heads with a rank correlation above 0
+    heads        points (log₁₀ â_j, log₁₀ a_j) of some keys, with â_j = ẑ_j / Σ ẑ_j, of the first query head of some
+                 layers, of one prompt
+
+A probability that is 0 in floating point counts as the smallest normal number.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import log
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.interfaces.observation import Observation
+from kvbench.interfaces.rows import Rows
+from kvbench.kernels.accumulated_attention import accumulated_attention
+from kvbench.kernels.expected_attention import expected_logits, merge, moments
+from kvbench.kernels.rerotation import rotate
+from kvbench.store.study_lines import Line
+from kvbench.studies.study import LayerStudy, Memory, draw_positions, find_rotation, list_shown
+
+SINKS = 4  # first queries that do not count, and
+POSITIONS = 512  # future positions, T, at most those of the prompt: both as in conf/method/expected_attention.yaml
+PARTS = 5  # the first of so many parts of a prompt is what is known
+POINTS = 100  # keys of a scatter
+
+
+@dataclass(frozen=True)
+class ExpectedAttentionStudy(LayerStudy):
+    """Whether expected attention resembles observed attention."""
+
+    name: ClassVar[str] = "expected_attention"
+    wants_lse: ClassVar[bool] = True
+
+    def update(self, memory: Memory, observation: Observation, rows: Rows) -> None:
+        known, first = observation.prompt // PARTS, observation.first
+        past = observation.queries[:, :, max(0, SINKS - first) : max(0, known - first)]
+        if past.shape[2]:
+            places = torch.arange(past.shape[2]) + max(SINKS, first)
+            cos, sin = (part[:, : part.shape[1] // 2] for part in find_rotation(observation, places))
+            found = moments(past, turn=(cos, sin))
+            memory["moments"] = merge(memory["moments"], found) if "moments" in memory else found
+        start = max(0, known - first)
+        later = observation.queries[:, :, start:]
+        if later.shape[2]:
+            assert observation.lse is not None  # `wants_lse`
+            lse = observation.lse[:, :, start:]
+            got = accumulated_attention(later, rows.keys, rows.mass, lse, observation.scaling)[..., :known]
+            memory["attention"] = memory.get("attention", 0) + got.flatten(1, 2)[0]
+        if not observation.last:
+            return
+        own = memory["moments"]
+        ahead = torch.arange(min(POSITIONS, observation.prompt - known)) + known
+        cos, sin = (part.mean(0) for part in find_rotation(observation, ahead))
+        eye = torch.eye(own.mean.shape[-1], dtype=own.mean.dtype, device=own.mean.device)
+        turn = rotate(eye, cos.to(eye.dtype), sin.to(eye.dtype)).mT  # `rotate` takes the axes one by one
+        covariance = turn @ own.covariance @ turn.mT
+        expected = expected_logits(own.mean @ turn.mT, covariance, rows.keys[:, :, :known], observation.scaling)[0]
+        observed = (memory["attention"] / (observation.prompt - known)).to(expected.dtype)
+        observed = observed.clamp_(min=torch.finfo(observed.dtype).tiny).log()
+        memory.clear()
+        memory |= {
+            "pearson": correlate(expected, observed).cpu(),
+            "spearman": correlate(rank(expected), rank(observed)).cpu(),
+            "count": known,
+        }
+        if observation.layer in list_shown(observation.cut_layers):
+            points = torch.stack([expected[0].log_softmax(0), observed[0]], 1) / log(10)
+            memory["points"] = points[draw_positions(POINTS, known, self.seed).to(points.device)].cpu()
+
+    def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
+        for layer, own in memories.items():
+            for quantity in ("pearson", "spearman"):
+                for head, value in enumerate(own[quantity].tolist()):
+                    yield self.line(quantity, value, layer=layer, head=head, n=own["count"])
+            for x, y in own["points"].tolist() if first and "points" in own else ():
+                yield self.line("heads", y, layer=layer, head=0, x=x, n=own["count"])
+        yield self.claim("correlated", [own["spearman"] > 0 for own in memories.values()])
+
+
+def correlate(x: Tensor, y: Tensor) -> Tensor:
+    """Return Pearson's correlation of each row of x and y, (rows, n), in float64; 0 if all numbers of one are equal."""
+    x, y = (own.double() - own.double().mean(-1, keepdim=True) for own in (x, y))
+    return torch.nan_to_num((x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)))
+
+
+def rank(x: Tensor) -> Tensor:
+    """Return the ranks of the numbers of each row of x, (rows, n). Equal numbers get their mean rank."""
+    ordered = x.contiguous().sort(-1).values
+    below = torch.searchsorted(ordered, x.contiguous())
+    up_to = torch.searchsorted(ordered, x.contiguous(), right=True)
+    return (below + up_to - 1).double() / 2
