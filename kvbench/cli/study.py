@@ -12,6 +12,10 @@ them are computed. The other words are settings of run.py, such as model, task, 
   prompts=4       number of prompts, at equal distances among the samples of the task
   text=FILE       read this text, or a folder of texts, in place of a task's samples
   tokens=4096     tokens of a prompt, with text
+  codec.path=FILE compressors of DeltaKV (kvbench calibrate deltakv), for its Figure 4; the embedded model has some
+
+An exhibit that the model cannot have is an error if it is asked for by name. Otherwise the command says why it is left
+out, and goes on with the others.
 
 The numbers go to results/studies/<hash>/lines.csv. `kvbench papers` emits the exhibits from there. A command that was
 stopped goes on where it was; studies that were computed before are not computed again.
@@ -20,6 +24,7 @@ stopped goes on where it was; studies that were computed before are not computed
 them, and how much memory it needs. The file is a CSV.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +32,7 @@ from typing import Any
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, require_int, require_writable
 
-OWN = {"prompts": "4", "text": None, "tokens": "4096"}
+OWN = {"prompts": "4", "text": None, "tokens": "4096", "codec.path": None}
 REFUSED = ("method", "allocator", "codec", "budget", "budget_of", "fidelity")  # a study reads into a full cache
 
 
@@ -49,7 +54,7 @@ def compute_studies(arguments: Sequence[str]) -> int:
     names = [word for word in options.words if "=" not in word]
     if len(names) > (options.paper != "all"):
         raise SettingError(f"{names[-1]}: after a paper one exhibit, after all none; then settings")
-    from kvbench.papers.exhibits import describe_claims, list_studies, load_exhibits
+    from kvbench.papers.exhibits import describe_claims, load_exhibits
 
     exhibits = load_exhibits(None if options.paper == "all" else options.paper, names[0] if names else None)
     given = dict(OWN)
@@ -66,11 +71,15 @@ def compute_studies(arguments: Sequence[str]) -> int:
     run, results = describe_run(settings, count)
 
     from kvbench.store.study_lines import read_study
-    from kvbench.studies.catalogue import load_studies
+    from kvbench.studies.catalogue import prepare_studies
     from kvbench.studies.passes import StudyPass, TextPieces
 
-    known = load_studies()
-    studies = [known[name](run.seed) for name in list_studies(exhibits)]
+    studies, missing = prepare_studies(exhibits, run.seed, run.checkpoint, given["codec.path"])
+    for name, reason in missing.items():
+        if len(missing) == len(exhibits):
+            raise reason
+        print(f"kvbench: {name} is left out: {reason}", file=sys.stderr)
+    exhibits = {name: own for name, own in exhibits.items() if name not in missing}
     if options.cost is not None:
         write_costs(options.cost, run, studies, tokens)
         return 0

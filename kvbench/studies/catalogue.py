@@ -1,12 +1,16 @@
 """Find studies by their names, and the studies that a paper's exhibits need (conf/papers/exhibits/)."""
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
 import kvbench.studies
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.papers.exhibits import Exhibit, list_studies
 from kvbench.studies.study import ClosedForm, LayerStudy, PromptStudy, Study
+from kvbench.validation import SettingError
 
 KINDS = (LayerStudy, PromptStudy, ClosedForm)
 
@@ -25,3 +29,34 @@ def load_studies() -> dict[str, type[Study]]:
 def is_study(value: Any) -> bool:
     """Return whether a value is the class of a study, and not one of the interfaces."""
     return isinstance(value, type) and issubclass(value, KINDS) and value not in KINDS
+
+
+def prepare_studies(
+    exhibits: Mapping[str, Exhibit], seed: int, checkpoint: Checkpoint, compressors: str | None
+) -> tuple[list[Study], dict[str, SettingError]]:
+    """Prepare the studies that fill exhibits for a model.
+
+    Args:
+        exhibits: Specifications of exhibits, by name.
+        seed: Seed of the studies.
+        checkpoint: The model.
+        compressors: A file of DeltaKV's compressors, or None.
+
+    Returns:
+        The studies; and of each exhibit that the model cannot have, the reason.
+
+    Raises:
+        SettingError: The file of the compressors was given, and it cannot be used.
+    """
+    prepared: list[Study] = []
+    missing: dict[str, SettingError] = {}
+    for name in list_studies(exhibits):
+        try:
+            prepared.append(load_studies()[name](seed).prepare(checkpoint, compressors))
+        except SettingError as error:
+            if compressors is not None:
+                raise
+            missing |= {exhibit: error for exhibit, spec in exhibits.items() if spec["study"] == name}
+    if compressors is not None and not any(study.inputs for study in prepared):
+        raise SettingError(f"codec.path={compressors}: none of these exhibits shows codes; leave it out")
+    return prepared, missing

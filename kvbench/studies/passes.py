@@ -143,7 +143,7 @@ class StudyPass:
         """
         folder = results / FOLDER / run_hash(self.about)
         write_text(folder / ABOUT, yaml.safe_dump(to_plain(self.about), sort_keys=False))
-        files = {study.name: f"{study.name}-{source_hash([type(study).__module__])[:8]}" for study in self.studies}
+        files = {study.name: f"{study.name}-{identify_study(study)}" for study in self.studies}
         made: list[Line] = []
         for study in self.studies:
             if not isinstance(study, LayerStudy):
@@ -187,6 +187,11 @@ class StudyPass:
         memories = read_prompt(self.resources.model, prompt, studies, self.run.block_size, self.run.seed)
         for study in studies:
             yield study, list(study.finish(memories[study.name], first))
+
+
+def identify_study(study: Study) -> str:
+    """Return a hash of a study's sources and further inputs, for the names of its files."""
+    return run_hash({"sources": source_hash([type(study).__module__]), "inputs": study.inputs})[:8]
 
 
 def read_prompt(

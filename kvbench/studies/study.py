@@ -12,7 +12,7 @@ A study is a class in a file of its own, whose name it has. There are three kind
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.interfaces.task import Sample
+from kvbench.models.checkpoint import Checkpoint
 from kvbench.store.study_lines import HOLDS, Line
 
 SHOWN = 6  # layers that an exhibit of single heads shows
@@ -38,6 +39,25 @@ class Study:
     name: ClassVar[str]
     """The name of the study's file in kvbench/studies/."""
     seed: int = 0
+
+    @property
+    def inputs(self) -> str:
+        """What the numbers depend on beside the model, the prompts and what the study's module imports, such as the
+        contents of a file."""
+        return ""
+
+    def prepare(self, checkpoint: Checkpoint, compressors: str | None) -> Self:
+        """Check that a model can give the study's numbers, and return the study for this model.
+
+        Args:
+            checkpoint: The model. Its configuration may be read, its weights are not.
+            compressors: A file of DeltaKV's compressors, which the command's setting codec.path gives; None if it does
+                not.
+
+        Raises:
+            SettingError: It cannot. The message names the setting that would help.
+        """
+        return self
 
     def line(self, quantity: str, value: float | Tensor, **place: Any) -> Line:
         """Return a line of this study.

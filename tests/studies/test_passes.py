@@ -49,8 +49,10 @@ def test_prompts_are_read_once_for_all_studies_and_never_again(study, tmp_path):
 
 def test_a_text_is_cut_into_prompts(study, tmp_path):
     (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    code, out, err, names = study("keydiff", "figure14", "text=book.txt", "tokens=150", "prompts=2", "block_size=64")
+    code, out, err, names = study("deltakv", "text=book.txt", "tokens=150", "prompts=2", "block_size=64")
     assert (code, names) == (0, ["0", "1"]), err
+    assert "deltakv_figure02b: The nearest" in out and "figure04" not in out  # this model has no compressors
+    assert err.count("kvbench: deltakv_figure04b is left out: codec.path=null: ") == 1
     [found] = find_studies(tmp_path / "results")
     assert found.about["prompts"] | {"ids": ""} == {
         "name": "book", "count": 2, "tokens": 150, "ids": "", "longest": 150,
@@ -82,6 +84,9 @@ def test_costs_are_ratios_to_the_prefill_alone(study, tmp_path):
         (["keydiff", "text=raw.txt"], "text=raw.txt: raw.txt is not UTF-8"),
         (["keydiff", "text=short.txt"], "text=short.txt: 2 tokens, fewer than tokens=4096"),
         (["keydiff", "text=short.txt", "tokens=9999"], "tokens=9999: from 128 to 4096"),
+        (["deltakv", "figure04a"], "codec.path=null: model=checkpoint"),
+        (["deltakv", "codec.path=none"], "codec.path=none: cannot read the compressors"),
+        (["keydiff", "codec.path=none"], "codec.path=none: none of these exhibits shows codes"),
         (["keydiff", "task.lenght=512"], "task.lenght"),
     ],
 )
