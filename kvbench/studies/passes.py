@@ -109,6 +109,12 @@ class StudyPass:
         longest = self.run.checkpoint.longest()
         if not LEAST_TOKENS <= text.tokens <= longest:
             raise SettingError(f"tokens={text.tokens}: from {LEAST_TOKENS} to {longest}, which the model reads")
+        switch = self.run.checkpoint.layout().rope_switch
+        if switch is not None and self.run.block_size is not None and text.tokens > switch:
+            raise SettingError(
+                f"block_size={self.run.block_size}: this model's RoPE changes its frequencies beyond {switch} tokens, "
+                f"so a text read in blocks is another one; block_size=null, or tokens={switch} at most"
+            )
         ids: list[int] = []
         for own in read_text_files(text.path, "text"):
             ids += encode_text(self.resources.tokenizer, own)[0]

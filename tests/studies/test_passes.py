@@ -1,10 +1,12 @@
 """`kvbench study`: one pass serves all studies, a stopped one goes on, and wrong words are refused before anything."""
 
 import csv
+from dataclasses import replace
 
 import pytest
 
 from kvbench.cli import study as command
+from kvbench.models.checkpoint import Checkpoint
 from kvbench.store.study_lines import LINES, Line, find_studies, format_lines, parse_lines, read_study
 from kvbench.studies import passes
 from kvbench.validation import SettingError
@@ -97,6 +99,16 @@ def test_wrong_words_are_refused_before_a_model_is_loaded(study, tmp_path, monke
     code, out, err, _ = study(*words)
     assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith(f"kvbench: {line}"), err
     assert not (tmp_path / "results").exists()
+
+
+def test_a_text_in_blocks_does_not_pass_a_change_of_frequencies(study, tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    layout = Checkpoint.layout
+    monkeypatch.setattr(Checkpoint, "layout", lambda own: replace(layout(own), rope_switch=448))
+    words = ("keydiff", "figure14", *TASK, "text=book.txt", "prompts=1")
+    code, _, err, names = study(*words, "tokens=449", "block_size=64")
+    assert code == 2 and err.startswith("kvbench: block_size=64: this model's RoPE changes its frequencies beyond 448")
+    assert names == [] and study(*words, "tokens=448", "block_size=64")[0] == 0
 
 
 def test_numbers_are_averaged_by_their_place():
