@@ -8,7 +8,7 @@ import pytest
 from kvbench.cli import study as command
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.store.study_lines import LINES, Line, find_studies, format_lines, parse_lines, read_study
-from kvbench.studies import passes
+from kvbench.studies import cost, passes
 from kvbench.validation import SettingError
 
 TASK = ["task=ruler", "task.length=448", "task.subtasks=[niah_single_1,niah_single_2]", "device=cpu"]
@@ -23,7 +23,8 @@ def study(checkpoint, tmp_path, monkeypatch, capsys):
     def call(*words: str) -> tuple[int, str, str, list[str]]:
         names = []
         with monkeypatch.context() as patch:
-            patch.setattr(passes, "read_prompt", lambda *own: names.append(own[1].name) or read(*own))
+            for module in (passes, cost):
+                patch.setattr(module, "read_prompt", lambda *own: names.append(own[1].name) or read(*own))
             code = command.main([*words, "model=hf", f"model.path={checkpoint}"])
         return code, *capsys.readouterr(), names
 
