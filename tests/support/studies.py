@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from scipy.optimize import nnls
 
 from kvbench.store.study_lines import Line
 from kvbench.studies.passes import StudyPrompt, read_prompt
@@ -70,3 +71,9 @@ def cosine(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def find_values(lines: Sequence[Line], **place: object) -> list[float]:
     """The values of the lines with these fields, in their order."""
     return [line.value for line in lines if all(getattr(line, name) == own for name, own in place.items())]
+
+
+def measure_distance(points: np.ndarray) -> float:
+    """The distance of 0 from a convex hull: least squares for weights whose sum is drawn towards 1."""
+    weights, _ = nnls(np.vstack([points.T, np.ones(len(points))]), np.eye(points.shape[1] + 1)[-1], maxiter=9999)
+    return float(np.linalg.norm(weights @ points / weights.sum()))
