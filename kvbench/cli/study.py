@@ -9,7 +9,8 @@ Examples:
 The first word is a paper of conf/papers/exhibits/, or all. The second is an exhibit of the paper; without one all of
 them are computed. The other words are settings of run.py, such as model, task, block_size, dtype or seed, and
 
-  prompts=4       number of prompts, at equal distances among the samples of the task
+  prompts=4       number of prompts, at equal distances among the samples of the task. Studies that only count tokens
+                  read all samples of a data set, unless limit= is given
   text=FILE       read this text, or a folder of texts, in place of a task's samples
   tokens=4096     tokens of a prompt, with text
   codec.path=FILE compressors of DeltaKV (kvbench calibrate deltakv), for its Figure 4; the embedded model has some
@@ -54,7 +55,7 @@ def compute_studies(arguments: Sequence[str]) -> int:
     names = [word for word in options.words if "=" not in word]
     if len(names) > (options.paper != "all"):
         raise SettingError(f"{names[-1]}: after a paper one exhibit, after all none; then settings")
-    from kvbench.papers.exhibits import describe_claims, load_exhibits
+    from kvbench.papers.exhibits import describe_claims, list_studies, load_exhibits
 
     exhibits = load_exhibits(None if options.paper == "all" else options.paper, names[0] if names else None)
     given = dict(OWN)
@@ -73,19 +74,28 @@ def compute_studies(arguments: Sequence[str]) -> int:
     from kvbench.store.study_lines import read_study
     from kvbench.studies.catalogue import prepare_studies
     from kvbench.studies.passes import StudyPass, TextPieces
+    from kvbench.studies.study import PromptStudy
 
     studies, missing = prepare_studies(exhibits, run.seed, run.checkpoint, given["codec.path"])
+    whole = run
+    if of_samples := {study.name for study in studies if isinstance(study, PromptStudy)}:
+        if given["text"] is not None:
+            reason = SettingError("it is about the samples of a task; leave text= out")
+            missing |= {name: reason for name, own in exhibits.items() if own["study"] in of_samples}
+        elif run.task.length is None:  # samples that are made to a length say nothing more if there are more
+            whole = describe_run(settings, None)[0]
     for name, reason in missing.items():
         if len(missing) == len(exhibits):
-            raise reason
+            raise SettingError(f"{name}: {reason}")
         print(f"kvbench: {name} is left out: {reason}", file=sys.stderr)
     exhibits = {name: own for name, own in exhibits.items() if name not in missing}
+    studies = [study for study in studies if study.name in list_studies(exhibits)]
     if options.cost is not None:
         write_costs(options.cost, run, studies, tokens)
         return 0
     text = None if given["text"] is None else TextPieces(Path(given["text"]), tokens)
     require_writable("results", results)
-    folder = StudyPass(run, studies, count, text).execute(results)
+    folder = StudyPass(run, studies, count, whole, text).execute(results)
     print(folder)
     for line in describe_claims(exhibits, read_study(folder)):
         print(line)
@@ -116,19 +126,19 @@ def read_number(name: str, text: str | None) -> int:
     return int(value)  # type: ignore[arg-type]
 
 
-def describe_run(settings: Sequence[str], count: int) -> tuple[Any, Path]:
+def describe_run(settings: Sequence[str], count: int | None) -> tuple[Any, Path]:
     """Return the run that says what is read, a full cache with enough samples of each subtask, and the results folder.
 
     Args:
         settings: Settings of run.py.
-        count: Number of prompts.
+        count: Number of prompts; None for all samples that the settings allow.
     """
     from kvbench.config.catalogue import translate_errors
     from kvbench.config.compose import compose_config
     from kvbench.runs.spec import RunSpec
 
     with translate_errors():
-        config = compose_config([f"limit={count}", *settings, "method=full"])
+        config = compose_config([f"limit={count or 'null'}", *settings, "method=full"])
         return RunSpec.from_config(config), Path(config.results)
 
 

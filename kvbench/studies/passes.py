@@ -25,6 +25,7 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import State
+from kvbench.models.chat_template import count_template_tokens
 from kvbench.models.encoding import encode_text
 from kvbench.runs.resources import Resources
 from kvbench.runs.spec import RunSpec
@@ -34,6 +35,7 @@ from kvbench.studies.study import ClosedForm, LayerStudy, Memory, PromptStudy, R
 from kvbench.training.token_sequences import read_text_files
 from kvbench.validation import SettingError
 
+UNLIMITED = 10**9  # tokens: more than any prompt has, so that no task shortens one
 LEAST_TOKENS = 128  # of a prompt: with fewer, windows and quarters of a prompt are empty
 
 
@@ -68,12 +70,14 @@ class StudyPass:
         run: The model, the task, the device and what else settings say; its method is the full cache.
         studies: The studies.
         count: Number of prompts.
+        whole: The same run with all samples of the task, for studies that only count their tokens.
         text: What is read in place of the task's samples.
     """
 
     run: RunSpec
     studies: Sequence[Study]
     count: int
+    whole: RunSpec
     text: TextPieces | None = None
     resources: Resources = field(init=False)
 
@@ -153,7 +157,7 @@ class StudyPass:
         made: list[Line] = []
         for study in self.studies:
             if not isinstance(study, LayerStudy):
-                made += self._compute(study, folder / PROMPTS / f"{files[study.name]}.csv")
+                made += self._compute(study, folder / PROMPTS, files[study.name])
         layered = [study for study in self.studies if isinstance(study, LayerStudy)]
         found: list[list[Line]] = []
         bar = tqdm(self.prompts if layered else (), desc="prompts", file=sys.stderr, disable=None)
@@ -173,17 +177,20 @@ class StudyPass:
         write_text(folder / LINES, format_lines(sorted(kept + made, key=lambda line: line.study)))
         return folder
 
-    def _compute(self, study: Study, path: Path) -> list[Line]:
+    def _compute(self, study: Study, folder: Path, name: str) -> list[Line]:
         """Return the lines of a study that reads no prompt with the model."""
-        if not path.exists():
-            if isinstance(study, PromptStudy):
-                samples = [sample for sample, _ in self.resources.prompts.values()]
-                lines = list(study.compute(samples, self.resources.tokenizer))
-            else:
-                assert isinstance(study, ClosedForm)
+        if isinstance(study, PromptStudy):
+            path = folder / f"{name}-{self.whole.task_settings['limit'] or 'all'}.csv"
+            if not path.exists():
+                tokenizer = self.resources.tokenizer
+                samples = self.whole.task.samples(tokenizer, count_template_tokens(tokenizer), UNLIMITED)
+                write_text(path, format_lines(study.compute(list(samples), tokenizer)))
+        else:
+            assert isinstance(study, ClosedForm)
+            path = folder / f"{name}.csv"
+            if not path.exists():
                 checkpoint = self.run.checkpoint
-                lines = list(study.compute(checkpoint.layout(), checkpoint.config()))
-            write_text(path, format_lines(lines))
+                write_text(path, format_lines(study.compute(checkpoint.layout(), checkpoint.config())))
         return read_lines(path)
 
     def _read(

@@ -50,6 +50,21 @@ def test_prompts_are_read_once_for_all_studies_and_never_again(study, tmp_path):
     assert (folder / LINES).read_text() == before
 
 
+def test_lengths_are_those_of_all_samples_unless_limit_is_given(study, tmp_path):
+    task = ["task=longbench", "task.subtasks=[trec,lcc]", "device=cpu", "prompts=1"]
+    counts = []
+    for words in ([], ["limit=2"]):
+        code, out, err, names = study("keydiff", "table09", *task, *words)
+        assert (code, names) == (0, []), err
+        [mean] = [
+            own for own in read_study(tmp_path / out.strip()).lines if (own.series, own.x) == ("mean of all", 2048)
+        ]
+        counts.append(mean.n)
+    assert counts[0] > counts[1] == 4
+    code, out, err, _ = study("keydiff", "table09", "text=book.txt")
+    assert (code, out, err) == (2, "", "kvbench: text: table09 is about the samples of a task; leave text out\n")
+
+
 def test_a_text_is_cut_into_prompts(study, tmp_path):
     (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     code, out, err, names = study("deltakv", "text=book.txt", "tokens=150", "prompts=2", "block_size=64")
