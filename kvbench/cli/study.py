@@ -80,13 +80,13 @@ def compute_studies(arguments: Sequence[str]) -> int:
     whole = run
     if of_samples := {study.name for study in studies if isinstance(study, PromptStudy)}:
         if given["text"] is not None:
-            reason = SettingError("it is about the samples of a task; leave text= out")
+            reason = SettingError(f"text={given['text']}: it is about the samples of a task; leave text out")
             missing |= {name: reason for name, own in exhibits.items() if own["study"] in of_samples}
         elif run.task.length is None:  # samples that are made to a length say nothing more if there are more
             whole = describe_run(settings, None)[0]
     for name, reason in missing.items():
         if len(missing) == len(exhibits):
-            raise SettingError(f"{name}: {reason}")
+            raise reason
         print(f"kvbench: {name} is left out: {reason}", file=sys.stderr)
     exhibits = {name: own for name, own in exhibits.items() if name not in missing}
     studies = [study for study in studies if study.name in list_studies(exhibits)]

@@ -62,7 +62,7 @@ def test_lengths_are_those_of_all_samples_unless_limit_is_given(study, tmp_path)
         counts.append(mean.n)
     assert counts[0] > counts[1] == 4
     code, out, err, _ = study("keydiff", "table09", "text=book.txt")
-    assert (code, out, err) == (2, "", "kvbench: text: table09 is about the samples of a task; leave text out\n")
+    assert (code, out, err) == (2, "", "kvbench: text=book.txt: it is about the samples of a task; leave text out\n")
 
 
 def test_a_text_is_cut_into_prompts(study, tmp_path):
