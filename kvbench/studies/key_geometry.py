@@ -18,6 +18,9 @@ its group with queries q_t, with k̄ and q̄ their means over the prompt:
                         Figure 2)
     similarity_at       mean of cos(k_i, k_i+x) over tokens i and heads, for each distance x (CentroidKV, Figure 3)
     convex              share of all layers and distances at which its second difference is not negative
+    split_gap           share that the alternating split of 14 tokens lacks to the best one, by a layer's similarity_at
+                        (kvbench.studies.alternating_split; CentroidKV, Theorem 6.1); alternating: share of layers in
+                        which it lacks nothing
 
 Queries are looked at in `SAMPLED` random positions if the prompt has more; their mean is over all positions.
 """
@@ -34,6 +37,7 @@ from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_probabilities
 from kvbench.store.study_lines import Line
+from kvbench.studies.alternating_split import ROUNDING, measure_gaps
 from kvbench.studies.study import (
     LayerStudy,
     Memory,
@@ -53,6 +57,7 @@ POINTS = 150  # keys, and as many queries, of a scatter
 TOP = 0.05  # share of the keys that a scatter shows as the highest-scored ones
 SQUARES = 32  # rows and columns of a map of similarities
 DISTANCES = 256  # tokens: the largest distance of CentroidKV's Figure 3
+SPLIT = 7  # half of the tokens of which all splits are tried
 STARTS = 512  # random tokens whose similarity with those behind them is measured
 
 
@@ -95,6 +100,7 @@ class KeyGeometry(LayerStudy):
         yield self.claim("opposite", [own["cosine_of_means"] < 0 for own in memories.values()])
         yield self.claim("aligned", [own["cosine_of_top"] > 0 for own in memories.values()])
         yield self.claim("convex", [own["convex"] for own in memories.values()])
+        yield self.claim("alternating", [own["split_gap"] <= ROUNDING for own in memories.values()])
 
     def _list_layer(self, layer: int, own: Memory) -> Iterator[Line]:
         for quantity in ("cosine_of_means", "cosine_of_top"):
@@ -109,6 +115,7 @@ class KeyGeometry(LayerStudy):
         shown = list_shown(list(memories))
         for layer, own in memories.items():
             curve = own["at_distance"]
+            yield self.line("split_gap", own["split_gap"], layer=layer)
             for index, value in enumerate(curve.tolist() if layer in shown else ()):
                 yield self.line("similarity_at", value, layer=layer, x=index + 1, n=own["starts"])
 
@@ -208,7 +215,8 @@ def measure_distances(keys: Tensor, seed: int) -> Memory:
         means.append((unit[behind] @ unit[starts][..., None]).mean((0, 2), dtype=torch.float64))
     curve = torch.stack(means).mean(0).cpu()
     convex = curve[2:] - 2 * curve[1:-1] + curve[:-2] >= 0
-    return {"at_distance": curve, "convex": convex, "starts": len(starts) * keys.shape[0]}
+    gap = measure_gaps(curve[None, : 2 * SPLIT - 1], SPLIT)
+    return {"at_distance": curve, "convex": convex, "split_gap": gap, "starts": len(starts) * keys.shape[0]}
 
 
 def project(keys: Tensor, queries: Tensor, seed: int) -> dict[str, Tensor]:

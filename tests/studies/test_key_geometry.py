@@ -1,5 +1,7 @@
 """The geometry of keys and queries, against the same computed by definition from all pairs, in float64."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,7 @@ def test_histograms_and_quantiles(lines, layers):
 
 def test_similarity_by_distance(monkeypatch, layers):
     monkeypatch.setattr(key_geometry, "DISTANCES", 20)  # with all of the other tokens as starts
+    monkeypatch.setattr(key_geometry, "SPLIT", 3)
     lines = study(KeyGeometry(), block_size=50)
     found, convex = values(lines, "similarity_at"), []
     for index, layer in enumerate(layers):
@@ -58,6 +61,11 @@ def test_similarity_by_distance(monkeypatch, layers):
         ]
         assert [found[index, x] for x in range(1, 21)] == pytest.approx(curve)
         convex += list(np.diff(curve, 2) >= 0)
+        sums = {
+            half: sum(curve[abs(x - y) - 1] for x in half for y in range(6) if y not in half)
+            for half in combinations(range(6), 3)
+        }
+        assert values(lines, "split_gap")[(index,)] == pytest.approx(1 - sums[0, 2, 4] / max(sums.values()), abs=1e-12)
     assert values(lines, "convex") == {(): pytest.approx(np.mean(convex))}
 
 
