@@ -22,6 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import vl_convert
 
 from kvbench.analysis import solvable_subtasks
@@ -29,7 +30,7 @@ from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
 from kvbench.papers.published_scores import find_published
 from kvbench.report import print_charts
 from kvbench.report.panels import Panel, build_panels
-from kvbench.report.print_charts import POINTS, SIZE, Drawing
+from kvbench.report.print_charts import POINTS, SIZE, Drawing, title_panel
 from kvbench.store.csv_rows import format_rows
 from kvbench.store.runs import FoundRuns, StoredRun
 from kvbench.validation import SettingError, name_file_in_errors
@@ -47,34 +48,39 @@ class Figure:
 
     Attributes:
         name: Name of its files without a suffix.
-        panel: Data of its panel.
         drawing: Its chart.
         pixels: Largest width.
-        plain: Whether it has neither title nor notes.
+        title: Its title and notes; None for a figure without.
     """
 
     name: str
-    panel: Mapping[str, Any]
     drawing: Drawing
     pixels: float
-    plain: bool
+    title: alt.TitleParams | None
 
     def write(self, folder: Path) -> str:
         """Write the four files of the figure, and return a line about them."""
-        text, *size = print_charts.render_svg(self.drawing, self.panel, self.pixels, self.plain)
+        path = folder / f"{self.name}.csv"
+        with name_file_in_errors(path):
+            path.write_text(format_csv(self.drawing.rows), encoding="utf-8")
+        return self.write_pictures(folder, " .csv")
+
+    def write_pictures(self, folder: Path, also: str = "") -> str:
+        """Write the figure as SVG, PDF and PNG, and return a line about these and other files of the figure."""
+        text, *size = print_charts.render_svg(self.drawing, self.pixels, self.title)
         sized = [f' width="{{0:.6g}}{unit}" height="{{1:.6g}}{unit}"'.format(*size) for unit in ("pt", "")]
         svg, plain = (SIZE.sub(own, text, count=1) for own in sized)  # the converters treat a pixel as a point
         named = folder / self.name
         forms: dict[str, Callable[[], bytes]] = {
             "svg": svg.encode, "pdf": lambda: vl_convert.svg_to_pdf(plain),
-            "png": lambda: vl_convert.svg_to_png(plain, ppi=PPI), "csv": format_csv(self.drawing.rows).encode,
+            "png": lambda: vl_convert.svg_to_png(plain, ppi=PPI),
         }  # fmt: skip
         for suffix, form in forms.items():
             path = Path(f"{named}.{suffix}")
             with name_file_in_errors(path):
                 path.write_bytes(form())
         inches = " x ".join(f"{own / 72:.2f}" for own in size)
-        return f"{named}  .pdf .svg .png .csv  {inches} in"
+        return f"{named}  .pdf .svg .png{also}  {inches} in"
 
 
 def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -111,7 +117,8 @@ def make_figures(
                 drawing = make_drawing(kind, panel.data, options.against, pixels)
                 if drawing:
                     name = f"{name_figure(panel)}-{curve if kind == 'curve' else kind}"
-                    yield Figure(name, panel.data, drawing, pixels, options.plain)
+                    title = None if options.plain else title_panel(panel.data, drawing.about, pixels)
+                    yield Figure(name, drawing, pixels, title)
 
 
 def list_published(panel: Panel, subtask: str | None, results: Path) -> list[dict[str, Any]]:

@@ -202,23 +202,25 @@ def make_key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerCha
     ).properties(width=width, height=places[-1][1] + 8)
 
 
-def make_title(panel: Mapping[str, Any], about: Sequence[str], total: float) -> alt.TitleParams:
+def title_panel(panel: Mapping[str, Any], about: Sequence[str], total: float) -> alt.TitleParams:
     """Return a title with model, task and question, and a subtitle that distinguishes the protocol."""
     first = f"{panel['model']} · {panel['task']} · question {panel['question']}"
     below = " · ".join([*panel["also"], *about])
     notes = [note for note in panel["notes"] if note in (EMBEDDED_NOTE, MINIATURE_NOTE)]
-    lines = [line for text in (below, *notes) for line in wrap(text, int(total / LETTER))]
+    return make_title(first, [below, *notes], total)
+
+
+def make_title(first: str, below: Sequence[str], total: float) -> alt.TitleParams:
+    """Return a title and its subtitles, in lines of at most `total` pixels."""
+    lines = [line for text in below for line in wrap(text, int(total / LETTER))]
     return alt.TitleParams(wrap(first, int(total / LETTER / 1.15)), subtitle=lines, limit=total)
 
 
-def make_figure_specification(
-    drawing: Drawing, panel: Mapping[str, Any], plot: float, total: float, plain: bool
-) -> dict[str, Any]:
+def make_figure_specification(drawing: Drawing, plot: float, title: alt.TitleParams | None) -> dict[str, Any]:
     """Return the complete specification of a figure, including its numbers."""
     chart = drawing.chart(plot)
     parts: list[Any] = [chart, make_key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
-    title = alt.Undefined if plain else make_title(panel, drawing.about, total)
-    figure = alt.vconcat(*parts, spacing=14, title=title).configure(**CONFIG)
+    figure = alt.vconcat(*parts, spacing=14, title=title or alt.Undefined).configure(**CONFIG)
     figure = figure.resolve_scale(color="independent", shape="independent", strokeDash="independent")
     spec = figure.to_dict(validate=False)  # Altair validated each part when it was made
     tables = {name: drawing.tables[name] for name in sorted(find_data_sets(spec) & drawing.tables.keys())}
@@ -233,16 +235,13 @@ def find_data_sets(spec: Any) -> set[str]:
     return set().union(*map(find_data_sets, spec)) if isinstance(spec, list) else set()
 
 
-def render_svg(
-    drawing: Drawing, panel: Mapping[str, Any], total: float, plain: bool = False
-) -> tuple[str, float, float]:
+def render_svg(drawing: Drawing, total: float, title: alt.TitleParams | None) -> tuple[str, float, float]:
     """Draw a figure.
 
     Args:
         drawing: The chart.
-        panel: Its panel, for the title.
         total: Largest width in pixels. The figure is wider only if its plots have their smallest width.
-        plain: Draw neither title nor notes, which a paper's caption states instead.
+        title: Title and notes. None draws neither; a paper's caption states them instead.
 
     Returns:
         The SVG, and its width and height in points.
@@ -250,7 +249,7 @@ def render_svg(
     least, most = drawing.reach
     plot = min(most, total / drawing.plots)
     while True:
-        text = vl_convert.vegalite_to_svg(make_figure_specification(drawing, panel, plot, total, plain))
+        text = vl_convert.vegalite_to_svg(make_figure_specification(drawing, plot, title))
         width, height = read_size(text)
         if width <= total + 0.5 or plot <= least:
             return renumber_names(text), width * POINTS, height * POINTS

@@ -567,4 +567,5 @@ def draw_picture(cells: Sequence[Line], budget: Any) -> str:
     pixels = 72 * INCHES["tasks"] / POINTS
     drawing = print_charts.draw_curve(panel, "bytes", pixels)
     assert drawing is not None  # every series has points
-    return print_charts.render_svg(drawing, panel, pixels)[0]
+    title = print_charts.title_panel(panel, drawing.about, pixels)
+    return print_charts.render_svg(drawing, pixels, title)[0]

@@ -248,8 +248,7 @@ def test_page_and_figures_draw_one_specification(store, page_charts, name):
         **dict.fromkeys(charts.COSTS, lambda: print_charts.draw_cost(panel, 900)),
     }
     assert draw.keys() == page_charts.keys()
-    own = one_budget if name == "dots" else panel
-    spec = print_charts.make_figure_specification(draw[name](), own, 200, 500, plain=False)
+    spec = print_charts.make_figure_specification(draw[name](), 200, None)
     assert bare(page_charts[name]["layer"]) in [bare(own) for own in layered(spec)]
 
 
