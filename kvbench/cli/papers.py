@@ -1,65 +1,158 @@
-"""Write the papers' tables, published and measured side by side.
+"""Write the papers' tables and figures, published and measured side by side.
 
 Examples:
-  kvbench papers                        all tables, into results/papers/
-  kvbench papers results dropkv         the tables of one paper
-  kvbench papers --beside               the tables of cost alone, into results/efficiency/<gpu>/
+  kvbench papers                             all of them, into results/papers/
+  kvbench papers results dropkv              those of one paper
+  kvbench papers results keydiff figure14    one of them, from what kvbench study found; print it too
+  kvbench papers --beside                    the tables of cost alone, into results/efficiency/<gpu>/
+  kvbench papers --page                      docs/studies.md, from the studies alone
+
+Tables become Markdown, CSV and LaTeX. Figures also become SVG, PDF and PNG, which needs the extra `report`.
 """
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from kvbench.cli.command import CommandParser, run_command
-from kvbench.validation import SettingError, require_writable
+from kvbench.cli.command import CommandParser, require_extra, run_command
+from kvbench.validation import SettingError, require_choice, require_writable
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser("papers", __doc__)
     parser.add_results()
     parser.add_argument("paper", nargs="?", help="name of a paper in conf/papers (default: all)")
-    parser.add_argument("table", nargs="?", help="number of a table; print it too (default: all)")
+    parser.add_argument("exhibit", nargs="?", help="a table or figure, such as 5, table05 or figure14 (default: all)")
     parser.add_argument("--beside", action="store_true", help="write the tables of cost beside their measurements")
+    parser.add_argument(
+        "--page", action="store_true", help="write the page about what holds on the models, and no more"
+    )
+    parser.add_argument("--out", type=Path, help="folder of that page (default: docs)")
+    parser.add_argument(
+        "--width", help="of figures, at most: column (3.25 in), page (6.75 in) or inches (default: by its chart)"
+    )
     return parser
 
 
 def write_papers(arguments: Sequence[str]) -> None:
-    """Write the tables and print their files, or the text of the one that is named."""
+    """Write tables and figures and print their files, or the text of the one that is named."""
     given = make_parser().parse_args(arguments)
-    for text in emit_tables(given.results, given.paper, given.table, given.beside):
+    if given.page:
+        from kvbench.papers.studies_page import write_studies_page
+
+        print(write_studies_page(given.results, given.out or Path("docs")))
+        return
+    if given.out:
+        raise SettingError("--out: only with --page")
+    if given.width is not None:
+        require_extra("report", "altair", "vl_convert")
+        from kvbench.report.figures import parse_inches
+
+        given.width = parse_inches(given.width)
+    for text in emit_exhibits(given.results, given.paper, given.exhibit, given.beside, given.width):
         print(text)
 
 
-def emit_tables(results: Path, paper: str | None, table: str | None, beside: bool = False) -> Iterable[str]:
-    """Write tables and yield the paths of their files, or the text of the one table that is named.
+def emit_exhibits(
+    results: Path, paper: str | None, exhibit: str | None, beside: bool = False, inches: float | None = None
+) -> Iterable[str]:
+    """Write tables and figures, and yield the paths of their files, or the text of the one that is named.
 
     Args:
         results: Folder of results.
-        paper: Name of a paper in conf/papers; None writes the tables of all papers.
-        table: Number of a table of the paper; None writes all of them.
+        paper: Name of a paper in conf/papers; None writes the exhibits of all papers.
+        exhibit: Number of a table of the paper, or name of one of its exhibits; None writes all of them.
         beside: Whether to write the tables of cost, and no others, beside their measurements. If no table is named,
             those of which a machine measured nothing are left out.
+        inches: Largest width of figures; None leaves it to their charts.
 
     Raises:
-        SettingError: There is no such folder, paper or table.
+        SettingError: There is no such folder, paper or exhibit.
     """
     from kvbench.papers.build import write_cost_tables, write_tables
-    from kvbench.papers.table_spec import is_cost_table, load_specs
+    from kvbench.papers.table_spec import is_cost_table
     from kvbench.store.efficiency_csv import find_measurements
 
-    wanted = load_specs(paper, table)
+    tables, studied = choose_exhibits(paper, exhibit)
     if not results.is_dir():
         raise SettingError(f"results={results}: no such folder")
     require_writable("results", results)
     if beside:
-        written = write_cost_tables(results, wanted, results / "efficiency", measured_only=table is None)
+        written = write_cost_tables(results, tables, results / "efficiency", measured_only=exhibit is None)
     else:
-        written = write_tables(results, wanted)
-    if table is None:
+        written = write_tables(results, tables) if tables else []
+    if exhibit is None:
         yield from map(str, written)
     else:
         yield from (path.read_text(encoding="utf-8") for path in written if path.suffix == ".md")
-    if any(map(is_cost_table, wanted.values())) and not any(find_measurements(results / "efficiency")):
+    if any(map(is_cost_table, tables.values())) and not any(find_measurements(results / "efficiency")):
         yield f"no measurements in {results}/efficiency: `make efficiency` makes them"
+    if studied and not beside:
+        yield from emit_studied(results, studied, exhibit is not None, inches)
+
+
+def choose_exhibits(paper: str | None, exhibit: str | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the specifications of tables of scores and costs, and those of exhibits that studies fill.
+
+    Raises:
+        SettingError: There is no such paper or exhibit, or it is not emitted.
+    """
+    from kvbench.papers.exhibits import find_files, load_exhibits, normalize_name, refuse_exhibit
+    from kvbench.papers.table_spec import list_papers, load_specs
+
+    if paper is None:
+        return load_specs(), load_exhibits()
+    require_choice("PAPER", paper, sorted({*list_papers(), *find_files()}))
+    tables = load_specs(paper) if paper in list_papers() else {}
+    studied = load_exhibits(paper) if paper in find_files() else {}
+    if exhibit is None:
+        return tables, studied
+    name = normalize_name(exhibit)
+    if (own := f"{paper}_{name}") in studied:
+        return {}, {own: studied[own]}
+    if own in tables or tables and name.startswith("table"):
+        return load_specs(paper, exhibit), {}
+    refuse_exhibit(exhibit, [own.removeprefix(f"{paper}_") for own in (*tables, *studied)])
+
+
+def emit_studied(results: Path, wanted: Mapping[str, Any], named: bool, inches: float | None) -> Iterator[str]:
+    """Write exhibits that studies fill, and yield the paths of their files, or the text of the one that is named.
+
+    Args:
+        results: Folder of results.
+        wanted: <paper>_<exhibit> -> its specification.
+        named: Whether the exhibit was named.
+        inches: Largest width of figures; None leaves it to their charts.
+    """
+    from kvbench.papers.exhibit_pages import fill_exhibits
+    from kvbench.papers.exhibits import make_study_command
+
+    filled = fill_exhibits(results, wanted)
+    if not named and not any(filled.values()):
+        yield f"no studies in {results}/studies: `python -m kvbench study all` computes them"
+        return
+    missing = ""
+    if any(page.table is None for pages in filled.values() for page in pages):
+        try:
+            require_extra("report", "altair", "vl_convert")
+        except SettingError as error:
+            missing = f"figures are not drawn: {error}"
+    for name, pages in filled.items():
+        for page in pages:
+            pictured = page.table is None and not missing
+            written = page.write(pictured)
+            if named:
+                yield page.to_markdown(pictured)
+            yield from map(str, [] if named else written)
+            if pictured:
+                from kvbench.report.study_charts import make_figure
+
+                yield make_figure(page, inches).write_pictures(page.folder)
+        if not pages:
+            yield f"{name}: no study has filled it: `{make_study_command(name)}` does"
+    if missing:
+        print(f"kvbench: {missing}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.cli.papers import emit_tables
+from kvbench.cli.papers import emit_exhibits
 
 
 def make_parser() -> CommandParser:
@@ -25,7 +25,7 @@ def make_parser() -> CommandParser:
 def print_table(arguments: Sequence[str]) -> None:
     """Print the table."""
     given = make_parser().parse_args(arguments)
-    for text in emit_tables(given.results, given.paper, given.table):
+    for text in emit_exhibits(given.results, given.paper, given.table):
         print(text)
 
 

@@ -1,19 +1,20 @@
 """Build papers' tables with published and measured values side by side, and write them as Markdown, CSV and LaTeX.
 
 kvbench.papers.table_spec describes the tables. A measured score comes from the store's run that answers the same
-question (kvbench.papers.cell_values). A measured cost comes from the newest matching measurement of task=efficiency on
-one machine. Times in records are never used, because several cells of a sweep may have shared the prefill of a prompt.
-Rows for other runs with the same protocol follow. If a cell is empty, a note gives the command that fills it. This
-module does not import torch.
+question (kvbench.papers.cell_values), and a number of a study from the line of lines.csv that the cell selects. A
+measured cost comes from the newest matching measurement of task=efficiency on one machine. Times in records are never
+used, because several cells of a sweep may have shared the prefill of a prompt. Rows for other runs with the same
+protocol follow. If a cell is empty, a note gives the command that fills it. This module does not import torch.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from kvbench.papers.cell_values import CellValue, RunIndex
+from kvbench.papers.exhibits import select_lines
 from kvbench.papers.experiment_key import ExperimentKey, drop_unused
 from kvbench.papers.extra_rows import find_extra_rows
 from kvbench.papers.paper_table import PaperTable, TableCell
@@ -31,6 +32,7 @@ from kvbench.papers.table_spec import (
     read_published,
 )
 from kvbench.store.efficiency_csv import find_measurements, read_lines
+from kvbench.store.study_lines import Line as StudyLine
 from kvbench.validation import name_file_in_errors
 
 DEFAULTS = {
@@ -46,7 +48,9 @@ SETTING_OF_COLUMN = {
 FAILURES = {"out_of_memory": "OOM", "failed": "failed"}
 
 
-def build_table(spec: Select, lines: Lines, printed: Lines, runs: RunIndex | None = None) -> PaperTable:
+def build_table(
+    spec: Select, lines: Lines, printed: Lines, runs: RunIndex | None = None, study: Sequence[StudyLine] = ()
+) -> PaperTable:
     """Build a table.
 
     Args:
@@ -54,11 +58,12 @@ def build_table(spec: Select, lines: Lines, printed: Lines, runs: RunIndex | Non
         lines: Measurements of one machine.
         printed: The published values.
         runs: Runs of a store.
+        study: Lines of the table's study.
     """
     rows, failed, published = [], 0, PublishedValues(printed)
     columns = list(expand_each(spec["columns"]))
     for row in expand_each(spec["rows"]):
-        made = [fill_cell(merge_parts(spec, row, column), lines, published, runs) for column in columns]
+        made = [fill_cell(merge_parts(spec, row, column), lines, published, runs, study) for column in columns]
         rows.append((row["label"], tuple(own for own, _ in made)))
         failed += sum(count for _, count in made)
     for label, found in find_extra_rows(spec, runs) if runs else ():
@@ -88,11 +93,15 @@ def describe_origin(spec: Select, lines: Lines) -> Iterator[str]:
         )
 
 
-def fill_cell(own: Select, lines: Lines, printed: PublishedValues, runs: RunIndex | None) -> tuple[TableCell, int]:
+def fill_cell(
+    own: Select, lines: Lines, printed: PublishedValues, runs: RunIndex | None, study: Sequence[StudyLine] = ()
+) -> tuple[TableCell, int]:
     """Return a cell and the number of its samples that failed."""
     published = printed.value(own["published"]) if own.get("published") is not None else ""
     if own.get("run") is not None and runs is not None:
         return fill_from_runs(own, published, runs)
+    if own.get("line") is not None:
+        return fill_from_study(own, published, study), 0
     return fill_from_measurements(own, published, lines), 0
 
 
@@ -105,7 +114,19 @@ def fill_from_runs(own: Select, published: str, runs: RunIndex) -> tuple[TableCe
     return format_cell(found, published, *get_format(own)), found.failed
 
 
-def format_cell(found: CellValue, published: str, scale: float, digits: int) -> TableCell:
+def fill_from_study(own: Select, published: str, study: Sequence[StudyLine]) -> TableCell:
+    """Return a cell whose value is a line of a study; a cell without a value if the study has no such line.
+
+    Raises:
+        ValueError: Several lines fit, so that the table's specification does not say which one is meant.
+    """
+    fitting = select_lines(study, own["line"])
+    if len(fitting) > 1:
+        raise ValueError(f"{len(fitting)} lines fit {own['line']}; one is needed")
+    return format_cell(fitting[0], published, *get_format(own)) if fitting else TableCell(published, "")
+
+
+def format_cell(found: CellValue | StudyLine, published: str, scale: float, digits: int) -> TableCell:
     """Return a cell with a measured value, multiplied by `scale` and rounded to `digits` places."""
     low, high = ("" if end is None else f"{end * scale:.{digits}f}" for end in (found.low, found.high))
     value, difference = found.value * scale, ""

@@ -6,6 +6,8 @@ An exhibit is a table or a figure of a paper that shows no scores and no costs. 
     study       the study that computes its numbers (kvbench/studies/)
     lines       the numbers that it shows: values of `quantity` and other columns of lines.csv
     chart       how a figure is drawn (kvbench.report.study_charts)
+    axes        x, y, value -> the title of an axis or of the scale of colours; log -> those with a logarithmic scale
+    names       series or quantity -> the paper's name of it, for legends and titles
     claims      quantity -> the paper's claim in words. The number is the share of instances in which it holds
     proof       quantity -> exact, bound or estimate; a claim without an entry is counted exactly
     notes       the reading that is taken where the paper leaves something open, and what the paper got wrong
@@ -13,12 +15,16 @@ An exhibit is a table or a figure of a paper that shows no scores and no costs. 
 and, for a table, the keys of kvbench.papers.table_spec.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
 
 from kvbench.papers.table_spec import PAPERS, read_tables
 from kvbench.store.study_lines import HOLDS, Line, StudyFolder
-from kvbench.validation import require_choice
+from kvbench.validation import SettingError, format_value, require_choice
 
 EXHIBITS = PAPERS / "exhibits"
 
@@ -38,15 +44,50 @@ def load_exhibits(paper: str | None = None, name: str | None = None) -> dict[str
     Raises:
         SettingError: There is no such paper or exhibit. The message names similar ones.
     """
-    files = {path.stem: path for path in sorted(EXHIBITS.glob("*.yaml"))}
+    files = find_files()
     if paper is not None:
         require_choice("PAPER", paper, [*files, "all"])
         files = {paper: files[paper]}
     found = {f"{own}_{key}": spec for own, path in files.items() for key, spec in read_tables(path).items()}
     if name is not None:
-        require_choice("EXHIBIT", name, [key.removeprefix(f"{paper}_") for key in found])
-        found = {f"{paper}_{name}": found[f"{paper}_{name}"]}
+        own = f"{paper}_{normalize_name(name)}"
+        if own not in found:
+            refuse_exhibit(name, [key.removeprefix(f"{paper}_") for key in found])
+        found = {own: found[own]}
     return found
+
+
+def find_files() -> dict[str, Path]:
+    """Return paper -> the file with its exhibits."""
+    return {path.stem: path for path in sorted(EXHIBITS.glob("*.yaml"))}
+
+
+def make_study_command(name: str) -> str:
+    """Return the command that fills the exhibit <paper>_<exhibit>."""
+    paper = next(own for own in find_files() if name.startswith(f"{own}_"))
+    return f"python -m kvbench study {paper} {name.removeprefix(f'{paper}_')}"
+
+
+def normalize_name(name: str) -> str:
+    """Return the name of an exhibit as the files write it: figure4 becomes figure04, and 12 becomes table12."""
+    found = re.fullmatch(r"(figure|table|)(\d+)(.*)", name)
+    return f"{found[1] or 'table'}{int(found[2]):02d}{found[3]}" if found else name
+
+
+def refuse_exhibit(name: str, there: Iterable[str]) -> NoReturn:
+    """Raise the error about an exhibit that does not exist, with similar names first.
+
+    Args:
+        name: The name that was given.
+        there: The names that there are.
+
+    Raises:
+        SettingError: Always.
+    """
+    there = list(there)
+    near = get_close_matches(normalize_name(name), there)
+    asked = f"did you mean {' or '.join(near)}? " if near else ""
+    raise SettingError(f"EXHIBIT={format_value(name)}: {asked}Choose one of {', '.join(there)}")
 
 
 def list_studies(exhibits: Mapping[str, Exhibit]) -> list[str]:
@@ -61,19 +102,52 @@ def select_lines(lines: Iterable[Line], select: Mapping[str, Any]) -> list[Line]
 
 
 def describe_claims(exhibits: Mapping[str, Exhibit], found: StudyFolder) -> Iterator[str]:
-    """Yield a line for each claim: the words, the measured share with its interval, and the verdict."""
+    """Yield a line for each claim: the words, the verdict, and the measured share with its interval."""
     for name, spec in exhibits.items():
-        for quantity, words in spec.get("claims", {}).items():
-            [line] = select_lines(found.lines, {"study": spec["study"], "quantity": quantity, "series": HOLDS})
-            how = spec.get("proof", {}).get(quantity, "counted exactly")
-            yield f"{name}: {words} {judge_claim(line)} ({describe_share(line)}; {how})"
+        for claim in list_claims(spec, found.lines):
+            yield f"{name}: {claim.words} {claim.text}"
 
 
-def judge_claim(line: Line) -> str:
-    """Return whether a claim holds, by the share of instances in which it does."""
-    if line.value == 1:
-        return "Holds."
-    return "Does not hold." if line.value == 0 else f"Holds for {100 * line.value:.1f} %."
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper.
+
+    Attributes:
+        quantity: Its name in the lines of its study.
+        words: The claim.
+        line: The share of instances in which it holds; None if the study did not measure it on this model.
+        proof: Whether the share is exact, a bound or an estimate.
+    """
+
+    quantity: str
+    words: str
+    line: Line | None
+    proof: str
+
+    @property
+    def verdict(self) -> str:
+        """Whether the claim holds, by the share of instances in which it does."""
+        if self.line is None:
+            return "Not measured."
+        if self.line.value == 1:
+            return "Holds."
+        return "Does not hold." if self.line.value == 0 else f"Holds for {100 * self.line.value:.1f} %."
+
+    @property
+    def text(self) -> str:
+        """The verdict, the share with its interval, the number of instances, and the proof."""
+        return self.verdict if self.line is None else f"{self.verdict} ({describe_share(self.line)}; {self.proof})"
+
+
+def list_claims(spec: Exhibit, lines: Iterable[Line]) -> list[Claim]:
+    """Return the claims of an exhibit with what a study found."""
+    lines = list(lines)
+    made = []
+    for quantity, words in spec.get("claims", {}).items():
+        fitting = select_lines(lines, {"study": spec["study"], "quantity": quantity, "series": HOLDS})
+        proof = spec.get("proof", {}).get(quantity, "counted exactly")
+        made.append(Claim(quantity, " ".join(words.split()), fitting[0] if fitting else None, proof))
+    return made
 
 
 def describe_share(line: Line) -> str:

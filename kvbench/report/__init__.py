@@ -12,6 +12,7 @@
     excerpts.py       writes the text of prompts beside the page
     print_charts.py   adds title, key and width to a chart, for figures.py
     figures.py        writes charts for print
+    study_charts.py   draws figures of studies
     dashboard.py      serves the page while sweeps run
 
 Text from records reaches the page as ASCII JSON and is shown as text only. The page's policy forbids all requests.

@@ -10,7 +10,7 @@ from tests.support.repository import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:^<!-- (?P<comment>.+) -->\n)?^```(?P<language>.*)\n(?P<text>(?:.*\n)*?)^```$", re.MULTILINE)
-FILE = re.compile(r"# ((?:methods|tasks|conf)/[\w./]+)\n")
+FILE = re.compile(r"# ((?:methods|tasks|conf|kvbench/studies)/[\w./]+)\n")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,152 @@
+"""Write what studies found as the papers' exhibits: <results>/papers/<model>-<prompts>-<hash>/<paper>_<exhibit>.*
+
+Every exhibit becomes Markdown (what is shown, the claims with verdicts, the readings), CSV and LaTeX. A table is built
+like all other tables of papers (kvbench.papers.build). The CSV of a figure has the lines of the study that it shows,
+and its LaTeX includes the PDF, which kvbench.report.study_charts draws. This module does not import torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from kvbench.analysis.text_table import escape_latex
+from kvbench.papers.build import build_table
+from kvbench.papers.exhibits import Claim, Exhibit, list_claims, select_lines
+from kvbench.papers.paper_table import PaperTable, escape_all_markdown, escape_outside_code
+from kvbench.papers.table_spec import read_published
+from kvbench.store.study_lines import Line, StudyFolder, find_studies, format_lines
+from kvbench.validation import SettingError, escape, name_file_in_errors
+
+
+@dataclass(frozen=True)
+class ExhibitPage:
+    """An exhibit, filled by the studies of one folder.
+
+    Attributes:
+        name: <paper>_<exhibit>.
+        spec: Its specification.
+        found: The folder of studies.
+        results: The folder of results.
+    """
+
+    name: str
+    spec: Exhibit
+    found: StudyFolder
+    results: Path
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """The lines that the exhibit shows."""
+        return select_lines(self.found.lines, {"study": self.spec["study"], **self.spec.get("lines", {})})
+
+    @cached_property
+    def claims(self) -> list[Claim]:
+        """The claims with what the study found."""
+        return list_claims(self.spec, self.found.lines)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the study has been computed on this model and these prompts."""
+        return bool(self.table.is_measured if self.table else self.lines)
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are written."""
+        return self.results / "papers" / self.found.name
+
+    @cached_property
+    def table(self) -> PaperTable | None:
+        """The table; None if the exhibit is a figure.
+
+        Raises:
+            SettingError: The specification of a cell fits several lines.
+        """
+        if "rows" not in self.spec:
+            return None
+        notes = [self.about, *self.describe_claims(), *self.notes]
+        own = select_lines(self.found.lines, {"study": self.spec["study"]})
+        try:
+            return build_table(
+                {**self.spec, "notes": notes}, (), read_published(self.results, self.spec.get("file")), study=own
+            )
+        except ValueError as error:
+            raise SettingError(f"{self.name}: {error}") from None
+
+    @property
+    def about(self) -> str:
+        """The model and the prompts."""
+        prompts = self.found.about["prompts"]
+        count = f"{prompts['count']} prompt{'s' if prompts['count'] > 1 else ''}"
+        return (
+            f"{self.found.about['model']['name']}, {count} of {prompts['name']}, up to {prompts['longest']:,} tokens."
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """The readings."""
+        return [" ".join(note.split()) for note in self.spec.get("notes", ())]
+
+    def describe_claims(self) -> Iterator[str]:
+        """Yield a sentence for each claim, with its verdict."""
+        for claim in self.claims:
+            yield f"Claim: {claim.words} {claim.text}"
+
+    def to_markdown(self, pictured: bool) -> str:
+        """Return the Markdown page, with a picture if there is one."""
+        if self.table:
+            return self.table.to_markdown()
+        title = escape_all_markdown(self.spec["title"])
+        texts = [self.about, *self.describe_claims(), *self.notes]
+        picture = [f"![{title}]({self.name}.svg)", ""] if pictured else []
+        return "\n".join([f"# {title}", "", *picture, *(f"* {escape_outside_code(own)}" for own in texts)]) + "\n"
+
+    def to_csv(self) -> str:
+        """Return the table as CSV, or the lines of the figure and its claims."""
+        if self.table:
+            return self.table.to_csv()
+        return format_lines([*self.lines, *(claim.line for claim in self.claims if claim.line)])
+
+    def to_latex(self) -> str:
+        """Return a tabular, or a figure environment that includes the PDF."""
+        if self.table:
+            return self.table.to_latex()
+        caption = " ".join([f"{self.spec['title']}.", self.about, *self.describe_claims(), *self.notes])
+        return "\n".join(
+            [
+                f"% {escape(self.spec['title'])}",
+                r"\begin{figure}",
+                r"\centering",
+                rf"\includegraphics[width=\linewidth]{{{self.name}.pdf}}",
+                rf"\caption{{{escape_latex(caption)}}}",
+                rf"\label{{fig:{self.name}}}",
+                "\\end{figure}\n",
+            ]
+        )
+
+    def write(self, pictured: bool) -> list[Path]:
+        """Write the files, except for the picture, and return their paths."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        forms: dict[str, Callable[[], str]] = {
+            "md": lambda: self.to_markdown(pictured), "csv": self.to_csv, "tex": self.to_latex,
+        }  # fmt: skip
+        paths = [self.folder / f"{self.name}.{suffix}" for suffix in forms]
+        for path, form in zip(paths, forms.values(), strict=True):
+            with name_file_in_errors(path):
+                path.write_text(form(), encoding="utf-8")
+        return paths
+
+
+def fill_exhibits(results: Path, wanted: Mapping[str, Exhibit]) -> dict[str, list[ExhibitPage]]:
+    """Return the pages of each exhibit, one for each folder of studies that fills it.
+
+    Args:
+        results: The folder of results.
+        wanted: <paper>_<exhibit> -> its specification.
+
+    Raises:
+        SettingError: A file of studies cannot be read.
+    """
+    folders = find_studies(results)
+    pages = {name: [ExhibitPage(name, spec, found, results) for found in folders] for name, spec in wanted.items()}
+    return {name: [page for page in own if page.is_filled] for name, own in pages.items()}
