@@ -184,6 +184,8 @@ class LongBench:
     def _chosen(self) -> tuple[Subtask, ...]:
         known, sets = (E_NAMES, {"all": E_NAMES}) if self.variant == E else (NAMES, SETS)
         given = self.subtasks
+        if isinstance(given, Sequence) and len(given) == 1:
+            [given] = given
         if isinstance(given, str):
             require_choice("task.subtasks", given, (*sets, *known))
             given = given if given == "all" else list(sets.get(given, (given,)))

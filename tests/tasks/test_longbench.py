@@ -276,6 +276,7 @@ def test_all_means_the_16_english_and_code_tasks():
     assert LongBench(protocol="lm_eval").fingerprint() == "9ee577c752b33aef"
     assert list(LongBench().inventory()) == list(ENGLISH) and len(ENGLISH) == 16
     assert list(LongBench(subtasks="all21").inventory()) == list(NAMES) and len(NAMES) == 21
+    assert LongBench(subtasks=["all21"]).inventory() == LongBench(subtasks="all21").inventory()
     assert list(LongBench(subtasks="chinese").inventory()) == list(CHINESE) and set(NAMES) - set(ENGLISH) == set(
         CHINESE
     )
@@ -581,7 +582,8 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, t
     refused("task.path=/nowhere: no such file or folder; or miniature, or hub", "task.path=/nowhere")
     refused("task.path=hub: zai-org/LongBench/data.zip is out of reach (", "task.path=hub")
     refused("task.path=1: miniature, hub, or a file or folder", "task.path=1")
-    refused("task.subtasks=zh: choose one of all, all21, chinese, narrativeqa", "task.subtasks=zh")
+    for wrong in ("zh", "[zh]"):
+        refused("task.subtasks=zh: choose one of all, all21, chinese, narrativeqa", f"task.subtasks={wrong}")
     said = "task.subtasks=dureader: choose one of all, qasper"
     refused(said, "task.subtasks=dureader", "task.variant=e", "task.path=miniature")
     monkeypatch.setattr(chinese, "version", lambda name: "0.39")
