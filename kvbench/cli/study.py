@@ -84,10 +84,8 @@ def compute_studies(arguments: Sequence[str]) -> int:
             missing |= {name: reason for name, own in exhibits.items() if own["study"] in of_samples}
         elif run.task.length is None:  # samples that are made to a length say nothing more if there are more
             whole = describe_run(settings, None)[0]
-    for name, reason in missing.items():
-        if len(missing) == len(exhibits):
-            raise reason
-        print(f"kvbench: {name} is left out: {reason}", file=sys.stderr)
+    if len(missing) == len(exhibits):
+        raise next(iter(missing.values()))
     exhibits = {name: own for name, own in exhibits.items() if name not in missing}
     studies = [study for study in studies if study.name in list_studies(exhibits)]
     if options.cost is not None:
@@ -96,6 +94,8 @@ def compute_studies(arguments: Sequence[str]) -> int:
     text = None if given["text"] is None else TextPieces(Path(given["text"]), tokens)
     require_writable("results", results)
     folder = StudyPass(run, studies, count, whole, text).execute(results)
+    for name, reason in missing.items():
+        print(f"kvbench: {name} is left out: {reason}", file=sys.stderr)
     print(folder)
     for line in describe_claims(exhibits, read_study(folder)):
         print(line)

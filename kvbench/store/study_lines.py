@@ -70,13 +70,13 @@ TEXTS = ("study", "quantity", "series")
 
 
 def format_lines(lines: Iterable[Line]) -> str:
-    """Return lines as CSV. Numbers have six significant digits."""
+    """Return lines as CSV. Numbers have five significant digits."""
     return format_rows([COLUMNS, *([_format(getattr(line, name)) for name in COLUMNS] for line in lines)])
 
 
 def _format(value: object) -> object:
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return f"{value:.5g}"
     return "" if value is None else value
 
 

@@ -53,9 +53,10 @@ SAMPLED = 1024  # positions whose queries are looked at one by one
 BINS = 40  # of a histogram of cosines
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 FIRST = 64  # tokens of the maps of KeyDiff's Figure 2
-POINTS = 150  # keys, and as many queries, of a scatter
+POINTS = 100  # keys, and as many queries, of a scatter
 TOP = 0.05  # share of the keys that a scatter shows as the highest-scored ones
-SQUARES = 32  # rows and columns of a map of similarities
+SQUARES = 24  # rows and columns of a map of similarities
+CLOSE, STEP = 64, 8  # from the first of these distances on, one of so many is listed
 DISTANCES = 256  # tokens: the largest distance of CentroidKV's Figure 3
 SPLIT = 7  # half of the tokens of which all splits are tried
 STARTS = 512  # random tokens whose similarity with those behind them is measured
@@ -116,8 +117,8 @@ class KeyGeometry(LayerStudy):
         for layer, own in memories.items():
             curve = own["at_distance"]
             yield self.line("split_gap", own["split_gap"], layer=layer)
-            for index, value in enumerate(curve.tolist() if layer in shown else ()):
-                yield self.line("similarity_at", value, layer=layer, x=index + 1, n=own["starts"])
+            for x in [*range(1, CLOSE), *range(CLOSE, len(curve) + 1, STEP)] if layer in shown else ():
+                yield self.line("similarity_at", curve[x - 1], layer=layer, x=x, n=own["starts"])
 
     def _list_maps(self, memories: Mapping[int, Memory]) -> Iterator[Line]:
         """Yield what is shown of one prompt: maps and scatters."""

@@ -89,10 +89,12 @@ def test_maps_of_one_prompt(lines, layers):
     assert values(lines, "similarity_map")[1, 0, 4 * size, 9 * size] == pytest.approx(expected)
 
 
-def test_a_plane_of_principal_components(lines, layers):
+def test_a_plane_of_principal_components(monkeypatch, layers):
+    monkeypatch.setattr(key_geometry, "POINTS", 150)  # all keys
+    lines = study(KeyGeometry())
     every = np.concatenate([layers[0]["keys"][0], *layers[0]["queries"][:3]])
     axes = np.linalg.svd(every - every.mean(0), full_matrices=False)[2][:2]
     axes *= np.sign(axes[[0, 1], np.abs(axes).argmax(1)])[:, None]
     expected = (layers[0]["keys"][0] - every.mean(0)) @ axes.T
     shown = sorted((own.x, own.value) for own in lines if (own.quantity, own.series, own.layer) == ("plane", "keys", 0))
-    np.testing.assert_allclose(shown, sorted(map(tuple, expected)), atol=1e-9)  # 150 keys: all of them
+    np.testing.assert_allclose(shown, sorted(map(tuple, expected)), atol=1e-9)
