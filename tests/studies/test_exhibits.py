@@ -1,4 +1,4 @@
-"""Every exhibit of conf/papers/exhibits/ has a study that gave its numbers and claims on a committed model, and a chart."""
+"""Every exhibit of conf/papers/exhibits/ has a chart or a table, and its numbers are there for a committed model."""
 
 import pytest
 
