@@ -22,7 +22,7 @@ Theorem 1 says that DropKV's choice has F at most 1/[c*·(1-ε)·(1-kε)] times 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +34,7 @@ from kvbench.store.study_lines import Line
 from kvbench.studies.cone_constant import GAP, Residuals, find_cone_constants
 from kvbench.studies.key_geometry import find_quantiles, widen
 from kvbench.studies.study import LayerStudy, Memory, count_bins, draw_positions, list_shares, take_block
+from kvbench.validation import SettingError
 
 SAMPLED = 4  # queries of each head, in the second half of the prompt
 WINDOW = 8
@@ -72,17 +73,14 @@ class RemovalCone(LayerStudy):
         ]
         memory.clear()
         memory |= {"weight": torch.cat([one.weight for one in looks]), "size": torch.cat([one.size for one in looks])}
-        residuals = Residuals(
-            torch.stack([one.anchors for one in looks]),
-            widen(values),
-            torch.stack([one.norms for one in looks]).to(widen(values)),
-            torch.stack([one.pool for one in looks]),
-        )
-        memory["cone"] = find_cone_constants(residuals, self.seed)
+        anchors, norms, pool = (torch.stack([getattr(one, name) for one in looks])
+                                for name in ("anchors", "norms", "pool"))  # fmt: skip
+        wide = widen(values)
+        memory["cone"] = find_cone_constants(Residuals(anchors, wide, norms.to(wide), pool), self.seed)
         draw = torch.Generator().manual_seed(self.seed)
+        last = slice(len(windows) - 1, None, len(windows))
         few = [
-            compare_choices(one, values[index].double(), windows.shape[0], draw, self.seed)
-            for index, one in enumerate(looks)
+            compare_choices(one.take(last), values[index].double(), draw, self.seed) for index, one in enumerate(looks)
         ]
         for name in few[0]:
             memory[name] = torch.cat([one[name] for one in few])
@@ -147,6 +145,10 @@ class Look:
     norms: Tensor
     pool: Tensor
 
+    def take(self, which: slice) -> "Look":
+        """Return what some of the queries see."""
+        return Look(*(getattr(self, own.name)[which] for own in fields(self)))
+
     @property
     def weight(self) -> Tensor:
         """The largest p in the pool, ε, (T,)."""
@@ -169,6 +171,9 @@ def look(queries: Tensor, keys: Tensor, values: Tensor, windows: Tensor, scaling
         values: (n, d)
         windows: Positions of the queries, (P, w).
         scaling: The factor of the logits.
+
+    Raises:
+        SettingError: So many values equal the output that fewer than 20 rows are left.
     """
     rows = torch.arange(len(keys), device=keys.device)
     logits = (queries.double() @ keys.double().mT * scaling).masked_fill(rows > windows[..., None], -torch.inf)
@@ -182,6 +187,11 @@ def look(queries: Tensor, keys: Tensor, values: Tensor, windows: Tensor, scaling
     squares = anchors.square().sum(-1, keepdim=True) + wide.square().sum(-1) - 2 * anchors @ wide.mT
     norms = squares.clamp(min=0).sqrt()
     pool = pool.flatten(0, 1) & (norms > 1e-6 * anchors.norm(dim=-1, keepdim=True))
+    if (pool.sum(-1) < FEW).any():
+        raise SettingError(
+            f"removal_cone: fewer than {FEW} of the rows that a query may lose have values other than its output; "
+            "give prompts with more different tokens"
+        )
     return Look(anchors, logits[..., -1, :].flatten(0, 1), log_p, norms.where(norms > 0, 1), pool)
 
 
@@ -191,21 +201,18 @@ def bound_factor(cone: Tensor, weight: Tensor, size: Tensor) -> Tensor:
     return factor.masked_fill((cone <= 0) | (size * weight >= 1), torch.inf)
 
 
-def compare_choices(own: Look, values: Tensor, positions: int, draw: torch.Generator, seed: int) -> dict[str, Tensor]:
-    """Compare choices of k among 20 rows with the best one, for each query head's query at the last sampled position.
+def compare_choices(own: Look, values: Tensor, draw: torch.Generator, seed: int) -> dict[str, Tensor]:
+    """Compare choices of k among 20 rows with the best one.
 
     Args:
-        own: What the queries see.
+        own: What G queries see.
         values: Of all rows, (n, d) float64.
-        positions: Number of sampled positions, P.
         draw: Draws the rows of the first stratum and the random choices.
         seed: Seed of starts for c*.
 
     Returns:
         ``ratio``, (G, strata, k, selectors); ``within_bound``, (G, strata, k); ``lemma``, (G,).
     """
-    last = slice(positions - 1, None, positions)
-    own = Look(*(getattr(own, name)[last] for name in Look.__dataclass_fields__))
     rows = list_strata(own, draw)
     p = own.log_p.exp().expand(len(STRATA), -1, -1).gather(-1, rows)
     took, norms = (part.expand(len(STRATA), -1, -1).gather(-1, rows) for part in (own.log_p, own.norms))

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from kvbench.studies import removal_cone
+from kvbench.studies.passes import StudyPrompt, read_prompt
 from kvbench.studies.removal_cone import FEW, QUANTILES, REMOVED, STRATA, RemovalCone
 from kvbench.studies.study import draw_positions
+from kvbench.validation import SettingError
 from tests.support.studies import attend, measure_distance, show_layers, study, values
+from tests.support.tiny_models import make_double
 
 
 @pytest.fixture(scope="module", params=[None, 7], ids=["one block", "blocks"])
@@ -50,6 +53,11 @@ def test_theorem_and_lemma_hold(lines):
     assert values(lines, "within_bound")[()] == values(lines, "lemma")[()] == 1
     for stratum in STRATA:
         assert min(values(lines, "ratio_dropkv", stratum).values()) >= 1
+
+
+def test_a_prompt_of_one_token_has_no_residuals():
+    with pytest.raises(SettingError, match="removal_cone: fewer than 20 of the rows"):
+        read_prompt(make_double("qwen2"), StudyPrompt("0", (7,) * 130), [RemovalCone()])
 
 
 @pytest.fixture
