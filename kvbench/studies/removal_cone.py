@@ -44,7 +44,7 @@ THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 BINS = 40
 FEW = 20  # rows of which all subsets are enumerated
 REMOVED = (10, 18)
-SELECTORS = ("dropkv", "attention", "random")
+RATIOS = ("ratio_dropkv", "ratio_attention", "ratio_random")  # by who chooses the rows that go
 STRATA = ("random", "low attention", "near threshold", "rank disagreement")
 EXACT = 1e-8  # relative difference up to which an identity counts as true
 
@@ -122,9 +122,8 @@ class RemovalCone(LayerStudy):
     def _list_ratios(self, ratios: Tensor) -> Iterator[Line]:
         for s, stratum in enumerate(STRATA):
             for k, removed in enumerate(REMOVED):
-                for i, selector in enumerate(SELECTORS):
-                    own = ratios[:, s, k, i]
-                    yield from self._list_quantiles(f"ratio_{selector}", own, series=stratum, y=removed)
+                for i, quantity in enumerate(RATIOS):
+                    yield from self._list_quantiles(quantity, ratios[:, s, k, i], series=stratum, y=removed)
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,7 @@ def compare_choices(own: Look, values: Tensor, draw: torch.Generator, seed: int)
     residuals = own.anchors[:, None] - values[rows]  # (strata, G, 20, d)
     changes = torch.exp(took - took.amax(-1, keepdim=True))[..., None] * residuals
     by_chance = torch.rand(rows.shape, generator=draw).to(took)
-    scores = torch.stack([log_single_change(took, norms), took, by_chance], -2)  # in the order of SELECTORS
+    scores = torch.stack([log_single_change(took, norms), took, by_chance], -2)  # in the order of RATIOS
     ratio = compare_with_best(changes @ changes.mT, p, scores).transpose(0, 1)
     directions = Residuals(
         own.anchors.repeat(len(STRATA), 1)[:, None],
@@ -231,7 +230,7 @@ def compare_choices(own: Look, values: Tensor, draw: torch.Generator, seed: int)
     factor = bound_factor(cone, p.amax(-1, keepdim=True), torch.tensor(REMOVED, device=p.device)).transpose(0, 1)
     return {
         "ratio": ratio,
-        "within_bound": ratio[..., SELECTORS.index("dropkv")] <= factor * (1 + EXACT),
+        "within_bound": ratio[..., RATIOS.index("ratio_dropkv")] <= factor * (1 + EXACT),
         "lemma": check_lemma(own, values, rows[0]),
     }
 
