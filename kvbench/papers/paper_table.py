@@ -76,6 +76,11 @@ class PaperTable:
         """The different commands of `filling`, in order."""
         return list(dict.fromkeys(filter(None, self.filling)))
 
+    @property
+    def titles(self) -> list[str]:
+        """The titles of the columns of `cells` behind the labels."""
+        return [f"{name} {side}" if len(self.sides) == 2 else name for name in self.columns for side in self.sides]
+
     def cells(self) -> list[list[str]]:
         """Return the texts of the rows. A missing cell has the number of the note with its command."""
         texts, numbers = [], {filling: number for number, filling in enumerate(self.fillings, 1)}
@@ -88,12 +93,11 @@ class PaperTable:
 
     def to_markdown(self) -> str:
         """Return a Markdown page: title, table and notes."""
-        titles = [f"{name} {side}" if len(self.sides) == 2 else name for name in self.columns for side in self.sides]
         lines = [
             f"# {escape_all_markdown(self.title)}",
             "",
-            format_line("", map(escape_all_markdown, titles)),
-            "|---" + "|--:" * len(titles) + "|",
+            format_line("", map(escape_all_markdown, self.titles)),
+            "|---" + "|--:" * len(self.titles) + "|",
         ]
         lines += [format_line(label, texts) for label, *texts in self.cells()]
         lines += ["", *(f"* {escape_outside_code(note)}" for note in self.notes)]

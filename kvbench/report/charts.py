@@ -57,7 +57,8 @@ def build_charts() -> dict[str, Any]:
         "grid": chart_grid(),
         **{name: chart_cost(name) for name in COSTS},
     }
-    return {name: make_specification(chart.properties(width="container")) for name, chart in own.items()}
+    fit = {"autosize": {"type": "fit-x", "contains": "padding"}}
+    return {name: make_specification(chart.properties(width="container")) | fit for name, chart in own.items()}
 
 
 BYTES = "Measured share of the full cache's bytes"
@@ -300,8 +301,8 @@ def chart_cost(name: str) -> alt.LayerChart:
     ).properties(height=230)
 
 
-def make_specification(chart: alt.LayerChart) -> dict[str, Any]:
+def make_specification(chart: alt.LayerChart | alt.VConcatChart) -> dict[str, Any]:
     """Return a chart as a specification for the page, with the page's fonts and lines and without a schema address."""
     spec = chart.configure(**CONFIG).to_dict(validate=False)  # Altair validated each part when it was made
     del spec["$schema"]
-    return spec | {"autosize": {"type": "fit-x", "contains": "padding"}}
+    return spec

@@ -499,6 +499,9 @@
       const box = document.getElementById(id).querySelector(".panels");
       box.replaceChildren(...chosen().map(({ panel }) => (panel.part ? unloaded(panel) : framed(panel, make))).filter(Boolean));
     }
+    const box = document.getElementById("studies");
+    box.querySelector(".panels").replaceChildren(...studies());
+    box.hidden = !box.querySelector(".panel");
     empty();
     methodSection();
     const first = chosen()[0]?.panel;
@@ -540,6 +543,19 @@
     const nodes = SECTIONS().map(([id]) => document.getElementById(id));
     for (const node of nodes) node.hidden = !node.querySelector(".panels").children.length;
     document.getElementById("nothing").hidden = nodes.some((node) => !node.hidden);
+  }
+  function studies() {
+    return (DATA.studies || []).filter(({ model }) => state.model === ALL || model === state.model).map((own) => {
+      const node = el("div", { class: "study", role: "group", "aria-label": `${own.title}; ${own.about}` });
+      later(node, () => load(own.part, own.part).then(() => studied(node, loaded.get(own.part)), (error) => { node.textContent = error.message; }));
+      const said = [...own.claims.map((text) => `Claim: ${text}`), ...own.notes.map((text) => `Reading: ${text}`)];
+      return el("div", { class: "panel" }, el("header", {}, el("h3", {}, own.title), el("small", {}, own.about)), node, el("ul", {}, said.map((text) => el("li", {}, text))));
+    });
+  }
+  function studied(node, { head, rows, ...spec }) { // a table or a chart
+    if (!rows) { draw(node.appendChild(el("div")), structuredClone(spec)); return; }
+    const row = (name, texts) => el("tr", {}, texts.map((text, at) => el(at ? name : "th", {}, text)));
+    node.replaceChildren(el("table", {}, el("thead", {}, row("th", head)), el("tbody", {}, rows.map((texts) => row("td", texts)))));
   }
   function press() {
     for (const chip of document.querySelectorAll("[data-method]")) chip.setAttribute("aria-pressed", String(!state.off.has(chip.dataset.method)));
@@ -599,6 +615,7 @@
     ...(live.seconds ? [live.node] : []), bar(), el("p", { class: "empty", id: "nothing" }, DATA.panels.length ? "No run passes the filters." : "No run is finished yet."),
     el("section", { id: "method", hidden: "" }),
     ...SECTIONS().map(([id, name, about, , wide]) => section(id, name, about, wide)),
+    section("studies", "Studies", "What a full cache holds, and which claims of the papers hold on this model. Each exhibit has the reading that was taken.", "wide"),
     el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", {}, "The full cache's answer next to the method's, with differing words marked, and the rows of the prompt that the method still held."), el("div", { class: "body" })),
     el("section", { id: "compare" }, el("h2", {}, "Two runs"), el("p", {}, "The settings in which two runs of a panel differ, their difference on the same samples, and the samples lost and gained."), el("div", { class: "body" })),
     el("section", { id: "runs" }, el("h2", {}, "Runs"), runs()),

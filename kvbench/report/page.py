@@ -6,6 +6,7 @@ loaded when the panel comes near the screen. Everything else is in one file, whi
 
 import fcntl
 from base64 import b64encode
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
 from hashlib import sha256
@@ -17,13 +18,17 @@ import vl_convert
 
 from kvbench.analysis.run_labels import describe_error
 from kvbench.config.paths import CACHE
-from kvbench.report.charts import SCORE, SHARES, build_charts
+from kvbench.papers.exhibit_pages import ExhibitPage, fill_exhibits
+from kvbench.papers.exhibits import load_exhibits
+from kvbench.report.charts import SCORE, SHARES, build_charts, make_specification
 from kvbench.report.excerpts import write_excerpts
 from kvbench.report.panels import DATA_ERRORS, TABLES, PageData, gather_results
+from kvbench.report.print_charts import make_plots
 from kvbench.report.samples import to_embedded_json, write_file, write_samples
+from kvbench.report.study_charts import draw_exhibit
 from kvbench.report.style import DARK, FULL
 from kvbench.stops import waiting
-from kvbench.validation import name_file_in_errors
+from kvbench.validation import SettingError, name_file_in_errors
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # folder of the samples, next to the page
@@ -32,6 +37,7 @@ FILES = ("samples", "part", "prompts")  # kinds of files in that folder
 DIGITS = 4  # decimal places
 COMPACT_TABLES = (*TABLES, "cells")  # tables that are written compactly; "cells" are also those of a grid
 MOST = 2_000_000  # largest size of a page, in bytes
+STUDY_WIDTH, MARGIN = 760, 55  # pixels: width of a study's charts, and of an axis
 
 
 def write_report(results: Path, now: datetime, out: Path | None = None, with_prompts: bool = True) -> Path:
@@ -47,24 +53,32 @@ def write_report(results: Path, now: datetime, out: Path | None = None, with_pro
         SettingError: The folder contains no runs.
     """
     gathered = gather_results(results, now)
+    try:
+        studies = [page for own in fill_exhibits(results, load_exhibits()).values() for page in own]
+    except SettingError as error:
+        gathered.page["damaged"].append(["studies", str(error)])
+        studies = []
     path = (out or results) / "report.html"
     folder = (out or results) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:  # locked until it is closed; another process that writes the page waits
         with name_file_in_errors(lock.name), waiting():
             fcntl.lockf(lock, fcntl.LOCK_EX)
-        write_page(gathered, path, folder, with_prompts)
+        write_page(gathered, path, folder, with_prompts, studies)
     return path
 
 
-def write_page(gathered: PageData, path: Path, folder: Path, with_prompts: bool = True) -> None:
+def write_page(
+    gathered: PageData, path: Path, folder: Path, with_prompts: bool = True, studies: Sequence[ExhibitPage] = ()
+) -> None:
     """Write the page and its files, and delete files of an earlier page."""
     count = len(gathered.page["panels"])
     left_out = [{"reason": "the page was made without text of the data set"}] * count
     prompts = write_excerpts(folder, gathered.pairings, count) if with_prompts else left_out
     files = write_answers(gathered, folder)
-    page = compact_json(gathered.page | {"files": files, "prompts": prompts, "folder": FOLDER})
-    wanted = {name for own in page["files"] for name in own["names"]}
+    shown = [show_study(folder, own) for own in studies]
+    page = compact_json(gathered.page | {"files": files, "prompts": prompts, "folder": FOLDER, "studies": shown})
+    wanted = {name for own in page["files"] for name in own["names"]} | {own["part"] for own in shown}
     wanted |= {own["name"] for own in prompts if "name" in own}
     text = render_html(page)
     if len(text.encode()) > MOST:
@@ -78,21 +92,37 @@ def write_page(gathered: PageData, path: Path, folder: Path, with_prompts: bool 
 
 def split_data(page: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[str]]:
     """Move the data of a page into files in `folder`. Return the page that loads them, and the names of the files."""
-    names = set()
-
-    def put(value: object) -> str:
-        text = to_embedded_json(value)
-        name = f"part-{sha256(text.encode()).hexdigest()[:16]}.js"
-        write_file(folder / name, f'kvbenchPart("{name}",{text});\n')
-        names.add(name)
-        return name
-
     panels = [
         {name: own for name, own in panel.items() if name not in NUMBERS}
-        | {"part": put({name: panel[name] for name in NUMBERS})}
+        | {"part": write_part(folder, {name: panel[name] for name in NUMBERS})}
         for panel in page["panels"]
     ]
-    return {"folder": FOLDER, "part": put(page | {"panels": panels})}, names
+    part = write_part(folder, page | {"panels": panels})
+    return {"folder": FOLDER, "part": part}, {part, *(panel["part"] for panel in panels)}
+
+
+def write_part(folder: Path, value: object) -> str:
+    """Write a value into a file that the page loads, and return its name."""
+    text = to_embedded_json(value)
+    name = f"part-{sha256(text.encode()).hexdigest()[:16]}.js"
+    write_file(folder / name, f'kvbenchPart("{name}",{text});\n')
+    return name
+
+
+def show_study(folder: Path, own: ExhibitPage) -> dict[str, Any]:
+    """Return what the page says about an exhibit. Its table or its chart goes into a file of its own."""
+    if own.table:
+        part: dict[str, Any] = {"head": ["", *own.table.titles], "rows": own.table.cells()}
+    else:
+        drawing = draw_exhibit(own.spec, own.lines, STUDY_WIDTH)
+        part = make_specification(make_plots(drawing, STUDY_WIDTH / drawing.plots - MARGIN))
+        part["datasets"] = part.get("datasets", {}) | drawing.tables
+    said = {"title": own.spec["title"], "model": own.found.about["model"]["name"], "about": own.about}
+    return said | {
+        "claims": [f"{claim.words} {claim.text}" for claim in own.claims],
+        "notes": own.notes,
+        "part": write_part(folder, part),
+    }
 
 
 def write_answers(gathered: PageData, folder: Path) -> list[dict[str, Any]]:

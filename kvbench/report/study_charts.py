@@ -34,6 +34,7 @@ from kvbench.report.style import COLOURS, DASHES, MARKS
 from kvbench.store.study_lines import HOLDS, Line
 
 Row = dict[str, Any]
+Drawn = tuple[alt.Chart | alt.LayerChart, list[Row]]
 
 MOST_PLOTS = 12
 WIDE = 2  # a figure with more plots than this takes the width of the page
@@ -44,6 +45,7 @@ SEQUENCE: Final = "magma"  # lightness falls evenly from small to large values
 # From below 0 to above 0. The hue tells the sign; lightness falls all the way, so that a grey copy can be read, too.
 OPPOSITES = ["#fff1dc", "#f4b45f", "#a39da1", "#4a84bd", "#0d2f5e"]
 SHOWN: dict[str, Row] = {"dash": {"shape": ""}, "shape": {"dash": None}, "bar": {"shape": "square", "dash": None}}
+DRAWN = ("quantity", "value", "layer", "head", "x", "y", "low", "high")  # columns of lines.csv
 CROWDED = ("heat_map", "quantiles")  # charts with a place for each head or layer
 COLOURED = {"curves": ("series", "layer")}  # chart -> columns that choose a colour; of others, the series
 
@@ -80,16 +82,23 @@ def draw_exhibit(spec: Exhibit, lines: Sequence[Line], total: float) -> Drawing:
     kind = KINDS[spec["chart"]]
     key = make_entries(kind, plots) if kind.shows else []
 
+    drawn = []
+    for index, plot in enumerate(plots):
+        first, lowest = index % beside == 0, index + beside >= len(plots)
+        drawn.append(kind.draw(plot, plots, Axes.read(spec, plot, first, lowest)))
+
     def chart(width: float) -> alt.ConcatChart:
         made = []
-        for index, plot in enumerate(plots):
-            first, lowest = index % beside == 0, index + beside >= len(plots)
-            own = kind.draw(plot, plots, Axes.read(spec, plot, first, lowest))
+        for index, (plot, (own, _)) in enumerate(zip(plots, drawn, strict=True)):
             size = {"width": width, "height": kind.measure_height(plot, width)}
-            made.append(own.properties(**size, title=title_plot(plot.title, width)))
+            title, data = title_plot(plot.title, width), alt.NamedData(name=f"plot{index}")
+            made.append(own.properties(**size, title=title, data=data))
         return alt.concat(*made, columns=beside, spacing=12).resolve_scale(color="independent")
 
-    return Drawing([asdict(line) for line in lines], {}, chart, beside, (LEAST_PLOT, kind.most or total), key, about)
+    tables = {f"plot{index}": rows for index, (_, rows) in enumerate(drawn)}
+    return Drawing(
+        [asdict(line) for line in lines], tables, chart, beside, (LEAST_PLOT, kind.most or total), key, about
+    )
 
 
 def count_beside(count: int, total: float) -> int:
@@ -130,7 +139,8 @@ def split_lines(spec: Exhibit, lines: Sequence[Line]) -> tuple[list[Plot], list[
     found: dict[tuple[Any, ...], list[Row]] = {}
     for line in lines:
         place = tuple(getattr(line, name) for name in names)
-        found.setdefault(place, []).append(asdict(line) | looks[tuple(getattr(line, name) for name in classes)])
+        row = {name: getattr(line, name) for name in DRAWN}
+        found.setdefault(place, []).append(row | looks[tuple(getattr(line, name) for name in classes)])
     varying = [name for at, name in enumerate(names) if len({place[at] for place in found}) > 1]
     plots = []
     quantities = list(dict.fromkeys(line.quantity for line in lines))
@@ -223,7 +233,7 @@ def ticks(count: int = 4, **options: Any) -> alt.Axis:
     return alt.Axis(tickCount=count, **options)
 
 
-def draw_histogram(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.Chart:
+def draw_histogram(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     """Draw shares by bin as outlines. Bins that are too small to be seen in all plots are cut off at both ends."""
     alike = list_alike(plot, plots)
     top = max(row["value"] for own in alike for row in own.rows)
@@ -232,8 +242,8 @@ def draw_histogram(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.Chart:
     rows = [row for row in list_outline(plot) if domain[0] <= row["x"] <= domain[1]]
     x = alt.X("x:Q", title=axes.x, scale=axes.scale("x", domain=domain, nice=False), axis=ticks())
     y = alt.Y("value:Q", title=axes.y, scale=alt.Scale(domain=[0, top]), axis=ticks(format="~%"))
-    line = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.5)
-    return line.encode(x=x, y=y, color=charts.COLOUR, strokeDash=charts.DASH, detail="label:N", order="at:Q")
+    line = alt.Chart().mark_line(strokeWidth=1.5)
+    return line.encode(x=x, y=y, color=charts.COLOUR, strokeDash=charts.DASH, detail="label:N", order="at:Q"), rows
 
 
 def list_alike(plot: Plot, plots: Sequence[Plot]) -> list[Plot]:
@@ -259,7 +269,7 @@ def find_step(values: Sequence[float]) -> float:
     return min((after - before for before, after in zip(values, values[1:], strict=False)), default=1.0)
 
 
-def draw_scatter(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.LayerChart:
+def draw_scatter(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     """Draw points of several classes. A class of a single point, such as an anchor, is large and lies on top."""
     counts: dict[str, int] = {}
     for row in plot.rows:
@@ -276,16 +286,15 @@ def draw_scatter(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.LayerChar
         alt.FieldOneOfPredicate(field="label", oneOf=[own for own in counts if own not in single])
     )
     one = base.transform_filter(alt.FieldOneOfPredicate(field="label", oneOf=single))
-    return charts.stack_layers(
+    fill = alt.Fill("colour:N", scale=None, legend=None)
+    chart = charts.stack_layers(
         many.mark_point(size=12, strokeWidth=0.9, opacity=0.7).encode(color=charts.COLOUR),
-        one.mark_point(filled=True, size=110, opacity=1, stroke="white", strokeWidth=1).encode(
-            fill=alt.Fill("colour:N", scale=None, legend=None)
-        ),
-        data=alt.Data(values=rows),
+        one.mark_point(filled=True, size=110, opacity=1, stroke="white", strokeWidth=1).encode(fill=fill),
     )
+    return chart, rows
 
 
-def draw_curves(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.LayerChart:
+def draw_curves(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     """Draw curves with bands; by layer if the lines have no x."""
     by = "x" if plot.rows[0]["x"] is not None else "layer"
     alike = list_alike(plot, plots)
@@ -299,7 +308,7 @@ def draw_curves(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.LayerChart
     band = base.transform_filter("isValid(datum.low)").mark_area(opacity=0.15)
     line = base.mark_line(strokeWidth=1.6).encode(y=alt.Y("value:Q", title=axes.y, **options), strokeDash=charts.DASH)
     bands = [band.encode(y=alt.Y("low:Q", title=axes.y, **options), y2="high:Q")] if len(ends) > 1 else []
-    return charts.stack_layers(*bands, line, data=alt.Data(values=plot.rows))
+    return charts.stack_layers(*bands, line), plot.rows
 
 
 def make_colours(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.Color:
@@ -315,45 +324,32 @@ def make_colours(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.Color:
     elif low < 0:
         scale = alt.Scale(domain=[-max(-low, high), max(-low, high)], range=OPPOSITES, interpolate="rgb")
     else:
-        scale = alt.Scale(scheme=SEQUENCE, reverse=True)
+        scale = alt.Scale(domain=[low, high], scheme=SEQUENCE, reverse=True)
     return alt.Color("value:Q", scale=scale, legend=legend)
 
 
-def draw_heat_map(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.Chart:
+def draw_heat_map(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     """Draw cells of layers and heads."""
     place = alt.Axis(labelAngle=0, domain=False, ticks=False, labelOverlap=True)
-    return (
-        alt.Chart(alt.Data(values=plot.rows))
-        .mark_rect(stroke="#ffffff", strokeWidth=0.5)
-        .encode(
-            x=alt.X("head:O", title=axes.x, axis=place),
-            y=alt.Y("layer:O", title=axes.y, axis=place),
-            color=make_colours(plot, plots, axes),
-        )
-    )
+    chart = alt.Chart().mark_rect(stroke="#ffffff", strokeWidth=0.5)
+    x, y = alt.X("head:O", title=axes.x, axis=place), alt.Y("layer:O", title=axes.y, axis=place)
+    return chart.encode(x=x, y=y, color=make_colours(plot, plots, axes)), plot.rows
 
 
-def draw_map(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.Chart:
+def draw_map(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     """Draw cells of two positions, the second one downwards."""
     steps = {name: find_step(sorted({row[name] for row in plot.rows})) for name in ("x", "y")}
     rows = [row | {f"{name}_end": row[name] + 1.03 * steps[name] for name in steps} for row in plot.rows]
     rows = [{name: row[name] for name in ("x", "y", "x_end", "y_end", "value")} for row in rows]
     ends = {name: [min(row[name] for row in rows), max(row[f"{name}_end"] for row in rows)] for name in steps}
     across, down = (alt.Scale(domain=own, nice=False) for own in (ends["x"], ends["y"][::-1]))
-    return (
-        alt.Chart(alt.Data(values=rows))
-        .mark_rect()
-        .encode(
-            x=alt.X("x:Q", title=axes.x, scale=across, axis=ticks(grid=False)),
-            x2="x_end:Q",
-            y=alt.Y("y:Q", title=axes.y, scale=down, axis=ticks(grid=False)),
-            y2="y_end:Q",
-            color=make_colours(plot, plots, axes),
-        )
-    )
+    x = alt.X("x:Q", title=axes.x, scale=across, axis=ticks(grid=False))
+    y = alt.Y("y:Q", title=axes.y, scale=down, axis=ticks(grid=False))
+    colour = make_colours(plot, plots, axes)
+    return alt.Chart().mark_rect().encode(x=x, x2="x_end:Q", y=y, y2="y_end:Q", color=colour), rows
 
 
-def draw_quantiles(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.LayerChart:
+def draw_quantiles(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     """Draw a bar of quantiles for each layer and series."""
     by = "layer" if any(row["layer"] is not None for row in plot.rows) else "label"
     alike = list_alike(plot, plots)
@@ -368,12 +364,12 @@ def draw_quantiles(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.LayerCh
         xOffset=alt.XOffset("order:O", scale=alt.Scale(paddingInner=0.1)),
         color=charts.COLOUR,
     )
-    return charts.stack_layers(
+    chart = charts.stack_layers(
         base.mark_rule(strokeWidth=1).encode(y=alt.Y("lowest:Q", **y), y2="highest:Q"),
         base.mark_rule(strokeWidth=3.5, opacity=0.55).encode(y=alt.Y("lower:Q", **y), y2="higher:Q"),
         base.mark_point(filled=True, size=22, opacity=1).encode(y=alt.Y("median:Q", **y), shape=charts.SHAPE),
-        data=alt.Data(values=rows),
     )
+    return chart, rows
 
 
 def make_quantile_row(own: Sequence[Row]) -> Row:
@@ -385,7 +381,7 @@ def make_quantile_row(own: Sequence[Row]) -> Row:
     return {name: own[0][name] for name in ("layer", "label", "colour", "shape", "order")} | ends
 
 
-def draw_bars(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.LayerChart:
+def draw_bars(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     """Draw a bar for each series, or for each x and series."""
     by = "x" if any(row["x"] is not None for row in plot.rows) else "label"
     place = alt.Axis(labelAngle=0 if by == "x" else -40, domain=False, ticks=False, labelLimit=110, grid=False)
@@ -394,13 +390,10 @@ def draw_bars(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.LayerChart:
     if by == "x":
         base = base.encode(xOffset=alt.XOffset("order:O"))
     y: Row = {"title": axes.y, "axis": ticks(), "scale": axes.scale("y")}
-    return charts.stack_layers(
-        base.mark_bar(opacity=0.85).encode(y=alt.Y("value:Q", **y)),
-        base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.2).encode(
-            y=alt.Y("low:Q", **y), y2="high:Q", color=alt.value(charts.INK)
-        ),
-        data=alt.Data(values=plot.rows),
-    )  # fmt: skip
+    bars = base.mark_bar(opacity=0.85).encode(y=alt.Y("value:Q", **y))
+    spread = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.2)
+    ends = spread.encode(y=alt.Y("low:Q", **y), y2="high:Q", color=alt.value(charts.INK))
+    return charts.stack_layers(bars, ends), plot.rows
 
 
 @dataclass(frozen=True)
@@ -408,7 +401,7 @@ class Kind:
     """A kind of chart.
 
     Attributes:
-        draw: Function that draws one plot, given all plots and the plot's axes.
+        draw: Function of a plot, all plots and the plot's axes. It returns the chart without its data, and the data.
         by: Columns; lines with other values in one of them have a plot of their own.
         x: Title of the horizontal axis; None is the quantity. The key `axes` of an exhibit replaces it.
         y: Title of the vertical axis, likewise.
@@ -417,7 +410,7 @@ class Kind:
         square: Whether a plot is as high as it is wide.
     """
 
-    draw: Callable[[Plot, Sequence[Plot], Axes], alt.Chart | alt.LayerChart]
+    draw: Callable[[Plot, Sequence[Plot], Axes], Drawn]
     by: tuple[str, ...]
     x: str | None
     y: str | None

@@ -35,6 +35,7 @@ from kvbench.report.style import COLOURS, DARK, DASHES, FULL, MARKS, PAIRS, choo
 from kvbench.validation import SettingError
 from tests.support import report_store
 from tests.support.report_store import BUDGETS, HOSTILE, TASKS, make_records, write_run, write_small_store
+from tests.support.study_folders import list_heads, write_study
 
 NOW = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 
@@ -560,6 +561,28 @@ def test_a_large_study_stays_small(tmp_path, monkeypatch):
     page["runs"] *= 34
     files = [{"run": 16 * "0", "panel": 0, "row": 30 * " ", "names": [30 * " "], "method": "", "block": 1}] * 408
     assert len(render_html(compact_json(page | {"files": files, "prompts": [], "folder": "report"}))) < MOST
+
+
+def test_studies_are_shown_with_claims_and_readings(store, page):
+    """Numbers of a chart lie in a file of their own, so that the page stays small."""
+    assert page["studies"] == [] and not list((store / "report").glob("part-*"))
+    size = (store / "report.html").stat().st_size
+    write_study(store, list_heads())
+    path = write_report(store, NOW)
+    [own] = data_of(path)["studies"]
+    assert own["about"] == "reference, 2 prompts of ruler, up to 1,500 tokens." and own["title"].startswith(
+        "KeyDiff, Figure 14"
+    )
+    assert own["claims"][0].endswith("Holds for 50.0 %. (50.0 % [25.0, 75.0] of 24, 2 prompts; counted exactly)")
+    [file] = (store / "report").glob("part-*")
+    assert file.name == own["part"] and path.stat().st_size < size + 1_000
+    spec = json.loads(file.read_text("ascii").partition(",")[2].removesuffix(");\n"))
+    drawn = [(row["layer"], row["head"], row["value"]) for row in spec["datasets"]["plot0"]]
+    assert drawn == [(line.layer, line.head, line.value) for line in list_heads() if line.series == ""]
+    (store / "studies" / "0123456789abcdef" / "lines.csv").write_text("layer\n")
+    shown = data_of(write_report(store, NOW))
+    assert shown["studies"] == [] and shown["damaged"][0][0] == "studies" and "lines.csv" in shown["damaged"][0][1]
+    assert not list((store / "report").glob("part-*"))
 
 
 def test_no_store_is_too_large(store, monkeypatch):

@@ -16,6 +16,7 @@ from kvbench.report.style import choose_style
 from kvbench.store.runs import load_runs
 from tests.support.browser import CHROMIUM, SIZES, draw_charts
 from tests.support.report_store import make_records, write_run, write_small_store
+from tests.support.study_folders import list_heads, write_study
 
 # newest has no style of its own: its colour is one of the others.
 LINES = Counter(choose_style(name)["colour"] for name in ("snapkv", "keydiff", "keydiff", "newest"))
@@ -164,6 +165,20 @@ def test_a_tooltip_says_the_interval(page):
     page.wait_for_selector("#vg-tooltip-element.visible")
     text = page.locator("#vg-tooltip-element").inner_text()
     assert "cwe<img" in text and "95 %" in text and "lost / gained / same" in text
+
+
+def test_studies_are_drawn_when_they_are_near(chromium, tmp_path):
+    store = write_small_store(tmp_path)
+    write_study(store, list_heads())
+    page, said = chromium.new_page(viewport={"width": 390, "height": 844}), []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(write_report(store, datetime(2026, 1, 2, 3, 4, tzinfo=UTC)).as_uri())
+    page.wait_for_selector("#leaderboard table")
+    assert page.locator("#studies svg").count() == 0 and page.locator("#studies li").count() == 1
+    page.locator("#studies .study").scroll_into_view_if_needed()
+    page.wait_for_selector("#studies svg.marks")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390 and said == []
+    page.close()
 
 
 def test_filters(page):

@@ -33,19 +33,14 @@ def draw(chart: str, lines: list[Line], **spec: Any) -> list[dict[str, Any]]:
     assert len(drawing.rows) == len(lines)
     spec = make_figure_specification(drawing, 120, None)
     plots = spec["vconcat"][0]["concat"]
-    data = spec["vconcat"][0].get("data") or spec.get("data")  # altair lifts data that all parts have
-    return [{"data": data, **plot} for plot in plots]
-
-
-def list_rows(plot: dict[str, Any]) -> list[dict[str, Any]]:
-    return plot["data"]["values"]
+    return [{"rows": spec["datasets"][f"plot{at}"], **plot} for at, plot in enumerate(plots)]
 
 
 def test_the_area_of_a_histogram_is_the_sum_of_its_shares():
     """The outline is integrated by the trapezoidal rule; bins are of width 0.5, and empty ends are cut off."""
     shares = {-0.75: 0.0, -0.25: 0.25, 0.25: 0.75, 0.75: 0.0}
     [plot] = draw("histogram", [make_line(share, x=x) for x, share in shares.items()])
-    points = sorted((row["at"], row["x"], row["value"]) for row in list_rows(plot))
+    points = sorted((row["at"], row["x"], row["value"]) for row in plot["rows"])
     pairs = zip(points, points[1:], strict=False)
     assert fsum((after[1] - before[1]) * (after[2] + before[2]) / 2 for before, after in pairs) == 0.5
     assert plot["encoding"]["x"]["scale"]["domain"] == [-0.5, 0.5]
@@ -62,9 +57,9 @@ def test_classes_differ_in_colour_and_in_mark_or_dash():
 def test_every_point_of_a_scatter_is_drawn_but_those_that_a_logarithm_lacks():
     lines = [make_line(y, x=x, series="keys") for x, y in ((1.0, 2.0), (0.0, 3.0), (4.0, -1.0))]
     [plot] = draw("scatter", lines)
-    assert [(row["x"], row["value"]) for row in list_rows(plot)] == [(1.0, 2.0), (0.0, 3.0), (4.0, -1.0)]
+    assert [(row["x"], row["value"]) for row in plot["rows"]] == [(1.0, 2.0), (0.0, 3.0), (4.0, -1.0)]
     [plot] = draw("scatter", lines, axes={"log": ["x", "y"]})
-    assert [(row["x"], row["value"]) for row in list_rows(plot)] == [(1.0, 2.0)]
+    assert [(row["x"], row["value"]) for row in plot["rows"]] == [(1.0, 2.0)]
     assert all(layer["encoding"]["x"]["scale"]["type"] == "log" for layer in plot["layer"])
 
 
@@ -81,7 +76,7 @@ def test_quantiles_become_the_ends_of_bars():
     lines = [make_line(10 * share + layer, x=share, layer=layer) for layer in (0, 1) for share in shares]
     [plot] = draw("quantiles", lines)
     names = ("layer", "lowest", "lower", "median", "higher", "highest")
-    assert [[row[name] for name in names] for row in list_rows(plot)] == [
+    assert [[row[name] for name in names] for row in plot["rows"]] == [
         [0, 0.5, 2.5, 5.0, 7.5, 9.5], [1, 1.5, 3.5, 6.0, 8.5, 10.5],
     ]  # fmt: skip
 
@@ -99,7 +94,10 @@ def test_maps_of_a_quantity_share_a_scale_and_stand_in_a_row():
     lines = [
         make_line(value, x=x, y=10.0, series=series, quantity=quantity)
         for series in ("a", "b")
-        for quantity, value in (("cosine", -0.5), ("attention", 0.5))
+        for quantity, value in (
+            ("cosine", -0.5 if series == "a" else 0.25),
+            ("attention", 0.25 if series == "a" else 0.5),
+        )
         for x in (0.0, 10.0)
     ]
     plots = draw("position_maps", lines)
@@ -110,8 +108,9 @@ def test_maps_of_a_quantity_share_a_scale_and_stand_in_a_row():
         "attention, b",
     ]
     assert [plot["encoding"]["color"]["legend"] is not None for plot in plots] == [False, True, False, True]
-    assert plots[0]["encoding"]["color"]["scale"] == plots[1]["encoding"]["color"]["scale"]
-    assert [(row["x"], row["y"]) for row in list_rows(plots[0])] == [(0.0, 10.0), (10.0, 10.0)]
+    scales = [plot["encoding"]["color"]["scale"]["domain"] for plot in plots]
+    assert scales == [[-0.5, 0.5]] * 2 + [[0.25, 0.5]] * 2
+    assert [(row["x"], row["y"]) for row in plots[0]["rows"]] == [(0.0, 10.0), (10.0, 10.0)]
 
 
 def test_of_many_layers_some_are_shown_and_named():
