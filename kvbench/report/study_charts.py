@@ -44,6 +44,7 @@ PALETTE = [COLOURS[name] for name in ("blue", "vermilion", "green", "indigo", "o
 SEQUENCE: Final = "magma"  # lightness falls evenly from small to large values
 # From below 0 to above 0. The hue tells the sign; lightness falls all the way, so that a grey copy can be read, too.
 OPPOSITES = ["#fff1dc", "#f4b45f", "#a39da1", "#4a84bd", "#0d2f5e"]
+SHADES = ["#0d2f5e", "#3f76b0", "#8fb4d9", "#f4b45f", "#fde3bd"]  # of bars, from dark to light
 SHOWN: dict[str, Row] = {"dash": {"shape": ""}, "shape": {"dash": None}, "bar": {"shape": "square", "dash": None}}
 DRAWN = ("quantity", "value", "layer", "head", "x", "y", "low", "high")  # columns of lines.csv
 CROWDED = ("heat_map", "quantiles")  # charts with a place for each head or layer
@@ -81,6 +82,8 @@ def draw_exhibit(spec: Exhibit, lines: Sequence[Line], total: float) -> Drawing:
     beside = count_beside(sizes[0] if alike else len(plots), total)
     kind = KINDS[spec["chart"]]
     key = make_entries(kind, plots) if kind.shows else []
+    if kind.shows == "bar" and lines[0].x is None:  # the axis names the series
+        key = []
 
     drawn = []
     for index, plot in enumerate(plots):
@@ -91,8 +94,8 @@ def draw_exhibit(spec: Exhibit, lines: Sequence[Line], total: float) -> Drawing:
         made = []
         for index, (plot, (own, _)) in enumerate(zip(plots, drawn, strict=True)):
             size = {"width": width, "height": kind.measure_height(plot, width)}
-            title, data = title_plot(plot.title, width), alt.NamedData(name=f"plot{index}")
-            made.append(own.properties(**size, title=title, data=data))
+            named = own.properties(**size, data=alt.NamedData(name=f"plot{index}"))
+            made.append(named.properties(title=title_plot(plot.title, width)) if plot.title else named)
         return alt.concat(*made, columns=beside, spacing=12).resolve_scale(color="independent")
 
     tables = {f"plot{index}": rows for index, (_, rows) in enumerate(drawn)}
@@ -169,11 +172,11 @@ def name_value(spec: Exhibit, name: str, value: Any) -> str:
 def make_looks(spec: Exhibit, lines: Iterable[Line], names: Sequence[str]) -> dict[tuple[Any, ...], Row]:
     """Return label, colour, mark and dash of each class of lines, which have the same values in columns `names`."""
     classes = list(dict.fromkeys(tuple(getattr(line, name) for name in names) for line in lines))
-    dashes = list(DASHES.values())
+    dashes, palette = list(DASHES.values()), SHADES if spec["chart"] == "bars" else PALETTE
     return {
         own: {
             "label": ", ".join(filter(None, map(partial(name_value, spec), names, own))),
-            "colour": PALETTE[at % len(PALETTE)],
+            "colour": palette[at % len(palette)],
             "shape": MARKS[at % len(MARKS)],
             "dash": dashes[at % len(dashes)],
             "order": at,
@@ -216,6 +219,13 @@ class Axes:
         value = own.get("value", quantity)
         return cls(x if lowest else None, y if first else None, value, tuple([log] if isinstance(log, str) else log))
 
+    def ticks(self, name: str) -> alt.Axis:
+        """Return the axis x or y with few ticks; very small and large numbers of a logarithmic one as powers of ten."""
+        if name not in self.log:
+            return ticks()
+        short = "datum.value < 0.001 || datum.value >= 10000 ? format(datum.value, '~e') : datum.label"
+        return ticks(labelExpr=f"datum.label ? ({short}) : ''")
+
     def scale(self, name: str, **options: Any) -> alt.Scale:
         """Return the scale of x, y or value."""
         return alt.Scale(type="log" if name in self.log else alt.Undefined, **options)
@@ -240,7 +250,7 @@ def draw_histogram(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     seen = [row["x"] for own in alike for row in list_outline(own) if row["value"] > top / (2 * HEIGHT)]
     domain = [min(seen), max(seen)]
     rows = [row for row in list_outline(plot) if domain[0] <= row["x"] <= domain[1]]
-    x = alt.X("x:Q", title=axes.x, scale=axes.scale("x", domain=domain, nice=False), axis=ticks())
+    x = alt.X("x:Q", title=axes.x, scale=axes.scale("x", domain=domain, nice=False), axis=axes.ticks("x"))
     y = alt.Y("value:Q", title=axes.y, scale=alt.Scale(domain=[0, top]), axis=ticks(format="~%"))
     line = alt.Chart().mark_line(strokeWidth=1.5)
     return line.encode(x=x, y=y, color=charts.COLOUR, strokeDash=charts.DASH, detail="label:N", order="at:Q"), rows
@@ -277,8 +287,8 @@ def draw_scatter(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     known = [row for row in plot.rows if ("x" not in axes.log or row["x"] > 0)]
     rows = [row for row in known if "y" not in axes.log or row["value"] > 0]
     base = alt.Chart().encode(
-        x=alt.X("x:Q", title=axes.x, scale=axes.scale("x", zero=False), axis=ticks()),
-        y=alt.Y("value:Q", title=axes.y, scale=axes.scale("y", zero=False), axis=ticks()),
+        x=alt.X("x:Q", title=axes.x, scale=axes.scale("x", zero=False), axis=axes.ticks("x")),
+        y=alt.Y("value:Q", title=axes.y, scale=axes.scale("y", zero=False), axis=axes.ticks("y")),
         shape=charts.SHAPE,
     )
     single = [name for name, count in counts.items() if count == 1 and len(counts) > 1]
@@ -300,10 +310,10 @@ def draw_curves(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     alike = list_alike(plot, plots)
     classes = {row["label"] for row in plot.rows}
     ends = ("value", "low", "high") if len(classes) <= WIDE else ("value",)  # more bands would hide the curves
-    options: Row = {"scale": axes.scale("y", domain=find_domain(alike, *ends), clamp=True), "axis": ticks()}
+    options: Row = {"scale": axes.scale("y", domain=find_domain(alike, *ends), clamp=True), "axis": axes.ticks("y")}
     x_title = axes.x if by == "x" or axes.x is None else "layer"
     scale = axes.scale("x", domain=find_domain(alike, by), nice=False)
-    x = alt.X(f"{by}:Q", title=x_title, scale=scale, axis=ticks())
+    x = alt.X(f"{by}:Q", title=x_title, scale=scale, axis=axes.ticks("x"))
     base = alt.Chart().encode(x=x, color=charts.COLOUR, detail="label:N")
     band = base.transform_filter("isValid(datum.low)").mark_area(opacity=0.15)
     line = base.mark_line(strokeWidth=1.6).encode(y=alt.Y("value:Q", title=axes.y, **options), strokeDash=charts.DASH)
@@ -358,7 +368,11 @@ def draw_quantiles(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
         groups.setdefault((row[by], row["label"]), []).append(row)
     rows = [make_quantile_row(own) for own in groups.values()]
     place = alt.Axis(labelAngle=0, domain=False, ticks=False, labelOverlap=True, grid=False)
-    y: Row = {"title": axes.y, "scale": axes.scale("y", domain=find_domain(alike, "value"), nice=True), "axis": ticks()}
+    y: Row = {
+        "title": axes.y,
+        "scale": axes.scale("y", domain=find_domain(alike, "value"), nice=True),
+        "axis": axes.ticks("y"),
+    }
     base = alt.Chart().encode(
         x=alt.X(f"{by}:O", title=axes.x, axis=place),
         xOffset=alt.XOffset("order:O", scale=alt.Scale(paddingInner=0.1)),
@@ -386,11 +400,11 @@ def draw_bars(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     by = "x" if any(row["x"] is not None for row in plot.rows) else "label"
     place = alt.Axis(labelAngle=0 if by == "x" else -40, domain=False, ticks=False, labelLimit=110, grid=False)
     x = alt.X(f"{by}:O", title=axes.x if by == "x" else None, sort=None, axis=place)
-    base = alt.Chart().encode(x=x, color=charts.COLOUR)
+    base = alt.Chart().encode(x=x)
     if by == "x":
-        base = base.encode(xOffset=alt.XOffset("order:O"))
-    y: Row = {"title": axes.y, "axis": ticks(), "scale": axes.scale("y")}
-    bars = base.mark_bar(opacity=0.85).encode(y=alt.Y("value:Q", **y))
+        base = base.encode(xOffset=alt.XOffset("order:O"), color=charts.COLOUR)
+    y: Row = {"title": axes.y, "axis": axes.ticks("y"), "scale": axes.scale("y")}
+    bars = base.mark_bar(color=SHADES[1], stroke=charts.INK, strokeWidth=0.4).encode(y=alt.Y("value:Q", **y))
     spread = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.2)
     ends = spread.encode(y=alt.Y("low:Q", **y), y2="high:Q", color=alt.value(charts.INK))
     return charts.stack_layers(bars, ends), plot.rows
