@@ -84,8 +84,11 @@ class ExhibitPage:
 
     @property
     def notes(self) -> list[str]:
-        """The readings."""
-        return [" ".join(note.split()) for note in self.spec.get("notes", ())]
+        """The readings, and which numbers are exact, bounds or estimates."""
+        claims, names = self.spec.get("claims", {}), self.spec.get("names", {})
+        proofs = {name: own for name, own in self.spec.get("proof", {}).items() if name not in claims}
+        said = [f"{names.get(name, name.replace('_', ' '))}: {own}." for name, own in proofs.items()]
+        return [" ".join(note.split()) for note in [*self.spec.get("notes", ()), *said]]
 
     def describe_claims(self) -> Iterator[str]:
         """Yield a sentence for each claim, with its verdict."""

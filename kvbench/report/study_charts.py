@@ -127,9 +127,13 @@ def split_lines(spec: Exhibit, lines: Sequence[Line]) -> tuple[list[Plot], list[
         The plots, and texts about layers that have none.
     """
     lines = [line for line in lines if line.series != HOLDS]
+    if any(line.x is not None for line in lines):  # a chart by x cannot show a number without one
+        lines = [line for line in lines if line.x is not None]
     names = KINDS[spec["chart"]].by
     if spec["chart"] == "curves" and len({line.series for line in lines}) > 1 and lines[0].x is not None:
         names = ("quantity", "layer", "head")  # colours are of the series
+    if spec["chart"] == "histogram" and len({line.series for line in lines}) > len(DASHES):
+        names = (*names, "series")  # more outlines could not be told apart
     layers = sorted({line.layer for line in lines if line.layer is not None}) if "layer" in names else []
     places = {tuple(getattr(line, name) for name in names) for line in lines}
     about = []
@@ -309,16 +313,29 @@ def draw_curves(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     by = "x" if plot.rows[0]["x"] is not None else "layer"
     alike = list_alike(plot, plots)
     classes = {row["label"] for row in plot.rows}
-    ends = ("value", "low", "high") if len(classes) <= WIDE else ("value",)  # more bands would hide the curves
-    options: Row = {"scale": axes.scale("y", domain=find_domain(alike, *ends), clamp=True), "axis": axes.ticks("y")}
+    banded = len(classes) <= WIDE  # more bands would hide the curves
+    domain = find_curve_domain(alike, banded, "y" in axes.log)
+    options: Row = {"scale": axes.scale("y", domain=domain, clamp=True), "axis": axes.ticks("y")}
     x_title = axes.x if by == "x" or axes.x is None else "layer"
     scale = axes.scale("x", domain=find_domain(alike, by), nice=False)
     x = alt.X(f"{by}:Q", title=x_title, scale=scale, axis=axes.ticks("x"))
     base = alt.Chart().encode(x=x, color=charts.COLOUR, detail="label:N")
     band = base.transform_filter("isValid(datum.low)").mark_area(opacity=0.15)
     line = base.mark_line(strokeWidth=1.6).encode(y=alt.Y("value:Q", title=axes.y, **options), strokeDash=charts.DASH)
-    bands = [band.encode(y=alt.Y("low:Q", title=axes.y, **options), y2="high:Q")] if len(ends) > 1 else []
+    bands = [band.encode(y=alt.Y("low:Q", title=axes.y, **options), y2="high:Q")] if banded else []
     return charts.stack_layers(*bands, line), plot.rows
+
+
+def find_curve_domain(plots: Iterable[Plot], banded: bool, positive: bool) -> list[float]:
+    """Return the ends of the vertical axis of curves. Bands reach beyond the curves by half of their range at most."""
+    rows = [row for plot in plots for row in plot.rows if row["value"] > 0 or not positive]
+    values = [row["value"] for row in rows]
+    low, high = min(values), max(values)
+    beyond = (high - low) / 2 or 0.05
+    lows = [row["low"] for row in rows if banded and row["low"] is not None and not positive]
+    highs = [row["high"] for row in rows if banded and row["high"] is not None]
+    ends = [max(low - beyond, min([low, *lows])), min(high + beyond, max([high, *highs]))]
+    return ends if ends[0] < ends[1] else [low / 2, 2 * high] if positive else [low - beyond, high + beyond]
 
 
 def make_colours(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.Color:

@@ -25,7 +25,7 @@ table03:
     - {label: mean, published: {metric: spearman_rho}}
     - {label: spread, line: {quantity: std}, published: null}
   claims: {monotone: "Keys that are\\n    less similar get more attention."}
-  proof: {monotone: an estimate}
+  proof: {monotone: an estimate, rho: a bound}
   notes: ["One reading of\\n    two."]
 """
 
@@ -62,7 +62,7 @@ def test_a_table_has_published_values_beside_lines(tmp_path, monkeypatch, withou
     assert first == "| first | 0.8997 | 90.0 [85.0, 95.0] (+89.1) | – | 2.0 |"
     assert ninth == "| ninth | 0.9561 | – | – | – |"
     assert "* Claim: Keys that are less similar get more attention. Holds. (100.0 % of 8; an estimate)" in text
-    assert "* One reading of two." in text
+    assert "* One reading of two.\n* rho: a bound." in text
     write_study(tmp_path, [rho, Line("correlation", "rho", 0.7, layer=0, head=1)], name="1" * 16)
     with pytest.raises(SettingError, match="keydiff_table03: 2 lines fit"):
         list(emit_exhibits(tmp_path, "keydiff", "3"))

@@ -64,11 +64,12 @@ def test_every_point_of_a_scatter_is_drawn_but_those_that_a_logarithm_lacks():
 
 
 def test_a_curve_without_x_goes_by_layer_and_has_its_band():
-    lines = [make_line(0.5, layer=layer, low=0.25, high=0.75) for layer in range(4)]
+    """The band reaches beyond the curve, which goes from 1 to 2, by half of that at most."""
+    lines = [make_line(1 + layer / 2, layer=layer, low=layer / 2, high=1.25 + layer / 2) for layer in range(3)]
     [plot] = draw("curves", lines)
     band, line = plot["layer"]
     assert (band["encoding"]["y"]["field"], band["encoding"]["y2"]["field"]) == ("low", "high")
-    assert line["encoding"]["x"]["field"] == "layer" and line["encoding"]["y"]["scale"]["domain"] == [0.25, 0.75]
+    assert line["encoding"]["x"]["field"] == "layer" and line["encoding"]["y"]["scale"]["domain"] == [0.5, 2.25]
 
 
 def test_quantiles_become_the_ends_of_bars():

@@ -2,9 +2,10 @@
 
 import pytest
 
+from kvbench.papers.exhibit_pages import fill_exhibits
 from kvbench.papers.exhibits import load_exhibits
 from kvbench.papers.table_spec import list_papers
-from kvbench.report.study_charts import KINDS
+from kvbench.report.study_charts import KINDS, draw_exhibit
 from kvbench.store.study_lines import find_studies
 from kvbench.studies.catalogue import load_studies
 from tests.support.repository import ROOT
@@ -29,3 +30,9 @@ def test_an_exhibit_has_what_it_needs(name):
         assert (spec["study"], quantity) in COMMITTED, f"{spec['study']} gave no {quantity}"
     named = {shown} if isinstance(shown, str) else set(shown)
     assert spec.get("proof", {}).keys() <= spec.get("claims", {}).keys() | named
+
+
+@pytest.mark.full
+def test_every_figure_of_the_committed_studies_can_be_drawn():
+    pages = [page for found in fill_exhibits(ROOT / "results", EXHIBITS).values() for page in found]
+    assert pages and all(draw_exhibit(page.spec, page.lines, 500).chart(150) for page in pages if page.table is None)
