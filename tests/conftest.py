@@ -41,8 +41,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "cover: make test runs a selection of these cases (tests/README.md)")
     from tests.support.cpu_times import register
+    from tests.support.yaml_files import parse_texts_once
 
     register(config)
+    parse_texts_once()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves out what is marked
@@ -60,6 +62,7 @@ def pytest_collection():
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(10_000, 20, 20)  # tests make many objects that no cycle holds; the default is 700
         gc.enable()
 
 
