@@ -16,7 +16,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.models.decoder_weights import collect_weights
 from tests.support.tiny_models import ids
 
-CHUNK = 8
+CHUNK = 5
 """Tokens that are decoded before the host reads them, in tests/engine."""
 LONG = CHUNK + 9
 """Tokens of an answer that is read ahead more than once."""
