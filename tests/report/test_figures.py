@@ -3,6 +3,8 @@
 import csv
 import re
 import struct
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -221,8 +223,34 @@ def page_charts() -> dict[str, dict]:
     return charts.build_charts()
 
 
+@pytest.fixture(scope="module")
+def panel(store) -> dict:
+    found = find_finished(store)
+    return build_panels(found, found.runs, CurveOptions())[1].data
+
+
+@pytest.fixture(scope="module")
+def specify(panel) -> Callable[[str], object]:
+    """The figure's specification of a chart, made once: all costs are parts of one figure."""
+    smallest = panel["points"][0]["budget"]
+    one_budget = panel | {"points": [own for own in panel["points"] if own["budget"] == smallest]}
+    draw = {
+        "curve": lambda: print_charts.draw_curve(panel, "bytes", 500),
+        "dots": lambda: print_charts.draw_curve(one_budget, "bytes", 500),
+        "tasks": lambda: print_charts.draw_tasks(panel, 500),
+        "grid": lambda: print_charts.draw_grid(panel, 500),
+        "cost": lambda: print_charts.draw_cost(panel, 900),
+    }
+
+    @cache
+    def make(figure: str) -> object:
+        return print_charts.make_figure_specification(draw[figure](), 200, None)
+
+    return make
+
+
 @pytest.mark.parametrize("name", ["curve", "dots", "tasks", "grid", *charts.COSTS])
-def test_page_and_figures_draw_one_specification(store, page_charts, name):
+def test_page_and_figures_draw_one_specification(page_charts, specify, name):
     """Layers, with their marks, channels, scales and transforms, are the page's; only print has legends of colours."""
 
     def bare(own: object) -> object:
@@ -236,19 +264,8 @@ def test_page_and_figures_draw_one_specification(store, page_charts, name):
             return [own["layer"], *parts] if "layer" in own else parts
         return [part for value in own for part in layered(value)] if isinstance(own, list) else []
 
-    found = find_finished(store)
-    panel = build_panels(found, found.runs, CurveOptions())[1].data
-    smallest = panel["points"][0]["budget"]
-    one_budget = panel | {"points": [own for own in panel["points"] if own["budget"] == smallest]}
-    draw = {
-        "curve": lambda: print_charts.draw_curve(panel, "bytes", 500),
-        "dots": lambda: print_charts.draw_curve(one_budget, "bytes", 500),
-        "tasks": lambda: print_charts.draw_tasks(panel, 500),
-        "grid": lambda: print_charts.draw_grid(panel, 500),
-        **dict.fromkeys(charts.COSTS, lambda: print_charts.draw_cost(panel, 900)),
-    }
-    assert draw.keys() == page_charts.keys()
-    spec = print_charts.make_figure_specification(draw[name](), 200, None)
+    assert page_charts.keys() == {"curve", "dots", "tasks", "grid", *charts.COSTS}
+    spec = specify("cost" if name in charts.COSTS else name)
     assert bare(page_charts[name]["layer"]) in [bare(own) for own in layered(spec)]
 
 
