@@ -1,5 +1,7 @@
 """qfilters and its calibration against their formulas, in float64, on queries that the dense engine shows."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -209,33 +211,43 @@ def test_a_run_is_known_by_what_the_file_holds(tmp_path):
     assert identity_settings({"name": "qfilters", "path": None})["path"] is None
 
 
-def test_the_command(tmp_path, capsys):
-    """On the reference model: the file serves it, and nothing wrong goes on in silence."""
-    out, text = tmp_path / "made" / "filters.safetensors", tmp_path / "text"
+FEW = ["--sequences", "2", "--length", "32", "--queries", "20", "--device", "cpu"]
+
+
+def write_text(folder: Path) -> Path:
+    text = folder / "text"
     text.write_text("The old man gave the letter to nobody. " * 60)
-    few = ["--sequences", "2", "--length", "32", "--queries", "20", "--device", "cpu"]
+    return text
+
+
+def test_the_command(tmp_path, capsys):
+    """On the reference model: the file serves it, the same command writes the same file, and none is overwritten."""
+    out, text = tmp_path / "made" / "filters.safetensors", write_text(tmp_path)
     command = ["qfilters", "--model", "reference", "--out", str(out)]
-    assert calibrate.main([*command, *few]) == 0
+    assert calibrate.main([*command, *FEW]) == 0
     prose = load_file(out)["q_filters"]
     assert prose.shape == (6, 2, 64) and "(6, 2, 64) from 2 texts of 32 tokens" in capsys.readouterr().out
     for name, more, same in (("again", [], True), ("other", ["--text", str(text)], False)):
-        assert calibrate.main([*command, *few, *more, "--out", str(tmp_path / name)]) == 0
+        assert calibrate.main([*command, *FEW, *more, "--out", str(tmp_path / name)]) == 0
         assert torch.equal(load_file(tmp_path / name)["q_filters"], prose) == same
-    assert calibrate.main([*command, *few]) == 2
+    assert calibrate.main([*command, *FEW]) == 2
     assert "there is a file; delete it or give another name" in capsys.readouterr().err
-    command += ["--out", str(tmp_path / "new")]
     model = Checkpoint("reference", str(REFERENCE)).weights(torch.float32, "cpu")
     held = kvbench.prefill(model, torch.arange(90)[None], "qfilters", 0.5, method_args={"path": str(out)})
     assert len(held.places(0, 0)) == 45
-    capsys.readouterr()
+
+
+def test_a_wrong_setting_of_the_command_is_named(tmp_path, capsys):
+    text = write_text(tmp_path)
+    command = ["qfilters", "--model", "reference", "--out", str(tmp_path / "new")]
     for wrong, line in (
-        ([*few, "--sequences", "900", "--text", str(text)], "--sequences=900"),
-        ([*few, "--queries", "0"], "--queries=0"),
-        ([*few, "--text", str(tmp_path / "none")], "No such file"),
-        ([*few, "--model", "/none"], "--model=/none"),
-        ([*few, "--out", str(tmp_path)], f"--out={tmp_path}: no file can be there"),
-        ([*few, "--out", str(text / "filters")], f"--out={text}/filters: no file can be there"),
-        ([*few, "--device", "tpu"], "--device=tpu: choose one of cpu, cuda"),
+        ([*FEW, "--sequences", "900", "--text", str(text)], "--sequences=900"),
+        ([*FEW, "--queries", "0"], "--queries=0"),
+        ([*FEW, "--text", str(tmp_path / "none")], "No such file"),
+        ([*FEW, "--model", "/none"], "--model=/none"),
+        ([*FEW, "--out", str(tmp_path)], f"--out={tmp_path}: no file can be there"),
+        ([*FEW, "--out", str(text / "filters")], f"--out={text}/filters: no file can be there"),
+        ([*FEW, "--device", "tpu"], "--device=tpu: choose one of cpu, cuda"),
     ):
         assert calibrate.main([*command, *wrong]) == 2
         assert line in capsys.readouterr().err
