@@ -117,7 +117,8 @@ class KeyGeometry(LayerStudy):
         for layer, own in memories.items():
             curve = own["at_distance"]
             yield self.line("split_gap", own["split_gap"], layer=layer)
-            for x in [*range(1, CLOSE), *range(CLOSE, len(curve) + 1, STEP)] if layer in shown else ():
+            every = range(1, len(curve) + 1) if layer in shown else ()
+            for x in (x for x in every if x < CLOSE or x % STEP == 0):
                 yield self.line("similarity_at", curve[x - 1], layer=layer, x=x, n=own["starts"])
 
     def _list_maps(self, memories: Mapping[int, Memory]) -> Iterator[Line]:

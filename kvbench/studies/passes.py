@@ -253,9 +253,11 @@ def average_prompts(found: Iterable[Sequence[Line]]) -> list[Line]:
 
 
 def average_lines(lines: Sequence[Line]) -> Line:
-    """Average lines of one place."""
+    """Average lines of one place. A number that is infinite in a prompt, such as a ratio to 0, is infinite here too."""
+    total, values = sum(line.n for line in lines), [line.value for line in lines]
+    if inf in values:
+        return replace(lines[0], value=inf, n=total, prompts=len(lines))
     groups = [str(index) for index in range(len(lines))]
     least, most = (0.0, 1.0) if lines[0].series == HOLDS else (-inf, inf)
-    own = mean([Values([line.value for line in lines], groups, least, most)])
-    total = sum(line.n for line in lines)
+    own = mean([Values(values, groups, least, most)])
     return replace(lines[0], value=own.value, n=total, low=own.low, high=own.high, prompts=len(lines))

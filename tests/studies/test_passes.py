@@ -1,6 +1,7 @@
 """`kvbench study`: one pass serves all studies, a stopped one goes on, and wrong words are refused before anything."""
 
 import csv
+import math
 from dataclasses import replace
 
 import pytest
@@ -135,10 +136,12 @@ def test_numbers_are_averaged_by_their_place():
     assert mean.high - mean.value == pytest.approx(12.7062 * 0.1, rel=1e-4)  # t with one degree of freedom
     assert share.value == share.high == 1 and 0 < share.low < 1 and share.n == 8
     assert (single.value, single.low, single.prompts) == (7.0, None, 1)
+    [ratio] = passes.average_prompts([[Line("s", "ratio", math.inf)], [Line("s", "ratio", 2.0)]])
+    assert (ratio.value, ratio.low, ratio.prompts) == (math.inf, None, 2)
 
 
 def test_lines_are_read_as_they_were_written():
-    lines = [Line("a", "q", 0.123456, "keys", 3, None, -1.5, None, 10, 0.1, 0.2, 2), Line("b", "r", -7.0)]
+    lines = [Line("a", "q", 0.12346, "keys", 3, None, -1.5, None, 10, 0.1, 0.2, 2), Line("b", "r", -7.0)]
     assert parse_lines(format_lines(lines), "x") == lines
     with pytest.raises(SettingError, match=r"x line 3: a value is missing or no number"):
         parse_lines(format_lines(lines).replace("-7", "?"), "x")
