@@ -70,13 +70,13 @@ TEXTS = ("study", "quantity", "series")
 
 
 def format_lines(lines: Iterable[Line]) -> str:
-    """Return lines as CSV. Numbers have five significant digits."""
-    return format_rows([COLUMNS, *([_format(getattr(line, name)) for name in COLUMNS] for line in lines)])
+    """Return lines as CSV. Numbers have four significant digits, coordinates six."""
+    return format_rows([COLUMNS, *([_format(name, getattr(line, name)) for name in COLUMNS] for line in lines)])
 
 
-def _format(value: object) -> object:
+def _format(name: str, value: object) -> object:
     if isinstance(value, float):
-        return f"{value:.5g}"
+        return f"{value:.6g}" if name in ("x", "y") else f"{value:.4g}"
     return "" if value is None else value
 
 

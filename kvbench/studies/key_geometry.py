@@ -5,7 +5,7 @@ its group with queries q_t, with k̄ and q̄ their means over the prompt:
 
     cosine_of_means     cos(k̄, q̄), for each query head (KeyDiff, Figure 14)
     opposite            share of all query heads in which it is below 0
-    cosine_to_mean      shares of cos(k_j, k̄) and of cos(q_t, q̄) over all heads of a layer (Figure 13)
+    cosine_to_mean      shares of cos(k_j, k̄) and of cos(q_t, q̄) over all heads of some layers (Figure 13)
     norm                quantiles of ‖k_j‖ and ‖q_t‖ over all heads of a layer (Figure 15)
     cosine_of_top       cos(k_top, q̄), where k_top is the key that is farthest from KeyDiff's anchor, the mean of
                         k_j/‖k_j‖ (Figure 16)
@@ -13,7 +13,7 @@ its group with queries q_t, with k̄ and q̄ their means over the prompt:
     plane               keys, queries, the anchor and the N keys that KeyDiff scores highest on the first two principal
                         components of the keys and queries together, of the first KV head of some layers (Figures 4, 11)
     similarity_64       cos(k_i, k_j) of the first 64 tokens, and attention_64 the probabilities of their queries, the
-                        mean over the group, in the two heads with the largest and smallest mean similarity (Figure 2)
+                        mean over the group, in the heads whose keys are `most` and `least` similar there (Figure 2)
     similarity_map      means of cos(k_i, k_j) over squares of tokens, of the first KV head of some layers (CentroidKV,
                         Figure 2)
     similarity_at       mean of cos(k_i, k_i+x) over tokens i and heads, for each distance x (CentroidKV, Figure 3)
@@ -93,8 +93,9 @@ class KeyGeometry(LayerStudy):
             memory["map"] = average_squares(keys[0]).cpu()
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
+        shown = list_shown(list(memories))
         for layer, own in memories.items():
-            yield from self._list_layer(layer, own)
+            yield from self._list_layer(layer, own, layer in shown)
         if first:
             yield from self._list_maps(memories)
         yield from self._list_distances(memories)
@@ -103,12 +104,14 @@ class KeyGeometry(LayerStudy):
         yield self.claim("convex", [own["convex"] for own in memories.values()])
         yield self.claim("alternating", [own["split_gap"] <= ROUNDING for own in memories.values()])
 
-    def _list_layer(self, layer: int, own: Memory) -> Iterator[Line]:
+    def _list_layer(self, layer: int, own: Memory, shown: bool) -> Iterator[Line]:
         for quantity in ("cosine_of_means", "cosine_of_top"):
             for head, value in enumerate(own[quantity].tolist()):
                 yield self.line(quantity, value, layer=layer, head=head, n=own["tokens"])
         for series in ("keys", "queries"):
-            yield from list_shares(self, "cosine_to_mean", own[f"cosine_{series}"], -1, 1, series=series, layer=layer)
+            if shown:
+                counts = own[f"cosine_{series}"]
+                yield from list_shares(self, "cosine_to_mean", counts, -1, 1, series=series, layer=layer)
             for share, value in zip(QUANTILES, own[f"norm_{series}"].tolist(), strict=True):
                 yield self.line("norm", value, series=series, layer=layer, x=share, n=own[f"count_{series}"])
 
@@ -128,8 +131,8 @@ class KeyGeometry(LayerStudy):
             for layer, own in memories.items()
             for head in range(own["similarity"].shape[0])
         }
-        for series, (layer, head) in (("least similar", min(spread, key=spread.__getitem__)),
-                                      ("most similar", max(spread, key=spread.__getitem__))):  # fmt: skip
+        for series, (layer, head) in (("least", min(spread, key=spread.__getitem__)),
+                                      ("most", max(spread, key=spread.__getitem__))):  # fmt: skip
             own = memories[layer]
             maps = {"similarity_64": own["similarity"][head], "attention_64": own["attention"][head].mean(0)}
             for quantity, values in maps.items():

@@ -76,7 +76,7 @@ def test_maps_of_one_prompt(lines, layers):
         for index, layer in enumerate(layers)
         for head, keys in enumerate(layer["keys"])
     }
-    for series, choose in (("most similar", max), ("least similar", min)):
+    for series, choose in (("most", max), ("least", min)):
         index, head = choose(spread, key=spread.get)
         keys = layers[index]["keys"][head, :64]
         shown = values(lines, "similarity_64", series)

@@ -141,7 +141,7 @@ def test_numbers_are_averaged_by_their_place():
 
 
 def test_lines_are_read_as_they_were_written():
-    lines = [Line("a", "q", 0.12346, "keys", 3, None, -1.5, None, 10, 0.1, 0.2, 2), Line("b", "r", -7.0)]
+    lines = [Line("a", "q", 0.1235, "keys", 3, None, -1.5, None, 10, 0.1, 0.2, 2), Line("b", "r", -7.0)]
     assert parse_lines(format_lines(lines), "x") == lines
     with pytest.raises(SettingError, match=r"x line 3: a value is missing or no number"):
         parse_lines(format_lines(lines).replace("-7", "?"), "x")
