@@ -18,7 +18,7 @@ them are computed. The other words are settings of run.py, such as model, task, 
 An exhibit that the model cannot have is an error if it is asked for by name. Otherwise the command says why it is left
 out, and goes on with the others.
 
-The numbers go to results/studies/<hash>/lines.csv. `kvbench papers` emits the exhibits from there. A command that was
+The numbers go to results/studies/<hash>/<study>.csv. `kvbench papers` emits the exhibits from there. A command that was
 stopped goes on where it was; studies that were computed before are not computed again.
 
 --cost measures, in place of all this, how much longer a prefill of random tokens takes with each study and with all of

@@ -1,7 +1,7 @@
 """Build papers' tables with published and measured values side by side, and write them as Markdown, CSV and LaTeX.
 
 kvbench.papers.table_spec describes the tables. A measured score comes from the store's run that answers the same
-question (kvbench.papers.cell_values), and a number of a study from the line of lines.csv that the cell selects. A
+question (kvbench.papers.cell_values), and a number of a study from the line of its file that the cell selects. A
 measured cost comes from the newest matching measurement of task=efficiency on one machine. Times in records are never
 used, because several cells of a sweep may have shared the prefill of a prompt. Rows for other runs with the same
 protocol follow. If a cell is empty, a note gives the command that fills it. This module does not import torch.

@@ -4,7 +4,7 @@ An exhibit is a table or a figure of a paper that shows no scores and no costs. 
 
     title       the paper, the number, and what is shown
     study       the study that computes its numbers (kvbench/studies/)
-    lines       the numbers that it shows: values of `quantity` and other columns of lines.csv
+    lines       the numbers that it shows: values of `quantity` and other columns of a study's file
     chart       how a figure is drawn (kvbench.report.study_charts)
     axes        x, y, value -> the title of an axis or of the scale of colours; log -> those with a logarithmic scale
     names       series or quantity -> the paper's name of it, for legends and titles

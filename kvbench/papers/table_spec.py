@@ -7,7 +7,7 @@ A specification describes rows, columns and cells with these keys:
     run, of     settings of run.py, and what is averaged over that run's records (kvbench.papers.cell_values)
     measured    columns of results/efficiency/<gpu>.csv and the values that identify a measurement
     over        the same for the measurement to divide by
-    line        columns of a study's lines.csv and the values that identify a line (kvbench.papers.exhibits)
+    line        columns of a study's file and the values that identify a line (kvbench.papers.exhibits)
     scale       factor for measured values
     digits      decimal places of measured values
     averages    averages that contradict the paper's own cells (kvbench.papers.printed_averages)

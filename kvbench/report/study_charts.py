@@ -46,7 +46,7 @@ SEQUENCE: Final = "magma"  # lightness falls evenly from small to large values
 OPPOSITES = ["#fff1dc", "#f4b45f", "#a39da1", "#4a84bd", "#0d2f5e"]
 SHADES = ["#0d2f5e", "#3f76b0", "#8fb4d9", "#f4b45f", "#fde3bd"]  # of bars, from dark to light
 SHOWN: dict[str, Row] = {"dash": {"shape": ""}, "shape": {"dash": None}, "bar": {"shape": "square", "dash": None}}
-DRAWN = ("quantity", "value", "layer", "head", "x", "y", "low", "high")  # columns of lines.csv
+DRAWN = ("quantity", "value", "layer", "head", "x", "y", "low", "high")  # columns of a study's file
 CROWDED = ("heat_map", "quantiles")  # charts with a place for each head or layer
 COLOURED = {"curves": ("series", "layer")}  # chart -> columns that choose a colour; of others, the series
 

@@ -4,7 +4,7 @@ A folder holds
 
     study.yaml                          the model, the prompts and all settings that may change a number
     prompts/<study>-<sources>-<n>.csv   the numbers of one study and one prompt, written when the prompt has been read
-    lines.csv                           the means over the prompts, of all studies that are complete
+    <study>.csv                         the means over the prompts, written when the study is complete
 
 This module does not import torch, so that tables and figures can be made on any machine.
 """
@@ -22,7 +22,7 @@ from kvbench.store.parse import parse_yaml
 from kvbench.validation import SettingError, summarize
 
 HOLDS = "holds"  # the series of a number that is the share of instances in which a claim holds
-FOLDER, ABOUT, LINES, PROMPTS = "studies", "study.yaml", "lines.csv", "prompts"
+FOLDER, ABOUT, PROMPTS = "studies", "study.yaml", "prompts"
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Line:
         return self.study, self.quantity, self.series, self.layer, self.head, self.x, self.y
 
 
-COLUMNS = tuple(field.name for field in fields(Line))
+COLUMNS = tuple(field.name for field in fields(Line) if field.name != "study")  # the name of the file is the study's
 WHOLE = ("layer", "head", "n", "prompts")
-TEXTS = ("study", "quantity", "series")
+TEXTS = ("quantity", "series")
 
 
 def format_lines(lines: Iterable[Line]) -> str:
@@ -80,23 +80,22 @@ def _format(name: str, value: object) -> object:
     return "" if value is None else value
 
 
-def parse_lines(text: str, where: str) -> list[Line]:
-    """Parse what `format_lines` wrote.
-
-    Args:
-        text: The CSV.
-        where: The file, for messages.
+def read_lines(path: Path, study: str) -> list[Line]:
+    """Read the lines of a study that `format_lines` formatted.
 
     Raises:
-        SettingError: The text has other columns, or a value is no number.
+        SettingError: The file cannot be read, has other columns, or a value is no number. The message names it.
     """
-    table = csv.DictReader(io.StringIO(text))
+    try:
+        table, where = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))), str(path)
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{path}: {summarize(error)}") from None
     if tuple(table.fieldnames or ()) != COLUMNS:
         raise SettingError(f"{where}: not a file of kvbench study; its columns are {', '.join(COLUMNS)}")
     found = []
     for number, row in enumerate(table, 2):
         try:
-            found.append(Line(**{name: _parse(name, row[name]) for name in COLUMNS}))
+            found.append(Line(study, **{name: _parse(name, row[name]) for name in COLUMNS}))
         except (TypeError, ValueError):
             raise SettingError(f"{where} line {number}: a value is missing or no number") from None
     return found
@@ -136,7 +135,8 @@ def find_studies(results: Path) -> list[StudyFolder]:
     Raises:
         SettingError: A file cannot be read. The message names it.
     """
-    return sorted((read_study(path.parent) for path in (results / FOLDER).glob(f"*/{LINES}")), key=lambda own: own.name)
+    folders = [read_study(path.parent) for path in (results / FOLDER).glob(f"*/{ABOUT}")]
+    return sorted((own for own in folders if own.lines), key=lambda own: own.name)
 
 
 def read_study(path: Path) -> StudyFolder:
@@ -147,13 +147,11 @@ def read_study(path: Path) -> StudyFolder:
     """
     try:
         about = parse_yaml((path / ABOUT).read_bytes())
-        lines = parse_lines((path / LINES).read_text(encoding="utf-8"), str(path / LINES))
-    except SettingError:
-        raise
     except (OSError, ValueError) as error:
-        raise SettingError(f"{path}: {summarize(error)}") from None
+        raise SettingError(f"{path / ABOUT}: {summarize(error)}") from None
     if not isinstance(about, dict) or not {"model", "prompts"} <= about.keys():
         raise SettingError(f"{path / ABOUT}: names no model and no prompts")
+    lines = [line for file in sorted(path.glob("*.csv")) for line in read_lines(file, file.stem)]
     return StudyFolder(path, about, lines)
 
 

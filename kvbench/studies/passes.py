@@ -30,7 +30,7 @@ from kvbench.models.encoding import encode_text
 from kvbench.runs.resources import Resources
 from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import run_hash, to_plain
-from kvbench.store.study_lines import ABOUT, FOLDER, HOLDS, LINES, PROMPTS, Line, format_lines, parse_lines, write_text
+from kvbench.store.study_lines import ABOUT, FOLDER, HOLDS, PROMPTS, Line, format_lines, read_lines, write_text
 from kvbench.studies.study import ClosedForm, LayerStudy, Memory, PromptStudy, Recorder, Study
 from kvbench.training.token_sequences import read_text_files
 from kvbench.validation import SettingError
@@ -146,7 +146,7 @@ class StudyPass:
         }
 
     def execute(self, results: Path) -> Path:
-        """Compute what is missing, write lines.csv, and return the folder.
+        """Compute what is missing, write a file for each study, and return the folder.
 
         Args:
             results: The folder of results.
@@ -154,12 +154,8 @@ class StudyPass:
         folder = results / FOLDER / run_hash(self.about)
         write_text(folder / ABOUT, yaml.safe_dump(to_plain(self.about), sort_keys=False))
         files = {study.name: f"{study.name}-{identify_study(study)}" for study in self.studies}
-        made: list[Line] = []
-        for study in self.studies:
-            if not isinstance(study, LayerStudy):
-                made += self._compute(study, folder / PROMPTS, files[study.name])
         layered = [study for study in self.studies if isinstance(study, LayerStudy)]
-        found: list[list[Line]] = []
+        found: dict[str, list[list[Line]]] = {study.name: [] for study in layered}
         bar = tqdm(self.prompts if layered else (), desc="prompts", file=sys.stderr, disable=None)
         for index, prompt in enumerate(bar):
             paths = {study.name: folder / PROMPTS / f"{files[study.name]}-{index}.csv" for study in layered}
@@ -167,31 +163,33 @@ class StudyPass:
             if missing:
                 for study, lines in self._read(missing, prompt, index == 0):
                     write_text(paths[study.name], format_lines(lines))
-            found.append([line for path in paths.values() for line in read_lines(path)])
-        made += average_prompts(found)
-        kept = (
-            [line for line in read_lines(folder / LINES) if line.study not in files]
-            if (folder / LINES).exists()
-            else []
-        )
-        write_text(folder / LINES, format_lines(sorted(kept + made, key=lambda line: line.study)))
+            for name, path in paths.items():
+                found[name].append(read_lines(path, name))
+        for study in self.studies:
+            if study.name in found:
+                lines = average_prompts(found[study.name])
+            else:
+                lines = self._compute(study, folder / PROMPTS / f"{files[study.name]}-{self._limit}.csv")
+            write_text(folder / f"{study.name}.csv", format_lines(lines))
         return folder
 
-    def _compute(self, study: Study, folder: Path, name: str) -> list[Line]:
-        """Return the lines of a study that reads no prompt with the model."""
-        if isinstance(study, PromptStudy):
-            path = folder / f"{name}-{self.whole.task_settings['limit'] or 'all'}.csv"
-            if not path.exists():
+    @property
+    def _limit(self) -> int | str:
+        """How many samples of each subtask a study may see that reads no prompt with the model."""
+        return self.whole.task_settings["limit"] or "all"
+
+    def _compute(self, study: Study, path: Path) -> list[Line]:
+        """Return the lines of a study that reads no prompt with the model, from its file if it has been computed."""
+        if not path.exists():
+            if isinstance(study, PromptStudy):
                 tokenizer = self.resources.tokenizer
                 samples = self.whole.task.samples(tokenizer, count_template_tokens(tokenizer), UNLIMITED)
-                write_text(path, format_lines(study.compute(list(samples), tokenizer)))
-        else:
-            assert isinstance(study, ClosedForm)
-            path = folder / f"{name}.csv"
-            if not path.exists():
-                checkpoint = self.run.checkpoint
-                write_text(path, format_lines(study.compute(checkpoint.layout(), checkpoint.config())))
-        return read_lines(path)
+                lines = study.compute(list(samples), tokenizer)
+            else:
+                assert isinstance(study, ClosedForm)
+                lines = study.compute(self.run.checkpoint.layout(), self.run.checkpoint.config())
+            write_text(path, format_lines(lines))
+        return read_lines(path, study.name)
 
     def _read(
         self, studies: Sequence[LayerStudy], prompt: StudyPrompt, first: bool
@@ -232,11 +230,6 @@ def read_prompt(
     context.prefill(torch.tensor([prompt.ids], device=next(model.parameters()).device))
     states: dict[int, State] = {layer.index: layer.state for layer in context.own_layers}
     return {study.name: {index: state.layer[study.name] for index, state in states.items()} for study in studies}
-
-
-def read_lines(path: Path) -> list[Line]:
-    """Return the lines of a file."""
-    return parse_lines(path.read_text(encoding="utf-8"), str(path))
 
 
 def average_prompts(found: Iterable[Sequence[Line]]) -> list[Line]:

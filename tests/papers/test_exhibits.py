@@ -6,7 +6,7 @@ from kvbench.cli import command
 from kvbench.cli.papers import emit_exhibits, emit_studied
 from kvbench.papers import exhibits
 from kvbench.papers.exhibits import list_claims, load_exhibits, normalize_name
-from kvbench.store.study_lines import Line, parse_lines
+from kvbench.store.study_lines import Line, read_lines
 from kvbench.validation import SettingError
 from tests.support.study_folders import list_heads, write_study
 
@@ -43,8 +43,7 @@ def test_a_figure_becomes_text_numbers_and_latex(tmp_path, without_pictures, cap
     assert text == (folder / "keydiff_figure14.md").read_text()
     assert "llama\\_8b, 2 prompts of ruler, up to 1,500 tokens." in text and "![" not in text
     assert "opposite sides. Holds for 50.0 %. (50.0 % \\[25.0, 75.0\\] of 24, 2 prompts; counted exactly)" in text
-    csv = (folder / "keydiff_figure14.csv").read_text()
-    assert parse_lines(csv, "csv") == list_heads()
+    assert read_lines(folder / "keydiff_figure14.csv", "key_geometry") == list_heads()
     assert "{keydiff_figure14.pdf}" in (folder / "keydiff_figure14.tex").read_text()
     said = capsys.readouterr().err
     assert said.startswith("kvbench: figures are not drawn: altair") and said.count("\n") == 1

@@ -579,9 +579,11 @@ def test_studies_are_shown_with_claims_and_readings(store, page):
     spec = json.loads(file.read_text("ascii").partition(",")[2].removesuffix(");\n"))
     drawn = [(row["layer"], row["head"], row["value"]) for row in spec["datasets"]["plot0"]]
     assert drawn == [(line.layer, line.head, line.value) for line in list_heads() if line.series == ""]
-    (store / "studies" / "0123456789abcdef" / "lines.csv").write_text("layer\n")
+    (store / "studies" / "0123456789abcdef" / "key_geometry.csv").write_text("layer\n")
     shown = data_of(write_report(store, NOW))
-    assert shown["studies"] == [] and shown["damaged"][0][0] == "studies" and "lines.csv" in shown["damaged"][0][1]
+    assert (
+        shown["studies"] == [] and shown["damaged"][0][0] == "studies" and "key_geometry.csv" in shown["damaged"][0][1]
+    )
     assert not list((store / "report").glob("part-*"))
 
 

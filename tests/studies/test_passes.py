@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.cli import study as command
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.store.study_lines import LINES, Line, find_studies, format_lines, parse_lines, read_study
+from kvbench.store.study_lines import Line, find_studies, format_lines, read_lines, read_study
 from kvbench.studies import cost, passes
 from kvbench.validation import SettingError
 
@@ -42,13 +42,13 @@ def test_prompts_are_read_once_for_all_studies_and_never_again(study, tmp_path):
     assert {line.study for line in found.lines} >= {"key_geometry", "received_attention"}
     [share] = [line for line in found.lines if line.quantity == "opposite"]
     assert 0 <= share.low <= share.value <= share.high <= 1
-    before = (folder / LINES).read_text()
+    before = {file.name: file.read_text() for file in folder.glob("*.csv")}
     assert study("centroidkv", "figure03", *TASK, "prompts=2")[3] == []  # what it needs has been computed
-    assert (folder / LINES).read_text() == before
+    assert {file.name: file.read_text() for file in folder.glob("*.csv")} == before
     for path in folder.glob("prompts/received_attention-*-1.csv"):  # as if it had been stopped before the second prompt
         path.unlink()
     assert study("keydiff", *TASK, "prompts=2")[3] == names[1:]
-    assert (folder / LINES).read_text() == before
+    assert {file.name: file.read_text() for file in folder.glob("*.csv")} == before
 
 
 def test_lengths_are_those_of_all_samples_unless_limit_is_given(study, tmp_path):
@@ -140,10 +140,14 @@ def test_numbers_are_averaged_by_their_place():
     assert (ratio.value, ratio.low, ratio.prompts) == (math.inf, None, 2)
 
 
-def test_lines_are_read_as_they_were_written():
-    lines = [Line("a", "q", 0.1235, "keys", 3, None, -1.5, None, 10, 0.1, 0.2, 2), Line("b", "r", -7.0)]
-    assert parse_lines(format_lines(lines), "x") == lines
-    with pytest.raises(SettingError, match=r"x line 3: a value is missing or no number"):
-        parse_lines(format_lines(lines).replace("-7", "?"), "x")
-    with pytest.raises(SettingError, match="x: not a file of kvbench study"):
-        parse_lines("a,b\n", "x")
+def test_lines_are_read_as_they_were_written(tmp_path):
+    lines = [Line("a", "q", 0.1235, "keys", 3, None, -1.5, None, 10, 0.1, 0.2, 2), Line("a", "r", -7.0)]
+    file = tmp_path / "a.csv"
+    file.write_text(format_lines(lines))
+    assert read_lines(file, "a") == lines
+    file.write_text(format_lines(lines).replace("-7", "?"))
+    with pytest.raises(SettingError, match=r"a.csv line 3: a value is missing or no number"):
+        read_lines(file, "a")
+    file.write_text("a,b\n")
+    with pytest.raises(SettingError, match="a.csv: not a file of kvbench study"):
+        read_lines(file, "a")

@@ -14,7 +14,9 @@ def write_study(results: Path, lines: Iterable[Line], model: str = "reference", 
     folder.mkdir(parents=True)
     about = {"model": {"name": model}, "prompts": {"name": "ruler", "count": 2, "longest": 1500}}
     (folder / "study.yaml").write_text(yaml.safe_dump(about))
-    (folder / "lines.csv").write_text(format_lines(lines))
+    listed = list(lines)
+    for study in {line.study for line in listed}:
+        (folder / f"{study}.csv").write_text(format_lines(line for line in listed if line.study == study))
     return folder
 
 
