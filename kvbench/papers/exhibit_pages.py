@@ -74,13 +74,19 @@ class ExhibitPage:
             raise SettingError(f"{self.name}: {error}") from None
 
     @property
-    def about(self) -> str:
-        """The model and the prompts."""
+    def source(self) -> str:
+        """The model and the prompts of the study."""
         prompts = self.found.about["prompts"]
         count = f"{prompts['count']} prompt{'s' if prompts['count'] > 1 else ''}"
         return (
             f"{self.found.about['model']['name']}, {count} of {prompts['name']}, up to {prompts['longest']:,} tokens."
         )
+
+    @property
+    def about(self) -> str:
+        """The same, and whether only the first prompt is shown."""
+        single = self.found.about["prompts"]["count"] > 1 and {line.prompts for line in self.lines} == {1}
+        return f"{self.source} Shown is the first prompt." if single else self.source
 
     @property
     def notes(self) -> list[str]:

@@ -83,7 +83,7 @@ def describe_exhibit(name: str, spec: Exhibit, pages: Sequence[ExhibitPage]) -> 
         yield f"\n* {fill_line(f'*{escape_all_markdown(claim.words)}*', 2)}"
         for page in pages:
             [own] = (own for own in page.claims if own.quantity == claim.quantity)
-            yield f"    - {fill_line(escape_all_markdown(f'{page.about[:-1]}: {own.text}'), 6)}"
+            yield f"    - {fill_line(escape_all_markdown(f'{page.source[:-1]}: {own.text}'), 6)}"
     if notes := " ".join(" ".join(note.split()) for note in spec.get("notes", ())):
         yield f"\n{fill_line(f'Reading: {escape_outside_code(notes)}')}"
 

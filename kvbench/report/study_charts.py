@@ -320,7 +320,7 @@ def draw_curves(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     scale = axes.scale("x", domain=find_domain(alike, by), nice=False)
     x = alt.X(f"{by}:Q", title=x_title, scale=scale, axis=axes.ticks("x"))
     base = alt.Chart().encode(x=x, color=charts.COLOUR, detail="label:N")
-    band = base.transform_filter("isValid(datum.low)").mark_area(opacity=0.15)
+    band = base.mark_area(opacity=0.15, invalid="break-paths-filter-domains")  # no band where there is no interval
     line = base.mark_line(strokeWidth=1.6).encode(y=alt.Y("value:Q", title=axes.y, **options), strokeDash=charts.DASH)
     bands = [band.encode(y=alt.Y("low:Q", title=axes.y, **options), y2="high:Q")] if banded else []
     return charts.stack_layers(*bands, line), plot.rows
