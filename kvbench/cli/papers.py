@@ -3,7 +3,7 @@
 Examples:
   kvbench papers                             all of them, into results/papers/
   kvbench papers results dropkv              those of one paper
-  kvbench papers results keydiff figure14    one of them, from what kvbench study found; print it too
+  kvbench papers keydiff figure14            one of them, from what kvbench study found; print it too
   kvbench papers --beside                    the tables of cost alone, into results/efficiency/<gpu>/
   kvbench papers --page                      docs/studies.md, from the studies alone
 
@@ -38,6 +38,12 @@ def make_parser() -> CommandParser:
 def write_papers(arguments: Sequence[str]) -> None:
     """Write tables and figures and print their files, or the text of the one that is named."""
     given = make_parser().parse_args(arguments)
+    from kvbench.papers.table_spec import list_papers
+
+    if str(given.results) in list_papers() and not given.results.exists():  # the folder of results was left out
+        if given.exhibit is not None:
+            raise SettingError(f"results={given.results}: no such folder")
+        given.results, given.paper, given.exhibit = Path("results"), str(given.results), given.paper
     if given.page:
         from kvbench.papers.studies_page import write_studies_page
 

@@ -13,6 +13,8 @@ them are computed. The other words are settings of run.py, such as model, task, 
                   read all samples of a data set, unless limit= is given
   text=FILE       read this text, or a folder of texts, in place of a task's samples
   tokens=4096     tokens of a prompt, with text
+  layers=0,5      layers that figures of single heads show, or their depths such as 0.5, which stand for the nearest
+                  layer (default: up to six at equal distances)
   codec.path=FILE compressors of DeltaKV (kvbench calibrate deltakv), for its Figure 4; the embedded model has some
 
 An exhibit that the model cannot have is an error if it is asked for by name. Otherwise the command says why it is left
@@ -27,13 +29,14 @@ them, and how much memory it needs. The file is a CSV.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, require_int, require_writable
 
-OWN = {"prompts": "4", "text": None, "tokens": "4096", "codec.path": None}
+OWN = {"prompts": "4", "text": None, "tokens": "4096", "layers": None, "codec.path": None}
 REFUSED = ("method", "allocator", "codec", "budget", "budget_of", "fidelity")  # a study reads into a full cache
 
 
@@ -72,11 +75,14 @@ def compute_studies(arguments: Sequence[str]) -> int:
     run, results = describe_run(settings, count)
 
     from kvbench.store.study_lines import read_study
-    from kvbench.studies.catalogue import prepare_studies
+    from kvbench.studies.catalogue import choose_layers, prepare_studies
     from kvbench.studies.passes import StudyPass, TextPieces
-    from kvbench.studies.study import PromptStudy
+    from kvbench.studies.study import LayerStudy, PromptStudy
 
     studies, missing = prepare_studies(exhibits, run.seed, run.checkpoint, given["codec.path"])
+    if given["layers"] is not None:
+        shown = choose_layers(given["layers"], run.checkpoint.layout())
+        studies = [replace(study, shown=shown) if isinstance(study, LayerStudy) else study for study in studies]
     whole = run
     if of_samples := {study.name for study in studies if isinstance(study, PromptStudy)}:
         if given["text"] is not None:

@@ -47,7 +47,6 @@ from kvbench.studies.study import (
     draw_positions,
     find_rotation,
     list_shares,
-    list_shown,
     take_block,
     widen,
 )
@@ -94,7 +93,7 @@ class Activations(LayerStudy):
         memory |= {series: describe_channels(own) for series, own in kinds.items()}
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
-        shown = list_shown(list(memories))
+        shown = self.list_shown(list(memories))
         for layer, kinds in memories.items():
             for series, own in kinds.items():
                 for quantity in NUMBERS:

@@ -1,5 +1,6 @@
 """Find studies by their names, and the studies that a paper's exhibits need (conf/papers/exhibits/)."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -7,11 +8,13 @@ from pkgutil import iter_modules
 from typing import Any
 
 import kvbench.studies
+from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.papers.exhibits import Exhibit, list_studies
 from kvbench.studies.study import ClosedForm, LayerStudy, PromptStudy, Study
 from kvbench.validation import SettingError
 
+DEPTH = re.compile(r"0?\.\d+|[01]\.0*")
 KINDS = (LayerStudy, PromptStudy, ClosedForm)
 
 
@@ -60,3 +63,32 @@ def prepare_studies(
     if compressors is not None and not any(study.inputs for study in prepared):
         raise SettingError(f"codec.path={compressors}: none of these exhibits shows codes; leave it out")
     return prepared, missing
+
+
+def choose_layers(text: str, layout: Layout) -> tuple[int, ...]:
+    """Return the layers that figures of single heads show.
+
+    Args:
+        text: Indices such as ``16,20``, or relative depths with a point such as ``0.5,0.625``, which stand for the
+            nearest layer that has a full cache.
+        layout: The model's layout.
+
+    Raises:
+        SettingError: A layer does not exist or has a sliding window, or the text is neither of both.
+    """
+    full = [layer for layer in range(layout.layers) if layer not in layout.sliding]
+    found = []
+    for word in text.split(","):
+        if word.isdecimal():
+            found.append(int(word))
+        elif DEPTH.fullmatch(word):
+            found.append(min(full, key=lambda layer: abs(layer - float(word) * (layout.layers - 1))))
+        else:
+            raise SettingError(f"layers={text}: indices such as 0,5, or depths from 0.0 to 1.0 such as 0.5")
+    if wrong := [layer for layer in found if layer not in full]:
+        there = f"0 to {full[-1]}" if len(full) == layout.layers else ", ".join(map(str, full))
+        raise SettingError(
+            f"layers={text}: the model has no full cache in layer {wrong[0]}; its layers are {there}, and a depth such "
+            "as 0.5 stands for the nearest one"
+        )
+    return tuple(sorted(set(found)))

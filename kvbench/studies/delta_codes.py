@@ -36,7 +36,6 @@ from kvbench.studies.study import (
     collect_unrotated_keys,
     count_bins,
     list_shares,
-    list_shown,
     widen,
 )
 from kvbench.validation import SettingError
@@ -103,7 +102,7 @@ class DeltaCodes(LayerStudy):
             memory["map"] = codes[:FIRST, :FIRST].abs().cpu()
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
-        shown = list_shown(list(memories))
+        shown = self.list_shown(list(memories))
         for layer, own in memories.items():
             for quantity in ("small", "token_ratio", "channel_ratio"):
                 yield self.line(quantity, own[quantity], layer=layer, n=own["count"])

@@ -32,7 +32,7 @@ from kvbench.kernels.accumulated_attention import accumulated_attention
 from kvbench.kernels.expected_attention import expected_logits, merge, moments
 from kvbench.kernels.rerotation import rotate
 from kvbench.store.study_lines import Line
-from kvbench.studies.study import LayerStudy, Memory, draw_positions, find_rotation, list_shown
+from kvbench.studies.study import LayerStudy, Memory, draw_positions, find_rotation
 
 SINKS = 4  # first queries that do not count, and
 POSITIONS = 512  # future positions, T, at most those of the prompt: both as in conf/method/expected_attention.yaml
@@ -79,7 +79,7 @@ class ExpectedAttentionStudy(LayerStudy):
             "spearman": correlate(rank(expected), rank(observed)).cpu(),
             "count": known,
         }
-        if observation.layer in list_shown(observation.cut_layers):
+        if observation.layer in self.list_shown(observation.cut_layers):
             points = torch.stack([expected[0].log_softmax(0), observed[0]], 1) / log(10)
             memory["points"] = points[draw_positions(POINTS, known, self.seed).to(points.device)].cpu()
 

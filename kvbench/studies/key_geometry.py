@@ -44,7 +44,6 @@ from kvbench.studies.study import (
     count_bins,
     draw_positions,
     list_shares,
-    list_shown,
     take_block,
     widen,
 )
@@ -87,13 +86,13 @@ class KeyGeometry(LayerStudy):
         memory["similarity"] = cosines(widen(keys[:, :FIRST]), widen(keys[:, :FIRST])).cpu()
         few = widen(keys[:, :FIRST])[None]
         memory["attention"] = window_probabilities(first[None], few, None, observation.scaling)[0].cpu()
-        if observation.layer in list_shown(observation.cut_layers):
+        if observation.layer in self.list_shown(observation.cut_layers):
             group = sampled.shape[0] // rows.heads
             memory["plane"] = project(widen(keys[0]), sampled[:group].flatten(0, 1), self.seed)
             memory["map"] = average_squares(keys[0]).cpu()
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
-        shown = list_shown(list(memories))
+        shown = self.list_shown(list(memories))
         for layer, own in memories.items():
             yield from self._list_layer(layer, own, layer in shown)
         if first:
@@ -116,7 +115,7 @@ class KeyGeometry(LayerStudy):
                 yield self.line("norm", value, series=series, layer=layer, x=share, n=own[f"count_{series}"])
 
     def _list_distances(self, memories: Mapping[int, Memory]) -> Iterator[Line]:
-        shown = list_shown(list(memories))
+        shown = self.list_shown(list(memories))
         for layer, own in memories.items():
             curve = own["at_distance"]
             yield self.line("split_gap", own["split_gap"], layer=layer)

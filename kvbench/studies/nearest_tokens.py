@@ -43,7 +43,6 @@ from kvbench.studies.study import (
     collect_unrotated_keys,
     count_bins,
     list_shares,
-    list_shown,
     widen,
 )
 
@@ -86,10 +85,12 @@ class NearestTokens(LayerStudy):
         residuals = vectors[first:].clone()
         for own, near in zip(residuals.split(size), references.split(size), strict=True):
             own -= vectors[near].mean(1)
-        memory |= compare_residuals(vectors[first:], residuals, observation.layer in list_shown(observation.cut_layers))
+        memory |= compare_residuals(
+            vectors[first:], residuals, observation.layer in self.list_shown(observation.cut_layers)
+        )
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
-        shown = list_shown(list(memories))
+        shown = self.list_shown(list(memories))
         for layer, own in memories.items():
             for series in ("kv", "residual"):
                 for quantity, count in (("flatness", "tokens"), ("near_zero", "numbers")):

@@ -136,6 +136,7 @@ class StudyPass:
         value, run = self.run.value, self.run
         ids = sha256(repr([prompt.ids for prompt in self.prompts]).encode()).hexdigest()[:16]
         named = {"name": self.text.path.stem if self.text else str(value["task"]["name"]), "count": len(self.prompts)}
+        shown = next((study.shown for study in self.studies if isinstance(study, LayerStudy) and study.shown), None)
         task = {"tokens": self.text.tokens} if self.text else {"task": task_identity(run.task_settings)}
         return {
             "model": value["model"],
@@ -143,7 +144,7 @@ class StudyPass:
             "block_size": run.block_size,
             "seed": run.seed,
             "device": value["device"],
-        }
+        } | ({} if shown is None else {"layers": list(shown)})
 
     def execute(self, results: Path) -> Path:
         """Compute what is missing, write a file for each study, and return the folder.

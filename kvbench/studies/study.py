@@ -92,6 +92,18 @@ class LayerStudy(Study):
     wants_unrotated_keys: ClassVar[bool] = False
     wants_hidden: ClassVar[bool] = False
     wants_normed_hidden: ClassVar[bool] = False
+    shown: tuple[int, ...] = ()
+    """Layers that exhibits of single heads show; () for a few at equal distances."""
+
+    def list_shown(self, layers: Sequence[int]) -> Sequence[int]:
+        """Return the layers that an exhibit of single heads shows: `shown`, or a few with the first and the last.
+
+        Args:
+            layers: The layers to choose from, in order, such as ``observation.cut_layers``.
+        """
+        count = min(SHOWN, len(layers))
+        every = [layers[round(index * (len(layers) - 1) / max(1, count - 1))] for index in range(count)]
+        return self.shown or every
 
     def update(self, memory: Memory, observation: Observation, rows: Rows) -> None:
         """Look at one layer that has just read a block. Called for every layer of every block.
@@ -249,13 +261,3 @@ def list_shares(study: Study, quantity: str, counts: Tensor, low: float, high: f
     width = (high - low) / len(counts)
     for index, count in enumerate(counts.tolist()):
         yield study.line(quantity, count / total, x=low + (index + 0.5) * width, n=int(total), **place)
-
-
-def list_shown(layers: Sequence[int]) -> list[int]:
-    """Return the layers that an exhibit of single heads shows: a few at equal distances, with the first and the last.
-
-    Args:
-        layers: The layers to choose from, in order, such as ``observation.cut_layers``.
-    """
-    count = min(SHOWN, len(layers))
-    return [layers[round(index * (len(layers) - 1) / max(1, count - 1))] for index in range(count)]

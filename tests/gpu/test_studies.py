@@ -28,7 +28,7 @@ def test_numbers_are_those_of_the_cpu(kind, block_size, tmp_path):
     prompt, found = StudyPrompt("0", tuple(ids(700)[0].tolist())), []
     for device in ("cpu", "cuda"):
         model = make_llama(torch.float32, device=device)
-        own = kind(0, write_for(tmp_path / "compressors.safetensors", model)) if kind is DeltaCodes else kind()
+        own = kind(path=write_for(tmp_path / "compressors.safetensors", model)) if kind is DeltaCodes else kind()
         memories = read_prompt(model, prompt, [own], block_size)[kind.name]
         found.append({line.place: line.value for line in own.finish(memories, False)})
     one, other = found

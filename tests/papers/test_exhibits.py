@@ -3,6 +3,7 @@
 import pytest
 
 from kvbench.cli import command
+from kvbench.cli import papers as papers_command
 from kvbench.cli.papers import emit_exhibits, emit_studied
 from kvbench.papers import exhibits
 from kvbench.papers.exhibits import list_claims, load_exhibits, normalize_name
@@ -47,6 +48,15 @@ def test_a_figure_becomes_text_numbers_and_latex(tmp_path, without_pictures, cap
     assert "{keydiff_figure14.pdf}" in (folder / "keydiff_figure14.tex").read_text()
     said = capsys.readouterr().err
     assert said.startswith("kvbench: figures are not drawn: altair") and said.count("\n") == 1
+
+
+def test_the_folder_of_results_may_be_left_out(tmp_path, monkeypatch, without_pictures, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_study(tmp_path / "results", list_heads())
+    assert papers_command.main(["keydiff", "figure14"]) == 0
+    assert capsys.readouterr().out.startswith("# KeyDiff, Figure 14")
+    assert papers_command.main(["keydiff", "keydiff", "figure14"]) == 2
+    assert capsys.readouterr().err == "kvbench: results=keydiff: no such folder\n"
 
 
 def test_a_table_has_published_values_beside_lines(tmp_path, monkeypatch, without_pictures, capsys):

@@ -32,7 +32,7 @@ def encode(kv: np.ndarray, layer: int) -> np.ndarray:
 @pytest.mark.parametrize("model, block", [("llama", None), ("qwen3", 7)])
 def test_codes_are_those_of_plain_loops(model, block, tmp_path):
     path = write_for(tmp_path / "compressors.safetensors", tiny(model), code=CODE)
-    lines = study(DeltaCodes(0, path), model, TOKENS, block)
+    lines = study(DeltaCodes(path=path), model, TOKENS, block)
     most, layers = [], read_layers(model, ids(TOKENS))
     for layer, states in enumerate(layers):
         z = encode(states.stored, layer)
