@@ -31,11 +31,12 @@ from kvbench.runs.joint_samples import find_batch_size
 from kvbench.store.runs import NAMED_GROUPS, StoredRun, check_value, load_runs
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused
+from tests.support.selection import choose_quick
 from tests.support.threshold import Threshold, write_settings
 from tests.support.tiny_models import distinct, ids, tiny
 
 CHECKPOINT = dict(layers=2)
-BLOCKS = (None, 1, 7)
+BLOCKS = choose_quick([None, 1, 7], None, 7)
 NOTHING_GOES, MIDDLE, ALL_GO = -1e9, -9.9, -1e-9
 TOKENS = 40
 
@@ -69,6 +70,7 @@ def check_laws(held: CompressedCache, own: float, recent: int = 3) -> None:
             assert set(range(seen - recent, seen)) <= set(places.tolist())
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_heads_and_samples_keep_the_rows_above_the_threshold(block, model):
@@ -194,7 +196,7 @@ class Few(Threshold):
         return scores.new_zeros(scores.shape[:2], dtype=torch.int64)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", [None, 1, 7])
 def test_protected_rows_stay_whatever_is_counted(block):
     policy = Few(name="few", threshold=0.0, recent=5, budget_setting="threshold")
     held = package.prefill(tiny("llama"), distinct(TOKENS, seed=1), policy, None, block)
