@@ -303,6 +303,7 @@ def test_weights_take_four_bytes_a_row_and_survive_kivi():
     assert torch.isfinite(packed.extend(ids(5))).all()
 
 
+@pytest.mark.full
 def test_context_keeps_the_laws(checkpoint, monkeypatch, capsys):
     for name, own in (("TOKENS", 40), ("BUDGETS", (0.5, 9)), ("BLOCKS", (None, 15))):
         monkeypatch.setattr(method_checks, name, own)

@@ -82,7 +82,7 @@ def settings(base: str, threshold: float, **more) -> dict:
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 128], None, 1, 7))
+@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 128], None, 7))
 @pytest.mark.parametrize("decoding", [False, True])
 @pytest.mark.parametrize("base", list(BASES))
 @pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "gemma3"], "llama"))

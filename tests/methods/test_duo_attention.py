@@ -16,7 +16,7 @@ from kvbench.validation import SettingError
 from tests.support.dense_engine import Head, HeadView
 from tests.support.method_files import make_tiny_method_args
 from tests.support.oracles import assert_engines_agree
-from tests.support.selection import choose_quick
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
@@ -80,7 +80,7 @@ def agree(name: str, cut, quota: int, block: int | None, decoding: bool = True, 
 
 @pytest.mark.cover
 @pytest.mark.parametrize("quota", [2, 5, 9, 10, 17, 30, 59])
-@pytest.mark.parametrize("block", [None, 1, 9])
+@pytest.mark.parametrize("block", [None, only_in_full(1), 9])
 @pytest.mark.parametrize("name", choose_quick(["llama", "qwen3", "gemma3"], "llama"))
 def test_as_many_heads_stream_as_the_budget_needs(name, block, quota):
     args = make_tiny_method_args("duo_attention", name)

@@ -176,7 +176,7 @@ def agree(name: str, quota: int, block: int | None, tokens: int = 60, decode=Fal
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", [None, 1, 9])
+@pytest.mark.parametrize("block", [None, only_in_full(1), 9])
 @pytest.mark.parametrize("name", choose_quick(MODELS, "llama"))
 def test_every_model_and_block(name, block):
     agree(name, 17, block, tokens=30 if block == 1 else 60)

@@ -8,7 +8,7 @@ import pytest
 import kvbench
 from tests.support.dense_engine import HeadView
 from tests.support.oracles import assert_engines_agree, keep_by_score
-from tests.support.selection import choose_quick
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, tiny
 
 
@@ -17,7 +17,7 @@ def small_norm(glance: HeadView) -> np.ndarray:
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", [None, 1, 9])
+@pytest.mark.parametrize("block", [None, only_in_full(1), 9])
 @pytest.mark.parametrize("model", choose_quick(["llama", "qwen3", "gemma3", "phi3"], "llama"))
 def test_knorm(model, block):
     assert_engines_agree(model, keep_by_score(small_norm, 17), "knorm", 17, block, dense_cuts=True)

@@ -11,7 +11,7 @@ from kvbench.cache.rerotation import rotate_by_slot
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.rerotation import rerotate
 from tests.support.dense_engine import DenseEngine, Head, HeadView
-from tests.support.selection import choose_quick
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, make_double, tiny
 
 MODELS = ["llama", "llama3", "yarn", "qwen2", "qwen3", "phi3"]
@@ -61,7 +61,7 @@ def streaming(sinks: int, quota: int) -> Callable[[list[HeadView]], list[Head]]:
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", [None, 9, 1])
+@pytest.mark.parametrize("block", [None, 9, only_in_full(1)])
 @pytest.mark.parametrize("model", choose_quick(MODELS, "llama"))
 def test_keys_are_rotated_by_their_slot(model, block):
     """Prefill in blocks, a question as a block, decoding that evicts at every step."""

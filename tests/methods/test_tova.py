@@ -18,7 +18,7 @@ from tests.support.oracles import (
     protect_newest,
     protect_nothing,
 )
-from tests.support.selection import choose_quick
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, tiny
 
 
@@ -41,7 +41,7 @@ def one_set(quota: int, recent: int = 0) -> Callable[[list[HeadView]], list[Head
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("block", [None, 1, 9])
+@pytest.mark.parametrize("block", [None, only_in_full(1), 9])
 @pytest.mark.parametrize(
     "model", choose_quick(["llama", "qwen3", "mistral", "gemma3", "phi3", "llama3", "yarn"], "llama")
 )

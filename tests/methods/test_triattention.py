@@ -217,7 +217,7 @@ def test_frequencies_that_follow_the_length_are_refused(model, method):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("recent", [0, 5])
-@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 128], None, 1, 7))
+@pytest.mark.parametrize("block", choose_quick([None, 1, 7, 128], None, 7))
 @pytest.mark.parametrize("model", choose_quick(MODELS, "llama"))
 def test_triattention(model, block, recent):
     cut = Oracle(model).keeps(13, protect_newest(recent), prompt=30 if block == 1 else 60)

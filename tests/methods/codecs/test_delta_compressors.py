@@ -193,7 +193,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 @pytest.mark.parametrize("length, samples, share", [(448, 1, 0.87), only_in_full(1024, 4, 0.7)])
-@pytest.mark.parametrize("remove", ["null", "residual"])
+@pytest.mark.parametrize("remove", ["null", only_in_full("residual")])
 def test_those_of_the_embedded_model(tmp_path, remove, length, samples, share):
     """With them it finds keys in compressed rows. The means of references alone do not tell it where they are."""
     path = ROOT / "kvbench/models/embedded_v2_deltakv.safetensors"
@@ -211,7 +211,7 @@ def test_the_documented_setting_of_full_layers(checkpoint, tmp_path):
     """The source's KIVI in them."""
     [words] = [words for _, words in iterate_commands() if {"method=deltakv", "codec.base=kivi"} <= {*words}]
     path = write_compressors(tmp_path / "file", [draw_compressor(128, 12, layer) for layer in range(3)])
-    small = ["device=cpu", "task=ruler", "task.subtasks=[niah_single_1]", "task.length=512", "limit=1"]
+    small = ["device=cpu", "task=phonebook", "task.sizes=[20]", "limit=1"]
     small += ["method.preset=reference", "codec.preset=reference", f"codec.path={path}"]
     small += ["model=hf", f"model.path={checkpoint}"]
     held = []
