@@ -377,10 +377,10 @@ def build_for_other(out: Path, folder: Path, capsys) -> str:
     return said.rpartition(" ")[2]
 
 
-def test_a_killed_calibration_leaves_no_file(tmp_path):
+def test_a_killed_calibration_leaves_no_file(checkpoint, tmp_path):
     """A copy of this process is killed while it writes."""
     out = tmp_path / "statistics"
-    command = ["triattention", "--model", "reference", "--out", str(out), "--sequences", "1", "--length", "8"]
+    command = ["triattention", "--model", str(checkpoint), "--out", str(out), "--sequences", "1", "--length", "8"]
 
     def begin_and_die(path: Path, data: bytes) -> None:
         with path.open("wb") as file:
