@@ -33,6 +33,7 @@ from tests.support.command_line import assert_refused, run_cli
 from tests.support.delta_files import build_delta
 from tests.support.method_files import build_policy
 from tests.support.palu_files import build_palu, find_palu
+from tests.support.selection import only_in_full
 from tests.support.tiny_models import tiny
 
 QUICK = ("task.length=60", "task.new_tokens=[3,6]", "task.repeats=2", "budget=0.25")
@@ -258,20 +259,23 @@ CODECS = {
     "delta": lambda: build_delta("llama", "drawn", bits=2),
     "palu": lambda: build_palu(find_palu("llama"), bits=4),
 }
-PACKED = [
-    ("full", "kivi"),
+REPLICATED = [
+    ("full", "raw"),
+    ("h2o", "raw"),
+    ("centroidkv", "raw"),
+    ("quest", "raw"),
+    only_in_full("snapkv", "raw"),
+    only_in_full("keydiff", "raw"),
+    only_in_full("full", "kivi"),
     ("snapkv", "kivi"),
     ("full", "delta"),
     ("deltakv", "delta"),
     ("full", "palu"),
-    ("tova", "palu"),
+    only_in_full("tova", "palu"),
 ]
 
 
-@pytest.mark.parametrize(
-    "method, codec",
-    [(name, "raw") for name in ("full", "snapkv", "keydiff", "h2o", "centroidkv", "quest")] + PACKED,
-)
+@pytest.mark.parametrize("method, codec", REPLICATED)
 def test_a_replicated_prompt_decodes_as_it_does_alone(method, codec):
     model, ids = tiny("llama"), torch.arange(3, 103)[None]
     choice = choose_cache(*build_policy(method, "uniform", "llama")[:2], CODECS[codec]())

@@ -291,7 +291,7 @@ def test_enough_is_left_beside_the_sequences_held_out():
 # Training.
 
 
-@pytest.mark.parametrize("name, dtype", [("llama", torch.float32), ("phi3", torch.bfloat16)])
+@pytest.mark.parametrize("name, dtype", [only_in_full("llama", torch.float32), ("phi3", torch.bfloat16)])
 def test_the_losses_fall_and_the_model_stays(tmp_path, name, dtype):
     model = make_fresh(name).to(dtype)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -479,7 +479,7 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(tmp_path, folder):
 
 
 @pytest.mark.parametrize(
-    ("what", "size"), [("log", 400), only_in_full("state", 2000), only_in_full("state", 10**6), ("state", -50)]
+    ("what", "size"), [("log", 400), *(only_in_full("state", size) for size in (2000, 10**6, -50))]
 )
 def test_a_full_disk_ends_a_training_in_one_line(tmp_path, folder, what, size, monkeypatch, capsys):
     """The last state and the lines before are there, and the same command goes on."""
