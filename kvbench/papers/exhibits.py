@@ -97,8 +97,10 @@ def list_studies(exhibits: Mapping[str, Exhibit]) -> list[str]:
 
 def select_lines(lines: Iterable[Line], select: Mapping[str, Any]) -> list[Line]:
     """Return the lines with these values in these columns; a list of values allows each of them."""
-    wanted = {name: value if isinstance(value, list) else [value] for name, value in select.items()}
-    return [line for line in lines if all(getattr(line, name) in values for name, values in wanted.items())]
+    for name, value in select.items():
+        values = value if isinstance(value, list) else [value]
+        lines = [line for line in lines if getattr(line, name) in values]
+    return list(lines)
 
 
 def describe_claims(exhibits: Mapping[str, Exhibit], found: StudyFolder) -> Iterator[str]:
@@ -141,10 +143,10 @@ class Claim:
 
 def list_claims(spec: Exhibit, lines: Iterable[Line]) -> list[Claim]:
     """Return the claims of an exhibit with what a study found."""
-    lines = list(lines)
+    shares = select_lines(lines, {"study": spec["study"], "series": HOLDS})
     made = []
     for quantity, words in spec.get("claims", {}).items():
-        fitting = select_lines(lines, {"study": spec["study"], "quantity": quantity, "series": HOLDS})
+        fitting = select_lines(shares, {"quantity": quantity})
         proof = spec.get("proof", {}).get(quantity, "counted exactly")
         made.append(Claim(quantity, " ".join(words.split()), fitting[0] if fitting else None, proof))
     return made
