@@ -27,6 +27,7 @@ from kvbench.runs.survival import measure_survival
 from kvbench.validation import SettingError
 from tests.support.conversations import ASKED, CONTEXT, SAID, make_turns
 from tests.support.recorded_runs import TIMES
+from tests.support.selection import only_in_full
 
 CHECKPOINT = dict(stops=False)  # answers are compared with those of transformers' own generate, which has no stop
 CHATML = (
@@ -124,7 +125,7 @@ def test_with_the_full_cache_every_turn_is_transformers_own(reader, template, qu
 @pytest.mark.cover
 @pytest.mark.parametrize("question", ["visible", "hidden"])
 @pytest.mark.parametrize("said", [SAID, (None,) * 3])
-@pytest.mark.parametrize("method", ["snapkv", "keydiff", "tova", "graph"])
+@pytest.mark.parametrize("method", ["snapkv", only_in_full("keydiff"), only_in_full("tova"), "graph"])
 def test_with_a_method_every_turn_is_what_the_same_steps_give(reader, monkeypatch, method, question, said):
     """Prefill, extend, generate; what is not to stay, in a branch. `graph`: the step of a CUDA graph, without one."""
     if method == "graph":

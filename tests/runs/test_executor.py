@@ -35,6 +35,7 @@ def make_run(checkpoint):
     return make
 
 
+@pytest.mark.full
 def test_a_sweep_loads_a_model_once(kvbench, monkeypatch):
     """Its cells read in blocks, so they do not read together."""
     loaded, weights = [], Checkpoint.weights

@@ -28,7 +28,7 @@ from kvbench.validation import SettingError
 from tests.support.gguf_files import write_gguf
 from tests.support.method_files import build_policy
 from tests.support.recorded_runs import TIMES, read_runs
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import distinct, tiny
 
 CONVERSATION = (
@@ -40,6 +40,7 @@ CONVERSATION = (
     "question=hidden",
 )
 
+KINDS = ("full", "tova", "snapkv", "kvzip", "centroidkv", "quest", "omnikv", "pqcache", "deltakv")  # of what is held
 GREEDY = Sampling()
 ANSWER = [5, 17, 9, 30, 44, 8]
 
@@ -69,7 +70,7 @@ def test_the_full_cache_predicts_what_the_model_does():
 
 @pytest.mark.cover
 @pytest.mark.parametrize("codec", ["raw", "kivi"])
-@pytest.mark.parametrize("method", list_choices("method"))
+@pytest.mark.parametrize("method", choose_quick(list_choices("method"), *KINDS))
 def test_an_answer_that_is_read_predicts_as_one_that_is_decoded(method, codec):
     try:
         context = read(method, codec=codec)
@@ -190,7 +191,7 @@ def test_a_sweep_makes_the_full_caches_predictions_once(kvbench, tmp_path, monke
 
 
 def test_predictions_that_another_process_has_not_written_are_made(kvbench, tmp_path, monkeypatch):
-    own = (*SETTINGS, "method=knorm", "budget=0.3", "fidelity=true")
+    own = (*SETTINGS, "limit=1", "method=knorm", "budget=0.3", "fidelity=true")
     assert kvbench(*own, f"results={tmp_path / 'one'}")[0] == 0
     monkeypatch.setattr("kvbench.store.run_folder.RunFolder.record", lambda *_: None)
     assert kvbench(*own, f"results={tmp_path / 'other'}")[0] == 0
@@ -199,6 +200,7 @@ def test_predictions_that_another_process_has_not_written_are_made(kvbench, tmp_
         assert one[uid]["fidelity"] == pytest.approx(other[uid]["fidelity"])
 
 
+@pytest.mark.full
 def test_turns_of_a_conversation_are_made_after_those_before_them(kvbench, tmp_path, monkeypatch):
     own = (*CONVERSATION, "method=knorm", "budget=0.5", "fidelity=true")
     assert kvbench(*own, f"results={tmp_path / 'one'}")[0] == 0
@@ -217,6 +219,7 @@ def test_the_full_cache_keeps_predictions_whatever_the_settings_that_do_not_matt
     assert all(record["fidelity"]["kl"] > 0 for record in read_runs(tmp_path / "r")["knorm"][1])
 
 
+@pytest.mark.full
 def test_runs_with_and_without_fidelity_stand_side_by_side(kvbench, tmp_path, capsys):
     own = (*SETTINGS, "limit=1", "method=knorm", f"results={tmp_path / 'r'}")
     for budget, more in ((0.3, ()), (0.3, ("fidelity=true",)), (0.5, ())):
@@ -289,6 +292,7 @@ def test_tasks_give_the_text_of_a_right_answer(task):
         assert own.score(sample, own.reference(sample)).score == 100, sample.uid
 
 
+@pytest.mark.full
 def test_frames_have_a_column_each(kvbench, tmp_path):
     assert kvbench(*SETTINGS, "limit=1", "method=knorm", "fidelity=true", f"results={tmp_path / 'r'}")[0] == 0
     found = package.load(str(tmp_path / "r")).records(["fidelity.nll", "fidelity.kl", "fidelity.tokens"])

@@ -130,6 +130,7 @@ def test_another_version_turns_damage_into_a_share(copied, call):
     )
 
 
+@pytest.mark.full
 def test_other_sources_turn_damage_into_a_share(copied, call, monkeypatch):
     change(copied, "snapkv", "score", lambda score: score + 0.5)
     monkeypatch.setattr("kvbench.runs.spec.source_hash", lambda names: "other")
@@ -137,7 +138,7 @@ def test_other_sources_turn_damage_into_a_share(copied, call, monkeypatch):
     assert code == 0 and said[0].endswith(f"where this differs: sources ({count(copied)})")
 
 
-@pytest.mark.parametrize("gone", ["settings", "model", "method", "data", "machine", "answer", "sample"])
+@pytest.mark.parametrize("gone", ["settings", "model", "method", "data", only_in_full("machine"), "answer", "sample"])
 def test_what_cannot_be_had_any_more_is_named(copied, call, gone):
     reasons = {
         "settings": "the run was written before kvbench kept its settings",
@@ -291,7 +292,7 @@ def test_a_bundle_executes_its_records_again(copied, checkpoint, tmp_path, verif
     assert code == 2 and "1 records give something else when executed again" in err
 
 
-@pytest.mark.parametrize("share, expected", [(None, 2), ("0%", 0)])
+@pytest.mark.parametrize("share, expected", [(None, 2), only_in_full("0%", 0)])
 def test_another_machine_excuses_no_run_that_does_not_agree(
     copied, checkpoint, tmp_path, verify_bundle, share, expected
 ):

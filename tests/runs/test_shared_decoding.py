@@ -82,6 +82,7 @@ def strip(records):
     return {key: {name: own for name, own in record.items() if name not in left_out} for key, record in records.items()}
 
 
+@pytest.mark.full
 def test_a_rehearsal_decodes_together_too(sweep, alone, monkeypatch):
     run_together, counts = shared_runs.run_together, []
 
@@ -123,7 +124,7 @@ def test_records_are_those_of_lone_runs(sweep, alone, settings, most):
     assert max(record["decoded_together"] for record in joined.values()) == most
 
 
-@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("taken", [only_in_full(False), True])
 def test_samples_that_others_have_claimed_are_not_left(taken, sweep, monkeypatch):
     """What a process claims at once follows from the samples that are left (`limit_claim`)."""
     asked, limit_claim = [], runner.limit_claim
@@ -165,7 +166,8 @@ def test_answers_are_decoded_alone_if_the_batch_is_not_finite(sweep, alone, monk
     assert strip(alone) == strip(joined)
 
 
-@pytest.mark.parametrize("after", [1, only_in_full(5)])
+@pytest.mark.full
+@pytest.mark.parametrize("after", [1, 5])
 def test_a_sweep_that_is_killed_in_a_batch_continues(sweep, alone, after, monkeypatch, tmp_path):
     """Here a fork of this process decodes together, and dies when it has written some records."""
     if (process := os.fork()) == 0:
@@ -190,6 +192,7 @@ def test_a_sweep_that_is_killed_in_a_batch_continues(sweep, alone, after, monkey
     assert max(own["decoded_together"] for key, own in together.items() if key not in before) > 1
 
 
+@pytest.mark.full
 def test_questions_of_runs_that_share_the_rows_of_a_prompt(sweep):
     """Each writes its question behind the same rows."""
     cells = ("method=quest", "budget=0.05,0.5", *SHORT, "method.dense_layers=0", "method.page=4")

@@ -27,7 +27,10 @@ from kvbench.runs.spec import RunSpec
 from kvbench.runs.survival import BINS, find_evidence, measure_survival
 from tests.support.conversations import make_turns
 from tests.support.method_files import build_policy
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import ids, tiny
+
+KINDS = ("full", "snapkv", "kvzip", "centroidkv", "quest", "omnikv", "pqcache", "deltakv")  # of what is held
 
 
 def layer(kept: list[list[list[int]]] | None, read: int, tail: int, dim: int = 2) -> StoredRows:
@@ -106,7 +109,7 @@ def held_places(context: GenerationContext) -> list[list[list[list[int]]]]:
 
 @pytest.mark.cover
 @pytest.mark.parametrize(("name", "block_size"), [("llama", None), ("llama", 40), ("gemma3", 40)])
-@pytest.mark.parametrize("method", list_choices("method"))
+@pytest.mark.parametrize("method", choose_quick(list_choices("method"), *KINDS))
 def test_what_every_method_holds_of_a_batch(method, name, block_size):
     """With codecs and ragged allocators that it goes with, after the prompt and after more tokens."""
     prompts = torch.cat([ids(150, 1), ids(150, 2)])

@@ -25,6 +25,7 @@ from kvbench.runs.spec import RunSpec
 from kvbench.runs.warming import choose_examples, hash_compilation, list_needs, make_warm_group, read_beginnings
 from kvbench.validation import SettingError
 from tests.support.recorded_runs import TIMES
+from tests.support.selection import only_in_full
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def test_a_conversation_is_read_with_all_turns():
     assert chosen(turns) == [[first, second]]
 
 
-@pytest.mark.parametrize("more", [(), ("block_size=128", "method.decoding=true", "fidelity=true")])
+@pytest.mark.parametrize("more", [only_in_full(()), ("block_size=128", "method.decoding=true", "fidelity=true")])
 def test_records_are_the_same_after_a_rehearsal(kvbench, monkeypatch, tmp_path, more):
     from kvbench.store.runs import load_runs
 
@@ -137,7 +138,7 @@ def test_weights_that_a_method_spoils_are_loaded_again(read_first, monkeypatch):
     assert found and all(found) and code == 1 and "wrote into observation.output_weight" in errors
 
 
-@pytest.mark.parametrize("choosy", [False, True])
+@pytest.mark.parametrize("choosy", [False, only_in_full(True)])
 def test_few_layers_read_the_beginnings_if_the_method_can(read_first, monkeypatch, choosy):
     layers, whole = [], []
 
