@@ -89,7 +89,7 @@ def samples(task: LmEval) -> list:
     return list(task.samples(None, 0, 4096))
 
 
-@pytest.mark.parametrize("shots", [None, 0])
+@pytest.mark.parametrize("shots", [None, only_in_full(0)])
 def test_prompts_and_scores_are_lm_evals(own, shots):
     outputs = ["0", "it is 1", " 2", "4", "", "5."]
     folder, parrot = own(), Parrot(outputs)

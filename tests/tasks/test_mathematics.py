@@ -447,6 +447,7 @@ def test_two_methods_end_to_end_and_seeds_of_their_own(one_opinion, kvbench, tmp
     assert all(own["rows_held_end"] < 0.52 * own["rows_seen_decoding"] for own in found["knorm"].values())
 
 
+@pytest.mark.full
 def test_the_embedded_model_answers_some(one_opinion, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, _, err = run_cli(["task=math500", "method=full", "limit=4", "device=cpu"], monkeypatch, capsys)

@@ -146,7 +146,7 @@ def test_a_needle_may_stand_between_any_words(tokenizer):
 
 @pytest.mark.parametrize(
     "preset, chat",
-    [only_in_full("magic_number", False), ("magic_number", True), ("gkamradt", True), ("pyramidkv", True)],
+    [only_in_full("magic_number", False), ("magic_number", True), ("gkamradt", True), only_in_full("pyramidkv", True)],
 )
 def test_a_prompt_fits_and_one_more_word_would_not(preset, chat):
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
@@ -397,10 +397,14 @@ def test_a_bad_setting_leaves_nothing(kvbench, tmp_path, setting, line):
 
 
 @pytest.mark.parametrize(
-    "questions, methods", [(("hidden",), ("sink",)), only_in_full(("visible", "hidden"), ("sink", "keydiff"))]
+    "questions, methods, depths, places",
+    [
+        (("hidden",), ("sink",), "{start:50,stop:100,steps:2}", ["50"]),
+        only_in_full(("visible", "hidden"), ("sink", "keydiff"), "{start:0,stop:100,steps:3}", ["0", "50"]),
+    ],
 )
-def test_methods_and_questions_make_a_grid(kvbench, tmp_path, capsys, questions, methods):
-    grid = ("task.lengths=[200]", "task.depths={start:0,stop:100,steps:3}", "limit=2", "budget=0.5")
+def test_methods_and_questions_make_a_grid(kvbench, tmp_path, capsys, questions, methods, depths, places):
+    grid = ("task.lengths=[200]", f"task.depths={depths}", f"limit={len(places)}", "budget=0.5")
     for question in questions:
         for method in methods:
             code, out, err = kvbench(f"method={method}", f"question={question}", *grid)
@@ -408,8 +412,10 @@ def test_methods_and_questions_make_a_grid(kvbench, tmp_path, capsys, questions,
             assert "niah_200" in out and "Generated text (haystack)" in out
     assert grid_command.main(["results"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert len(lines) == 2 * len(questions) * (1 + len(methods)) and {line["finished"] for line in lines} == {"True"}
-    assert {(line["length"], line["depth"]) for line in lines} == {("200", "0"), ("200", "50")}
+    assert len(lines) == len(places) * len(questions) * (1 + len(methods)) and {line["finished"] for line in lines} == {
+        "True"
+    }
+    assert {(line["length"], line["depth"]) for line in lines} == {("200", place) for place in places}
     for line in lines:
         kept = 1 if line["method"] == "full" else 0.5
         assert line["n"] == "1" and line["failed"] == "0" and line["data"] == "miniature"

@@ -168,6 +168,7 @@ def test_what_only_the_tokenizer_shows_names_what_is_needed(tokenizer):
         list(phonebook(sizes=[40], size_of="tokens").samples(tokenizer, 0, 4096))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "question, methods",
     [("visible", ("sink",)), only_in_full("visible", ("keydiff", "sink")), only_in_full("hidden", ("keydiff", "sink"))],

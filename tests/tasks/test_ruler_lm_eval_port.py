@@ -14,6 +14,7 @@ from kvbench.tasks.ruler.lm_eval_port import OFFLINE, RulerLmEval, find_context
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.lm_eval_words import use_few_words
+from tests.support.selection import only_in_full
 
 LENGTH = 1024
 
@@ -39,7 +40,7 @@ def offline(tokenizer):
     return made(tokenizer)
 
 
-@pytest.mark.parametrize("name, file", [("ruler_vt", "vt"), ("niah_multikey_2", "niah_multikey_2")])
+@pytest.mark.parametrize("name, file", [("ruler_vt", "vt"), only_in_full("niah_multikey_2", "niah_multikey_2")])
 def test_documents_are_those_of_lm_eval_for_a_subtask_that_runs_alone(name, file, offline, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")  # no download when its modules are imported
     manager = TaskManager(include_defaults=False, metadata={"tokenizer": str(REFERENCE), "max_seq_lengths": [LENGTH]})
@@ -152,6 +153,7 @@ def test_a_bad_setting_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, cap
     assert_refused(run_cli(["task=ruler_lmeval", "device=cpu", setting], monkeypatch, capsys), BAD[setting], tmp_path)
 
 
+@pytest.mark.full
 def test_it_runs_from_the_command_line_and_says_what_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     own = ["task=ruler_lmeval", "task.subtasks=niah_multikey_2", "task.length=600", "limit=1", "question=hidden"]
