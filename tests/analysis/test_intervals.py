@@ -358,7 +358,7 @@ def covered(draw: Callable[[], PairedDifference | Mean], truth: float, times: in
 
 
 @pytest.mark.parametrize(
-    ("groups", "size"), [(20, 1), (40, 3), *(only_in_full(*own) for own in ((50, 1), (200, 1), (20, 4)))]
+    ("groups", "size"), [(40, 3), *(only_in_full(*own) for own in ((20, 1), (50, 1), (200, 1), (20, 4)))]
 )
 def test_coverage_of_the_t_interval(groups, size):
     draw = np.random.default_rng(0)
@@ -462,7 +462,7 @@ def test_coverage_of_skewed_mixtures_in_full(name):
 
 @pytest.mark.parametrize(
     ("count", "scale", "most"),
-    [(20, 1, 0.97), *(only_in_full(*own) for own in ((50, 1, 0.97), (10, 0.2, 1), (50, 0.02, 1)))],
+    [only_in_full(*own) for own in ((20, 1, 0.97), (50, 1, 0.97), (10, 0.2, 1), (50, 0.02, 1))],
 )
 def test_coverage_of_the_average(count, scale, most):
     draw = np.random.default_rng(1)
@@ -504,6 +504,7 @@ def coverage_of_listed(count: int, kept: float, times: int, by: str) -> tuple[fl
     return alone, paired, sum(own.value - truth for own, _, truth in drawn) / times
 
 
+@pytest.mark.full
 def test_coverage_of_the_average_that_a_card_lists():
     alone, paired, above = coverage_of_listed(20, 0.7, 300, by="others")
     assert min(alone, paired) >= 0.93 and abs(above) < 0.5
@@ -523,6 +524,7 @@ def test_coverage_of_the_average_that_a_card_lists_in_full(count, kept):
     assert alone < 0.92 and above > 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("groups", "size"), [(20, 1), (40, 3)])
 def test_coverage_of_the_t_interval_of_a_mean(groups, size):
     draw = np.random.default_rng(2)
@@ -536,6 +538,7 @@ def test_coverage_of_the_t_interval_of_a_mean(groups, size):
     assert 0.93 <= covered(one, 50, 1500) <= 0.97
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [False, True])
 def test_coverage_of_the_t_interval_of_a_weighted_average(shared):
     draw = np.random.default_rng(3)
@@ -574,7 +577,7 @@ def draw_subtasks(draw: np.random.Generator) -> tuple[list[Values], list[float] 
 
 def test_many_means_at_once_are_those_of_single_calls() -> None:
     draw = np.random.default_rng(5)
-    averages = [draw_subtasks(draw) for _ in range(300)]
+    averages = [draw_subtasks(draw) for _ in range(120)]
     for found, (subtasks, weights) in zip(compute_means(averages, 0.99), averages, strict=True):
         alone = mean([Values(own.values, own.groups, own.least, own.most) for own in subtasks], weights, 0.99)
         for name in ("value", "low", "high", "error", "samples", "groups"):
@@ -585,7 +588,7 @@ def test_many_means_at_once_are_those_of_single_calls() -> None:
 def test_the_bound_of_a_reach_is_never_above_the_reach() -> None:
     draw = np.random.default_rng(6)
     bounded = 0
-    for trial in range(40):
+    for trial in range(15):
         groups = [[f"{place}g{index // 2}" for index in range(12)] for place in range(2)]
         levels = ([0.0, 100.0], [0.0, 50.0, 100.0], np.linspace(0, 100, 9).tolist())[trial % 3]
         scores = [draw.choice(levels, (4, 12)) for _ in groups]
@@ -600,4 +603,4 @@ def test_the_bound_of_a_reach_is_never_above_the_reach() -> None:
                 assert found.low is not None
                 assert found.value - found.low >= min(bounds[one, other], found.value + 100) - 1e-9
                 bounded += bounds[one, other] > 0
-    assert bounded > 100
+    assert bounded > 40

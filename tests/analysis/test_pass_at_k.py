@@ -68,6 +68,7 @@ def test_what_has_no_estimate_is_refused():
         average_at_n([])
 
 
+@pytest.mark.full
 def test_coverage_of_pass_at_2():
     draw, held = np.random.default_rng(0), 0
     for _ in range(400):

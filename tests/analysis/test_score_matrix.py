@@ -183,6 +183,7 @@ def test_latex_tables_fit_a_page(store):
             assert sum(sizes[one] for one in table) + room + 12 <= 345
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("columns", [DEFAULT, ALL], ids=["usual", "all"])
 @pytest.mark.parametrize("width", [60, 79, 140, 340])
 def test_text_fits_the_terminal_and_cuts_no_number(wide, width, columns):

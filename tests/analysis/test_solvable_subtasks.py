@@ -44,7 +44,10 @@ VALUE = made_up_runs.VALUE | {"task": {"name": "ruler", "length": 2048, "seed": 
 def write_card(tmp_path_factory, monkeypatch):
     """A copy of conf/ in the place of it; the function that gives it the card of a model."""
     conf = tmp_path_factory.mktemp("project") / "conf"
-    shutil.copytree(compose.CONF, conf)
+    shutil.copytree(compose.CONF / "model", conf / "model")
+    for path in compose.CONF.iterdir():
+        if path.name != "model":
+            (conf / path.name).symlink_to(path)
     monkeypatch.setattr(compose, "CONF", conf)
 
     def write(own: object, name: str = "tiny") -> None:
@@ -272,7 +275,8 @@ def test_the_report_shows_both_averages(store, write_card):
     assert [own["task"] for own in one["tasks"]] == ["Ø average", *NAMES]
 
 
-def test_figures_can_choose_it(store, write_card, capsys):
+def test_figures_can_choose_it(store, write_card, monkeypatch, capsys):
+    monkeypatch.setattr("kvbench.report.figures.Figure.write_pictures", lambda figure, folder, also="": "")
     assert figures_command.main([str(store), "--kind", "curve,tasks", "--average", SOLVABLE]) == 0
     [path] = (store / "figures").glob("*-curve-solvable.csv")
     own = compare_subtasks(scores(0.1))

@@ -412,10 +412,9 @@ def test_deltakvs_share_makes_its_printed_compute_ratio(run):
 
 
 def parts(settings: dict) -> set[tuple[str, ...]]:
-    """What a run is composed of: the files of its groups, single settings but for how much is kept, and the names of
-    the settings of groups.
-    """
-    chosen = {(name, str(value)) for name, value in settings.items() if "." not in name and name != "budget"}
+    """What a run is composed of: the files of its groups but for models, and the names of all settings."""
+    groups = ("method", "allocator", "codec", "task")
+    chosen = {(name, str(value)) for name, value in settings.items() if name in groups}
     return chosen | {(name,) for name in settings}
 
 
@@ -484,7 +483,7 @@ def check(settings: list[dict]) -> None:
 
 @pytest.mark.parametrize("part", range(3))
 def test_a_command_makes_exactly_the_run_that_fills_its_cell(offline, part):
-    """Every model, method and task of all cells, each at least once; all cells in `make test-all`."""
+    """Every method, codec, task and setting of all cells, each at least once; all cells in `make test-all`."""
     for settings in every_part()[part::3]:
         check([settings])
 
