@@ -156,7 +156,9 @@ def file_refusals(request, tmp_path_factory) -> dict[str, list]:
     """What is said about each file of FILES; a copy of the project has it in its conf/, named after the case."""
     project = tmp_path_factory.mktemp("project")
     for name in ("conf", "kvbench", "kernels", "methods", "tasks"):
-        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+        shutil.copytree(
+            ROOT / name, project / name, ignore=shutil.ignore_patterns("*.safetensors")
+        )  # with compiled modules
     shutil.copy(ROOT / "run.py", project)
     for case, (group, text, _) in FILES.items():
         folder = project / "conf" / group

@@ -282,7 +282,7 @@ def test_each_error_of_a_disk_has_its_line(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["ENOLCK", "ESTALE"])
+@pytest.mark.parametrize("name", ["ENOLCK", only_in_full("ESTALE")])
 def test_a_report_on_a_network_file_system_names_the_file(name, tmp_path, monkeypatch, capsys):
     """Whether it is locked or renamed."""
     write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})

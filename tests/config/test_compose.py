@@ -57,7 +57,7 @@ def draw_cells(count: int) -> list[list[str]]:
     return cells
 
 
-@pytest.mark.parametrize("count", [5, only_in_full(200)])
+@pytest.mark.parametrize("count", [3, only_in_full(200)])
 def test_cells_are_composed_as_hydra_composes_them(count):
     for cell in draw_cells(count):
         with initialize_config_dir(str(CONF), version_base="1.3"):

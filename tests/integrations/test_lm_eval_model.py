@@ -54,7 +54,9 @@ def plain(model, ids: list[int], count: int) -> tuple[float, bool]:
     return float(logits.log_softmax(-1).gather(-1, last[:, None]).sum()), bool((logits.argmax(-1) == last).all())
 
 
-@pytest.mark.parametrize("settings", [{}, {"block_size": 16}, {"question": "hidden"}])
+@pytest.mark.parametrize(
+    "settings", [only_in_full({}), only_in_full({"block_size": 16}), {"block_size": 16, "question": "hidden"}]
+)
 def test_the_full_cache_gives_the_models_own_log_probabilities(full, settings):
     encode = full.tokenizer.encode
     greedy = full.generate_until(asks("generate_until", (ASKED, {"until": [], "max_gen_toks": 4})), True)[0]
@@ -75,7 +77,7 @@ def test_without_a_context_the_begin_token_stands_in_front(full):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("length", [4096, 9])
-@pytest.mark.parametrize("block_size", [None, 1, 5])
+@pytest.mark.parametrize("block_size", [None, only_in_full(1), 5])
 def test_rolling_is_the_sum_over_lm_evals_windows(full, length, block_size):
     text = ASKED[:40]
     ids, begin = full.tokenizer.encode(text, add_special_tokens=False), full.tokenizer.bos_token_id

@@ -202,7 +202,7 @@ def test_the_command_line(run, tmp_path, monkeypatch, capsys):
 
 def test_a_run_is_graded_at_its_end_and_no_other_task_is(kvbench, tmp_path, monkeypatch):
     told = Told(monkeypatch, True)
-    code, out, err = kvbench("task=aime25", "method=full", "limit=2", "task.max_new_tokens=4")
+    code, out, err = kvbench("task=aime25", "method=full", "limit=2", "task.max_new_tokens=1")
     assert code == 0, err
     assert len(told.asked) == 2 and "full (miniature, not the benchmark): math-verify" in out
     ruler = ["task=ruler", "task.subtasks=niah_single_1", "task.length=512", "task.samples=1", "method=full"]
@@ -216,7 +216,7 @@ def test_without_math_verify_a_run_says_so_and_keeps_its_answers(kvbench, monkey
         raise math_verify.PackageNotFoundError(name)
 
     monkeypatch.setattr(math_verify, "version", missing)
-    code, out, err = kvbench("task=aime25", "method=full", "limit=1", "task.max_new_tokens=2")
+    code, out, err = kvbench("task=aime25", "method=full", "limit=1", "task.max_new_tokens=1")
     assert code == 0 and "average" in out
     assert "kvbench: grade: math-verify is not installed; make setup, then python -m kvbench grade results\n" in err
     assert grade.main(["results"]) == 2

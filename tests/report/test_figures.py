@@ -18,11 +18,12 @@ from kvbench.cli.figures import draw_figures
 from kvbench.papers.experiment_key import resolve_value
 from kvbench.papers.table_spec import read_published
 from kvbench.report import charts, print_charts
-from kvbench.report.figures import INCHES, make_slug
+from kvbench.report.figures import INCHES, Figure, make_slug
 from kvbench.report.panels import build_panels
 from kvbench.store.runs import find_baseline, find_finished, load_finished
 from kvbench.validation import SettingError
 from tests.support.report_store import BUDGETS, TASKS, make_records, write_run, write_small_store
+from tests.support.selection import only_in_full
 
 TAGS = {"svg", "g", "rect", "path", "line", "text", "tspan", "defs", "linearGradient", "stop"}
 ONE = ("question=visible", "method=snapkv,keydiff")
@@ -31,6 +32,19 @@ ONE = ("question=visible", "method=snapkv,keydiff")
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Path:
     return write_small_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def without_pictures(monkeypatch) -> None:
+    """Figures are CSV files only."""
+    monkeypatch.setattr(Figure, "write_pictures", lambda figure, folder, also="": "")
+
+
+@pytest.fixture
+def svg_only(monkeypatch) -> None:
+    """PDF and PNG, which are made of the SVG, are empty."""
+    for form in ("svg_to_pdf", "svg_to_png"):
+        monkeypatch.setattr(f"vl_convert.{form}", lambda svg, **own: b"")
 
 
 class Drawn(dict[str, Path]):
@@ -74,17 +88,21 @@ def texts(path: Path) -> list[str]:
     return [text for text in ElementTree.parse(path.with_suffix(".svg")).getroot().itertext() if text.strip()]
 
 
-def test_a_plain_figure_has_no_title(store, drawn, tmp_path):
+@pytest.mark.usefixtures("svg_only")
+def test_a_plain_figure_has_no_title_and_its_width(store, drawn, tmp_path):
     """The caption of a paper says what the title says; the chart is the same."""
-    given = [str(store), *ONE, "--kind", "curve", "--plain", "--width", "page", "--out", str(tmp_path)]
+    given = [str(store), *ONE, "--kind", "curve", "--plain", "--width", "4", "--out", str(tmp_path)]
     assert draw_figures(given) == 0
     (path,) = tmp_path.glob("*.svg")
     assert any("question visible" in text for text in texts(drawn["curve"]))
     assert not any("question" in text or "samples" in text for text in texts(path))
     assert {"snapkv", "keydiff", "full cache", "Score"} <= {text.partition(" ·")[0] for text in texts(path)}
     assert lines(path) == lines(drawn["curve"])
+    width = float(ElementTree.parse(path).getroot().get("width").removesuffix("pt"))
+    assert 0.95 * 288 < width <= 288.5
 
 
+@pytest.mark.usefixtures("svg_only")
 def test_one_budget_is_drawn_as_dots(store, tmp_path):
     """Methods are rows, the best one first; all numbers are those of the curves."""
     assert draw_figures([str(store), *ONE, "budget=0.1", "--kind", "curve", "--out", str(tmp_path)]) == 0
@@ -109,6 +127,7 @@ def write_phonebook(results: Path, origin: str) -> None:
         write_run(results, records, **resolve_value(own))
 
 
+@pytest.mark.usefixtures("svg_only")
 def test_published_scores_are_hollow_marks_beside_measured_ones(tmp_path):
     write_phonebook(tmp_path, "local")
     assert draw_figures([str(tmp_path), "subtask=phonebook_100,phonebook_478", "--out", str(tmp_path / "out")]) == 0
@@ -125,7 +144,8 @@ def test_published_scores_are_hollow_marks_beside_measured_ones(tmp_path):
         assert "hollow: published" in texts(path)
 
 
-@pytest.mark.parametrize("origin", ["miniature", "generated"])
+@pytest.mark.usefixtures("svg_only")
+@pytest.mark.parametrize("origin", ["miniature", only_in_full("generated")])
 def test_made_up_data_have_no_published_scores(tmp_path, origin):
     write_phonebook(tmp_path, origin)
     assert draw_figures([str(tmp_path), "subtask=phonebook_100"]) == 0
@@ -291,6 +311,8 @@ def test_the_same_store_gives_the_same_bytes(store, drawn, tmp_path):
         assert (store / "figures" / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("svg_only")
 def test_a_width_is_kept(store, tmp_path):
     assert draw_figures([str(store), *ONE, "--kind", "curve", "--width", "4", "--out", str(tmp_path)]) == 0
     for path in tmp_path.glob("*.svg"):
@@ -298,6 +320,7 @@ def test_a_width_is_kept(store, tmp_path):
         assert 0.95 * 288 < width <= 288.5
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_subtasks_and_rows_make_curves_of_their_own(store, tmp_path):
     given = [str(store), *ONE, f"subtask=niah,{TASKS[2]}", "--against", "rows", "--out", str(tmp_path)]
     assert draw_figures(given) == 0
@@ -326,6 +349,7 @@ def test_names_that_would_be_more_than_text(tmp_path):
     assert make_slug("a/b") != make_slug("a:b") and make_slug("ruler_vt") == "ruler_vt"
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_damaged_runs_and_other_protocols_stay_out(tmp_path, capsys):
     for seed in (0, 1):
         write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}, seed=seed)
@@ -343,6 +367,7 @@ def test_damaged_runs_and_other_protocols_stay_out(tmp_path, capsys):
     assert [[line["budget"] for line in own] for own in found] == [["10\u202f%", ""]] * 2
 
 
+@pytest.mark.usefixtures("svg_only")
 def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
     write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
     write_run(tmp_path, make_records(0.1, 50), budget=0.1)

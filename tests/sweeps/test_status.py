@@ -218,6 +218,7 @@ def test_what_is_refused_is_named_before_anything_is_read(tmp_path, monkeypatch,
     assert all(reason.startswith(("allocator=ada: quest", "codec=kivi: knorm")) for reason in refused.values()), refused
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("preset", "own", "budget"),
     [
