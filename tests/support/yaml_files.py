@@ -6,6 +6,7 @@ from io import StringIO
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 
 @cache  # once in a process
@@ -18,6 +19,13 @@ def parse_texts_once() -> None:
         return pickle.dumps(load(StringIO(text)))
 
     def load_once(file: Any) -> Any:
-        return pickle.loads(pack(file.read())) if hasattr(file, "read") else load(file)
+        if not hasattr(file, "read"):
+            return load(file)
+        text = file.read()
+        try:
+            return pickle.loads(pack(text))
+        except YAMLError:
+            file.seek(0)
+            return load(file)  # whose error names the file
 
     OmegaConf.load = staticmethod(load_once)
