@@ -167,9 +167,9 @@ def test_a_prompt_is_rounded_alike_whatever_the_batch(enough, monkeypatch):
         assert torch.equal(together[sample], alone[0])
 
 
-@pytest.mark.parametrize("longest", [0, 70])
+@pytest.mark.parametrize("longest", [only_in_full(0), 40])
 def test_samples_whose_ranges_need_much_memory_are_read_after_each_other(longest, monkeypatch):
-    queries, held, keys, values = made((2, 2, 3, 22, 70, longest, 16), False, torch.float32)
+    queries, held, keys, values = made((2, 2, 3, 22, 40, longest, 16), False, torch.float32)
     given = queries, held, keys, values, 0.25
     together = attend_ragged(*given, lse=True, implementation="triton")
     monkeypatch.setattr("kvbench.kernels.attention.triton.SCRATCH", 1)

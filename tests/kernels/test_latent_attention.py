@@ -67,18 +67,29 @@ class Case:
 
 
 UNEVEN = dict(counts=((37, 3), (20, 70)), evicted=True, uneven=True)
+WIDE = dict(heads=4, each=4, keys=(24, 16), values=(8, 48))
 CASES = {
-    "two groups": Case(),
-    "one group, odd numbers": Case(((129,),), 3, 1, 24, (40,), (23,), tokens=3),
-    "uneven heads, two samples": Case(**UNEVEN, heads=4, each=4, keys=(24, 16), values=(8, 48)),
-    "cut alike": Case(((50, 50), (50, 50)), evicted=True),
-    "biases and norms": Case(((65, 65),), 2, 3, 16, (8,), (8,), bias=(True, True), normed=True),
+    "one group, odd numbers": Case(((67,),), 3, 1, 24, (40,), (23,), tokens=2),
+    "uneven heads, two samples": Case(
+        ((34, 3), (20, 40)), 3, 2, keys=(24, 16), values=(8, 48), evicted=True, uneven=True
+    ),
+    "biases and norms": Case(((35, 33),), 2, 3, 16, (8,), (8,), bias=(True, True), normed=True),
     "half of the channels turn": Case(((33,),), 1, 1, 32, (8,), (8,), turning=16, bias=(True, False)),
-    "4 bits": Case(bits=4, tokens=3),
-    "3 bits, uneven": Case(**UNEVEN, heads=4, each=4, keys=(24, 16), values=(8, 48), bits=3, clip=0.9),
-    "bfloat16, uneven": Case(**UNEVEN, heads=4, each=4, dim=32, keys=(24, 16), values=(8, 48), dtype=torch.bfloat16),
+    "4 bits": Case(((35,), (33,)), each=1, bits=4),
+    "3 bits, uneven": Case(
+        ((34,), (20,)), 3, 1, keys=(24, 16), values=(8, 48), evicted=True, uneven=True, bits=3, clip=0.9
+    ),
+    "bfloat16, cut alike": Case(((33,), (33,)), 1, 2, 32, evicted=True, dtype=torch.bfloat16),
 }
 FULL = {
+    "two groups": Case(),
+    "one group, odd numbers, several tiles": Case(((129,),), 3, 1, 24, (40,), (23,), tokens=3),
+    "more uneven heads, two samples": Case(**UNEVEN, **WIDE),
+    "cut alike": Case(((50, 50), (50, 50)), evicted=True),
+    "biases and norms of more rows": Case(((65, 65),), 2, 3, 16, (8,), (8,), bias=(True, True), normed=True),
+    "4 bits of more rows": Case(bits=4, tokens=3),
+    "3 bits, more uneven heads": Case(**UNEVEN, **WIDE, bits=3, clip=0.9),
+    "bfloat16, uneven": Case(**UNEVEN, **WIDE, dim=32, dtype=torch.bfloat16),
     "more tiles of uneven heads": Case(
         **UNEVEN | {"counts": ((67, 3), (40, 130))}, heads=4, each=4, keys=(24, 16), values=(8, 48), bits=3, clip=0.9
     ),
@@ -265,9 +276,9 @@ def test_every_token_attends_to_what_the_definition_makes(case, implementation, 
 @BOTH
 @pytest.mark.parametrize("bits", [None, 4], ids=["numbers", "codes"])
 def test_steps_that_are_done_again_write_and_give_the_same(implementation, bits):
-    case = Case(((7,), (13,)), each=1, evicted=True, uneven=True, tokens=3, bits=bits)
+    case = Case(((7,), (13,)), each=1, evicted=True, uneven=True, tokens=2 if bits else 3, bits=bits)
     (run, straight), found = (Run(case) for _ in range(2)), []
-    for step in range(3):
+    for step in range(case.tokens):
         found.append(straight.attend(step, implementation))
         for again in range(step + 1):
             assert torch.equal(run.attend(again, implementation), found[again])
@@ -279,7 +290,7 @@ def test_steps_that_are_done_again_write_and_give_the_same(implementation, bits)
 @pytest.mark.parametrize("programs", [1, 3, 40])
 def test_programs_share_the_tiles(programs, monkeypatch):
     """Also with more programs than tiles of a group."""
-    case = Case(((70, 100), (40, 1)), evicted=True)  # tiles of 32 rows
+    case = Case(((40, 100), (33, 1)), 1, 1, evicted=True)  # tiles of 32 rows
     expected = Run(case).expect(0)
     monkeypatch.setattr(own, "CORES", programs * 2)
     torch.testing.assert_close(Run(case).attend(0, "triton").cpu().double(), expected, rtol=0, atol=1e-5)
@@ -312,7 +323,7 @@ def test_programs_make_keys_of_some_latents(latents, monkeypatch):
         (False, None, 1 << 8, 1), (False, 4, 1 << 8, 1),
     ):  # fmt: skip
         monkeypatch.setattr(own, "KEPT", kept)
-        case = Case(((70, 3),), 2, 2, 16, (40,), (8,), bias=(True, True), normed=normed, dtype=torch.float16, bits=bits)
+        case = Case(((20, 3),), 2, 2, 16, (40,), (8,), bias=(True, True), normed=normed, dtype=torch.float16, bits=bits)
         assert own.choose_shape(40, 2, 2, 16, False, normed, bits or 0)["PARTS"] == parts
         run = Run(case)
         torch.testing.assert_close(run.attend(0, "triton").cpu().double(), run.expect(0), rtol=0, atol=bound(case))

@@ -22,7 +22,7 @@ CASES = {  # batch, KV heads, group, parts, dim, centroids, rows with codes, fir
     "no candidate": (1, 2, 3, 2, 64, 64, 9, 4, 4),
     "one row": (1, 1, 1, 1, 16, 1, 1, 0, 1),
     "more rows than a program has": (1, 2, 3, 2, 64, 64, 4100, 7, 4103),
-    "a large group": (1, 1, 20, 3, 24, 30, 700, 1, 690),
+    "a large group": (1, 1, 20, 3, 24, 30, 530, 1, 520),
 }
 
 
@@ -124,7 +124,7 @@ def test_the_rows_that_the_reference_chooses_are_chosen(rows):
         assert torch.equal(own, top_k_indices(expected, k, implementation="reference"))
 
 
-@pytest.mark.parametrize("name", ["pairs", "a large group", "more rows than a program has"])
+@pytest.mark.parametrize("name", [only_in_full("pairs"), "a large group", "more rows than a program has"])
 def test_neither_the_batch_nor_the_room_behind_the_rows_changes_a_bit(name):
     queries, codes, codebook, first, stop = case(name, torch.bfloat16)
     last = torch.tensor(stop, device=DEVICE)
@@ -132,7 +132,7 @@ def test_neither_the_batch_nor_the_room_behind_the_rows_changes_a_bit(name):
     more = [torch.cat([own.flip(0), own]) for own in (queries, codes, codebook)]
     together = code_scores(*more, 0.2, first, last, implementation="triton")
     assert torch.equal(together[-len(alone) :], alone)
-    wide = torch.cat([codes, codes.new_full((*codes.shape[:3], 5000), 255)], 3)
+    wide = torch.cat([codes, codes.new_full((*codes.shape[:3], 2100), 255)], 3)
     found = code_scores(queries, wide, codebook, 0.2, first, last, implementation="triton")
     assert torch.equal(found[..., : alone.shape[2]], alone) and (found[..., alone.shape[2] :] == -math.inf).all()
     swapped = codes.transpose(0, 1).contiguous().transpose(0, 1)
@@ -183,7 +183,7 @@ def test_chosen_rows_are_those_with_the_largest_scores(rows, k, dtype, monkeypat
     if rows == 5000:
         monkeypatch.setattr("kvbench.kernels.row_selection.triton.SINGLE", 10)
         monkeypatch.setattr("kvbench.kernels.product_quantization.triton.SINGLE", 10)
-    draw, batch = torch.Generator().manual_seed(rows), 1 if rows > 6000 else 2
+    draw, batch = torch.Generator().manual_seed(rows), 1 if rows > 1000 else 2
     keys = torch.randn(batch, 2, rows + 9, 64, generator=draw).to(DEVICE, dtype)
     queries = torch.randn(batch, 6, 64, generator=draw).to(DEVICE, dtype)
     codebook = torch.randn(batch, 2, 2, 16, 32, generator=draw).to(DEVICE, dtype)
@@ -256,8 +256,8 @@ def test_codes_of_all_rows_are_those_of_each():
 
 CLUSTERED = {  # batch, KV heads, parts, dim, centroids, rows
     "as in the paper": (1, 2, 2, 128, 64, 300),
-    "quarters": (1, 1, 4, 96, 256, 270),
-    "several spans": (1, 1, 2, 32, 20, 4200),
+    "quarters": (1, 1, 4, 48, 256, 258),
+    "several spans": (1, 1, 2, 32, 20, 2100),
     "a centroid for each row": (2, 1, 1, 24, 11, 11),
     "one row": (1, 1, 2, 16, 1, 1),
 }
@@ -293,7 +293,7 @@ def test_centroids_and_codes_are_those_of_float64(name, implementation, dtype):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CLUSTERED)
+@pytest.mark.parametrize("name", [only_in_full(own) if own == "quarters" else own for own in CLUSTERED])
 def test_of_equal_centroids_the_first_counts_and_those_without_rows_move(name, dtype):
     """Few whole numbers: many rows are equal, so many first centroids are, and all but the first have no rows."""
     keys, first = draw_keys(name, dtype, (0, 2))

@@ -71,14 +71,14 @@ def test_shapes(shape):
 @pytest.mark.parametrize("bits", [2, only_in_full(4)])
 def test_views(bits):
     """Keys per channel as a transposed view, read back as rows without a copy; slices; every other element."""
-    keys = drawn(3, 16, 24).bfloat16()
+    keys = drawn(2, 16, 12).bfloat16()
     same(keys.mT, bits, 16)
     groups = quantize(keys.mT, bits, 16, implementation="triton")
     rows = dequantize(groups, bits, 16, torch.bfloat16, turned=True, implementation="triton").mT
     assert rows.is_contiguous() and rows.shape == keys.shape
-    same(drawn(5, 20, 40)[1:4, 3:16, 8:40], bits, 8)
-    same(drawn(4, 64)[:, ::2], bits, 8)
-    same(drawn(2, 3, 4, 16).transpose(0, 2), bits, 8)
+    same(drawn(4, 9, 32)[1:3, 3:7, 8:24], bits, 8)
+    same(drawn(3, 32)[:, ::2], bits, 8)
+    same(drawn(2, 2, 3, 16).transpose(0, 2), bits, 8)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # 4·65504 in float16 is infinite, in both

@@ -153,7 +153,7 @@ def test_rows_of_mass_nothing_add_nothing(name):
 
 @pytest.mark.parametrize(
     "rows, chunk, quota",
-    [(100, 32, 40), *(only_in_full(*own) for own in [(60, 7, 31), (50, 8, 7), (50, 8, 3), (50, 8, 1)])],
+    [(50, 16, 20), *(only_in_full(*own) for own in [(100, 32, 40), (60, 7, 31), (50, 8, 7), (50, 8, 3), (50, 8, 1)])],
 )
 def test_centroids_are_those_of_the_reference(rows, chunk, quota, monkeypatch):
     """A whole cut in Triton, several rounds of it, of rows that protect both ends, a head at a time; at quota 7
