@@ -32,7 +32,7 @@ def read(model, choice, size, budget, prompt, stepped):
 @pytest.mark.cover
 @pytest.mark.parametrize("model", ["llama", "qwen3", "phi3", "gemma3"])
 @pytest.mark.parametrize("method", CAPTURABLE)
-@pytest.mark.parametrize(("size", "budget", "tokens"), [(7, 24, 150), (16, 0.2, 160), (30, 10, 211)])
+@pytest.mark.parametrize(("size", "budget", "tokens"), [(7, 24, 80), (16, 0.2, 128), (30, 10, 191)])
 def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model, monkeypatch):
     prompt = torch.cat([ids(tokens, seed) for seed in range(2)])
     calls = []

@@ -112,7 +112,7 @@ def record_together(model, cases) -> Variants:
 
 
 def test_lengths_need_no_other_variants_of_answers_that_are_decoded_together(model):
-    known, others = (record_together(model, cases) for cases in (KNOWN[:3], OTHERS[:4]))
+    known, others = (record_together(model, cases) for cases in (KNOWN[:3], OTHERS[1:4]))
     assert any(kernel.startswith("joined_rows") for kernel in known) and describe_new(known, others) == []
 
 

@@ -184,6 +184,7 @@ def test_a_shared_prefill_shows_it_to_who_asks():
         torch.testing.assert_close(own, correct)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("model", ["llama", "qwen3", "phi3", "yarn", "gemma3"])
 @pytest.mark.parametrize("method, block", [("full", 7), ("snapkv", 13), ("snapkv", None), ("kvgrad", None)])
 def test_rows_stored_before_rotation_are_the_models_own(model, method, block):

@@ -80,7 +80,7 @@ def facts(context: GenerationContext) -> dict:
     with context.branch():
         context.reserve(9)
         found["reserved"] = str(context.bytes())
-        found["answer"] = torch.stack(list(context.generate(9, Sampling(), frozenset())))
+        found["answer"] = torch.stack(list(context.generate(4, Sampling(), frozenset())))
         found |= {"logits": context.logits, "attended": [layer.attended for layer in context.own_layers]}
     return found
 
@@ -92,7 +92,7 @@ def test_every_context_holds_and_answers_as_if_it_were_alone(lse, part, choose):
     own = [(choice, BUDGETS[i % 3] if choice.method.name != "full" else 1.0) for i, choice in enumerate(taken)]
     some, prompt = (
         lambda: [GenerationContext(tiny("llama"), c, Budget(b), None, (7,), 2, answer=9) for c, b in own],
-        ids(80),
+        ids(48),
     )
     shared = some()
     milliseconds = shared_prefill.prefill(shared, prompt)

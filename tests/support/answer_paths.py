@@ -18,9 +18,9 @@ from tests.support.tiny_models import ids
 
 CHUNK = 5
 """Tokens that are decoded before the host reads them, in tests/engine."""
-LONG = CHUNK + 9
+LONG = CHUNK + 6
 """Tokens of an answer that is read ahead more than once."""
-LENGTHS = (LONG, 7, 12)
+LENGTHS = (LONG, 7, 9)
 """A short answer, which the modules read, between two that a graph reads."""
 
 

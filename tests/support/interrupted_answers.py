@@ -23,7 +23,7 @@ def answer_with_interruptions(context: GenerationContext, first: int, batch: int
     Returns:
         All generated tokens, and the logits of the three.
     """
-    answer = context.generate(first + 16, Sampling(), frozenset())
+    answer = context.generate(first + 10, Sampling(), frozenset())
     tokens = [next(answer) for _ in range(first)]
     logits = context.extend(ids(3, 9).repeat(batch, 1))
     tokens += [next(answer) for _ in range(4)]
