@@ -36,9 +36,9 @@ class Case:
 
 CASES = {
     "ragged": Case(),
-    "no mass": Case(parts=(((300, 2), 1, 1, False), ((), 2, 40, False)), dim=96),
+    "no mass": Case(parts=(((300, 2), 1, 1, False), ((), 2, 20, False)), dim=96),
     "QK norms": Case(normed=True, dim=80, group=1),
-    "masses": Case(parts=(((9, 7, 0), 1, 0, True), ((0, 0, 0), 1, 5, False), ((64, 3, 128), 1, 2, True)), heads=3),
+    "masses": Case(parts=(((9, 7, 0), 1, 0, True), ((0, 0, 0), 1, 5, False), ((64, 3, 40), 1, 2, True)), heads=3),
     "narrow rows": Case(dim=20, parts=(((7,), 1, 1, False), ((19,), 1, 2, True)), heads=1),
 }
 FULL = {

@@ -27,7 +27,7 @@ class Case:
     bits: int = 2
     group: int = 8
     residual: int = 16
-    tokens: int = 5
+    tokens: int = 4
     merged: bool = False
     dtype: torch.dtype = torch.float32
 

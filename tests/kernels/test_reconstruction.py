@@ -56,7 +56,7 @@ CASES = {
     "codes of odd width": Case(codes=37, heads=3),
     "more codes than a program sums": Case(codes=140, dtype=torch.bfloat16),
     "more codes than are multiplied at once": Case(codes=520, batch=1, dim=24, turning=24),
-    "more heads than a program has": Case(heads=5, group=1, dtype=torch.bfloat16),
+    "more heads than a program has": Case(heads=5, group=1, batch=1, dtype=torch.bfloat16),
     "K and V apart": Case(codes=21, apart=True, dim=20, turning=12),
     "one query for each head": Case(group=1),
     "more queries than heads of a tile": Case(group=20, heads=1),
