@@ -166,7 +166,7 @@ CUTTING = {
     "snapkv": {},
     "tova": {"recent": 2},
 }
-QUICK = ("cake", "sink")  # one has a state, one forgets in order; h2o, which watches every token, is below
+QUICK = ("cake",)  # it has a state; h2o, which watches every token, and sink, which forgets in order, are below
 CONTEXTS = [(0.3, 60, 1), (0.2, 75, 2), (GROWING, 41, 1), (0.3, 60, 1)]  # budget, tokens of the prompt, samples
 LIKE = [(0.3, 60, 1), (0.3, 60, 2)]  # all heads hold the same number of rows
 
