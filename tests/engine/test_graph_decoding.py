@@ -148,8 +148,8 @@ def test_a_method_that_watches_sees_every_token(name, block, captured):
     choice = choice_of(name.partition(" ")[0].strip(","), **WATCHERS[name])
     modules, step = make_contexts(make_double("llama"), choice, batch=2, block=block)
     assert choice.method.watches
-    long = CHUNK + (18 if WATCHERS[name]["decode_interval"] > 13 else 9)  # beyond a cut
-    for tokens, path in ((long, "graph"), (3, "modules"), (9, "graph")):
+    quick = name in OFTEN
+    for tokens, path in ((CHUNK + (9 if quick else 18), "graph"), (3, "modules"), (9 if quick else 12, "graph")):
         answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers)) and step.decoding == path
         assert_same(modules, step)
@@ -161,7 +161,10 @@ def test_a_method_that_watches_sees_every_token(name, block, captured):
         assert step.decoding == ("graph" if end > 1 else "modules")
         assert_same(modules, step)
     found = [context.extend(ids(4, 9).repeat(2, 1)) for context in (modules, step)]  # one pass of four tokens
-    answers = [list(context.generate(CHUNK + 5, Sampling(), frozenset(), True)) for context in (modules, step)]
+    answers = [
+        list(context.generate(CHUNK + (5 if quick else 8), Sampling(), frozenset(), True))
+        for context in (modules, step)
+    ]
     assert torch.allclose(*found, atol=1e-4) and torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
     assert_same(modules, step)
 
