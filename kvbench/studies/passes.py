@@ -249,8 +249,8 @@ def average_prompts(found: Iterable[Sequence[Line]]) -> list[Line]:
 def average_lines(lines: Sequence[Line]) -> Line:
     """Average lines of one place. A number that is infinite in a prompt, such as a ratio to 0, is infinite here too."""
     total, values = sum(line.n for line in lines), [line.value for line in lines]
-    if inf in values:
-        return replace(lines[0], value=inf, n=total, prompts=len(lines))
+    if inf in values or len(values) == 1:
+        return replace(lines[0], value=max(values), n=total, prompts=len(lines))
     groups = [str(index) for index in range(len(lines))]
     least, most = (0.0, 1.0) if lines[0].series == HOLDS else (-inf, inf)
     own = mean([Values(values, groups, least, most)])

@@ -26,9 +26,9 @@ def check(checkpoint) -> Callable[[str], int]:
 
 @pytest.fixture(autouse=True)
 def few_set_ups(monkeypatch):
-    monkeypatch.setattr(method_checks, "TOKENS", 40)
+    monkeypatch.setattr(method_checks, "TOKENS", 30)
     monkeypatch.setattr(method_checks, "BUDGETS", (0.5, 9))
-    monkeypatch.setattr(method_checks, "BLOCKS", (None, 15))
+    monkeypatch.setattr(method_checks, "BLOCKS", (None, 11))
 
 
 def verdicts(out: str) -> list[str]:

@@ -13,7 +13,7 @@ from kvbench.studies import cost, passes
 from kvbench.validation import SettingError
 
 CHECKPOINT = {"layers": 1}
-TASK = ["task=ruler", "task.length=448", "task.subtasks=[niah_single_1,niah_single_2]", "device=cpu"]
+TASK = ["task=ruler", "task.length=320", "task.subtasks=[niah_single_1,niah_single_2]", "device=cpu"]
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_costs_are_ratios_to_the_prefill_alone(study, tmp_path):
         (["keydiff", "figure41"], "EXHIBIT=figure41: "),
         (["all", "figure14"], "figure14: after a paper one exhibit"),
         (["keydiff", "method=knorm"], "method=knorm: a study reads into a full cache"),
-        (["keydiff", "layers=2"], "layers=2: the model has no full cache in layer 2; its layers are 0 to 1"),
+        (["keydiff", "layers=2"], "layers=2: the model has no full cache in layer 2; its layers are 0 to 0, "),
         (["keydiff", "prompts=0"], "prompts=0: a whole number of at least 1"),
         (["keydiff", "text=none.txt"], "text=none.txt: none.txt cannot be read"),
         (["keydiff", "text=raw.txt"], "text=raw.txt: raw.txt is not UTF-8"),
