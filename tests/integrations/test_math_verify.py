@@ -211,6 +211,17 @@ def test_a_run_is_graded_at_its_end_and_no_other_task_is(kvbench, tmp_path, monk
     assert not list((tmp_path / "other").rglob(FILE))
 
 
+def test_without_math_verify_the_command_is_refused(run, tmp_path, monkeypatch, capsys):
+    def missing(name):
+        raise math_verify.PackageNotFoundError(name)
+
+    run(("a", "$1$", "1", 100.0))
+    monkeypatch.setattr(math_verify, "version", missing)
+    assert grade.main([str(tmp_path)]) == 2
+    assert "math-verify is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.full
 def test_without_math_verify_a_run_says_so_and_keeps_its_answers(kvbench, monkeypatch):
     def missing(name):
         raise math_verify.PackageNotFoundError(name)
