@@ -70,7 +70,7 @@ def format_costs(costs: Sequence[Cost], tokens: int, block_size: int | None, dev
     alone = costs[0]
     return [
         [
-            own.study, tokens, block_size or "", f"{own.seconds:.3f}", f"{own.seconds / alone.seconds:.2f}", own.peak,
+            own.study, tokens, block_size or "", f"{own.seconds:.4g}", f"{own.seconds / alone.seconds:.3g}", own.peak,
             f"{own.peak / alone.peak:.3f}" if alone.peak else "", machine.get("gpu", "cpu"), torch.__version__,
         ]
         for own in costs
