@@ -24,7 +24,6 @@ from math import log
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
@@ -32,7 +31,7 @@ from kvbench.kernels.accumulated_attention import accumulated_attention
 from kvbench.kernels.expected_attention import expected_logits, merge, moments
 from kvbench.kernels.rerotation import rotate
 from kvbench.store.study_lines import Line
-from kvbench.studies.study import LayerStudy, Memory, draw_positions, find_rotation
+from kvbench.studies.study import LayerStudy, Memory, correlate, draw_positions, find_rotation, rank
 
 SINKS = 4  # first queries that do not count, and
 POSITIONS = 512  # future positions, T, at most those of the prompt: both as in conf/method/expected_attention.yaml
@@ -91,17 +90,3 @@ class ExpectedAttentionStudy(LayerStudy):
             for x, y in own["points"].tolist() if first and "points" in own else ():
                 yield self.line("heads", y, layer=layer, head=0, x=x, n=own["count"])
         yield self.claim("correlated", [own["spearman"] > 0 for own in memories.values()])
-
-
-def correlate(x: Tensor, y: Tensor) -> Tensor:
-    """Return Pearson's correlation of each row of x and y, (rows, n), in float64; 0 if all numbers of one are equal."""
-    x, y = (own.double() - own.double().mean(-1, keepdim=True) for own in (x, y))
-    return torch.nan_to_num((x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)))
-
-
-def rank(x: Tensor) -> Tensor:
-    """Return the ranks of the numbers of each row of x, (rows, n). Equal numbers get their mean rank."""
-    ordered = x.contiguous().sort(-1).values
-    below = torch.searchsorted(ordered, x.contiguous())
-    up_to = torch.searchsorted(ordered, x.contiguous(), right=True)
-    return (below + up_to - 1).double() / 2

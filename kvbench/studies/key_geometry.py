@@ -43,6 +43,7 @@ from kvbench.studies.study import (
     Memory,
     count_bins,
     draw_positions,
+    find_quantiles,
     list_shares,
     take_block,
     widen,
@@ -191,15 +192,6 @@ def compare_means(keys: Tensor, sampled: Tensor, mean: Tensor) -> Memory:
         "count_keys": heads * tokens,
         "count_queries": sampled.shape[0] * sampled.shape[1],
     }
-
-
-def find_quantiles(values: Tensor, shares: Tensor) -> Tensor:
-    """Return quantiles of a vector of any length, interpolated linearly as torch.quantile does, on the CPU."""
-    ordered = values.sort().values
-    place = shares * (len(ordered) - 1)
-    below = place.floor().long()
-    above = (below + 1).clamp(max=len(ordered) - 1)
-    return torch.lerp(ordered[below], ordered[above], place - below).cpu()
 
 
 def measure_distances(keys: Tensor, seed: int) -> Memory:

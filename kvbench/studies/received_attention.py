@@ -30,7 +30,7 @@ from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.accumulated_attention import accumulated_attention
 from kvbench.store.study_lines import Line
-from kvbench.studies.study import LayerStudy, Memory, draw_positions, take_block
+from kvbench.studies.study import LayerStudy, Memory, correlate, draw_positions, rank, take_block, widen
 
 QUERIES = 32  # of each head, at random positions
 SLACK = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)  # quantiles of the slack of an inequality
@@ -95,27 +95,6 @@ def score_distance(keys: Tensor) -> Tensor:
     return -(unit @ unit.mean(0)).double()
 
 
-def rank(values: Tensor) -> Tensor:
-    """Return the ranks of each line, from 1; equal values share the mean of their ranks.
-
-    Args:
-        values: (lines, n)
-
-    Returns:
-        (lines, n) float64
-    """
-    ordered = values.sort(-1).values
-    below = torch.searchsorted(ordered, values)
-    through = torch.searchsorted(ordered, values, right=True)
-    return (below + through + 1).double() / 2
-
-
-def correlate(x: Tensor, y: Tensor) -> Tensor:
-    """Return Pearson's correlation of each line of x and y, (lines,); of ranks that is Spearman's."""
-    x, y = (own - own.mean(-1, keepdim=True) for own in (x, y))
-    return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp(min=torch.finfo(x.dtype).tiny)
-
-
 def check_inequalities(keys: Tensor, queries: Tensor, positions: Tensor, scaling: float, seed: int) -> Memory:
     """Return the slack of both inequalities for pairs of a query and a row.
 
@@ -130,7 +109,7 @@ def check_inequalities(keys: Tensor, queries: Tensor, positions: Tensor, scaling
         ``premise``, whether a pair fulfils the theorem's premise, and ``lemma``, for all pairs; ``theorem`` for those
         that fulfil its premise. Vectors.
     """
-    keys, queries = (own if own.dtype == torch.float64 else own.float() for own in (keys, queries))
+    keys, queries = widen(keys), widen(queries)
     visible = torch.arange(len(keys), device=keys.device) <= positions[:, None]  # (m, n)
     logits = (queries @ keys.mT * scaling).masked_fill(~visible, -torch.inf)
     sums = logits.logsumexp(-1)

@@ -32,8 +32,16 @@ from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.store.study_lines import Line
 from kvbench.studies.cone_constant import GAP, Residuals, find_cone_constants
-from kvbench.studies.key_geometry import find_quantiles, widen
-from kvbench.studies.study import LayerStudy, Memory, count_bins, draw_positions, list_shares, take_block
+from kvbench.studies.study import (
+    LayerStudy,
+    Memory,
+    count_bins,
+    draw_positions,
+    find_quantiles,
+    list_shares,
+    take_block,
+    widen,
+)
 from kvbench.validation import SettingError
 
 SAMPLED = 4  # queries of each head, in the second half of the prompt

@@ -261,3 +261,37 @@ def list_shares(study: Study, quantity: str, counts: Tensor, low: float, high: f
     width = (high - low) / len(counts)
     for index, count in enumerate(counts.tolist()):
         yield study.line(quantity, count / total, x=low + (index + 0.5) * width, n=int(total), **place)
+
+
+def find_quantiles(values: Tensor, shares: Tensor) -> Tensor:
+    """Return quantiles of a vector of any length, interpolated linearly as torch.quantile does, on the CPU."""
+    ordered = values.sort().values
+    place = shares * (len(ordered) - 1)
+    below = place.floor().long()
+    above = (below + 1).clamp(max=len(ordered) - 1)
+    return torch.lerp(ordered[below], ordered[above], place - below).cpu()
+
+
+def rank(values: Tensor) -> Tensor:
+    """Return the ranks of each line, from 1; equal values share the mean of their ranks.
+
+    Args:
+        values: (lines, n)
+
+    Returns:
+        (lines, n) float64
+    """
+    values = values.contiguous()
+    ordered = values.sort(-1).values
+    below = torch.searchsorted(ordered, values)
+    through = torch.searchsorted(ordered, values, right=True)
+    return (below + through + 1).double() / 2
+
+
+def correlate(x: Tensor, y: Tensor) -> Tensor:
+    """Return Pearson's correlation of each line of x and y (lines, n), in float64; of ranks that is Spearman's.
+
+    It is 0 if all numbers of a line are equal.
+    """
+    x, y = (own.double() - own.double().mean(-1, keepdim=True) for own in (x, y))
+    return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp(min=torch.finfo(x.dtype).tiny)

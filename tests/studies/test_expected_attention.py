@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy import stats
 
-from kvbench.studies.expected_attention import SINKS, ExpectedAttentionStudy, correlate, rank
+from kvbench.studies.expected_attention import SINKS, ExpectedAttentionStudy
+from kvbench.studies.study import correlate, rank
 from tests.support.layer_states import attend, read_layers, rotation
 from tests.support.studies import find_values, study
 from tests.support.tiny_models import ids
@@ -43,5 +44,5 @@ def test_correlations_are_those_of_the_formula(model, block):
 
 def test_equal_numbers_share_their_rank():
     x = torch.tensor([[3.0, 1.0, 3.0, 2.0, 3.0]])
-    assert rank(x)[0].tolist() == (stats.rankdata(x[0]) - 1).tolist()
+    assert rank(x)[0].tolist() == stats.rankdata(x[0]).tolist()
     assert correlate(x, torch.ones(1, 5)).tolist() == [0]

@@ -5,8 +5,8 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from kvbench.studies.received_attention import QUERIES, ReceivedAttention, rank
-from kvbench.studies.study import draw_positions
+from kvbench.studies.received_attention import QUERIES, ReceivedAttention
+from kvbench.studies.study import draw_positions, rank
 from tests.support.studies import attend, cosine, show_layers, study, values
 
 
