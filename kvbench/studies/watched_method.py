@@ -23,7 +23,7 @@ def watch_method(method: Method, look: Look) -> Method:
     """
     of: Any = type(method)
 
-    class Watched(of):  # type: ignore[misc]
+    class Watched(of):
         def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
             look(observation, rows)
             found: Mapping[str, Tensor] = super().update(observation, rows, state)
