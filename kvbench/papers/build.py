@@ -20,14 +20,13 @@ from kvbench.papers.extra_rows import find_extra_rows
 from kvbench.papers.paper_table import PaperTable, TableCell
 from kvbench.papers.printed_averages import describe_contradictions
 from kvbench.papers.table_spec import (
+    IndexedLines,
     Lines,
-    PublishedValues,
     Select,
     expand_each,
     find_preset,
     is_cost_table,
     is_number,
-    matches,
     merge_parts,
     read_published,
 )
@@ -49,7 +48,11 @@ FAILURES = {"out_of_memory": "OOM", "failed": "failed"}
 
 
 def build_table(
-    spec: Select, lines: Lines, printed: Lines, runs: RunIndex | None = None, study: Sequence[StudyLine] = ()
+    spec: Select,
+    lines: Lines | IndexedLines,
+    printed: Lines,
+    runs: RunIndex | None = None,
+    study: Sequence[StudyLine] = (),
 ) -> PaperTable:
     """Build a table.
 
@@ -60,10 +63,11 @@ def build_table(
         runs: Runs of a store.
         study: Lines of the table's study.
     """
-    rows, failed, published = [], 0, PublishedValues(printed)
+    rows, failed, published = [], 0, IndexedLines(printed)
+    measured = lines if isinstance(lines, IndexedLines) else IndexedLines(lines)
     columns = list(expand_each(spec["columns"]))
     for row in expand_each(spec["rows"]):
-        made = [fill_cell(merge_parts(spec, row, column), lines, published, runs, study) for column in columns]
+        made = [fill_cell(merge_parts(spec, row, column), measured, published, runs, study) for column in columns]
         rows.append((row["label"], tuple(own for own, _ in made)))
         failed += sum(count for _, count in made)
     for label, found in find_extra_rows(spec, runs) if runs else ():
@@ -73,7 +77,7 @@ def build_table(
         )
         rows.append((f"{label} (not in the paper)", cells))
         failed += sum(own.failed for own, _ in found if own)
-    notes = [*describe_origin(spec, lines), *describe_contradictions(spec)]
+    notes = [*describe_origin(spec, measured.lines), *describe_contradictions(spec)]
     if failed:
         notes.append(f"{failed} samples failed; their cells leave them out.")
     notes += [" ".join(note.split()) for note in spec.get("notes", ())]
@@ -94,10 +98,10 @@ def describe_origin(spec: Select, lines: Lines) -> Iterator[str]:
 
 
 def fill_cell(
-    own: Select, lines: Lines, printed: PublishedValues, runs: RunIndex | None, study: Sequence[StudyLine] = ()
+    own: Select, lines: IndexedLines, printed: IndexedLines, runs: RunIndex | None, study: Sequence[StudyLine] = ()
 ) -> tuple[TableCell, int]:
     """Return a cell and the number of its samples that failed."""
-    published = printed.value(own["published"]) if own.get("published") is not None else ""
+    published = printed.find_published(own["published"]) if own.get("published") is not None else ""
     if own.get("run") is not None and runs is not None:
         return fill_from_runs(own, published, runs)
     if own.get("line") is not None:
@@ -140,7 +144,7 @@ def get_format(own: Select) -> tuple[float, int]:
     return own.get("scale", 1.0), own.get("digits", 2)
 
 
-def fill_from_measurements(own: Select, published: str, lines: Lines) -> TableCell:
+def fill_from_measurements(own: Select, published: str, lines: IndexedLines) -> TableCell:
     """Return a cell whose value comes from measurements of cost."""
     scale, digits = get_format(own)
     select = own.get("measured")
@@ -176,7 +180,7 @@ def make_run_settings(select: Select) -> dict[str, Any]:
     return own
 
 
-def find_measurement(lines: Lines, select: Select, near: str | None = None) -> tuple[float | str | None, str]:
+def find_measurement(lines: IndexedLines, select: Select, near: str | None = None) -> tuple[float | str | None, str]:
     """Find the newest matching measurement, or the one that was made at the time nearest to `near`.
 
     A ratio is of two measurements of one run of the plan where possible, because machines differ.
@@ -186,9 +190,8 @@ def find_measurement(lines: Lines, select: Select, near: str | None = None) -> t
     """
     where = {**DEFAULTS, **{key: value for key, value in select.items() if key != "quantity"}}
     cells: dict[tuple[str, str], list[Mapping[str, str]]] = {}  # a cell may have been measured again
-    for row in lines:
-        if matches(row, where):
-            cells.setdefault((row["cell"], row["date"]), []).append(row)
+    for row in lines.find_matching(where):
+        cells.setdefault((row["cell"], row["date"]), []).append(row)
     found = list(reversed(cells.values()))
     if near is not None:
         time = datetime.fromisoformat(near)
@@ -231,21 +234,28 @@ def write_cost_tables(
 ) -> list[Path]:
     """Write tables of cost as <folder>/<gpu>/<table>, for every machine with measurements, and return the paths.
 
+    A table for which no machine of its kind has measurements becomes <folder>/<table>, with the published values and
+    the commands that measure.
+
     Args:
         results: Folder of results.
         wanted: Name of a table -> what it shows.
         folder: Where the tables are written.
-        measured_only: Whether tables of which nothing was measured on a machine are left out.
+        measured_only: Whether tables of which nothing was measured are left out.
     """
-    written = []
+    written: dict[str, list[Path]] = {name: [] for name, spec in wanted.items() if is_cost_table(spec)}
+    published = {name: read_published(results, wanted[name].get("file")) for name in written}
     for path in find_measurements(results / "efficiency"):
-        lines, device = read_lines(path), "cpu" if path.stem == "cpu" else "gpu"
-        for name, spec in wanted.items():
-            if is_cost_table(spec) and spec.get("device", "gpu") == device:
-                made = build_table(spec, lines, read_published(results, spec.get("file")))
+        lines, device = IndexedLines(read_lines(path)), "cpu" if path.stem == "cpu" else "gpu"
+        for name in written:
+            if wanted[name].get("device", "gpu") == device:
+                made = build_table(wanted[name], lines, published[name])
                 if made.is_measured or not measured_only:
-                    written += write_table(folder / path.stem / name, made)
-    return written
+                    written[name] += write_table(folder / path.stem / name, made)
+    for name, paths in written.items():
+        if not paths and not measured_only:
+            paths += write_table(folder / name, build_table(wanted[name], (), published[name]))
+    return [path for paths in written.values() for path in paths]
 
 
 def write_table(path: Path, made: PaperTable) -> list[Path]:

@@ -16,7 +16,7 @@ from kvbench.papers.build import get_format
 from kvbench.papers.cell_values import RunIndex, is_synthetic, weigh_subtasks
 from kvbench.papers.experiment_key import ExperimentKey, drop_unused
 from kvbench.papers.table_spec import (
-    PublishedValues,
+    IndexedLines,
     expand_each,
     is_cost_table,
     load_specs,
@@ -85,7 +85,7 @@ def list_cells(results: Path) -> list[PublishedCell]:
     for name, spec in load_specs().items():
         if is_cost_table(spec):
             continue
-        printed = PublishedValues(read_published(results, spec.get("file")))
+        printed = IndexedLines(read_published(results, spec.get("file")))
         columns = list(expand_each(spec["columns"]))
         for row in expand_each(spec["rows"]):
             for own in (merge_parts(spec, row, column) for column in columns):
@@ -93,7 +93,7 @@ def list_cells(results: Path) -> list[PublishedCell]:
                     continue
                 if {"difference", "longer"} & own["of"].keys():
                     continue
-                number = to_number(printed.value(own["published"]))
+                number = to_number(printed.find_published(own["published"]))
                 if number is not None:
                     cells.append(PublishedCell(name, own["run"], own["of"], number / get_format(own)[0]))
     return cells

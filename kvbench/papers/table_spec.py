@@ -135,11 +135,11 @@ def merge_parts(*parts: Select) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class PublishedValues:
-    """The published values of a table, indexed by the columns that cells select.
+class IndexedLines:
+    """Lines of a CSV file, published values or measurements, indexed by the columns that cells select.
 
     Attributes:
-        lines: The published lines.
+        lines: The lines.
         found: Names of columns -> values in them -> lines; grows with every new choice of columns.
     """
 
@@ -147,7 +147,7 @@ class PublishedValues:
     found: dict[tuple[str, ...], dict[tuple[float | str, ...], list[Mapping[str, str]]]] = field(default_factory=dict)
 
     def find_matching(self, select: Select) -> list[Mapping[str, str]]:
-        """Return the lines with these values in these columns."""
+        """Return the lines with these values in these columns, in their order."""
         names = tuple(sorted(select))
         if names not in self.found:
             own: dict[tuple[float | str, ...], list[Mapping[str, str]]] = {}
@@ -156,21 +156,11 @@ class PublishedValues:
             self.found[names] = own
         return self.found[names].get(tuple(normalize(select[name]) for name in names), [])
 
-    def value(self, select: Select) -> str:
+    def find_published(self, select: Select) -> str:
         """Return the value as printed, "OOM" if the paper ran out of memory, or "" if there is no value."""
         for row in self.find_matching(select):
             return row["value"] or ("OOM" if "out of memory" in row["note"] else "")
         return ""
-
-
-def matches(row: Mapping[str, str], select: Select) -> bool:
-    """Return whether a line has these values in these columns."""
-    return all(is_same(row[key], value) for key, value in select.items())
-
-
-def is_same(text: str, value: object) -> bool:
-    """Return whether a text of a CSV file stands for a value of a specification."""
-    return normalize(text) == normalize(value)
 
 
 def normalize(value: object) -> float | str:

@@ -25,7 +25,7 @@ from kvbench.papers.paper_table import PaperTable, make_commands
 from kvbench.papers.printed_averages import find_contradictions, list_leaves
 from kvbench.papers.table_spec import (
     PAPERS,
-    PublishedValues,
+    IndexedLines,
     expand_each,
     find_preset,
     is_cost_table,
@@ -290,7 +290,7 @@ PRINTED = {name: spec for name, spec in [*TABLES.items(), *load_exhibits().items
 def test_every_published_value_stands_in_a_cell(name):
     """In one cell; the full cache's column of Expected Attention, stored once, in one of each row."""
     spec, used = PRINTED[name], Counter()
-    printed = PublishedValues(read_published(ROOT, spec["file"]))
+    printed = IndexedLines(read_published(ROOT, spec["file"]))
     for row in expand_each(spec["rows"]):
         for column in expand_each(spec["columns"]):
             select = merge_parts(spec, row, column).get("published")
@@ -371,9 +371,9 @@ def test_what_the_notes_say_of_published_values_is_so(name):
         variants = [line["variant"] for line in lines if line["model"] == one["model"] and line["method"] == "deltakv"]
         assert any(f"compute={one['read']}" in variant.split(";") for variant in variants)
         if one["model"].startswith("meta-llama"):  # the only model of Table 8, which prints the ratio itself
-            printed = PublishedValues(read_published(ROOT, "deltakv_table08.csv"))
+            printed = IndexedLines(read_published(ROOT, "deltakv_table08.csv"))
             where = {"method": "deltakv", "variant": f"target_budget={one['read']}", "task": "kv_compute_ratio"}
-            assert float(printed.value(where)) == 100 * one["read"]
+            assert float(printed.find_published(where)) == 100 * one["read"]
         assert any(f"{one['equation']} %" in note for note in spec["notes"])
 
 
