@@ -4,6 +4,7 @@ Examples:
   kvbench papers                             all of them, into results/papers/
   kvbench papers results dropkv              those of one paper
   kvbench papers keydiff figure14            one of them, from what kvbench study found; print it too
+  kvbench papers --list                      every table and figure of the papers, and the command that fills it
   kvbench papers --beside                    the tables of cost alone, into results/efficiency/<gpu>/
   kvbench papers --page                      docs/studies.md, from the studies alone
 
@@ -15,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser, require_extra, run_command
-from kvbench.validation import SettingError, require_choice, require_writable
+from kvbench.cli.command import CommandParser, find_width, require_extra, run_command
+from kvbench.validation import SettingError, require_writable
 
 
 def make_parser() -> CommandParser:
@@ -24,6 +25,7 @@ def make_parser() -> CommandParser:
     parser.add_results()
     parser.add_argument("paper", nargs="?", help="name of a paper in conf/papers (default: all)")
     parser.add_argument("exhibit", nargs="?", help="a table or figure, such as 5, table05 or figure14 (default: all)")
+    parser.add_argument("--list", action="store_true", help="list all tables and figures, and what the store has")
     parser.add_argument("--beside", action="store_true", help="write the tables of cost beside their measurements")
     parser.add_argument(
         "--page", action="store_true", help="write the page about what holds on the models, and no more"
@@ -56,8 +58,23 @@ def write_papers(arguments: Sequence[str]) -> None:
         from kvbench.report.figures import parse_inches
 
         given.width = parse_inches(given.width)
+    if given.list:
+        if given.exhibit is not None:
+            raise SettingError(f"{given.exhibit}: --list takes a paper or none, but no exhibit")
+        from kvbench.papers.listing import describe_exhibits, format_list
+
+        require_folder(given.results)
+        for line in format_list(describe_exhibits(given.results, given.paper), find_width()):
+            print(line)
+        return
     for text in emit_exhibits(given.results, given.paper, given.exhibit, given.beside, given.width):
         print(text)
+
+
+def require_folder(results: Path) -> None:
+    """Raise a SettingError if there is no such folder of results."""
+    if not results.is_dir():
+        raise SettingError(f"results={results}: no such folder")
 
 
 def emit_exhibits(
@@ -69,57 +86,31 @@ def emit_exhibits(
         results: Folder of results.
         paper: Name of a paper in conf/papers; None writes the exhibits of all papers.
         exhibit: Number of a table of the paper, or name of one of its exhibits; None writes all of them.
-        beside: Whether to write the tables of cost, and no others, beside their measurements. If no table is named,
-            those of which a machine measured nothing are left out.
+        beside: Whether to write the tables of cost, and no others, beside their measurements. Those of which a
+            machine measured nothing are left out.
         inches: Largest width of figures; None leaves it to their charts.
 
     Raises:
         SettingError: There is no such folder, paper or exhibit.
     """
     from kvbench.papers.build import write_cost_tables, write_tables
-    from kvbench.papers.table_spec import is_cost_table
-    from kvbench.store.efficiency_csv import find_measurements
+    from kvbench.papers.listing import choose_exhibits
 
     tables, studied = choose_exhibits(paper, exhibit)
-    if not results.is_dir():
-        raise SettingError(f"results={results}: no such folder")
+    require_folder(results)
     require_writable("results", results)
     if beside:
-        written = write_cost_tables(results, tables, results / "efficiency", measured_only=exhibit is None)
+        written = write_cost_tables(results, tables, results / "efficiency", measured_only=True)
+        if not written:
+            yield f"no measurements of these tables in {results}/efficiency: `make efficiency` makes them"
     else:
         written = write_tables(results, tables) if tables else []
     if exhibit is None:
         yield from map(str, written)
     else:
         yield from (path.read_text(encoding="utf-8") for path in written if path.suffix == ".md")
-    if any(map(is_cost_table, tables.values())) and not any(find_measurements(results / "efficiency")):
-        yield f"no measurements in {results}/efficiency: `make efficiency` makes them"
     if studied and not beside:
         yield from emit_studied(results, studied, exhibit is not None, inches)
-
-
-def choose_exhibits(paper: str | None, exhibit: str | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the specifications of tables of scores and costs, and those of exhibits that studies fill.
-
-    Raises:
-        SettingError: There is no such paper or exhibit, or it is not emitted.
-    """
-    from kvbench.papers.exhibits import find_files, load_exhibits, normalize_name, refuse_exhibit
-    from kvbench.papers.table_spec import list_papers, load_specs
-
-    if paper is None:
-        return load_specs(), load_exhibits()
-    require_choice("PAPER", paper, sorted({*list_papers(), *find_files()}))
-    tables = load_specs(paper) if paper in list_papers() else {}
-    studied = load_exhibits(paper) if paper in find_files() else {}
-    if exhibit is None:
-        return tables, studied
-    name = normalize_name(exhibit)
-    if (own := f"{paper}_{name}") in studied:
-        return {}, {own: studied[own]}
-    if own in tables or tables and name.startswith("table"):
-        return load_specs(paper, exhibit), {}
-    refuse_exhibit(exhibit, [own.removeprefix(f"{paper}_") for own in (*tables, *studied)])
 
 
 def emit_studied(results: Path, wanted: Mapping[str, Any], named: bool, inches: float | None) -> Iterator[str]:

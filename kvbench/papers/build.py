@@ -209,6 +209,9 @@ def find_measurement(lines: IndexedLines, select: Select, near: str | None = Non
 def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
     """Write tables of scores as <results>/papers/<table> and tables of cost as <results>/papers/<gpu>/<table>.
 
+    A table of cost for which no machine of its kind has measurements becomes <results>/papers/<table>, with the
+    published values and the commands that measure.
+
     Args:
         results: The results folder.
         wanted: Name of a table -> its specification.
@@ -217,10 +220,11 @@ def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
         The paths of the written files.
     """
     written, runs = write_cost_tables(results, wanted, results / "papers"), RunIndex.read(results)
+    measured = {path.stem for path in written}
     for name, spec in wanted.items():
-        if is_cost_table(spec):
+        if name in measured:
             continue
-        if preset := find_preset(name, spec):
+        if not is_cost_table(spec) and (preset := find_preset(name, spec)):
             note = f"This command runs all cells, except those that need a file: `python run.py -m preset={preset}`"
             spec = {**spec, "notes": [*spec.get("notes", ()), note]}
         made = build_table(spec, (), read_published(results, spec.get("file")), runs)
@@ -234,28 +238,21 @@ def write_cost_tables(
 ) -> list[Path]:
     """Write tables of cost as <folder>/<gpu>/<table>, for every machine with measurements, and return the paths.
 
-    A table for which no machine of its kind has measurements becomes <folder>/<table>, with the published values and
-    the commands that measure.
-
     Args:
         results: Folder of results.
         wanted: Name of a table -> what it shows.
         folder: Where the tables are written.
-        measured_only: Whether tables of which nothing was measured are left out.
+        measured_only: Whether tables of which nothing was measured on a machine are left out.
     """
-    written: dict[str, list[Path]] = {name: [] for name, spec in wanted.items() if is_cost_table(spec)}
-    published = {name: read_published(results, wanted[name].get("file")) for name in written}
+    written = []
     for path in find_measurements(results / "efficiency"):
         lines, device = IndexedLines(read_lines(path)), "cpu" if path.stem == "cpu" else "gpu"
-        for name in written:
-            if wanted[name].get("device", "gpu") == device:
-                made = build_table(wanted[name], lines, published[name])
+        for name, spec in wanted.items():
+            if is_cost_table(spec) and spec.get("device", "gpu") == device:
+                made = build_table(spec, lines, read_published(results, spec.get("file")))
                 if made.is_measured or not measured_only:
-                    written[name] += write_table(folder / path.stem / name, made)
-    for name, paths in written.items():
-        if not paths and not measured_only:
-            paths += write_table(folder / name, build_table(wanted[name], (), published[name]))
-    return [path for paths in written.values() for path in paths]
+                    written += write_table(folder / path.stem / name, made)
+    return written
 
 
 def write_table(path: Path, made: PaperTable) -> list[Path]:

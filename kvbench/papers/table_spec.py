@@ -15,8 +15,8 @@ A specification describes rows, columns and cells with these keys:
     no_preset   why the table has no preset
     checks      statements in the notes about published values, which a test recomputes
 
-The specifications of table, row and column are merged in this order, and null removes a key. `left_out` states why a
-table is not emitted.
+The specifications of table, row and column are merged in this order, and null removes a key. The key `exhibits` of a
+paper is its list of tables and figures (kvbench.papers.listing).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,46 +30,35 @@ import yaml
 
 from kvbench.config.paths import CONF, PUBLISHED
 from kvbench.papers.experiment_key import merge_settings
-from kvbench.validation import SettingError, require_choice
+from kvbench.validation import require_choice
 
 TABLES = CONF / "efficiency" / "tables.yaml"
 PAPERS = CONF / "papers"
-LEFT_OUT = "left_out"
+LISTED = "exhibits"
 REMOVABLE_KEYS = ("published", "measured", "run", "over", "of", "line")  # keys that null removes
 
 Lines = Sequence[Mapping[str, str]]
 Select = Mapping[str, Any]
 
 
-def load_specs(paper: str | None = None, number: str | None = None) -> dict[str, Select]:
+def load_specs(paper: str | None = None) -> dict[str, Select]:
     """Load the specifications of tables.
 
     Args:
         paper: Load only the tables of this paper.
-        number: Load only the table with this number or name.
 
     Returns:
         Name of a table -> its specification.
 
     Raises:
-        SettingError: There is no such paper or table, or the table is not emitted.
+        SettingError: There is no such paper.
     """
+    if paper is not None:
+        require_choice("PAPER", paper, list_papers())
     found = dict(read_tables(TABLES))
     for path in sorted(PAPERS.glob("*.yaml")):
-        found |= {f"{path.stem}_{name}": own for name, own in read_tables(path).items() if name != LEFT_OUT}
-    if paper is None:
-        return found
-    require_choice("PAPER", paper, list_papers())
-    own = {name.removeprefix(f"{paper}_"): name for name in found if name.startswith(f"{paper}_")}
-    if number is not None:
-        wanted = f"table{int(number):02d}" if number.isdecimal() else number
-        if reason := read_tables(PAPERS / f"{paper}.yaml").get(LEFT_OUT, {}).get(wanted):
-            raise SettingError(f"TABLE={number}: this table is not emitted: {reason}")
-        numbers = {name.removeprefix("table").lstrip("0"): name for name in own}
-        there = sorted(numbers, key=lambda own: (not own.isdecimal(), own.zfill(3)))
-        require_choice("TABLE", wanted.removeprefix("table").lstrip("0"), there)
-        own = {wanted: own[wanted]}
-    return {name: found[name] for name in own.values()}
+        found |= {f"{path.stem}_{name}": own for name, own in read_tables(path).items() if name != LISTED}
+    return {name: spec for name, spec in found.items() if paper is None or name.startswith(f"{paper}_")}
 
 
 def list_papers() -> list[str]:

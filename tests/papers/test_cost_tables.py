@@ -61,7 +61,7 @@ def rows_of(markdown: str) -> dict[str, list[str]]:
 def test_published_and_measured_stand_side_by_side(results):
     written = write_tables(results, SPECS)
     folder = results / "papers" / "nvidia-test"
-    assert {path.parent for path in written} == {folder}
+    assert {path.parent for path in written if path.stem != "keydiff_table19"} == {folder}  # which needs a CPU
     rows = rows_of((folder / "dropkv_table02.md").read_text())
     assert rows["full cache, transformers"][:2] == ["19.08", "29.00"]  # seconds, of the newest that has them
     assert rows["full cache, transformers"][4:6] == ["54.72", "OOM"] and rows["full cache, transformers"][-1] == "OOM"
@@ -164,7 +164,7 @@ def test_the_plan_fills_deltakvs_tables(tmp_path, monkeypatch, name, plan, width
 
 
 def test_deltakv_is_measured_at_the_setting_of_its_scores():
-    scores = load_specs("deltakv", "1")["deltakv_table01"]
+    scores = load_specs("deltakv")["deltakv_table01"]
     run = next(own["run"] for own in expand_each(scores["rows"]) if own["label"] == "Qwen2.5-7B-Instruct-1M, DeltaKV")
     codec = load_settings("codec", "delta", {"preset": run["codec.preset"]})
     for row in SPECS["deltakv_table04"]["rows"]:
@@ -183,9 +183,18 @@ def test_every_measured_selection_names_columns(name):
             assert set(part.get(key) or {}) <= set(COLUMNS)
 
 
-def test_without_measurements_there_is_one_line(tmp_path, capsys):
+def test_without_measurements_a_table_has_published_values_and_commands(tmp_path, capsys):
     assert papers.main([str(tmp_path), "dropkv", "2"]) == 0
-    assert capsys.readouterr().out == f"no measurements in {tmp_path}/efficiency: `make efficiency` makes them\n"
+    out = capsys.readouterr().out
+    assert rows_of(out)["DropKV"][0] == "16.21" and "`python run.py -m task=efficiency" in out
+    assert {path.name for path in (tmp_path / "papers").iterdir()} == {
+        f"dropkv_table02.{own}" for own in ("md", "csv", "tex")
+    }
+    assert papers.main([str(tmp_path), "dropkv", "2", "--beside"]) == 0
+    assert (
+        capsys.readouterr().out
+        == f"no measurements of these tables in {tmp_path}/efficiency: `make efficiency` makes them\n"
+    )
 
 
 def test_a_table_stands_in_its_csv(results):

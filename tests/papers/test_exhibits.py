@@ -98,7 +98,7 @@ def test_without_studies_one_line_says_what_computes_them(tmp_path):
         ("figur14", "EXHIBIT=figur14: did you mean figure14 or figure"),
         ("figure41", "did you mean figure1"),
         ("xyz", "EXHIBIT=xyz: Choose one of"),
-        ("99", "TABLE=99: choose one of 1, "),
+        ("99", "EXHIBIT=99: did you mean table"),
     ],
 )
 def test_an_unknown_exhibit_is_refused_with_similar_names(tmp_path, name, said):

@@ -1,0 +1,220 @@
+"""List every table and figure of the papers: how each is emitted and what a store has of it, or why it is static.
+
+The key `exhibits` of conf/papers/<paper>.yaml lists them in the paper's order. A value is
+
+    nothing     the specification of this name emits it
+    a list      these specifications do
+    a text      nothing is emitted, and this is the reason
+"""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvbench.papers.build import build_table
+from kvbench.papers.cell_values import RunIndex
+from kvbench.papers.exhibit_pages import fill_exhibits
+from kvbench.papers.exhibits import load_exhibits, make_study_command, normalize_name, refuse_exhibit
+from kvbench.papers.paper_table import PaperTable
+from kvbench.papers.table_spec import (
+    LISTED,
+    PAPERS,
+    IndexedLines,
+    Select,
+    find_preset,
+    is_cost_table,
+    list_papers,
+    load_specs,
+    read_published,
+    read_tables,
+)
+from kvbench.store.efficiency_csv import find_measurements, read_lines
+from kvbench.validation import SettingError
+
+STATIC, SCORES, COST, STUDY = "static", "scores", "cost", "study"
+FILLED, PARTLY, EMPTY = "filled", "partly", "empty"
+
+Specs = Mapping[str, Select]
+
+
+@dataclass(frozen=True)
+class PaperExhibit:
+    """A table or figure of a paper.
+
+    Attributes:
+        paper: The paper, as in conf/papers/.
+        name: Its name, such as ``figure04``.
+        emitted: Names of the specifications that emit it; () for a static exhibit.
+        reason: Why it is static; "" for an emitted one.
+    """
+
+    paper: str
+    name: str
+    emitted: tuple[str, ...]
+    reason: str
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        """The names of the specifications over all papers, <paper>_<name>."""
+        return tuple(f"{self.paper}_{own}" for own in self.emitted)
+
+
+@cache
+def list_exhibits() -> tuple[PaperExhibit, ...]:
+    """Return the tables and figures of all papers."""
+    made = []
+    for paper in list_papers():
+        for name, own in read_tables(PAPERS / f"{paper}.yaml")[LISTED].items():
+            reason = own if isinstance(own, str) else ""
+            made.append(PaperExhibit(paper, name, () if reason else tuple(own or [name]), reason))
+    return tuple(made)
+
+
+def choose_exhibits(paper: str | None, exhibit: str | None) -> tuple[Specs, Specs]:
+    """Return the specifications of tables of scores and costs, and those of exhibits that studies fill.
+
+    Args:
+        paper: The paper; None for all of them and for tables that are in no paper.
+        exhibit: A name such as ``12``, ``figure4`` or ``table04a``, or the beginning of several, such as ``figure2``
+            of ``figure02_left`` and ``figure02_right``; None for all of the paper.
+
+    Raises:
+        SettingError: There is no such paper or exhibit, or it is static.
+    """
+    tables, studied = load_specs(paper), load_exhibits(paper)
+    if exhibit is None:
+        return tables, studied
+    name, listed = normalize_name(exhibit), [own for own in list_exhibits() if own.paper == paper]
+    parts = [own for own in listed if own.name.startswith(name)]
+    wanted = {f"{paper}_{name}", *(spec for own in parts for spec in own.specs)}
+    found = [{own: spec for own, spec in specs.items() if own in wanted} for specs in (tables, studied)]
+    if not any(found):
+        if parts:
+            raise SettingError(f"EXHIBIT={exhibit}: it is static: {parts[0].reason}")
+        there = [*(own.name for own in listed), *(own.removeprefix(f"{paper}_") for own in (*tables, *studied))]
+        refuse_exhibit(exhibit, dict.fromkeys(there))
+    return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class ListedLine:
+    """What the list says of an exhibit: its kind, what the store has of it, and the command that fills it.
+
+    Where no single command does, because runs need a file of the user's, it is the command that prints all of them.
+    """
+
+    exhibit: PaperExhibit
+    kind: str
+    state: str
+    command: str
+
+
+def describe_exhibits(results: Path, paper: str | None) -> list[ListedLine]:
+    """Return what a store has of each exhibit.
+
+    Args:
+        results: The folder of results.
+        paper: The only paper; None for all of them.
+
+    Raises:
+        SettingError: There is no such paper, or a file of the store cannot be read.
+    """
+    tables, studied = load_specs(paper), load_exhibits(paper)
+    states = find_table_states(results, tables) | find_study_states(results, studied)
+    lines = []
+    for own in list_exhibits():
+        if own.paper != (paper or own.paper):
+            continue
+        if own.reason:
+            lines.append(ListedLine(own, STATIC, "", own.reason))
+            continue
+        of = {states[name] for name in own.specs}
+        state = of.pop() if len(of) == 1 else PARTLY
+        first = own.specs[0]
+        if first in studied:
+            lines.append(ListedLine(own, STUDY, state, make_study_command(first)))
+        elif is_cost_table(tables[first]):
+            lines.append(ListedLine(own, COST, state, "python -m kvbench efficiency full"))
+        else:
+            preset = find_preset(first, tables[first])
+            fills = f"python run.py -m preset={preset}" if preset else f"python -m kvbench papers {own.paper} {own.name}"
+            lines.append(ListedLine(own, SCORES, state, fills))
+    return lines
+
+
+def find_table_states(results: Path, tables: Specs) -> dict[str, str]:
+    """Return what a store has of each table of scores or costs. Of costs, the machine counts that has most."""
+    runs = RunIndex.read(results)
+    machines = {path: IndexedLines(read_lines(path)) for path in find_measurements(results / "efficiency")}
+    states = {}
+    for name, spec in tables.items():
+        if is_cost_table(spec):
+            device = spec.get("device", "gpu")
+            fitting = [lines for path, lines in machines.items() if ("cpu" if path.stem == "cpu" else "gpu") == device]
+            made = [build_table(spec, lines, ()) for lines in fitting]
+        else:
+            made = [build_table(spec, (), read_published(results, spec.get("file")), runs)]
+        states[name] = find_state(made)
+    runs.store.print_damage()
+    return states
+
+
+def find_study_states(results: Path, studied: Specs) -> dict[str, str]:
+    """Return what a store has of each exhibit that studies fill. The model and the prompts count that fill most."""
+    states = {}
+    for name, pages in fill_exhibits(results, studied).items():
+        tables = [page.table for page in pages if page.table]
+        states[name] = find_state(tables, every=True) if len(tables) == len(pages) else FILLED
+    return states
+
+
+def find_state(versions: Iterable[PaperTable], every: bool = False) -> str:
+    """Return whether one of several versions of a table has all of its values, any or none of them.
+
+    Args:
+        versions: The table, filled by several machines or models.
+        every: Whether every cell counts. If not, those count that have a value or a command that makes one.
+    """
+    counts = []
+    for table in versions:
+        cells = [cell for _, own in table.rows for cell in own if every or cell.text or cell.filling]
+        counts.append((sum(bool(cell.text) for cell in cells), len(cells)))
+    if any(own == most > 0 for own, most in counts):
+        return FILLED
+    return PARTLY if any(own for own, _ in counts) else EMPTY
+
+
+def format_list(lines: Iterable[ListedLine], width: int) -> Iterator[str]:
+    """Yield the list as text: for each paper a line with its counts, then one for each exhibit.
+
+    Args:
+        lines: What the list says.
+        width: Characters of a line. A command that does not fit stands below.
+    """
+    of: dict[str, list[ListedLine]] = {}
+    for line in lines:
+        of.setdefault(line.exhibit.paper, []).append(line)
+    for paper, own in of.items():
+        static = sum(line.kind == STATIC for line in own)
+        yield f"{paper}: {len(own)} tables and figures, {len(own) - static} emitted, {static} static"
+        for line in own:
+            head = f"  {line.exhibit.name:15}  {line.kind:6}  {line.state:6}"
+            yield from put_beside(head, line.command, width)
+    every: list[Any] = [line for own in of.values() for line in own]
+    static = sum(line.kind == STATIC for line in every)
+    counts = [f"{sum(line.state == state for line in every)} {state}" for state in (FILLED, PARTLY, EMPTY)]
+    yield from textwrap.wrap(
+        f"{len(every)} = {len(every) - static} emitted + {static} static; of those emitted, {', '.join(counts)}", width
+    )
+
+
+def put_beside(head: str, text: str, width: int) -> Iterator[str]:
+    """Yield a text behind the head of a line, or below it if it does not fit."""
+    if len(head) + 2 + len(text) <= width:
+        yield f"{head}  {text}"
+        return
+    yield head.rstrip()
+    yield from textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
