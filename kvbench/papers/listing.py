@@ -108,8 +108,8 @@ class ListedLine:
 
     exhibit: PaperExhibit
     kind: str
-    state: str
     command: str
+    state: str
 
 
 def describe_exhibits(results: Path, paper: str | None) -> list[ListedLine]:
@@ -129,20 +129,25 @@ def describe_exhibits(results: Path, paper: str | None) -> list[ListedLine]:
         if own.paper != (paper or own.paper):
             continue
         if own.reason:
-            lines.append(ListedLine(own, STATIC, "", own.reason))
+            lines.append(ListedLine(own, STATIC, own.reason, ""))
             continue
         of = {states[name] for name in own.specs}
         state = of.pop() if len(of) == 1 else PARTLY
-        first = own.specs[0]
-        if first in studied:
-            lines.append(ListedLine(own, STUDY, state, make_study_command(first)))
-        elif is_cost_table(tables[first]):
-            lines.append(ListedLine(own, COST, state, "python -m kvbench efficiency full"))
-        else:
-            preset = find_preset(first, tables[first])
-            fills = f"python run.py -m preset={preset}" if preset else f"python -m kvbench papers {own.paper} {own.name}"
-            lines.append(ListedLine(own, SCORES, state, fills))
+        lines.append(ListedLine(own, *describe_filling(own, tables, studied), state))
     return lines
+
+
+def describe_filling(own: PaperExhibit, tables: Specs, studied: Specs) -> tuple[str, str]:
+    """Return the kind of an emitted exhibit and the command that fills it."""
+    name = own.specs[0]
+    if name in studied:
+        return STUDY, make_study_command(name)
+    if is_cost_table(tables[name]):
+        plan = "cpu" if tables[name].get("device") == "cpu" else "full"
+        return COST, f"python -m kvbench efficiency {plan}"
+    if preset := find_preset(name, tables[name]):
+        return SCORES, f"python run.py -m preset={preset}"
+    return SCORES, f"python -m kvbench papers {own.paper} {own.name}"
 
 
 def find_table_states(results: Path, tables: Specs) -> dict[str, str]:
