@@ -6,8 +6,9 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,14 @@ from kvbench.papers.table_spec import (
     merge_parts,
     read_published,
     read_tables,
+    read_yaml,
 )
+from kvbench.runs.checks import check_settings
 from kvbench.store import dataframes
 from kvbench.store.run_folder import RunFolder
 from kvbench.sweeps.plan import expand_sweep
 from kvbench.validation import SettingError
+from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import run_cli
 from tests.support.delta_files import make_zero, write_compressors
 from tests.support.lm_eval_words import use_few_words
@@ -632,23 +636,54 @@ SMALL = {  # task -> settings beside a preset's, with which one sample is made b
     "math500": [*MADE, "task.max_new_tokens=8"],
     "niah": ["task.haystack_path=null", "task.lengths=[1000]", "task.depths=[50]", "task.new_tokens=8"],
     "phonebook": ["task.sizes=[20]"],
-    "ruler": ["task.haystack_path=null", "task.qa_path=null", "task.length=1024", "task.subtasks=[niah_single_1]"],
-    "ruler_lmeval": ["task.length=1024", "task.subtasks=[niah_single_1]"],
+    "ruler": ["task.haystack_path=null", "task.qa_path=null", "task.length=1024", "task.subtasks=[ruler_vt]"],
+    "ruler_lmeval": ["task.length=1024", "task.subtasks=[ruler_vt]"],
     "scbench": [*MADE, "task.subtasks=[scbench_kv]", "task.max_turns=1"],
 }
 
 
+CUT = "budget=12"  # rows: fewer than any prompt of SMALL has
+
+
 def without_sizes(protocol: ExperimentKey) -> ExperimentKey:
-    """What a preset's cell keeps when its model and the size of its task are others."""
-    return replace(protocol, model="", task="")
+    """What a preset's cell keeps when its model, its budget and the size of its task are others."""
+    return replace(protocol, model="", task="", budget="")
 
 
 def first_cut(preset: str, task: str) -> tuple[str, ...]:
-    """The settings of the first run of a preset that cuts anything, beside those of SMALL and a model."""
+    """The settings of the first run of a preset that cuts anything, beside those of SMALL, the budget and a model."""
     run = next(own for own in expand_preset(preset) if own["method"] != "full")
     run = {"allocator": "uniform", "codec": "raw"} | run  # so that these settings make one cell of all
-    given = ["model", *(own.split("=")[0] for own in SMALL[task])]
+    given = ["model", "budget", *(own.split("=")[0] for own in SMALL[task])]
     return tuple(f"{name}={value}" for name, value in run.items() if name not in given)
+
+
+def run_sweep(
+    given: Sequence[str], model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> list[dict]:
+    """Run what a user starts, with one prompt of each task and a small model; return the sweep's cells."""
+    monkeypatch.setattr("kvbench.integrations.math_verify.grade", lambda folder: None)
+    where = [f"results={folder}", f"hydra.sweep.dir={folder}/sweep", "device=cpu"]
+    with use_few_words():
+        asked = ["-m", "--verbose", *given, CUT, "model=hf", f"model.path={model}", "limit=1", *where]
+        code, _, err = run_cli(asked, monkeypatch, capsys)
+    said = [line for line in err.splitlines() if line.startswith("kvbench:")]
+    assert code == 0 and all(line.startswith("kvbench: model") for line in said), err  # remarks on the small model
+    return json.loads((folder / "sweep" / "cells.json").read_text())
+
+
+def check_records(value: dict, run: Path) -> None:
+    """Hold that a run answered every prompt, and that all rows stayed or counted with the full cache alone."""
+    lines = [json.loads(line) for file in run.glob("records*.jsonl") for line in file.read_text().splitlines()]
+    assert lines and (run / "done").exists()
+    for line in lines:
+        assert line["error"] is None and 0 <= line["score"] <= 100 and line["tokens_out"] > 0
+        whole = line["rows_held"] == line["rows_seen"]
+        if line["tokens_out"] > 1:
+            whole &= line["rows_attended"] == line["rows_seen_decoding"]
+        packed = value["codec"]["name"] != "raw"
+        assert whole == (value["method"]["name"] == "full")
+        assert packed == (whole and line["resident_bytes"] < line["full_bytes"])
 
 
 @pytest.fixture(scope="module")
@@ -664,19 +699,74 @@ def test_a_cell_of_a_preset_runs_on_made_data(ran, checkpoint, tmp_path, monkeyp
     task = json.loads(next(iter(own)).task)["name"]
     key = first_cut(preset, task)
     if key not in ran:
-        monkeypatch.setattr("kvbench.integrations.math_verify.grade", lambda folder: None)
-        model = ["model=hf", f"model.path={checkpoint}"]
-        asked = ["-m", "--verbose", f"preset={preset}", *model, *first_cut(preset, task), *SMALL[task], "limit=1"]
-        where = [f"results={tmp_path}", f"hydra.sweep.dir={tmp_path}/sweep", "device=cpu"]
-        with use_few_words():
-            code, out, err = run_cli([*asked, *where], monkeypatch, capsys)
-        assert code == 0 and "kvbench:" not in err and f"\ntask: {task}" in out, err
-        [planned] = json.loads((tmp_path / "sweep" / "cells.json").read_text())
+        asked = [f"preset={preset}", *first_cut(preset, task), *SMALL[task]]
+        [planned] = run_sweep(asked, checkpoint, tmp_path, monkeypatch, capsys)
         ran[key] = planned, [tmp_path / "runs" / name for name in planned["runs"]]
     planned, folders = ran[key]
+    assert planned["value"]["task"]["name"] == task
     assert without_sizes(ExperimentKey.of(planned["value"])) in map(without_sizes, own)
     for folder in folders:
-        lines = [json.loads(line) for file in folder.glob("records*.jsonl") for line in file.read_text().splitlines()]
-        assert lines and (folder / "done").exists()
-        for line in lines:
-            assert line["error"] is None and 0 <= line["score"] <= 100 and line["tokens_out"] > 0
+        check_records(read_yaml(folder / "run.yaml")["value"], folder)
+
+
+LAYERS = 8  # so that OmniKV and Quest have layers that read few rows
+
+
+def list_rows(preset: str) -> frozenset[tuple[tuple[str, str], ...]]:
+    """The runs of a preset without their models and what SMALL and CUT replace."""
+    runs = expand_preset(preset)
+    given = {"model", CUT.split("=")[0], *(own.split("=")[0] for own in SMALL[runs[0]["task"]])}
+    return frozenset(tuple(sorted((name, own) for name, own in run.items() if name not in given)) for run in runs)
+
+
+def list_sweeps() -> list[tuple[str, str]]:
+    """Presets with a model of each of their architectures; once, if two presets differ in nothing else."""
+    found = {}
+    for preset in list_presets():
+        for model in {run["model"]: None for run in expand_preset(preset)}:
+            kind = json.loads((SHAPES / f"{model}.json").read_text())["model_type"]
+            found.setdefault((list_rows(preset), kind), (preset, model))
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def make_family(tmp_path_factory) -> Callable[[str], Path]:
+    """Gives the folder of a small random model with the architecture of a model of the papers."""
+
+    @cache
+    def make(like: str) -> Path:
+        folder = tmp_path_factory.mktemp(like)
+        write_checkpoint(folder, LAYERS, stops=False, like=like)
+        return folder
+
+    return make
+
+
+def check_all(cells: Iterable[dict], folder: Path) -> None:
+    """Hold that all runs of a sweep left the records of `check_records`."""
+    for name in {name for cell in cells for name in cell["runs"]}:
+        run = folder / "runs" / name
+        check_records(read_yaml(run / "run.yaml")["value"], run)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("preset, model", list_sweeps())
+def test_all_rows_of_a_preset_run_on_its_architectures(make_family, tmp_path, monkeypatch, capsys, preset, model):
+    asked = [f"preset={preset}", *SMALL[expand_preset(preset)[0]["task"]]]
+    cells = run_sweep(asked, make_family(model), tmp_path, monkeypatch, capsys)
+    assert len(cells) == len(list_rows(preset))
+    check_all(cells, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["llama31_8b", "qwen3_8b"])
+def test_every_row_runs(make_family, tmp_path, monkeypatch, capsys, model):
+    asked = ["row=" + ",".join(read_rows()), "task=phonebook", *SMALL["phonebook"]]
+    cells = run_sweep(asked, make_family(model), tmp_path, monkeypatch, capsys)
+    assert {cell["value"]["method"]["name"] for cell in cells} == {own["method"] for own in read_rows().values()}
+    check_all(cells, tmp_path)
+
+
+def test_every_row_is_composed_and_checked():
+    for cell in expand_sweep(["row=" + ",".join(read_rows()), "task=phonebook"]):
+        check_settings(compose_config(cell))
