@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from kvbench.analysis.text_table import format_number
 from kvbench.papers.cell_values import CellValue, RunIndex
 from kvbench.papers.exhibits import select_lines
 from kvbench.papers.experiment_key import ExperimentKey, drop_unused
@@ -132,11 +133,10 @@ def fill_from_study(own: Select, published: str, study: Sequence[StudyLine]) -> 
 
 def format_cell(found: CellValue | StudyLine, published: str, scale: float, digits: int) -> TableCell:
     """Return a cell with a measured value, multiplied by `scale` and rounded to `digits` places."""
-    low, high = ("" if end is None else f"{end * scale:.{digits}f}" for end in (found.low, found.high))
-    value, difference = found.value * scale, ""
-    if is_number(published):
-        difference = f"{round(value - float(published), digits) + 0.0:+.{digits}f}"
-    return TableCell(published, f"{value:.{digits}f}", None, low, high, difference)
+    low, high = ("" if end is None else format_number(end * scale, digits) for end in (found.low, found.high))
+    value = found.value * scale
+    difference = format_number(value - float(published), digits, "+") if is_number(published) else ""
+    return TableCell(published, format_number(value, digits), None, low, high, difference)
 
 
 def get_format(own: Select) -> tuple[float, int]:

@@ -23,6 +23,7 @@ from typing import Any
 from kvbench.analysis.answer_metrics import collect_scores, find_failure, select_answered
 from kvbench.analysis.intervals import BOUND, mean
 from kvbench.analysis.paired import Pair, compare_subtasks, pair_records
+from kvbench.analysis.run_labels import describe_error
 from kvbench.papers.experiment_key import ExperimentKey
 from kvbench.store.runs import FoundRuns as Store
 from kvbench.store.runs import StoredRun, find_baseline, find_runs
@@ -102,12 +103,17 @@ class RunIndex:
         return self.known[protocol]
 
     def find_value(self, protocol: ExperimentKey, of: Mapping[str, Any]) -> CellValue | None:
-        """Return the value from the newest run that has one; None if no run has."""
+        """Return the value from the newest run that has one; None if no run has.
+
+        A run whose records lack the metric, or have it outside its range, is noted as damaged in `store`.
+        """
         for run in self.find_matching(protocol):
             try:
                 return self.value(run, of)
             except SettingError:  # the run lacks subtasks, or there is no full-cache run to compare with
                 continue
+            except (LookupError, TypeError, ValueError) as error:
+                self.store.damaged[run.hash] = f"{of.get('metric', SCORE)} cannot be read: {describe_error(error)}"
         return None
 
     def value(self, run: StoredRun, of: Mapping[str, Any]) -> CellValue:

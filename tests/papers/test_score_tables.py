@@ -18,7 +18,7 @@ from kvbench.config.catalogue import SHAPES, load_settings
 from kvbench.config.compose import compose_config, expand_cells
 from kvbench.papers import build
 from kvbench.papers.build import build_table
-from kvbench.papers.cell_values import RunIndex
+from kvbench.papers.cell_values import CellValue, RunIndex
 from kvbench.papers.exhibits import load_exhibits
 from kvbench.papers.experiment_key import ExperimentKey, drop_unused, resolve_value
 from kvbench.papers.paper_runs import Settings, expand_preset, is_of_cache, list_presets, needs_file, read_rows
@@ -262,6 +262,26 @@ def test_what_else_the_store_holds_has_rows_of_its_own_and_hostile_names_are_tex
 def test_a_command_in_a_note_can_be_copied():
     note = "*all* cells: `python run.py -m preset=a_table1`"
     assert note.replace("*", r"\*") in PaperTable("title", (), (), (note,)).to_markdown()
+
+
+def test_no_number_is_minus_zero(tmp_path):
+    """Rounding makes a small negative end of an interval, or difference, 0."""
+    cell = build.format_cell(CellValue(-0.001, -0.004, 60.24, 0, ""), "0.0", 1.0, 2)
+    assert cell.text == "0.00 [0.00, 60.24] (+0.00)"
+
+
+@pytest.mark.parametrize("own", [{"also": {"flexible": 101.0}}, {"also": {}}, {"score": 101.0}])
+def test_a_record_outside_its_range_is_named_and_the_rest_is_shown(tmp_path, capsys, own):
+    settings = {**TABLES["keydiff_table05"]["run"], "method": "full"}
+    good = {"also": {"flexible": 50.0, "exact": 0.0}, "tokens_out": 3000}
+    line = record(0, 0.0, "math500") | good | own
+    bad = put(tmp_path, settings | {"task.max_new_tokens": 4096}, [line])
+    put(tmp_path, settings | {"task.max_new_tokens": 8192}, [record(0, 0.0, "math500", **good)])
+    assert papers.main([str(tmp_path), "keydiff", "5"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith(f"kvbench: run {bad} is left out: ") and err.count("\n") == 1
+    found = {label: cells[0].measured for label, cells in made("keydiff_table05", tmp_path).rows if cells[0].measured}
+    assert found == {"8k, > 2048 tokens, full cache": "0.500"} and "0.500 (" in out
 
 
 def test_a_damaged_run_is_named_and_the_rest_is_shown(tmp_path, capsys):
