@@ -135,7 +135,7 @@ def draw_grid(panel: Mapping[str, Any], total: float, change: bool = False) -> D
             seen.append((own["row"], own["cells"]))
             alike = sum(row == own["row"] for row, _ in seen)
             name = own["row"] if alike == 1 else f"{own['row']} ({alike})"
-            cells += [{"run": name, **cell} for cell in own["cells"]]
+            cells += [{"run": name, **cell} for cell in own["cells"] if not change or cell["diff"] is not None]
     if not cells:
         return None
     runs = list(dict.fromkeys(own["run"] for own in cells))

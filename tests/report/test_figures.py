@@ -102,6 +102,18 @@ def test_a_plain_figure_has_no_title_and_its_width(store, drawn, tmp_path):
     assert 0.95 * 288 < width <= 288.5
 
 
+def test_a_run_without_a_pair_has_no_plot_of_differences():
+    """The full cache failed where the run has scores: its grid has nothing to say about a change."""
+    cell = {"length": 512.0, "depth": 0, "score": 50.0, "n": 2, "diff": -50.0, "diff_low": None, "diff_high": None}
+    alone = {"s": 1, "row": "tova", "cells": [cell | {"diff": None}]}
+    grids = [{"s": None, "row": "full cache", "cells": [cell]}, {"s": 0, "row": "snapkv", "cells": [cell]}, alone]
+    drawing = print_charts.draw_grid({"grids": grids}, 500, change=True)
+    assert drawing is not None and [own["run"] for own in drawing.rows] == ["snapkv"]
+    assert print_charts.draw_grid({"grids": [alone]}, 500, change=True) is None
+    scores = print_charts.draw_grid({"grids": grids}, 500)
+    assert scores is not None and [own["run"] for own in scores.rows] == ["full cache", "snapkv", "tova"]
+
+
 @pytest.mark.usefixtures("svg_only")
 def test_one_budget_is_drawn_as_dots(store, tmp_path):
     """Methods are rows, the best one first; all numbers are those of the curves."""
