@@ -12,6 +12,7 @@ from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_curve import Curve
 from kvbench.analysis.intervals import Mean, compute_means
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages, pair_records
+from kvbench.analysis.text_table import pad_numbers
 from kvbench.store.runs import StoredRun, find_baseline, find_differences, name_some
 from kvbench.validation import SettingError, require_choice
 
@@ -144,7 +145,7 @@ def compute_kept_share(record: Mapping[str, Any], against: str) -> float:
 
 def list_subtasks(runs: Sequence[StoredRun]) -> list[str]:
     """Return all subtasks for which the runs have records, sorted."""
-    return sorted({str(own.get("subtask")) for run in runs for own in run.records.values()})
+    return sorted({str(own.get("subtask")) for run in runs for own in run.records.values()}, key=pad_numbers)
 
 
 def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice: CurveOptions) -> BudgetSeries:

@@ -43,8 +43,9 @@ from kvbench.analysis.answer_metrics import (
 from kvbench.analysis.closing_table_format import COST_NAMES, TIME_NAMES, ClosingTable, TableRow
 from kvbench.analysis.intervals import TAIL, Mean, Values, compute_means, normalize_weights
 from kvbench.analysis.paired import Pair, PairedDifference, PairedScores, compare_averages, pair_records
-from kvbench.analysis.text_table import NOT_AVAILABLE
-from kvbench.config.catalogue import describe_part
+from kvbench.analysis.run_labels import name_presets
+from kvbench.analysis.text_table import NOT_AVAILABLE, pad_numbers
+from kvbench.config.catalogue import describe_part, find_preset
 from kvbench.store.runs import CACHE_GROUPS, name_budget
 from kvbench.validation import EMBEDDED_MODELS, escape, format_value
 
@@ -142,7 +143,11 @@ def draft_run_table(
 def _describe_settings(value: Mapping[str, Any]) -> str:
     """Return the parts of the cache that have other settings than the default ones, with these, or "default"."""
     texts = {group: describe_part(group, value[group]) for group in CACHE_GROUPS}
-    return "; ".join(text for group, text in texts.items() if text != value[group]["name"]) or "default"
+    names = {group: value[group]["name"] for group in CACHE_GROUPS}
+    for group, preset in {group: find_preset(group, value[group]) for group in CACHE_GROUPS}.items():
+        if preset and texts[group].startswith(before := f"{names[group]} {preset}"):
+            texts[group] = f"{names[group]} {name_presets(group, value[group])}{texts[group].removeprefix(before)}"
+    return "; ".join(text for group, text in texts.items() if text != names[group]) or "default"
 
 
 def warn_of_data(records: Records, embedded: bool) -> list[str]:
@@ -252,7 +257,7 @@ def _draft_table(
     other = full_records if method_records is None else method_records
     pairs = pair_records(full_records, other)
     subtasks: dict[str, list[Pair]] = {}
-    for full, method in sorted(pairs, key=lambda both: (both[1]["index"], both[1]["subtask"])):
+    for full, method in sorted(pairs, key=lambda both: (both[1]["index"], pad_numbers(both[1]["subtask"]))):
         subtasks.setdefault(method["subtask"], []).append((full, method))
     drafts = {name: _draft_row(name, both) for name, both in subtasks.items()}
     scored = {name: draft.scores[0] for name, draft in drafts.items() if draft.scores}

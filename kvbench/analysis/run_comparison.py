@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.analysis.answer_metrics import collect_scores, select_answered
 from kvbench.analysis.intervals import TOLERANCE
 from kvbench.analysis.paired import Pair, PairedDifference, compare_subtasks, pair_records
-from kvbench.analysis.text_table import Column, format_interval, format_number, format_table, wrap_texts
+from kvbench.analysis.text_table import Column, format_interval, format_number, format_table, pad_numbers, wrap_texts
 from kvbench.store.runs import StoredRun, find_differences
 from kvbench.validation import SettingError, escape
 
@@ -80,7 +80,7 @@ def compare_runs(one: StoredRun, other: StoredRun) -> RunComparison:
     by_subtask: dict[str, list[Pair]] = {}
     for pair in kept:
         by_subtask.setdefault(str(pair[1]["subtask"]), []).append(pair)
-    scores = {name: collect_scores(own) for name, own in sorted(by_subtask.items())}
+    scores = {name: collect_scores(by_subtask[name]) for name in sorted(by_subtask, key=pad_numbers)}
     changed = [(both[1]["uid"], both[0]["score"], both[1]["score"]) for both in kept]
     differ = find_differences([one, other], ())
     return RunComparison(

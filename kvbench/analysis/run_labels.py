@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from statistics import fmean
 from typing import Any
 
+import yaml
+
 from kvbench.analysis.intervals import Mean
 from kvbench.analysis.paired import PairedDifference
-from kvbench.config.catalogue import find_preset
+from kvbench.config.catalogue import CONF, find_preset, load_settings
 from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import CACHE_GROUPS, UNSHARED_SETTINGS, StoredRun, find_differences
 from kvbench.validation import SettingError, escape
@@ -70,10 +73,28 @@ def leave_out_defaults(differ: Sequence[str], run: StoredRun, beside: Sequence[S
     return found
 
 
+def name_presets(group: str, settings: Mapping[str, Any]) -> str | None:
+    """Return the preset of a part of a run, as `find_preset` does, with the others that have the same settings.
+
+    A run does not record which of them was typed, so that a paper's preset must not be shown under its twin's name:
+    "official_code/kvpress".
+    """
+    if (found := find_preset(group, settings)) is None:
+        return None
+    return "/".join(_find_twins(group, settings["name"], found))
+
+
+@cache
+def _find_twins(group: str, name: str, preset: str) -> list[str]:
+    offered = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))["presets"]
+    own = {each: {**load_settings(group, name, {"preset": each}), "preset": None} for each in offered}
+    return [each for each in own if own[each] == own[preset]]
+
+
 def label_cache(value: Mapping[str, Any]) -> str:
     """Return the method and every setting of the cache that differs from the usual one, with presets by their name."""
     groups = ["method", *(group for group, usual in USUAL_GROUPS.items() if value[group]["name"] != usual)]
-    parts = [" ".join(filter(None, (value[group]["name"], find_preset(group, value[group])))) for group in groups]
+    parts = [" ".join(filter(None, (value[group]["name"], name_presets(group, value[group])))) for group in groups]
     if value.get("block_size") is not None:
         parts.append(f"block {value['block_size']}")
     if value.get("budget_of") not in (None, "prompt"):

@@ -3,6 +3,7 @@
 Control characters in cells are escaped, so that no cell can control the terminal or break a line.
 """
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from kvbench.validation import escape
 
 NOT_AVAILABLE = "n/a"
+DIGITS = 12  # of a number in a name, as far as names are sorted by it
 LATEX = {  # character -> how LaTeX writes it
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "×": r"$\times$",
     "−": "$-$", "≤": r"$\leq$", "<": r"$<$", ">": r"$>$", "|": r"$|$", "·": r"$\cdot$", "\u202f": r"\,",
@@ -105,6 +107,11 @@ def escape_latex(text: str) -> str:
     """
     own = "".join(LATEX.get(char) or (char if char in PRINTED else f"U+{ord(char):04X}") for char in escape(text))
     return f"{{}}{own}" if own[:1] in ("[", "*") else own  # after a row's end, LaTeX would read them as its options
+
+
+def pad_numbers(name: str) -> str:
+    """Return a name as it is sorted: with zeros in front of its numbers, so that part_478 precedes part_1233."""
+    return re.sub(r"\d+", lambda found: found[0].zfill(DIGITS), name)
 
 
 def format_number(value: float | None, digits: int = 1, sign: str = "") -> str:

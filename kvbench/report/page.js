@@ -40,6 +40,7 @@
   }
   const points = (value, sign) => (value === null || value === undefined ? "–" : (sign && value > 0 ? "+" : "") + toTenths(value).replace("-", "−"));
   const count = (number, one) => `${number} ${one}${number === 1 ? "" : "s"}`;
+  const byName = (one, other) => one.localeCompare(other, "en", { numeric: true });
   const percent = (share) => `${(100 * share).toFixed(1)}\u202f%`;
   const title = (panel) => `${panel.task} · question ${panel.question}`;
   const heading = (panel) => el("header", {}, el("h3", {}, title(panel)), el("small", {}, [panel.model, ...panel.also].join(" · ")));
@@ -311,7 +312,7 @@
     const both = common.filter((uid) => one.get(uid).score !== null && other.get(uid).score !== null).map((uid) => ({ uid, ...other.get(uid), from: one.get(uid).score, to: other.get(uid).score }));
     if (!both.length) { body.append(el("p", { class: "empty" }, "The runs have no answered sample in common.")); return; }
     const lost = ({ from, to }) => to < from - SAME, gained = ({ from, to }) => to > from + SAME;
-    const subtasks = [...new Set(both.map(({ subtask }) => subtask))].sort().map((name) => [name, both.filter(({ subtask }) => subtask === name)]);
+    const subtasks = [...new Set(both.map(({ subtask }) => subtask))].sort(byName).map((name) => [name, both.filter(({ subtask }) => subtask === name)]);
     const row = (label, some) => {
       const own = some.flat(), { value, low, high } = kvbenchIntervals.mean(some.map((each) => ({ values: each.map(({ from, to }) => to - from), groups: each.map(({ group }) => group) })));
       const means = ["from", "to"].map((side) => kvbenchIntervals.average(some.map((each) => each.map((one) => one[side]))));
@@ -425,7 +426,7 @@
     const options = [["", "choose a run"], ...files.map((own) => [own.run, `${title(DATA.panels[own.panel])} · ${own.row}`])];
     const pick = (name, label, values) => el("label", {}, label, el("select", { "data-pick": name, onchange: (event) => choose(name, event.target.value) },
       values.map(([value, text]) => el("option", { value, selected: browser[name] === value || (value === "" && browser[name] === null) ? "" : null }, text))));
-    const subtasks = [...new Set(entries.map(([, own]) => own))].sort();
+    const subtasks = [...new Set(entries.map(([, own]) => own))].sort(byName);
     const partly = file && parts.length < file.names.length;
     if (entries.length && browser.subtask !== ALL && !subtasks.includes(browser.subtask)) { // of a link
       if (partly && !browser.failed) { more(file, parts.length); return; }
@@ -561,7 +562,7 @@
     for (const chip of document.querySelectorAll("[data-method]")) chip.setAttribute("aria-pressed", String(!state.off.has(chip.dataset.method)));
     render();
   }
-  const values = (key) => (key === "class" ? DATA.classes : key === "block" ? DATA.blocks.map(blockOf).sort((a, b) => a.localeCompare(b, "en", { numeric: true })) : [...new Set(DATA.panels.map((panel) => panel[key]))].sort());
+  const values = (key) => (key === "class" ? DATA.classes : key === "block" ? DATA.blocks.map(blockOf).sort(byName) : [...new Set(DATA.panels.map((panel) => panel[key]))].sort());
   function filter(name) {
     return el("label", { title: name === "class" ? "shows the columns of the scores whose budgets are nearest to this one" : null }, FILTERS[name], el("select", { "data-filter": name, onchange: (event) => { state[name] = event.target.value; render(); remember(); } },
       el("option", { value: ALL }, "all"), values(name).map((value) => el("option", { value }, value))));

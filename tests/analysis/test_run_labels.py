@@ -2,9 +2,14 @@
 
 import pytest
 
-from kvbench.analysis.run_labels import describe_protocol, group_series
+from kvbench.analysis.budget_series import list_subtasks
+from kvbench.analysis.closing_table import draft_run_table, finish_tables
+from kvbench.analysis.run_comparison import compare_runs
+from kvbench.analysis.run_labels import describe_protocol, group_series, label_cache
+from kvbench.config.catalogue import load_settings
 from kvbench.store.runs import StoredRun
 from tests.support.made_up_runs import write_run
+from tests.support.report_store import make_records
 
 
 @pytest.mark.parametrize("length, expected", [(2048, ["length 2048"]), (None, [])])
@@ -30,3 +35,26 @@ def test_a_method_over_others_is_named_by_them(tmp_path):
         "dms_threshold · base=keydiff · base.recent=4",
         "dms_threshold · base=kvzap",
     ]
+
+
+def test_presets_with_the_same_settings_are_all_named(tmp_path):
+    """CentroidKV's kvpress SnapKV is not shown as the official code's alone. Twins of the default need no name."""
+    method = load_settings("method", "snapkv", {"preset": "kvpress"})
+    run = write_run(tmp_path, {}, method=method, allocator=load_settings("allocator", "pyramid", {"preset": "kvpress"}))
+    assert label_cache(run.value) == "snapkv official_code/kvpress · pyramid kvpress"
+    [table] = finish_tables([draft_run_table(run.value, {}, {})])
+    assert table.heading["settings"] == "snapkv official_code/kvpress; pyramid kvpress"
+    usual = load_settings("method", "expected_attention", {"preset": "kvpress"})
+    assert label_cache(run.value | {"method": usual}) == "expected_attention · pyramid kvpress"
+
+
+def test_subtasks_are_sorted_by_their_numbers(tmp_path):
+    """In the closing table, the comparison of two runs, and the choices of `subtask=`."""
+    names = [f"phonebook_{size}" for size in (100, 478, 1233)]
+    first = next(iter(make_records(1.0, 100).values()))
+    own = {f"{name}/0": first | {"uid": f"{name}/0", "subtask": name, "index": 0} for name in names[::-1]}
+    full = write_run(tmp_path, own, method={"name": "full"})
+    run = write_run(tmp_path, own, method={"name": "snapkv"}, budget=0.1)
+    [table] = finish_tables([draft_run_table(run.value, full.records, run.records)])
+    assert [row.subtask for row in table.rows][: len(names)] == names
+    assert list(compare_runs(full, run).subtasks) == list_subtasks([full, run]) == names
