@@ -10,6 +10,7 @@ protocol follow. If a cell is empty, a note gives the command that fills it. Thi
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def build_table(
     notes = [*describe_origin(spec, measured.lines), *describe_contradictions(spec)]
     if failed:
         notes.append(f"{failed} samples failed; their cells leave them out.")
+    notes += dict.fromkeys(f"{label}: {cell.reason}" for label, cells in rows for cell in cells if cell.reason)
     notes += [" ".join(note.split()) for note in spec.get("notes", ())]
     return PaperTable(spec["title"], tuple(column["label"] for column in columns), tuple(rows), tuple(notes))
 
@@ -94,7 +96,7 @@ def describe_origin(spec: Select, lines: Lines) -> Iterator[str]:
         yield (
             f"Measured: {last['gpu']}, torch {last['torch']}, transformers {last['transformers']}, triton "
             f"{last['triton']}, until {last['date'][:10]}. Models have random weights in the original shape. Values "
-            "are medians. No two cells share a prefill."
+            "are medians unless a column says mean. No two cells share a prefill."
         )
 
 
@@ -152,16 +154,30 @@ def fill_from_measurements(own: Select, published: str, lines: IndexedLines) -> 
         return TableCell(published, "")
     if select.get("baseline", "none") != "none":  # transformers' own caches read a prompt as one block
         select = {**select, "block_size": ""}
-    found, date = find_measurement(lines, select)
-    if isinstance(found, float) and own.get("over") is not None:
-        select = {**select, **own["over"]}
-        other, _ = find_measurement(lines, select, near=date)
-        if other is None and list(own["over"]) == ["quantity"]:  # the run that was measured has no such quantity
+    found, line = find_measurement(lines, select)
+    for name, join in (("minus", sub), ("over", truediv)):
+        if not isinstance(found, float) or own.get(name) is None:
+            continue
+        select = {**select, **own[name]}
+        other, of_other = find_measurement(lines, select, near=line["date"])
+        if other is None and list(own[name]) == ["quantity"]:  # the run that was measured has no such quantity
             return TableCell(published, "")
-        found = found / other if isinstance(other, float) else other
+        if isinstance(other, str):
+            return TableCell(published, "", reason=f"nothing to compare with: {describe_failure(of_other)}")
+        found = join(found, other) if other is not None else None
     if found is None:
         return TableCell(published, "", make_run_settings(select))
-    return TableCell(published, found if isinstance(found, str) else f"{found * scale:.{digits}f}")
+    if isinstance(found, str):
+        return TableCell(published, found, reason=describe_failure(line))
+    return TableCell(published, format_number(found * scale, digits))
+
+
+def describe_failure(line: Mapping[str, str]) -> str:
+    """Return what a measurement that failed was asked for, and why there is no number."""
+    prompts = f"{line['batch']} x {line['length']}" if line["batch"] else f"copies of {line['length']}"
+    asked = " ".join([line["method"], *(line[key] for key in ("codec", "baseline") if line[key] != DEFAULTS[key])])
+    why = line["note"] or "memory ran out"
+    return f"{FAILURES[line['status']]}: {asked} with {prompts} tokens on {line['gpu']}: {why}"
 
 
 def make_run_settings(select: Select) -> dict[str, Any]:
@@ -180,15 +196,18 @@ def make_run_settings(select: Select) -> dict[str, Any]:
     return own
 
 
-def find_measurement(lines: IndexedLines, select: Select, near: str | None = None) -> tuple[float | str | None, str]:
-    """Find the newest matching measurement, or the one that was made at the time nearest to `near`.
+def find_measurement(
+    lines: IndexedLines, select: Select, near: str | None = None
+) -> tuple[float | str | None, Mapping[str, str]]:
+    """Find the newest matching measurement, or, of those that ran, the one made at the time nearest to `near`.
 
     A ratio is of two measurements of one run of the plan where possible, because machines differ.
 
     Returns:
-        Its median, its failure ("OOM", "failed") or None if there is none, and its date.
+        Its number, its failure ("OOM", "failed") or None if there is none, and its line.
     """
-    where = {**DEFAULTS, **{key: value for key, value in select.items() if key != "quantity"}}
+    column = select.get("column", "value")
+    where = {**DEFAULTS, **{key: value for key, value in select.items() if key not in ("quantity", "column")}}
     cells: dict[tuple[str, str], list[Mapping[str, str]]] = {}  # a cell may have been measured again
     for row in lines.find_matching(where):
         cells.setdefault((row["cell"], row["date"]), []).append(row)
@@ -196,14 +215,16 @@ def find_measurement(lines: IndexedLines, select: Select, near: str | None = Non
     if near is not None:
         time = datetime.fromisoformat(near)
         found.sort(key=lambda own: abs(datetime.fromisoformat(own[0]["date"]) - time))
+    if near is not None:  # those that ran come first
+        found.sort(key=lambda own: any(row["status"] in FAILURES for row in own))
     for own in found:
         for row in own:
-            if row["quantity"] == select["quantity"] and row["value"]:
-                return float(row["value"]), row["date"]
-        for row in own:
+            if row["quantity"] == select["quantity"] and row[column]:
+                return float(row[column]), row
+        for row in own if own is found[0] else ():  # an older failure says nothing about a run that ended
             if row["status"] in FAILURES:
-                return FAILURES[row["status"]], row["date"]
-    return None, ""
+                return FAILURES[row["status"]], row
+    return None, {}
 
 
 def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:

@@ -30,6 +30,7 @@ class TableCell:
         low: Lower end of the 95 % interval, or "".
         high: Upper end of the 95 % interval, or "".
         difference: Measured − published, or "".
+        reason: Why a measurement has no number, or "". It becomes a note.
     """
 
     published: str
@@ -38,6 +39,7 @@ class TableCell:
     low: str = ""
     high: str = ""
     difference: str = ""
+    reason: str = ""
 
     @property
     def text(self) -> str:

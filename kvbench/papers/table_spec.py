@@ -5,8 +5,10 @@ A specification describes rows, columns and cells with these keys:
     each        a list of lists of rows or columns; stands for all combinations of their entries
     published   columns of results/published/*.csv (`file`) and the values that identify the cell's line
     run, of     settings of run.py, and what is averaged over that run's records (kvbench.papers.cell_values)
-    measured    columns of results/efficiency/<gpu>.csv and the values that identify a measurement
-    over        the same for the measurement to divide by
+    measured    columns of results/efficiency/<gpu>.csv and the values that identify a measurement; `column` names the
+                column with its number: value, the median, by default, or mean
+    minus       the same for the measurement to subtract
+    over        the same for the measurement to divide by, after `minus`
     line        columns of a study's file and the values that identify a line (kvbench.papers.exhibits)
     scale       factor for measured values
     digits      decimal places of measured values
@@ -35,7 +37,7 @@ from kvbench.validation import require_choice
 TABLES = CONF / "efficiency" / "tables.yaml"
 PAPERS = CONF / "papers"
 LISTED = "exhibits"
-REMOVABLE_KEYS = ("published", "measured", "run", "over", "of", "line")  # keys that null removes
+REMOVABLE_KEYS = ("published", "measured", "run", "minus", "over", "of", "line")  # keys that null removes
 
 Lines = Sequence[Mapping[str, str]]
 Select = Mapping[str, Any]
@@ -114,7 +116,7 @@ def merge_parts(*parts: Select) -> dict[str, Any]:
         for key in REMOVABLE_KEYS:
             if key not in part:
                 continue
-            if part[key] is None or key in own and own[key] is None and key != "over":
+            if part[key] is None or key in own and own[key] is None and key not in ("minus", "over"):
                 own[key] = None
             elif key == "run":
                 own[key] = merge_settings(own.get(key) or {}, part[key])

@@ -82,10 +82,10 @@ def test_published_and_measured_stand_side_by_side(results):
 def test_a_ratio_is_of_two_measurements(results):
     path = results / "efficiency" / "nvidia-test.csv"
     own = {"model": "llama31_8b", "baseline": "none", "measure": "latency"}
-    append_lines(path, lines("g", {"tpot_ms": 9.0, "tpot_floor_ms": 4.5}, **own))
+    append_lines(path, lines("g", {"tpot_ms": 9.0, "tpot_floor_ms": 4.5}, mean=9.1, **own))
     write_tables(results, SPECS)
     rows = rows_of((results / "papers" / "nvidia-test" / "decoding_floor.md").read_text())
-    assert rows["kvbench, full cache, 32k"] == ["9.00", "4.50", "2.00"]
+    assert rows["kvbench, full cache, 32k"] == ["9.00", "9.10", "4.50", "2.00"]
 
 
 @pytest.mark.parametrize("cell", ["i", "g"])
@@ -99,6 +99,56 @@ def test_a_ratio_is_of_measurements_that_were_made_together(results, cell):
     write_tables(results, SPECS)
     rows = rows_of((results / "papers" / "nvidia-test" / "prefill_full.md").read_text())
     assert rows["full cache, kvbench"][:2] == ["0.800", "1.000"] and rows["L2 norm 5 %"][:2] == ["1.100", "1.100"]
+
+
+def test_a_failed_measurement_is_explained_and_divides_nothing(results):
+    """Two full caches of transformers: the one beside kvbench's failed, so that the ratio is of the one that ran."""
+    path = results / "efficiency" / "nvidia-test.csv"
+    own = {"model": "llama31_8b", "measure": "throughput", "fill": "replicated", "batch": ""}
+    why = {"note": "RuntimeError: no plan"}
+    append_lines(path, lines("g", {"throughput": "failed"}, **own, **why))
+    append_lines(path, lines("h", {"decode_tokens_s": 800.0}, **own | {"baseline": "none"}))
+    reason = (
+        "nothing to compare with: failed: full dynamic with copies of 32768 tokens on nvidia-test: RuntimeError: no"
+    )
+
+    def show() -> tuple[dict[str, list[str]], str]:
+        write_tables(results, {"throughput": SPECS["throughput"]})
+        text = (results / "papers" / "nvidia-test" / "throughput.md").read_text()
+        return rows_of(text), text
+
+    rows, text = show()
+    assert rows["full cache, transformers"][1] == "failed" and f"* full cache, kvbench: {reason}" in text
+    assert rows["full cache, kvbench"][1:3] == ["800", "–"]
+    append_lines(path, lines("i", {"decode_tokens_s": 200.0}, **own | {"date": "2026-03-02T03:04:05"}))
+    rows, text = show()
+    assert rows["full cache, kvbench"][1:3] == ["800", "4.0"] and "RuntimeError" not in text
+    write_tables(results, SPECS)
+    text = (results / "papers" / "nvidia-test" / "dropkv_table02.md").read_text()
+    assert "* full cache, transformers: OOM: full dynamic with 12 x 32768 tokens on nvidia-test: memory ran out" in text
+
+
+def test_the_mean_stands_beside_the_median(results):
+    """Work that returns every 64 tokens is in the mean alone."""
+    spread = {"value": 4.32, "mean": 14.8}
+    base = lines("g", {"tpot_ms": 0.0}, model="llama31_8b", measure="decoding", baseline="none")
+    append_lines(results / "efficiency" / "nvidia-test.csv", [base[0] | spread, base[1]])
+    write_tables(results, {"decoding_methods": SPECS["decoding_methods"]})
+    rows = rows_of((results / "papers" / "nvidia-test" / "decoding_methods.md").read_text())
+    assert rows[""][:2] == ["32k ms", "32k mean ms"] and rows["full cache"][:2] == ["4.32", "14.80"]
+
+
+def test_a_change_is_of_seconds_and_of_their_share(results):
+    path = results / "efficiency" / "nvidia-test.csv"
+    own = {"model": "llama31_8b", "length": 131072, "baseline": "none"}
+    append_lines(path, lines("g", {"ttft_ms": 8000.0}, **own))
+    append_lines(path, lines("h", {"ttft_ms": 10000.0}, **own | {"method": "expected_attention", "budget": 0.5}))
+    write_tables(results, {"expected_attention_table03": SPECS["expected_attention_table03"]})
+    rows = rows_of((results / "papers" / "nvidia-test" / "expected_attention_table03.md").read_text())
+    assert rows["Expected Attention"][:2] == ["15.52", "10.00"]
+    assert rows["Expected Attention − full cache, s"][:2] == ["0.27", "2.00"]
+    assert rows["Expected Attention − full cache, %"][:2] == ["1.74", "25.00"]
+    assert rows["full cache, ± standard deviation"][:4] == ["0.02", "–", "0.00", "–"]
 
 
 def test_all_tables_are_there_and_what_is_empty_says_what_fills_it(results):
@@ -179,8 +229,9 @@ def test_every_measured_selection_names_columns(name):
     spec = SPECS[name]
     for part in (spec, *spec["rows"], *spec["columns"]):
         assert not {"run", "of"} & set(part)  # no cost is a record's, whose prompt others may have shared
-        for key in ("measured", "over"):
-            assert set(part.get(key) or {}) <= set(COLUMNS)
+        for key in ("measured", "minus", "over"):
+            own = part.get(key) or {}
+            assert set(own) - {"column"} <= set(COLUMNS) and own.get("column", "mean") == "mean"
 
 
 def test_without_measurements_a_table_has_published_values_and_commands(tmp_path, capsys):
