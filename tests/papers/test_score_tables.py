@@ -465,7 +465,7 @@ def offline(monkeypatch):
     from kvbench.tasks.longbench import task
     from kvbench.tasks.mathematics import task as math_problems
     from kvbench.tasks.niah import task as needle
-    from kvbench.tasks.ruler import lm_eval_port
+    from kvbench.tasks.ruler import kvpress_port, lm_eval_port
     from kvbench.tasks.ruler import task as ruler
     from kvbench.tasks.scbench import task as scbench
 
@@ -478,6 +478,8 @@ def offline(monkeypatch):
         monkeypatch.setattr(module, name, fetched)
 
     instead(task, "load_rows", "miniature")
+    instead(task, "load_kvpress_rows", "miniature")
+    instead(kvpress_port, "find_rows", "miniature")
     instead(math_problems, "load_problems", "miniature", place=1)
     instead(needle, "load_haystack", None)
     instead(ruler, "load_texts", None, None)
@@ -657,6 +659,7 @@ SMALL = {  # task -> settings beside a preset's, with which one sample is made b
     "niah": ["task.haystack_path=null", "task.lengths=[1000]", "task.depths=[50]", "task.new_tokens=8"],
     "phonebook": ["task.sizes=[20]"],
     "ruler": ["task.haystack_path=null", "task.qa_path=null", "task.length=1024", "task.subtasks=[ruler_vt]"],
+    "ruler_kvpress": [*MADE, "task.subtasks=[ruler_vt]"],
     "ruler_lmeval": ["task.length=1024", "task.subtasks=[ruler_vt]"],
     "scbench": [*MADE, "task.subtasks=[scbench_kv]", "task.max_turns=1"],
 }
