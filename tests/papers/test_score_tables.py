@@ -150,6 +150,27 @@ def test_a_run_of_another_protocol_fills_no_cell(tmp_path, change):
         assert not any(cell.measured for cell in row_of(own, label))
 
 
+def test_half_of_the_runs_fill_half_of_the_cells_and_the_gaps_have_commands(tmp_path):
+    """Of a row of two runs one is there: its command is no longer asked for, and the published values stand."""
+    runs = wanted(TABLES["expected_attention_table04"])[0]
+    names = list_leaves(TABLES["expected_attention_table04"]["of"]["subtasks"])
+    put(tmp_path, runs[0], [record(index, 50.0, name) for name in names for index in range(2)])
+    table = made("expected_attention_table04", tmp_path)
+    [first, *others] = [cell for _, cells in table.rows for cell in cells if cell.published]
+    assert first.measured == "50.0" and first.filling is None
+    assert others and all(not cell.measured and cell.filling for cell in others)
+    commands = [ExperimentKey.from_settings(cell.filling) for cell in others]
+    assert ExperimentKey.from_settings(runs[0]) not in commands
+
+
+@pytest.mark.parametrize("width", ["wide", "1", "99", "nan"])
+def test_a_width_that_is_none_is_one_line_and_writes_nothing(tmp_path, capsys, width):
+    assert papers.main([str(tmp_path), "keydiff", "--width", width]) == 2
+    out, err = capsys.readouterr()
+    line = f"kvbench: --width {width}: choose column, page, or a number of inches from 2 to 20\n"
+    assert not out and err == line and not list(tmp_path.iterdir())
+
+
 def test_made_up_data_and_unfinished_runs_fill_no_cell(tmp_path):
     put(tmp_path, KEYDIFF, [record(0, 50.0), record(1, 50.0, meta={"data": "miniature"})])
     put(tmp_path, KEYDIFF, [record(0, 50.0), record(1, 50.0, meta={"haystack": "generated"})], sources="other")
