@@ -84,9 +84,11 @@ class ExhibitPage:
 
     @property
     def about(self) -> str:
-        """The same, and whether only the first prompt is shown."""
+        """The same, whether only the first prompt is shown, and which head if it is a single one."""
         single = self.found.about["prompts"]["count"] > 1 and {line.prompts for line in self.lines} == {1}
-        return f"{self.source} Shown is the first prompt." if single else self.source
+        heads = {(line.layer, line.head) for line in self.lines if line.head is not None}
+        places = [f"Layer {layer}, head {head}." for layer, head in heads] if len(heads) == 1 else []
+        return " ".join([self.source, *["Shown is the first prompt."] * single, *places])
 
     @property
     def notes(self) -> list[str]:

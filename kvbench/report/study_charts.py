@@ -78,7 +78,7 @@ def draw_exhibit(spec: Exhibit, lines: Sequence[Line], total: float) -> Drawing:
     """Return the drawing of lines, at most `total` pixels wide unless one plot needs more."""
     plots, about = split_lines(spec, lines)
     sizes = list(Counter(plot.rows[0]["quantity"] for plot in plots).values())
-    alike = len(set(sizes)) == 1 and len(sizes) > 1  # each quantity has rows of plots of its own
+    alike = len(set(sizes)) == 1 and len(sizes) > 1 < sizes[0]  # each quantity has rows of plots of its own
     beside = count_beside(sizes[0] if alike else len(plots), total)
     kind = KINDS[spec["chart"]]
     key = make_entries(kind, plots) if kind.shows else []
@@ -284,15 +284,24 @@ def find_step(values: Sequence[float]) -> float:
 
 
 def draw_scatter(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
-    """Draw points of several classes. A class of a single point, such as an anchor, is large and lies on top."""
+    """Draw points of several classes. A class of a single point, such as an anchor, is large and lies on top.
+
+    Plots of one layer and head share their scales.
+    """
     counts: dict[str, int] = {}
     for row in plot.rows:
         counts[row["label"]] = counts.get(row["label"], 0) + 1
-    known = [row for row in plot.rows if ("x" not in axes.log or row["x"] > 0)]
-    rows = [row for row in known if "y" not in axes.log or row["value"] > 0]
+    fields = {"x": "x", "y": "value"}
+    rows = [row for row in plot.rows if all(row[fields[name]] > 0 for name in axes.log)]
+    place = [plot.rows[0][name] for name in ("layer", "head")]
+    beside = [row for own in plots for row in own.rows if [row[name] for name in ("layer", "head")] == place]
+    ends = {
+        axis: [row[name] for row in beside if axis not in axes.log or row[name] > 0] for axis, name in fields.items()
+    }
+    x, y = (axes.scale(own, zero=False, nice=True, domain=[min(ends[own]), max(ends[own])]) for own in fields)
     base = alt.Chart().encode(
-        x=alt.X("x:Q", title=axes.x, scale=axes.scale("x", zero=False), axis=axes.ticks("x")),
-        y=alt.Y("value:Q", title=axes.y, scale=axes.scale("y", zero=False), axis=axes.ticks("y")),
+        x=alt.X("x:Q", title=axes.x, scale=x, axis=axes.ticks("x")),
+        y=alt.Y("value:Q", title=axes.y, scale=y, axis=axes.ticks("y")),
         shape=charts.SHAPE,
     )
     single = [name for name, count in counts.items() if count == 1 and len(counts) > 1]

@@ -63,6 +63,13 @@ def test_every_point_of_a_scatter_is_drawn_but_those_that_a_logarithm_lacks():
     assert all(layer["encoding"]["x"]["scale"]["type"] == "log" for layer in plot["layer"])
 
 
+def test_scatters_of_one_head_stand_in_a_row_and_share_their_scales():
+    lines = [make_line(y, x=y, quantity=own, layer=0, head=0) for own, y in (("a", 1.0), ("a", 3.0), ("b", 2.0))]
+    plots = draw("scatter", [*lines, make_line(9.0, x=9.0, layer=1, head=0)])
+    scales = [plot["layer"][0]["encoding"]["y"]["scale"]["domain"] for plot in plots]
+    assert scales == [[1.0, 3.0], [1.0, 3.0], [9.0, 9.0]]
+
+
 def test_a_curve_without_x_goes_by_layer_and_has_its_band():
     """The band reaches beyond the curve, which goes from 1 to 2, by half of that at most."""
     lines = [make_line(1 + layer / 2, layer=layer, low=layer / 2, high=1.25 + layer / 2) for layer in range(3)]
