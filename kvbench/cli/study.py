@@ -1,4 +1,4 @@
-"""Look at what a full cache holds, and check what the papers claim about it.
+"""Look at what a full cache holds and what methods keep, and check what the papers claim about it.
 
 Examples:
   kvbench study all                                           every study, on the embedded model
@@ -20,11 +20,14 @@ them are computed. The other words are settings of run.py, such as model, task, 
 An exhibit that the model cannot have is an error if it is asked for by name. Otherwise the command says why it is left
 out, and goes on with the others.
 
+KeyDiff's Figures 5, 8 to 10 and 12 compare methods. They read each prompt with every method, in the paper's blocks and
+down to its budgets, whatever block_size and layers say.
+
 The numbers go to results/studies/<hash>/<study>.csv. `kvbench papers` emits the exhibits from there. A command that was
 stopped goes on where it was; studies that were computed before are not computed again.
 
 --cost measures, in place of all this, how much longer a prefill of random tokens takes with each study and with all of
-them, and how much memory it needs. The file is a CSV.
+them, and how much memory it needs. The file is a CSV. Studies that read no prompt into a full cache are left out.
 """
 
 import sys
@@ -116,8 +119,10 @@ def write_costs(path: Path, run: Any, studies: Sequence[Any], tokens: int) -> No
     from kvbench.studies.cost import COLUMNS, format_costs, measure_costs
     from kvbench.studies.study import LayerStudy
 
-    require_writable("--cost", path.parent)
     layered = [study for study in studies if isinstance(study, LayerStudy)]
+    if not layered:
+        raise SettingError("--cost: not measured for these exhibits, because they read no prompt into a full cache")
+    require_writable("--cost", path.parent)
     costs = list(measure_costs(Resources(run).model, layered, tokens, run.block_size, run.seed))
     rows = format_costs(costs, tokens, run.block_size, run.device)
     write_text(path, format_rows([COLUMNS, *rows]))

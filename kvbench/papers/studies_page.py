@@ -19,10 +19,10 @@ HEAD = """\
 
 <!-- Written by `python -m kvbench papers --page`. Edit kvbench/papers/studies_page.py instead. -->
 
-A *study* looks at what a full cache holds, or checks a formula. This page says which claims of the papers hold on the
-models that were looked at, and which do not. A claim is a sentence about many instances, such as heads or pairs of
-tokens. *Holds* means that it holds in all instances that were looked at, and *holds for 54.2 %* that it holds in this
-share of them. The interval is that of the mean over prompts, at 95 %.
+A *study* looks at what a full cache holds or methods keep, or checks a formula. This page says which claims of the
+papers hold on the models that were looked at, and which do not. A claim is a sentence about many instances, such as
+heads or pairs of tokens. *Holds* means that it holds in all instances that were looked at, and *holds for 54.2 %* that
+it holds in this share of them. The interval is that of the mean over prompts, at 95 %.
 [Tables and figures of papers](papers.md#exhibits-that-studies-fill) shows how to emit the exhibits, and
 [Add a study](add-a-study.md) how to write one.
 """
@@ -84,6 +84,8 @@ def describe_exhibit(name: str, spec: Exhibit, pages: Sequence[ExhibitPage]) -> 
         for page in pages:
             [own] = (own for own in page.claims if own.quantity == claim.quantity)
             yield f"    - {fill_line(escape_all_markdown(f'{page.source[:-1]}: {own.text}'), 6)}"
+    if not pages:
+        yield "\nNot computed yet."
     if notes := " ".join(" ".join(note.split()) for note in spec.get("notes", ())):
         yield f"\n{fill_line(f'Reading: {escape_outside_code(notes)}')}"
 

@@ -11,11 +11,13 @@ import kvbench.studies
 from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.papers.exhibits import Exhibit, list_studies
+from kvbench.studies.policy_reads import check_policies
+from kvbench.studies.policy_study import PolicyStudy
 from kvbench.studies.study import ClosedForm, LayerStudy, PromptStudy, Study
 from kvbench.validation import SettingError
 
 DEPTH = re.compile(r"0?\.\d+|[01]\.0*")
-KINDS = (LayerStudy, PromptStudy, ClosedForm)
+KINDS = (LayerStudy, PolicyStudy, PromptStudy, ClosedForm)
 
 
 @cache
@@ -55,7 +57,10 @@ def prepare_studies(
     missing: dict[str, SettingError] = {}
     for name in list_studies(exhibits):
         try:
-            prepared.append(load_studies()[name](seed).prepare(checkpoint, compressors))
+            study = load_studies()[name](seed).prepare(checkpoint, compressors)
+            if isinstance(study, PolicyStudy):
+                check_policies(study, checkpoint.layout())
+            prepared.append(study)
         except SettingError as error:
             if compressors is not None:
                 raise

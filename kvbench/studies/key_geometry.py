@@ -43,6 +43,7 @@ from kvbench.studies.study import (
     Memory,
     count_bins,
     draw_positions,
+    find_plane,
     find_quantiles,
     list_shares,
     take_block,
@@ -226,11 +227,7 @@ def project(keys: Tensor, queries: Tensor, seed: int) -> dict[str, Tensor]:
     Returns:
         Points (…, 2) of ``keys``, ``queries``, the ``anchor`` and the ``highest scores``, on the CPU.
     """
-    every = torch.cat([keys, queries])
-    centre = every.mean(0)
-    _, axes = torch.linalg.eigh((every - centre).mT @ (every - centre))
-    plane = axes[:, -2:].flip(-1)
-    plane = plane * plane.gather(0, plane.abs().argmax(0)[None]).sign()  # the sign of an eigenvector is arbitrary
+    centre, plane = find_plane(torch.cat([keys, queries]))
     anchor = normalize(keys, dim=-1).mean(0)
     order = cosines(anchor[None], keys)[0].argsort()
     best = order[: max(1, int(TOP * len(keys)))]

@@ -1,4 +1,4 @@
-"""Read prompts and let studies look at them: one pass over a prompt serves all studies.
+"""Read prompts and let studies look at them: one pass over a prompt serves all studies of a full cache.
 
 The numbers of each study and prompt are written as soon as the prompt has been read. A command that was stopped goes on
 behind them, and a command that asks for other studies of the same prompts reads the prompts for those only.
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from kvbench.analysis.intervals import Values, mean
 from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import build, load_settings, task_identity
-from kvbench.config.provenance import source_hash
+from kvbench.config.provenance import source_hash, sources_unchanging
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
@@ -31,6 +31,8 @@ from kvbench.runs.resources import Resources
 from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import run_hash, to_plain
 from kvbench.store.study_lines import ABOUT, FOLDER, HOLDS, PROMPTS, Line, format_lines, read_lines, write_text
+from kvbench.studies.policy_reads import identify_policies, read_policies
+from kvbench.studies.policy_study import PolicyStudy
 from kvbench.studies.study import ClosedForm, LayerStudy, Memory, PromptStudy, Recorder, Study
 from kvbench.training.token_sequences import read_text_files
 from kvbench.validation import SettingError
@@ -154,13 +156,14 @@ class StudyPass:
         """
         folder = results / FOLDER / run_hash(self.about)
         write_text(folder / ABOUT, yaml.safe_dump(to_plain(self.about), sort_keys=False))
-        files = {study.name: f"{study.name}-{identify_study(study)}" for study in self.studies}
-        layered = [study for study in self.studies if isinstance(study, LayerStudy)]
-        found: dict[str, list[list[Line]]] = {study.name: [] for study in layered}
-        bar = tqdm(self.prompts if layered else (), desc="prompts", file=sys.stderr, disable=None)
+        with sources_unchanging():
+            files = {study.name: f"{study.name}-{identify_study(study)}" for study in self.studies}
+        reading = [study for study in self.studies if isinstance(study, LayerStudy | PolicyStudy)]
+        found: dict[str, list[list[Line]]] = {study.name: [] for study in reading}
+        bar = tqdm(self.prompts if reading else (), desc="prompts", file=sys.stderr, disable=None)
         for index, prompt in enumerate(bar):
-            paths = {study.name: folder / PROMPTS / f"{files[study.name]}-{index}.csv" for study in layered}
-            missing = [study for study in layered if not paths[study.name].exists()]
+            paths = {study.name: folder / PROMPTS / f"{files[study.name]}-{index}.csv" for study in reading}
+            missing = [study for study in reading if not paths[study.name].exists()]
             if missing:
                 for study, lines in self._read(missing, prompt, index == 0):
                     write_text(paths[study.name], format_lines(lines))
@@ -193,17 +196,24 @@ class StudyPass:
         return read_lines(path, study.name)
 
     def _read(
-        self, studies: Sequence[LayerStudy], prompt: StudyPrompt, first: bool
+        self, studies: Sequence[LayerStudy | PolicyStudy], prompt: StudyPrompt, first: bool
     ) -> Iterator[tuple[Study, list[Line]]]:
         """Read a prompt with the model and yield the lines of each study."""
-        memories = read_prompt(self.resources.model, prompt, studies, self.run.block_size, self.run.seed)
-        for study in studies:
-            yield study, list(study.finish(memories[study.name], first))
+        model, seed = self.resources.model, self.run.seed
+        layered = [study for study in studies if isinstance(study, LayerStudy)]
+        if layered:
+            memories = read_prompt(model, prompt, layered, self.run.block_size, seed)
+            for study in layered:
+                yield study, list(study.finish(memories.pop(study.name), first))
+        ids = torch.tensor([prompt.ids], device=next(model.parameters()).device)
+        comparing = [study for study in studies if isinstance(study, PolicyStudy)]
+        yield from read_policies(model, ids, prompt.prefix, comparing, seed, first)
 
 
 def identify_study(study: Study) -> str:
     """Return a hash of a study's sources and further inputs, for the names of its files."""
-    return run_hash({"sources": source_hash([type(study).__module__]), "inputs": study.inputs})[:8]
+    policies = identify_policies(study) if isinstance(study, PolicyStudy) else {}
+    return run_hash({"sources": source_hash([type(study).__module__]), "inputs": study.inputs} | policies)[:8]
 
 
 def read_prompt(

@@ -1,9 +1,10 @@
 """The interface of a study: it looks at a model, at prompts or at a formula, and returns lines of numbers.
 
-A study is a class in a file of its own, whose name it has. There are three kinds, by what they look at:
+A study is a class in a file of its own, whose name it has. There are four kinds, by what they look at:
 
     LayerStudy    every layer of a model that reads a prompt into a full cache. Written as a method is: `update` sees
                   what a layer computed for a block, and `finish` turns what it remembered into lines
+    PolicyStudy   what methods keep of a prompt, each in a run of its own (kvbench.studies.policy_study)
     PromptStudy   the texts of a task's samples and their tokens. No model reads them
     ClosedForm    a formula, and at most the shape of a model
 
@@ -28,8 +29,8 @@ from kvbench.store.study_lines import HOLDS, Line
 
 SHOWN = 6  # layers that an exhibit of single heads shows
 
-Memory = dict[str, Any]
-"""What a study remembers of one layer while a prompt is read."""
+Memory = dict[Any, Any]
+"""What a study remembers while a prompt is read: of one layer, or of the prompt if it compares methods."""
 
 
 @dataclass(frozen=True)
@@ -295,3 +296,12 @@ def correlate(x: Tensor, y: Tensor) -> Tensor:
     """
     x, y = (own.double() - own.double().mean(-1, keepdim=True) for own in (x, y))
     return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def find_plane(points: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of points (n, d), (d,), and their first two principal components, (d, 2)."""
+    centre = points.mean(0)
+    _, axes = torch.linalg.eigh((points - centre).mT @ (points - centre))
+    plane = axes[:, -2:].flip(-1)
+    signs = plane.gather(0, plane.abs().argmax(0)[None]).sign()  # those of eigenvectors are arbitrary
+    return centre, plane * signs

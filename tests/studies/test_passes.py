@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from kvbench.cli import study as command
+from kvbench.engine.generation import GenerationContext
 from kvbench.models.checkpoint import Checkpoint
+from kvbench.papers import exhibits
+from kvbench.papers.exhibits import load_exhibits
 from kvbench.store.study_lines import Line, find_studies, format_lines, read_lines, read_study
-from kvbench.studies import cost, passes
+from kvbench.studies import cost, passes, policy_reads
 from kvbench.validation import SettingError
 
 CHECKPOINT = {"layers": 1}
@@ -33,7 +36,11 @@ def study(checkpoint, tmp_path, monkeypatch, capsys):
     return call
 
 
-def test_prompts_are_read_once_for_all_studies_and_never_again(study, tmp_path):
+def test_prompts_are_read_once_for_all_studies_and_never_again(study, tmp_path, monkeypatch):
+    few = {name: own for name, own in load_exhibits("keydiff").items() if name in ("keydiff_figure14", "keydiff_lemma")}
+    monkeypatch.setattr(
+        exhibits, "load_exhibits", lambda paper, name: few if paper == "keydiff" else load_exhibits(paper, name)
+    )
     code, out, err, names = study("keydiff", *TASK, "prompts=2")
     assert code == 0, err
     folder = tmp_path / out.splitlines()[0]
@@ -50,6 +57,25 @@ def test_prompts_are_read_once_for_all_studies_and_never_again(study, tmp_path):
         path.unlink()
     assert study("keydiff", *TASK, "prompts=2")[3] == names[1:]
     assert {file.name: file.read_text() for file in folder.glob("*.csv")} == before
+
+
+def test_prompts_are_read_once_for_each_method_and_never_again(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(passes, "source_hash", "-".join)
+    monkeypatch.setattr(policy_reads, "source_hash", "-".join)
+    read, begun = GenerationContext.prefill, []
+    monkeypatch.setattr(
+        GenerationContext, "prefill", lambda own, ids: begun.append(own.choice.method.name) or read(own, ids)
+    )
+    for methods in (["sink", "tova", "keydiff"], []):
+        code, out, err, names = study("keydiff", "figure12", *TASK, "prompts=1")
+        assert (code, names, begun) == (0, [], methods), err
+        begun.clear()
+    assert out.count("keydiff_figure12: ") == 4 and "of 2;" in out
+    code, _, err, _ = study("keydiff", "figure12", "--cost", "cost.csv")
+    assert (code, err) == (
+        2,
+        "kvbench: --cost: not measured for these exhibits, because they read no prompt into a full cache\n",
+    )
 
 
 def test_lengths_are_those_of_all_samples_unless_limit_is_given(study, tmp_path):
