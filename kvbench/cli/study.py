@@ -20,8 +20,8 @@ them are computed. The other words are settings of run.py, such as model, task, 
 An exhibit that the model cannot have is an error if it is asked for by name. Otherwise the command says why it is left
 out, and goes on with the others.
 
-KeyDiff's Figures 5, 8 to 10 and 12 compare methods. They read each prompt with every method, in the paper's blocks and
-down to its budgets, whatever block_size and layers say.
+KeyDiff's Figures 5, 8 to 10 and 12 and Expected Attention's Figure 6 compare methods. They read each prompt with every
+method, in the paper's blocks and down to its budgets, whatever block_size and layers say.
 
 The numbers go to results/studies/<hash>/<study>.csv. `kvbench papers` emits the exhibits from there. A command that was
 stopped goes on where it was; studies that were computed before are not computed again.

@@ -10,11 +10,12 @@ import torch
 
 from kvbench.engine.compressed_cache import prefill
 from kvbench.engine.generation import GenerationContext
-from kvbench.studies import kept_planes, kept_volume, passes, policy_reads
+from kvbench.studies import kept_planes, kept_volume, passes, policy_reads, residual_error
 from kvbench.studies.kept_planes import KeptPlanes, find_place
 from kvbench.studies.kept_volume import KeptVolume, measure_volumes
 from kvbench.studies.policy_study import Policy
-from tests.support.studies import find_values, show_layers
+from kvbench.studies.residual_error import ResidualError
+from tests.support.studies import find_values, show_layers, values
 from tests.support.tiny_models import ids, make_double
 
 TOKENS, HALF, BLOCK = 150, 75, 128
@@ -143,6 +144,42 @@ def test_histograms_and_claims_of_volumes():
     for other in ("tova", "sink"):
         wider = float((volumes["keydiff"] > volumes[other]).double().mean())
         assert find_values(lines, quantity=f"wider_{other}") == [pytest.approx(wider)]
+
+
+def test_errors_are_those_of_a_pass_that_does_not_see_evicted_rows(monkeypatch):
+    """Nothing is removed at 0, and the error is exactly 0."""
+    monkeypatch.setattr(residual_error, "REMOVED", (0.0, 0.75))
+    lines = read(ResidualError())["residual_error"]
+    causal = torch.ones(TOKENS, TOKENS).tril().bool()
+    full, _ = attend_dense([causal.expand(6, -1, -1)] * 3)
+    means = {}
+    for policy in ResidualError.policies:
+        name = policy.method
+        assert {own.value for own in lines if own.series == name and 0 in (own.x, own.y)} == {0.0}
+        cache, masks = compress(policy, 0.25, 120, None), causal.repeat(3, 6, 1, 1)
+        for layer, mask in enumerate(masks):
+            for head, own in enumerate(mask):
+                kept = cache.places(layer, head // 3)
+                own[120:, :120] = torch.isin(torch.arange(120), kept)
+        cut, _ = attend_dense(masks)
+        errors = [float((one - two)[-30:].norm(dim=-1).mean()) for one, two in zip(full, cut, strict=True)]
+        found = {place: own for place, own in values(lines, "error_by_layer", name).items() if place[1] == 0.75}
+        assert list(found.values()) == pytest.approx(errors, rel=1e-9) and min(errors) > 0.01
+        means[name] = np.mean(errors)
+        assert find_values(lines, quantity="error", series=name, x=0.75) == [pytest.approx(means[name])]
+    smallest = min(means, key=means.get) == "expected_attention"
+    assert find_values(lines, quantity="least") == [(1 + smallest) / 2]  # at 0 all errors are equal
+
+
+def test_layers_with_a_sliding_window_count_in_the_residual_stream(monkeypatch):
+    """They keep their window, and the others are cut; such a model reads the prompt for each method."""
+    monkeypatch.setattr(residual_error, "REMOVED", (0.5,))
+    found = policy_reads.read_policies(make_double("gemma3"), ids(TOKENS), 0, [ResidualError()], 0, True)
+    [(_, lines)] = found
+    for policy in ResidualError.policies:
+        errors = values(lines, "error_by_layer", policy.method)
+        assert [layer for layer, _ in errors] == list(range(6))
+        assert [own == 0 for own in errors.values()] == [True, True, False, False, False, False]  # the third is cut
 
 
 def test_studies_share_what_is_read_alike(monkeypatch):
