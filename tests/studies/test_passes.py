@@ -164,6 +164,8 @@ def test_numbers_are_averaged_by_their_place():
     assert mean.high - mean.value == pytest.approx(12.7062 * 0.1, rel=1e-4)  # t with one degree of freedom
     assert share.value == share.high == 1 and 0 < share.low < 1 and share.n == 8
     assert (single.value, single.low, single.prompts) == (7.0, None, 1)
+    [never] = passes.average_prompts([[Line("s", "share", 0.0, series="holds", n=4)]] * 2)
+    assert f"{never.low:.1f}" == "0.0"  # not -0.0
     [ratio] = passes.average_prompts([[Line("s", "ratio", math.inf)], [Line("s", "ratio", 2.0)]])
     assert (ratio.value, ratio.low, ratio.prompts) == (math.inf, None, 2)
 
