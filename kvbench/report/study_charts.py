@@ -90,18 +90,44 @@ def draw_exhibit(spec: Exhibit, lines: Sequence[Line], total: float) -> Drawing:
         first, lowest = index % beside == 0, index + beside >= len(plots)
         drawn.append(kind.draw(plot, plots, Axes.read(spec, plot, first, lowest)))
 
+    heights = [partial(kind.measure_height, plot) for plot in plots]
+    rows = [asdict(line) for line in lines]
+    return arrange_plots(rows, plots, drawn, beside, heights, (LEAST_PLOT, kind.most or total), key, about)
+
+
+def arrange_plots(
+    rows: list[Row],
+    plots: Sequence[Plot],
+    drawn: Sequence[Drawn],
+    beside: int,
+    heights: Sequence[Callable[[float], float]],
+    reach: tuple[float, float],
+    key: Sequence[Row],
+    about: Sequence[str],
+) -> Drawing:
+    """Return a drawing of several plots, `beside` of them in a row.
+
+    Args:
+        rows: Its numbers.
+        plots: The plots, with their titles.
+        drawn: The chart and the data of each plot.
+        beside: Number of plots beside each other.
+        heights: Function of a plot's width in pixels that returns its height, for each plot.
+        reach: Smallest and largest width of a plot in pixels.
+        key: Entries of the key.
+        about: Texts for the subtitle.
+    """
+
     def chart(width: float) -> alt.ConcatChart:
         made = []
-        for index, (plot, (own, _)) in enumerate(zip(plots, drawn, strict=True)):
-            size = {"width": width, "height": kind.measure_height(plot, width)}
+        for index, (plot, (own, _), height) in enumerate(zip(plots, drawn, heights, strict=True)):
+            size = {"width": width, "height": height(width)}
             named = own.properties(**size, data=alt.NamedData(name=f"plot{index}"))
             made.append(named.properties(title=title_plot(plot.title, width)) if plot.title else named)
         return alt.concat(*made, columns=beside, spacing=12).resolve_scale(color="independent")
 
-    tables = {f"plot{index}": rows for index, (_, rows) in enumerate(drawn)}
-    return Drawing(
-        [asdict(line) for line in lines], tables, chart, beside, (LEAST_PLOT, kind.most or total), key, about
-    )
+    tables = {f"plot{index}": own for index, (_, own) in enumerate(drawn)}
+    return Drawing(rows, tables, chart, beside, reach, key, about)
 
 
 def count_beside(count: int, total: float) -> int:
