@@ -30,7 +30,7 @@ from kvbench.papers.table_spec import (
     is_cost_table,
     is_number,
     merge_parts,
-    read_published,
+    read_printed,
 )
 from kvbench.store.efficiency_csv import find_measurements, read_lines
 from kvbench.store.study_lines import Line as StudyLine
@@ -46,6 +46,8 @@ SETTING_OF_COLUMN = {
     "budget": "budget", "block_size": "block_size", "length": "task.length", "batch": "task.batch", "rows": "task.rows",
     "implementation": "task.implementation", "device": "device", "dtype": "dtype",
 }  # fmt: skip  # column of a measurement -> setting of run.py
+Draw = Callable[[Path, Select, PaperTable], bool]  # draws a figure at a path without a suffix; whether there is one
+
 FAILURES = {"out_of_memory": "OOM", "failed": "failed"}
 
 
@@ -90,21 +92,26 @@ def build_table(
 def describe_origin(spec: Select, lines: Lines) -> Iterator[str]:
     """Yield notes about the hardware and versions behind published and measured values."""
     if "hardware" in spec:
-        yield f"{'Published' if spec.get('file') else 'In the paper'}: {spec['hardware']}."
+        yield f"{'Published' if {'file', 'files'} & spec.keys() else 'In the paper'}: {spec['hardware']}."
     if lines:
-        last = lines[-1]
+        last, quartiles = lines[-1], ", in brackets the quartiles of repeats" if is_spread(spec) else ""
         yield (
             f"Measured: {last['gpu']}, torch {last['torch']}, transformers {last['transformers']}, triton "
             f"{last['triton']}, until {last['date'][:10]}. Models have random weights in the original shape. Values "
-            "are medians unless a column says mean. No two cells share a prefill."
+            f"are medians unless a column says mean{quartiles}. No two cells share a prefill."
         )
+
+
+def is_spread(spec: Select) -> bool:
+    """Return whether any row of a table states the quartiles of repeats."""
+    return bool(spec.get("spread")) or any(row.get("spread") for row in expand_each(spec["rows"]))
 
 
 def fill_cell(
     own: Select, lines: IndexedLines, printed: IndexedLines, runs: RunIndex | None, study: Sequence[StudyLine] = ()
 ) -> tuple[TableCell, int]:
     """Return a cell and the number of its samples that failed."""
-    published = printed.find_published(own["published"]) if own.get("published") is not None else ""
+    published = printed.find_published(own["published"], get_format(own)[1]) if own.get("published") is not None else ""
     if own.get("run") is not None and runs is not None:
         return fill_from_runs(own, published, runs)
     if own.get("line") is not None:
@@ -155,10 +162,11 @@ def fill_from_measurements(own: Select, published: str, lines: IndexedLines) -> 
     if select.get("baseline", "none") != "none":  # transformers' own caches read a prompt as one block
         select = {**select, "block_size": ""}
     found, line = find_measurement(lines, select)
+    ends = read_quartiles(line) if own.get("spread") else []
     for name, join in (("minus", sub), ("over", truediv)):
         if not isinstance(found, float) or own.get(name) is None:
             continue
-        select = {**select, **own[name]}
+        select, ends = {**select, **own[name]}, []
         other, of_other = find_measurement(lines, select, near=line["date"])
         if other is None and list(own[name]) == ["quantity"]:  # the run that was measured has no such quantity
             return TableCell(published, "")
@@ -169,7 +177,8 @@ def fill_from_measurements(own: Select, published: str, lines: IndexedLines) -> 
         return TableCell(published, "", make_run_settings(select))
     if isinstance(found, str):
         return TableCell(published, found, reason=describe_failure(line))
-    return TableCell(published, format_number(found * scale, digits))
+    spread = [format_number(end * scale, digits) for end in ends] or ["", ""]
+    return TableCell(published, format_number(found * scale, digits), None, *spread)
 
 
 def describe_failure(line: Mapping[str, str]) -> str:
@@ -212,10 +221,9 @@ def find_measurement(
     for row in lines.find_matching(where):
         cells.setdefault((row["cell"], row["date"]), []).append(row)
     found = list(reversed(cells.values()))
-    if near is not None:
+    if near is not None:  # those that ran come first
         time = datetime.fromisoformat(near)
         found.sort(key=lambda own: abs(datetime.fromisoformat(own[0]["date"]) - time))
-    if near is not None:  # those that ran come first
         found.sort(key=lambda own: any(row["status"] in FAILURES for row in own))
     for own in found:
         for row in own:
@@ -227,7 +235,13 @@ def find_measurement(
     return None, {}
 
 
-def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
+def read_quartiles(row: Mapping[str, str]) -> list[float]:
+    """Return the first and the third quartile of a measurement's repeats; nothing if it was made once."""
+    ends = [row.get(f"quartile_{number}") or "" for number in (1, 3)]
+    return list(map(float, ends)) if int(row.get("count") or 1) > 1 and all(ends) else []
+
+
+def write_tables(results: Path, wanted: Mapping[str, Select], draw: Draw | None = None) -> list[Path]:
     """Write tables of scores as <results>/papers/<table> and tables of cost as <results>/papers/<gpu>/<table>.
 
     A table of cost for which no machine of its kind has measurements becomes <results>/papers/<table>, with the
@@ -236,11 +250,13 @@ def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
     Args:
         results: The results folder.
         wanted: Name of a table -> its specification.
+        draw: Function that draws figures; without it, they are tables alone.
 
     Returns:
-        The paths of the written files.
+        The paths of the written tables.
     """
-    written, runs = write_cost_tables(results, wanted, results / "papers"), RunIndex.read(results)
+    written = write_cost_tables(results, wanted, results / "papers", draw=draw)
+    runs = RunIndex.read(results)
     measured = {path.stem for path in written}
     for name, spec in wanted.items():
         if name in measured:
@@ -248,14 +264,18 @@ def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
         if not is_cost_table(spec) and (preset := find_preset(name, spec)):
             note = f"This command runs all cells, except those that need a file: `python run.py -m preset={preset}`"
             spec = {**spec, "notes": [*spec.get("notes", ()), note]}
-        made = build_table(spec, (), read_published(results, spec.get("file")), runs)
-        written += write_table(results / "papers" / name, made)
+        made = build_table(spec, (), read_printed(results, spec), runs)
+        written += write_table(results / "papers" / name, made, spec, draw)
     runs.store.print_damage()
     return written
 
 
 def write_cost_tables(
-    results: Path, wanted: Mapping[str, Select], folder: Path, measured_only: bool = False
+    results: Path,
+    wanted: Mapping[str, Select],
+    folder: Path,
+    measured_only: bool = False,
+    draw: Draw | None = None,
 ) -> list[Path]:
     """Write tables of cost as <folder>/<gpu>/<table>, for every machine with measurements, and return the paths.
 
@@ -264,22 +284,27 @@ def write_cost_tables(
         wanted: Name of a table -> what it shows.
         folder: Where the tables are written.
         measured_only: Whether tables of which nothing was measured on a machine are left out.
+        draw: Function that draws figures.
     """
     written = []
     for path in find_measurements(results / "efficiency"):
         lines, device = IndexedLines(read_lines(path)), "cpu" if path.stem == "cpu" else "gpu"
         for name, spec in wanted.items():
             if is_cost_table(spec) and spec.get("device", "gpu") == device:
-                made = build_table(spec, lines, read_published(results, spec.get("file")))
+                made = build_table(spec, lines, read_printed(results, spec))
                 if made.is_measured or not measured_only:
-                    written += write_table(folder / path.stem / name, made)
+                    written += write_table(folder / path.stem / name, made, spec, draw)
     return written
 
 
-def write_table(path: Path, made: PaperTable) -> list[Path]:
-    """Write a table as `path` with the suffixes .md, .csv and .tex, and return the paths."""
+def write_table(path: Path, made: PaperTable, spec: Select, draw: Draw | None = None) -> list[Path]:
+    """Write a table as `path` with the suffixes .md, .csv and .tex, draw it if it is a figure, and return the paths."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    forms: dict[str, Callable[[], str]] = {".md": made.to_markdown, ".csv": made.to_csv, ".tex": made.to_latex}
+    pictured = draw is not None and "chart" in spec and draw(path, spec, made)
+    forms: dict[str, Callable[[], str]] = {
+        ".md": lambda: made.to_markdown(f"{path.name}.svg" if pictured else None),
+        ".csv": made.to_csv, ".tex": made.to_latex,
+    }  # fmt: skip
     for suffix, form in forms.items():
         with name_file_in_errors(path.with_suffix(suffix)):
             path.with_suffix(suffix).write_text(form(), encoding="utf-8")

@@ -4,7 +4,7 @@ kvbench.analysis.intervals defines the interval. The key `of` of a cell states w
 
     subtasks    a subtask, or a list of subtasks or lists; each entry of a list has the same weight. A pattern
                 (scbench_kv/*) stands for all matching subtasks
-    metric      score (in points), a further metric of the task (`also.<metric>`), or tokens_out
+    metric      score (in points), a further metric of the task (`also.<metric>`), tokens_out, or resident_bytes
     where       use only records with these values in `meta`
     longer      use only prompts whose prompt and full-cache answers have, on average, more tokens than this
     difference  subtract the full cache's score on the same samples
@@ -32,7 +32,8 @@ from kvbench.validation import SettingError
 KEYS = ("subtasks", "metric", "where", "longer", "difference")
 SYNTHETIC = ("miniature", "generated")  # values in `meta` that mark data made by kvbench
 ORIGINS = ("data", "haystack", "qa")
-SCORE, TOKENS = "score", "tokens_out"
+SCORE = "score"
+COUNTS = ("tokens_out", "resident_bytes")  # fields of a record without an upper bound
 
 Tree = str | Sequence["Tree"]
 
@@ -142,7 +143,7 @@ class RunIndex:
             raise SettingError(f"run {run.hash}: no sample of {missing[0]} was answered")
         failed = sum(any(map(find_failure, both)) for name in weights for both in subtasks[name])
         scores = [
-            collect_scores(pairs, make_metric_reader(metric), inf if metric == TOKENS else BOUND)
+            collect_scores(pairs, make_metric_reader(metric), inf if metric in COUNTS else BOUND)
             for pairs in kept.values()
         ]
         if of.get("difference"):
@@ -184,7 +185,7 @@ def select_longer(pairs: Sequence[Pair], tokens: int) -> list[Pair]:
 
 def make_metric_reader(metric: str) -> Any:
     """Return the function that reads a metric from a record."""
-    if metric in (SCORE, TOKENS):
+    if metric in (SCORE, *COUNTS):
         return lambda record: record[metric]
 
     def also(record: Mapping[str, Any]) -> float:

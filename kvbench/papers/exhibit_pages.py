@@ -14,7 +14,7 @@ from kvbench.analysis.text_table import escape_latex
 from kvbench.papers.build import build_table
 from kvbench.papers.exhibits import Claim, Exhibit, list_claims, select_lines
 from kvbench.papers.paper_table import PaperTable, escape_all_markdown, escape_outside_code
-from kvbench.papers.table_spec import read_published
+from kvbench.papers.table_spec import read_printed
 from kvbench.store.study_lines import Line, StudyFolder, find_studies, format_lines
 from kvbench.validation import SettingError, escape, name_file_in_errors
 
@@ -67,9 +67,7 @@ class ExhibitPage:
         notes = [self.about, *self.describe_claims(), *self.notes]
         own = select_lines(self.found.lines, {"study": self.spec["study"]})
         try:
-            return build_table(
-                {**self.spec, "notes": notes}, (), read_published(self.results, self.spec.get("file")), study=own
-            )
+            return build_table({**self.spec, "notes": notes}, (), read_printed(self.results, self.spec), study=own)
         except ValueError as error:
             raise SettingError(f"{self.name}: {error}") from None
 

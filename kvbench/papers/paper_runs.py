@@ -35,10 +35,10 @@ def read_specs() -> Mapping[str, Select]:
 
 @cache
 def find_tables() -> Mapping[str, str]:
-    """Preset -> the first table that it fills."""
+    """Preset -> the first table or figure that it fills."""
     found: dict[str, str] = {}
     for name, spec in read_specs().items():
-        if not is_cost_table(spec) and "_table" in name and (preset := find_preset(name, spec)) is not None:
+        if not is_cost_table(spec) and (preset := find_preset(name, spec)) is not None:
             found.setdefault(preset, name)
     return found
 

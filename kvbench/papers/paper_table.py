@@ -27,8 +27,8 @@ class TableCell:
         published: The published value, or "".
         measured: The measured value, or "".
         filling: Settings of the run that would fill the cell. None if it is filled, or if nothing can be measured.
-        low: Lower end of the 95 % interval, or "".
-        high: Upper end of the 95 % interval, or "".
+        low: Lower end of the 95 % interval, or of a cost the first quartile of its repeats, or "".
+        high: Upper end of the interval, or the third quartile, or "".
         difference: Measured − published, or "".
         reason: Why a measurement has no number, or "". It becomes a note.
     """
@@ -93,11 +93,13 @@ class PaperTable:
                 texts[-1] += [cell.published or "–", filled] if len(self.sides) == 2 else [filled]
         return texts
 
-    def to_markdown(self) -> str:
-        """Return a Markdown page: title, table and notes."""
+    def to_markdown(self, picture: str | None = None) -> str:
+        """Return a Markdown page: title, the picture with this file's name if there is one, table and notes."""
+        title = escape_all_markdown(self.title)
         lines = [
-            f"# {escape_all_markdown(self.title)}",
+            f"# {title}",
             "",
+            *([f"![{title}]({picture})", ""] if picture else []),
             format_line("", map(escape_all_markdown, self.titles)),
             "|---" + "|--:" * len(self.titles) + "|",
         ]

@@ -21,7 +21,7 @@ from kvbench.papers.table_spec import (
     is_cost_table,
     load_specs,
     merge_parts,
-    read_published,
+    read_printed,
     to_number,
 )
 from kvbench.store.runs import FoundRuns, StoredRun
@@ -85,7 +85,7 @@ def list_cells(results: Path) -> list[PublishedCell]:
     for name, spec in load_specs().items():
         if is_cost_table(spec):
             continue
-        printed = IndexedLines(read_published(results, spec.get("file")))
+        printed = IndexedLines(read_printed(results, spec))
         columns = list(expand_each(spec["columns"]))
         for row in expand_each(spec["rows"]):
             for own in (merge_parts(spec, row, column) for column in columns):

@@ -17,14 +17,30 @@ A specification describes rows, columns and cells with these keys:
     no_preset   why the table has no preset
     checks      statements in the notes about published values, which a test recomputes
 
+A figure of scores or costs is a table with these keys besides (kvbench.report.paper_charts draws it):
+
+    chart       curves, grid, bars or sized
+    axes        x, y, value -> titles; log -> axes with a logarithmic scale; free -> y if each plot has its own scale;
+                range -> the ends of the scale of colours
+    files       the files in results/published/ of the tables with its published values
+    panel       true: the label of this part of a row is the title of a plot
+    x           the place of a column on the horizontal axis; by default the number that its label is
+    area        true: the row states the areas of the marks of the row above it
+    spread      true: low and high of a cost are the quartiles of its repeats
+
+In `published`, a list of values stands for the mean of their lines, and a mapping for the sum of their lines with these
+weights. A published value of the full cache has no budget.
+
 The specifications of table, row and column are merged in this order, and null removes a key. The key `exhibits` of a
 paper is its list of tables and figures (kvbench.papers.listing).
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from csv import DictReader
 from dataclasses import dataclass, field
 from itertools import product
+from math import fsum
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +95,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def find_preset(name: str, spec: Select) -> str | None:
-    """Return the preset that fills the table `<paper>_table<NN>`; None if no run fills it."""
-    paper, number = name.rsplit("_table", 1)
-    return None if "no_preset" in spec else spec.get("preset", f"{paper}_table{int(number)}")
+    """Return the preset that fills `<paper>_table<NN>` or `<paper>_figure<NN>`; None if no run fills it."""
+    usual = re.sub(r"(_table|_figure)0*", r"\1", name)
+    return None if "no_preset" in spec else spec.get("preset", usual)
 
 
 def is_cost_table(spec: Select) -> bool:
@@ -98,6 +114,11 @@ def read_published(results: Path, file: str | None) -> Lines:
         return list(DictReader(text))
 
 
+def read_printed(results: Path, spec: Select) -> Lines:
+    """Read the published values that a table or figure shows."""
+    return [line for file in spec.get("files", [spec.get("file")]) for line in read_published(results, file)]
+
+
 def expand_each(rows: Iterable[Select]) -> Iterator[Select]:
     """Yield rows or columns one by one, with `each` replaced by the combinations that it stands for."""
     for row in rows:
@@ -105,14 +126,28 @@ def expand_each(rows: Iterable[Select]) -> Iterator[Select]:
             yield row
             continue
         for parts in product(*(list(expand_each(axis)) for axis in row["each"])):
-            yield {**merge_parts(*parts), "label": ", ".join(part["label"] for part in parts if part.get("label"))}
+            names = {"label": [part.get("label") for part in parts], "panel": [], "series": []}
+            for part in parts:
+                names["panel"].append(name_panel(part))
+                names["series"].append(name_series(part))
+            yield {**merge_parts(*parts), **{key: ", ".join(filter(None, own)) for key, own in names.items()}}
+
+
+def name_panel(row: Select) -> str:
+    """Return the title of the plot that shows a row of a figure, or "" if the figure is one plot."""
+    return str(row["label"] if row.get("panel") is True else row.get("panel") or "")
+
+
+def name_series(row: Select) -> str:
+    """Return the name of a row of a figure within its plot."""
+    return str(row.get("series", "" if row.get("panel") is True else row.get("label", "")))
 
 
 def merge_parts(*parts: Select) -> dict[str, Any]:
     """Merge the specifications of table, row and column for one cell. A key with null is removed for the cell."""
     own: dict[str, Any] = {}
     for part in parts:
-        own |= {key: part[key] for key in ("scale", "digits") if key in part}
+        own |= {key: part[key] for key in ("scale", "digits", "spread") if key in part}
         for key in REMOVABLE_KEYS:
             if key not in part:
                 continue
@@ -147,8 +182,22 @@ class IndexedLines:
             self.found[names] = own
         return self.found[names].get(tuple(normalize(select[name]) for name in names), [])
 
-    def find_published(self, select: Select) -> str:
-        """Return the value as printed, "OOM" if the paper ran out of memory, or "" if there is no value."""
+    def find_published(self, select: Select, digits: int = 2) -> str:
+        """Return the value as printed, "OOM" if the paper ran out of memory, or "" if there is no value.
+
+        Args:
+            select: Columns and the values in them.
+            digits: Decimal places of a mean or a sum.
+        """
+        for name, wanted in select.items():
+            if isinstance(wanted, list | dict):
+                weights = wanted if isinstance(wanted, dict) else dict.fromkeys(wanted, 1 / len(wanted))
+                texts = [self.find_published({**select, name: own}) for own in weights]
+                if not all(map(is_number, texts)):
+                    return ""
+                return f"{fsum(float(t) * w for t, w in zip(texts, weights.values(), strict=True)):.{digits}f}"
+        if select.get("method") == "full":
+            select = {name: value for name, value in select.items() if name != "budget"}
         for row in self.find_matching(select):
             return row["value"] or ("OOM" if "out of memory" in row["note"] else "")
         return ""
