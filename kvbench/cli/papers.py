@@ -12,7 +12,8 @@ Tables become Markdown, CSV and LaTeX. Figures also become SVG, PDF and PNG, whi
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,27 @@ def emit_exhibits(
         if not written:
             yield f"no measurements of these tables in {results}/efficiency: `make efficiency` makes them"
     else:
-        written = write_tables(results, tables) if tables else []
+        written = write_tables(results, tables, choose_drawing(tables, inches)) if tables else []
     if exhibit is None:
         yield from map(str, written)
     else:
         yield from (path.read_text(encoding="utf-8") for path in written if path.suffix == ".md")
     if studied and not beside:
         yield from emit_studied(results, studied, exhibit is not None, inches)
+
+
+def choose_drawing(tables: Mapping[str, Any], inches: float | None) -> Callable[..., bool] | None:
+    """Return the function that draws figures of scores and costs; None if there are none or the extra is missing."""
+    if not any("chart" in spec for spec in tables.values()):
+        return None
+    try:
+        require_extra("report", "altair", "vl_convert")
+    except SettingError as error:
+        print(f"kvbench: figures are not drawn: {error}", file=sys.stderr)
+        return None
+    from kvbench.report.paper_charts import draw_figure
+
+    return partial(draw_figure, inches=inches)
 
 
 def emit_studied(results: Path, wanted: Mapping[str, Any], named: bool, inches: float | None) -> Iterator[str]:

@@ -85,9 +85,10 @@ def refuse_exhibit(name: str, there: Iterable[str]) -> NoReturn:
         SettingError: Always.
     """
     there = list(there)
-    near = get_close_matches(normalize_name(name), there)
-    asked = f"did you mean {' or '.join(near)}? " if near else ""
-    raise SettingError(f"EXHIBIT={format_value(name)}: {asked}Choose one of {', '.join(there)}")
+    asked = [f"figure{name}", name] if re.fullmatch(r"\d+\D.*", name) else [name]
+    near = list(dict.fromkeys(own for one in asked for own in get_close_matches(normalize_name(one), there)))
+    meant = f"did you mean {' or '.join(near[:3])}? " if near else ""
+    raise SettingError(f"EXHIBIT={format_value(name)}: {meant}Choose one of {', '.join(there)}")
 
 
 def list_studies(exhibits: Mapping[str, Exhibit]) -> list[str]:

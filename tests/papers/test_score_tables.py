@@ -675,6 +675,7 @@ def test_what_is_given_takes_the_place_of_a_presets_setting():
 
 MADE = ["task.path=miniature"]
 SMALL = {  # task -> settings beside a preset's, with which one sample is made by kvbench and answered in seconds
+    "aime25": [*MADE, "task.max_new_tokens=8"],
     "longbench": [*MADE, "task.subtasks=[hotpotqa]"],
     "math500": [*MADE, "task.max_new_tokens=8"],
     "niah": ["task.haystack_path=null", "task.lengths=[1000]", "task.depths=[50]", "task.new_tokens=8"],
