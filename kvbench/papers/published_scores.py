@@ -27,6 +27,8 @@ from kvbench.papers.table_spec import (
 from kvbench.store.runs import FoundRuns, StoredRun
 from kvbench.validation import SettingError
 
+NAMES = ("model", "task", "method")
+
 
 @dataclass(frozen=True)
 class PublishedCell:
@@ -36,7 +38,7 @@ class PublishedCell:
         table: Name of the table, such as "dropkv_table5".
         run: Settings of the run.
         of: What is averaged, as in kvbench.papers.cell_values.
-        score: The published score in points.
+        score: The published score in points, or of a difference from the full cache that difference.
     """
 
     table: str
@@ -45,7 +47,14 @@ class PublishedCell:
     score: float
 
 
-def find_published(run: StoredRun, subtasks: Collection[str], score: float, results: Path) -> list[PublishedCell]:
+def find_published(
+    run: StoredRun,
+    subtasks: Collection[str],
+    score: float,
+    results: Path,
+    where: Mapping[str, Any] | None = None,
+    full: StoredRun | None = None,
+) -> list[PublishedCell]:
     """Return the cells with different published scores of a run, of each score the first one.
 
     Args:
@@ -53,17 +62,20 @@ def find_published(run: StoredRun, subtasks: Collection[str], score: float, resu
         subtasks: The subtasks that the figure averages.
         score: Their average in points.
         results: The folder of results, whose published/ comes before the project's.
+        where: Values in `meta` of the records that it averages; None for all records.
+        full: The full cache's run, if `score` is the difference from it.
     """
-    if is_synthetic(run.records):
+    wanted = index_cells(results).get(tuple(run.value[name]["name"] for name in NAMES), [])
+    if not wanted or is_synthetic(run.records):
         return []
     try:
-        own, values = ExperimentKey.of(run.value), RunIndex({}, FoundRuns())
+        own = ExperimentKey.of(run.value)
+        values = RunIndex({ExperimentKey.of(full.value): [full]} if full else {}, FoundRuns())
     except (LookupError, TypeError):  # the run lacks a setting, so no table is known to ask its question
         return []
-    wanted = tuple(run.value[name]["name"] for name in ("model", "task", "method"))
     found: dict[float, PublishedCell] = {}
-    for cell in list_cells(results):
-        if tuple(cell.run.get(name) for name in ("model", "task", "method")) != wanted:
+    for cell in wanted:
+        if bool(cell.of.get("difference")) != bool(full) or cell.of.get("where", {}) != (where or {}):
             continue
         try:
             same = set(weigh_subtasks(cell.of["subtasks"], sorted(subtasks))) == set(subtasks)
@@ -76,12 +88,12 @@ def find_published(run: StoredRun, subtasks: Collection[str], score: float, resu
 
 
 @cache
-def list_cells(results: Path) -> list[PublishedCell]:
-    """Return the cells of all tables of scores that have a published number.
+def index_cells(results: Path) -> dict[tuple[str, ...], list[PublishedCell]]:
+    """Return the cells of all tables of scores that have a published number, by model, task and method.
 
-    Differences from the full cache and selections of long answers are no scores of one run, and are left out.
+    Selections of long answers are no scores of one run, and are left out.
     """
-    cells = []
+    cells: dict[tuple[str, ...], list[PublishedCell]] = {}
     for name, spec in load_specs().items():
         if is_cost_table(spec):
             continue
@@ -91,9 +103,10 @@ def list_cells(results: Path) -> list[PublishedCell]:
             for own in (merge_parts(spec, row, column) for column in columns):
                 if own.get("run") is None or own.get("published") is None or not own.get("of"):
                     continue
-                if {"difference", "longer"} & own["of"].keys():
+                if "longer" in own["of"]:
                     continue
                 number = to_number(printed.find_published(own["published"]))
                 if number is not None:
-                    cells.append(PublishedCell(name, own["run"], own["of"], number / get_format(own)[0]))
+                    cell = PublishedCell(name, own["run"], own["of"], number / get_format(own)[0])
+                    cells.setdefault(tuple(cell.run.get(key, "") for key in NAMES), []).append(cell)
     return cells

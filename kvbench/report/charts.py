@@ -167,8 +167,28 @@ def chart_dots(published: bool = False) -> alt.LayerChart:
     )
 
 
-def chart_tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
-    """Chart differences from the full cache, with a row for each run and a column for each subtask."""
+def mark_corner(base: alt.Chart, colour: alt.Color, right: int) -> alt.Chart:
+    """Return the marks of published values in cells: circles above and beside the middle, in the colours of the cells.
+
+    Args:
+        base: The cells, with their places.
+        colour: How a cell's own value becomes its colour.
+        right: Distance of a circle from the middle of its cell, in pixels.
+    """
+    known = base.transform_filter("isValid(datum.published)")
+    circle = known.mark_point(filled=True, size=26, opacity=1, stroke=INK, strokeWidth=0.7, xOffset=right, yOffset=-7)
+    printed = colour.copy()
+    printed.shorthand = "published:Q"
+    return circle.encode(color=printed)
+
+
+def chart_tasks(legend: alt.Legend | None = None, published: bool = False) -> alt.LayerChart:
+    """Chart differences from the full cache, with a row for each run and a column for each subtask.
+
+    Args:
+        legend: The legend of colours.
+        published: Whether to draw the published differences of the cells, in circles.
+    """
     column = alt.X(
         "task:N",
         title=None,
@@ -201,11 +221,18 @@ def chart_tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
         stripe.encode(x=alt.value(-5), x2=alt.value(-1), y=row, fill=alt.Fill("colour:N", scale=None, legend=None)),
         base.mark_rect(stroke="#ffffff", strokeWidth=2).encode(color=colour, tooltip=tip),
         base.mark_text(fontSize=11).encode(text=alt.Text("diff:Q", format="+.0f"), color=dark, tooltip=tip),
+        *([mark_corner(base, colour, 13)] if published else []),
     ).properties(height=24)  # height of one row; the caller multiplies it by the number of rows
 
 
-def chart_grid(legend: alt.Legend | None = None, change: bool = False) -> alt.LayerChart:
-    """Chart one run's scores by length and depth, or with `change` their differences from the full cache."""
+def chart_grid(legend: alt.Legend | None = None, change: bool = False, published: bool = False) -> alt.LayerChart:
+    """Chart one run's scores by length and depth, or with `change` their differences from the full cache.
+
+    Args:
+        legend: The legend of colours.
+        change: Whether to chart differences.
+        published: Whether to draw the published values of the cells, in circles.
+    """
     value, form = ("diff", "+.0f") if change else ("score", ".0f")
     place = alt.Axis(labelAngle=0, domain=False, ticks=False, labelOverlap=True)
     order = alt.EncodingSortField("place", op="min")
@@ -243,6 +270,7 @@ def chart_grid(legend: alt.Legend | None = None, change: bool = False) -> alt.La
     return stack_layers(
         base.mark_rect(stroke="#ffffff", strokeWidth=1).encode(color=colour, tooltip=tip),
         numbers.encode(text=alt.Text(f"{value}:Q", format=form), color=dark, tooltip=tip),
+        *([mark_corner(base, colour, 6)] if published else []),
         data=alt.NamedData(name="cells"),
     ).properties(height=150)
 

@@ -5,7 +5,8 @@
             prints a score of the same experiment (kvbench.papers.published_scores), a hollow mark shows it
     tasks   difference from the full cache by subtask
     grid    score by length and depth, one plot per run
-    change  difference from the full cache by length and depth
+    change  difference from the full cache by length and depth. In a cell of these three kinds, a circle has the colour
+            of the published value, if a paper prints one of the same experiment
     cost    difference against bytes held, time to first token and time per output token, with 95 % intervals of both;
             filled points are on the Pareto front
 
@@ -39,7 +40,7 @@ COLUMNS = {"column": 3.25, "page": 6.75}  # inches of one column of a paper with
 INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}
 LEAST, MOST = 2, 20
 PPI = 300  # of the PNG
-HIDDEN = ("s", "order", "column", "row")  # columns that only join a table to others
+HIDDEN = ("s", "order", "column", "row", "printed")  # columns that only join a table to others
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ def make_figures(
             panel.data["published"] = (
                 list_published(panel, subtask, options.results) if "curve" in options.kinds else []
             )
+            if {"tasks", "grid", "change"} & set(options.kinds):
+                add_published(panel, options.results)
             refused |= {f"run {name}": why for name, why in panel.refused.items()}
             for own in panel.data["series"]:
                 if "curve" in options.kinds and "refused" in own:
@@ -139,6 +142,40 @@ def list_published(panel: Panel, subtask: str | None, results: Path) -> list[dic
             at = {"s": point["s"], "budget": point["budget"], "share": point["share"]}
             rows.append(at | {"score": own.score, "table": own.table})
     return rows
+
+
+def add_published(panel: Panel, results: Path) -> None:
+    """Add what papers print to the cells of a panel.
+
+    `published` of a subtask is the difference from the full cache that one table prints, and `printed` of a length and
+    depth has such a score and such a difference, each None if no paper prints it.
+
+    Args:
+        panel: The panel.
+        results: The folder of results.
+    """
+    tasks = {own["column"]: own["task"] for own in panel.data["tasks"]}
+    for cell in panel.data["cells"]:
+        pair, subtasks = panel.pairings[cell["order"]], {tasks[cell["column"]]}
+        full = {own.table: own.score for own in find_published(pair.full, subtasks, cell["full"], results)}
+        found = find_published(pair.run, subtasks, cell["score"], results)
+        cell["published"] = next((own.score - full[own.table] for own in found if own.table in full), None)
+    pairs = {own.name: own for own in panel.pairings}
+    for grid in panel.data["grids"]:
+        if (pair := pairs.get(grid["row"])) is None:  # the full cache's own
+            continue
+        placed: dict[tuple[object, object], set[str]] = {}
+        for record in pair.run.records.values():
+            place = record["meta"].get("length"), record["meta"].get("depth")
+            placed.setdefault(place, set()).add(record["subtask"])
+        for cell in grid["cells"]:
+            subtasks, where = placed.get((cell["length"], cell["depth"]), set()), {"depth": cell["depth"]}
+            values = [(cell["score"], None), (cell["diff"], pair.full)]
+            printed = [
+                find_published(pair.run, subtasks, value, results, where, full) if value is not None else []
+                for value, full in values
+            ]
+            cell["printed"] = [own[0].score if own else None for own in printed]
 
 
 def make_drawing(kind: str, panel: Mapping[str, Any], against: str, pixels: float) -> Drawing | None:

@@ -25,6 +25,7 @@ LETTER = 5.9  # upper bound of a letter's mean width in pixels
 SUBTITLE = {"subtitleFontSize": 11, "subtitleColor": charts.MUTED, "subtitlePadding": 4}
 FULL_KEY = {"label": "full cache", "colour": FULL, "shape": "", "dash": charts.FULL_DASH}  # its entry in a key
 PUBLISHED_KEY = {"label": "hollow: published", "colour": charts.INK, "shape": "", "dash": None}
+CIRCLE_KEY = {"label": "circle: published", "colour": charts.INK, "shape": "circle", "dash": None}
 CONFIG = charts.CONFIG | {
     "font": FONT,
     "background": "white",
@@ -117,12 +118,18 @@ def draw_tasks(panel: Mapping[str, Any], total: float) -> Drawing | None:
     runs = {own["order"]: own["row"] for own in panel["rows"]}
     names = {own["column"]: own["task"] for own in panel["tasks"]}
     rows = [{"run": runs[own["order"]], "subtask": names[own["column"]], **own} for own in panel["cells"]]
-    height = 24 * len(runs)
+    height, published = 24 * len(runs), has_published(rows)
 
     def chart(width: float) -> alt.LayerChart:
-        return charts.chart_tasks(make_legend(height)).properties(width=width, height=height)
+        return charts.chart_tasks(make_legend(height), published).properties(width=width, height=height)
 
-    return Drawing(rows, panel, chart, 1, (30 * len(names), 72 * len(names)))
+    key = [CIRCLE_KEY] if published else []
+    return Drawing(rows, panel, chart, 1, (30 * len(names), 72 * len(names)), key)
+
+
+def has_published(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether any cell has a published value."""
+    return any(row.get("published") is not None for row in rows)
 
 
 def draw_grid(panel: Mapping[str, Any], total: float, change: bool = False) -> Drawing | None:
@@ -135,7 +142,9 @@ def draw_grid(panel: Mapping[str, Any], total: float, change: bool = False) -> D
             seen.append((own["row"], own["cells"]))
             alike = sum(row == own["row"] for row, _ in seen)
             name = own["row"] if alike == 1 else f"{own['row']} ({alike})"
-            cells += [{"run": name, **cell} for cell in own["cells"] if not change or cell["diff"] is not None]
+            for cell in own["cells"]:
+                if not change or cell["diff"] is not None:
+                    cells.append({"run": name, **cell, "published": cell.get("printed", (None, None))[change]})
     if not cells:
         return None
     runs = list(dict.fromkeys(own["run"] for own in cells))
@@ -144,14 +153,15 @@ def draw_grid(panel: Mapping[str, Any], total: float, change: bool = False) -> D
     beside = max(1, min(len(runs), int((total - 130) // (least + 12))))
     whole = (own for own in range(beside, beside // 2, -1) if len(runs) % own == 0)  # avoids rows with gaps
     beside = next(whole, ceil(len(runs) / ceil(len(runs) / beside)))
-    height = max(60, min(200, 20 * depths))
+    height, published = max(60, min(200, 20 * depths)), has_published(cells)
 
     def chart(width: float) -> alt.FacetChart:
-        own = charts.chart_grid(make_legend(height), change).properties(width=width, height=height)
+        own = charts.chart_grid(make_legend(height), change, published).properties(width=width, height=height)
         header = alt.Header(title=None, labelLimit=width)
         return own.facet(alt.Facet("run:N", sort=runs, header=header), columns=beside, spacing=12)
 
-    return Drawing(cells, {"cells": cells}, chart, beside, (least, max(least, 220)))
+    key = [CIRCLE_KEY] if published else []
+    return Drawing(cells, {"cells": cells}, chart, beside, (least, max(least, 220)), key)
 
 
 def draw_cost(panel: Mapping[str, Any], total: float) -> Drawing | None:

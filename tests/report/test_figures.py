@@ -16,7 +16,7 @@ from kvbench.analysis.closing_table import build_closing_table
 from kvbench.cli.curves import print_curves
 from kvbench.cli.figures import draw_figures
 from kvbench.papers.experiment_key import resolve_value
-from kvbench.papers.table_spec import read_published
+from kvbench.papers.table_spec import load_specs, read_published
 from kvbench.report import charts, print_charts
 from kvbench.report.figures import INCHES, Figure, make_slug
 from kvbench.report.panels import build_panels
@@ -154,6 +154,48 @@ def test_published_scores_are_hollow_marks_beside_measured_ones(tmp_path):
         (own,) = [line for line in lines(path) if "published in keydiff_table17" in line["method"]]
         assert float(own["score"]) == printed[f"length={subtask.partition('_')[2]}"]
         assert "hollow: published" in texts(path)
+
+
+@pytest.mark.usefixtures("svg_only")
+def test_published_differences_are_circles_in_the_cells_of_subtasks(tmp_path):
+    """The difference is that of the two scores that one table prints."""
+    write_phonebook(tmp_path, "local")
+    assert draw_figures([str(tmp_path), "--kind", "tasks"]) == 0
+    (path,) = (tmp_path / "figures").glob("*-tasks.svg")
+    printed = {
+        (line["method"], line["variant"].removeprefix("length=")): 100 * float(line["value"])
+        for line in read_published(tmp_path, "keydiff_table17.csv")
+    }
+    own = {line["subtask"].removeprefix("phonebook_"): line["published"] for line in lines(path)}
+    assert {"100", "478", "856"} <= own.keys()
+    for length in ("100", "478", "856"):
+        assert float(own[length]) == pytest.approx(printed["keydiff", length] - printed["full", length])
+    assert "circle: published" in texts(path)
+
+
+@pytest.mark.usefixtures("svg_only")
+def test_published_differences_are_circles_in_the_cells_of_a_grid(tmp_path):
+    """KeyDiff's Table 18 prints them by length and depth, in recall; a cell that it has no line for has no circle."""
+    needle = load_specs()["keydiff_table18"]["run"]
+    places = [(length, depth) for length in (1000, 4222) for depth in (0, 11, 50)]
+    for own, budget in ((needle | {"method": "full"}, 1.0), (needle, 0.3)):
+        records = make_records(budget, 60, count=2)
+        for record, (length, depth) in zip(records.values(), places, strict=True):
+            meta = {"data": "hub", "haystack": "hub:x", "length": length, "depth": depth}
+            record |= {"subtask": f"niah_{length}", "meta": meta}
+        write_run(tmp_path, records, **resolve_value(own))
+    assert draw_figures([str(tmp_path), "--kind", "grid,change"]) == 0
+    printed = {
+        (line["context_length"], line["variant"]): 100 * float(line["value"])
+        for line in read_published(tmp_path, "keydiff_table18.csv")
+    }
+    (path,) = (tmp_path / "figures").glob("*-change.svg")
+    for line in lines(path):
+        value = printed.get((line["length"].removesuffix(".0"), f"depth={float(line['depth'])}"))
+        assert line["published"] == "" if value is None else float(line["published"]) == pytest.approx(value)
+    assert "circle: published" in texts(path) and len(lines(path)) == len(places)
+    (path,) = (tmp_path / "figures").glob("*-grid.svg")
+    assert "circle: published" not in texts(path)
 
 
 @pytest.mark.usefixtures("svg_only")
