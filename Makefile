@@ -225,6 +225,7 @@ test-gpu:
 
 LIST ?= $(if $(QUICK),quick,full)
 DRAWN_decoding := deltakv_llama31_8b palu_llama31_8b palu_heads_llama31_8b# untrained files that a list of conf/efficiency/plan.yaml needs
+DRAWN_regions := deltakv_llama31_8b
 DRAWN_full := deltakv_qwen25_7b_1m deltakv_full_qwen25_7b_1m
 
 # Measure time, memory and throughput on a GPU and write the tables; QUICK=1 takes 6 minutes.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.validation import SettingError, is_number, require_choice, require_int
 
+LEAST_SPLIT = 33  # tokens of an answer of task.measure=regions, of which the first 17 are left out
+
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -45,7 +47,7 @@ class Efficiency:
         Raises:
             SettingError: A setting is invalid, or two do not go together.
         """
-        require_choice("task.measure", self.measure, ("latency", "decoding", "throughput", "scoring"))
+        require_choice("task.measure", self.measure, ("latency", "decoding", "throughput", "scoring", "regions"))
         require_choice("task.baseline", self.baseline, ("none", "dynamic", "static_compiled"))
         require_choice("task.fill", self.fill, ("replicated", "prefilled"))
         require_choice("task.implementation", self.implementation, (None, "reference", "triton"))
@@ -64,6 +66,13 @@ class Efficiency:
             raise SettingError(f"task.answers={self.answers}: at most task.repeats, {self.repeats}")
         if self.rows is not None and self.baseline != "static_compiled":
             raise SettingError(f"task.rows={self.rows}: of task.baseline=static_compiled; a method has budget=")
+        if self.measure == "regions" and max(self.ends) < LEAST_SPLIT:
+            raise SettingError(
+                f"task.new_tokens={max(self.ends)}: task.measure=regions splits the time of tokens after the first 17; "
+                f"at least {LEAST_SPLIT}"
+            )
+        if self.baseline != "none" and self.measure == "regions":
+            raise SettingError(f"task.baseline={self.baseline}: task.measure=regions splits kvbench's own tokens; none")
         if self.baseline != "none" and self.measure == "scoring":
             raise SettingError(f"task.baseline={self.baseline}: scores nothing; task.measure=latency or throughput")
         if self.baseline == "static_compiled" and self.measure in ("decoding", "throughput"):

@@ -3,7 +3,8 @@
     python run.py task=efficiency model=random model.like=llama31_8b method=dropkv budget=0.05 task.length=32768
 
 A run is measured on random tokens, which cost as much as any others. It gives lines of results/efficiency/<gpu>.csv,
-one for each quantity (kvbench.store.efficiency_csv). `task.measure` chooses latency, decoding, throughput or scoring.
+one for each quantity (kvbench.store.efficiency_csv). `task.measure` chooses latency, decoding, throughput, scoring or
+regions.
 Each is a module of this package.
 
 Out of memory is a result. A run that was measured with the same settings and sources is not measured again.
@@ -30,6 +31,7 @@ from kvbench.config.provenance import replay_hash, source_hash
 from kvbench.efficiency.decoding_time import measure_decoding
 from kvbench.efficiency.latency import measure_latency
 from kvbench.efficiency.measured_task import find_machine, machine_name, read_task
+from kvbench.efficiency.region_time import measure_regions
 from kvbench.efficiency.scoring_time import measure_scoring
 from kvbench.efficiency.throughput import measure_throughput
 from kvbench.engine import timing
@@ -57,7 +59,7 @@ def measure_run(run: RunSpec) -> list[Line]:
     """Measure a run and return all of its lines."""
     kinds = {
         "latency": measure_latency, "decoding": measure_decoding, "throughput": measure_throughput,
-        "scoring": measure_scoring,
+        "scoring": measure_scoring, "regions": measure_regions,
     }  # fmt: skip
     task = read_task(run)
     lines = list(kinds[task.measure](run))

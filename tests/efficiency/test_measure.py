@@ -203,6 +203,8 @@ BAD = {
     "task.baseline=foo": "task.baseline=foo: choose one of none, dynamic, static_compiled",
     "task.baseline=static_compiled": "task.baseline=static_compiled: needs a GPU",
     "task.measure=foo": "task.measure=foo: choose one of latency",
+    "task.measure=regions task.new_tokens=32": "task.new_tokens=32: task.measure=regions splits the time",
+    "task.measure=regions task.baseline=dynamic": "task.baseline=dynamic: task.measure=regions splits kvbench's own",
     "task.new_tokens=1": "task.new_tokens=1: a whole number of at least 2",
     "task.new_tokens=[]": "task.new_tokens=None: a whole number",
     "task.answers=9": "task.answers=9: at most task.repeats",
@@ -220,7 +222,7 @@ def test_a_bad_setting_is_one_line_and_leaves_nothing(kvbench, tmp_path, monkeyp
     monkeypatch.setattr(
         "kvbench.models.random_weights.RandomCheckpoint.weights", lambda *_: pytest.fail("weights were loaded")
     )
-    assert_refused(kvbench(setting), BAD[setting], tmp_path)
+    assert_refused(kvbench(*setting.split()), BAD[setting], tmp_path)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -397,7 +399,7 @@ def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsy
 
 def test_the_plan_s_lines_are_settings_that_exist():
     lists = yaml.safe_load(plan.PLAN.read_text())
-    assert set(lists) == {"quick", "bars", "decoding", "full", "cpu"}
+    assert set(lists) == {"quick", "bars", "decoding", "regions", "full", "cpu"}
     for lines in lists.values():
         for line in lines:
             first, *_ = expand_cells(line.split())
