@@ -77,8 +77,11 @@ class Efficiency:
             raise SettingError(f"task.baseline={self.baseline}: scores nothing; task.measure=latency or throughput")
         if self.baseline == "static_compiled" and self.measure in ("decoding", "throughput"):
             raise SettingError("task.baseline=static_compiled: compiled anew for every batch; task.measure=latency")
-        if self.implementation is not None and self.measure != "scoring":
-            raise SettingError(f"task.implementation={self.implementation}: of task.measure=scoring")
+        reads = self.measure == "latency" and not self.answers
+        if self.implementation is not None and not (self.measure == "scoring" or reads):
+            raise SettingError(
+                f"task.implementation={self.implementation}: of task.measure=scoring, or of latency with task.answers=0"
+            )
 
     def fingerprint(self) -> str:
         """Return a constant, because there is no data."""

@@ -5,9 +5,10 @@ Each reads a prompt, can copy it to a batch, and generates a greedy answer.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import Stamps
+from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ReadRequest, State
 from kvbench.interfaces.rows import Rows
+from kvbench.kernels.dispatch import force_implementation
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import list_plain_rows, make_plain_cache, text_config
 from kvbench.runs.spec import RunSpec
@@ -136,6 +139,26 @@ class KVBenchCache:
 
     def drop(self) -> None:
         self._context = None
+
+
+def force_scoring(method: Method, implementation: str) -> Method:
+    """Return the method, whose score and what it remembers for it are computed with this implementation.
+
+    All else that a prefill computes, such as attention and the selection of rows, stays what a run takes.
+    """
+    of: Any = type(method)
+
+    def force(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def forced(*given: Any) -> Any:
+            with force_implementation(implementation):
+                return hook(*given)
+
+        return forced
+
+    hooks = {name: force(getattr(of, name)) for name in ("update", "score") if method.overrides(name)}
+    own: Method = object.__new__(type(of.__name__, (of,), hooks))
+    vars(own).update(vars(method))
+    return own
 
 
 @contextmanager
@@ -274,7 +297,12 @@ def make_cache_under_test(model: torch.nn.Module, run: RunSpec) -> CacheUnderTes
 def make_replicable_cache(model: torch.nn.Module, run: RunSpec) -> ReplicableCache:
     """Make the cache that a run names. It is not the static one, whose graph is compiled for one batch."""
     task = read_task(run)
-    return TransformersDynamic(model) if task.baseline == "dynamic" else KVBenchCache(model, run, max(task.ends))
+    if task.baseline == "dynamic":
+        return TransformersDynamic(model)
+    own = KVBenchCache(model, run, max(task.ends))
+    if task.implementation is not None:
+        own.choice = replace(own.choice, method=force_scoring(own.choice.method, task.implementation))
+    return own
 
 
 @lru_cache(maxsize=1)

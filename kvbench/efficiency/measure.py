@@ -121,8 +121,21 @@ def summarize_lines(path: Path, lines: list[Line]) -> str:
 
 
 def simplify_run(run: RunSpec) -> RunSpec:
-    """Drop the settings that do not matter to a measurement: transformers' caches have no method and no budget."""
+    """Drop the settings that do not matter to a measurement: transformers' caches have no method and no budget.
+
+    Raises:
+        SettingError: The machine, or a method that scores nothing, makes the measurement impossible.
+    """
     task = read_task(run)
+    if task.implementation is not None and task.measure == "latency":
+        if task.baseline != "none" or not run.choice().method.overrides("score"):
+            raise SettingError(
+                f"task.implementation={task.implementation}: of methods that score when a prompt was read"
+            )
+        if run.block_size is not None:  # a graph may read it, which cannot hold the reference
+            raise SettingError(
+                f"task.implementation={task.implementation}: times a prompt of one block; block_size=null"
+            )
     if task.baseline == "none":
         return run
     if task.baseline == "static_compiled" and run.device == "cpu":

@@ -3,11 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kvbench.config.catalogue import build, load_settings
-from kvbench.efficiency.caches import KVBenchCache
+from kvbench.efficiency.caches import KVBenchCache, force_scoring
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.interfaces.budget import Budget
+from kvbench.kernels import dispatch
+from kvbench.methods.dropkv import DropKV
 from tests.support.delta_files import build_delta
 from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, tiny
@@ -81,3 +84,34 @@ def test_a_token_reads_the_layers_with_a_sliding_window_too():
         own = sum(layer.bytes().rows for layer in cache.context.own_layers)  # the filter layer chooses nothing
     assert cache.context.sliding_bytes() > 0
     assert cache.bytes_per_token() == own + cache.context.sliding_bytes() + cache.bytes().state
+
+
+def test_only_the_score_of_a_prefill_takes_the_forced_implementation():
+    seen = []
+
+    class Spy(DropKV):
+        def score(self, observation, rows, state):
+            seen.append(("score", dispatch.WITHIN.get()))
+            return super().score(observation, rows, state)
+
+        def select(self, scores, quotas):
+            seen.append(("select", dispatch.WITHIN.get()))
+            return super().select(scores, quotas)
+
+    method, allocator, codec = build_policy("dropkv", "uniform", "llama", "raw")
+    spy = object.__new__(Spy)
+    vars(spy).update(vars(method))
+    kept = []
+    for own in (spy, force_scoring(spy, "reference")):
+        choice = choose_cache(own, allocator, codec)
+        run = SimpleNamespace(
+            choice=lambda choice=choice: choice, seed=0, budget=Budget(KEPT), block_size=None, compile=False
+        )
+        cache = KVBenchCache(tiny("llama"), run, 8)
+        cache.read(ids(PROMPT))
+        kept.append([layer.rows.view().places for layer in cache.context.own_layers])
+    half = len(seen) // 2
+    assert set(seen[:half]) == {("score", None), ("select", None)}
+    assert set(seen[half:]) == {("score", "reference"), ("select", None)}
+    assert all(torch.equal(*both) for both in zip(*kept, strict=True))
+    assert [force_scoring(spy, "triton").overrides(name) for name in ("update", "score")] == [False, True]

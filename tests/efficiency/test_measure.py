@@ -209,7 +209,9 @@ BAD = {
     "task.new_tokens=[]": "task.new_tokens=None: a whole number",
     "task.answers=9": "task.answers=9: at most task.repeats",
     "task.rows=9": "task.rows=9: of task.baseline=static_compiled",
-    "task.implementation=triton": "task.implementation=triton: of task.measure=scoring",
+    "task.implementation=triton": "task.implementation=triton: of task.measure=scoring, or of latency with",
+    "task.implementation=reference task.answers=0 method=full": "task.implementation=reference: of methods that score",
+    "task.implementation=reference task.answers=0 block_size=16": "task.implementation=reference: times a prompt",
     "task.bandwidth=0": "task.bandwidth=0: a number above 0, or null",
     "task.fill=foo": "task.fill=foo: choose one of",
     "task=ruler": "model=random: task=ruler needs text",
@@ -399,7 +401,7 @@ def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsy
 
 def test_the_plan_s_lines_are_settings_that_exist():
     lists = yaml.safe_load(plan.PLAN.read_text())
-    assert set(lists) == {"quick", "bars", "decoding", "regions", "full", "cpu"}
+    assert set(lists) == {"quick", "bars", "decoding", "regions", "prefill_gain", "full", "cpu"}
     for lines in lists.values():
         for line in lines:
             first, *_ = expand_cells(line.split())

@@ -15,7 +15,7 @@ from kvbench.efficiency.plan import EVERY, PLAN
 from kvbench.papers.build import build_table, write_tables
 from kvbench.papers.table_spec import TABLES, expand_each, load_specs, read_published, read_tables
 from kvbench.runs.spec import RunSpec
-from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines
+from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines, read_lines
 from tests.support.delta_files import make_zero, write_compressors
 from tests.support.selection import only_in_full
 
@@ -24,7 +24,7 @@ WANTED = {
     "dropkv_table02", "dropkv_table09", "dropkv_table10", "dropkv_table17", "dropkv_table18", "dropkv_figure02_left",
     "centroidkv_table06", "centroidkv_table07", "centroidkv_figure06", "expected_attention_table03",
     "expected_attention_figure05a", "keydiff_figure07", "keydiff_figure17", "keydiff_table19", "deltakv_table04",
-    "deltakv_figure07",
+    "deltakv_figure07", "dropkv_figure02_right",
 }  # fmt: skip
 
 
@@ -278,3 +278,13 @@ def test_only_on_request_what_lies_beside_measurements_is_written(results, capsy
     assert stale.read_text().startswith("#") and list((results / "papers").iterdir()) == []
     assert set(files()) > set(before) or which
     assert not (results / "efficiency" / unmeasured).exists()
+
+
+def test_a_gain_is_a_difference_over_the_faster_one(tmp_path):
+    path = tmp_path / "efficiency" / "nvidia-test.csv"
+    own = {"model": "llama31_8b", "method": "dropkv", "budget": 0.05, "baseline": "none", "length": 4096, "batch": 51}
+    append_lines(path, lines("a", {"ttft_ms": 2120.0}, **own, implementation="reference"))
+    append_lines(path, lines("b", {"ttft_ms": 2000.0}, **own, implementation="triton"))
+    made = build_table(SPECS["dropkv_figure02_right"], read_lines(path), ())
+    assert made.rows[0][1][0].measured == "6.00"
+    assert made.rows[0][1][1].filling["task.implementation"] == "reference"
