@@ -136,6 +136,14 @@ $(FILES)/deltakv_%.safetensors:
 	$(GPU) -m kvbench calibrate deltakv --untrained --model conf/model/shapes/$*.json \
 	  --device cpu --out $@
 
+$(FILES)/deltakv_code%_llama31_8b.safetensors:
+	$(GPU) -m kvbench calibrate deltakv --untrained --code $* --model conf/model/shapes/llama31_8b.json \
+	  --device cpu --out $@
+
+$(FILES)/deltakv_inner%_llama31_8b.safetensors:
+	$(GPU) -m kvbench calibrate deltakv --untrained --inner $* --model conf/model/shapes/llama31_8b.json \
+	  --device cpu --out $@
+
 $(FILES)/deltakv_full_%.safetensors:
 	$(GPU) -m kvbench calibrate deltakv --untrained --kind full --model conf/model/shapes/$*.json \
 	  --device cpu --out $@
@@ -226,6 +234,7 @@ test-gpu:
 LIST ?= $(if $(QUICK),quick,full)
 DRAWN_decoding := deltakv_llama31_8b palu_llama31_8b palu_heads_llama31_8b# untrained files that a list of conf/efficiency/plan.yaml needs
 DRAWN_regions := deltakv_llama31_8b
+DRAWN_delta_sizes := deltakv_llama31_8b $(foreach size,code128 code256 code768 inner768 inner1536 inner4096,deltakv_$(size)_llama31_8b)
 DRAWN_full := deltakv_qwen25_7b_1m deltakv_full_qwen25_7b_1m
 
 # Measure time, memory and throughput on a GPU and write the tables; QUICK=1 takes 6 minutes.

@@ -15,6 +15,7 @@ them are computed. The other words are settings of run.py, such as model, task, 
   tokens=4096     tokens of a prompt, with text
   layers=0,5      layers that figures of single heads show, or their depths such as 0.5, which stand for the nearest
                   layer (default: up to six at equal distances)
+  steps=40        steps of each training, for DeltaKV's Figures 5 and 6
   codec.path=FILE compressors of DeltaKV (kvbench calibrate deltakv), for its Figure 4; the embedded model has some
 
 An exhibit that the model cannot have is an error if it is asked for by name. Otherwise the command says why it is left
@@ -39,7 +40,7 @@ from typing import Any
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, require_int, require_writable
 
-OWN = {"prompts": "4", "text": None, "tokens": "4096", "layers": None, "codec.path": None}
+OWN = {"prompts": "4", "text": None, "tokens": "4096", "layers": None, "codec.path": None, "steps": None}
 REFUSED = ("method", "allocator", "codec", "budget", "budget_of", "fidelity")  # a study reads into a full cache
 
 
@@ -81,11 +82,22 @@ def compute_studies(arguments: Sequence[str]) -> int:
     from kvbench.studies.catalogue import choose_layers, prepare_studies
     from kvbench.studies.passes import StudyPass, TextPieces
     from kvbench.studies.study import LayerStudy, PromptStudy
+    from kvbench.studies.training_study import TrainingStudy, with_steps
 
     studies, missing = prepare_studies(exhibits, run.seed, run.checkpoint, given["codec.path"])
     if given["layers"] is not None:
         shown = choose_layers(given["layers"], run.checkpoint.layout())
         studies = [replace(study, shown=shown) if isinstance(study, LayerStudy) else study for study in studies]
+    if trains := {study.name for study in studies if isinstance(study, TrainingStudy)}:
+        if len(exhibits) > 1:  # minutes on a small model
+            reason = SettingError(
+                "it trains compressors for minutes; ask for it by name, as in `study deltakv figure06`"
+            )
+            missing |= {name: reason for name, own in exhibits.items() if own["study"] in trains}
+        elif given["steps"] is not None:
+            studies = [with_steps(study, read_number("steps", given["steps"])) for study in studies]
+    elif given["steps"] is not None:
+        raise SettingError(f"steps={given['steps']}: none of these exhibits trains; leave it out")
     whole = run
     if of_samples := {study.name for study in studies if isinstance(study, PromptStudy)}:
         if given["text"] is not None:

@@ -14,10 +14,11 @@ from kvbench.papers.exhibits import Exhibit, list_studies
 from kvbench.studies.policy_reads import check_policies
 from kvbench.studies.policy_study import PolicyStudy
 from kvbench.studies.study import ClosedForm, LayerStudy, PromptStudy, Study
+from kvbench.studies.training_study import TrainingStudy
 from kvbench.validation import SettingError
 
 DEPTH = re.compile(r"0?\.\d+|[01]\.0*")
-KINDS = (LayerStudy, PolicyStudy, PromptStudy, ClosedForm)
+KINDS = (LayerStudy, PolicyStudy, TrainingStudy, PromptStudy, ClosedForm)
 
 
 @cache

@@ -34,6 +34,7 @@ from kvbench.store.study_lines import ABOUT, FOLDER, HOLDS, PROMPTS, Line, forma
 from kvbench.studies.policy_reads import identify_policies, read_policies
 from kvbench.studies.policy_study import PolicyStudy
 from kvbench.studies.study import ClosedForm, LayerStudy, Memory, PromptStudy, Recorder, Study
+from kvbench.studies.training_study import TrainingStudy
 from kvbench.training.token_sequences import read_text_files
 from kvbench.validation import SettingError
 
@@ -183,12 +184,14 @@ class StudyPass:
         return self.whole.task_settings["limit"] or "all"
 
     def _compute(self, study: Study, path: Path) -> list[Line]:
-        """Return the lines of a study that reads no prompt with the model, from its file if it has been computed."""
+        """Return the lines of a study of no single prompt, from its file if it has been computed."""
         if not path.exists():
             if isinstance(study, PromptStudy):
                 tokenizer = self.resources.tokenizer
                 samples = self.whole.task.samples(tokenizer, count_template_tokens(tokenizer), UNLIMITED)
                 lines = study.compute(list(samples), tokenizer)
+            elif isinstance(study, TrainingStudy):
+                lines = study.compute(self.resources, None if self.text is None else self.text.path, path.parent)
             else:
                 assert isinstance(study, ClosedForm)
                 lines = study.compute(self.run.checkpoint.layout(), self.run.checkpoint.config())

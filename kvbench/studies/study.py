@@ -1,12 +1,13 @@
 """The interface of a study: it looks at a model, at prompts or at a formula, and returns lines of numbers.
 
-A study is a class in a file of its own, whose name it has. There are four kinds, by what they look at:
+A study is a class in a file of its own, whose name it has. There are five kinds, by what they look at:
 
     LayerStudy    every layer of a model that reads a prompt into a full cache. Written as a method is: `update` sees
                   what a layer computed for a block, and `finish` turns what it remembered into lines
     PolicyStudy   what methods keep of a prompt, each in a run of its own (kvbench.studies.policy_study)
     PromptStudy   the texts of a task's samples and their tokens. No model reads them
     ClosedForm    a formula, and at most the shape of a model
+    TrainingStudy trainings of DeltaKV's compressors (kvbench.studies.training_study)
 
 `conf/papers/exhibits/` says which lines make a paper's table or figure. docs/add-a-study.md shows a study in 30 lines.
 """

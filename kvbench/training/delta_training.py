@@ -287,6 +287,10 @@ class DeltaTraining:
             metadata: The metadata of the file.
         """
         write_compressors(self.out, self.masters, metadata)
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove the state."""
         name_state(self.out).unlink(missing_ok=True)
 
 

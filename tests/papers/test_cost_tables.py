@@ -24,7 +24,7 @@ WANTED = {
     "dropkv_table02", "dropkv_table09", "dropkv_table10", "dropkv_table17", "dropkv_table18", "dropkv_figure02_left",
     "centroidkv_table06", "centroidkv_table07", "centroidkv_figure06", "expected_attention_table03",
     "expected_attention_figure05a", "keydiff_figure07", "keydiff_figure17", "keydiff_table19", "deltakv_table04",
-    "deltakv_figure07", "dropkv_figure02_right",
+    "deltakv_figure07", "dropkv_figure02_right", "deltakv_figure05_speed",
 }  # fmt: skip
 
 
