@@ -267,4 +267,5 @@ def average_lines(lines: Sequence[Line]) -> Line:
     groups = [str(index) for index in range(len(lines))]
     least, most = (0.0, 1.0) if lines[0].series == HOLDS else (-inf, inf)
     own = mean([Values(values, groups, least, most)])
-    return replace(lines[0], value=own.value, n=total, low=max(least, own.low), high=own.high, prompts=len(lines))
+    low = None if own.low is None else max(least, own.low)  # rounding may end it at -0.0
+    return replace(lines[0], value=own.value, n=total, low=low, high=own.high, prompts=len(lines))

@@ -11,8 +11,8 @@ from kvbench.papers.listing import choose_exhibits, describe_exhibits, format_li
 from kvbench.papers.table_spec import list_papers, load_specs
 from kvbench.store.study_lines import Line
 from kvbench.validation import SettingError
-from tests.papers.test_score_tables import put, record
 from tests.support.study_folders import list_heads, write_study
+from tests.support.table_runs import BOOK, put, record
 
 NOT_IN_A_PAPER = {"keydiff_blocks", "keydiff_lemma"}  # specifications that stand beside a paper's own
 COUNTS = {"keydiff": 38, "expected_attention": 36, "deltakv": 28, "dropkv": 28, "centroidkv": 16}
@@ -34,8 +34,7 @@ def states(results: Path, paper: str) -> dict[str, tuple[str, str]]:
 
 
 def test_the_list_says_what_a_store_has(tmp_path):
-    book = {"model": "llama32_3b", "task": "phonebook", "task.preset": "keydiff", "question": "visible"}
-    put(tmp_path, book | {"block_size": 128, "method": "full"}, [record(0, 50.0), record(1, 70.0)])
+    put(tmp_path, {**BOOK, "method": "full"}, [record(0, 50.0), record(1, 70.0)])
     layers = [Line("received_attention", "correlation", 0.9, series="mean", layer=layer) for layer in range(3)]
     write_study(tmp_path, [*list_heads(), *layers])
     found = states(tmp_path, "keydiff")

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import shlex
 from collections import Counter
@@ -20,7 +19,7 @@ from kvbench.papers import build
 from kvbench.papers.build import build_table
 from kvbench.papers.cell_values import CellValue, RunIndex
 from kvbench.papers.exhibits import load_exhibits
-from kvbench.papers.experiment_key import ExperimentKey, drop_unused, resolve_value
+from kvbench.papers.experiment_key import ExperimentKey, drop_unused
 from kvbench.papers.paper_runs import Settings, expand_preset, is_of_cache, list_presets, needs_file, read_rows
 from kvbench.papers.paper_table import PaperTable, make_commands
 from kvbench.papers.printed_averages import find_contradictions, list_leaves
@@ -39,7 +38,6 @@ from kvbench.papers.table_spec import (
 )
 from kvbench.runs.checks import check_settings
 from kvbench.store import dataframes
-from kvbench.store.run_folder import RunFolder
 from kvbench.sweeps.plan import expand_sweep
 from kvbench.validation import SettingError
 from tests.support.checkpoints import write_checkpoint
@@ -48,31 +46,10 @@ from tests.support.delta_files import make_zero, write_compressors
 from tests.support.lm_eval_words import use_few_words
 from tests.support.repository import ROOT
 from tests.support.selection import choose_covering, only_in_full
+from tests.support.table_runs import BOOK, put, record
 
 TABLES = {name: spec for name, spec in load_specs().items() if not is_cost_table(spec)}
-BOOK = {"model": "llama32_3b", "task": "phonebook", "task.preset": "keydiff", "question": "visible", "block_size": 128}
 KEYDIFF = {**BOOK, "method": "keydiff", "budget": 6144}
-SUBTASK = "phonebook_100"
-
-
-def record(index: int, score: float | None, subtask: str = SUBTASK, **own: object) -> dict:
-    """A record's line, as far as tables read it."""
-    base = {"uid": f"{subtask}/{index}", "index": index, "subtask": subtask, "group": f"{subtask}/{index}"}
-    base |= {"score": score, "error": None if score is not None else "out_of_memory", "meta": {}, "also": {}}
-    return base | {"prompt_hash": f"{subtask}{index}", "target_hash": "t", "tokens_in": 100, "tokens_out": 10} | own
-
-
-def put(results: Path, settings: dict, records: list[dict], finish: bool = True, ended: int = 1, **own: object) -> str:
-    """A run of the store made as the runner makes it; its hash. `own`: parts of its value."""
-    value = resolve_value(settings) | {"data": "d", "device": {"type": "cpu"}, "sources": "s", "averages": []} | own
-    with RunFolder(results / "runs", value).open({}) as folder:
-        for line in records:
-            assert folder.claim(line["uid"])
-            folder.append(line)
-        if finish:
-            folder.finish([line["uid"] for line in records])
-            os.utime(folder.path / "done", (ended, ended))
-    return folder.hash
 
 
 def made(name: str, results: Path, **more: object) -> build.PaperTable:
