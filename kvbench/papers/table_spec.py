@@ -27,6 +27,8 @@ A figure of scores or costs is a table with these keys besides (kvbench.report.p
     x           the place of a column on the horizontal axis; by default the number that its label is
     area        true: the row states the areas of the marks of the row above it
     spread      true: low and high of a cost are the quartiles of its repeats
+    stacked     true: the rows of a column are one bar
+    sum         true: other rows add up to this one, which is not drawn
 
 In `published`, a list of values stands for the mean of their lines, and a mapping for the sum of their lines with these
 weights. A published value of the full cache has no budget.
@@ -147,7 +149,7 @@ def merge_parts(*parts: Select) -> dict[str, Any]:
     """Merge the specifications of table, row and column for one cell. A key with null is removed for the cell."""
     own: dict[str, Any] = {}
     for part in parts:
-        own |= {key: part[key] for key in ("scale", "digits", "spread") if key in part}
+        own |= {key: part[key] for key in ("scale", "digits", "spread", "sum") if key in part}
         for key in REMOVABLE_KEYS:
             if key not in part:
                 continue

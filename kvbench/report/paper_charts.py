@@ -4,12 +4,12 @@ A figure of scores or costs is a table (kvbench.papers.table_spec) with a key `c
 
     curves   the measured value by the columns' places, a curve for each row
     grid     the value by column and row, in colours
-    bars     the value by column, a bar for each row
+    bars     the value by column, a bar for each row, or with `stacked: true` one bar of all rows
     sized    as curves, with marks whose areas are the values of the row below
 
 Measured values are filled marks, lines, bars or cells with the intervals of the table. Published values are hollow
 marks without a line. A cell without a number leaves a gap, and the figure's page names the command that fills it. Rows
-of the table that are not in the paper are not drawn.
+of the table that are not in the paper are not drawn, nor are rows with `sum: true`, which others add up to.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +52,8 @@ HEIGHT, LOW = 150, 60  # pixels of a plot; of one among many
 LARGEST = 420  # square pixels: the area of the largest mark of a chart `sized`
 MOST_NAMES = 8  # a figure with a longer key takes the width of the page
 CELL = 16  # pixels: height of a grid's cell
+BARS = [*SHADES, "#c4c4c4"]
+LONG_NAME = 6  # letters of a bar's column that stand upright
 
 
 def draw_figure(path: Path, spec: Select, table: PaperTable, inches: float | None = None) -> bool:
@@ -90,10 +92,16 @@ def make_figure(name: str, spec: Select, table: PaperTable, inches: float | None
 def list_plots(spec: Select, table: PaperTable) -> list[Plot]:
     """Return the plots of a figure, with a row for each cell of the table that they show."""
     parts, columns = list(expand_each(spec["rows"])), list(expand_each(spec["columns"]))
-    methods = {name_series(part): find_method(spec, part, columns) for part in parts if not part.get("area")}
+    methods = {
+        name_series(part): find_method(spec, part, columns)
+        for part in parts
+        if not part.get("area") and not part.get("sum")
+    }
     looks = choose_looks(methods, spec["chart"] == "bars")
     found: dict[str, list[Row]] = {}
     for part, (_, cells) in zip(parts, table.rows, strict=False):  # rows that are not in the paper follow
+        if part.get("sum"):
+            continue
         own = found.setdefault(name_panel(part), [])
         numbers = [to_number(cell.measured) for cell in cells]
         if part.get("area"):
@@ -132,7 +140,7 @@ def choose_looks(methods: dict[str, str], shaded: bool) -> dict[str, Row]:
         if len(set(methods.values())) == 1:
             own |= {"colour": PALETTE[at % len(PALETTE)]}
         if shaded:
-            own |= {"colour": SHADES[at % len(SHADES)]}
+            own |= {"colour": BARS[at % len(BARS)]}
         looks[label] = {"label": label, "order": at, **own}
     return looks
 
@@ -156,8 +164,8 @@ def draw_plots(spec: Select, plots: Sequence[Plot], total: float, key: Sequence[
         titles = own.get("x", "") if lowest else None, own.get("y", "") if first else None
         axes = Axes(*titles, own.get("value", ""), tuple([log] if isinstance(log, str) else log))
         alike = [plot] if own.get("free") == "y" else plots
-        last, zero = at == beside - 1, is_cost_table(spec)
-        chart = KINDS[spec["chart"]](plot, alike, axes, last=last, ends=own.get("range"), from_zero=zero)
+        options = {"last": at == beside - 1, "ends": own.get("range"), "from_zero": is_cost_table(spec)}
+        chart = KINDS[spec["chart"]](plot, alike, axes, stacked=spec.get("stacked", False), **options)
         drawn.append((chart, plot.rows))
     height = LOW if len(plots) > MOST_PLOTS else HEIGHT
     if spec["chart"] == "grid":
@@ -221,16 +229,22 @@ def mark_published(base: alt.Chart, y: Row) -> alt.Chart:
     return mark.encode(y=alt.Y("published:Q", **y), shape=charts.SHAPE)
 
 
-def draw_bars(plot: Plot, plots: Sequence[Plot], axes: Axes, **_: Any) -> Chart:
+def draw_bars(plot: Plot, plots: Sequence[Plot], axes: Axes, stacked: bool, **_: Any) -> Chart:
     """Draw a bar for each column and row. A run that failed has its failure in the bar's place."""
-    y = make_values(plots, axes, from_zero=True)
-    place = alt.Axis(labelAngle=0, domain=False, ticks=False, grid=False)
     columns, orders = (list(dict.fromkeys(row[name] for row in plot.rows)) for name in ("column", "order"))
+    angle = -40 if max(map(len, columns)) > LONG_NAME and len(columns) > 4 else 0
+    place = alt.Axis(labelAngle=angle, domain=False, ticks=False, grid=False)
     base = alt.Chart().encode(
-        x=alt.X("column:O", title=axes.x, scale=alt.Scale(domain=columns), axis=place),
-        xOffset=alt.XOffset("order:O", scale=alt.Scale(domain=orders, paddingInner=0.1)),
-        color=charts.COLOUR,
+        x=alt.X("column:O", title=axes.x, scale=alt.Scale(domain=columns), axis=place), color=charts.COLOUR
     )
+    if stacked:
+        ends = [sum_stack(plots, sign) for sign in (-1, 1)]
+        scale = axes.scale("y", domain=ends if ends[0] < ends[1] else [0, 1], nice=True)
+        value = alt.Y("value:Q", title=axes.y, scale=scale, axis=axes.ticks("y"), stack="zero")
+        bars = base.mark_bar(stroke=charts.INK, strokeWidth=0.4)
+        return charts.stack_layers(bars.encode(y=value, order="order:O"))
+    y = make_values(plots, axes, from_zero=True)
+    base = base.encode(xOffset=alt.XOffset("order:O", scale=alt.Scale(domain=orders, paddingInner=0.1)))
     failed = base.transform_filter("datum.failure").mark_text(angle=270, align="left", fontSize=10, dx=3)
     spread = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.2)
     return charts.stack_layers(
@@ -239,6 +253,16 @@ def draw_bars(plot: Plot, plots: Sequence[Plot], axes: Axes, **_: Any) -> Chart:
         failed.encode(y=alt.datum(0), text="failure:N"),
         mark_published(base, y).encode(color=alt.value(charts.INK)),
     )
+
+
+def sum_stack(plots: Sequence[Plot], sign: int) -> float:
+    """Return the end of the longest stack of values above 0 (`sign` 1) or below it (-1)."""
+    stacks: dict[tuple[str, str], float] = {}
+    for plot in plots:
+        for row in plot.rows:
+            if row["value"] is not None and sign * row["value"] > 0:
+                stacks[plot.title, row["column"]] = stacks.get((plot.title, row["column"]), 0.0) + row["value"]
+    return sign * max((sign * own for own in stacks.values()), default=0.0)
 
 
 def draw_sized(plot: Plot, plots: Sequence[Plot], axes: Axes, from_zero: bool, **_: Any) -> Chart:
