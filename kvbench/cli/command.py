@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvbench.stops import Terminated, refuse_exits, stop_at_safe_points
-from kvbench.validation import ContractError, SettingError, describe_write_error
+from kvbench.validation import ContractError, SettingError, describe_write_error, require_int
 
 READER_GONE = 141  # exit code: what a shell says of a program that SIGPIPE ended
 
@@ -58,6 +58,13 @@ class CommandParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a SettingError that says what is wrong and how the command is used."""
         raise SettingError(f"{message}; {' '.join(self.format_usage().split())}")
+
+
+def read_number(name: str, text: str | None) -> int:
+    """Return a positive whole number; SettingError if the text is none."""
+    value = int(text) if text is not None and text.isdecimal() else text
+    require_int(name, value, 1)
+    return int(value)  # type: ignore[arg-type]
 
 
 def refuse_given(options: Namespace, names: Iterable[str], reason: str) -> None:

@@ -29,6 +29,8 @@ stopped goes on where it was; studies that were computed before are not computed
 
 --cost measures, in place of all this, how much longer a prefill of random tokens takes with each study and with all of
 them, and how much memory it needs. The file is a CSV. Studies that read no prompt into a full cache are left out.
+
+kvbench study diagnose method=… compares a method with the full cache (kvbench study diagnose --help).
 """
 
 import sys
@@ -37,10 +39,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser, run_command
-from kvbench.validation import SettingError, require_int, require_writable
+from kvbench.cli.command import CommandParser, read_number, run_command
+from kvbench.validation import SettingError, require_writable
 
 OWN = {"prompts": "4", "text": None, "tokens": "4096", "layers": None, "codec.path": None, "steps": None}
+DIAGNOSE = "diagnose"  # the word in a paper's place that compares a method with the full cache
 REFUSED = ("method", "allocator", "codec", "budget", "budget_of", "fidelity")  # a study reads into a full cache
 
 
@@ -142,13 +145,6 @@ def write_costs(path: Path, run: Any, studies: Sequence[Any], tokens: int) -> No
         print(f"{study:20}  {seconds} s  {ratio} x" + (f"  {memory} x memory" if memory else ""))
 
 
-def read_number(name: str, text: str | None) -> int:
-    """Return a positive whole number; SettingError if the text is none."""
-    value = int(text) if text is not None and text.isdecimal() else text
-    require_int(name, value, 1)
-    return int(value)  # type: ignore[arg-type]
-
-
 def describe_run(settings: Sequence[str], count: int | None) -> tuple[Any, Path]:
     """Return the run that says what is read, a full cache with enough samples of each subtask, and the results folder.
 
@@ -166,4 +162,8 @@ def describe_run(settings: Sequence[str], count: int | None) -> tuple[Any, Path]
 
 
 def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == [DIAGNOSE]:
+        from kvbench.cli import diagnose
+
+        return diagnose.main(arguments[1:])
     return run_command(lambda: compute_studies(arguments))

@@ -22,6 +22,7 @@ from kvbench.store.parse import parse_yaml
 from kvbench.validation import SettingError, summarize
 
 HOLDS = "holds"  # the series of a number that is the share of instances in which a claim holds
+DIAGNOSIS, CELLS = "diagnosis", "cells"  # the study of `kvbench study diagnose`, and the key of its cells in study.yaml
 FOLDER, ABOUT, PROMPTS = "studies", "study.yaml", "prompts"
 
 

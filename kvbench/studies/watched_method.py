@@ -6,13 +6,14 @@ from typing import Any
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Observation, State
+from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 
 Look = Callable[[Observation, Rows], None]
+LookAtReads = Callable[[ReadRequest, Tensor | None], None]
 
 
-def watch_method(method: Method, look: Look) -> Method:
+def watch_method(method: Method, look: Look, look_at_reads: LookAtReads | None = None) -> Method:
     """Return the method, with a function that sees what the method sees: every block, before it is cut.
 
     Args:
@@ -20,6 +21,8 @@ def watch_method(method: Method, look: Look) -> Method:
         look: Called for each layer with what the layer computed for a block of the prompt or for a decoded token, and
             with the rows that it holds then. It may keep copies of tensors, but must not change them. Extra reads about
             the prompt (`Observation.about`) are shown, too. Answers must be read through the model's modules.
+        look_at_reads: Called before `look` for every block that follows the prompt, with the rows that each query head
+            attends to, (B, H*G, n) bool, or None for all of them (`Method.read`).
     """
     of: Any = type(method)
 
@@ -29,6 +32,13 @@ def watch_method(method: Method, look: Look) -> Method:
             found: Mapping[str, Tensor] = super().update(observation, rows, state)
             return found
 
-    own: Method = object.__new__(Watched)
+    class WatchedReader(Watched):
+        def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
+            found: Tensor | None = super().read(request, rows, state)
+            assert look_at_reads is not None
+            look_at_reads(request, found)
+            return found
+
+    own: Method = object.__new__(Watched if look_at_reads is None else WatchedReader)
     vars(own).update(vars(method))
     return own

@@ -1,0 +1,105 @@
+"""Summarise diagnoses (`kvbench study diagnose`): a table of cells, and the layers in which they lose most.
+
+The quantities are defined in kvbench.studies.diagnosis. This module does not import torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvbench.analysis.text_table import Column, format_table, wrap_texts
+from kvbench.store.study_lines import CELLS, DIAGNOSIS, Line, StudyFolder
+
+WORST = 3  # layers that a table names
+ORDER = "local_answer"  # the quantity by which layers are ordered
+SHARES = ("rows", "top_p_rows", "recall", "needles_held")  # quantities that cannot exceed 1
+COLUMNS = {  # quantity -> the two lines of a title
+    "rows": ("rows", "held"),
+    "local_prompt": ("local error,", "prompt"),
+    "local_answer": ("local error,", "answer"),
+    "accumulated_prompt": ("accumulated,", "prompt"),
+    "accumulated_answer": ("accumulated,", "answer"),
+    "dropped_prompt": ("dropped mass,", "prompt"),
+    "dropped_answer": ("dropped mass,", "answer"),
+    "recall": ("recall of the", "oracle's rows"),
+    "top_k_local_answer": ("local error of", "oracle top-k"),
+    "top_p_local_answer": ("local error of", "oracle top-p"),
+    "top_p_rows": ("rows of", "oracle top-p"),
+    "random_local_answer": ("local error of", "random rows"),
+    "needles_held": ("heads that hold", "the answer"),
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The means of a cell over prompts.
+
+    Attributes:
+        name: The cell.
+        means: The mean over layers and heads of each quantity.
+        layers: The mean over heads, by quantity and layer.
+        heads: By quantity, layer and head.
+        needles: The lines about the rows of the answers' tokens of single prompts.
+    """
+
+    name: str
+    means: dict[str, Line] = field(default_factory=dict)
+    layers: dict[str, dict[int, Line]] = field(default_factory=dict)
+    heads: dict[str, dict[tuple[int, int], Line]] = field(default_factory=dict)
+    needles: list[Line] = field(default_factory=list)
+
+    @property
+    def worst(self) -> list[int]:
+        """The layers with the largest local errors at the answer, the worst first."""
+        own = self.layers.get(ORDER, {})
+        return sorted(own, key=lambda layer: -own[layer].value)[:WORST]
+
+
+def read_diagnoses(study: StudyFolder) -> list[Diagnosis]:
+    """Return the cells of a folder that have been diagnosed, in the order of study.yaml."""
+    found = {name: Diagnosis(name) for name in study.about.get(CELLS, {})}
+    for line in study.lines:
+        if line.study != DIAGNOSIS or line.series not in found:
+            continue
+        own = found[line.series]
+        if line.x is not None:
+            own.needles.append(line)
+        elif line.layer is None:
+            own.means[line.quantity] = line
+        elif line.head is None:
+            own.layers.setdefault(line.quantity, {})[line.layer] = line
+        else:
+            own.heads.setdefault(line.quantity, {})[line.layer, line.head] = line
+    return [own for own in found.values() if own.layers]
+
+
+def format_mean(quantity: str, own: Diagnosis) -> str:
+    """Return the mean of a quantity with its interval, or nothing if the quantity has no meaning for the cell."""
+    line = own.means.get(quantity)
+    if line is None:
+        return ""
+    interval = "" if line.low is None or line.high is None else f" [{line.low:.2f}, {line.high:.2f}]"
+    return f"{line.value:.2f}{interval}"
+
+
+def format_diagnosis(study: StudyFolder, cells: Sequence[str], width: int) -> list[str]:
+    """Return a table of cells, and what its numbers are.
+
+    Args:
+        study: The folder.
+        cells: The names of the cells.
+        width: Width in characters.
+    """
+    rows = [own for own in read_diagnoses(study) if own.name in cells]
+    quantities = [name for name in COLUMNS if any(name in own.means for own in rows)]
+    columns = [Column("", "cell", lambda own: own.name)]
+    columns += [Column(*COLUMNS[name], partial(format_mean, name)) for name in quantities]
+    columns.append(Column("worst", "layers", lambda own: " ".join(map(str, own.worst))))
+    prompts = study.about["prompts"]
+    notes = [
+        f"Means over layers, heads and {prompts['count']} prompts of {prompts['name']}, with 95 % intervals over "
+        "prompts. "
+        "Errors are relative to the size of the output, so 1 means that an output of zeros would be as near.",
+        f"The worst layers have the largest local errors at the answer. {DIAGNOSIS}.csv has every layer and head.",
+    ]
+    return [*format_table(columns, rows, 0, width), "", *wrap_texts(notes, width)]

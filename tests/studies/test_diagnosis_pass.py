@@ -1,0 +1,84 @@
+"""`kvbench study diagnose`: cells join each other, a stopped command goes on, and wrong words are refused at once."""
+
+import pytest
+
+from kvbench.analysis.diagnoses import read_diagnoses
+from kvbench.cli import study as command
+from kvbench.interfaces.task import Sample
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.runs.prompt import Prompt
+from kvbench.store.study_lines import read_study
+from kvbench.studies import diagnosis_pass
+from kvbench.studies.diagnosis_pass import find_needles
+
+CHECKPOINT = {"layers": 1}
+TASK = ["task=ruler", "task.length=320", "task.subtasks=[niah_single_1]", "device=cpu"]
+
+
+@pytest.fixture
+def diagnose(checkpoint, tmp_path, monkeypatch, capsys):
+    """Runs the command on a tiny checkpoint; gives exit code, output, errors, and the runs that read a prompt."""
+    monkeypatch.chdir(tmp_path)
+    made = diagnosis_pass.WatchedRun
+
+    def call(*words: str) -> tuple[int, str, str, list[str]]:
+        names = []
+        with monkeypatch.context() as patch:
+            patch.setattr(diagnosis_pass, "WatchedRun", lambda *own: names.append(own[1].method.name) or made(*own))
+            code = command.main(["diagnose", *words, "model=hf", f"model.path={checkpoint}"])
+        return code, *capsys.readouterr(), names
+
+    return call
+
+
+def test_cells_join_those_of_before_and_a_stopped_command_goes_on(diagnose, tmp_path):
+    code, out, err, names = diagnose("method=sink,knorm", "budget=0.2", *TASK, "prompts=2", "question=hidden")
+    assert code == 0, err
+    assert names == ["full", "sink", "knorm"] * 2
+    assert "sink budget=0.2" in out and "knorm budget=0.2" in out and "2 prompts of ruler" in out
+    folder = tmp_path / out.splitlines()[0]
+    own = read_diagnoses(read_study(folder))[1]
+    assert own.means["rows"].prompts == 2 and 0.1 < own.means["rows"].value <= 0.2
+    assert 0 <= own.means["recall"].low <= own.means["recall"].high <= 1 and own.worst == [0]
+    assert own.heads["local_answer"].keys() == {(0, 0), (0, 1), (0, 2), (0, 3)} and own.needles
+    before = (folder / "diagnosis.csv").read_text()
+    [path] = folder.glob(f"prompts/{read_study(folder).about['cells']['knorm budget=0.2']['files']}-1.csv")
+    path.unlink()
+    code, out, err, names = diagnose("method=knorm", "budget=0.2", *TASK, "prompts=2", "question=hidden")
+    assert names == ["full", "knorm"] and (folder / "diagnosis.csv").read_text() == before
+    assert "sink" not in out.partition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["method=full"], "method=full: loses nothing; name a method, or a codec that packs rows"),
+        (["method=snap", "budget=0.2"], "method=snap: choose one of "),
+        (["method=snapkv", "budget=1.5"], "budget=1.5"),
+        (["method=snapkv", "budget=0.2", "seed=1,2"], "seed=1,2: one value; only method, allocator, codec"),
+        (["method=snapkv", "budget=0.2", "window=400"], "window=400: niah_single_1"),
+        (["method=snapkv", "budget=0.2", "window=none"], "window=none: a whole number of at least 1"),
+        (["method=snapkv", "budget=0.2", "share=2"], "share=2: a number above 0 and at most 1"),
+        (["snapkv", "budget=0.2"], "snapkv: a setting such as method=snapkv"),
+    ],
+)  # fmt: skip
+def test_wrong_words_are_refused_before_weights_are_loaded(diagnose, monkeypatch, words, line):
+    monkeypatch.setattr(Checkpoint, "weights", None)
+    code, out, err, names = diagnose(*words, *TASK)
+    assert (code, out, names) == (2, "", []) and err.count("\n") == 1
+    assert err.startswith(f"kvbench: {line}")
+
+
+def test_caches_that_do_not_fit_are_refused(diagnose, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "weights", None)
+    monkeypatch.setattr(diagnosis_pass, "count_free_bytes", lambda run: 100_000)
+    code, _, err, _ = diagnose("method=snapkv", "budget=0.5", "block_size=64", *TASK)
+    assert code == 2 and "weights and 2.5 full caches of " in err and "are free (cpu); shorter prompts or" in err
+
+
+def test_needles_are_the_tokens_of_whole_words():
+    context = "a 12 b 123 c 12"
+    ends = (1, 3, 4, 6, 8, 10, 12, 13, 15)
+    sample = Sample("0", "s", context, "", "", ("12",), 4)
+    assert find_needles(sample, Prompt(tuple(range(9)), (), ends=ends)) == (1, 2, 8)
+    assert find_needles(Sample("0", "s", context, "", "", ("1", " "), 4), Prompt((), (), ends=ends)) == ()
