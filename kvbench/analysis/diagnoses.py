@@ -3,16 +3,24 @@
 The quantities are defined in kvbench.studies.diagnosis. This module does not import torch.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
+
+import numpy as np
+from scipy.stats import rankdata
 
 from kvbench.analysis.text_table import Column, format_table, wrap_texts
+from kvbench.store.runs import StoredRun
 from kvbench.store.study_lines import CELLS, DIAGNOSIS, Line, StudyFolder
 
 WORST = 3  # layers that a table names
 ORDER = "local_answer"  # the quantity by which layers are ordered
 SHARES = ("rows", "top_p_rows", "recall", "needles_held")  # quantities that cannot exceed 1
+FEWEST = 4  # cells of a rank correlation
+RESAMPLES = 2000
 COLUMNS = {  # quantity -> the two lines of a title
     "rows": ("rows", "held"),
     "local_prompt": ("local error,", "prompt"),
@@ -71,6 +79,72 @@ def read_diagnoses(study: StudyFolder) -> list[Diagnosis]:
         else:
             own.heads.setdefault(line.quantity, {})[line.layer, line.head] = line
     return [own for own in found.values() if own.layers]
+
+
+def score_cells(study: StudyFolder, runs: Iterable[StoredRun]) -> dict[str, float]:
+    """Return the score of each diagnosed cell that has a finished run: the mean over subtasks, which weigh the same.
+
+    Model, task, question, method, allocator, codec, budget and block size of a run must be the cell's, whatever its
+    number of samples. Of several runs, one on the cell's device is taken.
+    """
+    about = study.about
+    shared = [about["model"], drop_limit(about["prompts"].get("task", {})), about.get("question")]
+    cells = {json.dumps([*shared, *list_settings(own)], sort_keys=True): name for name, own in about[CELLS].items()}
+    found: dict[str, float] = {}
+    for run in sorted(runs, key=lambda run: run.value["device"] == about["device"]):
+        value = run.value
+        key = [value["model"], drop_limit(value["task"]), value["question"], *list_settings(value)]
+        name = cells.get(json.dumps(key, sort_keys=True))
+        if name is not None and run.finished and (score := find_score(run)) is not None:
+            found[name] = score
+    return found
+
+
+def drop_limit(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a task's settings without the number of samples."""
+    return {name: value for name, value in task.items() if name != "limit"}
+
+
+def list_settings(own: Mapping[str, Any]) -> list[Any]:
+    """Return the settings of a cell, also from the settings of a run."""
+    full = own["method"]["name"] == "full"
+    return [own[name] for name in ("method", "allocator", "codec", "budget", "budget_of")] + [
+        None if full else own["block_size"]
+    ]
+
+
+def find_score(run: StoredRun) -> float | None:
+    """Return the mean score over subtasks; None if no sample has one."""
+    scores: dict[str, list[float]] = {}
+    for record in run.records.values():
+        if record["score"] is not None:
+            scores.setdefault(record["subtask"], []).append(record["score"])
+    return float(np.mean([np.mean(own) for own in scores.values()])) if scores else None
+
+
+def correlate_ranks(x: Sequence[float], y: Sequence[float], seed: int = 0) -> tuple[float, float, float] | None:
+    """Return Spearman's rank correlation of n pairs with a 95 % interval; None if all numbers of x or y are equal.
+
+    The interval is the percentile bootstrap over pairs: `RESAMPLES` draws of n pairs with replacement, of which those
+    without a correlation are left out.
+    """
+    pairs = np.array([x, y], dtype=float)
+    draws = np.random.default_rng(seed).integers(len(x), size=(RESAMPLES, len(x)))
+    own = rank_correlation(pairs[:, None])[0]
+    resampled = rank_correlation(pairs[:, draws])
+    if np.isnan(own):
+        return None
+    low, high = np.nanquantile(resampled, (0.025, 0.975))
+    return float(own), float(low), float(high)
+
+
+def rank_correlation(pairs: np.ndarray) -> np.ndarray:
+    """Return Spearman's correlation of pairs (2, draws, n) for each draw; NaN where all numbers of a side are equal."""
+    ranks = rankdata(pairs, axis=-1)
+    ranks -= ranks.mean(-1, keepdims=True)
+    x, y = ranks
+    size = np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
+    return np.where(size > 0, (x * y).sum(-1) / np.where(size > 0, size, 1), np.nan)
 
 
 def format_mean(quantity: str, own: Diagnosis) -> str:

@@ -500,9 +500,11 @@
       const box = document.getElementById(id).querySelector(".panels");
       box.replaceChildren(...chosen().map(({ panel }) => (panel.part ? unloaded(panel) : framed(panel, make))).filter(Boolean));
     }
-    const box = document.getElementById("studies");
-    box.querySelector(".panels").replaceChildren(...studies());
-    box.hidden = !box.querySelector(".panel");
+    for (const id of ["lost", "studies"]) {
+      const box = document.getElementById(id);
+      box.querySelector(".panels").replaceChildren(...studies(DATA[id] || []));
+      box.hidden = !box.querySelector(".panel");
+    }
     empty();
     methodSection();
     const first = chosen()[0]?.panel;
@@ -545,8 +547,8 @@
     for (const node of nodes) node.hidden = !node.querySelector(".panels").children.length;
     document.getElementById("nothing").hidden = nodes.some((node) => !node.hidden);
   }
-  function studies() {
-    return (DATA.studies || []).filter(({ model }) => state.model === ALL || model === state.model).map((own) => {
+  function studies(found) {
+    return found.filter(({ model }) => state.model === ALL || model === state.model).map((own) => {
       const node = el("div", { class: "study", role: "group", "aria-label": `${own.title}; ${own.about}` });
       later(node, () => load(own.part, own.part).then(() => studied(node, loaded.get(own.part)), (error) => { node.textContent = error.message; }));
       const said = [...own.claims.map((text) => `Claim: ${text}`), ...own.notes.map((text) => `Reading: ${text}`)];
@@ -616,6 +618,7 @@
     ...(live.seconds ? [live.node] : []), bar(), el("p", { class: "empty", id: "nothing" }, DATA.panels.length ? "No run passes the filters." : "No run is finished yet."),
     el("section", { id: "method", hidden: "" }),
     ...SECTIONS().map(([id, name, about, , wide]) => section(id, name, about, wide)),
+    section("lost", "Why points were lost", "What kvbench study diagnose found: how far attention outputs are from a full cache's, and where rows of the answer were lost.", "wide"),
     section("studies", "Studies", "What a full cache holds, and which claims of the papers hold on this model. Each exhibit has the reading that was taken.", "wide"),
     el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", {}, "The full cache's answer next to the method's, with differing words marked, and the rows of the prompt that the method still held."), el("div", { class: "body" })),
     el("section", { id: "compare" }, el("h2", {}, "Two runs"), el("p", {}, "The settings in which two runs of a panel differ, their difference on the same samples, and the samples lost and gained."), el("div", { class: "body" })),

@@ -22,12 +22,14 @@ from kvbench.papers.exhibit_pages import ExhibitPage, fill_exhibits
 from kvbench.papers.exhibits import load_exhibits
 from kvbench.report.charts import SCORE, SHARES, build_charts, make_specification
 from kvbench.report.excerpts import write_excerpts
+from kvbench.report.lost_points import show_lost_points
 from kvbench.report.panels import DATA_ERRORS, TABLES, PageData, gather_results
 from kvbench.report.print_charts import make_plots
 from kvbench.report.samples import to_embedded_json, write_file, write_samples
 from kvbench.report.study_charts import draw_exhibit
 from kvbench.report.style import DARK, FULL
 from kvbench.stops import waiting
+from kvbench.store.study_lines import find_studies
 from kvbench.validation import SettingError, name_file_in_errors
 
 HERE = Path(__file__).parent
@@ -53,32 +55,49 @@ def write_report(results: Path, now: datetime, out: Path | None = None, with_pro
         SettingError: The folder contains no runs.
     """
     gathered = gather_results(results, now)
+    studies, lost = [], []
     try:
         studies = [page for own in fill_exhibits(results, load_exhibits()).values() for page in own]
+        lost = show_lost_points(find_studies(results), [own.run for own in gathered.pairings])
     except SettingError as error:
         gathered.page["damaged"].append(["studies", str(error)])
-        studies = []
     path = (out or results) / "report.html"
     folder = (out or results) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:  # locked until it is closed; another process that writes the page waits
         with name_file_in_errors(lock.name), waiting():
             fcntl.lockf(lock, fcntl.LOCK_EX)
-        write_page(gathered, path, folder, with_prompts, studies)
+        write_page(gathered, path, folder, with_prompts, studies, lost)
     return path
 
 
 def write_page(
-    gathered: PageData, path: Path, folder: Path, with_prompts: bool = True, studies: Sequence[ExhibitPage] = ()
+    gathered: PageData,
+    path: Path,
+    folder: Path,
+    with_prompts: bool = True,
+    studies: Sequence[ExhibitPage] = (),
+    lost: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write the page and its files, and delete files of an earlier page."""
+    """Write the page and its files, and delete files of an earlier page.
+
+    Args:
+        gathered: The data of the page.
+        path: The page.
+        folder: The folder of its files.
+        with_prompts: Whether the page shows text of prompts.
+        studies: The exhibits of studies.
+        lost: What `kvbench.report.lost_points.show_lost_points` returned.
+    """
     count = len(gathered.page["panels"])
     left_out = [{"reason": "the page was made without text of the data set"}] * count
     prompts = write_excerpts(folder, gathered.pairings, count) if with_prompts else left_out
     files = write_answers(gathered, folder)
     shown = [show_study(folder, own) for own in studies]
-    page = compact_json(gathered.page | {"files": files, "prompts": prompts, "folder": FOLDER, "studies": shown})
-    wanted = {name for own in page["files"] for name in own["names"]} | {own["part"] for own in shown}
+    why = [own | {"part": write_part(folder, own.pop("spec"))} for own in map(dict, lost)]
+    more = {"files": files, "prompts": prompts, "folder": FOLDER, "studies": shown, "lost": why}
+    page = compact_json(gathered.page | more)
+    wanted = {name for own in page["files"] for name in own["names"]} | {own["part"] for own in [*shown, *why]}
     wanted |= {own["name"] for own in prompts if "name" in own}
     text = render_html(page)
     if len(text.encode()) > MOST:

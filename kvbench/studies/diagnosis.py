@@ -55,9 +55,8 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import Observation, PromptEncoder, ReadRequest
-from kvbench.interfaces.rows import Rows, mass_dtype
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.kernels.window_attention import window_probabilities
 from kvbench.store.study_lines import DIAGNOSIS, Line
 from kvbench.studies.watched_method import watch_method
 
@@ -252,27 +251,44 @@ def mark_places(places: Tensor, tokens: int) -> Tensor:
     return marks.scatter_(1, places.where(places >= 0, tokens), True)[:, :tokens]
 
 
-def attend_rows(queries: Tensor, first: int, rows: Rows, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attend to rows of any positions: softmax(q·k·scaling + log mass)·v over the rows up to the query's position.
+def weigh_rows(
+    queries: Tensor, first: int, keys: Tensor, scaling: float, mass: Tensor | None = None, places: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return softmax(q·k·scaling + log mass) over the rows up to the query's position, and its log-sum-exps.
 
     Args:
         queries: Queries of consecutive tokens, (H·G, t, d).
         first: Position of the first of them.
-        rows: The rows.
+        keys: (H, n, d)
         scaling: The factor of the logits.
+        mass: Number of tokens that each row stands for, (H, n), 0 for absent rows; None for one each.
+        places: Positions of the rows, (H, n); None for 0 … n − 1.
 
     Returns:
-        The outputs (H, G, t, d), 0 for a query that no row precedes, and the log-sum-exps (H, G, t), in the dtype of
-        the masses.
+        The probabilities (H, G, t, n), 0 for a query that no row precedes, and the log-sum-exps (H, G, t), in at least
+        float32.
     """
-    keys, values, mass, places = rows.keys[0], rows.values[0], rows.mass[0], rows.places[0]
-    logits = queries.unflatten(0, (len(keys), -1)).flatten(1, 2).to(mass.dtype) @ keys.to(mass.dtype).mT * scaling
-    logits = (logits + mass.log()[:, None]).unflatten(1, (-1, queries.shape[1]))
-    last = torch.arange(first, first + queries.shape[1], device=keys.device)
-    logits = logits.masked_fill(places[:, None, None] > last[:, None], -inf)
+    tokens, dtype = queries.shape[1], torch.promote_types(keys.dtype, torch.float32)
+    logits = queries.unflatten(0, (len(keys), -1)).flatten(1, 2).to(dtype) @ keys.to(dtype).mT
+    logits *= scaling
+    if mass is not None:
+        logits += mass.log()[:, None]
+    logits = logits.unflatten(1, (-1, tokens))
+    last = torch.arange(first, first + tokens, device=keys.device)[:, None]
+    if places is None:  # only rows of these tokens may lie behind one
+        later = torch.arange(first, keys.shape[1], device=keys.device) > last
+        logits[..., first:].masked_fill_(later, -inf)
+    else:
+        logits.masked_fill_(places[:, None, None] > last, -inf)
     sums = logits.logsumexp(-1)
-    weights = (logits - sums.clamp(min=torch.finfo(sums.dtype).min)[..., None]).exp()
-    return attend_weighted(weights, values), sums
+    logits -= sums.clamp(min=torch.finfo(dtype).min)[..., None]
+    return logits.exp_(), sums
+
+
+def attend_rows(queries: Tensor, first: int, rows: Rows, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return the outputs (H, G, t, d) and log-sum-exps (H, G, t) of attention to rows; arguments as of `weigh_rows`."""
+    weights, sums = weigh_rows(queries, first, rows.keys[0], scaling, rows.mass[0], rows.places[0])
+    return attend_weighted(weights, rows.values[0]), sums
 
 
 def attend_weighted(weights: Tensor, values: Tensor) -> Tensor:
@@ -314,6 +330,11 @@ def choose_mass(importance: Tensor, share: float) -> Tensor:
 def find_dropped(weights: Tensor, marks: Tensor) -> Tensor:
     """Return the mass of rows that are not marked, the mean over tokens, from weights (H, G, t, n)."""
     return 1 - (weights * marks).sum(-1).mean(-1)
+
+
+def compare_sums(held: Tensor, every: Tensor) -> Tensor:
+    """Return 1 − Z'/Z as a mean over tokens, from log Z' and log Z (H, G, t)."""
+    return 1 - (held - every).exp().mean(-1)
 
 
 def join_marks(held: Sequence[Tensor], heads: int, end: int) -> Tensor:
@@ -380,22 +401,15 @@ class Part:
     values: Tensor
     scaling: float
 
-    def attend(self) -> tuple[Tensor, Tensor]:
-        """Return the probabilities over all rows, (H, G, t, n), and the outputs, (H, G, t, d)."""
-        weights = window_probabilities(self.queries[None], self.keys[None], None, self.scaling)[0]
-        return weights, attend_weighted(weights, self.values)
+    def attend(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the probabilities over all rows (H, G, t, n), their log-sum-exps, and the outputs (H, G, t, d)."""
+        weights, sums = weigh_rows(self.queries, self.first, self.keys, self.scaling)
+        return weights, sums, attend_weighted(weights, self.values)
 
     @property
     def first(self) -> int:
         """Position of the first token."""
         return self.keys.shape[1] - self.queries.shape[1]
-
-    def compare(self, sums: Tensor) -> Tensor:
-        """Return 1 − Z'/Z as a mean over tokens, (H, G), from the log-sum-exps of rows held, log Z' (H, G, t)."""
-        heads, rows = self.keys.shape[:2]
-        places = torch.arange(rows, device=self.keys.device).expand(1, heads, -1)
-        every = Rows(self.keys[None], self.values[None], places, torch.ones_like(places, dtype=mass_dtype(self.keys)))
-        return 1 - (sums - attend_rows(self.queries, self.first, every, self.scaling)[1]).exp().mean(-1)
 
 
 def cut_parts(reading: Reading, tokens: Tensor) -> dict[str, Tensor]:
@@ -428,24 +442,28 @@ def diagnose_layer(full: WatchedRun, run: WatchedRun, index: int) -> Found:
     begin = run.begin[index].view()
     held = mark_places(begin.places[0], reading.known)[:, None, None]
     found: Found = {}
-    weights, dense = parts[ANSWER].attend()
+    weights, sums, dense = parts[ANSWER].attend()
     marks = join_marks(own.held, *parts[ANSWER].keys.shape[:2])
     found[f"local_{ANSWER}"] = find_error(computed[ANSWER].view_as(dense), dense)
-    sums = torch.cat(own.sums, -1) if run.merges else None
-    found[f"dropped_{ANSWER}"] = find_dropped(weights, marks) if sums is None else parts[ANSWER].compare(sums)
+    found[f"dropped_{ANSWER}"] = (
+        compare_sums(torch.cat(own.sums, -1), sums) if run.merges else find_dropped(weights, marks)
+    )
+    alike = None
     if method.attends_subset:
         held = marks
         del parts[PROMPT]
     else:
-        weights, dense = parts[PROMPT].attend()
-        outputs, sums = attend_rows(parts[PROMPT].queries, parts[PROMPT].first, begin, own.scaling)
+        weights, sums, dense = parts[PROMPT].attend()
+        outputs, own_sums = attend_rows(parts[PROMPT].queries, parts[PROMPT].first, begin, own.scaling)
         if not method.uses_cache_positions:
             found[f"local_{PROMPT}"] = find_error(outputs, dense)
-        found[f"dropped_{PROMPT}"] = parts[PROMPT].compare(sums) if run.merges else find_dropped(weights, held)
+        found[f"dropped_{PROMPT}"] = compare_sums(own_sums, sums) if run.merges else find_dropped(weights, held)
+        if not run.copies and not reading.question:  # the full cache's run computed the same
+            alike = weights, sums, dense
     for part in parts:
         found[f"accumulated_{part}"] = find_error(computed[part], exact[part])
     held = held[..., :prompt]
-    weights, dense = exact_parts[ANSWER].attend()
+    weights, _, dense = exact_parts[ANSWER].attend()
     references = choose_references(weights[..., :prompt], held, reading.share, reading.seed + index)
     rows = held.sum(-1)
     found["rows"], found[f"{TOP_P}_rows"] = (
@@ -455,7 +473,7 @@ def diagnose_layer(full: WatchedRun, run: WatchedRun, index: int) -> Found:
         found["recall"] = ((references[TOP_K] & held).sum(-1) / rows).mean(-1)
     for part in parts:
         if part == PROMPT:
-            weights, dense = exact_parts[PROMPT].attend()
+            weights, _, dense = alike or exact_parts[PROMPT].attend()
         for name, chosen in references.items():
             outputs, gone = attend_marked(weights, exact_parts[part].values, pad_marks(chosen, weights.shape[-1]))
             found[f"{name}_local_{part}"] = find_error(outputs, dense)
