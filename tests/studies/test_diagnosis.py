@@ -1,29 +1,40 @@
 """`kvbench study diagnose` beside a dense engine in float64, whose attention, cuts and masses are plain loops."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
 import pytest
 import torch
 
+from kvbench.cache.guard import check_shape
 from kvbench.cache.policy import choose_cache
+from kvbench.config.catalogue import list_choices
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
-from kvbench.studies.diagnosis import Reading, WatchedRun, answer_greedily, list_lines, read_answer
+from kvbench.models.transformers_port import read_layout
+from kvbench.studies.diagnosis import (
+    Reading,
+    WatchedRun,
+    answer_greedily,
+    choose_references,
+    list_lines,
+    read_answer,
+)
+from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.method_files import build_policy
-from tests.support.tiny_models import distinct, make_exact
+from tests.support.tiny_models import distinct, make_exact, tiny
 
 TOKENS, WINDOW, QUOTA = 50, 8, 11
 PROMPT = distinct(TOKENS)
 READING = Reading(tuple(PROMPT[0].tolist()), window=WINDOW, tokens=4, needles=(2, 3, 17, 40))
 
 
-def choose(name: str, **settings):
-    """A method of conf/method/ as a user of the tiny Llama gets it, with an even allocator and raw rows."""
-    return choose_cache(*build_policy(name, "uniform", "llama", **settings))
+def choose(name: str, model: str = "llama", **settings):
+    """A method of conf/method/ as a user of a tiny model gets it, with an even allocator and raw rows."""
+    return choose_cache(*build_policy(name, "uniform", model, **settings))
 
 
 def order(places, layer: int, head):
@@ -235,3 +246,45 @@ def test_rows_that_are_read_are_those_of_each_token_and_query_head():
             dropped.append(1 - float(chosen.sum()))
     [mean] = [line.value for line in lines if (line.quantity, line.layer, line.head) == ("dropped_answer", 2, None)]
     assert mean == pytest.approx(np.mean(dropped))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("codec", ["raw", "kivi", "palu"])
+@pytest.mark.parametrize("name", list_choices("method"))
+def test_every_method_and_codec_is_diagnosed(name, codec, model):
+    """Also with a hidden question, whose tokens the method reads behind the cut."""
+    try:
+        policy = choose_cache(*build_policy(name, "uniform", model, codec))
+        check_shape(policy.method, policy.codec, read_layout(tiny(model)))
+    except SettingError:
+        pytest.skip("the method refuses this codec or this model")
+    reading = replace(READING, ids=READING.ids[:40], question=READING.ids[40:], needles=(2, 17))
+    budget = Budget(1.0 if name == "full" else None if policy.method.budget_setting else 0.5)
+    full = WatchedRun(tiny(model), choose("full", model=model), Budget(1.0), None, reading)
+    answer = answer_greedily(full.context, reading)
+    own = WatchedRun(tiny(model), policy, budget, None, reading)
+    read_answer(own.context, answer)
+    lines = list(list_lines(full, own, name, 0))
+    found = {line.quantity: line.value for line in lines if line.layer is None}
+    assert {"local_answer", "accumulated_answer", "dropped_answer", "rows", "random_local_answer"} <= found.keys()
+    assert all(np.isfinite(line.value) for line in lines)
+    for quantity, value in found.items():
+        if any(name in quantity for name in ("dropped", "rows", "recall")):
+            assert -1e-5 <= value <= 1 + 1e-5, quantity
+    if (name, codec) == ("full", "raw"):
+        assert found["accumulated_answer"] == pytest.approx(0, abs=1e-5) and found["recall"] == 1
+
+
+def test_references_keep_as_many_rows_as_the_method_and_are_drawn_with_the_seed():
+    weights = torch.rand(2, 3, 4, 30, generator=torch.Generator().manual_seed(0))
+    held = torch.zeros(2, 1, 1, 30, dtype=torch.bool)
+    held[0, ..., :7], held[1, ..., 10:12] = True, True
+    found, again, other = (choose_references(weights, held, 0.5, seed) for seed in (1, 1, 2))
+    for name in ("top_k", "random"):
+        assert found[name].sum(-1).flatten().tolist() == [7, 2]
+    assert torch.equal(found["random"], again["random"]) and not torch.equal(found["random"], other["random"])
+    importance = weights.sum((1, 2))
+    assert bool((importance[found["top_k"][:, 0, 0]][:7].min() >= importance[0][~found["top_k"][0, 0, 0]]).all())
+    shares = (importance * found["top_p"][:, 0, 0]).sum(1) / importance.sum(1)
+    assert bool((shares >= 0.5).all()) and bool((shares < 0.5 + 2 / 30).all())
