@@ -35,3 +35,8 @@ def test_every_model_has_its_verdict(tmp_path):
 
 def test_without_studies_the_page_says_what_computes_them(tmp_path: Path):
     assert "`python -m kvbench study all` computes them" in format_studies_page(tmp_path)
+
+
+def test_a_folder_that_holds_diagnoses_only_is_no_study(tmp_path):
+    write_study(tmp_path, list_heads("diagnosis"))
+    assert "`python -m kvbench study all` computes them" in format_studies_page(tmp_path)
