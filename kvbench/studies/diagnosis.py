@@ -208,7 +208,9 @@ class WatchedRun:
             held = mark_places(rows.places[0], stop) if chosen is None else chosen[0]
             layer.held.append(held)
             if self.merges:
-                layer.sums.append(attend_rows(queries, observation.first, rows, layer.scaling)[1])
+                sums = attend_rows(queries, observation.first, rows, layer.scaling, lse=True)[1]
+                assert sums is not None
+                layer.sums.append(sums)
         if not observation.decoding:
             if reading.needles and not self.merges and not self.method.attends_subset:
                 self._note_deaths(layer, rows.places[0], observation.first)
@@ -252,8 +254,9 @@ def mark_places(places: Tensor, tokens: int) -> Tensor:
 
 
 def weigh_rows(
-    queries: Tensor, first: int, keys: Tensor, scaling: float, mass: Tensor | None = None, places: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor, first: int, keys: Tensor, scaling: float, mass: Tensor | None = None, places: Tensor | None = None,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return softmax(q·k·scaling + log mass) over the rows up to the query's position, and its log-sum-exps.
 
     Args:
@@ -263,14 +266,15 @@ def weigh_rows(
         scaling: The factor of the logits.
         mass: Number of tokens that each row stands for, (H, n), 0 for absent rows; None for one each.
         places: Positions of the rows, (H, n); None for 0 … n − 1.
+        lse: Whether the log-sum-exps are returned.
 
     Returns:
-        The probabilities (H, G, t, n), 0 for a query that no row precedes, and the log-sum-exps (H, G, t), in at least
-        float32.
+        The probabilities (H, G, t, n), 0 for a query that no row precedes, and the log-sum-exps (H, G, t) or None, in
+        at least float32.
     """
     tokens, dtype = queries.shape[1], torch.promote_types(keys.dtype, torch.float32)
-    logits = queries.unflatten(0, (len(keys), -1)).flatten(1, 2).to(dtype) @ keys.to(dtype).mT
-    logits *= scaling
+    grouped = queries.unflatten(0, (len(keys), -1)).flatten(1, 2).to(dtype) * scaling
+    logits = grouped @ keys.to(dtype).mT
     if mass is not None:
         logits += mass.log()[:, None]
     logits = logits.unflatten(1, (-1, tokens))
@@ -280,14 +284,15 @@ def weigh_rows(
         logits[..., first:].masked_fill_(later, -inf)
     else:
         logits.masked_fill_(places[:, None, None] > last, -inf)
-    sums = logits.logsumexp(-1)
-    logits -= sums.clamp(min=torch.finfo(dtype).min)[..., None]
-    return logits.exp_(), sums
+    weights = logits.softmax(-1)
+    return weights if places is None else weights.nan_to_num_(0), logits.logsumexp(-1) if lse else None
 
 
-def attend_rows(queries: Tensor, first: int, rows: Rows, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return the outputs (H, G, t, d) and log-sum-exps (H, G, t) of attention to rows; arguments as of `weigh_rows`."""
-    weights, sums = weigh_rows(queries, first, rows.keys[0], scaling, rows.mass[0], rows.places[0])
+def attend_rows(
+    queries: Tensor, first: int, rows: Rows, scaling: float, lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the outputs (H, G, t, d) and log-sum-exps of attention to rows; see `weigh_rows`."""
+    weights, sums = weigh_rows(queries, first, rows.keys[0], scaling, rows.mass[0], rows.places[0], lse)
     return attend_weighted(weights, rows.values[0]), sums
 
 
@@ -307,9 +312,13 @@ def attend_marked(weights: Tensor, values: Tensor, marks: Tensor) -> tuple[Tenso
     Returns:
         The outputs (H, G, t, d), 0 if there are no such rows, and the mass of all other rows (H, G, t).
     """
-    chosen = weights * marks
-    kept = chosen.sum(-1)
-    return attend_weighted(chosen, values) / kept.clamp(min=torch.finfo(kept.dtype).tiny)[..., None], 1 - kept
+    if marks.shape[1] == marks.shape[2] == 1:  # the same rows for all queries: weights need no copy
+        mask = marks[:, 0, 0, :, None].to(weights.dtype)
+        outputs, kept = attend_weighted(weights, values * mask), attend_weighted(weights, mask)[..., 0]
+    else:
+        chosen = weights * marks
+        outputs, kept = attend_weighted(chosen, values), chosen.sum(-1)
+    return outputs / kept.clamp(min=torch.finfo(kept.dtype).tiny)[..., None], 1 - kept
 
 
 def find_error(outputs: Tensor, exact: Tensor) -> Tensor:
@@ -325,16 +334,6 @@ def choose_mass(importance: Tensor, share: float) -> Tensor:
     before = ordered.cumsum(-1) - ordered
     chosen = before < share * ordered.sum(-1, keepdim=True)
     return torch.zeros_like(chosen).scatter_(-1, order, chosen)
-
-
-def find_dropped(weights: Tensor, marks: Tensor) -> Tensor:
-    """Return the mass of rows that are not marked, the mean over tokens, from weights (H, G, t, n)."""
-    return 1 - (weights * marks).sum(-1).mean(-1)
-
-
-def compare_sums(held: Tensor, every: Tensor) -> Tensor:
-    """Return 1 − Z'/Z as a mean over tokens, from log Z' and log Z (H, G, t)."""
-    return 1 - (held - every).exp().mean(-1)
 
 
 def join_marks(held: Sequence[Tensor], heads: int, end: int) -> Tensor:
@@ -401,10 +400,23 @@ class Part:
     values: Tensor
     scaling: float
 
-    def attend(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the probabilities over all rows (H, G, t, n), their log-sum-exps, and the outputs (H, G, t, d)."""
-        weights, sums = weigh_rows(self.queries, self.first, self.keys, self.scaling)
+    def attend(self, lse: bool = False) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return probabilities over all rows (H, G, t, n), their log-sum-exps if wanted, and outputs (H, G, t, d)."""
+        weights, sums = weigh_rows(self.queries, self.first, self.keys, self.scaling, lse=lse)
         return weights, sums, attend_weighted(weights, self.values)
+
+    def find_dropped(self, weights: Tensor, sums: Tensor | None, marks: Tensor, held: Tensor | None) -> Tensor:
+        """Return the mass that was dropped, the mean over tokens.
+
+        Args:
+            weights: Probabilities over all rows.
+            sums: Their log-sum-exps.
+            marks: The rows that are held.
+            held: Log-sum-exps over the rows held of a method that merges; None for any other.
+        """
+        if sums is not None and held is not None:
+            return 1 - (held - sums).exp().mean(-1)
+        return attend_marked(weights, self.values[..., :0], marks)[1].mean(-1)
 
     @property
     def first(self) -> int:
@@ -442,22 +454,21 @@ def diagnose_layer(full: WatchedRun, run: WatchedRun, index: int) -> Found:
     begin = run.begin[index].view()
     held = mark_places(begin.places[0], reading.known)[:, None, None]
     found: Found = {}
-    weights, sums, dense = parts[ANSWER].attend()
+    weights, sums, dense = parts[ANSWER].attend(run.merges)
     marks = join_marks(own.held, *parts[ANSWER].keys.shape[:2])
     found[f"local_{ANSWER}"] = find_error(computed[ANSWER].view_as(dense), dense)
-    found[f"dropped_{ANSWER}"] = (
-        compare_sums(torch.cat(own.sums, -1), sums) if run.merges else find_dropped(weights, marks)
-    )
+    own_sums = torch.cat(own.sums, -1) if run.merges else None
+    found[f"dropped_{ANSWER}"] = parts[ANSWER].find_dropped(weights, sums, marks, own_sums)
     alike = None
     if method.attends_subset:
         held = marks
         del parts[PROMPT]
     else:
-        weights, sums, dense = parts[PROMPT].attend()
-        outputs, own_sums = attend_rows(parts[PROMPT].queries, parts[PROMPT].first, begin, own.scaling)
+        weights, sums, dense = parts[PROMPT].attend(run.merges)
+        outputs, own_sums = attend_rows(parts[PROMPT].queries, parts[PROMPT].first, begin, own.scaling, run.merges)
         if not method.uses_cache_positions:
             found[f"local_{PROMPT}"] = find_error(outputs, dense)
-        found[f"dropped_{PROMPT}"] = compare_sums(own_sums, sums) if run.merges else find_dropped(weights, held)
+        found[f"dropped_{PROMPT}"] = parts[PROMPT].find_dropped(weights, sums, held, own_sums)
         if not run.copies and not reading.question:  # the full cache's run computed the same
             alike = weights, sums, dense
     for part in parts:
