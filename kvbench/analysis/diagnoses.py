@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from scipy.stats import rankdata
 
 from kvbench.analysis.text_table import Column, format_table, wrap_texts
 from kvbench.store.runs import StoredRun
@@ -140,6 +139,8 @@ def correlate_ranks(x: Sequence[float], y: Sequence[float], seed: int = 0) -> tu
 
 def rank_correlation(pairs: np.ndarray) -> np.ndarray:
     """Return Spearman's correlation of pairs (2, draws, n) for each draw; NaN where all numbers of a side are equal."""
+    from scipy.stats import rankdata  # here, because importing it takes half a second
+
     ranks = rankdata(pairs, axis=-1)
     ranks -= ranks.mean(-1, keepdims=True)
     x, y = ranks

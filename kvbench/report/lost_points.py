@@ -88,6 +88,9 @@ def draw_scores(cells: Sequence[Diagnosis], scores: dict[str, float]) -> Row | N
                 f"{words} and score of {len(own)} cells: Spearman's rank correlation is {middle:.2f} "
                 f"[{low:.2f}, {high:.2f}] (95 %, bootstrap over cells)."
             )
+    notes.append(
+        "The score is of all samples of a run, the mean over subtasks; the errors are of the prompts diagnosed."
+    )
     chosen = choose_from("quantity", "against", list(dict.fromkeys(row["quantity"] for row in rows)))
     base = (
         alt.Chart()
@@ -101,7 +104,7 @@ def draw_scores(cells: Sequence[Diagnosis], scores: dict[str, float]) -> Row | N
     points = base.mark_point(filled=True, size=70, opacity=1).encode(
         color=alt.Color("colour:N", scale=None, legend=None), shape=alt.Shape("shape:N", scale=None, legend=None)
     )
-    names = base.mark_text(align="left", dx=8, fontSize=11, color=INK).encode(text="cell:N")
+    names = base.mark_text(align="left", dx=8, dy=-4, angle=330, fontSize=11, color=INK).encode(text="cell:N")
     chart = stack_layers(points, names).add_params(chosen)
     return {"title": "Errors beside scores", "notes": notes, "spec": finish(chart, rows, HEIGHT)}
 

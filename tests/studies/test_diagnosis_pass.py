@@ -1,5 +1,7 @@
 """`kvbench study diagnose`: cells join each other, a stopped command goes on, and wrong words are refused at once."""
 
+import csv
+
 import pytest
 
 from kvbench.analysis.diagnoses import read_diagnoses
@@ -47,6 +49,19 @@ def test_cells_join_those_of_before_and_a_stopped_command_goes_on(diagnose, tmp_
     code, out, err, names = diagnose("method=knorm", "budget=0.2", *TASK, "prompts=2", "question=hidden")
     assert names == ["full", "knorm"] and (folder / "diagnosis.csv").read_text() == before
     assert "sink" not in out.partition("\n")[2]
+
+
+def test_the_cost_is_relative_to_the_prefill(diagnose, tmp_path, monkeypatch):
+    seconds = iter(range(1000))
+    monkeypatch.setattr(diagnosis_pass, "now", lambda device: next(seconds) ** 2)  # each step takes longer
+    monkeypatch.setattr(diagnosis_pass, "REPEATS", 1)
+    code, out, err, _ = diagnose("method=knorm", "budget=0.2", "tokens=128", "--cost", "cost.csv", *TASK)
+    assert code == 0, err
+    [row] = csv.DictReader((tmp_path / "cost.csv").read_text().splitlines())
+    assert [float(row[name]) for name in ("prefill_seconds", "full_seconds", "cell_seconds", "diagnose_seconds")] == [
+        11, 24, 15, 17,
+    ]  # fmt: skip
+    assert float(row["ratio"]) == pytest.approx((17 - 24 - 15) / 11, abs=1e-3) and row["cell"] == "knorm budget=0.2"
 
 
 @pytest.mark.parametrize(
