@@ -301,24 +301,28 @@ def attend_weighted(weights: Tensor, values: Tensor) -> Tensor:
     return (weights.flatten(1, 2) @ values.to(weights.dtype)).view(*weights.shape[:3], -1)
 
 
-def attend_marked(weights: Tensor, values: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend to some of the rows, given the attention to all of them.
+def attend_sets(weights: Tensor, values: Tensor, sets: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Attend to sets of rows, given the attention to all of them.
 
     Args:
         weights: Probabilities over all rows, (H, G, t, n).
         values: (H, n, d)
-        marks: The rows, (H, 1 or G, 1 or t, n) bool.
+        sets: The rows of each set, (H, 1 or G, 1 or t, n) bool, of one shape.
 
-    Returns:
-        The outputs (H, G, t, d), 0 if there are no such rows, and the mass of all other rows (H, G, t).
+    Yields:
+        For each set the outputs (H, G, t, d), 0 without a row, and the mass of all other rows (H, G, t).
     """
-    if marks.shape[1] == marks.shape[2] == 1:  # the same rows for all queries: weights need no copy
-        mask = marks[:, 0, 0, :, None].to(weights.dtype)
-        outputs, kept = attend_weighted(weights, values * mask), attend_weighted(weights, mask)[..., 0]
+    if sets[0].shape[1] == sets[0].shape[2] == 1:  # the same rows for all queries: the probabilities are read once
+        masks = [own[:, 0, 0, :, None].to(weights.dtype) for own in sets]
+        joined = attend_weighted(weights, torch.cat([*(values * mask for mask in masks), *masks], 2))
+        outputs = joined[..., : -len(sets)].unflatten(-1, (len(sets), -1)).unbind(-2)
+        kept = joined[..., -len(sets) :].unbind(-1)
     else:
-        chosen = weights * marks
-        outputs, kept = attend_weighted(chosen, values), chosen.sum(-1)
-    return outputs / kept.clamp(min=torch.finfo(kept.dtype).tiny)[..., None], 1 - kept
+        chosen = [weights * own for own in sets]
+        outputs = tuple(attend_weighted(own, values) for own in chosen)
+        kept = tuple(own.sum(-1) for own in chosen)
+    for output, mass in zip(outputs, kept, strict=True):
+        yield output / mass.clamp(min=torch.finfo(mass.dtype).tiny)[..., None], 1 - mass
 
 
 def find_error(outputs: Tensor, exact: Tensor) -> Tensor:
@@ -416,7 +420,7 @@ class Part:
         """
         if sums is not None and held is not None:
             return 1 - (held - sums).exp().mean(-1)
-        return attend_marked(weights, self.values[..., :0], marks)[1].mean(-1)
+        return 1 - (weights * marks).sum(-1).mean(-1)
 
     @property
     def first(self) -> int:
@@ -485,8 +489,9 @@ def diagnose_layer(full: WatchedRun, run: WatchedRun, index: int) -> Found:
     for part in parts:
         if part == PROMPT:
             weights, _, dense = alike or exact_parts[PROMPT].attend()
-        for name, chosen in references.items():
-            outputs, gone = attend_marked(weights, exact_parts[part].values, pad_marks(chosen, weights.shape[-1]))
+        sets = [pad_marks(chosen, weights.shape[-1]) for chosen in references.values()]
+        attended = attend_sets(weights, exact_parts[part].values, sets)
+        for name, (outputs, gone) in zip(references, attended, strict=True):
             found[f"{name}_local_{part}"] = find_error(outputs, dense)
             found[f"{name}_dropped_{part}"] = gone.mean(-1)
     return {name: value.flatten() for name, value in found.items()}
