@@ -153,4 +153,4 @@ def test_a_table_is_printed(tmp_path, capsys):
     assert main(["papers", str(tmp_path), "dropkv", "1"]) == 0
     assert capsys.readouterr().out == table != ""
     assert main(["table", "dropkv", "99", "--results", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("kvbench: TABLE=99: choose one of ")
+    assert capsys.readouterr().err.startswith("kvbench: EXHIBIT=99: did you mean table")

@@ -16,7 +16,7 @@ CASES = {  # settings -> how the tokens are read, and the regions beside model, 
     "keydiff": (["method=keydiff", "budget=0.05"], "graph", ("method",)),
     "quest": (["method=quest", "budget=0.05"], "graph", ("method",)),
     "kivi": (["method=full", *PACKED], "graph", ("codec",)),
-    "modules": (["method=keydiff", "budget=0.05", "compile=false"], "modules", ("method",)),
+    "modules": (["method=keydiff", "budget=0.05", "model.compile=off"], "modules", ("method",)),
 }
 
 
