@@ -226,10 +226,10 @@ GPU ?= $(BIN)/python
 test-gpu:
 	$(GPU) -m pytest -p no:benchmark -n 8 --dist worksteal -k "not first_record" $(if $(FULL),,-m "not rest") \
 	  tests/gpu tests/kernels \
-	  --ignore=tests/kernels/test_compilation.py tests/engine/test_decode_contract.py \
+	  --ignore=tests/kernels/test_compilation.py --ignore=tests/gpu/test_region_time.py tests/engine/test_decode_contract.py \
 	  tests/engine/test_graph_prefill.py tests/engine/test_graph_decoding.py tests/engine/test_sliding_rows.py \
 	  tests/engine/test_reconstructed_rows.py tests/engine/test_latent_rows.py
-	$(GPU) -m pytest -p no:benchmark -k first_record tests/gpu/test_warming.py
+	$(GPU) -m pytest -p no:benchmark -k "first_record or region" tests/gpu/test_warming.py tests/gpu/test_region_time.py
 
 LIST ?= $(if $(QUICK),quick,full)
 DRAWN_decoding := deltakv_llama31_8b palu_llama31_8b palu_heads_llama31_8b# untrained files that a list of conf/efficiency/plan.yaml needs

@@ -166,16 +166,23 @@ class WatchedRun:
         layers: What each layer showed, by its index.
         begin: The rows that each layer held when the answer began, as `kvbench.cache.storage.StoredRows`.
         copies: Whether what each block of the prompt wrote is copied.
+        compared: Whether this is the full cache's run. Its cache holds all rows, so none are copied or marked.
     """
 
     def __init__(
-        self, model: torch.nn.Module, choice: CachePolicy, budget: Budget, block_size: int | None, reading: Reading
+        self,
+        model: torch.nn.Module,
+        choice: CachePolicy,
+        budget: Budget,
+        block_size: int | None,
+        reading: Reading,
+        compared: bool = False,
     ) -> None:
         """Read the prompt, and watch what the method sees."""
-        self.reading, method = reading, choice.method
+        self.reading, self.compared, method = reading, compared, choice.method
         self.method, self.layers, self.reads = method, dict[int, LayerTrace](), dict[int, Tensor | None]()
         whole = block_size is None or block_size >= len(reading.ids)
-        self.copies = not whole or choice.codec.packs_before_attention
+        self.copies = not compared and (not whole or choice.codec.packs_before_attention)
         self.merges = method.merges and not method.weighs_rows
         watched = watch_method(method, self.look, self.look_at_reads if method.attends_subset else None)
         choice = CachePolicy(watched, choice.allocator, choice.codec)
@@ -200,6 +207,8 @@ class WatchedRun:
         if wanted > 0:
             layer.queries.append(queries[:, -wanted:].clone())
             layer.outputs.append(observation.outputs[0, :, -wanted:].clone())
+        if self.compared:
+            return
         if observation.decoding or self.copies:
             layer.keys.append(rows.keys[0, :, -tokens:].clone())
             layer.values.append(rows.values[0, :, -tokens:].clone())

@@ -198,7 +198,7 @@ class DiagnosisPass:
 
     def _read_full(self, reading: Reading) -> tuple[WatchedRun, tuple[int, ...]]:
         run = self.run
-        full = WatchedRun(self.resources.model, run.choice(), run.budget, run.block_size, replace(reading, needles=()))
+        full = WatchedRun(self.resources.model, run.choice(), run.budget, run.block_size, reading, compared=True)
         return full, answer_greedily(full.context, reading)
 
     def _diagnose(

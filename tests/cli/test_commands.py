@@ -25,7 +25,7 @@ from tests.support.repository import ROOT
 COMMANDS = tuple(chain(*GROUPS.values()))
 # modules of kvbench/cli/ that are no command
 SHARED = {
-    "__init__", "command", "run_help", "calibration_texts",
+    "__init__", "command", "run_help", "calibration_texts", "diagnose",
     *(f"calibrate_{method}" for method in ("deltakv", "kvzap", "palu", "triattention")),
 }  # fmt: skip
 HEAVY = ("torch", "transformers", "pandas", "numpy", "scipy", "hydra", "omegaconf", "wandb")

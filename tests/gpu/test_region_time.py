@@ -6,7 +6,7 @@ import torch
 from kvbench.config.compose import compose_config
 from kvbench.efficiency.caches import load_weights
 from kvbench.efficiency.measure import measure_run
-from kvbench.efficiency.region_time import REGIONS
+from kvbench.efficiency.region_time import REGIONS, SKIPPED
 from kvbench.runs.spec import RunSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -24,6 +24,7 @@ CASES = {  # settings -> how the tokens are read, and the regions beside model, 
 def found() -> dict[str, dict[str, dict]]:
     """The lines of each case, in the shape of Llama-3.2-3B at 16k tokens."""
     settings = ["task=efficiency", "model=random", "model.like=llama32_3b", "task.measure=regions", "task.length=16384"]
+    settings.append(f"task.new_tokens={SKIPPED + 16}")
     lines = {
         name: {line["quantity"]: line for line in measure_run(RunSpec.from_config(compose_config([*settings, *own])))}
         for name, (own, _, _) in CASES.items()

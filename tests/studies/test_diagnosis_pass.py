@@ -25,8 +25,13 @@ def diagnose(checkpoint, tmp_path, monkeypatch, capsys):
 
     def call(*words: str) -> tuple[int, str, str, list[str]]:
         names = []
+
+        def record(*own: object, **more: object) -> object:
+            names.append(own[1].method.name)
+            return made(*own, **more)
+
         with monkeypatch.context() as patch:
-            patch.setattr(diagnosis_pass, "WatchedRun", lambda *own: names.append(own[1].method.name) or made(*own))
+            patch.setattr(diagnosis_pass, "WatchedRun", record)
             code = command.main(["diagnose", *words, "model=hf", f"model.path={checkpoint}"])
         return code, *capsys.readouterr(), names
 
