@@ -145,9 +145,9 @@ def read_until_answer(
 
 
 def answer_greedily(context: GenerationContext, reading: Reading) -> tuple[int, ...]:
-    """Answer behind a prompt, read the answer, and return its tokens."""
-    found = context.generate(reading.tokens, Sampling(0.0, 1.0), reading.stop, read_last=True)
-    return tuple(int(token) for token in found)
+    """Answer behind a prompt, forget the answer, and return its tokens."""
+    with context.branch():
+        return tuple(int(token) for token in context.generate(reading.tokens, Sampling(0.0, 1.0), reading.stop))
 
 
 def read_answer(context: GenerationContext, answer: Sequence[int]) -> None:
@@ -159,7 +159,7 @@ def read_answer(context: GenerationContext, answer: Sequence[int]) -> None:
 
 
 class WatchedRun:
-    """A run that has read a prompt and an answer, and what it showed meanwhile.
+    """A run that has read a prompt, reads an answer behind it, and what it shows meanwhile.
 
     Attributes:
         context: The run's cache.
@@ -167,6 +167,7 @@ class WatchedRun:
         begin: The rows that each layer held when the answer began, as `kvbench.cache.storage.StoredRows`.
         copies: Whether what each block of the prompt wrote is copied.
         compared: Whether this is the full cache's run. Its cache holds all rows, so none are copied or marked.
+        watching: Whether `look` is called.
     """
 
     def __init__(
@@ -184,13 +185,25 @@ class WatchedRun:
         whole = block_size is None or block_size >= len(reading.ids)
         self.copies = not compared and (not whole or choice.codec.packs_before_attention)
         self.merges = method.merges and not method.weighs_rows
-        watched = watch_method(method, self.look, self.look_at_reads if method.attends_subset else None)
+        self.watching, reads = True, self.look_at_reads if method.attends_subset else None
+        watched = watch_method(method, self.look, reads, lambda: self.watching)
         choice = CachePolicy(watched, choice.allocator, choice.codec)
         self.context = context = read_until_answer(model, choice, budget, block_size, reading)
         self.begin = {layer.index: layer.rows for layer in context.own_layers}
         for index, layer in self.layers.items():
             if layer.died is not None:
                 self._note_deaths(layer, self.begin[index].view().places[0], len(reading.ids))
+
+    def answer(self) -> tuple[int, ...]:
+        """Answer greedily, read the answer, and return its tokens.
+
+        Nobody looks while the tokens are chosen one by one, which would take long; they are read again at once.
+        """
+        self.watching = False
+        found = answer_greedily(self.context, self.reading)
+        self.watching = True
+        read_answer(self.context, found)
+        return found
 
     def look_at_reads(self, request: ReadRequest, chosen: Tensor | None) -> None:
         """Remember which rows a layer is about to read."""
@@ -525,8 +538,11 @@ def list_lines(full: WatchedRun, run: WatchedRun, cell: str, sample: int) -> Ite
         sample: The index of the prompt.
     """
     means: dict[str, list[float]] = {}
+    layers = {
+        index: diagnose_layer(full, run, index) for index in run.layers
+    }  # all are queued before one is waited for
     for index, layer in run.layers.items():
-        found = diagnose_layer(full, run, index)
+        found = layers[index]
         numbers = torch.cat(list(found.values())).tolist()
         for name, size in zip(found, map(len, found.values()), strict=True):
             own, numbers = numbers[:size], numbers[size:]

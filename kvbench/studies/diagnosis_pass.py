@@ -199,7 +199,7 @@ class DiagnosisPass:
     def _read_full(self, reading: Reading) -> tuple[WatchedRun, tuple[int, ...]]:
         run = self.run
         full = WatchedRun(self.resources.model, run.choice(), run.budget, run.block_size, reading, compared=True)
-        return full, answer_greedily(full.context, reading)
+        return full, full.answer()
 
     def _diagnose(
         self, cell: Cell, reading: Reading, full: WatchedRun, answer: Sequence[int], index: int

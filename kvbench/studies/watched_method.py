@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvbench.interfaces.hooks import overrides_any
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
@@ -13,7 +14,12 @@ Look = Callable[[Observation, Rows], None]
 LookAtReads = Callable[[ReadRequest, Tensor | None], None]
 
 
-def watch_method(method: Method, look: Look, look_at_reads: LookAtReads | None = None) -> Method:
+def watch_method(
+    method: Method,
+    look: Look,
+    look_at_reads: LookAtReads | None = None,
+    is_watching: Callable[[], bool] = lambda: True,
+) -> Method:
     """Return the method, with a function that sees what the method sees: every block, before it is cut.
 
     Args:
@@ -23,12 +29,19 @@ def watch_method(method: Method, look: Look, look_at_reads: LookAtReads | None =
             the prompt (`Observation.about`) are shown, too. Answers must be read through the model's modules.
         look_at_reads: Called before `look` for every block that follows the prompt, with the rows that each query head
             attends to, (B, H*G, n) bool, or None for all of them (`Method.read`).
+        is_watching: Asked for every block. If it says no, `look` is not called, and a method that does not look at
+            blocks itself costs nothing.
     """
     of: Any = type(method)
 
     class Watched(of):
+        def overrides(self, *hooks: str) -> bool:
+            kind: Any = type(self)
+            return overrides_any(kind if is_watching() else of, hooks)
+
         def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-            look(observation, rows)
+            if is_watching():
+                look(observation, rows)
             found: Mapping[str, Tensor] = super().update(observation, rows, state)
             return found
 

@@ -17,7 +17,6 @@ from kvbench.models.transformers_port import read_layout
 from kvbench.studies.diagnosis import (
     Reading,
     WatchedRun,
-    answer_greedily,
     choose_references,
     list_lines,
     read_answer,
@@ -137,7 +136,7 @@ def diagnose(full: Recorder, run: Recorder, layer: int, head: int, answer: int) 
 def run(name: str, block: int | None, budget: Budget, reading: Reading = READING, **settings):
     """The lines of a method of conf/method/ on the tiny Llama, with its run and the full cache's."""
     full = WatchedRun(make_exact("llama"), choose("full"), Budget(1.0), None, reading, compared=True)
-    answer = answer_greedily(full.context, reading)
+    answer = full.answer()
     own = WatchedRun(make_exact("llama"), choose(name, **settings), budget, block, reading)
     read_answer(own.context, answer)
     return list(list_lines(full, own, name, 0)), own, full
@@ -146,7 +145,7 @@ def run(name: str, block: int | None, budget: Budget, reading: Reading = READING
 @pytest.mark.parametrize("block", [None, 16])
 def test_every_quantity_is_that_of_a_dense_engine(block):
     full = WatchedRun(make_exact("llama"), choose("full"), Budget(1.0), block, READING, compared=True)
-    answer = answer_greedily(full.context, READING)
+    answer = full.answer()
     own = WatchedRun(
         make_exact("llama"),
         choose_cache(Ordered("ordered"), Allocator("uniform"), choose("full").codec),
@@ -262,7 +261,7 @@ def test_every_method_and_codec_is_diagnosed(name, codec, model):
     reading = replace(READING, ids=READING.ids[:40], question=READING.ids[40:], needles=(2, 17))
     budget = Budget(1.0 if name == "full" else None if policy.method.budget_setting else 0.5)
     full = WatchedRun(tiny(model), choose("full", model=model), Budget(1.0), None, reading, compared=True)
-    answer = answer_greedily(full.context, reading)
+    answer = full.answer()
     own = WatchedRun(tiny(model), policy, budget, None, reading)
     read_answer(own.context, answer)
     lines = list(list_lines(full, own, name, 0))
