@@ -73,12 +73,12 @@ class ExhibitPage:
 
     @property
     def source(self) -> str:
-        """The model and the prompts of the study."""
-        prompts = self.found.about["prompts"]
+        """The model, the prompts and the machine of the study."""
+        about, prompts = self.found.about, self.found.about["prompts"]
         count = f"{prompts['count']} prompt{'s' if prompts['count'] > 1 else ''}"
-        return (
-            f"{self.found.about['model']['name']}, {count} of {prompts['name']}, up to {prompts['longest']:,} tokens."
-        )
+        device = about.get("device", {})
+        machine = {"": "", "cpu": ", on a CPU"}.get(device.get("type", ""), f", on {device.get('gpu')}")
+        return f"{about['model']['name']}, {count} of {prompts['name']}, up to {prompts['longest']:,} tokens{machine}."
 
     @property
     def about(self) -> str:
