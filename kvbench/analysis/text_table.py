@@ -7,11 +7,14 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 from kvbench.validation import escape
 
 NOT_AVAILABLE = "n/a"
+CELL_END, ESCAPED = re.compile(r"(?<!\\)\|"), re.compile(r"\\([\\|`*_\[\]<>#])")
 DIGITS = 12  # of a number in a name, as far as names are sorted by it
 LATEX = {  # character -> how LaTeX writes it
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "×": r"$\times$",
@@ -44,7 +47,7 @@ class Column:
         return f"{self.top} {self.bottom}".strip()
 
 
-def format_table(columns: Sequence[Column], rows: Sequence[Any], last: int, width: int) -> list[str]:
+def format_table(columns: Sequence[Column], rows: Sequence[Any], last: int, width: int, longest: int = 24) -> list[str]:
     """Format a table as lines of plain text.
 
     Columns that do not fit go into a further block, which repeats the first column.
@@ -54,8 +57,9 @@ def format_table(columns: Sequence[Column], rows: Sequence[Any], last: int, widt
         rows: The rows, which are passed to `Column.cell`.
         last: Number of rows at the end that get a rule above them.
         width: Width in characters.
+        longest: Letters of a row's label that are shown at least.
     """
-    label = max(24, width - 70)
+    label = max(longest, width - 70)
     texts = []
     for column in columns:
         cells = [column.top, column.bottom, *(escape(column.cell(row)) for row in rows)]
@@ -88,6 +92,25 @@ def format_markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]
 
     head = [cells(column.title for column in columns), "|---" + "|--:" * (len(columns) - 1) + "|"]
     return head + [cells(escape(column.cell(row)) for column in columns) for row in rows]
+
+
+def fit_markdown(text: str, width: int) -> list[str]:
+    """Format a Markdown page as lines of plain text: its tables in blocks as wide as `width`, other lines wrapped."""
+    lines: list[str] = []
+    for is_table, own in groupby(text.splitlines(), lambda line: line.startswith("|")):
+        if not is_table:
+            lines += [part for line in own for part in wrap_texts([remove_markup(line)], width) or [""]]
+            continue
+        titles, _, *rows = [[remove_markup(cell.strip()) for cell in CELL_END.split(line)[1:-1]] for line in own]
+        columns = [Column(title, "", itemgetter(at)) for at, title in enumerate(titles)]
+        lines += format_table(columns, rows, 0, width, width // 2)
+    return [line for before, line in pairwise(["", *lines]) if before or line]
+
+
+def remove_markup(text: str) -> str:
+    """Return a text of a Markdown page without escapes, headings and marks of code."""
+    plain = ESCAPED.sub(r"\1", re.sub(r"^#+ |(?<!\\)`", "", text))
+    return plain.replace("&amp;", "&")
 
 
 def wrap_texts(texts: Iterable[str], width: int) -> list[str]:

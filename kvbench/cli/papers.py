@@ -69,7 +69,16 @@ def write_papers(arguments: Sequence[str]) -> None:
             print(line)
         return
     for text in emit_exhibits(given.results, given.paper, given.exhibit, given.beside, given.width):
-        print(text)
+        print_page(text)
+
+
+def print_page(text: str) -> None:
+    """Print a line, or a Markdown page, which a terminal shows as text of its width."""
+    if "\n" in text and sys.stdout.isatty():
+        from kvbench.analysis.text_table import fit_markdown
+
+        text = "\n".join(fit_markdown(text, find_width()))
+    print(text)
 
 
 def require_folder(results: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.cli.papers import emit_exhibits
+from kvbench.cli.papers import emit_exhibits, print_page
 
 
 def make_parser() -> CommandParser:
@@ -26,7 +26,7 @@ def print_table(arguments: Sequence[str]) -> None:
     """Print the table."""
     given = make_parser().parse_args(arguments)
     for text in emit_exhibits(given.results, given.paper, given.table):
-        print(text)
+        print_page(text)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """The list of the papers' tables and figures: it is whole, names what emits each, and says what a store has."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -81,3 +82,15 @@ def test_the_list_takes_no_exhibit_and_needs_a_folder(tmp_path, capsys):
     assert capsys.readouterr().err == "kvbench: figure14: --list takes a paper or none, but no exhibit\n"
     assert papers.main([str(tmp_path / "none"), "--list"]) == 2
     assert capsys.readouterr().err == f"kvbench: results={tmp_path}/none: no such folder\n"
+
+
+def test_a_page_fits_a_terminal_with_all_that_it_says(tmp_path, capsys, monkeypatch):
+    assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
+    page = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) > 300 and max(map(len, shown.splitlines())) <= 60
+    words = [set(re.findall(r"[^\s|\\`*#-]+", text)) for text in (page, shown)]
+    assert words[0] <= words[1] | {":"} and "\n[2]" not in shown and "|" not in shown

@@ -4,6 +4,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from kvbench.papers.exhibit_pages import fill_exhibits
+from kvbench.papers.exhibits import load_exhibits
 from kvbench.papers.studies_page import format_studies_page, write_studies_page
 from tests.support.repository import ROOT
 from tests.support.study_folders import list_heads, write_study
@@ -16,6 +20,22 @@ def test_the_page_is_made_from_the_committed_lines(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     assert (ROOT / "docs" / "studies.md").read_text() == format_studies_page(tmp_path / "results")
+
+
+@pytest.mark.full
+def test_the_example_pages_are_made_from_the_committed_lines():
+    pages = {
+        page.folder / f"{page.name}.md": page
+        for own in fill_exhibits(ROOT / "results", load_exhibits()).values()
+        for page in own
+    }
+    listed = subprocess.run(
+        ["git", "ls-files", "results/papers/*/*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    paths = [ROOT / name for name in listed.stdout.splitlines()]
+    assert len(paths) > 30
+    for path in paths:
+        assert path.read_text() == pages[path].to_markdown(path.with_suffix(".svg").exists()), path
 
 
 def test_every_model_has_its_verdict(tmp_path):
