@@ -17,7 +17,7 @@ from typing import Any
 from kvbench.papers.build import build_table
 from kvbench.papers.cell_values import RunIndex
 from kvbench.papers.exhibit_pages import fill_exhibits
-from kvbench.papers.exhibits import load_exhibits, make_study_command, normalize_name, refuse_exhibit
+from kvbench.papers.exhibits import find_files, load_exhibits, make_study_command, normalize_name, refuse_exhibit
 from kvbench.papers.paper_table import PaperTable
 from kvbench.papers.table_spec import (
     LISTED,
@@ -32,7 +32,7 @@ from kvbench.papers.table_spec import (
     read_tables,
 )
 from kvbench.store.efficiency_csv import find_measurements, read_lines
-from kvbench.validation import SettingError
+from kvbench.validation import SettingError, require_choice
 
 STATIC, SCORES, COST, STUDY = "static", "scores", "cost", "study"
 FILLED, PARTLY, EMPTY = "filled", "partly", "empty"
@@ -67,7 +67,7 @@ def list_exhibits() -> tuple[PaperExhibit, ...]:
     """Return the tables and figures of all papers."""
     made = []
     for paper in list_papers():
-        for name, own in read_tables(PAPERS / f"{paper}.yaml")[LISTED].items():
+        for name, own in read_tables(PAPERS / f"{paper}.yaml").get(LISTED, {}).items():
             reason = own if isinstance(own, str) else ""
             made.append(PaperExhibit(paper, name, () if reason else tuple(own or [name]), reason))
     return tuple(made)
@@ -84,7 +84,7 @@ def choose_exhibits(paper: str | None, exhibit: str | None) -> tuple[Specs, Spec
     Raises:
         SettingError: There is no such paper or exhibit, or it is static.
     """
-    tables, studied = load_specs(paper), load_exhibits(paper)
+    tables, studied = load_all(paper)
     if exhibit is None:
         return tables, studied
     name, listed = normalize_name(exhibit), [own for own in list_exhibits() if own.paper == paper]
@@ -97,6 +97,24 @@ def choose_exhibits(paper: str | None, exhibit: str | None) -> tuple[Specs, Spec
         there = [*(own.name for own in listed), *(own.removeprefix(f"{paper}_") for own in (*tables, *studied))]
         refuse_exhibit(exhibit, dict.fromkeys(there))
     return found[0], found[1]
+
+
+def load_all(paper: str | None) -> tuple[Specs, Specs]:
+    """Return the specifications of tables of scores and costs, and of exhibits that studies fill.
+
+    Args:
+        paper: The only paper, which may have one of both kinds; None for all of them.
+
+    Raises:
+        SettingError: There is no such paper.
+    """
+    if paper is None:
+        return load_specs(), load_exhibits()
+    require_choice("PAPER", paper, sorted({*list_papers(), *find_files()}))
+    return (
+        load_specs(paper) if paper in list_papers() else {},
+        load_exhibits(paper) if paper in find_files() else {},
+    )
 
 
 @dataclass(frozen=True)
@@ -122,7 +140,7 @@ def describe_exhibits(results: Path, paper: str | None) -> list[ListedLine]:
     Raises:
         SettingError: There is no such paper, or a file of the store cannot be read.
     """
-    tables, studied = load_specs(paper), load_exhibits(paper)
+    tables, studied = load_all(paper)
     states = find_table_states(results, tables) | find_study_states(results, studied)
     lines = []
     for own in list_exhibits():
