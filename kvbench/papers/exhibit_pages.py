@@ -38,12 +38,12 @@ class ExhibitPage:
     @cached_property
     def lines(self) -> list[Line]:
         """The lines that the exhibit shows."""
-        return select_lines(self.found.lines, {"study": self.spec["study"], **self.spec.get("lines", {})})
+        return select_lines(self.found.by_study[self.spec["study"]], self.spec.get("lines", {}))
 
     @cached_property
     def claims(self) -> list[Claim]:
         """The claims with what the study found."""
-        return list_claims(self.spec, self.found.lines)
+        return list_claims(self.spec, self.found.by_study[self.spec["study"]])
 
     @property
     def is_filled(self) -> bool:
@@ -65,7 +65,7 @@ class ExhibitPage:
         if "rows" not in self.spec:
             return None
         notes = [self.about, *self.describe_claims(), *self.notes]
-        own = select_lines(self.found.lines, {"study": self.spec["study"]})
+        own = self.found.by_study[self.spec["study"]]
         try:
             return build_table({**self.spec, "notes": notes}, (), read_printed(self.results, self.spec), study=own)
         except ValueError as error:

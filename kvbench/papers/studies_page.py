@@ -9,7 +9,7 @@ from kvbench.analysis.text_table import Column, format_markdown
 from kvbench.papers.exhibit_pages import ExhibitPage, fill_exhibits
 from kvbench.papers.exhibits import Exhibit, list_claims, load_exhibits, make_study_command
 from kvbench.papers.paper_table import escape_all_markdown, escape_outside_code
-from kvbench.store.study_lines import DIAGNOSIS, StudyFolder, find_studies, write_text
+from kvbench.store.study_lines import StudyFolder, write_text
 
 PAGE = "studies.md"
 WIDTH = 120
@@ -50,8 +50,14 @@ def format_studies_page(results: Path) -> str:
     pages = fill_exhibits(results, exhibits)
     claimed = {name: spec for name, spec in exhibits.items() if spec.get("claims")}
     others = {name: spec for name, spec in exhibits.items() if name not in claimed}
-    folders = [own for own in find_studies(results) if any(line.study != DIAGNOSIS for line in own.lines)]
-    parts = [HEAD, "## What was looked at", "", *format_folders(folders, pages), ""]
+    folders = {page.found.path: page.found for own in pages.values() for page in own}
+    parts = [
+        HEAD,
+        "## What was looked at",
+        "",
+        *format_folders(sorted(folders.values(), key=lambda own: own.name), pages),
+        "",
+    ]
     for title, wanted in (("Which claims hold", claimed), ("Exhibits without a claim", others)):
         parts += [f"## {title}", ""]
         for name, spec in wanted.items():

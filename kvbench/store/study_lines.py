@@ -11,8 +11,10 @@ This module does not import torch, so that tables and figures can be made on any
 
 import csv
 import io
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,14 @@ class StudyFolder:
     def name(self) -> str:
         """The model, the prompts and the beginning of the hash, for the names of emitted files."""
         return f"{self.about['model']['name']}-{self.about['prompts']['name']}-{self.path.name[:6]}"
+
+    @cached_property
+    def by_study(self) -> Mapping[str, list[Line]]:
+        """The lines of each study; none of a study that was not computed."""
+        found: defaultdict[str, list[Line]] = defaultdict(list)
+        for line in self.lines:
+            found[line.study].append(line)
+        return found
 
 
 def find_studies(results: Path) -> list[StudyFolder]:
