@@ -13,7 +13,7 @@ import numpy as np
 
 from kvbench.analysis.text_table import Column, format_table, wrap_texts
 from kvbench.store.runs import StoredRun
-from kvbench.store.study_lines import CELLS, DIAGNOSIS, Line, StudyFolder
+from kvbench.store.study_lines import CELLS, DIAGNOSIS, Line, StudyFolder, count_prompts
 
 WORST = 3  # layers that a table names
 ORDER = "local_answer"  # the quantity by which layers are ordered
@@ -171,9 +171,9 @@ def format_diagnosis(study: StudyFolder, cells: Sequence[str], width: int) -> li
     columns += [Column(*COLUMNS[name], partial(format_mean, name)) for name in quantities]
     columns.append(Column("worst", "layers", lambda own: " ".join(map(str, own.worst))))
     prompts = study.about["prompts"]
+    of = f"{count_prompts(prompts['count'])} of {prompts['name']}"
     notes = [
-        f"Means over layers, heads and {prompts['count']} prompts of {prompts['name']}, with 95 % intervals over "
-        "prompts. "
+        f"Means over layers, heads and {of}, with 95 % intervals over prompts. "
         "Errors are relative to the size of the output, so 1 means that an output of zeros would be as near.",
         f"The worst layers have the largest local errors at the answer. {DIAGNOSIS}.csv has every layer and head.",
     ]

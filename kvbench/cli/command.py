@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvbench.stops import Terminated, refuse_exits, stop_at_safe_points
 from kvbench.validation import ContractError, SettingError, describe_write_error, require_int
@@ -139,3 +139,17 @@ def is_reader_gone(descriptor: int) -> bool:
     asked = select.poll()
     asked.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0))
+
+
+def read_text(text: str | None, tokens: int) -> Any:
+    """Return the text that is read in place of a task's samples, or None.
+
+    Args:
+        text: The setting `text`.
+        tokens: Tokens of a prompt.
+    """
+    from kvbench.studies.passes import TextPieces
+
+    if text == "":
+        raise SettingError("text=: a file or a folder of texts; leave it out to read a task's samples")
+    return None if text is None else TextPieces(Path(text), tokens)

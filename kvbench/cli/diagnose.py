@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser, find_width, read_number, run_command
+from kvbench.cli.command import CommandParser, find_width, read_number, read_text, run_command
 from kvbench.validation import SettingError, require_writable
 
 OWN = {"prompts": "4", "text": None, "tokens": "4096", "window": "32", "answer": "16", "share": "0.95"}
@@ -53,7 +53,9 @@ def diagnose(arguments: Sequence[str]) -> int:
     for word in options.words:
         name, equals, value = word.partition("=")
         if not equals:
-            raise SettingError(f"{word}: a setting such as method=snapkv")
+            raise SettingError(f"{word}: only settings follow diagnose, such as method=snapkv")
+        if name == "limit":
+            raise SettingError(f"{word}: prompts= says how many samples are read")
         if name in OWN:
             given[name] = value
         else:
@@ -62,12 +64,11 @@ def diagnose(arguments: Sequence[str]) -> int:
     cells, results = plan_cells(settings, numbers["prompts"])
 
     from kvbench.studies.diagnosis_pass import DiagnosisPass, Watch
-    from kvbench.studies.passes import TextPieces
 
     sizes = [cell.run.block_size for cell in cells]
     run = describe_full(settings, numbers["prompts"], None if None in sizes else max(sizes))
     watch = Watch(numbers["window"], numbers["answer"], read_share(given["share"]))
-    text = None if given["text"] is None else TextPieces(Path(given["text"]), numbers["tokens"])
+    text = read_text(given["text"], numbers["tokens"])
     own = DiagnosisPass(run, cells, numbers["prompts"], watch, text)
     if options.cost is not None:
         return write_costs(options.cost, own, numbers["tokens"])
@@ -103,7 +104,9 @@ def plan_cells(settings: Sequence[str], count: int) -> tuple[list[Any], Path]:
             config = compose_config([f"limit={count}", *words])
             run = RunSpec.from_config(config)
             if run.full and run.groups["codec"]["name"] == "raw":
-                raise SettingError("method=full: loses nothing; name a method, or a codec that packs rows")
+                raise SettingError(
+                    "method=full: the full cache loses nothing; choose a method that cuts, or a codec that packs rows"
+                )
             found.append(Cell(name_cell(run, words), run))
     return found, Path(config.results)
 
@@ -153,6 +156,8 @@ def write_costs(path: Path, own: Any, tokens: int) -> int:
     from kvbench.studies.diagnosis_pass import COLUMNS
 
     require_writable("--cost", path.parent)
+    if path.is_dir():
+        raise SettingError(f"--cost {path}: this is a folder; name a file")
     own.check_memory(tokens)
     rows = list(own.measure_costs(tokens))
     write_text(path, format_rows([COLUMNS, *rows]))

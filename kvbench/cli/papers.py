@@ -62,6 +62,8 @@ def write_papers(arguments: Sequence[str]) -> None:
     if given.list:
         if given.exhibit is not None:
             raise SettingError(f"{given.exhibit}: --list takes a paper or none, but no exhibit")
+        if given.beside:
+            raise SettingError("--beside: not with --list")
         from kvbench.papers.listing import describe_exhibits, format_list
 
         require_folder(given.results)

@@ -39,7 +39,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser, read_number, run_command
+from kvbench.cli.command import CommandParser, read_number, read_text, run_command
 from kvbench.validation import SettingError, require_writable
 
 OWN = {"prompts": "4", "text": None, "tokens": "4096", "layers": None, "codec.path": None, "steps": None}
@@ -79,11 +79,13 @@ def compute_studies(arguments: Sequence[str]) -> int:
                 raise SettingError(f"{name}={value}: a study reads into a full cache; leave it out")
             settings.append(word)
     count, tokens = (read_number(name, given[name]) for name in ("prompts", "tokens"))
+    steps = None if given["steps"] is None else read_number("steps", given["steps"])
+    text = read_text(given["text"], tokens)
     run, results = describe_run(settings, count)
 
     from kvbench.store.study_lines import read_study
     from kvbench.studies.catalogue import choose_layers, prepare_studies
-    from kvbench.studies.passes import StudyPass, TextPieces
+    from kvbench.studies.passes import StudyPass
     from kvbench.studies.study import LayerStudy, PromptStudy
     from kvbench.studies.training_study import TrainingStudy, with_steps
 
@@ -93,18 +95,20 @@ def compute_studies(arguments: Sequence[str]) -> int:
         studies = [replace(study, shown=shown) if isinstance(study, LayerStudy) else study for study in studies]
     if trains := {study.name for study in studies if isinstance(study, TrainingStudy)}:
         if len(exhibits) > 1:  # minutes on a small model
+            if steps is not None:
+                raise SettingError(f"steps={steps}: only with one exhibit that trains, deltakv figure05 or figure06")
             reason = SettingError(
                 "it trains compressors for minutes; ask for it by name, as in `study deltakv figure06`"
             )
             missing |= {name: reason for name, own in exhibits.items() if own["study"] in trains}
-        elif given["steps"] is not None:
-            studies = [with_steps(study, read_number("steps", given["steps"])) for study in studies]
-    elif given["steps"] is not None:
-        raise SettingError(f"steps={given['steps']}: none of these exhibits trains; leave it out")
+        elif steps is not None:
+            studies = [with_steps(study, steps) for study in studies]
+    elif steps is not None:
+        raise SettingError(f"steps={steps}: none of these exhibits trains; leave it out")
     whole = run
     if of_samples := {study.name for study in studies if isinstance(study, PromptStudy)}:
-        if given["text"] is not None:
-            reason = SettingError(f"text={given['text']}: it is about the samples of a task; leave text out")
+        if text is not None:
+            reason = SettingError(f"text={text.path}: it is about the samples of a task; leave text out")
             missing |= {name: reason for name, own in exhibits.items() if own["study"] in of_samples}
         elif run.task.length is None:  # samples that are made to a length say nothing more if there are more
             whole = describe_run(settings, None)[0]
@@ -115,7 +119,6 @@ def compute_studies(arguments: Sequence[str]) -> int:
     if options.cost is not None:
         write_costs(options.cost, run, studies, tokens)
         return 0
-    text = None if given["text"] is None else TextPieces(Path(given["text"]), tokens)
     require_writable("results", results)
     folder = StudyPass(run, studies, count, whole, text).execute(results)
     for name, reason in missing.items():
@@ -138,6 +141,8 @@ def write_costs(path: Path, run: Any, studies: Sequence[Any], tokens: int) -> No
     if not layered:
         raise SettingError("--cost: not measured for these exhibits, because they read no prompt into a full cache")
     require_writable("--cost", path.parent)
+    if path.is_dir():
+        raise SettingError(f"--cost {path}: this is a folder; name a file")
     costs = list(measure_costs(Resources(run).model, layered, tokens, run.block_size, run.seed))
     rows = format_costs(costs, tokens, run.block_size, run.device)
     write_text(path, format_rows([COLUMNS, *rows]))

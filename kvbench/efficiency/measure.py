@@ -130,7 +130,8 @@ def simplify_run(run: RunSpec) -> RunSpec:
     if task.implementation is not None and task.measure == "latency":
         if task.baseline != "none" or not run.choice().method.overrides("score"):
             raise SettingError(
-                f"task.implementation={task.implementation}: of methods that score when a prompt was read"
+                f"task.implementation={task.implementation}: needs a method that scores rows, and task.baseline=none; "
+                "otherwise null"
             )
         if run.block_size is not None:  # a graph may read it, which cannot hold the reference
             raise SettingError(

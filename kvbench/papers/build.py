@@ -98,7 +98,7 @@ def describe_origin(spec: Select, lines: Lines) -> Iterator[str]:
         yield (
             f"Measured: {last['gpu']}, torch {last['torch']}, transformers {last['transformers']}, triton "
             f"{last['triton']}, until {last['date'][:10]}. Models have random weights in the original shape. Values "
-            f"are medians unless a column says mean{quartiles}. No two cells share a prefill."
+            f"are medians unless the title or a column says mean{quartiles}. No two cells share a prefill."
         )
 
 

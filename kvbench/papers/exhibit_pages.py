@@ -15,7 +15,7 @@ from kvbench.papers.build import build_table
 from kvbench.papers.exhibits import Claim, Exhibit, list_claims, select_lines
 from kvbench.papers.paper_table import PaperTable, escape_all_markdown, escape_outside_code
 from kvbench.papers.table_spec import read_printed
-from kvbench.store.study_lines import Line, StudyFolder, find_studies, format_lines
+from kvbench.store.study_lines import Line, StudyFolder, count_prompts, find_studies, format_lines
 from kvbench.validation import SettingError, escape, name_file_in_errors
 
 
@@ -75,10 +75,10 @@ class ExhibitPage:
     def source(self) -> str:
         """The model, the prompts and the machine of the study."""
         about, prompts = self.found.about, self.found.about["prompts"]
-        count = f"{prompts['count']} prompt{'s' if prompts['count'] > 1 else ''}"
         device = about.get("device", {})
         machine = {"": "", "cpu": ", on a CPU"}.get(device.get("type", ""), f", on {device.get('gpu')}")
-        return f"{about['model']['name']}, {count} of {prompts['name']}, up to {prompts['longest']:,} tokens{machine}."
+        of = f"{count_prompts(prompts['count'])} of {prompts['name']}"
+        return f"{about['model']['name']}, {of}, up to {prompts['longest']:,} tokens{machine}."
 
     @property
     def about(self) -> str:

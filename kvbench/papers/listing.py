@@ -7,6 +7,7 @@ The key `exhibits` of conf/papers/<paper>.yaml lists them in the paper's order. 
     a text      nothing is emitted, and this is the reason
 """
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def choose_exhibits(paper: str | None, exhibit: str | None) -> tuple[Specs, Spec
     if exhibit is None:
         return tables, studied
     name, listed = normalize_name(exhibit), [own for own in list_exhibits() if own.paper == paper]
-    parts = [own for own in listed if own.name.startswith(name)]
+    parts = [own for own in listed if re.fullmatch(rf"{re.escape(name)}([a-z]|_[a-z]+)?", own.name)]
     wanted = {f"{paper}_{name}", *(spec for own in parts for spec in own.specs)}
     found = [{own: spec for own, spec in specs.items() if own in wanted} for specs in (tables, studied)]
     if not any(found):
@@ -156,16 +157,18 @@ def describe_exhibits(results: Path, paper: str | None) -> list[ListedLine]:
 
 
 def describe_filling(own: PaperExhibit, tables: Specs, studied: Specs) -> tuple[str, str]:
-    """Return the kind of an emitted exhibit and the command that fills it."""
-    name = own.specs[0]
-    if name in studied:
-        return STUDY, make_study_command(name)
-    if is_cost_table(tables[name]):
-        plan = "cpu" if tables[name].get("device") == "cpu" else "full"
-        return COST, f"python -m kvbench efficiency {plan}"
-    if preset := find_preset(name, tables[name]):
-        return SCORES, f"python run.py -m preset={preset}"
-    return SCORES, f"python -m kvbench papers {own.paper} {own.name}"
+    """Return the kind of an emitted exhibit and the commands that fill it."""
+    found: dict[str, str] = {}  # command -> kind
+    for name in own.specs:
+        if name in studied:
+            found.setdefault(make_study_command(name), STUDY)
+        elif is_cost_table(tables[name]):
+            found.setdefault(f"make efficiency LIST={tables[name].get('plan', 'full')}", COST)
+        elif preset := find_preset(name, tables[name]):
+            found.setdefault(f"python run.py -m preset={preset}", SCORES)
+        else:
+            found.setdefault(f"python -m kvbench papers {own.paper} {own.name}", SCORES)
+    return next(iter(found.values())), "; ".join(found)
 
 
 def find_table_states(results: Path, tables: Specs) -> dict[str, str]:

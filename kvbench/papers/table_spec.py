@@ -15,6 +15,7 @@ A specification describes rows, columns and cells with these keys:
     averages    averages that contradict the paper's own cells (kvbench.papers.printed_averages)
     preset      the sweep that fills the table (kvbench.papers.paper_runs); by default the one named after the table
     no_preset   why the table has no preset
+    plan        the list of conf/efficiency/plan.yaml that measures a table of cost; by default `full`
     checks      statements in the notes about published values, which a test recomputes
 
 A figure of scores or costs is a table with these keys besides (kvbench.report.paper_charts draws it):

@@ -14,7 +14,7 @@ from kvbench.report.charts import CONFIG, INK, stack_layers
 from kvbench.report.study_charts import SEQUENCE
 from kvbench.report.style import choose_style
 from kvbench.store.runs import StoredRun
-from kvbench.store.study_lines import StudyFolder
+from kvbench.store.study_lines import StudyFolder, count_prompts
 
 Row = dict[str, Any]
 
@@ -36,7 +36,7 @@ def show_lost_points(studies: Iterable[StudyFolder], runs: Sequence[StoredRun]) 
         if not cells:
             continue
         prompts = study.about["prompts"]
-        about = f"{study.about['model']['name']}, {prompts['count']} prompts of {prompts['name']}, "
+        about = f"{study.about['model']['name']}, {count_prompts(prompts['count'])} of {prompts['name']}, "
         about += f"up to {prompts['longest']:,} tokens."
         said = {"model": study.about["model"]["name"], "about": about, "claims": []}
         entries = [draw_scores(cells, score_cells(study, runs)), draw_heads(cells), draw_needles(cells)]

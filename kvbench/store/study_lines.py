@@ -140,6 +140,11 @@ class StudyFolder:
         return found
 
 
+def count_prompts(count: int) -> str:
+    """Return a number of prompts in words."""
+    return f"{count} prompt{'s' if count > 1 else ''}"
+
+
 def find_studies(results: Path) -> list[StudyFolder]:
     """Return all studies of a folder of results that have been computed, sorted by their name.
 

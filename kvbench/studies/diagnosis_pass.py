@@ -173,7 +173,8 @@ class DiagnosisPass:
         found: list[list[Line]] = []
         for own in known.values():
             files = [folder / PROMPTS / f"{own['files']}-{index}.csv" for index in range(len(self.read.prompts))]
-            found += [read_lines(path, DIAGNOSIS) for path in files if path.exists()]
+            if all(path.exists() for path in files):  # the means of a cell that was stopped would be of fewer prompts
+                found += [read_lines(path, DIAGNOSIS) for path in files]
         write_text(folder / f"{DIAGNOSIS}.csv", format_lines(average_cells(found)))
         return folder
 

@@ -72,14 +72,16 @@ def test_the_cost_is_relative_to_the_prefill(diagnose, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["method=full"], "method=full: loses nothing; name a method, or a codec that packs rows"),
+        (["method=full"], "method=full: the full cache loses nothing; choose a method that cuts"),
         (["method=snap", "budget=0.2"], "method=snap: choose one of "),
         (["method=snapkv", "budget=1.5"], "budget=1.5"),
         (["method=snapkv", "budget=0.2", "seed=1,2"], "seed=1,2: one value; only method, allocator, codec"),
         (["method=snapkv", "budget=0.2", "window=400"], "window=400: niah_single_1"),
         (["method=snapkv", "budget=0.2", "window=none"], "window=none: a whole number of at least 1"),
         (["method=snapkv", "budget=0.2", "share=2"], "share=2: a number above 0 and at most 1"),
-        (["snapkv", "budget=0.2"], "snapkv: a setting such as method=snapkv"),
+        (["snapkv", "budget=0.2"], "snapkv: only settings follow diagnose, such as method=snapkv"),
+        (["method=snapkv", "budget=0.2", "limit=1"], "limit=1: prompts= says how many samples are read"),
+        (["method=snapkv", "budget=0.2", "text="], "text=: a file or a folder of texts"),
     ],
 )  # fmt: skip
 def test_wrong_words_are_refused_before_weights_are_loaded(diagnose, monkeypatch, words, line):
