@@ -210,7 +210,7 @@ BAD = {
     "task.answers=9": "task.answers=9: at most task.repeats",
     "task.rows=9": "task.rows=9: of task.baseline=static_compiled",
     "task.implementation=triton": "task.implementation=triton: of task.measure=scoring, or of latency with",
-    "task.implementation=reference task.answers=0 method=full": "task.implementation=reference: needs a method that scores",
+    "task.implementation=reference task.answers=0 method=full": "task.implementation=reference: needs",
     "task.implementation=reference task.answers=0 block_size=16": "task.implementation=reference: times a prompt",
     "task.bandwidth=0": "task.bandwidth=0: a number above 0, or null",
     "task.fill=foo": "task.fill=foo: choose one of",
