@@ -106,7 +106,7 @@ def emit_exhibits(
         SettingError: There is no such folder, paper or exhibit.
     """
     from kvbench.papers.build import write_cost_tables, write_tables
-    from kvbench.papers.listing import choose_exhibits
+    from kvbench.papers.listing import choose_exhibits, find_parts
 
     tables, studied = choose_exhibits(paper, exhibit)
     require_folder(results)
@@ -120,6 +120,7 @@ def emit_exhibits(
     if exhibit is None:
         yield from map(str, written)
     else:
+        yield from (f"{own.name}: static: {own.reason}" for own in find_parts(paper, exhibit) if own.reason)
         yield from (path.read_text(encoding="utf-8") for path in written if path.suffix == ".md")
     if studied and not beside:
         yield from emit_studied(results, studied, exhibit is not None, inches)

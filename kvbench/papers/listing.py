@@ -88,16 +88,22 @@ def choose_exhibits(paper: str | None, exhibit: str | None) -> tuple[Specs, Spec
     tables, studied = load_all(paper)
     if exhibit is None:
         return tables, studied
-    name, listed = normalize_name(exhibit), [own for own in list_exhibits() if own.paper == paper]
-    parts = [own for own in listed if re.fullmatch(rf"{re.escape(name)}([a-z]|_[a-z]+)?", own.name)]
+    name, parts = normalize_name(exhibit), find_parts(paper, exhibit)
     wanted = {f"{paper}_{name}", *(spec for own in parts for spec in own.specs)}
     found = [{own: spec for own, spec in specs.items() if own in wanted} for specs in (tables, studied)]
     if not any(found):
         if parts:
             raise SettingError(f"EXHIBIT={exhibit}: it is static: {parts[0].reason}")
-        there = [*(own.name for own in listed), *(own.removeprefix(f"{paper}_") for own in (*tables, *studied))]
+        listed = [own.name for own in list_exhibits() if own.paper == paper]
+        there = [*listed, *(own.removeprefix(f"{paper}_") for own in (*tables, *studied))]
         refuse_exhibit(exhibit, dict.fromkeys(there))
     return found[0], found[1]
+
+
+def find_parts(paper: str | None, exhibit: str) -> list[PaperExhibit]:
+    """Return the tables and figures of a paper that a name stands for: one, or its parts, such as 3a, 3b and 3c."""
+    named = re.compile(rf"{re.escape(normalize_name(exhibit))}([a-z]|_[a-z]+)?")
+    return [own for own in list_exhibits() if own.paper == paper and named.fullmatch(own.name)]
 
 
 def load_all(paper: str | None) -> tuple[Specs, Specs]:

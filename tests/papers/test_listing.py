@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import papers
+from kvbench.cli.papers import emit_exhibits
 from kvbench.papers.exhibits import load_exhibits
 from kvbench.papers.listing import choose_exhibits, describe_exhibits, format_list, list_exhibits
 from kvbench.papers.table_spec import list_papers, load_specs
@@ -56,7 +57,8 @@ def test_the_list_fits_a_narrow_terminal(tmp_path, capsys, monkeypatch):
     assert "  figure02         study   empty   python -m kvbench study centroidkv figure02" in wide
 
 
-def test_a_name_chooses_an_exhibit_or_its_parts():
+def test_a_name_chooses_an_exhibit_or_its_parts(tmp_path):
+    assert next(iter(emit_exhibits(tmp_path, "dropkv", "figure3"))) == "figure03a: static: a drawing of the cone"
     assert [*choose_exhibits("expected_attention", "4a")[0]] == ["expected_attention_table04"]
     assert [*choose_exhibits("deltakv", "figure2")[1]] == [f"deltakv_figure02{part}" for part in "abcdef"]
     assert [*choose_exhibits("centroidkv", "theorem61")[1]] == ["centroidkv_theorem61", "centroidkv_theorem61_measured"]
