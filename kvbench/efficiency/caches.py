@@ -20,6 +20,7 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import Stamps
+from kvbench.interfaces.derived_method import derive_method
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ReadRequest, State
 from kvbench.interfaces.rows import Rows
@@ -156,9 +157,7 @@ def force_scoring(method: Method, implementation: str) -> Method:
         return forced
 
     hooks = {name: force(getattr(of, name)) for name in ("update", "score") if method.overrides(name)}
-    own: Method = object.__new__(type(of.__name__, (of,), hooks))
-    vars(own).update(vars(method))
-    return own
+    return derive_method(method, hooks)
 
 
 @contextmanager

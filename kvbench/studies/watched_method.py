@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvbench.interfaces.derived_method import derive_method
 from kvbench.interfaces.hooks import overrides_any
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
@@ -34,24 +35,23 @@ def watch_method(
     """
     of: Any = type(method)
 
-    class Watched(of):
-        def overrides(self, *hooks: str) -> bool:
-            kind: Any = type(self)
-            return overrides_any(kind if is_watching() else of, hooks)
+    def overrides(own: Method, *names: str) -> bool:
+        kind: Any = type(own)
+        return overrides_any(kind if is_watching() else of, names)
 
-        def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-            if is_watching():
-                look(observation, rows)
-            found: Mapping[str, Tensor] = super().update(observation, rows, state)
-            return found
+    def update(own: Method, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        if is_watching():
+            look(observation, rows)
+        found: Mapping[str, Tensor] = of.update(own, observation, rows, state)
+        return found
 
-    class WatchedReader(Watched):
-        def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
-            found: Tensor | None = super().read(request, rows, state)
-            assert look_at_reads is not None
+    hooks: dict[str, Callable[..., Any]] = {"overrides": overrides, "update": update}
+    if look_at_reads is not None:
+
+        def read(own: Method, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
+            found: Tensor | None = of.read(own, request, rows, state)
             look_at_reads(request, found)
             return found
 
-    own: Method = object.__new__(Watched if look_at_reads is None else WatchedReader)
-    vars(own).update(vars(method))
-    return own
+        hooks["read"] = read
+    return derive_method(method, hooks)
