@@ -170,10 +170,8 @@ def format_diagnosis(study: StudyFolder, cells: Sequence[str], width: int) -> li
     columns = [Column("", "cell", lambda own: own.name)]
     columns += [Column(*COLUMNS[name], partial(format_mean, name)) for name in quantities]
     columns.append(Column("worst", "layers", lambda own: " ".join(map(str, own.worst))))
-    prompts = study.about["prompts"]
-    of = f"{count_prompts(prompts['count'])} of {prompts['name']}"
     notes = [
-        f"Means over layers, heads and {of}, with 95 % intervals over prompts. "
+        f"Means over layers, heads and {count_prompts(study.about['prompts'])}, with 95 % intervals over prompts. "
         "Errors are relative to the size of the output, so 1 means that an output of zeros would be as near.",
         f"The worst layers have the largest local errors at the answer. {DIAGNOSIS}.csv has every layer and head.",
     ]

@@ -9,10 +9,10 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from kvbench.stops import Terminated, refuse_exits, stop_at_safe_points
-from kvbench.validation import ContractError, SettingError, describe_write_error, require_int
+from kvbench.validation import ContractError, SettingError, describe_write_error, require_int, require_writable
 
 READER_GONE = 141  # exit code: what a shell says of a program that SIGPIPE ended
 
@@ -65,6 +65,13 @@ def read_number(name: str, text: str | None) -> int:
     value = int(text) if text is not None and text.isdecimal() else text
     require_int(name, value, 1)
     return int(value)  # type: ignore[arg-type]
+
+
+def require_file(option: str, path: Path) -> None:
+    """Raise a SettingError if a file cannot be written at this path, before anything is computed for it."""
+    require_writable(option, path.parent)
+    if path.is_dir():
+        raise SettingError(f"{option} {path}: this is a folder; name a file")
 
 
 def refuse_given(options: Namespace, names: Iterable[str], reason: str) -> None:
@@ -139,17 +146,3 @@ def is_reader_gone(descriptor: int) -> bool:
     asked = select.poll()
     asked.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0))
-
-
-def read_text(text: str | None, tokens: int) -> Any:
-    """Return the text that is read in place of a task's samples, or None.
-
-    Args:
-        text: The setting `text`.
-        tokens: Tokens of a prompt.
-    """
-    from kvbench.studies.passes import TextPieces
-
-    if text == "":
-        raise SettingError("text=: a file or a folder of texts; leave it out to read a task's samples")
-    return None if text is None else TextPieces(Path(text), tokens)

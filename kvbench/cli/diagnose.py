@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser, find_width, read_number, read_text, run_command
+from kvbench.cli.command import CommandParser, find_width, read_number, require_file, run_command
 from kvbench.validation import SettingError, require_writable
 
 OWN = {"prompts": "4", "text": None, "tokens": "4096", "window": "32", "answer": "16", "share": "0.95"}
@@ -64,11 +64,12 @@ def diagnose(arguments: Sequence[str]) -> int:
     cells, results = plan_cells(settings, numbers["prompts"])
 
     from kvbench.studies.diagnosis_pass import DiagnosisPass, Watch
+    from kvbench.studies.passes import TextPieces
 
     sizes = [cell.run.block_size for cell in cells]
     run = describe_full(settings, numbers["prompts"], None if None in sizes else max(sizes))
     watch = Watch(numbers["window"], numbers["answer"], read_share(given["share"]))
-    text = read_text(given["text"], numbers["tokens"])
+    text = TextPieces.from_setting(given["text"], numbers["tokens"])
     own = DiagnosisPass(run, cells, numbers["prompts"], watch, text)
     if options.cost is not None:
         return write_costs(options.cost, own, numbers["tokens"])
@@ -155,9 +156,7 @@ def write_costs(path: Path, own: Any, tokens: int) -> int:
     from kvbench.store.study_lines import write_text
     from kvbench.studies.diagnosis_pass import COLUMNS
 
-    require_writable("--cost", path.parent)
-    if path.is_dir():
-        raise SettingError(f"--cost {path}: this is a folder; name a file")
+    require_file("--cost", path)
     own.check_memory(tokens)
     rows = list(own.measure_costs(tokens))
     write_text(path, format_rows([COLUMNS, *rows]))

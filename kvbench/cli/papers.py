@@ -130,14 +130,21 @@ def choose_drawing(tables: Mapping[str, Any], inches: float | None) -> Callable[
     """Return the function that draws figures of scores and costs; None if there are none or the extra is missing."""
     if not any("chart" in spec for spec in tables.values()):
         return None
-    try:
-        require_extra("report", "altair", "vl_convert")
-    except SettingError as error:
-        print(f"kvbench: figures are not drawn: {error}", file=sys.stderr)
+    if missing := find_missing_extra():
+        print(f"kvbench: {missing}", file=sys.stderr)
         return None
     from kvbench.report.paper_charts import draw_figure
 
     return partial(draw_figure, inches=inches)
+
+
+def find_missing_extra() -> str:
+    """Return why figures cannot be drawn, or "" if they can."""
+    try:
+        require_extra("report", "altair", "vl_convert")
+    except SettingError as error:
+        return f"figures are not drawn: {error}"
+    return ""
 
 
 def emit_studied(results: Path, wanted: Mapping[str, Any], named: bool, inches: float | None) -> Iterator[str]:
@@ -156,12 +163,8 @@ def emit_studied(results: Path, wanted: Mapping[str, Any], named: bool, inches: 
     if not named and not any(filled.values()):
         yield f"no studies in {results}/studies: `python -m kvbench study all` computes them"
         return
-    missing = ""
-    if any(page.table is None for pages in filled.values() for page in pages):
-        try:
-            require_extra("report", "altair", "vl_convert")
-        except SettingError as error:
-            missing = f"figures are not drawn: {error}"
+    drawn = any(page.table is None for pages in filled.values() for page in pages)
+    missing = find_missing_extra() if drawn else ""
     for name, pages in filled.items():
         for page in pages:
             pictured = page.table is None and not missing

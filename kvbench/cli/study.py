@@ -39,7 +39,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser, read_number, read_text, run_command
+from kvbench.cli.command import CommandParser, read_number, require_file, run_command
 from kvbench.validation import SettingError, require_writable
 
 OWN = {"prompts": "4", "text": None, "tokens": "4096", "layers": None, "codec.path": None, "steps": None}
@@ -80,15 +80,15 @@ def compute_studies(arguments: Sequence[str]) -> int:
             settings.append(word)
     count, tokens = (read_number(name, given[name]) for name in ("prompts", "tokens"))
     steps = None if given["steps"] is None else read_number("steps", given["steps"])
-    text = read_text(given["text"], tokens)
     run, results = describe_run(settings, count)
 
     from kvbench.store.study_lines import read_study
     from kvbench.studies.catalogue import choose_layers, prepare_studies
-    from kvbench.studies.passes import StudyPass
+    from kvbench.studies.passes import StudyPass, TextPieces
     from kvbench.studies.study import LayerStudy, PromptStudy
     from kvbench.studies.training_study import TrainingStudy, with_steps
 
+    text = TextPieces.from_setting(given["text"], tokens)
     studies, missing = prepare_studies(exhibits, run.seed, run.checkpoint, given["codec.path"])
     if given["layers"] is not None:
         shown = choose_layers(given["layers"], run.checkpoint.layout())
@@ -140,9 +140,7 @@ def write_costs(path: Path, run: Any, studies: Sequence[Any], tokens: int) -> No
     layered = [study for study in studies if isinstance(study, LayerStudy)]
     if not layered:
         raise SettingError("--cost: not measured for these exhibits, because they read no prompt into a full cache")
-    require_writable("--cost", path.parent)
-    if path.is_dir():
-        raise SettingError(f"--cost {path}: this is a folder; name a file")
+    require_file("--cost", path)
     costs = list(measure_costs(Resources(run).model, layered, tokens, run.block_size, run.seed))
     rows = format_costs(costs, tokens, run.block_size, run.device)
     write_text(path, format_rows([COLUMNS, *rows]))

@@ -288,13 +288,18 @@ def write_cost_tables(
     """
     written = []
     for path in find_measurements(results / "efficiency"):
-        lines, device = IndexedLines(read_lines(path)), "cpu" if path.stem == "cpu" else "gpu"
+        lines = IndexedLines(read_lines(path))
         for name, spec in wanted.items():
-            if is_cost_table(spec) and spec.get("device", "gpu") == device:
+            if is_cost_table(spec) and shows_machine(spec, path):
                 made = build_table(spec, lines, read_printed(results, spec))
                 if made.is_measured or not measured_only:
                     written += write_table(folder / path.stem / name, made, spec, draw)
     return written
+
+
+def shows_machine(spec: Select, path: Path) -> bool:
+    """Return whether a table of cost shows measurements of the kind of machine whose file this is, a GPU or a CPU."""
+    return bool(spec.get("device", "gpu") == ("cpu" if path.stem == "cpu" else "gpu"))
 
 
 def write_table(path: Path, made: PaperTable, spec: Select, draw: Draw | None = None) -> list[Path]:

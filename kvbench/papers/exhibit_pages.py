@@ -5,7 +5,7 @@ like all other tables of papers (kvbench.papers.build). The CSV of a figure has 
 and its LaTeX includes the PDF, which kvbench.report.study_charts draws. This module does not import torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from kvbench.papers.build import build_table
 from kvbench.papers.exhibits import Claim, Exhibit, list_claims, select_lines
 from kvbench.papers.paper_table import PaperTable, escape_all_markdown, escape_outside_code
 from kvbench.papers.table_spec import read_printed
-from kvbench.store.study_lines import Line, StudyFolder, count_prompts, find_studies, format_lines
+from kvbench.store.study_lines import Line, StudyFolder, find_studies, format_lines
 from kvbench.validation import SettingError, escape, name_file_in_errors
 
 
@@ -74,11 +74,9 @@ class ExhibitPage:
     @property
     def source(self) -> str:
         """The model, the prompts and the machine of the study."""
-        about, prompts = self.found.about, self.found.about["prompts"]
-        device = about.get("device", {})
+        device = self.found.about.get("device", {})
         machine = {"": "", "cpu": ", on a CPU"}.get(device.get("type", ""), f", on {device.get('gpu')}")
-        of = f"{count_prompts(prompts['count'])} of {prompts['name']}"
-        return f"{about['model']['name']}, {of}, up to {prompts['longest']:,} tokens{machine}."
+        return f"{self.found.source}{machine}."
 
     @property
     def about(self) -> str:
@@ -146,16 +144,19 @@ class ExhibitPage:
         return paths
 
 
-def fill_exhibits(results: Path, wanted: Mapping[str, Exhibit]) -> dict[str, list[ExhibitPage]]:
+def fill_exhibits(
+    results: Path, wanted: Mapping[str, Exhibit], folders: Sequence[StudyFolder] | None = None
+) -> dict[str, list[ExhibitPage]]:
     """Return the pages of each exhibit, one for each folder of studies that fills it.
 
     Args:
         results: The folder of results.
         wanted: <paper>_<exhibit> -> its specification.
+        folders: Its folders of studies, if they have been read.
 
     Raises:
         SettingError: A file of studies cannot be read.
     """
-    folders = find_studies(results)
+    folders = find_studies(results) if folders is None else folders
     pages = {name: [ExhibitPage(name, spec, found, results) for found in folders] for name, spec in wanted.items()}
     return {name: [page for page in own if page.is_filled] for name, own in pages.items()}

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvbench.papers.build import build_table
+from kvbench.papers.build import build_table, shows_machine
 from kvbench.papers.cell_values import RunIndex
 from kvbench.papers.exhibit_pages import fill_exhibits
 from kvbench.papers.exhibits import find_files, load_exhibits, make_study_command, normalize_name, refuse_exhibit
@@ -29,7 +29,6 @@ from kvbench.papers.table_spec import (
     is_cost_table,
     list_papers,
     load_specs,
-    read_published,
     read_tables,
 )
 from kvbench.store.efficiency_csv import find_measurements, read_lines
@@ -184,11 +183,9 @@ def find_table_states(results: Path, tables: Specs) -> dict[str, str]:
     states = {}
     for name, spec in tables.items():
         if is_cost_table(spec):
-            device = spec.get("device", "gpu")
-            fitting = [lines for path, lines in machines.items() if ("cpu" if path.stem == "cpu" else "gpu") == device]
-            made = [build_table(spec, lines, ()) for lines in fitting]
+            made = [build_table(spec, lines, ()) for path, lines in machines.items() if shows_machine(spec, path)]
         else:
-            made = [build_table(spec, (), read_published(results, spec.get("file")), runs)]
+            made = [build_table(spec, (), (), runs)]
         states[name] = find_state(made)
     runs.store.print_damage()
     return states

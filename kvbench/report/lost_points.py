@@ -14,7 +14,7 @@ from kvbench.report.charts import CONFIG, INK, stack_layers
 from kvbench.report.study_charts import SEQUENCE
 from kvbench.report.style import choose_style
 from kvbench.store.runs import StoredRun
-from kvbench.store.study_lines import StudyFolder, count_prompts
+from kvbench.store.study_lines import StudyFolder
 
 Row = dict[str, Any]
 
@@ -35,10 +35,7 @@ def show_lost_points(studies: Iterable[StudyFolder], runs: Sequence[StoredRun]) 
         cells = read_diagnoses(study)
         if not cells:
             continue
-        prompts = study.about["prompts"]
-        about = f"{study.about['model']['name']}, {count_prompts(prompts['count'])} of {prompts['name']}, "
-        about += f"up to {prompts['longest']:,} tokens."
-        said = {"model": study.about["model"]["name"], "about": about, "claims": []}
+        said = {"model": study.about["model"]["name"], "about": f"{study.source}.", "claims": []}
         entries = [draw_scores(cells, score_cells(study, runs)), draw_heads(cells), draw_needles(cells)]
         found += [said | entry for entry in entries if entry is not None]
     return found

@@ -57,8 +57,9 @@ def write_report(results: Path, now: datetime, out: Path | None = None, with_pro
     gathered = gather_results(results, now)
     studies, lost = [], []
     try:
-        studies = [page for own in fill_exhibits(results, load_exhibits()).values() for page in own]
-        lost = show_lost_points(find_studies(results), [own.run for own in gathered.pairings])
+        folders = find_studies(results)
+        studies = [page for own in fill_exhibits(results, load_exhibits(), folders).values() for page in own]
+        lost = show_lost_points(folders, [own.run for own in gathered.pairings])
     except SettingError as error:
         gathered.page["damaged"].append(["studies", str(error)])
     path = (out or results) / "report.html"
@@ -94,7 +95,10 @@ def write_page(
     prompts = write_excerpts(folder, gathered.pairings, count) if with_prompts else left_out
     files = write_answers(gathered, folder)
     shown = [show_study(folder, own) for own in studies]
-    why = [own | {"part": write_part(folder, own.pop("spec"))} for own in map(dict, lost)]
+    why = [
+        {name: value for name, value in own.items() if name != "spec"} | {"part": write_part(folder, own["spec"])}
+        for own in lost
+    ]
     more = {"files": files, "prompts": prompts, "folder": FOLDER, "studies": shown, "lost": why}
     page = compact_json(gathered.page | more)
     wanted = {name for own in page["files"] for name in own["names"]} | {own["part"] for own in [*shown, *why]}

@@ -131,6 +131,12 @@ class StudyFolder:
         """The model, the prompts and the beginning of the hash, for the names of emitted files."""
         return f"{self.about['model']['name']}-{self.about['prompts']['name']}-{self.path.name[:6]}"
 
+    @property
+    def source(self) -> str:
+        """The model and the prompts in words."""
+        prompts = self.about["prompts"]
+        return f"{self.about['model']['name']}, {count_prompts(prompts)}, up to {prompts['longest']:,} tokens"
+
     @cached_property
     def by_study(self) -> Mapping[str, list[Line]]:
         """The lines of each study; none of a study that was not computed."""
@@ -140,9 +146,9 @@ class StudyFolder:
         return found
 
 
-def count_prompts(count: int) -> str:
-    """Return a number of prompts in words."""
-    return f"{count} prompt{'s' if count > 1 else ''}"
+def count_prompts(prompts: Mapping[str, Any]) -> str:
+    """Return the number and the name of a study's prompts, as study.yaml has them, in words."""
+    return f"{prompts['count']} prompt{'s' if prompts['count'] > 1 else ''} of {prompts['name']}"
 
 
 def find_studies(results: Path) -> list[StudyFolder]:

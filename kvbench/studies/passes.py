@@ -64,6 +64,17 @@ class TextPieces:
     path: Path
     tokens: int
 
+    @classmethod
+    def from_setting(cls, text: str | None, tokens: int) -> "TextPieces | None":
+        """Return the text of a command's setting `text`; None if it is not given.
+
+        Raises:
+            SettingError: The setting is empty.
+        """
+        if text == "":
+            raise SettingError("text=: a file or a folder of texts; leave it out to read a task's samples")
+        return None if text is None else cls(Path(text), tokens)
+
 
 @dataclass
 class StudyPass:
