@@ -6,7 +6,7 @@
     codec      packing rows, and making rows from packed ones
     rest       choosing the token, and counting rows and tokens
 
-An answer is decoded once as it is, which gives the mean time of a token. What a profiler adds never enters that time.
+An answer is decoded as it is, which gives the mean time of a token. What a profiler adds never enters that time.
 On a GPU the next answer runs under a profiler, which gives the time of every kernel; kernels that run at once share it.
 A kernel in a CUDA graph does not say who launched it. So a third answer launches the same steps without graphs. There
 the functions that are running say whose the kernels are: the share of a region in a kernel's time there is its share of
@@ -154,6 +154,7 @@ def measure_regions(run: RunSpec) -> list[Line]:
 
 def split_token(own: KVBenchCache, count: int) -> Iterator[Line]:
     """Decode answers of `count` tokens and yield the lines of the split. The first `SKIPPED` tokens are left out."""
+    own.answer(count, SKIPPED + CHUNK)  # what is compiled and tuned in a process's first answer is not counted
     steps = own.answer(count)[SKIPPED - 1 :]
     mean = sum(steps) / len(steps)
     found = split_on_cpu(own, count) if own.run.device == "cpu" else split_on_gpu(own, count)

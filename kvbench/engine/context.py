@@ -136,6 +136,7 @@ class PromptContext:
         self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, and keys or values that other contexts may share
         self.watched: list[Handed] = []  # the same while `branch` watches them
         self.path: DecodePath | None = None  # reads the current answer
+        self.defers_faults = False  # whether blocks are read ahead of the device, until `raise_faults` is called
         usable = compile and can_capture(model) and decodes_in_graph(choice)
         lent = like.weights if like is not None else None
         found = (lent or collect_weights(model)) if usable else None
@@ -370,8 +371,6 @@ class PromptContext:
     def _check(self) -> None:
         """Check the hooks after a block has passed all layers.
 
-        The host waits for the device once for all layers, and not at all if the guards noted nothing.
-
         Raises:
             ContractError: A hook wrote into a tensor, or returned something that only the device could check.
         """
@@ -380,6 +379,17 @@ class PromptContext:
         quota, allocator = self.progress.quota, self.choice.allocator
         if quota is not None and not self.choice.method.sets_head_quotas:
             self._check_total(quota, f"allocator={allocator.name}")
+        if not self.defers_faults:
+            self.raise_faults()
+
+    def raise_faults(self) -> None:
+        """Raise what the guards noted on the device.
+
+        The host waits for the device once for all layers, and not at all if the guards noted nothing.
+
+        Raises:
+            ContractError: A hook returned something that only the device could check.
+        """
         noted = [(line, flag) for layer in self.own_layers for line, flag in layer.guard.faults.items()]
         if not noted:
             return

@@ -42,7 +42,7 @@ Outputs that a run computed in bfloat16 differ from an exact attention by about 
 answer falls below.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -63,6 +63,7 @@ from kvbench.studies.watched_method import watch_method
 PROMPT, ANSWER = "prompt", "answer"
 TOP_K, TOP_P, RANDOM = "top_k", "top_p", "random"
 REFERENCES = (TOP_K, TOP_P, RANDOM)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,12 @@ class LayerTrace:
 
 
 def read_until_answer(
-    model: torch.nn.Module, choice: CachePolicy, budget: Budget, block_size: int | None, reading: Reading
+    model: torch.nn.Module,
+    choice: CachePolicy,
+    budget: Budget,
+    block_size: int | None,
+    reading: Reading,
+    defers_faults: bool = False,
 ) -> GenerationContext:
     """Read a prompt, and its question if it is hidden, as a run does; return the context."""
     device, room = next(model.parameters()).device, len(reading.question) + reading.tokens
@@ -138,6 +144,7 @@ def read_until_answer(
     context = GenerationContext(
         model, choice, budget, block_size, seeds, reading.prefix, reading.words, compile=False, answer=room
     )
+    context.defers_faults = defers_faults
     context.prefill(torch.tensor([reading.ids], device=device))
     if reading.question:
         context.extend(torch.tensor([reading.question], device=device))
@@ -154,7 +161,8 @@ def read_answer(context: GenerationContext, answer: Sequence[int]) -> None:
     """Read the tokens of an answer that is given, one by one if the method looks at every token."""
     method, device = context.choice.method, context.last_logits.device
     size = 1 if method.decoding or method.attends_subset else len(answer)
-    for part in torch.tensor([answer], device=device).split(size, dim=1):
+    ids = torch.tensor([answer]).to(device, non_blocking=True)  # the host does not wait for the prompt
+    for part in ids.split(size, dim=1):
         context.extend(part)
 
 
@@ -188,22 +196,26 @@ class WatchedRun:
         self.watching, reads = True, self.look_at_reads if method.attends_subset else None
         watched = watch_method(method, self.look, reads, lambda: self.watching)
         choice = CachePolicy(watched, choice.allocator, choice.codec)
-        self.context = context = read_until_answer(model, choice, budget, block_size, reading)
+        self.context = context = read_until_answer(model, choice, budget, block_size, reading, not compared)
         self.begin = {layer.index: layer.rows for layer in context.own_layers}
         for index, layer in self.layers.items():
             if layer.died is not None:
                 self._note_deaths(layer, self.begin[index].view().places[0], len(reading.ids))
 
     def answer(self) -> tuple[int, ...]:
-        """Answer greedily, read the answer, and return its tokens.
+        """Answer greedily, forget the answer, and return its tokens.
 
-        Nobody looks while the tokens are chosen one by one, which would take long; they are read again at once.
+        Nobody looks, because the tokens would be chosen much more slowly. `read` shows them at once.
         """
         self.watching = False
         found = answer_greedily(self.context, self.reading)
-        self.watching = True
-        read_answer(self.context, found)
+        self.watching = self.context.defers_faults = True
         return found
+
+    def read(self, answer: Sequence[int]) -> None:
+        """Read an answer, unless one was read before."""
+        if self.context.seen == self.reading.known:
+            read_answer(self.context, answer)
 
     def look_at_reads(self, request: ReadRequest, chosen: Tensor | None) -> None:
         """Remember which rows a layer is about to read."""
@@ -247,26 +259,28 @@ class WatchedRun:
         gone = ~mark_places(places, self.reading.known)[:, needles] & (needles < stop)
         layer.died = layer.died.where(~gone | (layer.died < inf), float(layer.blocks))
 
-    def join_rows(self, index: int, full: "WatchedRun | None") -> tuple[Tensor, Tensor]:
-        """Return keys and values of all rows of a layer, as this run wrote them, (H, n, d) each.
+    def list_rows(self, index: int, full: "WatchedRun | None") -> tuple[list[Tensor], list[Tensor]]:
+        """Return keys and values of all rows of a layer, as this run wrote them.
 
         Args:
             index: The layer.
             full: The full cache's run, which has the prompt's rows if they were not copied; None for its own.
+
+        Returns:
+            Pieces (H, n, d) of consecutive rows, which are not joined, because that would copy them.
         """
         layer = self.layers[index]
         if full is None:
             rows = self.context.layers[index]
             assert rows is not None
             keys, values, _ = rows.rows.attention_view()
-            return keys[0], values[0]
-        before: list[list[Tensor]] = [[], []]
-        if not self.copies:
-            before = [[own[:, : len(self.reading.ids)]] for own in full.join_rows(index, None)]
-        keys, values = (
-            torch.cat([*own, *more], 1) for own, more in zip(before, (layer.keys, layer.values), strict=True)
-        )
-        return keys, values
+            return [keys[0]], [values[0]]
+        keys, values = torch.cat(layer.keys, 1), torch.cat(layer.values, 1)
+        if self.copies:
+            return [keys], [values]
+        [before], [values_before] = full.list_rows(index, None)
+        prompt = len(self.reading.ids)
+        return [before[:, :prompt], keys], [values_before[:, :prompt], values]
 
 
 def mark_places(places: Tensor, tokens: int) -> Tensor:
@@ -275,16 +289,27 @@ def mark_places(places: Tensor, tokens: int) -> Tensor:
     return marks.scatter_(1, places.where(places >= 0, tokens), True)[:, :tokens]
 
 
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Return the products (H, a, c) of matrices (H, a, b) and (H, b, c), in at least float32.
+
+    A GPU multiplies 16-bit numbers exactly and adds the products in float32.
+    """
+    if left.is_cuda and left.dtype == right.dtype and left.dtype in HALVES:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+    return left.to(dtype) @ right.to(dtype)
+
+
 def weigh_rows(
-    queries: Tensor, first: int, keys: Tensor, scaling: float, mass: Tensor | None = None, places: Tensor | None = None,
-    lse: bool = False,
+    queries: Tensor, first: int, keys: Sequence[Tensor], scaling: float, mass: Tensor | None = None,
+    places: Tensor | None = None, lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return softmax(q·k·scaling + log mass) over the rows up to the query's position, and its log-sum-exps.
 
     Args:
         queries: Queries of consecutive tokens, (H·G, t, d).
         first: Position of the first of them.
-        keys: (H, n, d)
+        keys: Pieces (H, n, d) of consecutive rows.
         scaling: The factor of the logits.
         mass: Number of tokens that each row stands for, (H, n), 0 for absent rows; None for one each.
         places: Positions of the rows, (H, n); None for 0 … n − 1.
@@ -294,15 +319,16 @@ def weigh_rows(
         The probabilities (H, G, t, n), 0 for a query that no row precedes, and the log-sum-exps (H, G, t) or None, in
         at least float32.
     """
-    tokens, dtype = queries.shape[1], torch.promote_types(keys.dtype, torch.float32)
-    grouped = queries.unflatten(0, (len(keys), -1)).flatten(1, 2).to(dtype) * scaling
-    logits = grouped @ keys.to(dtype).mT
+    tokens = queries.shape[1]
+    grouped = queries.unflatten(0, (len(keys[0]), -1)).flatten(1, 2)
+    found = [multiply(grouped, own.mT) for own in keys]
+    logits = (found[0] if len(found) == 1 else torch.cat(found, 2)).mul_(scaling)
     if mass is not None:
         logits += mass.log()[:, None]
     logits = logits.unflatten(1, (-1, tokens))
-    last = torch.arange(first, first + tokens, device=keys.device)[:, None]
+    last = torch.arange(first, first + tokens, device=logits.device)[:, None]
     if places is None:  # only rows of these tokens may lie behind one
-        later = torch.arange(first, keys.shape[1], device=keys.device) > last
+        later = torch.arange(first, logits.shape[3], device=logits.device) > last
         logits[..., first:].masked_fill_(later, -inf)
     else:
         logits.masked_fill_(places[:, None, None] > last, -inf)
@@ -314,16 +340,30 @@ def attend_rows(
     queries: Tensor, first: int, rows: Rows, scaling: float, lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs (H, G, t, d) and log-sum-exps of attention to rows; see `weigh_rows`."""
-    weights, sums = weigh_rows(queries, first, rows.keys[0], scaling, rows.mass[0], rows.places[0], lse)
-    return attend_weighted(weights, rows.values[0]), sums
+    weights, sums = weigh_rows(queries, first, [rows.keys[0]], scaling, rows.mass[0], rows.places[0], lse)
+    return attend_weighted(weights, [rows.values[0]]), sums
 
 
-def attend_weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Return the outputs (H, G, t, d) of weights (H, G, t, n) on values (H, n, d)."""
-    return (weights.flatten(1, 2) @ values.to(weights.dtype)).view(*weights.shape[:3], -1)
+def attend_weighted(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Return the outputs (H, G, t, d) of weights (H, G, t, n) on pieces of values, (H, n, d)."""
+    parts = weights.flatten(1, 2).split([own.shape[1] for own in values], 2)
+    found = [multiply(round_weights(part, own), own) for part, own in zip(parts, values, strict=True)]
+    return sum(found[1:], found[0]).unflatten(1, weights.shape[1:3])
 
 
-def attend_sets(weights: Tensor, values: Tensor, sets: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def round_weights(weights: Tensor, values: Tensor) -> Tensor:
+    """Return weights as they are multiplied with values: on a GPU in their 16 bits, as fused attention does it."""
+    return weights.to(values.dtype) if values.is_cuda and values.dtype in HALVES else weights
+
+
+def sum_weights(weights: Tensor, marks: Tensor) -> Tensor:
+    """Return the weights on marked rows, (H, G, t), from (H, G, t, n) and (H, 1 or G, 1 or t, n) bool."""
+    if marks.shape[1] == marks.shape[2] == 1:
+        return (weights.flatten(1, 2) @ marks[:, 0, 0, :, None].to(weights.dtype)).view(weights.shape[:3])
+    return (weights * marks).sum(-1)
+
+
+def attend_sets(weights: Tensor, values: Tensor, sets: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Attend to sets of rows, given the attention to all of them.
 
     Args:
@@ -331,20 +371,29 @@ def attend_sets(weights: Tensor, values: Tensor, sets: Sequence[Tensor]) -> Iter
         values: (H, n, d)
         sets: The rows of each set, (H, 1 or G, 1 or t, n) bool, of one shape.
 
-    Yields:
-        For each set the outputs (H, G, t, d), 0 without a row, and the mass of all other rows (H, G, t).
+    Returns:
+        For each set the outputs (H, G, t, d), 0 without a row, and the mass of its rows (H, G, t).
     """
     if sets[0].shape[1] == sets[0].shape[2] == 1:  # the same rows for all queries: the probabilities are read once
-        masks = [own[:, 0, 0, :, None].to(weights.dtype) for own in sets]
-        joined = attend_weighted(weights, torch.cat([*(values * mask for mask in masks), *masks], 2))
-        outputs = joined[..., : -len(sets)].unflatten(-1, (len(sets), -1)).unbind(-2)
-        kept = joined[..., -len(sets) :].unbind(-1)
+        heads, rows, dim = values.shape
+        weights = round_weights(weights, values)
+        values = values.to(weights.dtype)
+        # For each row its values times 1 or 0 in each set, then these factors, in a memory that GPUs read fast.
+        masks, width = torch.stack([own[:, 0, 0] for own in sets], -1).to(values.dtype), len(sets) * dim
+        wide = values.new_empty(heads, rows, width + -(-len(sets) // 8) * 8)
+        torch.mul(values[:, :, None], masks[..., None], out=wide[..., :width].unflatten(-1, (len(sets), dim)))
+        wide[..., width:] = pad(masks, (0, wide.shape[2] - width - len(sets)))
+        joined = multiply(weights.flatten(1, 2), wide).unflatten(1, weights.shape[1:3])
+        outputs = joined[..., :width].unflatten(-1, (len(sets), dim)).unbind(-2)
+        kept = joined[..., width : width + len(sets)].unbind(-1)
     else:
         chosen = [weights * own for own in sets]
-        outputs = tuple(attend_weighted(own, values) for own in chosen)
+        outputs = tuple(attend_weighted(own, [values]) for own in chosen)
         kept = tuple(own.sum(-1) for own in chosen)
-    for output, mass in zip(outputs, kept, strict=True):
-        yield output / mass.clamp(min=torch.finfo(mass.dtype).tiny)[..., None], 1 - mass
+    return [
+        (output / mass.clamp(min=torch.finfo(mass.dtype).tiny)[..., None], mass)
+        for output, mass in zip(outputs, kept, strict=True)
+    ]
 
 
 def find_error(outputs: Tensor, exact: Tensor) -> Tensor:
@@ -411,57 +460,34 @@ Found = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
-    """The watched tokens of a part, in one layer of a run.
+class Attention:
+    """The attention of watched tokens to all rows of a run, in one layer.
 
     Attributes:
-        queries: (H·G, t, d)
-        keys: Keys of all rows up to the last of these tokens, (H, n, d).
-        values: The same for values.
-        scaling: The factor of the logits.
+        weights: Probabilities, (H, G, t, n).
+        outputs: (H, G, t, d)
+        sums: Log-sum-exps, (H, G, t), if the cell's method merges.
     """
 
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    scaling: float
+    weights: Tensor
+    outputs: Tensor
+    sums: Tensor | None = None
 
-    def attend(self, lse: bool = False) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return probabilities over all rows (H, G, t, n), their log-sum-exps if wanted, and outputs (H, G, t, d)."""
-        weights, sums = weigh_rows(self.queries, self.first, self.keys, self.scaling, lse=lse)
-        return weights, sums, attend_weighted(weights, self.values)
+    def at(self, tokens: slice) -> "Attention":
+        """Return the attention of some of the tokens."""
+        sums = None if self.sums is None else self.sums[:, :, tokens]
+        return Attention(self.weights[:, :, tokens], self.outputs[:, :, tokens], sums)
 
-    def find_dropped(self, weights: Tensor, sums: Tensor | None, marks: Tensor, held: Tensor | None) -> Tensor:
-        """Return the mass that was dropped, the mean over tokens.
+    def find_dropped(self, marks: Tensor, held: Tensor | None) -> Tensor:
+        """Return the mass that was dropped, the mean over tokens, (H, G).
 
         Args:
-            weights: Probabilities over all rows.
-            sums: Their log-sum-exps.
-            marks: The rows that are held.
+            marks: The rows that are held, (H, 1 or G, 1 or t, n) bool.
             held: Log-sum-exps over the rows held of a method that merges; None for any other.
         """
-        if sums is not None and held is not None:
-            return 1 - (held - sums).exp().mean(-1)
-        return 1 - (weights * marks).sum(-1).mean(-1)
-
-    @property
-    def first(self) -> int:
-        """Position of the first token."""
-        return self.keys.shape[1] - self.queries.shape[1]
-
-
-def cut_parts(reading: Reading, tokens: Tensor) -> dict[str, Tensor]:
-    """Return what (H·G, window + t, d) holds of the tokens of each part, the answer first."""
-    return {ANSWER: tokens[:, reading.window :], PROMPT: tokens[:, : reading.window]}
-
-
-def make_parts(reading: Reading, layer: LayerTrace, keys: Tensor, values: Tensor) -> dict[str, Part]:
-    """Return both parts of a layer, from keys and values (H, n, d) of all its rows."""
-    stops = {PROMPT: reading.known, ANSWER: keys.shape[1]}
-    return {
-        part: Part(queries, keys[:, : stops[part]], values[:, : stops[part]], layer.scaling)
-        for part, queries in cut_parts(reading, torch.cat(layer.queries, 1)).items()
-    }
+        if self.sums is not None and held is not None:
+            return 1 - (held - self.sums).exp().mean(-1)
+        return 1 - sum_weights(self.weights, marks).mean(-1)
 
 
 def diagnose_layer(full: WatchedRun, run: WatchedRun, index: int) -> Found:
@@ -472,51 +498,74 @@ def diagnose_layer(full: WatchedRun, run: WatchedRun, index: int) -> Found:
         run: The cell's run, of the same prompt and answer.
         index: The layer.
     """
-    reading, method = run.reading, run.method
-    own, other, prompt = run.layers[index], full.layers[index], len(reading.ids)
-    parts = make_parts(reading, own, *run.join_rows(index, full))
-    exact_parts = make_parts(reading, other, *full.join_rows(index, None))
-    computed, exact = (cut_parts(reading, torch.cat(layer.outputs, 1)) for layer in (own, other))
+    reading, method, own = run.reading, run.method, run.layers[index]
+    queries, outputs, exact_outputs = (
+        torch.cat(tensors, 1) for tensors in (own.queries, own.outputs, full.layers[index].outputs)
+    )
+    answer = queries.shape[1] - reading.window
+    parts = {ANSWER: slice(-answer, None)}  # places among the watched tokens
+    if not method.attends_subset:
+        parts[PROMPT] = slice(-answer - reading.window, -answer)
     begin = run.begin[index].view()
-    held = mark_places(begin.places[0], reading.known)[:, None, None]
+    read = join_marks(own.held, begin.keys.shape[1], reading.known + answer)
+    held = read if method.attends_subset else mark_places(begin.places[0], reading.known)[:, None, None]
+    exact, found = diagnose_references(full, run, index, parts, held[..., : len(reading.ids)])
+
+    # At the prompt, the full cache's run computed the same, unless rows or queries differ.
+    alike = PROMPT in parts and not (run.copies or reading.question)
+    watched = answer if alike else -min(part.start for part in parts.values())
+    keys, values = run.list_rows(index, full)
+    first = reading.known + answer - watched
+    weights, sums = weigh_rows(queries[:, -watched:], first, keys, own.scaling, lse=run.merges)
+    dense = Attention(weights, attend_weighted(weights, values), sums)
+    for part, tokens in parts.items():
+        mine = (exact if part == PROMPT and alike else dense).at(tokens)
+        if part == ANSWER:
+            reached, marks = outputs[:, tokens].view_as(mine.outputs), read
+            sums = torch.cat(own.sums, -1) if run.merges else None
+        else:
+            first = reading.known - reading.window
+            reached, sums = attend_rows(queries[:, tokens], first, begin, own.scaling, run.merges)
+            marks = pad_marks(held, mine.weights.shape[3])
+        if part == ANSWER or not method.uses_cache_positions:
+            found[f"local_{part}"] = find_error(reached, mine.outputs)
+        found[f"dropped_{part}"] = mine.find_dropped(marks, sums)
+        found[f"accumulated_{part}"] = find_error(outputs[:, tokens], exact_outputs[:, tokens])
+    return {name: value.flatten() for name, value in found.items()}
+
+
+def diagnose_references(
+    full: WatchedRun, run: WatchedRun, index: int, parts: Mapping[str, slice], held: Tensor
+) -> tuple[Attention, Found]:
+    """Return the full cache's attention in a layer, and what is found of the references and of the rows held.
+
+    Args:
+        full: The full cache's run.
+        run: The cell's run, of the same prompt and answer.
+        index: The layer.
+        parts: The places of each part among the watched tokens, counted from the end.
+        held: The rows of the prompt that the method holds or reads, (H, 1 or G, 1 or t, n) bool.
+    """
+    reading, layer = run.reading, full.layers[index]
+    queries, watched = torch.cat(layer.queries, 1), -min(part.start for part in parts.values())
+    keys, values = full.list_rows(index, None)
+    first = reading.known + queries.shape[1] - reading.window - watched
+    weights, sums = weigh_rows(queries[:, -watched:], first, keys, layer.scaling, lse=run.merges)
+    of_answer = weights[:, :, parts[ANSWER], : held.shape[3]]
+    references = choose_references(of_answer, held, reading.share, reading.seed + index)
+    sets = [pad_marks(rows, weights.shape[3]) for rows in (torch.ones_like(held), *references.values())]
+    (outputs, total), *attended = attend_sets(weights, values[0], sets)
     found: Found = {}
-    weights, sums, dense = parts[ANSWER].attend(run.merges)
-    marks = join_marks(own.held, *parts[ANSWER].keys.shape[:2])
-    found[f"local_{ANSWER}"] = find_error(computed[ANSWER].view_as(dense), dense)
-    own_sums = torch.cat(own.sums, -1) if run.merges else None
-    found[f"dropped_{ANSWER}"] = parts[ANSWER].find_dropped(weights, sums, marks, own_sums)
-    alike = None
-    if method.attends_subset:
-        held = marks
-        del parts[PROMPT]
-    else:
-        weights, sums, dense = parts[PROMPT].attend(run.merges)
-        outputs, own_sums = attend_rows(parts[PROMPT].queries, parts[PROMPT].first, begin, own.scaling, run.merges)
-        if not method.uses_cache_positions:
-            found[f"local_{PROMPT}"] = find_error(outputs, dense)
-        found[f"dropped_{PROMPT}"] = parts[PROMPT].find_dropped(weights, sums, held, own_sums)
-        if not run.copies and not reading.question:  # the full cache's run computed the same
-            alike = weights, sums, dense
-    for part in parts:
-        found[f"accumulated_{part}"] = find_error(computed[part], exact[part])
-    held = held[..., :prompt]
-    weights, _, dense = exact_parts[ANSWER].attend()
-    references = choose_references(weights[..., :prompt], held, reading.share, reading.seed + index)
-    rows = held.sum(-1)
     found["rows"], found[f"{TOP_P}_rows"] = (
-        chosen.mean(-1, dtype=dense.dtype).mean(-1) for chosen in (held, references[TOP_P])
+        rows.mean(-1, dtype=outputs.dtype).mean(-1) for rows in (held, references[TOP_P])
     )
     if not run.merges:
-        found["recall"] = ((references[TOP_K] & held).sum(-1) / rows).mean(-1)
-    for part in parts:
-        if part == PROMPT:
-            weights, _, dense = alike or exact_parts[PROMPT].attend()
-        sets = [pad_marks(chosen, weights.shape[-1]) for chosen in references.values()]
-        attended = attend_sets(weights, exact_parts[part].values, sets)
-        for name, (outputs, gone) in zip(references, attended, strict=True):
-            found[f"{name}_local_{part}"] = find_error(outputs, dense)
-            found[f"{name}_dropped_{part}"] = gone.mean(-1)
-    return {name: value.flatten() for name, value in found.items()}
+        found["recall"] = ((references[TOP_K] & held).sum(-1) / held.sum(-1)).mean(-1)
+    for name, (reached, mass) in zip(references, attended, strict=True):
+        for part, tokens in parts.items():
+            found[f"{name}_local_{part}"] = find_error(reached[:, :, tokens], outputs[:, :, tokens])
+            found[f"{name}_dropped_{part}"] = 1 - (mass / total)[:, :, tokens].mean(-1)
+    return Attention(weights, outputs, sums), found
 
 
 def list_lines(full: WatchedRun, run: WatchedRun, cell: str, sample: int) -> Iterator[Line]:
@@ -538,12 +587,13 @@ def list_lines(full: WatchedRun, run: WatchedRun, cell: str, sample: int) -> Ite
         sample: The index of the prompt.
     """
     means: dict[str, list[float]] = {}
-    layers = {
-        index: diagnose_layer(full, run, index) for index in run.layers
-    }  # all are queued before one is waited for
+    layers = {index: diagnose_layer(full, run, index) for index in run.layers}
+    joined = [torch.cat(list(found.values())) for found in layers.values()]
+    numbers = torch.cat([own.to(joined[0].device) for own in joined]).tolist()  # the host waits for all layers at once
+    full.context.raise_faults()
+    run.context.raise_faults()
     for index, layer in run.layers.items():
         found = layers[index]
-        numbers = torch.cat(list(found.values())).tolist()
         for name, size in zip(found, map(len, found.values()), strict=True):
             own, numbers = numbers[:size], numbers[size:]
             means.setdefault(name, []).append(sum(own) / size)

@@ -207,7 +207,8 @@ class DiagnosisPass:
     ) -> list[Line]:
         run = cell.run
         own = WatchedRun(self.resources.model, run.choice(), run.budget, run.block_size, reading)
-        read_answer(own.context, answer)
+        full.read(answer)  # only now, so that the device never waits for the host
+        own.read(answer)
         return list(list_lines(full, own, cell.name, index))
 
     def measure_costs(self, tokens: int) -> Iterator[list[object]]:

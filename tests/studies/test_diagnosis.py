@@ -19,7 +19,6 @@ from kvbench.studies.diagnosis import (
     WatchedRun,
     choose_references,
     list_lines,
-    read_answer,
 )
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
@@ -138,7 +137,8 @@ def run(name: str, block: int | None, budget: Budget, reading: Reading = READING
     full = WatchedRun(make_exact("llama"), choose("full"), Budget(1.0), None, reading, compared=True)
     answer = full.answer()
     own = WatchedRun(make_exact("llama"), choose(name, **settings), budget, block, reading)
-    read_answer(own.context, answer)
+    full.read(answer)
+    own.read(answer)
     return list(list_lines(full, own, name, 0)), own, full
 
 
@@ -153,7 +153,8 @@ def test_every_quantity_is_that_of_a_dense_engine(block):
         block,
         READING,
     )
-    read_answer(own.context, answer)
+    full.read(answer)
+    own.read(answer)
     lines = list(list_lines(full, own, "ordered", 0))
     recorders = Recorder(None), Recorder(QUOTA)
     for recorder in recorders:
@@ -209,7 +210,7 @@ def test_a_merged_row_attends_with_its_mass_and_its_tokens_are_not_dropped():
     lines, own, full = run("centroidkv", None, Budget(QUOTA))
     found = {own.quantity: own.value for own in lines if own.layer == 1 and own.head is None}
     assert not {"recall", "needles_held"} & found.keys()
-    rows, (keys, values) = own.begin[1].view(), full.join_rows(1, None)
+    rows, ([keys], [values]) = own.begin[1].view(), full.list_rows(1, None)
     assert rows.mass.sum(-1).tolist() == [[TOKENS] * 2]
     errors, dropped = [], []
     for head in range(6):
@@ -263,7 +264,8 @@ def test_every_method_and_codec_is_diagnosed(name, codec, model):
     full = WatchedRun(tiny(model), choose("full", model=model), Budget(1.0), None, reading, compared=True)
     answer = full.answer()
     own = WatchedRun(tiny(model), policy, budget, None, reading)
-    read_answer(own.context, answer)
+    full.read(answer)
+    own.read(answer)
     lines = list(list_lines(full, own, name, 0))
     found = {line.quantity: line.value for line in lines if line.layer is None}
     assert {"local_answer", "accumulated_answer", "dropped_answer", "rows", "random_local_answer"} <= found.keys()
