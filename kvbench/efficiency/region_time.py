@@ -154,8 +154,9 @@ def measure_regions(run: RunSpec) -> list[Line]:
 
 def split_token(own: KVBenchCache, count: int) -> Iterator[Line]:
     """Decode answers of `count` tokens and yield the lines of the split. The first `SKIPPED` tokens are left out."""
-    own.answer(count, SKIPPED + CHUNK)  # what is compiled and tuned in a process's first answer is not counted
-    steps = own.answer(count)[SKIPPED - 1 :]
+    for _ in range(2):  # what is compiled and tuned in a process's first answer is not counted
+        with own.context.branch():
+            steps = own.answer(count)[SKIPPED - 1 :]
     mean = sum(steps) / len(steps)
     found = split_on_cpu(own, count) if own.run.device == "cpu" else split_on_gpu(own, count)
     parts = {region: 1000 * found.get(region, 0.0) / len(steps) for region in REGIONS}
@@ -199,13 +200,16 @@ def split_on_gpu(own: KVBenchCache, count: int) -> dict[str, float]:
 
 
 def answer_with(own: KVBenchCache, count: int, read: Callable[[Callable[[], None]], Any]) -> Any:
-    """Generate an answer, and let `read` call the function that generates the tokens after the first `SKIPPED`."""
-    with closing(own.context.generate(count, Sampling(), frozenset())) as tokens:
+    """Generate an answer, and let `read` call the function that generates the tokens after the first `SKIPPED`.
+
+    Every answer begins at the prompt's end, so that what a method or codec does now and then falls on the same tokens.
+    """
+    with own.context.branch(), closing(own.context.generate(count, Sampling(), frozenset())) as tokens:
         for _ in islice(tokens, SKIPPED):
             pass
 
         def rest() -> None:
-            for _ in tokens:
+            for _ in islice(tokens, count - SKIPPED):  # not what ends the answer, which is no token's time
                 pass
             timing.now(own.run.device)
 

@@ -17,7 +17,7 @@ readers. A figure shows at most MOST_PLOTS plots, of layers at equal distances; 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from textwrap import wrap
@@ -91,7 +91,7 @@ def draw_exhibit(spec: Exhibit, lines: Sequence[Line], total: float) -> Drawing:
         drawn.append(kind.draw(plot, plots, Axes.read(spec, plot, first, lowest)))
 
     heights = [partial(kind.measure_height, plot) for plot in plots]
-    rows = [asdict(line) for line in lines]
+    rows = [line._asdict() for line in lines]
     return arrange_plots(rows, plots, drawn, beside, heights, (LEAST_PLOT, kind.most or total), key, about)
 
 

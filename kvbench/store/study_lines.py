@@ -13,10 +13,10 @@ import csv
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbench.atomic import replace_file
 from kvbench.store.csv_rows import format_rows
@@ -28,8 +28,7 @@ DIAGNOSIS, CELLS = "diagnosis", "cells"  # the study of `kvbench study diagnose`
 FOLDER, ABOUT, PROMPTS = "studies", "study.yaml", "prompts"
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One number of a study.
 
     Attributes:
@@ -67,7 +66,7 @@ class Line:
         return self.study, self.quantity, self.series, self.layer, self.head, self.x, self.y
 
 
-COLUMNS = tuple(field.name for field in fields(Line) if field.name != "study")  # the name of the file is the study's
+COLUMNS = Line._fields[1:]  # the name of the file is the study's
 WHOLE = ("layer", "head", "n", "prompts")
 TEXTS = ("quantity", "series")
 

@@ -48,18 +48,12 @@ from kvbench.store.study_lines import (
     read_lines,
     write_text,
 )
-from kvbench.studies.diagnosis import (
-    Reading,
-    WatchedRun,
-    answer_greedily,
-    list_lines,
-    read_answer,
-    read_until_answer,
-)
+from kvbench.studies.diagnosis import list_lines
 from kvbench.studies.passes import StudyPass, StudyPrompt, TextPieces, average_lines
+from kvbench.studies.watched_run import Reading, WatchedRun, answer_greedily, read_answer, read_until_answer
 from kvbench.validation import SettingError
 
-REPEATS = 3  # of what --cost measures
+REPEATS = 8  # of what --cost measures
 COLUMNS = (
     "cell", "tokens", "prefill_seconds", "full_seconds", "cell_seconds", "diagnose_seconds", "ratio", "peak_bytes",
     "device", "torch",
@@ -269,13 +263,13 @@ def average_cells(found: Iterable[Sequence[Line]]) -> list[Line]:
     for own in places.values():
         if own[0].head is not None:
             value = sum(line.value for line in own) / len(own)
-            averaged.append(replace(own[0], value=value, n=sum(line.n for line in own), prompts=len(own)))
+            averaged.append(own[0]._replace(value=value, n=sum(line.n for line in own), prompts=len(own)))
             continue
         line = average_lines(own)
         if line.low is not None and line.high is not None:
             most = 1.0 if line.quantity in SHARES else inf
             low, high = max(min(0.0, line.value), line.low), min(max(most, line.value), line.high)
-            line = replace(line, low=low, high=high)
+            line = line._replace(low=low, high=high)
         averaged.append(line)
     return averaged
 

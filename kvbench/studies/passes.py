@@ -6,7 +6,7 @@ behind them, and a command that asks for other studies of the same prompts reads
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from math import inf
@@ -274,9 +274,9 @@ def average_lines(lines: Sequence[Line]) -> Line:
     """Average lines of one place. A number that is infinite in a prompt, such as a ratio to 0, is infinite here too."""
     total, values = sum(line.n for line in lines), [line.value for line in lines]
     if inf in values or len(values) == 1:
-        return replace(lines[0], value=max(values), n=total, prompts=len(lines))
+        return lines[0]._replace(value=max(values), n=total, prompts=len(lines))
     groups = [str(index) for index in range(len(lines))]
     least, most = (0.0, 1.0) if lines[0].series == HOLDS else (-inf, inf)
     own = mean([Values(values, groups, least, most)])
     low = None if own.low is None else max(least, own.low)  # rounding may end it at -0.0
-    return replace(lines[0], value=own.value, n=total, low=low, high=own.high, prompts=len(lines))
+    return lines[0]._replace(value=own.value, n=total, low=low, high=own.high, prompts=len(lines))

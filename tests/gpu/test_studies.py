@@ -10,12 +10,14 @@ import torch
 
 from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.interfaces.budget import Budget
-from kvbench.studies import diagnosis
+from kvbench.studies import row_attention
 from kvbench.studies.catalogue import load_studies
 from kvbench.studies.cost import ALL, NONE, measure_costs
 from kvbench.studies.delta_codes import DeltaCodes
+from kvbench.studies.diagnosis import list_lines
 from kvbench.studies.passes import StudyPrompt, read_prompt
 from kvbench.studies.study import LayerStudy
+from kvbench.studies.watched_run import Reading, WatchedRun
 from kvbench.validation import ContractError
 from tests.support.delta_files import write_for
 from tests.support.gpu_models import make_llama
@@ -54,17 +56,17 @@ def choose(name: str) -> CachePolicy:
     return choose_cache(*build_policy(name, "uniform", "llama"))
 
 
-READING = diagnosis.Reading(tuple(ids(700)[0].tolist()), tokens=8)
+READING = Reading(tuple(ids(700)[0].tolist()), tokens=8)
 
 
 def diagnose(model: torch.nn.Module, name: str, block_size: int | None) -> dict[tuple, float]:
     """The numbers of a method that keeps 70 rows, by their places."""
-    full = diagnosis.WatchedRun(model, choose("full"), Budget(1.0), None, READING, compared=True)
+    full = WatchedRun(model, choose("full"), Budget(1.0), None, READING, compared=True)
     answer = full.answer()
-    own = diagnosis.WatchedRun(model, choose(name), Budget(70), block_size, READING)
+    own = WatchedRun(model, choose(name), Budget(70), block_size, READING)
     full.read(answer)
     own.read(answer)
-    return {line.place: line.value for line in diagnosis.list_lines(full, own, name, 0)}
+    return {line.place: line.value for line in list_lines(full, own, name, 0)}
 
 
 @pytest.mark.parametrize("block_size", [None, 256], ids=["one block", "blocks"])
@@ -73,7 +75,7 @@ def test_products_of_16_bit_numbers_change_a_diagnosis_by_little(monkeypatch, na
     """Means over heads. A model in bfloat16 itself moves an output by 0.3 %."""
     model = make_llama(torch.bfloat16)
     found = diagnose(model, name, block_size)
-    monkeypatch.setattr(diagnosis, "HALVES", ())
+    monkeypatch.setattr(row_attention, "HALVES", ())
     exact = diagnose(model, name, block_size)
     assert found.keys() == exact.keys()
     means = [place for place in found if place[4] is None]  # without those of single heads
@@ -85,6 +87,6 @@ def test_products_of_16_bit_numbers_change_a_diagnosis_by_little(monkeypatch, na
 def test_a_fault_is_raised_although_the_host_runs_ahead(monkeypatch):
     choice = choose("keydiff")
     monkeypatch.setattr(type(choice.method), "score", lambda method, observation, rows, state: rows.mass * math.nan)
-    own = diagnosis.WatchedRun(make_llama(torch.bfloat16), choice, Budget(70), 256, READING)
-    with pytest.raises(ContractError, match="method=keydiff: score returned NaN"):
+    own = WatchedRun(make_llama(torch.bfloat16), choice, Budget(70), 256, READING)
+    with pytest.raises(ContractError, match="method=keydiff: score of layer 0 returned NaN"):
         own.context.raise_faults()

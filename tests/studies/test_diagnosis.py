@@ -14,12 +14,8 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.models.transformers_port import read_layout
-from kvbench.studies.diagnosis import (
-    Reading,
-    WatchedRun,
-    choose_references,
-    list_lines,
-)
+from kvbench.studies.diagnosis import choose_references, list_lines
+from kvbench.studies.watched_run import Reading, WatchedRun
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.method_files import build_policy
@@ -281,7 +277,7 @@ def test_references_keep_as_many_rows_as_the_method_and_are_drawn_with_the_seed(
     weights = torch.rand(2, 3, 4, 30, generator=torch.Generator().manual_seed(0))
     held = torch.zeros(2, 1, 1, 30, dtype=torch.bool)
     held[0, ..., :7], held[1, ..., 10:12] = True, True
-    found, again, other = (choose_references(weights, held, 0.5, seed) for seed in (1, 1, 2))
+    found, again, other = (choose_references(weights, held, 0.5, [seed]) for seed in (1, 1, 2))
     for name in ("top_k", "random"):
         assert found[name].sum(-1).flatten().tolist() == [7, 2]
     assert torch.equal(found["random"], again["random"]) and not torch.equal(found["random"], other["random"])
