@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from kvbench.kernels import cut_order
+from kvbench.kernels.cut_order import RECENTS, SINKS, fit_protected, rank_scores
+
 
 def replace_row_reference(
     scores: Tensor, sinks: Tensor | None, recents: Tensor | None, places: Tensor, ranks: Tensor, order: Tensor,
@@ -19,24 +22,18 @@ def replace_row_reference(
     def by_rank(own: Tensor) -> Tensor:
         return own.expand_as(scores).gather(-1, order)
 
-    known = by_rank(scores).nan_to_num(torch.finfo(scores.dtype).min)  # infinite scores become finite
-    left = room = (quotas - 1).clamp(min=1)
-    stays = others = torch.zeros_like(held & cut)
-    if sinks is not None:
-        first = by_rank(sinks) & held
-        stays = first & (first.cumsum(-1) <= room)
-        left = left - stays.sum(-1, keepdim=True)
-        tally[1].copy_(tally[1].maximum(((first & ~stays).sum(-1, keepdim=True) * cut)[..., 0]))
-        others = first
-    if recents is not None:
-        newest = by_rank(recents) & held & ~others
-        fit = newest & (newest.flip(-1).cumsum(-1).flip(-1) <= left)
-        stays = stays | fit
-        tally[2].copy_(tally[2].maximum(((newest & ~fit).sum(-1, keepdim=True) * cut)[..., 0]))
+    marks = {kind: None if own is None else by_rank(own) for kind, own in ((SINKS, sinks), (RECENTS, recents))}
+    protection = fit_protected(marks, held, quotas)
+    for number, kind in enumerate((SINKS, RECENTS), 1):
+        if kind in protection.given_up:
+            tally[number].copy_(tally[number].maximum((protection.given_up[kind] * cut)[..., 0]))
+    stays = protection.kept
     tally[0].copy_(torch.where(cut, stays.sum(-1, keepdim=True), tally[0][..., None])[..., 0])
-    known = known.masked_fill(stays | ~held, torch.inf)
+    known = rank_scores(by_rank(scores).nan_to_num(torch.finfo(scores.dtype).min)).masked_fill(stays | ~held, torch.inf)
     may = (known == known.amin(-1, keepdim=True)) & held & ~stays
-    victim = rank.masked_fill(~may, -1).amax(-1, keepdim=True)
+    latest = rank if cut_order.ORDER.earliest else slots - 1 - rank
+    last = latest.masked_fill(~may, -1).argmax(-1, keepdim=True)
+    victim = last.masked_fill(~may.any(-1, keepdim=True), -1)
     slot = torch.where(leaves, order.gather(-1, victim.clamp(min=0)), used.clamp(max=slots - 1))
     free.copy_(slot[..., 0])
     places.scatter_(-1, slot, (position + 1).to(places.dtype).expand_as(slot))

@@ -18,7 +18,7 @@ from kvbench.interfaces.apportion import apportion
 from kvbench.interfaces.method import fit_protected
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
-from kvbench.kernels.row_selection import top_k_indices
+from kvbench.kernels.cut_order import list_best, rank_scores
 
 SCORE = "score"  # the column with a block's scores, while the layer may be cut again
 
@@ -105,7 +105,7 @@ def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quot
     if quota.each is not None and policy.keeps_best:
         counts = torch.full(rows.mass.shape[:2], quota.each, device=scores.device)
         evicted = torch.full_like(counts, len(rows) - quota.each)
-        return Eviction(rows, top_k_indices(scores, quota.each, flat=True), counts, evicted, count, given_up)
+        return Eviction(rows, list_best(scores, quota.each), counts, evicted, count, given_up)
     scores = scores.masked_fill(~rows.present, -torch.inf)
     counts = share_among_heads(scores, protected, rows, policy, quota)
     kept = find_safe_rows(scores, protected, counts, policy, quota)
@@ -116,21 +116,18 @@ def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quot
 
 
 def score_rows(observation: Observation, rows: Rows, policy: LayerPolicy) -> Tensor:
-    """Return finite scores of the rows, (B, H, n). Other contexts may share them, so they must not be written to."""
+    """Return finite numbers of the rows, (B, H, n), of which the largest stay. Other contexts may share them, so they
+    must not be written to.
+    """
     guarded, state = policy.method, policy.state
 
     def compute(shown: Observation) -> Tensor:
         scores = guarded.score(shown, rows, state).to(rows.mass.dtype) if guarded.method.scores else rows.mass
-        return bound_scores(scores)
+        return rank_scores(scores)
 
     if policy.share_scores is None:
         return compute(observation)
     return policy.share_scores(observation, rows, state, compute)
-
-
-def bound_scores(scores: Tensor) -> Tensor:
-    """Make scores finite, because infinite scores mark protected and absent rows."""
-    return scores.clamp(min=torch.finfo(scores.dtype).min, max=torch.finfo(scores.dtype).max)
 
 
 def protect_rows(
@@ -147,8 +144,6 @@ def protect_rows(
         sinks = policy.method.protect_sinks(observation, rows, size)
         recents = policy.method.protect(observation, rows, size)
         size += decides  # without a budget no row must be left to the scores
-        if sinks is not None and recents is not None:
-            recents = recents & ~sinks  # a row of both kinds counts once
         found = fit_protected(sinks, recents, rows, size)
         for kind, counts in found.given_up.items():
             own = counts[samples][..., 0]

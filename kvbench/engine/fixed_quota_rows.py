@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.eviction import bound_scores
 from kvbench.cache.layer import Layer
 from kvbench.engine.graph_decoding import Norms
 from kvbench.engine.quota_rows import QuotaRows, release_state, take_columns, write_columns
@@ -21,6 +20,7 @@ from kvbench.interfaces.method import fit_protected
 from kvbench.interfaces.observation import State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend_ragged
+from kvbench.kernels.cut_order import RECENTS, SINKS, Protection, rank_scores
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import gather_rows, kept_indices
 from kvbench.models.decoder_weights import DecoderWeights
@@ -144,11 +144,12 @@ class FixedQuotaRows(QuotaRows):
             observation, rows = self.show(index, rows, queries, outputs, lse, first, quota + self.size)
             scores = method.score(observation, rows, self.states[index]).to(rows.mass.dtype)
             self.invalid |= scores.max().isnan()
+            scores = rank_scores(scores)
             sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
             if sinks is not None or recents is not None:
-                fit = fit_protected(sinks, recents, rows, quota).kept
-                scores = bound_scores(scores).masked_fill(fit, torch.inf)
-                self.count_protected(index, sinks, recents, fit)
+                protection = fit_protected(sinks, recents, rows, quota)
+                scores = scores.masked_fill(protection.kept, torch.inf)
+                self.count_protected(index, protection)
             kept = method.select(scores, self.quotas)
         layer.guard.release()
         which = kept_indices(kept, self.quotas.numel() * quota, implementation=implementation)
@@ -161,15 +162,13 @@ class FixedQuotaRows(QuotaRows):
             column[..., :quota] = rows.columns[name].flatten()[which].view(*self.held, quota)
             column[..., quota:] = 0
 
-    def count_protected(self, index: int, sinks: Tensor | None, recents: Tensor | None, fit: Tensor) -> None:
-        """Count the protected rows that fit the quota, and those that do not. A row of both kinds counts as a sink."""
+    def count_protected(self, index: int, protection: Protection) -> None:
+        """Count the protected rows that fit the quota, and the most that ever did not."""
         protected, *given_up = self.tally[index]
-        torch.sum(fit, -1, out=protected)
-        if sinks is not None and recents is not None:
-            recents = recents > sinks
-        for most, wanted in zip(given_up, (sinks, recents), strict=True):
-            if wanted is not None:
-                torch.maximum(most, (wanted > fit).sum(-1), out=most)
+        torch.sum(protection.kept, -1, out=protected)
+        for most, kind in zip(given_up, (SINKS, RECENTS), strict=True):
+            if kind in protection.given_up:
+                torch.maximum(most, protection.given_up[kind][..., 0], out=most)
 
     def advance(self, cuts: bool) -> None:
         """Count a token, or an interval, after all layers have read it."""

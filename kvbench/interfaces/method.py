@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
@@ -25,10 +24,9 @@ from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder
 from kvbench.interfaces.row_reader import CapturedAnswer, RowReader
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_settings, setting
-from kvbench.kernels.row_selection import top_k_mask
+from kvbench.kernels import cut_order
+from kvbench.kernels.cut_order import RECENTS, SINKS, Protection
 from kvbench.validation import SettingError, require_choice
-
-LINE = 8192  # marks that are counted in one piece
 
 
 @dataclass(frozen=True)
@@ -401,7 +399,7 @@ class Method(Hooks):
         By default each head keeps its `quotas` (B, H) rows with the largest scores. Of equal scores the earlier row
         stays.
         """
-        return top_k_mask(scores, quotas)
+        return cut_order.keep_best(scores, quotas)
 
     def merge(self, observation: Observation, rows: Rows, kept: Tensor, state: State) -> Rows:
         """Return the rows after a cut that keeps `kept` (B, H, n). By default the other rows are gone (mass 0).
@@ -456,56 +454,13 @@ def find_rows_without_votes(observation: Observation, rows: Rows, window: int) -
     return inside
 
 
-@dataclass(frozen=True)
-class Protection:
-    """The protected rows of a layer that fit its quota, and how many do not."""
-
-    kept: Tensor
-    """The rows that fit, (B, H, n) bool."""
-    given_up: dict[str, Tensor]
-    """For "sinks" and "recents", if there are any, the number of rows of each head that do not fit, (B, H, 1)."""
-
-
-def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quota: int) -> Protection:
-    """Return the protected rows that fit the quota.
-
-    Sinks come before recent rows, the first sinks and the newest recent rows before the others. If the quota is over 1,
-    at least one row is left to the scores.
+def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quota: int | Tensor) -> Protection:
+    """Return the protected rows that fit the quota, in the order of `kvbench.kernels.cut_order`.
 
     Args:
         sinks: What `protect_sinks` returned.
         recents: What `protect` returned.
-        rows: The layer's rows.
+        rows: The layer's rows, in the order of the text.
         quota: Rows that each head may keep.
     """
-    room: int | Tensor = quota - 1 if quota > 1 else quota
-    kept, given_up = None, {}
-    if sinks is not None:
-        sinks = sinks & rows.present
-        ranks = count_marks(sinks)
-        kept = sinks & (ranks <= room)
-        given_up["sinks"] = (ranks[..., -1:] - room).clamp(min=0)
-    if recents is not None:
-        recents = recents & rows.present
-        if kept is not None:
-            recents = recents & ~kept
-            room = room - kept.sum(-1, keepdim=True, dtype=torch.int32)
-        ranks = count_marks(recents)
-        surplus = ranks[..., -1:] - room
-        recents = recents & (ranks > surplus)
-        kept = recents if kept is None else kept | recents
-        given_up["recents"] = surplus.clamp(min=0)
-    none = torch.zeros(rows.mass.shape, dtype=torch.bool, device=rows.mass.device) if kept is None else kept
-    return Protection(none, given_up)
-
-
-def count_marks(marks: Tensor) -> Tensor:
-    """Return how many marks there are up to each place, (…, n) int32, for marks (…, n) bool.
-
-    A GPU sums few long lines slowly. Long lines are therefore summed in parts of LINE marks.
-    """
-    if marks.shape[-1] <= LINE:
-        return marks.cumsum(-1, dtype=torch.int32)
-    within = pad(marks, (0, -marks.shape[-1] % LINE)).reshape(*marks.shape[:-1], -1, LINE).cumsum(-1, dtype=torch.int32)
-    before = within[..., -1].cumsum(-1, dtype=torch.int32) - within[..., -1]
-    return (within + before[..., None]).reshape(*marks.shape[:-1], -1)[..., : marks.shape[-1]]
+    return cut_order.fit_protected({SINKS: sinks, RECENTS: recents}, rows.present, quota)

@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.method import LINE, count_marks, fit_protected
+from kvbench.interfaces.method import fit_protected
 from kvbench.interfaces.rows import Rows
+from kvbench.kernels.cut_order import LINE, count_marks
 from kvbench.validation import SettingError, exact_share
 
 FRACTIONS = st.floats(0, 1, exclude_min=True)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from kvbench.kernels import cut_order
 from kvbench.kernels.row_replacement import NEVER, replace_row
+from tests.support.cut_orders import ORDERS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["plain", "ties", "sinks", "recents", "both", "too many sinks", "too many recents", "too many"]
@@ -77,6 +79,22 @@ def test_the_reference_takes_the_worst_row_that_may_leave(kind, rows):
             own = [None if mask is None else mask[b, h] for mask in given]
             after = places[b, h], ranks[b, h], order[b, h], free[b, h], tally[:, b, h]
             check_head(own, [table[b, h] for table in tables], after, rows, rows - 1, position[b] + 1)
+
+
+@pytest.mark.parametrize("change", ORDERS)
+def test_both_implementations_follow_the_order_of_a_cut(change, monkeypatch):
+    (scores, sinks, recents), tables = case("too many", 40)
+    ranks = tables[1]
+    if change not in ("kinds", "sinks"):  # too many recent rows, or few of both kinds
+        sinks, recents = ranks < 4, ranks >= (3 if change == "recents" else 34)
+    if change == "rows left to the scores":
+        recents = ranks >= 2  # the row with the smallest score leaves, so it must be one of those that lose their place
+        scores = ranks.float()
+    given = [scores.round(), sinks, recents]
+    usual = leave(given, tables, "reference")
+    monkeypatch.setattr(cut_order, "ORDER", ORDERS[change])
+    reference, triton = (leave(given, tables, own) for own in ("reference", "triton"))
+    assert all(map(torch.equal, reference, triton)) and not all(map(torch.equal, reference, usual))
 
 
 def growing(kind, rows, seed=0):
@@ -180,10 +198,11 @@ def test_what_does_not_fit_is_refused():
 def ahead():
     from kvbench.kernels.row_replacement.triton import _replace
 
-    real = dict.fromkeys(("sinks", "recents", "invalid"), "*u8")
+    real = dict.fromkeys(("first_kind", "second_kind", "invalid"), "*u8")
     real |= dict.fromkeys(("places", "position", "ranks", "order", "free", "tally", "lengths", "quotas"), "*i64")
-    real |= {"scores": "*fp32", "mass": "*fp32"}
+    real |= {"scores": "*fp32", "mass": "*fp32", "first_most": "*i64", "second_most": "*i64"}
+    rules = {"FIRST_NEWEST": False, "SECOND_NEWEST": True, "SCORED": 1, "LARGEST": True, "EARLIEST": True}
     for both, grows in ((False, False), (True, False), (True, True)):
-        constants = {"SINKS": both, "RECENTS": both, "GROWS": grows, "TILE": 2048}
+        constants = {"FIRST_KIND": both, "SECOND_KIND": both, "GROWS": grows, "TILE": 2048} | rules
         types = {name: real.get(name, "constexpr" if name in constants else "i32") for name in _replace.arg_names}
         yield _replace, types, constants, {"num_warps": 8}
