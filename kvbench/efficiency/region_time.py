@@ -35,8 +35,8 @@ from kvbench.cache.policy import CachePolicy
 from kvbench.efficiency.caches import KVBenchCache, draw_prompt, load_model
 from kvbench.efficiency.measured_task import read_task
 from kvbench.engine import timing
-from kvbench.engine.generation import GraphPath
 from kvbench.engine.graph_decoding import CHUNK
+from kvbench.engine.graph_path import GraphPath
 from kvbench.engine.replicate import can_replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.runs.spec import RunSpec
@@ -183,7 +183,7 @@ def split_on_gpu(own: KVBenchCache, count: int) -> dict[str, float]:
     def read_without_graphs(rest: Callable[[], None]) -> Shares:
         path = own.context.path
         if isinstance(path, GraphPath):
-            path.decoder.graphs.clear()  # the decoder launches each step itself then
+            path.batch.decoder.graphs.clear()  # the decoder launches each step itself then
 
         def marked() -> None:
             with watch_regions(own.choice, mark):

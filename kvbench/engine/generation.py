@@ -7,7 +7,6 @@ across cuts if every cut runs the same operations (`kvbench.engine.quota_rows`).
 
 import math
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,13 +17,13 @@ from kvbench.engine.answer_quotas import AnswerQuotas, find_answer_quotas, repla
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
-from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, StepRows, only_appends
+from kvbench.engine.graph_decoding import CHUNK, GrowingRows, StepRows, only_appends
+from kvbench.engine.graph_path import AnswerBatch, PlannedRows
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.quota_rows import capture_states, is_at_quota, repeats_cuts
 from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import NOT_FINITE, TokenChooser, mark_tokens
-from kvbench.engine.sliding_rows import add_windows
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 from kvbench.engine.watched_rows import WatchedRows
@@ -178,10 +177,7 @@ class Answer:
     def _open_path(self) -> DecodePath:
         context = self.context
         context.leave_path()
-        opened = now(context.device)
         self.path = context.path = path = open_path(self)
-        if isinstance(path, GraphPath):
-            context.capture_ms += 1000 * (now(context.device) - opened)
         return path
 
     def end(self) -> None:
@@ -227,28 +223,15 @@ def require_logits(logits: Tensor, model: torch.nn.Module) -> None:
     require_tokens(mark_tokens(torch.zeros(1, dtype=torch.int64, device=flat.device), flat).cpu(), model)
 
 
-@dataclass(frozen=True)
-class PlannedRows:
-    """Rows that a graph can read tokens into.
-
-    Attributes:
-        make: Makes them: (weights, layers, tokens, seen=).
-        tokens: Number of tokens that they serve.
-        cut: Whether they are cut after some of these tokens, which needs a graph of its own.
-    """
-
-    make: Callable[..., StepRows]
-    tokens: int
-    cut: bool = False
-
-
 def open_path(answer: Answer) -> DecodePath:
     """Choose the path that reads the next tokens of an answer."""
     planned = plan_rows(answer.context, answer.left)
     if planned is None:
         return ModulePath(answer)
     with spend("capturing"):
-        return GraphPath(answer, planned)
+        AnswerBatch([(answer, planned)])
+    assert answer.path is not None
+    return answer.path
 
 
 @spend("capturing")
@@ -278,15 +261,6 @@ def plan_rows(context: GenerationContext, left: int, worth: int = WORTH) -> Plan
             return PlannedRows(growing, before_cut)
     plan = plan_replacing(context, left)
     return None if plan is None else PlannedRows(partial(ReplacedRows, plan=plan), plan.tokens)
-
-
-def make_rows(context: GenerationContext, planned: PlannedRows) -> StepRows:
-    """Make planned rows, and the windows of layers that have one beside them."""
-    assert context.weights is not None  # `plan_rows`
-    context.set_progress(decoding=True)
-    context.decoding = "graph"
-    rows = planned.make(context.weights, context.own_layers, planned.tokens, seen=context.seen)
-    return add_windows(context.weights, context.sliding_layers(), rows, planned.tokens, context.seen)
 
 
 def find_growing_rows(context: GenerationContext) -> Callable[..., StepRows] | None:
@@ -402,49 +376,3 @@ class ModulePath:
 
     def close(self) -> None:
         """Do nothing: the modules have already updated the context."""
-
-
-class GraphPath:
-    """Reads tokens by replaying a CUDA graph. The context counts them when the path is closed."""
-
-    def __init__(self, answer: Answer, planned: PlannedRows) -> None:
-        """Capture the graph."""
-        self.context = context = answer.context
-        self.began = context.stamps[-1]
-        assert context.weights is not None  # `plan_rows`
-        rows, token = make_rows(context, planned), answer.token.to(context.last_logits.device)
-        self.decoder = GraphDecoder(
-            context.weights, rows, token, planned.tokens, answer.sampling.pick, answer.left_draws
-        )
-
-    @property
-    def is_over(self) -> bool:
-        return self.decoder.done
-
-    def step(self) -> tuple[Tensor, float]:
-        token, elapsed = self.decoder.next()
-        return token, self.began + elapsed
-
-    def close(self) -> None:
-        logits = self.decoder.close()
-        count_read(self.context, self.decoder.read, logits)
-
-
-def count_read(context: GenerationContext, read: int, logits: Tensor | None) -> None:
-    """Let a context count the tokens that a graph has read, as if the modules had read them.
-
-    Args:
-        context: The context. Its layers have the rows.
-        read: Number of tokens.
-        logits: Logits after the last of them, (B, vocab); None if they are lost.
-    """
-    if read:  # nothing was read if the first step failed
-        context.logits = logits
-    context.count_tokens(read)
-    context.since_cut += read
-    method = context.choice.method
-    if method.decoding:
-        context.since_cut %= method.decode_interval
-        if context.find_decode_quota(context.seen) is not None:  # a cut that evicts nothing counts too
-            for layer in context.own_layers:
-                layer.count_peak(layer.rows.longest_head - context.since_cut)

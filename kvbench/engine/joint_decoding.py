@@ -1,30 +1,20 @@
-"""Decode answers of several contexts as one batch, which reads the model's weights once per step for all of them.
+"""Decode answers of several contexts as one batch.
 
-A step computes the layers' linear parts for all samples together. Contexts whose rows only grow append and attend to
-them together too (`JoinedGrowingRows`). So do contexts whose method, the same for all, cuts at every token
-(`JoinedReplacedRows`). Any other context appends to and attends to its own rows (`StepRows`), as it would alone. The
-contexts need not hold equally many rows, and their answers end on their own.
+Work that needs tokens is a session: it yields its answer, and whoever runs the sessions lets those answers take their
+steps together that one graph can read (`kvbench.engine.graph_path`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
-from typing import TypeVar, cast
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from kvbench.cache.guard import without_gradients
-from kvbench.engine.generation import Answer, GenerationContext, PlannedRows, count_read, make_rows, plan_rows
-from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, Norms, StepRows, read_token
-from kvbench.engine.joined_growing_rows import JoinedGrowingRows
-from kvbench.engine.joined_replaced_rows import JoinedReplacedRows, find_shared_kind
-from kvbench.engine.replaced_rows import ReplacedRows
+from kvbench.engine.generation import Answer, GenerationContext, plan_rows
+from kvbench.engine.graph_path import AnswerBatch, GraphPath, PlannedRows
 from kvbench.engine.sampling import GivenTokens
 from kvbench.engine.spending import spend
-from kvbench.engine.streams import STREAMS, join_after, make_streams
 from kvbench.engine.timing import now
 
 WORTH_TOGETHER = 2  # a graph of several answers is captured for this many tokens or more
@@ -160,8 +150,8 @@ def run_together(sessions: Iterable[Session[T]]) -> list[T]:
 
 def leave(answer: Answer) -> None:
     """Let the answers that were joined with this one go on without it, because it is over."""
-    if isinstance(answer.path, JointPath):
-        answer.path.decoder.rows.running.discard(answer.path.number)
+    if isinstance(answer.path, GraphPath):
+        answer.path.batch.leave(answer.path.number)
 
 
 def join_answers(answers: Sequence[Answer]) -> list[Answer]:
@@ -188,7 +178,7 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
         parts.append((answer, planned))
     if len(parts) > 1:
         with spend("capturing"):
-            JointDecoder(parts)
+            AnswerBatch(parts)
     return [answer for answer, _ in parts] if len(parts) > 1 else []
 
 
@@ -211,229 +201,3 @@ def list_memory(context: GenerationContext) -> set[int]:
     """Return the addresses of the memory that a context's layers append to."""
     tails = [layer.rows.tail_keys for layer in context.own_layers]
     return {tail.untyped_storage().data_ptr() for tail in tails if tail is not None and tail.numel()}
-
-
-def find_kind(rows: StepRows) -> object | None:
-    """Return what is equal for contexts whose rows share their kernel calls, or None for rows that share none."""
-    if type(rows) is GrowingRows:
-        return GrowingRows
-    return find_shared_kind(rows) if type(rows) is ReplacedRows else None
-
-
-def group_alike(rows: Sequence[StepRows]) -> list[list[int]]:
-    """Return the numbers of the contexts whose rows share their kernel calls, group by group."""
-    groups: list[list[int]] = []
-    kinds: list[object | None] = []  # of each group
-    for number, kind in enumerate(map(find_kind, rows)):
-        if kind is not None and kind in kinds:
-            groups[kinds.index(kind)].append(number)
-        else:
-            groups.append([number])
-            kinds.append(kind)
-    return groups
-
-
-def join_alike(parts: Sequence[StepRows]) -> StepRows:
-    """Join the rows of one group of `group_alike`."""
-    if len(parts) == 1:
-        return parts[0]
-    growing = [part for part in parts if isinstance(part, GrowingRows)]
-    return JoinedGrowingRows(growing) if growing else JoinedReplacedRows(cast(Sequence[ReplacedRows], parts))
-
-
-class JoinedRows(StepRows):
-    """The rows of several contexts, each for its own samples of a batch."""
-
-    def __init__(
-        self, parts: Sequence[StepRows], sizes: Sequence[int], groups: Sequence[int], device: torch.device
-    ) -> None:
-        """Join rows that are never cut (`StepRows.cuts`) and have read none of their tokens.
-
-        Args:
-            parts: The rows of each context.
-            sizes: Number of its samples.
-            groups: How many contexts after each other share their kernel calls (`group_alike`), in order.
-            device: Where they are.
-        """
-        self.parts, self.sizes = parts, list(sizes)
-        self.kept = set(range(len(parts)))  # numbers of the contexts that get rows while answers go on
-        self.running = set(self.kept)  # numbers of the contexts whose answers are not over
-        self.pieces, self.piece_sizes, begin = [], [], 0  # what reads tokens, and its samples
-        for count in groups:
-            self.pieces.append(join_alike(parts[begin : begin + count]))
-            self.piece_sizes.append(sum(sizes[begin : begin + count]))
-            begin += count
-        for number, piece in enumerate(self.pieces):
-            piece.use_lane(number % STREAMS)
-        self.streams = make_streams(device)[: min(STREAMS, len(self.pieces)) - 1] if device.type == "cuda" else []
-
-    def cuts(self, number: int) -> bool:
-        return False
-
-    def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
-        readers = [piece.reader(False) for piece in self.pieces]
-
-        def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-            own = zip(*(part.split(self.piece_sizes) for part in projected), strict=True)
-            return self.side_by_side(
-                [partial(reader, index, three, norms) for reader, three in zip(readers, own, strict=True)]
-            )
-
-        return attend
-
-    def side_by_side(self, work: Sequence[Callable[[], Tensor]]) -> Tensor:
-        """Do all work on several streams, and return the results one after the other along the batch."""
-        if len(work) == 1:
-            return work[0]()
-        if not self.streams:
-            return torch.cat([own() for own in work])
-        here = torch.cuda.current_stream()
-        every = [here, *self.streams]
-        for other in self.streams:
-            other.wait_stream(here)
-        results = []
-
-        def join() -> None:
-            for other in self.streams:
-                here.wait_stream(other)
-
-        with join_after(join):
-            for number, own in enumerate(work):
-                with torch.cuda.stream(every[number % len(every)]):
-                    results.append(own())
-        return torch.cat(results)
-
-    def prepare(self) -> None:
-        for piece in self.pieces:
-            piece.prepare()
-
-    def settle(self) -> None:
-        for piece in self.pieces:
-            piece.settle()
-
-    def advance(self, cuts: bool) -> None:
-        for piece in self.pieces:
-            piece.advance(False)
-
-    def pack_due(self, number: int) -> None:
-        for piece in self.pieces:
-            piece.pack_due(number)
-
-    def marked(self, tokens: Tensor) -> Tensor:
-        own = zip(self.pieces, tokens.split(self.piece_sizes), strict=True)
-        return torch.cat([piece.marked(some) for piece, some in own])
-
-    def check(self) -> None:
-        for number in sorted(self.running):
-            self.parts[number].check()
-
-    def back(self, step: int) -> int:
-        """Return to the state after `step` tokens, before the first answer is over."""
-        for piece in self.pieces:
-            piece.back(step)
-        return step
-
-    def keep(self, read: int) -> None:
-        """Give the layers of the contexts in `kept` whose answers are not over the first `read` tokens."""
-        for number in self.running & self.kept:
-            self.parts[number].keep(read)
-
-
-class JointDecoder:
-    """Decodes the answers of several contexts as one batch."""
-
-    @without_gradients
-    def __init__(self, parts: Sequence[tuple[Answer, PlannedRows]]) -> None:
-        """Capture the graph, if the device is a GPU, and become the path of each answer.
-
-        Args:
-            parts: Answers that are equally long at most, and rows that serve all their tokens without cuts.
-        """
-        first, planned = parts[0]
-        weights, device = first.context.weights, first.context.last_logits.device
-        assert weights is not None  # `plan_rows`
-        begin, tokens = now(device.type), planned.tokens
-        made = [make_rows(answer.context, own) for answer, own in parts]
-        groups = group_alike(made)
-        order = list(chain(*groups))
-        answers = [parts[number][0] for number in order]
-        sizes = [len(answer.token) for answer in answers]
-        self.weights = weights
-        self.rows = JoinedRows([made[number] for number in order], sizes, [len(group) for group in groups], device)
-        self.rows.kept -= {number for number, answer in enumerate(answers) if not answer.keeps_rows}
-        samplings = [answer.sampling for answer in answers]
-        alike = all(own == samplings[0] for own in samplings)
-
-        def pick(logits: Tensor, draws: Tensor) -> Tensor:
-            if alike:
-                return samplings[0].pick(logits, draws)
-            own = zip(samplings, logits.split(sizes), draws.split(sizes), strict=True)
-            return torch.cat([sampling.pick(some, numbers) for sampling, some, numbers in own])
-
-        self.decoder = GraphDecoder(
-            weights, self.rows, torch.cat([answer.token for answer in answers]).to(device), tokens, pick,
-            torch.cat([answer.left_draws[:, :tokens] for answer in answers]),
-        )  # fmt: skip
-        self.history: list[tuple[Sequence[Tensor], float]] = []  # tokens of each answer, seconds since the first step
-        spent = 1000 * (now(device.type) - begin) / len(parts)
-        for number, answer in enumerate(answers):
-            answer.path = answer.context.path = JointPath(self, number, answer)
-            answer.context.capture_ms += spent
-            answer.context.decoded_together = len(parts)
-
-    def take(self, number: int, read: int) -> tuple[Tensor, float]:
-        """Return token `read` of an answer, counted from 0, and the seconds since the first step began."""
-        while len(self.history) <= read:
-            tokens, elapsed = self.decoder.next()
-            self.history.append((tokens.split(self.rows.sizes), elapsed))
-        own, elapsed = self.history[read]
-        return own[number], elapsed
-
-    @without_gradients
-    def close(self, number: int, read: int) -> Tensor | None:
-        """Give the layers of a context the first `read` tokens. If it will forget them, the layers only count them.
-
-        No answer may read further tokens.
-
-        Args:
-            number: The number of the answer.
-            read: How many tokens of it were read and returned.
-
-        Returns:
-            The logits of the last one, (B, vocab), or None if they are lost.
-        """
-        part, done = self.rows.parts[number], self.decoder.read + len(self.decoder.ahead)
-        logits: Tensor | None = None
-        if number not in self.rows.kept:
-            part.forget(read)
-            return None
-        if read == done:
-            logits = self.decoder.logits.split(self.rows.sizes)[number].clone()
-        else:  # the other answers were longer
-            tokens = self.decoder.tokens.split(self.rows.sizes)[number]
-            for step in range(part.back(read), read):
-                logits = read_token(self.weights, part, tokens[:, step], False, None)
-                part.advance(False)
-        part.finish(read)
-        return logits
-
-
-class JointPath:
-    """Reads the tokens of one of several answers that are decoded together."""
-
-    def __init__(self, decoder: JointDecoder, number: int, answer: Answer) -> None:
-        self.decoder, self.number, self.context = decoder, number, answer.context
-        self.began, self.read, self.tokens = answer.context.stamps[-1], 0, answer.left
-
-    @property
-    def is_over(self) -> bool:
-        return self.read == self.tokens
-
-    def step(self) -> tuple[Tensor, float]:
-        token, elapsed = self.decoder.take(self.number, self.read)
-        self.read += 1
-        return token, self.began + elapsed
-
-    def close(self) -> None:
-        logits = self.decoder.close(self.number, self.read)
-        count_read(self.context, self.read, logits)

@@ -6,7 +6,7 @@ from itertools import chain, combinations
 import pytest
 import torch
 
-from kvbench.engine import joined_growing_rows, joint_decoding
+from kvbench.engine import joined_growing_rows, joined_rows
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.joined_replaced_rows import JoinedReplacedRows
 from kvbench.engine.joint_decoding import (
@@ -187,7 +187,7 @@ def pieces(monkeypatch):
         made.append((len(parts), any(joined.grows)))
         return joined
 
-    monkeypatch.setattr(joint_decoding, "JoinedReplacedRows", join)
+    monkeypatch.setattr(joined_rows, "JoinedReplacedRows", join)
     return made
 
 

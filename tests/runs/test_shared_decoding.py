@@ -12,8 +12,8 @@ import torch
 
 from kvbench.cli import run as command
 from kvbench.cli.command import run_command
-from kvbench.engine import graph_decoding, joint_decoding
-from kvbench.engine.joint_decoding import JoinedRows
+from kvbench.engine import graph_decoding, graph_path
+from kvbench.engine.joined_rows import JoinedRows
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.runs import runner, shared_runs
 from kvbench.runs.responder import Responder
@@ -259,7 +259,7 @@ def test_fewer_answer_together_if_memory_does_not_suffice(sweep, alone, monkeypa
 @pytest.mark.full
 def test_fewer_questions_are_read_together_if_memory_does_not_suffice(sweep, monkeypatch):
     """What was read of them before is forgotten."""
-    make, tried = joint_decoding.JointDecoder.__init__, []
+    make, tried = graph_path.AnswerBatch.__init__, []
 
     def limited(self, parts):
         tried.append(len(parts))
@@ -269,7 +269,7 @@ def test_fewer_questions_are_read_together_if_memory_does_not_suffice(sweep, mon
 
     cells = ("method=full,snapkv", "budget=0.5", "codec=kivi", "question=hidden")
     _, _, expected = sweep(*cells, together=False)
-    monkeypatch.setattr(joint_decoding.JointDecoder, "__init__", limited)
+    monkeypatch.setattr(graph_path.AnswerBatch, "__init__", limited)
     code, errors, found = sweep(*cells, together=True)
     assert code == 0 and strip(found) == strip(expected) and "no memory for" in errors and max(tried) > 2
     assert max(record.get("asked_together", 1) for record in found.values()) == 2
