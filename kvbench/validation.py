@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, TypeVar
 
 Count = TypeVar("Count")  # int, or a tensor, which this module does not import
 
-EMBEDDED_MODELS = ("reference", "reference_v1", "reference_v2")  # models whose weights the project holds
+EMBEDDED_MODELS = ("reference", "reference_v2")  # models whose weights the project holds
 STORAGE = tuple(
     getattr(errno, f"E{name}")
     for name in (

@@ -169,8 +169,8 @@ def warn_of_data(records: Records, embedded: bool) -> list[str]:
 
 
 def is_embedded(value: Mapping[str, Any]) -> bool:
-    """Return whether a run's model is an embedded one, whose weights are part of the project."""
-    return value["model"]["name"] in EMBEDDED_MODELS
+    """Return whether a run's model is, or was when the run was made, part of the project."""
+    return value["model"]["name"] in (*EMBEDDED_MODELS, "reference_v1")  # stores hold runs of the first version
 
 
 def build_closing_table(

@@ -22,7 +22,7 @@ def parse_budget(text: str) -> object:
 
 def make_parser() -> CommandParser:
     parser = CommandParser("bench-methods", __doc__)
-    parser.add_argument("--model", default="reference", help="reference, reference_v1, a local folder or a hub id")
+    parser.add_argument("--model", default="reference", help="reference, a local folder or a hub id")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt (default: 4096)")
     parser.add_argument("--budget", type=parse_budget, default=0.1, help="as in kvbench run (default: 0.1)")
     parser.add_argument("--rounds", type=int, default=5, help="times that each method is timed (default: 5)")

@@ -70,7 +70,7 @@ def make_parser() -> CommandParser:
 
 def add_common_options(parser: CommandParser, kind: str, seed: int) -> None:
     """Add the options of all methods."""
-    parser.add_argument("--model", required=True, help="reference, reference_v1, a local folder or a hub id")
+    parser.add_argument("--model", required=True, help="reference, a local folder or a hub id")
     parser.add_argument("--out", required=True, type=Path, help=f"{kind} to write")
     parser.add_argument("--seed", type=int, default=seed, help=f"default: {seed}")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")

@@ -41,7 +41,7 @@ def train_model(arguments: Sequence[str]) -> int:
     import torch
 
     from kvbench.models.checkpoint import Checkpoint
-    from kvbench.models.embedded import EMBEDDED_MODELS
+    from kvbench.models.embedded import REFERENCE
     from kvbench.training import recipe, tokenizer, training_data
     from kvbench.training.recipe import Recipe
     from kvbench.training.train import STATE, Training, check_weights, train
@@ -80,7 +80,7 @@ def train_model(arguments: Sequence[str]) -> int:
         if options.tokenizer:
             tokenizer.train_tokenizer(training_data.draw_corpus(), recipe.VOCABULARY, options.out)
         else:
-            for path in EMBEDDED_MODELS["reference_v2"].glob("tokenizer*.json"):
+            for path in REFERENCE.glob("tokenizer*.json"):
                 copyfile(path, options.out / path.name)
     steps = math.inf if options.steps is None else options.steps
     return train(training, options.device, options.workers, 60 * options.pause, steps, options.weights)

@@ -81,7 +81,7 @@ class KVBenchLM(TemplateLM):
     """A model of lm-eval that reads one prompt at a time into a compressed cache.
 
     Args:
-        model: A Hugging Face model, or a local folder, a hub id, "reference" or "reference_v1".
+        model: A Hugging Face model, or a local folder, a hub id, or "reference".
         tokenizer: The tokenizer of a Hugging Face model. The other kinds of models bring theirs.
         method, budget, block_size, allocator, codec, method_args, allocator_args, codec_args, budget_of: As in
             ``kvbench.prefill``.

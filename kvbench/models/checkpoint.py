@@ -14,9 +14,9 @@ from typing import Any
 
 from kvbench.interfaces.layout import Layout
 from kvbench.models.configuration import load_configuration, load_layout, note_linear_rope
-from kvbench.models.embedded import EMBEDDED_MODELS
+from kvbench.models.embedded import REFERENCE
 from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify_converted, read_samples
-from kvbench.validation import SettingError, check_model_path, is_gguf, refuse_on_error
+from kvbench.validation import EMBEDDED_MODELS, SettingError, check_model_path, is_gguf, refuse_on_error
 
 IDENTITY = (
     "model",
@@ -31,7 +31,7 @@ IDENTITY = (
     "merges",
 )
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
-KNOWN_MODELS = EMBEDDED_MODELS | {name: MODELS / name for name in FETCHED_MODELS}
+KNOWN_MODELS = dict.fromkeys(EMBEDDED_MODELS, REFERENCE) | {name: MODELS / name for name in FETCHED_MODELS}
 
 
 def find_model(model: str, setting: str = "model.path") -> str:

@@ -28,7 +28,7 @@ from kvbench.config.provenance import source_hash
 from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.models.checkpoint import KNOWN_MODELS, Checkpoint
-from kvbench.models.embedded import EMBEDDED_MODELS
+from kvbench.models.embedded import REFERENCE
 from kvbench.store.study_lines import Line
 from kvbench.studies.study import (
     LayerStudy,
@@ -60,7 +60,7 @@ class DeltaCodes(LayerStudy):
     def prepare(self, checkpoint: Checkpoint, compressors: str | None) -> Self:
         folder = Path(checkpoint.path)
         own = folder.with_name(f"{folder.name}_deltakv.safetensors")
-        path = str(own) if compressors is None and folder in EMBEDDED_MODELS.values() and own.is_file() else compressors
+        path = str(own) if compressors is None and folder == REFERENCE else compressors
         if path is None:
             model = checkpoint.name if checkpoint.name in KNOWN_MODELS else checkpoint.path
             raise SettingError(

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from kvbench.config.provenance import source_hash
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.embedded import EMBEDDED_MODELS
+from kvbench.models.embedded import REFERENCE
 from kvbench.runs.resources import Resources
 from kvbench.store.run_folder import run_hash
 from kvbench.store.study_lines import Line, write_text
@@ -102,7 +102,7 @@ def pack_text(resources: Resources, text: Path | None, recipe: DeltaRecipe) -> P
     folder = Path(resources.run.checkpoint.path)
     if text is not None:
         texts = read_text_files(text, "text")
-    elif folder in EMBEDDED_MODELS.values():
+    elif folder == REFERENCE:
         texts = write_samples(folder, recipe.length, recipe.seed)
     else:
         texts = write_essays(recipe.seed)

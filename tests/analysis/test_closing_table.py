@@ -14,6 +14,7 @@ from kvbench.analysis.closing_table import (
     SHARED_PREFILL_NOTE,
     SHARED_QUESTION_NOTE,
     build_closing_table,
+    is_embedded,
     median_error,
 )
 from kvbench.analysis.intervals import Values, mean
@@ -306,6 +307,11 @@ def test_what_must_be_said():
         assert EMBEDDED_NOTE in text and "embedded: " not in text
         assert "Generated text (haystack)" in text and "Generated text (questions and answers)" in text
     assert "Generated" not in " ".join(build_closing_table(records(FULL, meta={"haystack": "essays"}), None, {}).notes)
+
+
+def test_runs_of_the_first_embedded_model_are_still_marked():
+    """conf/model/ has no file of this name any more."""
+    assert is_embedded({"model": {"name": "reference_v1"}}) and not is_embedded({"model": {"name": "hf"}})
 
 
 def test_nothing_steers_the_terminal_or_breaks_a_cell():

@@ -303,7 +303,7 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
 
     monkeypatch.setattr(Ruler, "score", worse)
     monkeypatch.chdir(tmp_path)
-    small = ["model=reference_v1", "task.subtasks=[niah_single_1,niah_single_2]", "device=cpu"]
+    small = ["model=reference_v2", "task.subtasks=[niah_single_1,niah_single_2]", "device=cpu"]
     given = [*small, "--lengths", "256", "--samples", "1"]
     assert choose_solvable_command.main(given) == 0
     out = capsys.readouterr().out
@@ -316,16 +316,16 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
     assert {(value["method"]["name"], value["task"]["seed"]) for value in values} == {("full", seed)}
     assert sorted(value["task"]["length"] for value in values) == [256] and seed != 0
     comments = "".join(line.lstrip("# ") + " " for line in out.splitlines() if line.startswith("#"))
-    assert comments.startswith("kvbench choose-solvable model=reference_v1 ") and "1 sample" in comments
+    assert comments.startswith("kvbench choose-solvable model=reference_v2 ") and "1 sample" in comments
     assert "256: niah_single_1 100.0, niah_single_2 49.0" in comments
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")}
     assert choose_solvable_command.main(given) == 0 and capsys.readouterr().out == out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")} == made
-    write_card(out, "reference_v1")
+    write_card(out, "reference_v2")
     row = [*small, "method=full", "task.length=256", "task.samples=1"]
     code, out, err = run_cli(row, monkeypatch, capsys)
     assert code == 0, err
-    assert re.search(r"^average of 1 solvable +100\.0 ", out, re.MULTILINE) and "conf/model/reference_v1.yaml" in out
+    assert re.search(r"^average of 1 solvable +100\.0 ", out, re.MULTILINE) and "conf/model/reference_v2.yaml" in out
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kvbench.models import download, local_models
 from kvbench.models import gguf as gguf_model
 from kvbench.models.chat_template import split_template
 from kvbench.models.checkpoint import Checkpoint, find_model
-from kvbench.models.embedded import EMBEDDED_MODELS
+from kvbench.models.embedded import REFERENCE
 from kvbench.models.gguf import hash_weights
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
@@ -141,7 +141,7 @@ def test_a_tokenizer_that_is_loaded_as_another_is_refused(tmp_path, models, monk
     """As transformers 5.5 does it."""
     path, load = tmp_path / "tiny.gguf", gguf_model.AutoTokenizer.from_pretrained
     write_gguf(path)
-    other = load(EMBEDDED_MODELS["reference"])
+    other = load(REFERENCE)
     monkeypatch.setattr(
         gguf_model.AutoTokenizer, "from_pretrained", lambda *own, **named: load(**named) if named else other
     )

@@ -74,7 +74,7 @@ def test_the_record_holds_kvbench_alone(wheel):
     names = list_recorded(wheel)
     information = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"kvbench", information}
-    assert not [name for name in names if name.endswith(".pyc") or "embedded_v1" in name]
+    assert not [name for name in names if name.endswith(".pyc")]
 
 
 def test_the_wheel_holds_everything_that_runs(wheel):
@@ -86,7 +86,7 @@ def test_the_wheel_holds_everything_that_runs(wheel):
     ]
     for file in files:
         inside = file.relative_to(ROOT).as_posix().removeprefix("kvbench/")
-        assert inside == "conf/model/reference_v1.yaml" or f"kvbench/{inside}" in names, inside
+        assert f"kvbench/{inside}" in names, inside
 
 
 def test_the_main_job_runs_in_an_empty_folder(installed, tmp_path):
@@ -114,13 +114,6 @@ def test_another_package_called_kernels_stays_what_it_is(installed, tmp_path):
 def test_every_command_is_there(installed, tmp_path):
     for name in chain(*GROUPS.values()):
         assert f"usage: kvbench {name}" in call(installed / "kvbench", name, "--help", cwd=tmp_path)
-
-
-def test_the_first_version_of_the_embedded_model_is_not_there(installed, tmp_path):
-    said = subprocess.run(
-        [installed / "kvbench", "run", "model=reference_v1"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert said.returncode == 2 and said.stderr.startswith("kvbench: model=reference_v1: choose one of ")
 
 
 def test_an_editable_install_is_the_checkout(tmp_path):

@@ -731,7 +731,7 @@ def test_samples_are_for_the_embedded_model(tmp_path, folder, capsys):
     assert check_fit(out, 6, 256, None).metadata["source"] == "samples as the embedded model trained on"
     capsys.readouterr()
     assert calibrate.main(["deltakv", "--model", str(folder), "--out", str(tmp_path / "no"), "--samples"]) == 2
-    line = f"--samples: for --model=reference|reference_v1|reference_v2, and this is --model={folder}"
+    line = f"--samples: for --model=reference|reference_v2, and this is --model={folder}"
     assert capsys.readouterr().err == f"kvbench: {line}\n"
 
 
