@@ -193,12 +193,6 @@ def require_int(name: str, value: object, least: int) -> None:
         raise SettingError(f"{name}={value}: a whole number of at least {least}")
 
 
-def require_odd(name: str, value: object) -> None:
-    """Raise a SettingError unless `value` is an odd int of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % 2 == 0:
-        raise SettingError(f"{name}={value}: an odd whole number of at least 1")
-
-
 def check_sampling(temperature: object, top_p: object) -> None:
     """Raise a SettingError unless `temperature` is at least 0 and `top_p` is in (0, 1]."""
     if not is_number(temperature) or not temperature >= 0:

@@ -137,7 +137,7 @@ def draft_run_table(
     }
     averages = dict(value.get("averages") or []) or None
     solvable = solvable_subtasks.list_solvable(value)
-    return _draft_table(full_records, method_records, heading, averages, solvable, brief)
+    return draft_table(full_records, method_records, heading, averages, solvable, brief)
 
 
 def _describe_settings(value: Mapping[str, Any]) -> str:
@@ -171,29 +171,6 @@ def warn_of_data(records: Records, embedded: bool) -> list[str]:
 def is_embedded(value: Mapping[str, Any]) -> bool:
     """Return whether a run's model is, or was when the run was made, part of the project."""
     return value["model"]["name"] in (*EMBEDDED_MODELS, "reference_v1")  # stores hold runs of the first version
-
-
-def build_closing_table(
-    full_records: Records,
-    method_records: Records | None,
-    heading: Mapping[str, object],
-    averages: Mapping[str, Mapping[str, float]] | None = None,
-    listed: Sequence[str] = (),
-) -> ClosingTable:
-    """Build the closing table of two runs' records, or of the full cache alone.
-
-    Args:
-        full_records: The full cache's records by uid.
-        method_records: The method's records by uid, or None.
-        heading: Lines above the table. `task` is printed with the kind of its data, `model` and `revision` also go into
-            the notes, and `embedded: True` marks the embedded reference model and is not printed.
-        averages: Name of an average -> weights of its subtasks. None for one average with equal weights.
-        listed: Subtasks that the model can solve, which get an average of their own.
-
-    Raises:
-        SettingError: Prompts or targets of a pair differ.
-    """
-    return finish_tables([_draft_table(full_records, method_records, heading, averages, listed, False)])[0]
 
 
 @dataclass(frozen=True)
@@ -246,14 +223,28 @@ def finish_tables(drafts: Sequence[TableDraft]) -> list[ClosingTable]:
     return tables
 
 
-def _draft_table(
+def draft_table(
     full_records: Records,
     method_records: Records | None,
     heading: Mapping[str, object],
-    averages: Mapping[str, Mapping[str, float]] | None,
-    listed: Sequence[str],
-    brief: bool,
+    averages: Mapping[str, Mapping[str, float]] | None = None,
+    listed: Sequence[str] = (),
+    brief: bool = False,
 ) -> TableDraft:
+    """Prepare the closing table of two runs' records, or of the full cache alone, for `finish_tables`.
+
+    Args:
+        full_records: The full cache's records by uid.
+        method_records: The method's records by uid, or None.
+        heading: Lines above the table. `task` is printed with the kind of its data, `model` and `revision` also go into
+            the notes, and `embedded: True` marks the embedded reference model and is not printed.
+        averages: Name of an average -> weights of its subtasks. None for one average with equal weights.
+        listed: Subtasks that the model can solve, which get an average of their own.
+        brief: As in `draft_run_table`.
+
+    Raises:
+        SettingError: Prompts or targets of a pair differ.
+    """
     other = full_records if method_records is None else method_records
     pairs = pair_records(full_records, other)
     subtasks: dict[str, list[Pair]] = {}

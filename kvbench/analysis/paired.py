@@ -105,11 +105,6 @@ class PairedDifference:
         return self.samples - self.lost - self.gained
 
 
-def compare_scores(full: Sequence[float], method: Sequence[float], groups: Sequence[str]) -> PairedDifference:
-    """Compare the scores of one subtask. The three sequences are aligned, with one entry per sample."""
-    return compare_subtasks([PairedScores(full, method, groups)])
-
-
 def compare_subtasks(
     subtasks: Sequence[PairedScores], weights: Sequence[float] | None = None, tail: float = TAIL
 ) -> PairedDifference:

@@ -1,4 +1,4 @@
-"""Compute avg@n and pass@k of prompts with several answers.
+"""Compute pass@k of prompts with several answers.
 
 A prompt has n answers, and c of them are right. avg@n is the mean over prompts of the mean score of the n answers.
 
@@ -9,11 +9,11 @@ Models Trained on Code", arXiv 2107.03374, eq. 1). pass@1 equals avg@n for right
 prompt share its group, so intervals (kvbench.analysis.intervals) count prompts, or contexts if prompts share one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import comb
 from typing import Any
 
-from kvbench.analysis.intervals import BOUND, Mean, Values, mean
+from kvbench.analysis.intervals import BOUND
 
 Prompt = tuple[str, str, str, str]  # subtask, group, prompt_hash, target_hash
 
@@ -69,28 +69,3 @@ def score_prompts(records: Iterable[Mapping[str, Any]], k: int) -> dict[Prompt, 
             raise ValueError(f"pass@{k}: {key[0]} has scores between right and wrong")
         found[key] = BOUND * estimate_pass_at_k(k, len(scores), scores.count(BOUND))
     return found
-
-
-def pass_at_k(records: Iterable[Mapping[str, Any]], k: int) -> Mean:
-    """Return pass@k in points with its interval, the mean over the prompts of all records.
-
-    Raises:
-        ValueError: A score is neither 0 nor 100, or a prompt has fewer than k answers.
-    """
-    return _average_prompts(score_prompts(records, k))
-
-
-def average_at_n(records: Sequence[Mapping[str, Any]]) -> Mean:
-    """Return avg@n in points with its interval.
-
-    Raises:
-        ValueError: Prompts have different numbers of answers.
-    """
-    found = group_by_prompt(records)
-    if len(counts := {len(scores) for scores in found.values()}) > 1:
-        raise ValueError(f"avg@n: some prompts have {min(counts)} answers, others {max(counts)}")
-    return _average_prompts({key: sum(scores) / len(scores) for key, scores in found.items()})
-
-
-def _average_prompts(values: Mapping[Prompt, float]) -> Mean:
-    return mean([Values(list(values.values()), [group for _, group, _, _ in values])])

@@ -372,19 +372,6 @@ def load_runs(results: Path) -> list[StoredRun]:
     return drop_twins(runs)
 
 
-def load_finished(results: Path) -> tuple[list[StoredRun], int]:
-    """Return the finished runs, sorted by hash, and the number of unfinished ones.
-
-    Raises:
-        SettingError: There is no finished run.
-    """
-    runs = load_runs(results)
-    found = [run for run in runs if run.finished]
-    if not found:
-        raise SettingError(f"{results / 'runs'}: no finished run")
-    return found, len(runs) - len(found)
-
-
 def parse_selection(given: Sequence[str]) -> tuple[Path, dict[str, str]]:
     """Parse a command line of the form `results setting=value,value …`.
 

@@ -13,14 +13,14 @@ from kvbench.analysis.closing_table import (
     SHARED_GPU_NOTE,
     SHARED_PREFILL_NOTE,
     SHARED_QUESTION_NOTE,
-    build_closing_table,
     is_embedded,
     median_error,
 )
 from kvbench.analysis.intervals import Values, mean
-from kvbench.analysis.paired import PairedScores, compare_scores, compare_subtasks
+from kvbench.analysis.paired import PairedScores, compare_subtasks
 from kvbench.analysis.pass_at_k import estimate_pass_at_k
 from kvbench.validation import SettingError, escape
+from tests.support.single_tables import build_closing_table, compare_scores
 
 HEADING = {"model": "tiny", "revision": "0a1b", "method": "snapkv", "budget": 0.1}
 # uid: score, resident of 1000 bytes, rows attended of 200, TTFT, decode ms, tokens out (full, then method)

@@ -12,9 +12,10 @@ from scipy.special import binom, ndtri
 
 import kvbench.analysis.intervals
 from kvbench.analysis.intervals import Mean, Values, bound_t_reach, compute_means, mean, needs_exact_bounds
-from kvbench.analysis.paired import PairedDifference, PairedScores, compare_scores, compare_subtasks, pair_records
+from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks, pair_records
 from kvbench.analysis.solvable_subtasks import is_solvable
 from tests.support.selection import only_in_full
+from tests.support.single_tables import compare_scores
 
 
 def names(count: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""avg@n and pass@k: the estimate against every subset of answers, and how often its interval holds the truth."""
+"""pass@k: the estimate against every subset of answers, and how often its interval holds the truth."""
 
 from itertools import combinations
 
@@ -7,11 +7,9 @@ import pytest
 
 from kvbench.analysis.intervals import Values, mean
 from kvbench.analysis.pass_at_k import (
-    average_at_n,
     count_fewest_answers,
     estimate_pass_at_k,
     group_by_prompt,
-    pass_at_k,
     score_prompts,
 )
 
@@ -42,30 +40,21 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
 
 def test_prompts_are_the_unit():
     records = answers([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 0], [1, 0, 1, 0], [0] * 4])
-    shares = [25, 100, 50, 0, 75, 50, 0]
     assert count_fewest_answers(records) == 4 and count_fewest_answers([]) == 0
-    by_prompt = mean([Values(shares, [str(place) for place in range(7)])])
-    assert average_at_n(records) == by_prompt
-    assert pass_at_k(records, 1).value == pytest.approx(by_prompt.value)
-    assert average_at_n(records[::-1]) == by_prompt
-    clustered = average_at_n(answers([[1], [1], [0], [0], [1], [1]], ["a", "a", "b", "b", "c", "c"]))
-    assert clustered.groups == 3 and clustered.samples == 6
+    assert list(score_prompts(records, 1).values()) == pytest.approx([25, 100, 50, 0, 75, 50, 0])
+    assert score_prompts(records[::-1], 2) == score_prompts(records, 2)
     assert list(score_prompts(records, 2).values()) == pytest.approx([50, 100, 250 / 3, 0, 100, 250 / 3, 0])
     assert [len(own) for own in group_by_prompt(records).values()] == [4] * 7
 
 
 def test_what_has_no_estimate_is_refused():
-    with pytest.raises(ValueError, match="some prompts have 1 answers, others 2"):
-        average_at_n(answers([[1, 0], [1]]))
     with pytest.raises(ValueError, match="pass@2 of 1 answers"):
-        pass_at_k(answers([[1, 0], [1]]), 2)
+        score_prompts(answers([[1, 0], [1]]), 2)
     partial = answers([[1, 0]])
     with pytest.raises(ValueError, match="between right and wrong"):
         score_prompts([partial[0] | {"score": 50.0}, partial[1]], 1)
     with pytest.raises(ValueError, match="aime/0/0: no score"):
         count_fewest_answers([partial[0] | {"score": None}])
-    with pytest.raises(ValueError, match="0 scores, 0 groups"):
-        average_at_n([])
 
 
 @pytest.mark.full
@@ -73,5 +62,7 @@ def test_coverage_of_pass_at_2():
     draw, held = np.random.default_rng(0), 0
     for _ in range(400):
         chance = draw.beta(2, 2, 40)  # E[1 - (1 - p)²] = 1 - E[q²] = 1 - 6/20
-        held += (own := pass_at_k(answers((draw.random((40, 5)) < chance[:, None]).tolist()), 2)).low <= 70 <= own.high
+        scores = score_prompts(answers((draw.random((40, 5)) < chance[:, None]).tolist()), 2)
+        own = mean([Values(list(scores.values()), [group for _, group, _, _ in scores])])
+        held += own.low <= 70 <= own.high
     assert 0.93 <= held / 400 <= 0.97

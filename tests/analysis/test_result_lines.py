@@ -5,13 +5,14 @@ from itertools import combinations
 
 import pytest
 
-from kvbench.analysis.paired import compare_scores, compare_subtasks
+from kvbench.analysis.paired import compare_subtasks
 from kvbench.analysis.result_lines import format_lines, make_lines, parse_lines
 from kvbench.analysis.score_matrix import build_blocks
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
 from tests.support.report_store import make_records
+from tests.support.single_tables import compare_scores
 
 ADA, KIVI, FULL = {"name": "ada", "mode": "interpolate"}, {"name": "kivi", "bits": 2}, {"name": "full"}
 MACHINE = {"code": "git 0123 dirty", "replay": "r0"}

@@ -12,7 +12,6 @@ import yaml
 
 from kvbench.analysis import solvable_subtasks
 from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
-from kvbench.analysis.closing_table import build_closing_table
 from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import PairedScores, compare_subtasks
 from kvbench.cli import choose_solvable as choose_solvable_command
@@ -32,6 +31,7 @@ from kvbench.tasks.ruler.task import Ruler
 from kvbench.validation import SettingError
 from tests.support import made_up_runs
 from tests.support.command_line import run_cli
+from tests.support.single_tables import build_closing_table
 
 NAMES = ("niah_single_1", "ruler_vt", "ruler_cwe")
 LIST = ("ruler_vt", "niah_single_1")

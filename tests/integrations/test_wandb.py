@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.analysis.closing_table import build_closing_table
 from kvbench.cli.wandb_sync import main
 from kvbench.integrations import worker
 from kvbench.integrations.wandb_logger import WandbLogger, load_settings
@@ -19,6 +18,7 @@ from kvbench.store.runs import StoredRun
 from kvbench.validation import SettingError
 from tests.support import made_up_runs
 from tests.support.command_line import assert_refused, run_cli
+from tests.support.single_tables import build_closing_table
 
 CUT = {"budget": 0.1, "averages": [["all", {"vt": 1.0, "niah": 2.0}]]}
 FULL = {"method": {"name": "full"}, "budget": 1.0, "sources": "s1"}

@@ -22,7 +22,6 @@ from kvbench.papers.exhibits import load_exhibits
 from kvbench.papers.experiment_key import ExperimentKey, drop_unused
 from kvbench.papers.paper_runs import Settings, expand_preset, is_of_cache, list_presets, needs_file, read_rows
 from kvbench.papers.paper_table import PaperTable, make_commands
-from kvbench.papers.printed_averages import find_contradictions, list_leaves
 from kvbench.papers.table_spec import (
     PAPERS,
     IndexedLines,
@@ -44,6 +43,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import run_cli
 from tests.support.delta_files import make_zero, write_compressors
 from tests.support.lm_eval_words import use_few_words
+from tests.support.printed_averages import find_contradictions, list_leaves
 from tests.support.repository import ROOT
 from tests.support.selection import choose_covering, only_in_full
 from tests.support.table_runs import BOOK, put, record

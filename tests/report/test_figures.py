@@ -12,7 +12,6 @@ import pytest
 
 import kvbench
 from kvbench.analysis.budget_series import CurveOptions, build_series
-from kvbench.analysis.closing_table import build_closing_table
 from kvbench.cli.curves import print_curves
 from kvbench.cli.figures import draw_figures
 from kvbench.papers.experiment_key import resolve_value
@@ -20,10 +19,11 @@ from kvbench.papers.table_spec import load_specs, read_published
 from kvbench.report import charts, print_charts
 from kvbench.report.figures import INCHES, Figure, make_slug
 from kvbench.report.panels import build_panels
-from kvbench.store.runs import find_baseline, find_finished, load_finished
+from kvbench.store.runs import find_baseline, find_finished, load_runs
 from kvbench.validation import SettingError
 from tests.support.report_store import BUDGETS, TASKS, make_records, write_run, write_small_store
 from tests.support.selection import only_in_full
+from tests.support.single_tables import build_closing_table
 
 TAGS = {"svg", "g", "rect", "path", "line", "text", "tspan", "defs", "linearGradient", "stop"}
 ONE = ("question=visible", "method=snapkv,keydiff")
@@ -237,7 +237,7 @@ def test_the_files_are_what_they_should_be(drawn, kind):
 
 
 def test_curves_have_the_numbers_of_kvbench_curves(store, drawn):
-    runs, _ = load_finished(store)
+    runs = load_runs(store)
     found = lines(drawn["curve"])
     assert {line["method"] for line in found if line["budget"]} == {"keydiff", "keydiff · block 128", "snapkv"}
     own = [run for run in runs if run.value["method"]["name"] == "snapkv" and run.value["question"] == "visible"]
@@ -256,7 +256,7 @@ def test_curves_have_the_numbers_of_kvbench_curves(store, drawn):
 
 
 def test_tasks_and_costs_have_the_numbers_of_the_table(store, drawn):
-    runs, _ = load_finished(store)
+    runs = load_runs(store)
     (run,) = [
         run
         for run in runs
@@ -380,7 +380,7 @@ def test_subtasks_and_rows_make_curves_of_their_own(store, tmp_path):
     assert draw_figures(given) == 0
     names = sorted(path.stem.partition("-curve-")[2] for path in tmp_path.glob("*.csv"))
     assert names == sorted(f"rows-{make_slug(task)}" for task in ("niah", TASKS[2]))
-    runs, _ = load_finished(store)
+    runs = load_runs(store)
     own = [run for run in runs if run.value["method"]["name"] == "snapkv" and run.value["question"] == "visible"]
     points = build_series(own, runs, CurveOptions("rows", None, "niah")).points
     (path,) = tmp_path.glob("*-niah.csv")

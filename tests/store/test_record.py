@@ -13,7 +13,7 @@ from kvbench.cli import record_schema
 from kvbench.store import audit, record
 from kvbench.store.record import ANSWERED, FIELD_TYPES, SINCE, VERSION, Record, find_problems, is_of_type, read_version
 from kvbench.store.run_folder import RunFolder, read_run_value
-from kvbench.store.runs import load_finished
+from kvbench.store.runs import load_runs
 from tests.support.made_up_runs import write_run
 from tests.support.repository import ROOT
 
@@ -140,8 +140,8 @@ def test_old_records_are_read_as_they_are():
 def test_both_old_stores_are_read_by_all(capsys):
     """Version 1 of the record, and version 3, before lines had checksums."""
     for store, count in ((OLD, 8), (OLD.with_name("0.2"), 4)):
-        runs, unfinished = load_finished(store)
-        assert sum(len(run.records) for run in runs) == count and unfinished == 0
+        runs = load_runs(store)
+        assert sum(len(run.records) for run in runs) == count and all(run.finished for run in runs)
         assert len(kvbench.load(store).records()) == count == len(audit.draw_records(store, count, 0)[0])
         assert all(state.endswith("finished") and not wrong for _, state, wrong in audit.audit_runs(store))
         assert all(RunFolder(store / "runs", run.value).finished for run in runs)
