@@ -1,11 +1,12 @@
 """The method, allocator and codec of a cache, and how far its prompt has been read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kvbench.cache.guard import reason_against
+from kvbench.cache.guard import check_rotation, check_shape, reason_against
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.validation import SettingError
 
@@ -45,6 +46,20 @@ class CachePolicy:
     codec: Codec
     exact: bool = False
     """Whether guards compare copies of everything that hooks are handed (kvbench.cache.guard)."""
+    served: set[Layout] = field(default_factory=set, init=False, compare=False, repr=False)
+    """The layouts that `check` has accepted. A policy that `replace` makes of this one has none, so it is checked."""
+
+    def check(self, layout: Layout) -> None:
+        """Check once for each layout that the method and the codec can serve a model.
+
+        Raises:
+            SettingError: One of them cannot. The message says why.
+            ContractError: Its own check raised something else.
+        """
+        if layout not in self.served:
+            check_shape(self.method, self.codec, layout)
+            check_rotation(self.method, self.codec, layout.rope_switch)
+            self.served.add(layout)
 
     @property
     def owners(self) -> str:

@@ -32,7 +32,6 @@ def check_method(arguments: Sequence[str]) -> int:
     import torch
     import yaml
 
-    from kvbench.cache.guard import check_shape
     from kvbench.models.checkpoint import Checkpoint, find_model
     from kvbench.runs.method_checks import MethodUnderTest, print_subject, run_checks
 
@@ -49,8 +48,7 @@ def check_method(arguments: Sequence[str]) -> int:
             ) from None
     checkpoint = Checkpoint(chosen.model, find_model(chosen.model, "--model"))
     subject = MethodUnderTest(chosen.method, overrides, checkpoint)
-    subject.choice()  # refused before weights are loaded
-    check_shape(subject.method, subject.choice().codec, checkpoint.layout())
+    subject.choice().check(checkpoint.layout())  # refused before weights are loaded
     checkpoint.check()
     torch.set_num_threads(1)
     print_subject(subject)

@@ -18,8 +18,6 @@ from torch import Tensor
 from kvbench.cache.accounting import MemoryMeter
 from kvbench.cache.guard import (
     Handed,
-    check_rotation,
-    check_shape,
     copy_containers,
     count_steps,
     extra_reads,
@@ -115,8 +113,7 @@ class PromptContext:
         self.device = next(model.parameters()).device.type
         self.prefix, self.words, self.answer = prefix, words or PromptEncoder(), answer
         shape = read_layout(model)
-        check_shape(choice.method, choice.codec, shape)
-        check_rotation(choice.method, choice.codec, shape.rope_switch)
+        choice.check(shape)
         state = State(seeds)
         self.layers = Layers(shape.layers)
         for index in range(shape.layers):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import check_shape
 from kvbench.cache.guarded_hooks import HOOKS
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.generation import GenerationContext
@@ -58,7 +57,7 @@ def serves_first_layers(model: torch.nn.Module, choice: CachePolicy) -> bool:
     with use_first_layers(model, LAYERS):
         shape = read_layout(model)
         try:
-            check_shape(choice.method, choice.codec, shape)
+            choice.check(shape)
         except SettingError:
             return False
     return True

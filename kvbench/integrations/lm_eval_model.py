@@ -36,7 +36,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from kvbench.cache.guard import check_shape
 from kvbench.config.catalogue import load_settings
 from kvbench.engine.generation import GenerationContext, require_logits
 from kvbench.interfaces.budget import Budget, check_budget
@@ -160,7 +159,7 @@ class KVBenchLM(TemplateLM):
         self.tokenizer = tokenizer or checkpoint.tokenizer()
         find_ids_beyond(self.tokenizer, config.get_text_config(decoder=True).vocab_size, f"model={checkpoint.name}")
         layout = checkpoint.layout() if isinstance(model, str) else read_layout(model)
-        check_shape(self.choice.method, self.choice.codec, layout)
+        self.choice.check(layout)
         self.model = checkpoint.weights(getattr(torch, dtype), device) if isinstance(model, str) else model
         self.context_field, self.max_gen_toks, self.truncate = context_field, max_gen_toks, truncate
         self.records: list[dict] = []

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench.config import catalogue
 from kvbench.config.provenance import find_installed_version, source_hash
 from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.task import Task
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs.checks import CheckedSettings, check_settings, find_model_kind
@@ -72,6 +73,7 @@ class RunSpec:
     shares_decoding: bool = field(default=False, compare=False)  # with the other runs of a sweep, on a GPU
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed
     shared: SharedParts = field(default_factory=SharedParts, compare=False, repr=False)
+    served: set[Layout] = field(default_factory=set, init=False, compare=False, repr=False)  # what `check` accepted
 
     @classmethod
     def from_config(cls, config: DictConfig) -> "RunSpec":
@@ -132,7 +134,7 @@ class RunSpec:
         Raises:
             SettingError: It names the first setting that cannot be used.
         """
-        from kvbench.cache.guard import check_identity, check_rotation, check_shape
+        from kvbench.cache.guard import check_identity
 
         choice = self.choice()
         if choice.method.one_block and self.block_size is not None:
@@ -140,7 +142,8 @@ class RunSpec:
                 f"block_size={self.block_size}: {choice.method.name} needs the prompt as one block (null)"
             )
         shape = self.checkpoint.layout()
-        check_shape(choice.method, choice.codec, shape)
+        choice.check(shape)
+        self.served.update(choice.served)
         if not self.checkpoint.reads_text and not self.measures:
             raise SettingError(
                 f"model=random: task={self.task_settings['name']} needs text and it has no tokenizer; task=efficiency, "
@@ -148,7 +151,6 @@ class RunSpec:
             )
         longest, switch = shape.longest, shape.rope_switch
         self.checkpoint.check()
-        check_rotation(choice.method, choice.codec, switch)
         check_identity(choice.method, choice.codec, self.checkpoint.identity)
         in_parts = self.block_size is not None or self.question == "hidden" or choice.method.needs_extra_reads
         if switch is not None and in_parts and (self.task.length or longest) > switch:
@@ -187,7 +189,10 @@ class RunSpec:
         return getattr(torch, self.dtype)
 
     def choice(self) -> Any:
-        """Construct the method, allocator and codec.
+        """Construct the method, allocator and codec, which are not checked again for a layout that `check` accepted.
+
+        Every call constructs them anew, because a method or codec keeps what it has read of its file, and copies of
+        that on the device. A sweep would hold them for all its runs at once.
 
         Returns:
             A `kvbench.cache.policy.CachePolicy`.
@@ -197,7 +202,9 @@ class RunSpec:
         """
         from kvbench.cache.policy import choose_cache
 
-        return choose_cache(*(catalogue.build(group, self.groups[group]) for group in UNCUT))
+        policy = choose_cache(*(catalogue.build(group, self.groups[group]) for group in UNCUT))
+        policy.served.update(self.served)
+        return policy
 
     @property
     def choice_name(self) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import check_rotation, check_shape
 from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config.catalogue import build, identity_settings, load_settings
 from kvbench.config.provenance import source_hash
@@ -49,8 +48,7 @@ def check_policies(study: PolicyStudy, layout: Layout) -> None:
         SettingError: One cannot. The message names it.
     """
     for choice in map(build_policy, study.policies):
-        check_shape(choice.method, choice.codec, layout)
-        check_rotation(choice.method, choice.codec, layout.rope_switch)
+        choice.check(layout)
 
 
 def identify_policies(study: PolicyStudy) -> dict[str, Any]:

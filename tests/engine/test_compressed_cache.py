@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 
@@ -11,15 +11,18 @@ import pytest
 import torch
 
 import kvbench
+from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import build, list_choices, load_settings
 from kvbench.engine.compressed_cache import CompressedCache, choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
+from kvbench.models.transformers_port import read_layout
 from kvbench.validation import ContractError, SettingError, format_value
 from tests.support.dense_engine import DenseEngine
 from tests.support.method_files import NOTHING_GOES, budget_for, build_policy, make_tiny_method_args
@@ -66,6 +69,35 @@ def places(held: CompressedCache) -> dict[tuple[int, int, int], list[int]]:
 
 
 # What is given
+
+
+def test_a_policy_is_checked_once_for_a_model():
+    """However many contexts are made with it. Another model and another method are checked again."""
+    seen: list[int] = []
+
+    @dataclass(frozen=True)
+    class Counted(Method):
+        most: int = field(default=2, kw_only=True)
+
+        def check(self, layout: Layout) -> None:
+            seen.append(layout.heads)
+            if layout.heads > self.most:
+                raise SettingError("too many heads")
+
+    def use(name: str, policy: CachePolicy) -> None:
+        for seed in range(2):
+            GenerationContext(tiny(name), policy, Budget(0.5), None, (seed,))
+
+    policy = choose_cache(Counted("counted"), Allocator("uniform"), Raw("raw"))
+    heads = [read_layout(tiny(name)).heads for name in ("llama", "gemma3")]
+    use("llama", policy)
+    use("gemma3", policy)
+    use("llama", policy)
+    assert seen == heads
+    for _ in range(2):  # what was refused is refused again
+        with pytest.raises(SettingError, match="too many heads"):
+            use("llama", replace(policy, method=Counted("counted", most=0)))
+    assert seen == [*heads, heads[0], heads[0]]
 
 
 def test_the_contract_in_one_call():

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkProcess
@@ -22,11 +23,15 @@ import yaml
 
 from kvbench.cli import run as command
 from kvbench.cli.command import run_command
+from kvbench.config.compose import compose_config
 from kvbench.engine.generation import GenerationContext
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.task import Sample
+from kvbench.methods.snapkv import SnapKV
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.model_kinds import name_checkpoint
 from kvbench.runs.responder import Responder
+from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import assert_refused, run_cli
@@ -35,6 +40,20 @@ from tests.support.repository import ROOT
 from tests.support.selection import only_in_full
 
 QUICK = ("task.subtasks=[niah_single_1,niah_multivalue]", "task.length=512", "task.samples=2")
+
+
+def test_a_run_asks_its_method_about_the_model_once_and_before_weights(checkpoint, monkeypatch):
+    asked: list[Layout] = []
+    monkeypatch.setattr(SnapKV, "check", lambda method, layout: asked.append(layout))
+    run = RunSpec.from_config(compose_config([f"model.path={checkpoint}", "model=hf", "method=snapkv", "device=cpu"]))
+    assert asked == [run.checkpoint.layout()]
+    model = run.checkpoint.weights(torch.float32, "cpu")
+    for seed in range(2):
+        GenerationContext(model, run.choice(), run.budget, None, (seed,))
+    assert len(asked) == 1
+    other = replace(run, dtype="bfloat16")  # not checked, so its first context asks
+    GenerationContext(model, other.choice(), run.budget, None, (0,))
+    assert len(asked) == 2
 
 
 BAD = {  # beside those of tests/cli/test_refusals.py, which are refused before torch is imported
