@@ -50,10 +50,10 @@ class AnDPro(Method):
         """Return the chunk of each row, counted from the head's first row, (B, H, n); -1 for absent rows."""
         return (rows.present.cumsum(-1) - 1).masked_fill(~rows.present, -self.chunk) // self.chunk
 
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.present & (self.chunks(rows) < self.first)
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         chunks = self.chunks(rows)
         last = chunks[..., -1:] - self.window // self.chunk  # the last chunk before the window's
         return rows.present & (chunks > last)

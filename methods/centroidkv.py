@@ -48,12 +48,12 @@ class CentroidKV(Method):
     scores = False
     merges = True
 
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         if quota == 1:  # the only row must be free to stand for all others
             return None
         return (torch.arange(len(rows), device=rows.mass.device) < self.sinks).expand_as(rows.mass)
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         if quota == 1:
             return None
         return (torch.arange(len(rows), device=rows.mass.device) >= len(rows) - self.recents).expand_as(rows.mass)

@@ -67,7 +67,7 @@ class DMSThreshold(Composite):
             scores = torch.cat([rows.columns[SCORE][..., :-new], scores[..., -new:]], -1)
         return {**found, SCORE: scores}
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.window
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:

@@ -40,7 +40,7 @@ class DropKV(Method):
     capturable = True
     order_free = True
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.window
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:

@@ -164,7 +164,7 @@ class ExpectedAttention(Method):
         for name in ("count", "mean", "scatter"):
             state.layer.pop(name, None)
 
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places < self.sinks
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:

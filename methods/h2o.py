@@ -65,7 +65,7 @@ class H2O(Method):
             for g, (old, new) in enumerate(zip(before, parts, strict=True))
         }
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         recent = self.recent if isinstance(self.recent, int) else exact_share(self.recent, quota)
         return rows.places >= observation.tokens - recent
 

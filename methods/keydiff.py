@@ -39,7 +39,7 @@ class KeyDiff(Method):
     capturable = True
     order_free = True
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         return None if self.recent == 0 else rows.places >= observation.tokens - exact_share(self.recent, quota)
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:

@@ -97,7 +97,7 @@ class KVzap(Method):
         old = rows.columns.get(SCORE, torch.zeros_like(like))[..., : -found.shape[2]]
         return {SCORE: torch.cat([old, found], -1)}
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.recent
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:

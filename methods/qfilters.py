@@ -67,7 +67,7 @@ class QFilters(Method):
     def check_identity(self, identify: Callable[[], str]) -> None:
         self.file.check_identity(identify)
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.recent
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:

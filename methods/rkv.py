@@ -62,7 +62,7 @@ class RKV(Method):
         if not self.decoding:
             state.layer.pop("queries", None)
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.window
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:

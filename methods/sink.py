@@ -40,7 +40,7 @@ class Sink(Method):
     def uses_cache_positions(self) -> bool:
         return self.positions == "rolling"
 
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places < self.sinks
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:

@@ -104,10 +104,10 @@ class TriAttention(Method):
     def check_identity(self, identify: Callable[[], str]) -> None:
         self.file.check_identity(identify)
 
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         return rows.places < observation.prompt if self.pin_prompt else None
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.recent
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:

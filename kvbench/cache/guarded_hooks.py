@@ -53,10 +53,10 @@ class GuardedMethod:
                 self._not_nan(hook, column, observation, rows)
         return found
 
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         return self._mask("protect_sinks", self.method.protect_sinks, observation, rows, quota)
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         return self._mask("protect", self.method.protect, observation, rows, quota)
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
@@ -133,7 +133,7 @@ class GuardedMethod:
             self.guard.call(self.owner, "forget", self.guard.handed(), lambda: self.method.forget(state))
 
     def _mask(
-        self, name: str, hook: Callable[..., Tensor | None], observation: Observation, rows: Rows, quota: int
+        self, name: str, hook: Callable[..., Tensor | None], observation: Observation, rows: Rows, quota: int | Tensor
     ) -> Tensor | None:
         """Return the rows that a hook protects, (B, H, n) bool, or None."""
         if name not in self.own:

@@ -12,7 +12,6 @@ can therefore be read as one batch (`kvbench.engine.joined_replaced_rows`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -172,7 +171,7 @@ class SlotRows(QuotaRows):
         if not self.ragged[index]:
             keys, values = self.padded(index).unbind()
         rows, each = Rows(keys, values, places, mass, columns, order), None if grows else capacity
-        quota = cast(int, quotas[..., None]) if grows else capacity - 1
+        quota = quotas[..., None] if grows else capacity - 1
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
             observation, rows = self.show(index, rows, queries, outputs, lse, position, each)
             scores = method.score(observation, rows, self.states[index])

@@ -113,10 +113,10 @@ class Composite(Method):
     def forget(self, state: State) -> None:
         self.base.forget(state)
 
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         return self.base.protect_sinks(observation, rows, quota)
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         return self.base.protect(observation, rows, quota)
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:

@@ -371,15 +371,18 @@ class Method(Hooks):
             since: Steps counted since the last cut, even if it evicted nothing.
         """
 
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         """Return which of the first rows stay whatever their score, (B, H, n) bool, or None. Called like `protect`.
 
         If the protected rows do not all fit the quota, the rows of `protect` go first, and the first sink goes last.
         """
         return None
 
-    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+    def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         """Return which other rows stay whatever their score, such as the last ones, (B, H, n) bool, or None.
+
+        `quota` is the number of rows that each head may keep. Only `capturable` methods ever get a tensor, int64, which
+        broadcasts to (B, H, 1).
 
         Called again with a smaller quota if the allocator cascades. The observation then has no queries, outputs or
         log-sum-exps.

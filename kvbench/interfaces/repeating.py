@@ -69,7 +69,7 @@ class Repeating(Method):
         """Return how many first rows always stay."""
         return observation.prefix if self.sinks is None else self.sinks
 
-    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places < self.safe(observation)
 
 
