@@ -6,7 +6,8 @@ Examples:
 
 A run is identified by its settings, its model's weights, its data, the machine's kind and the sources that can change
 its numbers. The command prints them as a tree, each with a short hash, so that two runs can be compared line by line.
-It marks the sources that do something else today, because a run with the same settings gets another hash then.
+It marks the sources that do something else today and those that only one of both hashes contains, because a run with
+the same settings gets another hash then.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.config.provenance import replay_hash, source_hashes
+from kvbench.config.provenance import FOLDERS, replay_hash, source_hashes
 from kvbench.store.run_folder import RunFolder, read_run_value, run_hash
 from kvbench.store.runs import list_folders
 from kvbench.validation import SettingError
@@ -58,7 +59,8 @@ def explain_sources(folder: RunFolder) -> list[str]:
     then = machine.get("sources")
     if not isinstance(then, Mapping):
         return ["(kvbench 0.1 did not write down which modules these are)"]
-    modules = [module for module, own in then.items() if own]
+    outside = [module for module in then if ".".join(module.split(".")[:2]) not in FOLDERS]
+    modules = ["kvbench.runs.runner", *(module for module in outside if then[module])]
     try:
         now = source_hashes(modules)
     except ValueError:
@@ -68,9 +70,9 @@ def explain_sources(folder: RunFolder) -> list[str]:
         note = "" if net == replay_hash() else "  (another one today: kvbench computes something else)"
         lines.append(f"{net[:8]:8}  data of the replay net{note}")
     for module, own in then.items():
-        note = "" if now.get(module) == own else "  (does something else today)" if module in now else "  (gone today)"
-        lines.append(f"{own[:8]:8}  {module}{note}")
-    lines += [f"{own[:8]:8}  {module}  (new today)" for module, own in now.items() if module not in then]
+        change = "  (does something else today)" if module in now else "  (not hashed today)"
+        lines.append(f"{own[:8]:8}  {module}{'' if now.get(module) == own else change}")
+    lines += [f"{own[:8]:8}  {module}  (not hashed then)" for module, own in now.items() if module not in then]
     return lines
 
 

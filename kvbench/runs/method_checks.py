@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config import catalogue
-from kvbench.config.provenance import enter_packages, find_packages, find_unfollowed, map_imports
+from kvbench.config.provenance import source_hashes
 from kvbench.engine.cuts_in_turn import ContextFailed
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.rehearsal import rehearse
@@ -357,12 +357,6 @@ def print_subject(subject: MethodUnderTest) -> None:
     shape = read_layout(subject.model)
     print(f"method={subject.name}: {target} {own or 'without settings'}")
     print(f"model={subject.checkpoint.name}: {shape.layers} layers, {shape.heads} KV heads, float64, {TOKENS} tokens")
-    with enter_packages([module]):
-        found = map_imports([module])
-        outside = sorted(name for name in found if name.split(".")[0] != "kvbench")
-        installed = sorted(find_packages({name for names in found.values() for name in names}))
-        unfollowed = find_unfollowed(found)
-    if outside or installed:
-        print(f"hashed with it: {', '.join([*outside, *installed])}")
-    for place in unfollowed:
-        print(f"not hashed, since it cannot be followed: what {place} executes")
+    hashed = [name for name in source_hashes([module]) if name.split(".")[0] != "kvbench"]
+    if hashed:
+        print(f"hashed with it: {', '.join(hashed)}")

@@ -15,7 +15,8 @@ import torch
 from tqdm import tqdm
 
 from kvbench.cache.guard import extra_reads
-from kvbench.config.provenance import find_revision, replay_hash, source_hashes, sources_unchanging
+from kvbench.config.imports import sources_unchanging
+from kvbench.config.provenance import find_revision, replay_hash, source_hashes
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder

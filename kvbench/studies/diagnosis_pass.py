@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from kvbench.analysis.diagnoses import SHARES
 from kvbench.config.catalogue import identity_settings
-from kvbench.config.provenance import source_hash, sources_unchanging
+from kvbench.config.imports import sources_unchanging
+from kvbench.config.provenance import source_hash
 from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder

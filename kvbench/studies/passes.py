@@ -20,7 +20,8 @@ from tqdm import tqdm
 from kvbench.analysis.intervals import Values, mean
 from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import build, load_settings, task_identity
-from kvbench.config.provenance import source_hash, sources_unchanging
+from kvbench.config.imports import sources_unchanging
+from kvbench.config.provenance import source_hash
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from kvbench.config.compose import Composition, compose, expand_cells, expand_override, is_group, parse_override
-from kvbench.config.provenance import sources_unchanging
+from kvbench.config.imports import sources_unchanging
 from kvbench.integrations.loggers import make_logger
 from kvbench.papers.experiment_key import CUT_SETTINGS
 from kvbench.papers.paper_runs import FULL, Settings, expand_preset, is_of_cache, list_rows, read_rows

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from kvbench.config.provenance import follow_imports, list_imports, sources_unchanging
+from kvbench.config.imports import list_imports, sources_unchanging
+from kvbench.config.provenance import follow_imports
 from tests.support.modules import MODULE_FILES, find_module_name, is_within
 from tests.support.repository import ROOT
 

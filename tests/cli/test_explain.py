@@ -13,6 +13,7 @@ from kvbench.cli import figures as figures_command
 from kvbench.cli.command import run_command
 from kvbench.cli.report import main as report
 from kvbench.config import provenance
+from kvbench.config.imports import hash_text
 from kvbench.store import audit
 from kvbench.store import runs as stored
 from kvbench.validation import SettingError
@@ -53,7 +54,7 @@ def test_a_run_is_explained(kvbench, tmp_path, monkeypatch, capsys):
         "kvbench.kernels.attention",
     } <= modules
     assert not modules & provenance.UNCOUNTED.keys() and "kvbench.methods.snapkv" not in modules
-    assert "today" not in text
+    assert "today" not in text and "then)" not in text
     now = provenance.source_hashes
 
     def changed(asked):
@@ -63,11 +64,11 @@ def test_a_run_is_explained(kvbench, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(explain, "source_hashes", changed)
     _, lines, _ = explained(capsys, name, str(tmp_path / "r"))
-    notes = [line.split(maxsplit=1)[1] for line in lines if "today" in line]
+    notes = [line.split(maxsplit=1)[1] for line in lines if line.endswith(("today)", "then)"))]
     assert notes == [
         "kvbench.engine.context  (does something else today)",
-        "kvbench.runs.prompt  (gone today)",
-        "kvbench.newer  (new today)",
+        "kvbench.runs.prompt  (not hashed today)",
+        "kvbench.newer  (not hashed then)",
     ]
 
 
@@ -77,6 +78,13 @@ def test_two_runs_that_differ_in_one_setting_differ_in_one_line(tmp_path, capsys
         own = write_run(tmp_path, {}, method={"name": "snapkv", "window": window})
         found.append(explained(capsys, own.hash, str(tmp_path))[1][1:])
     assert [one.split()[1] for one, other in zip(*found, strict=True) if one != other] == ["method"]
+
+
+def test_a_run_of_before_is_explained(capsys):
+    """Its runs were named by fewer modules, each hashed as today."""
+    _, lines, _ = explained(capsys, "794c", str(ROOT / "tests" / "stores" / "0.2"))
+    assert "   a9cbd9e2  kvbench.store" in lines  # an `__init__.py` that only says something
+    assert [line for line in lines if line.endswith("  kvbench.runs.workers  (not hashed then)")]
 
 
 def test_what_cannot_be_explained_is_one_line(tmp_path, capsys):
@@ -133,7 +141,7 @@ def test_runs_say_how_they_are_named(kvbench, tmp_path):
     assert stored.load_runs(tmp_path / "r")[0].value["identity"] == 2
     machine = json.loads(next(folder.glob("machine*.json")).read_text())
     assert (
-        provenance._short("".join(f"{name} {own}\n" for name, own in machine["sources"].items()))
+        hash_text("".join(f"{name} {own}\n" for name, own in machine["sources"].items()))
         == (stored.load_runs(tmp_path / "r")[0].value["sources"])
     )
     assert "identity" not in VALUE

@@ -9,13 +9,13 @@ import pytest
 
 import kvbench
 from kvbench.config import provenance
+from kvbench.config.imports import find_unfollowed, list_imports, sources_unchanging
 from kvbench.config.provenance import (
+    FOLDERS,
     UNCOUNTED,
     find_packages,
     find_revision,
-    find_unfollowed,
     follow_imports,
-    list_imports,
     source_hash,
     source_hashes,
 )
@@ -111,6 +111,7 @@ def test_the_hash_follows_what_can_change_a_result(checkout):
     assert source_hash(named) != before
 
 
+@sources_unchanging()
 def test_modules_that_do_not_count_compute_nothing():
     """They are there, runs import them, and none of them can compute: only a conversion of weights knows torch."""
     run = ["kvbench.runs.runner", "kvbench.methods.snapkv", "kvbench.tasks.ruler.task"]
@@ -122,7 +123,70 @@ def test_modules_that_do_not_count_compute_nothing():
             assert not {
                 name for name in list_imports(module) if is_within(name, "torch", "transformers", "kvbench.motor")
             }
-    assert [name for name, own in source_hashes(run).items() if own] == sorted(counted)
+    whole = {name for path in MODULE_FILES if is_within(name := find_module_name(path), *FOLDERS)} - UNCOUNTED.keys()
+    assert {name.split(".")[1] for name in whole} == {"cache", "engine", "interfaces", "models", "runs"}
+    assert [name for name, own in source_hashes(run).items() if own] == sorted(counted | whole)
+
+
+def test_a_change_renames_the_runs_that_it_can_concern(checkout):
+    """A listed folder concerns every run; a method, codec, task or kernel only the runs that import it."""
+    texts = {
+        "kvbench/runs/__init__.py": "",
+        "kvbench/runs/runner.py": "from kvbench.engine import steps\n",
+        "kvbench/runs/checks.py": "",
+        "kvbench/engine/__init__.py": "",
+        "kvbench/engine/steps.py": "import kvbench.kernels.shared\n",
+        "kvbench/engine/unasked.py": "import kvbench.report, pytest\n",
+        "kvbench/report/__init__.py": "",
+        "kernels/shared/__init__.py": "",
+        "methods/ada.py": "from kvbench.methods.snapkv import whole\n",
+        "methods/knorm.py": "",
+        "methods/codecs/kivi.py": "import kvbench.kernels.focus\n",
+        "methods/allocators/tilted.py": "",
+        "tasks/ruler/task.py": "from kvbench.tasks.ruler import texts\n",
+        "tasks/ruler/texts.py": "",
+        "tasks/math/task.py": "",
+    }
+    for name, text in texts.items():
+        path = checkout / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    runs = {
+        "snapkv": ["methods.snapkv", "tasks.ruler.task"],
+        "ada": ["methods.ada", "methods.allocators.tilted", "tasks.math.task"],
+        "knorm": ["methods.knorm", "methods.codecs.kivi", "tasks.ruler.task"],
+    }
+
+    def name_runs() -> dict[str, str]:
+        return {
+            name: source_hash(["kvbench.runs.runner", *(f"kvbench.{module}" for module in modules)])
+            for name, modules in runs.items()
+        }
+
+    assert f"pytest {pytest.__version__}" in source_hashes(["kvbench.runs.runner"])
+    before, renamed = name_runs(), {}
+    for name in [*texts, "kernels/pair/__init__.py", "methods/snapkv.py"]:
+        text = (checkout / name).read_text()
+        (checkout / name).write_text(f"{text}CHANGED = 1\n")
+        if found := [run for run, digits in name_runs().items() if digits != before[run]]:
+            renamed[name] = " ".join(found)
+        (checkout / name).write_text(text)
+    everywhere = ("runs/__init__", "runs/runner", "engine/__init__", "engine/steps", "engine/unasked")
+    assert renamed == {
+        **{f"kvbench/{name}.py": "snapkv ada knorm" for name in everywhere},
+        "kernels/shared/__init__.py": "snapkv ada knorm",
+        "kernels/pair/__init__.py": "snapkv ada",
+        "methods/snapkv.py": "snapkv ada",
+        "methods/ada.py": "ada",
+        "methods/knorm.py": "knorm",
+        "methods/codecs/kivi.py": "knorm",
+        "methods/allocators/tilted.py": "ada",
+        "tasks/ruler/task.py": "snapkv knorm",
+        "tasks/ruler/texts.py": "snapkv knorm",
+        "tasks/math/task.py": "ada",
+    }
+    (checkout / "kvbench/engine/newer.py").write_text("")
+    assert not set(name_runs().values()) & set(before.values())
 
 
 @pytest.fixture
@@ -213,6 +277,19 @@ def test_an_installed_package_counts_by_name_and_version(checkout, tmp_path_fact
     assert find_packages(["pytest"]) == {f"pytest {pytest.__version__}"}
 
 
+@pytest.mark.parametrize("folder, counts", [("dist-packages", "debians 1.0"), ("sources", "debians")])
+def test_a_package_whose_metadata_lists_no_files(folder, counts, checkout, tmp_path, monkeypatch):
+    """Debian installs such packages; beside sources that are being developed, the metadata says nothing."""
+    info = tmp_path / folder / "debians-1.0.egg-info"
+    info.mkdir(parents=True)
+    (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: debians\nVersion: 1.0\n")
+    (info / "top_level.txt").write_text("debians\n")
+    (info.parent / "debians.py").write_text("")
+    monkeypatch.syspath_prepend(info.parent)
+    (checkout / "methods/mine.py").write_text("import debians\n")
+    assert set(source_hashes(["kvbench.methods.mine"])) == {"kvbench", "kvbench.methods.mine", counts}
+
+
 def test_a_method_in_an_installed_namespace_counts_with_the_sources_of_its_distribution(tmp_path, monkeypatch):
     """A namespace has no `__init__.py`, and several distributions may install modules into it."""
     texts = {
@@ -276,8 +353,22 @@ def test_the_methods_and_tasks_of_kvbench_can_be_followed():
 
 def test_the_hash_is_asked_for_again_at_no_cost(outside, monkeypatch):
     before = source_hash(["kvbench.methods.mine"])
-    monkeypatch.setattr(provenance, "map_imports", None)
+    monkeypatch.setattr(provenance, "follow_imports", None)
     assert source_hash(["kvbench.methods.mine"]) == before
+
+
+def test_sources_that_change_count_once_they_may(outside):
+    """A hash that is made while sources must not change is of the source that was read, and only as long."""
+    method, more = ["kvbench.methods.mine"], ["kvbench.methods.mine", "kvbench.motor"]
+    with sources_unchanging():
+        before = source_hash(method)
+        (outside / "mylib.py").write_text("SIGN = -1\n")
+        with sources_unchanging():
+            beside = source_hash(more)
+        assert source_hash(method) == before
+    assert source_hash(method) != before and source_hash(more) != beside
+    (outside / "mylib.py").write_text("SIGN = 1\n")
+    assert source_hash(method) == before and source_hash(more) == beside
 
 
 def test_the_revision_is_the_checkouts(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvbench
-from kvbench.config import provenance
+from kvbench.config.imports import read_source
 from kvbench.runs import fork_server
 from kvbench.runs.fork_server import replace_environment, set_environment, start_fork_server
 from tests.support.repository import ROOT
@@ -48,7 +48,7 @@ def test_workers_find_packages_imported_and_sources_read(server, monkeypatch):
 
 def count_sources() -> int:
     """The sources that this process has read."""
-    return provenance._read_source.cache_info().currsize
+    return read_source.cache_info().currsize
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the server ends after its imports")

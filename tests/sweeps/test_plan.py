@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.cli import plan
 from kvbench.config.compose import compose
-from kvbench.config.provenance import sources_unchanging
+from kvbench.config.imports import sources_unchanging
 from kvbench.runs.spec import SharedParts
 from kvbench.sweeps import plan as plan_module
 from kvbench.sweeps.plan import import_for_workers, plan_cell
