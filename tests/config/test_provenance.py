@@ -132,7 +132,8 @@ def test_a_change_renames_the_runs_that_it_can_concern(checkout):
     """A listed folder concerns every run; a method, codec, task or kernel only the runs that import it."""
     texts = {
         "kvbench/runs/__init__.py": "",
-        "kvbench/runs/runner.py": "from kvbench.engine import steps\n",
+        "kvbench/config/__init__.py": "",  # whose name this process has imported from elsewhere
+        "kvbench/runs/runner.py": "from kvbench.engine import steps\nimport kvbench.config\n",
         "kvbench/runs/checks.py": "",
         "kvbench/engine/__init__.py": "",
         "kvbench/engine/steps.py": "import kvbench.kernels.shared\n",
@@ -171,7 +172,14 @@ def test_a_change_renames_the_runs_that_it_can_concern(checkout):
         if found := [run for run, digits in name_runs().items() if digits != before[run]]:
             renamed[name] = " ".join(found)
         (checkout / name).write_text(text)
-    everywhere = ("runs/__init__", "runs/runner", "engine/__init__", "engine/steps", "engine/unasked")
+    everywhere = (
+        "config/__init__",
+        "runs/__init__",
+        "runs/runner",
+        "engine/__init__",
+        "engine/steps",
+        "engine/unasked",
+    )
     assert renamed == {
         **{f"kvbench/{name}.py": "snapkv ada knorm" for name in everywhere},
         "kernels/shared/__init__.py": "snapkv ada knorm",
@@ -260,7 +268,8 @@ def test_an_installed_package_counts_by_name_and_version(checkout, tmp_path_fact
     def hash_with(version: str, content: str, editable: bool = False) -> str:
         folder = tmp_path_factory.mktemp("site")
         (folder / "myinstalled").mkdir()
-        (folder / "myinstalled/__init__.py").write_text(content)
+        for name in ("__init__.py", "sub.py"):  # an installer need not list the second, which may be made later
+            (folder / "myinstalled" / name).write_text(content)
         install(folder, "My-Installed", version, ["myinstalled/__init__.py"], editable)
         with monkeypatch.context() as patch:
             patch.syspath_prepend(folder)
@@ -330,6 +339,7 @@ def test_a_method_in_an_installed_namespace_counts_with_the_sources_of_its_distr
         ("import ctypes; ctypes.CDLL('x.so')", "CDLL() in mine.py, line 1"),
         ("import sys; sys.path.append('x'); import mynowhere", "import mynowhere in mine.py"),
         ("try:\n    import mynowhere\nexcept ImportError:\n    pass", None),
+        ("try:\n    import mynowhere\nexcept ImportError:\n    pass\ndef f():\n    import mynowhere", None),
         ("model.eval(); import json", None),
     ],
 )
