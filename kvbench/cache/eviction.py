@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.accounting import ZERO
-from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedMethod
+from kvbench.cache.hook_table import expecting
+from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.apportion import apportion
-from kvbench.interfaces.method import fit_protected
+from kvbench.interfaces.method import Method, fit_protected
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.cut_order import list_best, rank_scores
@@ -30,10 +31,10 @@ an observation like the one given. It may call that function, or return what an 
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """The method and the allocator that decide about the rows of one layer."""
+    """The method and the allocator, guarded, that decide about the rows of one layer."""
 
-    method: GuardedMethod
-    allocator: GuardedAllocator
+    method: Method
+    allocator: Allocator
     state: State
     """The method's state."""
     share_scores: ScoreSharing | None = None
@@ -42,8 +43,8 @@ class LayerPolicy:
     @property
     def keeps_best(self) -> bool:
         """Whether heads of equal quotas keep their best rows and drop the others, because no hook decides otherwise."""
-        decided = self.method.own & {"select", "merge", "cut"} or self.allocator.own & {"heads", "safe"}
-        return not decided and not self.method.method.merges
+        decided = self.method.overrides("select", "merge", "cut") or self.allocator.overrides("heads", "safe")
+        return not decided and not self.method.merges
 
 
 @dataclass(frozen=True)
@@ -109,20 +110,32 @@ def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quot
     scores = scores.masked_fill(~rows.present, -torch.inf)
     counts = share_among_heads(scores, protected, rows, policy, quota)
     kept = find_safe_rows(scores, protected, counts, policy, quota)
-    after = policy.method.cut(observation, rows, scores, counts, kept, quota.each, policy.state)
-    before, left = (own.present if policy.method.method.weighs_rows else own.mass for own in (rows, after))
+    after = cut_rows(observation, rows, scores, counts, kept, quota.each, policy)
+    before, left = (own.present if policy.method.weighs_rows else own.mass for own in (rows, after))
     evicted = (before.sum(-1) - left.sum(-1)).round().long()
     return Eviction(after, None, counts, evicted, count, given_up)
+
+
+def cut_rows(
+    observation: Observation, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None,
+    policy: LayerPolicy,
+) -> Rows:  # fmt: skip
+    """Return the rows that stay: the result of the method's `cut`, or of its `select` and `merge`."""
+    method = policy.method
+    if method.overrides("cut") or not method.overrides("select", "merge"):
+        return method.cut(rows, scores, quotas, protected, each)
+    kept = method.select(scores, quotas)
+    return expecting(method, quotas=quotas).merge(observation, rows, kept, policy.state)
 
 
 def score_rows(observation: Observation, rows: Rows, policy: LayerPolicy) -> Tensor:
     """Return finite numbers of the rows, (B, H, n), of which the largest stay. Other contexts may share them, so they
     must not be written to.
     """
-    guarded, state = policy.method, policy.state
+    method, state = policy.method, policy.state
 
     def compute(shown: Observation) -> Tensor:
-        scores = guarded.score(shown, rows, state).to(rows.mass.dtype) if guarded.method.scores else rows.mass
+        scores = method.score(shown, rows, state).to(rows.mass.dtype) if method.scores else rows.mass
         return rank_scores(scores)
 
     if policy.share_scores is None:
@@ -138,7 +151,7 @@ def protect_rows(
     These are counts of each head. There are none if the method protects no rows at all.
     """
     given_up: dict[str, Tensor] = {}
-    decides = policy.method.method.budget_setting is not None
+    decides = policy.method.budget_setting is not None
 
     def protect(samples: slice, size: int) -> Tensor:
         sinks = policy.method.protect_sinks(observation, rows, size)
@@ -159,7 +172,7 @@ def share_among_heads(scores: Tensor, protected: Tensor, rows: Rows, policy: Lay
     The method decides if it shares rows out itself. Otherwise the heads keep their earlier proportions, or the
     allocator decides.
     """
-    if policy.method.method.budget_setting is not None:
+    if policy.method.budget_setting is not None:
         counts = policy.method.count_rows(scores).maximum(protected.sum(-1)).minimum(rows.present.sum(-1))
         return for_each_quota(quota, lambda own, size: counts[own].clamp(1, size))
     if quota.heads is not None:

@@ -1,47 +1,53 @@
 """Guard the engine against a method, an allocator or a codec that breaks its contract.
 
-The engine calls every hook through a guard. If a hook raises, returns something that the interface does not allow, or
-writes into a tensor that it was given, the guard raises a `ContractError`. Its one line names the owner, the hook, the
-layer and the tensor. Without guards, a method that normalises keys in place would change the full cache and every other
-cell that reads the same prompt.
+The engine calls every hook through `Guard.call`, by the table in `kvbench.cache.hook_table`. If a hook raises, returns
+something that the table does not allow, writes into a tensor that it was handed, or puts another value into a field of
+what it was handed, `Guard.call` raises a `ContractError`. Its one line names the owner, the hook, the layer and the
+tensor or field. Without guards, a method that normalises keys in place would change the full cache and every other cell
+that reads the same prompt.
 
 PyTorch counts the in-place writes to a tensor (`Tensor._version`), through whichever view or detached alias they go.
 Reading that number takes the host a tenth of a microsecond and never waits for a GPU. `torch.inference_mode` has no
-such count, so the engine runs `without_gradients`. Writes that bypass PyTorch (`.data`, NumPy, DLPack, a custom kernel)
-are not counted. Guards that are `exact` find them too: they copy each tensor before a hook and compare it afterwards.
-They also find that a hook gave frozen rows or observations another tensor (`object.__setattr__`).
-The runner does so once for every method, allocator and codec, before a first sample, and `kvbench.runs.method_checks`
-does so in all its checks. A method that bypasses PyTorch later, for some prompts only, is not found.
+such count, so the engine runs `without_gradients`. A field was replaced (`object.__setattr__`, `vars(rows)[name] = …`)
+if it holds another object than before, which the host knows without looking at tensors. Writes that bypass PyTorch
+(`.data`, NumPy, DLPack, a custom kernel) are not counted. Guards that are `exact` find them too: they copy each tensor
+before a hook and compare it afterwards. They also compute anew what a hook left in a cached property, such as
+`Rows.present`. The runner does so once for every method, allocator and codec, before a first sample, and
+`kvbench.runs.method_checks` does so in all its checks. A method that bypasses PyTorch later, for some prompts only, is
+not found.
 
 Some faults can be seen only on the device (NaN, a wrong count). On a CPU the guard raises at once. On a GPU it notes
 the fault and raises after the block has passed all layers, when the engine synchronises with the device anyway.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from operator import is_
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec
-from kvbench.interfaces.layout import Layout
-from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder
+from kvbench.interfaces.observation import Observation, ReadRequest, State, StateCapture
+from kvbench.interfaces.row_reader import CapturedAnswer
 from kvbench.interfaces.rows import Rows
 from kvbench.validation import ContractError, SettingError
 
 T = TypeVar("T")
 Work = TypeVar("Work", bound=Callable[..., Any])
 PASSED_ON = (ContractError, SettingError, torch.cuda.OutOfMemoryError)  # their messages already say what is wrong
-ROWS = ("keys", "values", "places", "mass")
-SHOWN = ("queries", "outputs", "lse", "output_weight", "unrotated_keys", "hidden", "normed_hidden", "gradient")
-NAMED_ROWS = [(name, f"rows.{name}") for name in ROWS]  # formatted once, not at every hook
-NAMED_SHOWN = [(name, f"observation.{name}") for name in SHOWN]
+ABSENT: Any = object()
+MAPPINGS = dict, MappingProxyType
+WITH_MAPPINGS = Rows, CapturedAnswer  # a `State` has some too, which the method fills
+HANDED = Rows, Observation, State, ReadRequest, StateCapture, CapturedAnswer
+"""Objects that hooks are handed, whose fields they must leave as they are."""
+WATCHED = Tensor, *HANDED
+SHARED = "observation", "rows"  # what several hooks are handed, one after the other
 
 
 def without_gradients(work: Work) -> Work:
@@ -78,134 +84,102 @@ def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
         raise ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})") from error
 
 
-def check_shape(method: Method, codec: Codec, layout: Layout) -> None:
-    """Check that a method and a codec can serve a model of this shape (see `Method.check`)."""
-    ask(f"method={method.name}", "check", lambda: method.check(layout))
-    ask(f"codec={codec.name}", "check", lambda: codec.check(layout))
-
-
-def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> None:
-    """Refuse what needs fixed rotary frequencies for a model whose frequencies change with the length of the text.
-
-    A codec that stores keys before rotation would rotate them by the frequencies of the time when they are read back.
-
-    Args:
-        method: The method.
-        codec: The codec.
-        rope_switch: The length beyond which the model's RoPE changes its frequencies, or None.
-    """
-    if rope_switch is None:
-        return
-    if method.needs_fixed_rotation:
-        raise SettingError(
-            f"method={method.name}: it needs fixed rotary frequencies, and this model's RoPE changes them beyond "
-            f"{rope_switch} tokens; use another method or another model"
-        )
-    if codec.takes_unrotated_keys:
-        raise SettingError(
-            f"codec={codec.name}: it stores keys before rotation, and this model's RoPE changes its frequencies beyond "
-            f"{rope_switch} tokens; use codec=raw"
-        )
-
-
-def check_identity(method: Method, codec: Codec, identify: Callable[[], str]) -> None:
-    """Check that the files of a method and a codec were made for a model (see `Method.check_identity`)."""
-    ask(f"method={method.name}", "check_identity", lambda: method.check_identity(identify))
-    ask(f"codec={codec.name}", "check_identity", lambda: codec.check_identity(identify))
-
-
-def find_codec_of_layer(codec: Codec, layer: int, layers: int) -> Codec:
-    """Return the codec of one layer (see `Codec.of_layer`)."""
-    owner = f"codec={codec.name}"
-    found = ask(owner, "of_layer", lambda: codec.of_layer(layer, layers), f" of layer {layer}")
-    if not isinstance(found, Codec):
-        raise ContractError(f"{owner}: of_layer of layer {layer} returned {type(found).__name__}, expected a Codec")
-    return found
-
-
-def reason_against(method: Method, allocator: Allocator, codec: Codec) -> str | None:
-    """Return why the three cannot work together, or None if they can (see `Method.refuses`)."""
-    owner = f"method={method.name}"
-    found = ask(owner, "refuses", lambda: method.refuses(allocator, codec))
-    if found is not None and not isinstance(found, str):
-        raise ContractError(f"{owner}: refuses returned {type(found).__name__}, expected a text or None")
-    return found
-
-
-def is_spared(method: Method, layer: int, layers: int) -> bool:
-    """Whether a layer is never cut (see `Method.skips_layer`)."""
-    owner = f"method={method.name}"
-    found = ask(owner, "skips_layer", lambda: method.skips_layer(layer, layers), f" of layer {layer}")
-    if not isinstance(found, bool):
-        raise ContractError(f"{owner}: skips_layer of layer {layer} returned {type(found).__name__}, expected a bool")
-    return found
-
-
-def count_steps(method: Method, tokens: int, quota: int | None) -> int:
-    """Return how many steps it counts to read `tokens` tokens at once (see `Method.steps`)."""
-    owner = f"method={method.name}"
-    found = ask(owner, "steps", lambda: method.steps(tokens, quota))
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-        raise ContractError(f"{owner}: steps returned {found!r}, expected a whole number from 0 on")
-    return found
-
-
 class Handed:
-    """Tensors that a hook is given, by name, with their versions. An exact guard also keeps copies."""
+    """What a hook is handed: tensors with their versions, and objects with their fields, each by name.
+
+    An exact guard also keeps copies of the tensors.
+    """
+
+    __slots__ = "copies", "exact", "groups", "tensors", "versions"
 
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
-        self.names: list[str] = []
-        self.tensors: list[Tensor] = []
+        self.groups: list[tuple[Any, Mapping[Any, Any], str]] = []  # object or None, what it holds, form of names
+        self.tensors: list[Tensor] = []  # of all groups
         self.versions: list[int] = []
         self.copies: list[Tensor] = []
-        self.attributes: list[tuple[str, object, str, object]] = []  # name, whose, field, value
 
-    def add(self, name: str, tensor: Tensor | None) -> None:
-        """Watch a tensor; None adds nothing."""
-        if tensor is not None and (self.exact or not tensor.is_inference()):  # inference tensors have no versions
-            self.names.append(name)
-            self.tensors.append(tensor)
-            self.versions.append(count_writes(tensor) if self.exact else tensor._version)
-            if self.exact:
-                self.copies.append(tensor.clone())
-
-    def add_seen(self, observation: Observation) -> "Handed":
-        """Watch the tensors of an observation."""
-        self._add_fields(observation, NAMED_SHOWN)
+    def add(self, name: str, given: object) -> "Handed":
+        """Watch a tensor, or the fields of an object and the tensors in them. Anything else adds nothing."""
+        if isinstance(given, Tensor):
+            self.hold(None, {name: given}, "{}")
+        elif isinstance(given, HANDED):
+            own = dict(vars(given))
+            self.hold(given, own, name + ".{}")
+            if isinstance(given, WITH_MAPPINGS):
+                for key, one in own.items():
+                    if isinstance(one, MAPPINGS):
+                        self.hold(one, dict(one), f"{name}.{key}[{{!r}}]")
         return self
 
-    def add_rows(self, rows: Rows) -> "Handed":
-        """Watch the tensors of rows."""
-        self._add_fields(rows, NAMED_ROWS)
-        for name, column in rows.columns.items():
-            self.add(f"rows.columns[{name!r}]", column)
-        return self
-
-    def _add_fields(self, owner: Observation | Rows, fields: Sequence[tuple[str, str]]) -> None:
-        for field, name in fields:
-            value = getattr(owner, field)
-            self.add(name, value)
-            if self.exact:
-                self.attributes.append((name, owner, field, value))
+    def hold(self, given: object, held: Mapping[Any, Any], form: str) -> None:
+        """Watch what an object or mapping holds, and the tensors in it; only tensors by their names if it is None."""
+        self.groups.append((given, held, form))
+        tensors = [one for one in held.values() if isinstance(one, Tensor)]
+        try:
+            self.versions += [tensor._version for tensor in tensors]
+        except RuntimeError:  # those made under inference_mode have no versions
+            tensors = [tensor for tensor in tensors if self.exact or not tensor.is_inference()]
+            self.versions += map(count_writes, tensors)
+        self.tensors += tensors
+        if self.exact:
+            self.copies += [tensor.clone() for tensor in tensors]
 
     def renew(self) -> None:
         """Watch the tensors from now on, because the engine wrote to them."""
-        self.versions = [count_writes(tensor) for tensor in self.tensors]
-        if self.exact:
-            self.copies = [tensor.clone() for tensor in self.tensors]
+        groups, self.groups, self.tensors, self.versions, self.copies = self.groups, [], [], [], []
+        for group in groups:
+            self.hold(*group)
+
+    def is_changed(self) -> bool:
+        """Return whether a tensor or a field is not what it was. Exact guards must look closer (True)."""
+        if self.exact or [tensor._version for tensor in self.tensors] != self.versions:
+            return True
+        for given, held, _ in self.groups:
+            if given is not None:
+                now = given if isinstance(given, MAPPINGS) else vars(given)
+                more = len(now) - len(held)  # objects get cached properties
+                if more < 0 or (more and now is given) or not all(map(is_, now.values(), held.values())):
+                    return True
+        return False
 
     def written(self) -> list[str]:
-        """Return the names of the tensors that were written to, each once."""
-        if not self.exact and [tensor._version for tensor in self.tensors] == self.versions:
-            return []  # the usual case: compare two lists without a loop in Python
-        changed = [count_writes(tensor) != before for tensor, before in zip(self.tensors, self.versions, strict=True)]
+        """Return the names of the tensors that were written to."""
+        named = ((form.format(key), one) for _, held, form in self.groups for key, one in held.items())
+        names = [name for name, one in named if isinstance(one, Tensor) and (self.exact or not one.is_inference())]
+        changed = [count_writes(own) != before for own, before in zip(self.tensors, self.versions, strict=True)]
         if self.exact:
-            pairs = zip(changed, self.tensors, self.copies, strict=True)
-            changed = [counted or not same_bits(tensor, copy) for counted, tensor, copy in pairs]
-        names = [name for name, own in zip(self.names, changed, strict=True) if own]
-        names += [name for name, owner, field, value in self.attributes if getattr(owner, field, None) is not value]
-        return list(dict.fromkeys(names))
+            copied = zip(changed, self.tensors, self.copies, strict=True)
+            changed = [counted or not same_bits(tensor, copy) for counted, tensor, copy in copied]
+        return [name for name, own in zip(names, changed, strict=True) if own]
+
+    def put_back(self) -> list[str]:
+        """Give fields that hold another object than before theirs again, and return their names.
+
+        A new field of an object is a cached property, which only an exact guard computes anew.
+        """
+        found: list[str] = []
+        for given, held, form in self.groups:
+            now = held if given is None else given if isinstance(given, MAPPINGS) else vars(given)
+            wrong = [key for key, one in held.items() if now.get(key, ABSENT) is not one]
+            added = now.keys() - held.keys()
+            wrong += [key for key in added if now is given or (self.exact and not is_as_computed(given, key))]
+            if wrong and isinstance(now, dict):
+                now.clear()
+                now.update(held)
+            found += map(form.format, wrong)
+        return found
+
+
+def is_as_computed(owner: object, name: str) -> bool:
+    """Return whether a cached property of an object holds what it computes; True for any other name."""
+    computed = getattr(type(owner), name, None)
+    if not isinstance(computed, cached_property):
+        return True
+    found, expected = vars(owner)[name], computed.func(owner)
+    if isinstance(expected, Tensor):
+        return isinstance(found, Tensor) and same_bits(found, expected)
+    return bool(found == expected)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -220,72 +194,195 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-class Guard:
-    """Calls the hooks of one layer and notes faults that only the device can see."""
+@dataclass(frozen=True)
+class Hook:
+    """How a hook is called: a line of the table in `kvbench.cache.hook_table`."""
 
-    def __init__(self, layer: int, exact: bool = False) -> None:
-        self.layer, self.exact = layer, exact
+    given: str = ""
+    """The names of the arguments that are watched: tensors and `HANDED` must stay as they are."""
+    check: Callable[["Call", Any], Any] = lambda call, found: found
+    """Gets the call and what the hook returned. Returns what the engine gets, or raises a ContractError."""
+    convert: Callable[[Any], Any] = lambda found: found
+    """Applied to the result as a part of the hook, such as `list` if it may be a generator."""
+    holds: bool = False
+    """Whether the hook must also leave the tensors as they are that its object holds (`tensors`)."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.given.split())
+
+
+@dataclass
+class Owner:
+    """A method, an allocator, a codec or what a codec made, with the guard and the table of its hooks."""
+
+    subject: Any
+    name: str
+    """Its name in messages, such as "method=snapkv"."""
+    guard: "Guard"
+    hooks: Mapping[str, Hook]
+    """The hooks that are called through the guard."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What checks must know beside a hook's arguments."""
+    prefix: str = ""
+    """Precedes the name of a hook in messages."""
+
+
+class Guarded:
+    """Has the hooks of an owner, which are called through its guard, and everything else that the owner has.
+
+    Hooks that a method or an allocator does not override are kvbench's own and are called without a check.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+
+    def __getattr__(self, name: str) -> Any:
+        owner: Owner = vars(self)["owner"]
+        guarded = name in owner.hooks  # `partial` makes no cycle of references, so memory is freed at once
+        found = partial(owner.guard.call, owner, name) if guarded else getattr(owner.subject, name)
+        vars(self)[name] = found  # what an owner has does not change
+        return found
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a hook, for the check of what it returned."""
+
+    owner: Owner
+    name: str
+    arguments: tuple[Any, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an argument by the name that the table gives it."""
+        return self.arguments[self.owner.hooks[self.name].names.index(name)]
+
+    def describe(self, part: str, what: str) -> str:
+        """Return the line that says what the hook returned, as a whole or in a part such as ", keys,"."""
+        return f"{self.owner.name}: {self.owner.prefix}{self.name}{part}{self.owner.guard.where} returned {what}"
+
+    def refuse(self, what: str, part: str = "") -> NoReturn:
+        """Raise a ContractError because of what the hook returned."""
+        raise ContractError(self.describe(part, what))
+
+    def note(self, make: Callable[[], Tensor], what: str, part: str = "") -> None:
+        """Note that the hook returned something wrong if a flag is true (`Guard.note`)."""
+        self.owner.guard.note(make, self.describe(part, what))
+
+    def expect(self, found: object, shape: tuple[int, ...], kind: str, device: Any, part: str = "") -> None:
+        """Check a tensor that the hook returned.
+
+        Raises:
+            ContractError: `found` is not a tensor of this shape, kind of dtype and device.
+        """
+        if not isinstance(found, Tensor):
+            wrong = type(found).__name__
+        elif found.shape != shape:
+            wrong = f"a tensor of shape {tuple(found.shape)}"
+        elif not KINDS[kind](found.dtype):
+            wrong = f"a tensor of {str(found.dtype).removeprefix('torch.')}"
+        elif device is not None and found.device != device:
+            wrong = f"a tensor on {found.device}"
+        else:
+            return
+        wanted = f"expected a {kind} tensor of shape {tuple(shape)}{f' on {device}' if device is not None else ''}"
+        self.refuse(f"{wrong}, {wanted}", part)
+
+
+KINDS: Mapping[str, Callable[[torch.dtype], bool]] = {
+    "float": lambda dtype: dtype.is_floating_point,
+    "bool": lambda dtype: dtype == torch.bool,
+    "int": lambda dtype: not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool,
+    "number": lambda dtype: not dtype.is_complex,
+}
+
+
+class Guard:
+    """Calls the hooks of one layer, or of none, and notes faults that only the device can see."""
+
+    def __init__(self, layer: int | None = None, exact: bool = False) -> None:
+        self.exact, self.where = exact, "" if layer is None else f" of layer {layer}"
         self.faults: dict[str, Tensor] = {}  # message -> flag on the device
         self.noting = True
-        self.watched: tuple[Observation | None, Rows | None, Handed] = (None, None, Handed())
+        self.watched: dict[str, tuple[object, Handed]] = {}  # what the last hooks were handed
 
     def handed(self, **tensors: Tensor) -> Handed:
         """Return these tensors, watched by their names."""
         found = Handed(self.exact)
-        for name, tensor in tensors.items():
-            found.add(name, tensor)
+        found.hold(None, tensors, "{}")
         return found
-
-    def handed_rows(self, observation: Observation | None, rows: Rows | None) -> Handed:
-        """Return an observation and rows, watched. Consecutive hooks that get the same ones share one list."""
-        if self.watched[0] is not observation or self.watched[1] is not rows:
-            found = Handed(self.exact)
-            if observation is not None:
-                found.add_seen(observation)
-            if rows is not None:
-                found.add_rows(rows)
-            self.watched = observation, rows, found
-        return self.watched[2]
 
     def release(self) -> None:
-        """Release the tensors that hooks were given."""
-        self.watched = (None, None, Handed())
+        """Release what hooks were handed."""
+        self.watched = {}
 
-    def call(self, owner: str, hook: str, handed: Handed, work: Callable[[], T]) -> T:
-        """Call a hook and return its result.
+    def call(self, owner: Owner, name: str, *given: Any) -> Any:
+        """Call a hook by the table, and return its result as its check leaves it.
 
         Raises:
-            ContractError: The hook raised, or it wrote into a tensor that it was given.
+            ContractError: The hook raised, changed what it was handed, or returned something that is not allowed.
         """
+        hook, label, arguments = owner.hooks[name], owner.prefix + name, given
+        handed: list[Handed] = []
+        for place, title in enumerate(hook.names):
+            argument = given[place]
+            if title in SHARED:
+                if callable(argument):
+                    argument = self._hand_over(title, argument, handed)
+                    arguments = (*given[:place], argument, *given[place + 1 :])
+                else:
+                    handed.append(self.watch(title, argument))
+            elif isinstance(argument, WATCHED):
+                handed.append(Handed(self.exact).add(title, argument))
+        if hook.holds:
+            held = enumerate(self.call(owner, "tensors"))
+            handed.append(self.handed(**{f"tensors()[{number}]": tensor for number, tensor in held}))
         try:
-            found = ask(owner, hook, work, f" of layer {self.layer}")
+            found = ask(owner.name, label, lambda: hook.convert(getattr(owner.subject, name)(*arguments)), self.where)
         except ContractError:
-            if written := handed.written():
-                self.report(owner, hook, written)
+            self.check(owner.name, label, handed)
             raise
-        if written := handed.written():
-            self.report(owner, hook, written)
-        return found
+        self.check(owner.name, label, handed)
+        return hook.check(Call(owner, name, given), found)
 
-    def handing(self, handed: Handed, rows: Callable[[], Rows]) -> Callable[[], Rows]:
+    def watch(self, name: str, given: object) -> Handed:
+        """Return an observation or rows, watched. Consecutive hooks that get the same ones share what is noted."""
+        known = self.watched.get(name)
+        if known is None or known[0] is not given:
+            known = self.watched[name] = given, Handed(self.exact).add(name, given)
+        return known[1]
+
+    def _hand_over(self, name: str, rows: Callable[[], Rows], handed: list[Handed]) -> Callable[[], Rows]:
         """Return a function like `rows` that a hook may call. It watches the rows from the first call on."""
-        given: list[Rows] = []
 
         def hand_over() -> Rows:
             found = rows()
-            if not given:
-                given.append(found)
-                handed.add_rows(found)
+            if (watched := self.watch(name, found)) not in handed:
+                handed.append(watched)
             return found
 
         return hand_over
 
-    def report(self, owner: str, hook: str, names: Sequence[str]) -> NoReturn:
-        """Raise a ContractError because a hook wrote into the tensors with these names."""
-        weights = "observation.output_weight" in names
-        lost = "; the model's weights have changed, so load the model again" if weights else ""
-        line = f"{owner}: {hook} of layer {self.layer} wrote into {', '.join(names)}; it must return new tensors{lost}"
-        raise ContractError(line, spoils_model=weights)
+    def check(self, owner: str, hook: str, handed: Iterable[Handed]) -> None:
+        """Check that what a hook was handed is as it was.
+
+        Raises:
+            ContractError: The hook wrote into tensors, or replaced fields. The message names them.
+        """
+        for own in handed:
+            if own.is_changed():
+                break
+        else:
+            return
+        written = [name for own in handed for name in own.written()]
+        replaced = [name for own in handed for name in own.put_back()]
+        if written or replaced:
+            deeds = {"wrote into": written, "replaced": replaced}
+            done = " and ".join(f"{deed} {', '.join(names)}" for deed, names in deeds.items() if names)
+            rule = "it must return new tensors" if written else "it must leave what it is handed as it is"
+            weights = "observation.output_weight" in written
+            lost = "; the model's weights have changed, so load the model again" if weights else ""
+            raise ContractError(f"{owner}: {hook}{self.where} {done}; {rule}{lost}", spoils_model=weights)
 
     def note(self, make: Callable[[], Tensor], line: str) -> None:
         """Note a fault if a flag is true.
@@ -311,58 +408,6 @@ class Guard:
             yield
         finally:
             self.noting = True
-
-    def expect(self, owner: str, hook: str, found: object, shape: tuple[int, ...], kind: str, device: Any) -> None:
-        """Check the result of a hook.
-
-        Raises:
-            ContractError: `found` is not a tensor of this shape, kind of dtype and device.
-        """
-        if not isinstance(found, Tensor):
-            wrong = type(found).__name__
-        elif found.shape != shape:
-            wrong = f"a tensor of shape {tuple(found.shape)}"
-        elif not KINDS[kind](found.dtype):
-            wrong = f"a tensor of {str(found.dtype).removeprefix('torch.')}"
-        elif device is not None and found.device != device:
-            wrong = f"a tensor on {found.device}"
-        else:
-            return
-        wanted = f"expected a {kind} tensor of shape {tuple(shape)}{f' on {device}' if device is not None else ''}"
-        raise ContractError(f"{owner}: {hook} of layer {self.layer} returned {wrong}, {wanted}")
-
-
-KINDS: Mapping[str, Callable[[torch.dtype], bool]] = {
-    "float": lambda dtype: dtype.is_floating_point,
-    "bool": lambda dtype: dtype == torch.bool,
-    "int": lambda dtype: not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool,
-    "number": lambda dtype: not dtype.is_complex,
-}
-
-
-def extra_reads(method: Method, ids: Tensor, prefix: int, words: PromptEncoder, exact: bool = False) -> list[ExtraRead]:
-    """Return what the model must read about the prompt `ids` (B, n), checked (see `Method.extra_reads`)."""
-    guard, owner = Guard(0, exact), f"method={method.name}"
-    handed = guard.handed(ids=ids)
-    found = ask(owner, "extra_reads", lambda: list(method.extra_reads(ids, prefix, words)))
-    if handed.written():
-        raise ContractError(f"{owner}: extra_reads wrote into ids; it must return new tensors")
-    for number, reading in enumerate(found):
-        own = reading.ids if isinstance(reading, ExtraRead) else None
-        if not isinstance(own, Tensor) or own.dim() != 2 or len(own) != len(ids) or own.is_floating_point():
-            raise ContractError(
-                f"{owner}: extra_reads must give an ExtraRead of token ids ({len(ids)}, t) as number {number}"
-            )
-    return found
-
-
-def objective(method: Method, hidden: Tensor) -> Tensor:
-    """Return what `Method.objective` makes of hidden states, checked."""
-    owner = f"method={method.name}"
-    found = ask(owner, "objective", lambda: method.objective(hidden))
-    if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
-        raise ContractError(f"{owner}: objective must return one number, a tensor that depends on the hidden states")
-    return found
 
 
 def find_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -26,8 +26,8 @@ from kvbench.cache.eviction import (
     score_rows,
     without_tensors,
 )
-from kvbench.cache.guard import Guard, Handed, copy_containers, find_tensors, is_spared
-from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedMethod, GuardedRows
+from kvbench.cache.guard import Guard, Guarded, Handed, copy_containers, find_tensors
+from kvbench.cache.hook_table import expecting, guard_hooks
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.rerotation import rotate_by_slot
 from kvbench.cache.storage import Bytes, StoredRows, count_bytes
@@ -55,7 +55,7 @@ class Layers(list["Layer | None"]):
     def cut_layers(self) -> tuple[int, ...]:
         """The layers that share the budget."""
         own = [layer for layer in self if layer is not None]
-        return tuple(x.index for x in own if not is_spared(x.choice.method, x.index, x.layers))
+        return tuple(x.index for x in own if not x.method.skips_layer(x.index, x.layers))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LayerSnapshot:
     shares: HeadShares | None
     shown: Observation | None
     token_bytes: int
-    stamped: Handed
+    stamped: tuple[Handed, ...]
     attended: list[float]
     state: dict[str, Any]
     """The method's state of this layer."""
@@ -83,16 +83,16 @@ class Layer:
         self.cache: Any = cache if isinstance(cache, ProxyType) else proxy(cache)
         self.state = State(state.seeds, {}, state.shared)
         self.guard = Guard(index, choice.exact)
-        self.method = GuardedMethod(choice.method, self.guard)
-        self.allocator = GuardedAllocator(choice.allocator, self.guard)
-        self.codec = GuardedCodec(choice.codec, self.guard, layers)
+        self.method = guard_hooks(choice.method, self.guard)
+        self.allocator = guard_hooks(choice.allocator, self.guard)
+        self.codec = guard_hooks(guard_hooks(choice.codec, self.guard).of_layer(index, layers), self.guard)
         self.rows = StoredRows()
         self.tally = LayerTally()
         self.shares: HeadShares | None = None  # how heads shared the quota at the last uneven cut
         self.shown: Observation | None = None  # of this block, while a later layer may cut this one
         self.share_scores: ScoreSharing | None = None  # while contexts that read a prompt together cut this layer
         self.asked: list[str] | None = None  # notes what hooks ask the observation for (`watch`), if it is wanted
-        self.stamped = Handed(choice.exact)  # tensors that a hook may have kept a reference to
+        self.stamped: tuple[Handed, ...] = ()  # tensors that a hook may have kept a reference to
         self.output_weight: ref[Tensor] | None = None  # W_o of the model's layer, after a hook has seen it
         self.inputs: LayerInputs | None = None  # of this block, until the hooks have seen it
         self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of a block that is differentiated
@@ -212,7 +212,8 @@ class Layer:
                 queries, self.index, self.layers, first, progress.prompt, scaling, progress.look, progress.fraction,
                 self.find_packed() if self.choice.codec.packs and self.choice.method.attends_subset else None,
             )  # fmt: skip
-            look = self.method.read(request, view, self.state, rows.longest_head)
+            if self.method.overrides("read"):
+                look = expecting(self.method, held=rows.longest_head).read(request, view, self.state)
         if self.choice.method.uses_cache_positions and not (rows.even and rows.longest_head == rows.seen):
             rolled = rotate_by_slot(queries, view(), rotation)
         outputs, lse = self.run_attention(queries, scaling, look, rolled)
@@ -227,8 +228,8 @@ class Layer:
             more: Number of tokens to be read before, one by one.
         """
         for layer in filter(None, self.cache[self.index :]):
-            if isinstance(layer.rows.stored, GuardedRows):
-                found = layer.codec.find_packed(layer.rows.stored, more)
+            if isinstance(layer.rows.stored, Guarded):
+                found = layer.codec.find_packed(layer.rows.stored.owner.subject, more)
                 if found is not None:
                     return found
         return None
@@ -313,7 +314,8 @@ class Layer:
         )  # fmt: skip
         if self.asked is not None:
             observation = watch(observation, self.asked)
-        self.stamped.add_seen(observation)  # until all hooks have returned: the outputs go on through the model
+        # until all hooks have returned, because the outputs go on through the model
+        self.stamped += (self.guard.watch("observation", observation),)
         if self.differentiates:
             self.read = observation
         elif method.overrides("update"):
@@ -370,11 +372,20 @@ class Layer:
 
     def find_quota(self, observation: Observation, view: Callable[[], Rows], nominal: int) -> Quota:
         """Return how many rows the heads of this layer may keep."""
-        samples, method = self.allocator.layer(nominal, observation, view, self.state.shared), self.choice.method
+        samples, method = self.share_among_layers(nominal, observation, view), self.choice.method
         if method.sets_head_quotas and method.budget_setting is None:
-            heads = self.method.head_quotas(nominal, observation, self.state, self.rows.shape[1]).cpu()
-            return Quota(samples, heads)
+            return Quota(samples, self.share_among_heads(nominal, observation))
         return Quota(samples, shares=self.shares if observation.decoding else None)
+
+    def share_among_layers(self, nominal: int, observation: Observation, view: Callable[[], Rows]) -> tuple[int, ...]:
+        """Return the rows per head that the allocator gives the layer, one number per sample."""
+        found = self.allocator.layer(nominal, observation, view, self.state.shared)
+        return found if isinstance(found, tuple) else (found,) * self.rows.shape[0]
+
+    def share_among_heads(self, nominal: int, observation: Observation) -> Tensor:
+        """Return the rows that the method gives each head, (H,) or (B, H)."""
+        method = expecting(self.method, heads=self.rows.shape[1])
+        return method.head_quotas(nominal, observation, self.state).cpu()
 
     def exceeds(self, quota: Quota) -> bool:
         """Return whether a head may hold more rows than it may keep."""
@@ -417,7 +428,7 @@ class Layer:
         meter.peak = max(meter.peak, meter.total + rise)
         meter.update(self.index, held)
         self.metered = None if state else ref(rows)
-        self.stamped = Handed(self.choice.exact)
+        self.stamped = ()
 
     @property
     def policy(self) -> LayerPolicy:
@@ -499,14 +510,14 @@ class Layer:
         Args:
             nominal: Rows per head, as the mean over the layers.
         """
-        return self.allocator.layer(nominal, self.observe_nothing(), self.rows.view, self.state.shared)
+        return self.share_among_layers(nominal, self.observe_nothing(), self.rows.view)
 
     def find_head_quotas_ahead(self, nominal: int) -> Tensor:
         """Return the rows that each head keeps at the cuts of an answer, (H,) or (B, H); its tokens or more for all.
 
         The method must stream (`Method.streams`).
         """
-        return self.method.head_quotas(nominal, self.observe_nothing(), self.state, self.rows.shape[1]).cpu()
+        return self.share_among_heads(nominal, self.observe_nothing())
 
     def observe_nothing(self) -> Observation:
         """Return the observation of the next decoded token, without tensors."""
@@ -571,8 +582,8 @@ class Layer:
     def count_needs(self) -> tuple[int, int]:
         """Return the bytes that the last decoded token had to read, and the operations that made rows of them."""
         attended = self.attended[-1] if self.attended else self.rows.mean_rows
-        if isinstance(self.rows.stored, GuardedRows):
-            found = self.codec.count_needs(self.rows.stored, attended)
+        if isinstance(self.rows.stored, Guarded):
+            found = self.codec.count_needs(self.rows.stored.owner.subject, attended)
             if found is not None:
                 return found
         return round(self.bytes().rows * min(1.0, attended / self.rows.mean_rows)), 0
@@ -595,8 +606,8 @@ class Layer:
 
         `check_stamped` later finds out whether a method that kept a reference to one of them has written to it.
         """
-        self.stamped = self.guard.handed(**self.rows.named_tensors())
-        self.stamped.add("observation.output_weight", None if self.output_weight is None else self.output_weight())
+        own = self.guard.handed(**self.rows.named_tensors())
+        self.stamped = (own.add("observation.output_weight", self.output_weight and self.output_weight()),)
 
     def check_stamped(self) -> None:
         """Check that no tensor was written to since `stamp`, and stop holding the tensors.
@@ -604,9 +615,9 @@ class Layer:
         Raises:
             ContractError: A hook wrote to a tensor.
         """
-        stamped, self.stamped = self.stamped, Handed(self.choice.exact)
-        if written := stamped.written():
-            self.guard.report(self.choice.owners, "a hook that kept a reference to what it was handed", written)
+        stamped, self.stamped = self.stamped, ()
+        if any(map(Handed.is_changed, stamped)):
+            self.guard.check(self.choice.owners, "a hook that kept a reference to what it was handed", stamped)
 
     def renew_stamp(self) -> None:
         """Check the tensors, then note those of the changed rows. Freed tensors are released."""
@@ -645,8 +656,7 @@ class Layer:
         Raises:
             ContractError: The method wrote into such a tensor.
         """
-        if written := snapshot.kept.written():
-            self.guard.report(self.choice.owners, "a hook", written)
+        self.guard.check(self.choice.owners, "a hook", [snapshot.kept])
 
 
 @dataclass

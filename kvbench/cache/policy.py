@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kvbench.cache.guard import check_rotation, check_shape, reason_against
+from kvbench.cache.hook_table import check_rotation, check_shape, guard_hooks
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.layout import Layout
@@ -97,7 +97,7 @@ def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> CachePol
     Raises:
         SettingError: Two of the three cannot work together. The message says why.
     """
-    reason = reason_against(method, allocator, codec)
+    reason = guard_hooks(method).refuses(allocator, codec)
     if reason is not None:
         raise SettingError(reason)
     return CachePolicy(method, allocator, codec)

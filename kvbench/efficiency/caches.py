@@ -22,8 +22,6 @@ from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import Stamps
 from kvbench.interfaces.derived_method import derive_method
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ReadRequest, State
-from kvbench.interfaces.rows import Rows
 from kvbench.kernels.dispatch import force_implementation
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import list_plain_rows, make_plain_cache, text_config
@@ -167,19 +165,18 @@ def count_rows_read(layer: Layer) -> Iterator[list[float]]:
     Tokens that attend to all rows, because the method does not choose, add nothing.
     """
     counts: list[float] = []
-    read = layer.method.read
+    count = layer.count_attended
 
-    def counting(request: ReadRequest, rows: Callable[[], Rows], state: State, held: int) -> Tensor | None:
-        look = read(request, rows, state, held)
+    def counting(look: Tensor | None, mass: Tensor | None) -> None:
         if look is not None:
             counts.append(look.unflatten(1, (layer.rows.shape[1], -1)).any(2).sum(-1).float().mean().item())
-        return look
+        count(look, mass)
 
-    setattr(layer.method, "read", counting)  # noqa: B010 (mypy refuses the assignment)
+    setattr(layer, "count_attended", counting)  # noqa: B010 (mypy refuses the assignment)
     try:
         yield counts
     finally:
-        delattr(layer.method, "read")
+        delattr(layer, "count_attended")
 
 
 class StepwiseAnswer:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -16,15 +15,8 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.accounting import MemoryMeter
-from kvbench.cache.guard import (
-    Handed,
-    copy_containers,
-    count_steps,
-    extra_reads,
-    find_tensors,
-    objective,
-    without_gradients,
-)
+from kvbench.cache.guard import Guard, Handed, copy_containers, find_tensors, without_gradients
+from kvbench.cache.hook_table import guard_hooks
 from kvbench.cache.layer import Layer, Layers, LayerSnapshot
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.storage import Bytes, count_bytes
@@ -133,6 +125,7 @@ class PromptContext:
         self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, and keys or values that other contexts may share
         self.watched: list[Handed] = []  # the same while `branch` watches them
         self.path: DecodePath | None = None  # reads the current answer
+        self.method = guard_hooks(choice.method, Guard(exact=choice.exact))  # its hooks that belong to no layer
         self.defers_faults = False  # whether blocks are read ahead of the device, until `raise_faults` is called
         usable = compile and can_capture(model) and decodes_in_graph(choice)
         lent = like.weights if like is not None else None
@@ -259,7 +252,7 @@ class PromptContext:
         quota = self.budget.rows(prompt, prompt)
         if not method.needs_extra_reads or quota is None or quota >= prompt:
             return []
-        found = extra_reads(method, ids, self.progress.prefix, self.words, self.choice.exact)
+        found = list(self.method.extra_reads(ids, self.progress.prefix, self.words))
         vocabulary = text_config(self.model).vocab_size
         if any(int(reading.ids.max()) >= vocabulary for reading in found):
             raise SettingError(f"method: {method.name} gives the model token ids above {vocabulary - 1}, its last")
@@ -337,7 +330,7 @@ class PromptContext:
             return tokens
         for layer in self.own_layers:
             layer.stamp()
-        found = count_steps(self.choice.method, tokens, quota)
+        found = self.method.steps(tokens, quota)
         for layer in self.own_layers:
             layer.check_stamped()
         return found
@@ -352,7 +345,7 @@ class PromptContext:
         for layer in self.own_layers:
             layer.stamp()
         if self.choice.method.wants_gradient and self.progress.about is not None:
-            logits, gradients = differentiate(self.model, ids, self.cache, partial(objective, self.choice.method))
+            logits, gradients = differentiate(self.model, ids, self.cache, self.method.objective)
             for layer in self.own_layers:
                 layer.observe_gradient(gradients[layer.index])
         else:
@@ -460,8 +453,7 @@ class PromptContext:
                 layer.check_snapshot(own)
             checked.append((kept, "a hook"))
         for written, hook in checked:
-            if found := written.written():
-                self.own_layers[0].guard.report(self.choice.owners, hook, found)
+            self.own_layers[0].guard.check(self.choice.owners, hook, [written])
 
     @spend("restoring")
     def snapshot(self) -> ContextSnapshot:

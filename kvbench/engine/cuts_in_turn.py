@@ -79,7 +79,7 @@ def cut_in_turn(
 
     def view(rows: StoredRows) -> Rows:
         found = rows.view()
-        shown.add_rows(found)
+        shown.add("rows", found)
         return found
 
     views: dict[int, Lazy] = {}  # of the same rows

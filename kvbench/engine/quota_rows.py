@@ -6,13 +6,11 @@ tensor on the device, so one captured graph serves a whole answer.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import ask
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.graph_decoding import CHUNK, StepRows
@@ -45,14 +43,13 @@ def capture_states(weights: DecoderWeights, layers: Sequence[Layer], since: int)
         layers: The layers.
         since: Steps that the method has counted since the last cut.
     """
-    like, rows, method = weights.embed, layers[0].rows, layers[0].choice.method
+    like, rows = weights.embed, layers[0].rows
     to_queries, to_keys, _ = weights.blocks[layers[0].index].project
     dim = len(to_keys) // rows.shape[1]
     queries = like.new_empty(rows.shape[0], len(to_queries) // dim, 0, dim)
     capture, states = StateCapture(queries, rows.seen, since, CHUNK), []
     for layer in layers:
-        work = partial(method.capture_state, layer.state, capture)
-        captured = ask(f"method={method.name}", "capture_state", work, f" of layer {layer.index}")
+        captured = layer.method.capture_state(layer.state, capture)
         if captured is None:
             return None
         states.append(captured)
@@ -62,9 +59,7 @@ def capture_states(weights: DecoderWeights, layers: Sequence[Layer], since: int)
 def release_state(layer: Layer, captured: State, since: int) -> None:
     """Leave the method's state of a layer as the modules would have left it (`Method.release_state`)."""
     if captured is not layer.state:
-        method, seen = layer.choice.method, layer.rows.seen
-        work = partial(method.release_state, captured, layer.state, seen, since)
-        ask(f"method={method.name}", "release_state", work, f" of layer {layer.index}")
+        layer.method.release_state(captured, layer.state, layer.rows.seen, since)
         layer.update_memory()
 
 

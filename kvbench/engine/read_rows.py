@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.guard import ask
+from kvbench.cache.hook_table import guard_hooks
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.graph_decoding import CHUNK, Norms
@@ -58,7 +59,7 @@ def make_reader(
         tokens, first.progress.prompt, quota, fraction, weights.scaling, CHUNK,
         lambda layer, number: own[layer].find_packed(number),
     )  # fmt: skip
-    return ask(f"method={method.name}", "row_reader", lambda: method.row_reader(answer))
+    return guard_hooks(method).row_reader(answer)
 
 
 class ReadRows(PackedRows):

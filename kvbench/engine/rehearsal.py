@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.guarded_hooks import HOOKS
+from kvbench.cache.hook_table import HOOKS
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
@@ -35,7 +35,7 @@ def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, 
             load the model again.
     """
     method = choice.method
-    cuts = method.overrides(*HOOKS)  # the full cache has no hooks of its own
+    cuts = method.overrides(*HOOKS["method"])  # the full cache has no hooks of its own
     if not (cuts or choice.codec.packs):
         return
     budget = Budget(0.5 if cuts else 1.0)

@@ -138,7 +138,7 @@ class SharedTensors:
         Raises:
             ContractError: A tensor was written to. The message names `owner`, whose hooks ran last.
         """
-        if written := shown.written():
+        if shown.is_changed() and (written := shown.written()):
             raise ContractError(f"{owner}: a hook wrote into {', '.join(written)}, which other runs share")
         for reference, before, index in self.tensors:
             tensor = reference()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvbench.cache.guard import extra_reads
+from kvbench.cache.hook_table import guard_hooks
 from kvbench.config.imports import sources_unchanging
 from kvbench.config.provenance import find_revision, replay_hash, source_hashes
 from kvbench.engine.spending import spend
@@ -180,7 +180,7 @@ def make_records_folder(results: Path, folder: Path) -> Iterator[None]:
 
 def check_extra_reads(run: RunSpec, bench: Resources, longest: int) -> None:
     """Raise a SettingError if a method's extra reads and a prompt together have more tokens than the model takes."""
-    method = run.choice().method
+    method = guard_hooks(run.choice().method)
     if not method.needs_extra_reads:
         return
     for uid, (_, prompt) in bench.prompts.items():
@@ -189,7 +189,7 @@ def check_extra_reads(run: RunSpec, bench: Resources, longest: int) -> None:
         ids = torch.tensor([prompt.context if run.question == "hidden" else prompt.ids])
         most = max(
             reading.ids.shape[1]
-            for reading in extra_reads(method, ids, prompt.prefix, make_prompt_encoder(bench.tokenizer))
+            for reading in method.extra_reads(ids, prompt.prefix, make_prompt_encoder(bench.tokenizer))
         )
         quota = run.budget.rows(ids.shape[1], ids.shape[1])
         if quota is not None and quota < ids.shape[1] and ids.shape[1] + most > longest:

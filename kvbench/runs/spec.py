@@ -134,7 +134,7 @@ class RunSpec:
         Raises:
             SettingError: It names the first setting that cannot be used.
         """
-        from kvbench.cache.guard import check_identity
+        from kvbench.cache.hook_table import check_identity
 
         choice = self.choice()
         if choice.method.one_block and self.block_size is not None:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import kvbench
-from kvbench.cache.guard import Handed, same_bits, without_gradients
+from kvbench.cache.guard import Guard, Handed, same_bits, without_gradients
+from kvbench.cache.hook_table import guard_hooks
 from kvbench.cache.policy import CachePolicy
 from kvbench.config import catalogue
 from kvbench.config.compose import compose_config
@@ -24,7 +25,8 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec, Plain
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest
+from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State, StateCapture
+from kvbench.interfaces.row_reader import CapturedAnswer
 from kvbench.interfaces.task import Graded
 from kvbench.methods.codecs.kivi import Kivi
 from kvbench.runs.resources import Resources
@@ -437,14 +439,91 @@ def test_nan_is_named(hook):
         run_alone(saboteur(Honest, hook, deed)("saboteur"))
 
 
-@pytest.mark.parametrize("hook", ["update", "score"])
-def test_exact_guards_find_a_field_that_is_replaced(hook):
-    def deed(honest, observation, rows, *more):
-        found = honest()
-        object.__setattr__(rows, "values", rows.values.clone())
+def set_attribute(given: object, field: str, value: object) -> None:
+    object.__setattr__(given, field, value)
+
+
+def set_in_dictionary(given: object, field: str, value: object) -> None:
+    given.__dict__[field] = value
+
+
+def set_dictionary(given: object, field: str, value: object) -> None:
+    object.__setattr__(given, "__dict__", {**vars(given), field: value})
+
+
+REPLACED = [
+    ("update", 0, "observation.queries"),
+    ("update", 2, "state.layer"),
+    ("protect", 1, "rows.values"),
+    ("score", 0, "observation.first"),
+    ("score", 1, "rows.keys"),
+    ("score", 2, "state.shared"),
+    ("merge", 1, "rows.mass"),
+    ("cut", 0, "rows.places"),
+    ("read", 0, "request.scaling"),
+    ("read", 1, "rows.keys"),
+    ("read", 2, "state.seeds"),
+    ("layer", 1, "observation.share"),
+    ("layer", 2, "rows.places"),
+]
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("decoding", [False, True])
+@pytest.mark.parametrize("way", [set_attribute, set_in_dictionary, set_dictionary])
+@pytest.mark.parametrize("hook, place, field", REPLACED)
+def test_a_hook_that_replaces_a_field_of_what_it_is_handed_is_named(hook, place, field, way, decoding):
+    """In a prefill, or at a decoded token."""
+
+    def deed(honest, *arguments):
+        found, given = honest(), arguments[place]
+        given = given() if callable(given) else given
+        observed = [own.decoding for own in arguments if isinstance(own, Observation)]
+        if hook in ("read", "cut") or observed == [decoding]:
+            way(given, field.partition(".")[2], "another value")
         return found
 
-    with pytest.raises(ContractError, match=f"method=saboteur: {hook} of layer 0 wrote into rows.values;"):
+    allocator = saboteur(Allocator, hook, deed)("saboteur") if hook == "layer" else None
+    method = Honest if allocator else saboteur(BASES.get(hook, Honest), hook, deed)
+    with pytest.raises(ContractError) as found:
+        run_alone(method("saboteur", decoding=decoding and hook != "read"), allocator)
+    who = "allocator" if allocator else "method"
+    line = f"{who}=saboteur: {hook} of layer 0 replaced {field}; it must leave what it is handed as it is"
+    assert str(found.value) == line
+
+
+@pytest.mark.parametrize("given", [StateCapture, CapturedAnswer])
+def test_what_hooks_of_a_graph_are_handed_is_watched(given):
+    """These hooks are called before a graph is captured; their arguments are made up here."""
+    names = [own.name for own in fields(given)]
+    handed = given(**{name: {0: torch.ones(1)} if name == "keys" else torch.ones(1) for name in names})
+    hook, more = ("capture_state", [State((0,))]) if given is StateCapture else ("row_reader", [])
+    title = "capture" if more else "answer"
+
+    def sabotage(work):
+        return guard_hooks(saboteur(Honest, hook, lambda honest, *own: work(own[-1]))("saboteur"), Guard(3))
+
+    for name in names:
+        method = sabotage(lambda own, name=name: object.__setattr__(own, name, None))
+        with pytest.raises(ContractError, match=f"^method=saboteur: {hook} of layer 3 replaced {title}.{name};"):
+            getattr(method, hook)(*more, replace(handed))
+    if given is CapturedAnswer:
+        with pytest.raises(ContractError, match=r"row_reader of layer 3 wrote into answer.keys\[0\];"):
+            sabotage(lambda own: own.keys[0].mul_(2)).row_reader(handed)
+        for key in (0, 1):  # replaced, or added
+            with pytest.raises(ContractError, match=rf"row_reader of layer 3 replaced answer.keys\[{key}\];"):
+                sabotage(lambda own, key=key: own.keys.update({key: None})).row_reader(handed)
+        assert list(handed.keys) == [0] and handed.keys[0] is not None  # they are put back
+
+
+@pytest.mark.parametrize("hook", ["update", "score"])
+def test_exact_guards_compute_anew_what_a_hook_left_in_a_cached_property(hook):
+    def deed(honest, observation, rows, *more):
+        found = honest()
+        vars(rows)["present"] = rows.mass < 0
+        return found
+
+    with pytest.raises(ContractError, match=f"method=saboteur: {hook} of layer 0 replaced rows.present;"):
         run_alone(saboteur(Honest, hook, deed)("saboteur"), exact=True)
 
 
@@ -746,10 +825,11 @@ def test_a_record_that_differs_alone_ends_the_group(runs, bench, expected, tmp_p
 
     def score(self, observation, rows, state):
         if observation.prompt > 64:
-            object.__setattr__(rows, "keys", -rows.keys)
+            rows.keys.data.neg_()  # no version counts this
         return rows.mass * 1.0
 
     monkeypatch.setattr(type(runs[1].choice().method), "score", score)
+    monkeypatch.setattr(bench, "rehearsed", set())
     monkeypatch.setattr(bench, "accused", {})
     monkeypatch.setattr(RunSpec, "is_of_kvbench", property(lambda run: run.groups["method"]["name"] != "tova"))
     folders = execute_runs(runs, tmp_path, bench)

@@ -35,7 +35,7 @@ def read_prompts(
 def test_the_step_gives_what_the_modules_give(method, allocator, model):
     """All rows; heads of a group that hold different rows; heads that hold the same ones, with gaps."""
     modules, step = read_prompts(method, model, allocator, more={"decoding": False} if method == "tova" else None)
-    held = step.own_layers[0].rows.stored.packed.held
+    held = step.own_layers[0].rows.stored.held
     assert (held is None) == (method != "snapkv" or step.own_layers[0].rows.shape[1] == 1)
     assert_same_answers(modules, step)
     more = ids(5, 9).repeat(2, 1)

@@ -191,13 +191,13 @@ def test_a_centroid_for_each_row_attends_to_the_best_rows():
     args = SMALL | dict(bits=8, iterations=2)
     held = kvbench.prefill(make_double("llama"), ids(118), "pqcache", 0.3, method_args=args)
     layer = held.contexts[0].own_layers[0]
-    own, read = [], layer.method.read
+    own, attend = [], layer.run_attention
 
-    def note(request, rows, state, longest):
-        own.append((request.queries, read(request, rows, state, longest)))
-        return own[-1][1]
+    def note(queries, scaling, look, rolled):
+        own.append((queries, look))
+        return attend(queries, scaling, look, rolled)
 
-    layer.method.read = note
+    layer.run_attention = note
     held.extend(ids(1, seed=1))
     queries, look = own[0]
     expected = list_exact(queries, layer.rows.view().keys, 5, (13, 20))

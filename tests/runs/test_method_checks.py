@@ -77,7 +77,7 @@ def test_a_method_that_breaks_its_contract_fails(score, failed, check, capsys, m
 @pytest.mark.parametrize(
     ("deed", "line"),
     [
-        (lambda rows, model, call: object.__setattr__(rows, "keys", 0), "score of layer 0 wrote into rows.keys"),
+        (lambda rows, model, call: object.__setattr__(rows, "keys", 0), "score of layer 0 replaced rows.keys"),
         (
             lambda rows, model, call: setattr(method_class("knorm"), "score", lambda *own: -own[2].places.double()),
             "the method changed kvbench.methods.knorm.Knorm.score",
@@ -122,7 +122,7 @@ def test_a_method_that_spoils_who_comes_after_it_fails(check, capsys, monkeypatc
         return own
 
     monkeypatch.setattr(method_checks, "CHECKS", [own for own in CHECKS if own[1] is method_checks.check_sharing])
-    monkeypatch.setattr(Handed, "written", lambda handed: [])
+    monkeypatch.setattr(Handed, "is_changed", lambda handed: False)
     monkeypatch.setattr(method_class("tova"), "score", score)
     assert check("tova") == 1
     out = capsys.readouterr().out

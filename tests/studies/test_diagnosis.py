@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvbench.cache.guard import check_shape
+from kvbench.cache.hook_table import check_shape
 from kvbench.cache.policy import choose_cache
 from kvbench.config.catalogue import list_choices
 from kvbench.interfaces.allocator import Allocator

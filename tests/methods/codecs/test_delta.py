@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import kvbench
-from kvbench.cache.guard import check_rotation
+from kvbench.cache.hook_table import check_rotation
 from kvbench.cache.policy import choose_cache
 from kvbench.cache.storage import count_bytes
 from kvbench.config.catalogue import build, identity_settings, list_choices, load_settings, methods_available
@@ -276,7 +276,7 @@ def test_an_exact_compressor_gives_the_models_own_logits(tmp_path, model):
     with torch.no_grad():
         expected = own(input_ids=torch.cat([ids(50), ids(30, seed=1)], 1)).logits
     torch.testing.assert_close(torch.cat([held.logits[:, None], *more][1:], 1), expected[:, 50:], rtol=1e-6, atol=1e-6)
-    assert held.contexts[0].own_layers[-1].rows.stored.packed.compressed == 64
+    assert held.contexts[0].own_layers[-1].rows.stored.compressed == 64
 
 
 def test_blocks_of_a_prompt_change_nothing(tmp_path):

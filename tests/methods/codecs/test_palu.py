@@ -412,7 +412,7 @@ def test_rows_that_stay_are_those_of_the_full_cache(method, bits):
         for name in ("keys", "values"):
             at = rows.places[..., None].expand_as(rows.keys)
             torch.testing.assert_close(getattr(rows, name), getattr(whole, name).gather(2, at), **EXACT)
-        assert (one.rows.stored.packed.held is None) == (method in ("tova", "sink"))
+        assert (one.rows.stored.held is None) == (method in ("tova", "sink"))
 
 
 def count_latents(codec: Palu, layer: int, tokens: list[int], item: int) -> int:

@@ -1,0 +1,362 @@
+"""The table of all hooks: what a method, an allocator or a codec is handed, and what must come out.
+
+`HOOKS` has a line for each hook. It names the arguments, whose tensors and fields must stay as they are, and the check
+of what the hook returned. `kvbench.cache.guard.Guard.call` calls every hook by its line.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.guard import Call, Guard, Guarded, Hook, Owner
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.hooks import Hooks, overrides_any
+from kvbench.interfaces.layout import Layout
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import ExtraRead
+from kvbench.interfaces.rows import Rows
+from kvbench.validation import ContractError, SettingError
+
+T = TypeVar("T")
+
+
+def guard_hooks(subject: T, guard: Guard | None = None) -> T:
+    """Return a method, an allocator or a codec whose hooks are called through a guard; by default one of no layer."""
+    own: Any = subject
+    of: Any = type(own)
+    kind, hooks = find_hooks(of)
+    return cast(T, Guarded(Owner(own, f"{kind}={own.name}", guard or Guard(), hooks)))
+
+
+@cache
+def find_hooks(of: Any) -> tuple[str, dict[str, Hook]]:
+    """Return whether a class is a "method", an "allocator" or a "codec", and its hooks that are not kvbench's own."""
+    kind = next(kind for base, kind in KINDS.items() if issubclass(of, base))
+    return kind, {name: hook for name, hook in HOOKS[kind].items()
+                  if name in NEEDED or not issubclass(of, Hooks) or overrides_any(of, (name,))}  # fmt: skip
+
+
+def guard_rows(call: Call, rows: Any, kind: str = "packed", **facts: Any) -> Any:
+    """Return what a codec's hook made of rows, whose own hooks are called through the same guard."""
+    own, prefix = call.owner, "growing." if kind == "growing" else ""
+    return Guarded(Owner(rows, own.name, own.guard, HOOKS[kind], {**own.facts, **facts}, prefix))
+
+
+def expecting(guarded: T, **facts: Any) -> T:
+    """Return the same guarded object, with what the check of a hook must know beside the hook's arguments."""
+    own = cast(Guarded, guarded).owner
+    return cast(T, Guarded(Owner(own.subject, own.name, own.guard, own.hooks, facts)))
+
+
+def check_shape(method: Method, codec: Codec, layout: Layout) -> None:
+    """Check that a method and a codec can serve a model of this shape (see `Method.check`)."""
+    guard_hooks(method).check(layout)
+    guard_hooks(codec).check(layout)
+
+
+def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> None:
+    """Refuse what needs fixed rotary frequencies for a model whose frequencies change with the length of the text.
+
+    A codec that stores keys before rotation would rotate them by the frequencies of the time when they are read back.
+
+    Args:
+        method: The method.
+        codec: The codec.
+        rope_switch: The length beyond which the model's RoPE changes its frequencies, or None.
+    """
+    if rope_switch is None:
+        return
+    if method.needs_fixed_rotation:
+        raise SettingError(
+            f"method={method.name}: it needs fixed rotary frequencies, and this model's RoPE changes them beyond "
+            f"{rope_switch} tokens; use another method or another model"
+        )
+    if codec.takes_unrotated_keys:
+        raise SettingError(
+            f"codec={codec.name}: it stores keys before rotation, and this model's RoPE changes its frequencies beyond "
+            f"{rope_switch} tokens; use codec=raw"
+        )
+
+
+def check_identity(method: Method, codec: Codec, identify: Callable[[], str]) -> None:
+    """Check that the files of a method and a codec were made for a model (see `Method.check_identity`)."""
+    guard_hooks(method).check_identity(identify)
+    guard_hooks(codec).check_identity(identify)
+
+
+# Checks. Each gets the call and what the hook returned, and returns what the engine gets.
+
+
+def be(wanted: str, is_allowed: Callable[[Any], bool], show: Callable[[Any], str] = repr) -> Callable[[Call, Any], Any]:
+    """Return a check of a value that is no tensor. `wanted` says in words what is allowed."""
+
+    def check(call: Call, found: Any) -> Any:
+        if not is_allowed(found):
+            call.refuse(f"{show(found)}, expected {wanted}")
+        return found
+
+    return check
+
+
+def be_of(wanted: str, types: Any) -> Callable[[Call, Any], Any]:
+    """Return a check of a value's type."""
+    return be(wanted, lambda found: isinstance(found, types), lambda found: type(found).__name__)
+
+
+def be_like(argument: str, kind: str, dims: int | None = None, optional: bool = False) -> Callable[[Call, Any], Any]:
+    """Return a check of a tensor that has the first `dims` dimensions and the device of an argument, or of its rows."""
+
+    def check(call: Call, found: Any) -> Any:
+        if not (optional and found is None):
+            like = call[argument]
+            like = like.mass if isinstance(like, Rows) else like
+            call.expect(found, like.shape[:dims], kind, like.device)
+        return found
+
+    return check
+
+
+def is_whole(found: object, least: int = 1) -> bool:
+    """Return whether a value is a whole number of at least `least`."""
+    return isinstance(found, int) and not isinstance(found, bool) and found >= least
+
+
+def is_not_finite(tensor: Tensor) -> Tensor:
+    """Return whether a tensor has a number that is not finite, as a bool tensor without dimensions."""
+    return ~tensor.isfinite().all()
+
+
+def note_nan(call: Call, found: Tensor, part: str = "") -> None:
+    """Note NaN at a row that exists."""
+    observation, rows = call["observation"], call["rows"]
+
+    def is_wrong() -> Tensor:
+        wrong = found.isnan()
+        return (wrong if observation.each == len(rows) else wrong & rows.present).any()  # none of `each` is absent
+
+    if found.dtype.is_floating_point:
+        call.note(is_wrong, "NaN", part)
+
+
+def check_extra_reads(call: Call, found: list[ExtraRead]) -> list[ExtraRead]:
+    ids = call["ids"]
+    for number, reading in enumerate(found):
+        own = reading.ids if isinstance(reading, ExtraRead) else None
+        if not isinstance(own, Tensor) or own.dim() != 2 or len(own) != len(ids) or own.is_floating_point():
+            line = f"{call.owner.name}: extra_reads must give an ExtraRead of token ids ({len(ids)}, t)"
+            raise ContractError(f"{line} as number {number}")
+    return found
+
+
+def check_objective(call: Call, found: Any) -> Tensor:
+    if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
+        line = "objective must return one number, a tensor that depends on the hidden states"
+        raise ContractError(f"{call.owner.name}: {line}")
+    return found
+
+
+def check_columns(call: Call, found: Any) -> Mapping[str, Tensor]:
+    if not isinstance(found, Mapping):
+        call.refuse(f"{type(found).__name__}, expected a mapping of names to tensors")
+    rows = call["rows"]
+    for name, column in found.items():
+        if name not in rows.columns or column is not rows.columns[name]:
+            part = f", column {name!r},"
+            call.expect(column, rows.mass.shape, "number", rows.mass.device, part)
+            note_nan(call, column, part)
+    return found
+
+
+def check_score(call: Call, found: Any) -> Tensor:
+    rows = call["rows"]
+    call.expect(found, rows.mass.shape, "float", rows.mass.device)
+    note_nan(call, found)
+    return cast(Tensor, found)
+
+
+def check_head_quotas(call: Call, found: Any) -> Tensor:
+    per_sample = isinstance(found, Tensor) and found.dim() == 2
+    samples = call["observation"].queries.shape[:1] if per_sample else ()
+    call.expect(found, (*samples, call.owner.facts["heads"]), "int", None)
+    call.note(lambda: (found < 1).any(), "less than one row for a head")
+    return cast(Tensor, found)
+
+
+def check_select(call: Call, found: Any) -> Tensor:
+    scores, quotas = call["scores"], call["quotas"]
+    call.expect(found, scores.shape, "bool", scores.device)
+    note_counts(call, lambda: found & (scores > -torch.inf), quotas)
+    return cast(Tensor, found)
+
+
+def note_counts(call: Call, kept: Callable[[], Tensor], quotas: Tensor) -> None:
+    """Note that a cut leaves a head another number of rows than its quota."""
+    line = "a number of rows that differs from the quota of a head"
+    call.note(lambda: ((own := kept()).sum(-1) != quotas.to(own.device)).any(), line)
+
+
+def check_rows(call: Call, found: Any) -> Rows:
+    """Check the rows that a cut leaves."""
+    if not isinstance(found, Rows):
+        call.refuse(f"{type(found).__name__}, expected Rows")
+    before, method = call["rows"], call.owner.subject
+    count = found.mass.shape[-1] if isinstance(found.mass, Tensor) and found.mass.dim() else 0
+    for name in ("keys", "values", "places", "mass"):
+        old, own, part = getattr(before, name), getattr(found, name), f", {name},"
+        kind = "float" if old.dtype.is_floating_point else "int"
+        call.expect(own, (*old.shape[:2], count, *old.shape[3:]), kind, old.device, part)
+        if own.dtype != old.dtype:
+            call.refuse(f"{own.dtype}, expected {old.dtype}", part)
+        if own is not old and kind == "float":
+            call.note(partial(is_not_finite, own), "numbers that are not finite", part)
+    for name, column in found.columns.items():
+        call.expect(column, found.mass.shape, "number", before.mass.device, f", column {name!r},")
+    note_counts(call, lambda: found.present, call["quotas"] if call.name == "cut" else call.owner.facts["quotas"])
+    if method.merges and not method.weighs_rows:
+        call.note(
+            lambda: ((found.mass.sum(-1) > before.mass.sum(-1) + 0.5) | (found.mass < 0).any(-1)).any(),
+            "masses that stand for more tokens than before",
+        )
+    return found
+
+
+def check_read(call: Call, found: Any) -> Tensor | None:
+    if found is not None:
+        queries = call["request"].queries
+        call.expect(found, (*queries.shape[:2], call.owner.facts["held"]), "bool", queries.device)
+    return cast(Tensor | None, found)
+
+
+def check_layer(call: Call, found: Any) -> tuple[int, ...]:
+    batch = call["observation"].queries.shape[0]
+    return check_quotas(call, (found,) * batch if is_whole(found) else found)
+
+
+def check_earlier(call: Call, found: Any) -> Mapping[int, tuple[int, ...]]:
+    if not isinstance(found, Mapping) or not set(found) <= set(call["observation"].cut_layers):
+        call.refuse("no mapping of layers that share the budget to rows")
+    return {layer: check_quotas(call, own) for layer, own in found.items()}
+
+
+def check_quotas(call: Call, found: Any) -> tuple[int, ...]:
+    batch = call["observation"].queries.shape[0]
+    if not isinstance(found, tuple | list) or len(found) != batch or not all(map(is_whole, found)):
+        call.refuse(f"{found!r}, expected a whole number of rows from 1 on per sample")
+    return tuple(found)
+
+
+def check_heads(call: Call, found: Any) -> Tensor:
+    scores, quota = call["scores"], call["quota"]
+    call.expect(found, scores.shape[:2], "int", scores.device)
+
+    def is_wrong() -> Tensor:
+        held, total = (scores > -torch.inf).sum(-1), found.sum(-1, keepdim=True)
+        return ((found < 1) | (found > held) | (total > found.shape[1] * quota)).any()
+
+    call.note(is_wrong, f"counts that are not from 1 to the rows of a head and at most {quota} on average")
+    return cast(Tensor, found)
+
+
+def check_pack(call: Call, found: Any) -> Any:
+    keys = call["keys"]
+    packed = guard_rows(call, found, shape=tuple(keys.shape), dtype=keys.dtype, device=keys.device)
+    for name, part in zip(("keys", "values"), packed.read(), strict=True):
+        call.note(partial(is_not_finite, part), f"{name} that are not finite")
+    return packed
+
+
+def pack_again(count: Callable[..., int]) -> Callable[[Call, Any], Any]:
+    """Return a check of packed rows that follow others. `count` gets the number of those and the hook's arguments."""
+
+    def check(call: Call, found: Any) -> Any:
+        rows, dim = call.owner.facts["shape"]
+        return guard_rows(call, found, shape=(count(rows, *call.arguments), dim))
+
+    return check
+
+
+def check_unpacked(call: Call, found: Sequence[Any]) -> Sequence[Tensor]:
+    if len(found) != 2:
+        call.refuse("no keys and values")
+    facts = call.owner.facts
+    for name, part in zip(("keys", "values"), found, strict=True):
+        call.expect(part, facts["shape"], "float", facts["device"], f", {name},")
+        if part.dtype != facts["dtype"]:
+            call.refuse(f"{part.dtype}, expected {facts['dtype']}", f", {name},")
+    return found
+
+
+def check_outputs(call: Call, found: Any) -> Tensor:
+    queries, dim = call.arguments[0], call.owner.facts["shape"][1]
+    call.expect(found, (len(queries), queries.shape[1] // dim, 1, dim), "float", queries.device)
+    return cast(Tensor, found)
+
+
+NEEDED = "score", "head_quotas", "count_rows", "objective"  # by default they raise an error
+SCORED = "scores protected quota"
+TWO_NUMBERS = be(
+    "two whole numbers",
+    lambda found: found is None or isinstance(found, tuple) and [type(own) for own in found] == [int, int],
+)
+
+HOOKS: dict[str, dict[str, Hook]] = {
+    "method": {
+        "check": Hook(),
+        "check_identity": Hook(),
+        "refuses": Hook("", be_of("a text or None", str | None)),
+        "skips_layer": Hook("", be_of("a bool", bool)),
+        "steps": Hook("", be("a whole number from 0 on", lambda found: is_whole(found, 0))),
+        "extra_reads": Hook("ids prefix words", check_extra_reads, convert=list),
+        "objective": Hook("hidden", check_objective),
+        "update": Hook("observation rows state", check_columns),
+        "protect_sinks": Hook("observation rows quota", be_like("rows", "bool", optional=True)),
+        "protect": Hook("observation rows quota", be_like("rows", "bool", optional=True)),
+        "score": Hook("observation rows state", check_score),
+        "head_quotas": Hook("quota observation state", check_head_quotas),
+        "count_rows": Hook("scores", be_like("scores", "int", dims=2)),
+        "select": Hook("scores quotas", check_select),
+        "merge": Hook("observation rows kept state", check_rows),
+        "cut": Hook("rows scores quotas protected each", check_rows),
+        "read": Hook("request rows state", check_read),
+        "forget": Hook("state"),
+        "capture_state": Hook("state capture"),
+        "release_state": Hook("captured state seen since"),
+        "row_reader": Hook("answer"),
+    },
+    "allocator": {
+        "layer": Hook("quota observation rows shared", check_layer),
+        "heads": Hook(SCORED, check_heads),
+        "safe": Hook(SCORED, be_like("scores", "bool")),
+        "earlier": Hook("quota observation shared", check_earlier),
+    },
+    "codec": {
+        "check": Hook(),
+        "check_identity": Hook(),
+        "of_layer": Hook("", be_of("a Codec", Codec)),
+        "pack": Hook("keys values lengths", check_pack),
+        "find_packed": Hook("", TWO_NUMBERS),
+        "count_needs": Hook(),
+    },
+    "packed": {  # what `Codec.pack` returned
+        "read": Hook(check=check_unpacked, convert=tuple),
+        "tensors": Hook(convert=list),
+        # snapshots refer to the rows before
+        "extend": Hook("keys values lengths", pack_again(lambda rows, keys, *_: rows + len(keys)), holds=True),
+        "keep": Hook("kept", pack_again(lambda _, kept: int(kept.sum())), holds=True),
+        "replicate": Hook("times lengths", pack_again(lambda rows, times, _: rows * times)),
+        "growing": Hook("tokens ahead seen places mass", partial(guard_rows, kind="growing"), holds=True),
+    },
+    "growing": {  # what `Growable.growing` returned; a captured step may write into what the hooks are handed
+        "begin": Hook(),
+        "attend": Hook(check=check_outputs),
+        "make_rows": Hook(),
+        "pack_due": Hook(),
+        "finish": Hook("read lengths", pack_again(lambda rows, read, lengths: rows + read * lengths.numel())),
+        "tensors": Hook(convert=list),
+    },
+}
+KINDS: dict[type, str] = {Method: "method", Allocator: "allocator", Codec: "codec"}
