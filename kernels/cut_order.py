@@ -1,7 +1,8 @@
 """The order in which the rows of a head claim its quota.
 
-Every cut follows `ORDER`: cuts on the host (`kvbench.cache.eviction`), cuts in CUDA graphs (`kvbench.engine`), and both
-implementations of `kvbench.kernels.row_replacement`. What the order says stands here alone.
+Which rows of a head stay follows `ORDER` wherever a layer is cut: on the host (`kvbench.cache.eviction`), in CUDA
+graphs (`kvbench.engine`), and in both implementations of `kvbench.kernels.row_replacement`. How many rows a head may
+keep, which allocators and some methods decide, does not follow it.
 """
 
 from collections.abc import Mapping

@@ -19,6 +19,7 @@ from kvbench.interfaces.apportion import apportion
 from kvbench.interfaces.method import Method, fit_protected
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.kernels import cut_order
 from kvbench.kernels.cut_order import list_best, rank_scores
 
 SCORE = "score"  # the column with a block's scores, while the layer may be cut again
@@ -156,7 +157,7 @@ def protect_rows(
     def protect(samples: slice, size: int) -> Tensor:
         sinks = policy.method.protect_sinks(observation, rows, size)
         recents = policy.method.protect(observation, rows, size)
-        size += decides  # without a budget no row must be left to the scores
+        size += decides * cut_order.ORDER.scored  # without a budget no row must be left to the scores
         found = fit_protected(sinks, recents, rows, size)
         for kind, counts in found.given_up.items():
             own = counts[samples][..., 0]

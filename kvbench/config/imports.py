@@ -10,7 +10,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, distributions
@@ -93,7 +93,11 @@ def _read_imports(module: str) -> list[tuple[str, bool]]:
     files = list_files(module)
     package = module if any(file.name == "__init__.py" for file in files) else module.rpartition(".")[0]
     sources = [read_source(file.read_bytes()) for file in files if file.suffix == ".py"]
-    return [(resolve_name(name, package), needed) for source in sources for name, needed in source.imports]
+    found = []
+    for name, needed in (own for source in sources for own in source.imports):
+        with suppress(ImportError):  # from . in a file that is in no package: Python refuses it, too
+            found.append((resolve_name(name, package), needed))
+    return found
 
 
 def find_unfollowed(modules: Iterable[str]) -> list[str]:
@@ -153,7 +157,7 @@ def _find_imports(node: ast.AST, tried: bool = False) -> Iterator[tuple[str, boo
         yield from ((f"{origin}.{alias.name}" if node.module else origin + alias.name, False) for alias in node.names)
     for field in BLOCKS:
         for child in getattr(node, field, ()):
-            yield from _find_imports(child, tried or isinstance(node, ast.Try) and field == "body")
+            yield from _find_imports(child, tried or isinstance(node, ast.Try | ast.TryStar) and field == "body")
 
 
 def _find_calls(tree: ast.Module) -> Iterator[tuple[int, str, str]]:

@@ -6,13 +6,14 @@
     codec      packing rows, and making rows from packed ones
     rest       choosing the token, and counting rows and tokens
 
-An answer is decoded as it is, which gives the mean time of a token. What a profiler adds never enters that time.
-On a GPU the next answer runs under a profiler, which gives the time of every kernel; kernels that run at once share it.
-A kernel in a CUDA graph does not say who launched it. So a third answer launches the same steps without graphs. There
-the functions that are running say whose the kernels are: the share of a region in a kernel's time there is its share of
-that kernel in the graph. What is left of a token's mean time, as the gaps between kernels and the waits for the host,
-is `unattributed`. On the CPU the second answer is timed region by region. Timing it takes time itself, so that the
-regions of a tiny model exceed the mean, and `unattributed` is negative.
+The same answer is decoded several times. The first time is not counted, because kernels are compiled and tuned then.
+The second time gives the mean time of a token, into which nothing enters that a profiler adds. On a GPU the third one
+runs under a profiler, which gives the time of every kernel; kernels that run at once share it. A kernel in a CUDA graph
+does not say who launched it. So the fourth one launches the same steps without graphs. There the functions that are
+running say whose the kernels are: the share of a region in a kernel's time there is its share of that kernel in the
+graph. What is left of a token's mean time, as the gaps between kernels and the waits for the host, is `unattributed`.
+On the CPU the third one is timed region by region. Timing it takes time itself, so that the regions of a tiny model
+exceed the mean, and `unattributed` is negative.
 """
 
 import json
@@ -154,9 +155,10 @@ def measure_regions(run: RunSpec) -> list[Line]:
 
 def split_token(own: KVBenchCache, count: int) -> Iterator[Line]:
     """Decode answers of `count` tokens and yield the lines of the split. The first `SKIPPED` tokens are left out."""
-    for _ in range(2):  # what is compiled and tuned in a process's first answer is not counted
+    for _ in range(2):
         with own.context.branch():
-            steps = own.answer(count)[SKIPPED - 1 :]
+            times = own.answer(count)
+    steps = times[SKIPPED - 1 :]
     mean = sum(steps) / len(steps)
     found = split_on_cpu(own, count) if own.run.device == "cpu" else split_on_gpu(own, count)
     parts = {region: 1000 * found.get(region, 0.0) / len(steps) for region in REGIONS}

@@ -225,11 +225,11 @@ def require_logits(logits: Tensor, model: torch.nn.Module) -> None:
 
 def open_path(answer: Answer) -> DecodePath:
     """Choose the path that reads the next tokens of an answer."""
-    planned = plan_rows(answer.context, answer.left)
+    begin, planned = now(answer.context.device), plan_rows(answer.context, answer.left)
     if planned is None:
         return ModulePath(answer)
     with spend("capturing"):
-        AnswerBatch([(answer, planned)])
+        AnswerBatch([(answer, planned)], begin)
     assert answer.path is not None
     return answer.path
 

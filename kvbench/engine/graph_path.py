@@ -68,17 +68,18 @@ class AnswerBatch:
     """Answers that are decoded as one batch."""
 
     @without_gradients
-    def __init__(self, parts: Sequence[tuple[DecodedAnswer, PlannedRows]]) -> None:
+    def __init__(self, parts: Sequence[tuple[DecodedAnswer, PlannedRows]], begin: float) -> None:
         """Capture the graph, if the device is a GPU, and become the path of each answer.
 
         Args:
             parts: Answers, and rows that serve equally many tokens of each. Rows of several are never cut.
+            begin: When planning began (`kvbench.engine.timing.now`). It counts as capturing.
         """
         first, planned = parts[0]
         weights = first.context.weights
         assert weights is not None  # a context without them has no planned rows
         device = weights.head.device
-        begin, self.tokens = now(device.type), planned.tokens
+        self.tokens = planned.tokens
         made = [make_rows(answer.context, own) for answer, own in parts]
         groups = group_alike(made)
         order = list(chain(*groups))
@@ -125,7 +126,7 @@ class AnswerBatch:
             self.rows.running.discard(number)
 
     @without_gradients
-    def close(self, number: int, read: int) -> Tensor | None:
+    def close(self, number: int, read: int) -> tuple[int, Tensor | None]:
         """Give the layers of a context the first `read` tokens. If it will forget them, the layers only count them.
 
         No answer may read further tokens.
@@ -135,15 +136,15 @@ class AnswerBatch:
             read: How many tokens of it were read and returned.
 
         Returns:
-            The logits of the last one, (B, vocab), or None if they are lost.
+            How many tokens the layers got, and the logits of the last one, (B, vocab), or None if they are lost.
         """
-        if len(self.parts) == 1:  # the graph can read again what counts
-            return self.decoder.close()
+        if len(self.parts) == 1:  # the graph can read again what counts, a token that raised an error included
+            return self.decoder.read, self.decoder.close()
         part, done = self.parts[number], self.decoder.read + len(self.decoder.ahead)
         logits: Tensor | None = None
         if number in self.forgotten:
             part.forget(read)
-            return None
+            return read, None
         if read == done:
             logits = self.decoder.logits.split(self.sizes)[number].clone()
         else:  # the other answers were longer
@@ -152,7 +153,7 @@ class AnswerBatch:
                 logits = read_token(self.weights, part, tokens[:, step], False, None)
                 part.advance(False)
         part.finish(read)
-        return logits
+        return read, logits
 
 
 class GraphPath:
@@ -172,7 +173,7 @@ class GraphPath:
         return token, self.began + elapsed
 
     def close(self) -> None:
-        count_read(self.context, self.read, self.batch.close(self.number, self.read))
+        count_read(self.context, *self.batch.close(self.number, self.read))
 
 
 def count_read(context: PromptContext, read: int, logits: Tensor | None) -> None:

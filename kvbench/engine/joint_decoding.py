@@ -163,6 +163,7 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
     """
     parts: list[tuple[Answer, PlannedRows]] = []
     used: set[int] = set()
+    begin = now(answers[0].context.device)
     for answer in answers:
         like, context = parts[0][0] if parts else answer, answer.context
         if answer.is_over or answer.path is not None:
@@ -178,7 +179,7 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
         parts.append((answer, planned))
     if len(parts) > 1:
         with spend("capturing"):
-            AnswerBatch(parts)
+            AnswerBatch(parts, begin)
     return [answer for answer, _ in parts] if len(parts) > 1 else []
 
 

@@ -13,7 +13,7 @@ For a query head, with p the softmax over all rows of the cell's run and o the o
     accumulated   ‖o' − o‖ / ‖o‖, where o' is what the run computed and o what the full cache's run computed for the
                   same token
     dropped       1 − Σ p over the rows that are held (that are read, if the method reads few of many rows)
-    recall        the share of the oracle's rows that are held when the answer begins
+    recall        the share of the oracle's rows that are held when the answer begins; 0 if none is held
 
 Errors and masses are means over the tokens of a part. The *oracle* knows the answer: it keeps those rows of the prompt
 that the full cache's answer attends to most, by the sum of p over the answer's tokens and the query heads of a KV head.
@@ -178,15 +178,16 @@ class Comparison:
     def split(self) -> Iterator[list[int]]:
         """Yield the layers in groups that are diagnosed at once, because a GPU waits for the host if each is alone.
 
-        Layers of a group lie on one device, and their probabilities take at most `LARGEST` bytes, unless one layer
-        alone takes more.
+        Layers of a group lie on one device, and one copy of their probabilities takes at most `LARGEST` bytes, unless
+        one layer alone takes more.
         """
         reading, group, before = self.run.reading, list[int](), None
         for index, layer in self.run.layers.items():
-            heads, tokens, _ = (queries := layer.queries[0]).shape
-            tokens = reading.window + reading.tokens
-            most = LARGEST[queries.device.type] // (4 * heads * tokens * (reading.known + reading.tokens))
-            alike = queries.device, layer.scaling, heads, [len(held) for held in layer.held]
+            queries = layer.queries[0]
+            size = torch.promote_types(queries.dtype, torch.float32).itemsize * len(queries)
+            size *= (reading.window + reading.tokens) * (reading.known + reading.tokens)
+            most = LARGEST[queries.device.type] // size
+            alike = queries.device, layer.scaling, len(queries), [len(held) for held in layer.held]
             if group and (alike != before or len(group) >= most):
                 yield group
                 group = []
@@ -267,7 +268,7 @@ class Comparison:
             rows.mean(-1, dtype=outputs.dtype).mean(-1) for rows in (held, references[TOP_P])
         )
         if not run.merges:
-            found["recall"] = ((references[TOP_K] & held).sum(-1) / held.sum(-1)).mean(-1)
+            found["recall"] = ((references[TOP_K] & held).sum(-1) / held.sum(-1).clamp(min=1)).mean(-1)
         for part, tokens in parts.items():
             local = find_error(outputs[1:, :, :, tokens], outputs[0, :, :, tokens])
             dropped = 1 - (mass[1:] / mass[0])[..., tokens].mean(-1)

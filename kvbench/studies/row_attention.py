@@ -155,7 +155,7 @@ def _attend_shared_sets(weights: Tensor, values: Pieces, sets: Tensor) -> tuple[
         torch.mul(layer[:, :, None], mask[:, :, :count, None], out=wide[..., :width].unflatten(-1, (count, dim)))
         wide[..., width:] = mask
         multiply(own, wide, found)
-    found = joined.view(*weights.shape[:3], joined.shape[4 - 1])
+    found = joined.view(*weights.shape[:3], joined.shape[3])
     outputs = found[..., :width].unflatten(-1, (count, dim)).movedim(-2, 0)
     return outputs, found[..., width : width + count].movedim(-1, 0)
 

@@ -81,6 +81,11 @@ class LayerTrace:
     size: int = 0
 
 
+def send(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return whole numbers on a device. The host does not wait for what the device does."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
+
+
 def read_until_answer(
     model: torch.nn.Module,
     choice: CachePolicy,
@@ -98,7 +103,7 @@ def read_until_answer(
     context.defers_faults = defers_faults
     context.prefill(torch.tensor([reading.ids], device=device))
     if reading.question:
-        context.extend(torch.tensor([reading.question], device=device))
+        context.extend(send(reading.question, device)[None])
     return context
 
 
@@ -112,8 +117,7 @@ def read_answer(context: GenerationContext, answer: Sequence[int]) -> None:
     """Read the tokens of an answer that is given, one by one if the method looks at every token."""
     method, device = context.choice.method, context.last_logits.device
     size = 1 if method.decoding or method.attends_subset else len(answer)
-    ids = torch.tensor([answer]).to(device, non_blocking=True)  # the host does not wait for the prompt
-    for part in ids.split(size, dim=1):
+    for part in send(answer, device)[None].split(size, dim=1):
         context.extend(part)
 
 
@@ -144,6 +148,7 @@ class WatchedRun:
         whole = block_size is None or block_size >= len(reading.ids)
         self.copies = not compared and (not whole or choice.codec.packs_before_attention)
         self.merges = method.merges and not method.weighs_rows
+        self.needles = dict[torch.device, Tensor]()  # their positions on each device
         self.watching, reads = True, self.look_at_reads if method.attends_subset else None
         watched = watch_method(method, self.look, reads, lambda: self.watching)
         choice = CachePolicy(watched, choice.allocator, choice.codec)
@@ -204,9 +209,12 @@ class WatchedRun:
 
     def _note_deaths(self, layer: LayerTrace, places: Tensor, stop: int) -> None:
         """Note which needles before `stop` are gone, given the positions of the rows that are held, (H, n)."""
-        needles = torch.tensor(self.reading.needles, device=places.device)
+        device = places.device
+        if device not in self.needles:
+            self.needles[device] = send(self.reading.needles, device)
+        needles = self.needles[device]
         if layer.died is None:
-            layer.died = torch.full((len(places), len(needles)), inf, device=places.device)
+            layer.died = torch.full((len(places), len(needles)), inf, device=device)
         gone = ~mark_places(places, self.reading.known)[:, needles] & (needles < stop)
         layer.died = layer.died.where(~gone | (layer.died < inf), float(layer.blocks))
 

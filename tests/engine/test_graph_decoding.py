@@ -438,6 +438,9 @@ def test_scores_that_are_no_numbers_raise_at_their_token(monkeypatch):
     assert len([next(answer) for _ in range(7)]) == 7
     with pytest.raises(ContractError, match="method=keydiff: score returned NaN"):
         next(answer)
+    assert {layer.rows.seen for layer in step.own_layers} == {
+        step.seen
+    }  # the token at fault counts in both, or in none
 
 
 @pytest.mark.parametrize("chosen", [APPENDING, CUTTING, *map(only_in_full, (CUTTING_FIVES, WATCHING)), FILLING])

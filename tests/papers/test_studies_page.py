@@ -41,7 +41,7 @@ def test_the_example_pages_are_made_from_the_committed_lines():
 def test_every_model_has_its_verdict(tmp_path):
     write_study(tmp_path, list_heads(), "small", "1" * 16)
     [*others, claim] = list_heads()
-    write_study(tmp_path, [*others, claim.__class__(**vars(claim) | {"value": 1.0, "low": None})], "large_8b", "2" * 16)
+    write_study(tmp_path, [*others, claim._replace(value=1.0, low=None)], "large_8b", "2" * 16)
     page = write_studies_page(tmp_path, tmp_path / "docs")
     text = page.read_text()
     assert page == tmp_path / "docs" / "studies.md" and max(map(len, text.splitlines())) <= 120
