@@ -360,7 +360,7 @@ def test_two_methods_and_both_questions(question, kvbench, tmp_path):
 )
 def test_what_does_not_fit_the_model_leaves_nothing(own, named, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    model = ["model=hf", f"model.path={REFERENCE}", "model.longest=4096"]
+    model = ["model=hf", f'model.path="{REFERENCE}"', "model.longest=4096"]
     found = run_cli(["task=ledger", f"task.{own}", *model, "method=snapkv", "device=cpu"], monkeypatch, capsys)
     assert_refused(found, named, tmp_path)
     assert found[2].endswith(" tokens with this tokenizer, the model takes 4096\n")
