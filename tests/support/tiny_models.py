@@ -147,9 +147,10 @@ def make_double(name: str) -> torch.nn.Module:
     return copy.deepcopy(tiny(name)).double()
 
 
+@cache
 def make_exact(name: str) -> torch.nn.Module:
     """The same with norms that are computed in float64 too, where small differences would be multiplied."""
-    model = make_double(name)
+    model = copy.deepcopy(make_double(name))
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.forward = partial(norm_exactly, module)
