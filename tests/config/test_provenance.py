@@ -339,6 +339,7 @@ def test_a_method_in_an_installed_namespace_counts_with_the_sources_of_its_distr
         ("import ctypes; ctypes.CDLL('x.so')", "CDLL() in mine.py, line 1"),
         ("import sys; sys.path.append('x'); import mynowhere", "import mynowhere in mine.py"),
         ("try:\n    import mynowhere\nexcept ImportError:\n    pass", None),
+        ("try:\n    import mynowhere\nexcept* ImportError:\n    pass", None),
         ("try:\n    import mynowhere\nexcept ImportError:\n    pass\ndef f():\n    import mynowhere", None),
         ("model.eval(); import json", None),
     ],
@@ -359,6 +360,12 @@ def test_the_methods_and_tasks_of_kvbench_can_be_followed():
         find_module_name(path) for path in MODULE_FILES if path.relative_to(ROOT).parts[0] in ("methods", "tasks")
     }
     assert find_unfollowed(follow_imports(modules)) == []
+
+
+def test_a_file_in_no_package_may_try_to_import_from_one(outside):
+    before = source_hash(["kvbench.methods.mine"])
+    (outside / "mylib.py").write_text("try:\n    from . import more\nexcept ImportError:\n    pass\nSIGN = 1\n")
+    assert source_hash(["kvbench.methods.mine"]) != before
 
 
 def test_the_hash_is_asked_for_again_at_no_cost(outside, monkeypatch):
