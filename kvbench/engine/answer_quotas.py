@@ -63,6 +63,10 @@ class AnswerQuotas:
         found: list[bool] = alike.tolist()
         return found
 
+    def select(self, layers: Sequence[int]) -> "AnswerQuotas":
+        """Return the quotas of some layers."""
+        return AnswerQuotas(self.quotas[:, layers], self.rows[:, layers])
+
     def find_last_cut(self, layer: int, begin: int, end: int) -> int | None:
         """Return how many tokens had been read at the last cut of a layer from token `begin` to before `end`.
 
@@ -91,6 +95,8 @@ def join_answer_quotas(plans: Sequence[AnswerQuotas], sizes: Sequence[int]) -> A
         plans: Those of each context, for equally many tokens and layers.
         sizes: Number of its samples.
     """
+    if len(plans) == 1:
+        return plans[0]
 
     def join(parts: Sequence[Tensor]) -> Tensor:
         heads = max(part.shape[3] for part in parts)

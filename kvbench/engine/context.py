@@ -21,8 +21,8 @@ from kvbench.cache.layer import Layer, Layers, LayerSnapshot
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.storage import Bytes, count_bytes
 from kvbench.engine.answer_quotas import replaces_rows
+from kvbench.engine.appended_rows import only_appends
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.graph_decoding import only_appends
 from kvbench.engine.graph_prefill import SHORT, GraphPrefill
 from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
 from kvbench.engine.read_rows import reads_in_graph
@@ -193,7 +193,7 @@ class PromptContext:
                 if quota is not None and self.weights and count >= FEW and is_at_quota(self.own_layers, quota):
                     more = ids[:, self.seen : self.seen + count * size]
                     windows = self.sliding_layers()
-                    GraphPrefill(self.weights, self.own_layers, windows, more, size, quota, self.seen).read()
+                    GraphPrefill(self.weights, self.own_layers, windows, more, size, quota).read()
                     self.count_tokens(more.shape[1])
             self.set_progress(last=False)
             if again and rows is not None:

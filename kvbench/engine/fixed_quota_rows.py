@@ -6,15 +6,15 @@ are gathered into spare memory for one layer, which all layers share, and copied
 every token. Between two cuts the slots behind the newest row are rows that do not exist.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.layer import Layer
-from kvbench.engine.graph_decoding import Norms
-from kvbench.engine.quota_rows import QuotaRows, release_state, take_columns, write_columns
+from kvbench.engine.graph_decoding import Attend, Norms
+from kvbench.engine.method_view import PresentRows, find_present_rows
+from kvbench.engine.quota_rows import QuotaRows
 from kvbench.interfaces.codec import Plain
 from kvbench.interfaces.method import fit_protected
 from kvbench.interfaces.observation import State
@@ -26,72 +26,59 @@ from kvbench.kernels.row_selection import gather_rows, kept_indices
 from kvbench.models.decoder_weights import DecoderWeights
 
 
-@dataclass(frozen=True)
-class HeldSlots:
-    """Which of n slots hold a row between two cuts."""
-
-    present: Tensor
-    """(n,) bool"""
-    places: Tensor
-    """Positions of the rows, (L, B, H, n), -1 for absent ones."""
-    mass: Tensor
-    """1 or 0, (B, H, n)."""
-
-
 class FixedQuotaRows(QuotaRows):
-    """The rows of all layers, cut to `quota` rows per head after every `size` tokens."""
+    """The rows of an answer's layers, cut to `quota` rows per head after every `size` tokens."""
 
     def __init__(
-        self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, size: int, quota: int, seen: int,
+        self, weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, size: int, quota: int,
         implementation: str | None = None, states: Sequence[State] | None = None,
     ) -> None:  # fmt: skip
         """Allocate memory. `back` copies the layers' rows into it.
 
         Args:
             weights: The model's weights.
-            layers: The layers, all at their quota (`is_at_quota`), maybe with tokens read since the last cut.
+            answers: The layers of the only answer, or of a prompt, all at their quota (`is_at_quota`), maybe with
+                tokens read since the last cut.
             tokens: Number of tokens that will be read.
             size: Number of tokens between two cuts.
             quota: Rows per head after a cut.
-            seen: Number of tokens read so far.
             implementation: Name of the kernels' implementation; None chooses one.
             states: The method's captured states of the layers (`capture_states`); None for the layers' own.
         """
-        self.before = layers[0].rows.tail  # tokens read since the last cut
-        begin = seen - self.before
-        end = begin + -(-(self.before + tokens) // size) * size
-        capacities = [torch.full(layer.rows.shape, quota + size) for layer in layers]
-        super().__init__(weights, layers, len(capacities[0]), begin, end, implementation)
-        self.allocate(capacities)
+        rows = answers[0][0].rows
+        self.before = rows.tail  # tokens read since the last cut
+        self.seen = rows.seen - self.before
+        end = self.seen + -(-(self.before + tokens) // size) * size
+        capacities = [torch.full(layer.rows.shape, quota + size) for layer in answers[0]]
+        super().__init__(weights, answers, capacities, self.seen, end, implementation, states)
         self.quota, self.size = quota, size
         self.every_place = torch.stack(self.places)
         self.places = list(self.every_place)
-        self.angles = [part.unflatten(0, (-1, size)) for part in self.angles]
+        self.intervals = [part.unflatten(0, (-1, size)) for part in self.angles]
         self.spare = torch.empty_like(self.padded(0)[:, :, :, :quota])
         self.all = torch.arange(self.spare[0, ..., 0].numel(), device=self.device)  # indices of all spare rows
         self.quotas = torch.full(self.held, quota, device=self.device)
         self.slots = torch.arange(quota + size, device=self.device)
         self.at = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of complete intervals
         self.since = torch.zeros((), dtype=torch.int32, device=self.device)  # tokens read since the last cut
-        self.states = self.states if states is None else list(states)
 
     def cuts(self, number: int) -> bool:
         """Return whether the layers are cut after the token of this number, counted from 0."""
         return (self.before + number + 1) % self.size == 0
 
-    def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
+    def reader(self, cuts: bool) -> Attend:
         """Return the function that appends and attends in one layer, for `forward_step`.
 
         It reads one token while decoding, or the tokens of a whole interval of a prompt. With `cuts` they are the last
         of the interval, and every layer is cut.
         """
-        cos, sin = (part.index_select(0, self.at)[0] for part in self.angles)
+        cos, sin = (part.index_select(0, self.at)[0] for part in self.intervals)
         tail, step = (None, None) if cuts else (self.quota + 1, self.since)
         first = self.at[0] * self.size + (self.since.long() + self.seen)  # position of the first token read
         implementation, method = self.implementation, self.layers[0].choice.method
         shows = cuts or method.watches
         lse = shows and method.wants_lse
-        held = self.held_slots() if shows and not cuts else None
+        held = self.find_present() if shows and not cuts else None
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             queries, new_keys, new_values = projected
@@ -112,28 +99,14 @@ class FixedQuotaRows(QuotaRows):
             if cuts:
                 self.cut(index, queries, outputs, sums, first)
             elif held is not None:
-                self.watch(index, queries, outputs, sums, first, held)
+                self.view.watch(index, keys, values, held, queries, outputs, sums, first)
             return outputs
 
         return attend
 
-    def held_slots(self) -> HeldSlots:
+    def find_present(self) -> PresentRows:
         """Return which slots hold a row when the next token has been appended."""
-        present = self.slots <= self.since + self.quota
-        ones = self.mass[0]
-        return HeldSlots(present, self.every_place.where(present, -1), present.to(ones.dtype).expand_as(ones))
-
-    def watch(
-        self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor, held: HeldSlots
-    ) -> None:
-        """Let the method see a token after which no cut follows."""
-        layer, columns = self.layers[index], self.columns[index]
-        keys, values = self.padded(index).unbind()
-        rows = Rows(keys, values, held.places[index], held.mass, columns)
-        with layer.guard.unnoted():
-            _, rows = self.show(index, rows, queries, outputs, lse, first, None)
-        layer.guard.release()
-        write_columns(columns, rows.columns, held.present)
+        return find_present_rows(self.slots <= self.since + self.quota, self.every_place, self.spare)
 
     def cut(self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor) -> None:
         """Let the method see what the layer has read, and cut the layer to its quota."""
@@ -141,8 +114,8 @@ class FixedQuotaRows(QuotaRows):
         (keys, values), places, method = self.padded(index).unbind(), self.places[index], layer.method
         rows = Rows(keys, values, places, self.mass[index], self.columns[index])
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
-            observation, rows = self.show(index, rows, queries, outputs, lse, first, quota + self.size)
-            scores = method.score(observation, rows, self.states[index]).to(rows.mass.dtype)
+            observation, rows = self.view.show(index, rows, queries, outputs, lse, first, quota + self.size)
+            scores = method.score(observation, rows, self.view.states[index]).to(rows.mass.dtype)
             self.invalid |= scores.max().isnan()
             scores = rank_scores(scores)
             sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
@@ -189,7 +162,7 @@ class FixedQuotaRows(QuotaRows):
                 into[:, :, : len(held)] = old
             self.places[index][..., :quota] = held.places[..., :quota]
             self.places[index][..., quota:] = later
-            take_columns(self.columns[index], layer.rows.columns)
+        self.view.take_columns()
         self.invalid.zero_()
         self.at.fill_((begin - self.seen) // self.size)
         self.since.fill_(like.tail)
@@ -206,17 +179,16 @@ class FixedQuotaRows(QuotaRows):
             held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.padded(index)]  # later tokens write here
             tail = [part[:, :, quota : quota + since].clone() for part in self.padded(index)] if since else None
             places = self.places[index][..., :quota].int().flatten()
-            columns = {name: column[..., : quota + since].clone() for name, column in self.columns[index].items()}
             rows = layer.rows.replace_all(
-                read - kept, Plain(*held), places, layer.rows.lengths, quota, True, columns, tail
-            )
+                read - kept, Plain(*held), places, layer.rows.lengths, quota, True,
+                self.view.copy_columns(index, quota + since), tail,
+            )  # fmt: skip
             layer.replace_rows(rows, evicted, attended, max(attended))
             if evicted:
                 self.give_tally(index)
 
-    def finish(self, read: int) -> None:
+    def finish(self, read: int, answer: int = 0) -> None:
         """Give the layers the first `read` tokens and the method's states. The rows are not used any more."""
         self.keep(read)
-        for layer, captured in zip(self.layers, self.states, strict=True):
-            if read:
-                release_state(layer, captured, layer.rows.tail)
+        if read:
+            self.view.release_states(self.layers[0].rows.tail)

@@ -6,28 +6,31 @@ across cuts if every cut runs the same operations (`kvbench.engine.quota_rows`).
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.guard import without_gradients
+from kvbench.cache.layer import Layer
 from kvbench.engine.answer_quotas import AnswerQuotas, find_answer_quotas, replaces_rows
+from kvbench.engine.appended_rows import AppendedRows, only_appends
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
-from kvbench.engine.graph_decoding import CHUNK, GrowingRows, StepRows, only_appends
+from kvbench.engine.graph_decoding import CHUNK, StepRows
 from kvbench.engine.graph_path import AnswerBatch, PlannedRows
-from kvbench.engine.packed_rows import PackedRows
-from kvbench.engine.quota_rows import capture_states, is_at_quota, repeats_cuts
+from kvbench.engine.method_view import capture_states
+from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
 from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
-from kvbench.engine.replaced_rows import ReplacedRows
+from kvbench.engine.replaced_rows import find_shared_kind, make_replaced_rows
 from kvbench.engine.sampling import NOT_FINITE, TokenChooser, mark_tokens
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
-from kvbench.engine.watched_rows import WatchedRows
 from kvbench.interfaces.row_reader import RowReader
+from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.models.transformers_port import kvbench_attention
 from kvbench.stops import check_stop
 from kvbench.validation import NumericalError
@@ -252,28 +255,41 @@ def plan_rows(context: GenerationContext, left: int, worth: int = WORTH) -> Plan
         return PlannedRows(cut_rows, left, cut=True)
     reader = find_reader(context, left)
     if reader is not None:
-        return PlannedRows(partial(ReadRows, reader=reader), left)
+        return PlannedRows(partial(make_alone, ReadRows, reader=reader), left)
     cut = find_first_cut(context, left)
     before_cut = left if cut is None else cut - 1
     if before_cut == left or before_cut >= WORTH_BETWEEN_CUTS:
-        growing = find_growing_rows(context)
-        if growing is not None:
-            return PlannedRows(growing, before_cut)
+        appended = plan_appended(context, before_cut)
+        if appended is not None:
+            return appended
     plan = plan_replacing(context, left)
-    return None if plan is None else PlannedRows(partial(ReplacedRows, plan=plan), plan.tokens)
+    if plan is None:
+        return None
+    kind = None if context.sliding_layers() else find_shared_kind(context.own_layers, plan)
+    return PlannedRows(make_replaced_rows, plan.tokens, kind=kind, plan=plan)
 
 
-def find_growing_rows(context: GenerationContext) -> Callable[..., StepRows] | None:
-    """Return what makes rows that only grow until the next cut, or None if the modules must read."""
+def make_alone(
+    kind: Callable[..., StepRows], weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, **more: Any
+) -> list[StepRows]:
+    """Make rows of one kind for all layers."""
+    return [kind(weights, answers, tokens, **more)]
+
+
+def plan_appended(context: GenerationContext, tokens: int) -> PlannedRows | None:
+    """Plan rows that only grow until the next cut, or return None if the modules must read."""
     choice, method, layers = context.choice, context.choice.method, context.own_layers
     if only_appends(choice):
-        return PackedRows if choice.codec.packs else GrowingRows
+        shares = not choice.codec.packs and not context.sliding_layers()
+        return PlannedRows(partial(make_alone, AppendedRows), tokens, kind=AppendedRows if shares else None)
     shows = method.watches and repeats_cuts(choice) and not method.uses_cache_positions and not method.attends_subset
     cuts = context.find_decode_quota(context.seen + 1) is not None and not replaces_rows(choice)
     if not shows or not cuts or context.weights is None or any(own.rows.stored is not None for own in layers):
         return None
     states = capture_states(context.weights, layers, context.since_cut)
-    return None if states is None else partial(WatchedRows, states=states, since=context.since_cut)
+    if states is None:
+        return None
+    return PlannedRows(partial(make_alone, AppendedRows, states=states, since=context.since_cut), tokens)
 
 
 def find_first_cut(context: GenerationContext, left: int) -> int | None:
@@ -303,7 +319,7 @@ def find_reader(context: GenerationContext, left: int) -> RowReader | None:
     return make_reader(context.weights, context.own_layers, left, quota, context.budget.fraction)
 
 
-def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRows] | None:
+def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., list[StepRows]] | None:
     """Return what makes rows that a graph cuts after every few of the next `left` tokens, or None if none can."""
     quota, method = find_constant_quota(context, left), context.choice.method
     if quota is None or context.weights is None:
@@ -311,7 +327,7 @@ def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRo
     states = capture_states(context.weights, context.own_layers, context.since_cut)
     if states is None:
         return None
-    return partial(FixedQuotaRows, size=method.decode_interval, quota=quota, states=states)
+    return partial(make_alone, FixedQuotaRows, size=method.decode_interval, quota=quota, states=states)
 
 
 def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None:

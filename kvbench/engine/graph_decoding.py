@@ -1,32 +1,31 @@
 """Decode with kvbench's own forward step, over rows with fixed addresses.
 
 The step uses the model's weights directly. On a GPU it is captured once as a CUDA graph and replayed for every token,
-so the host does nothing in between. The rows decide where a token's row goes and which rows are attended to.
-`GrowingRows` only append. Others are in modules of kvbench.engine: `ReadRows` (read_rows) append and attend to some
-rows, `PackedRows` (packed_rows) append and pack, `WatchedRows` (watched_rows) append and are shown to the method,
-`ReplacedRows` (replaced_rows) give up a row for each token that does not fit, and `FixedQuotaRows` (fixed_quota_rows)
-are cut after every few tokens. `SlidingRows` (sliding_rows) hold the windows of some layers beside any of these.
+so the host does nothing in between. The rows (`StepRows`) say where a token's row goes, what leaves for it, and which
+rows are attended to. Each kind serves some layers of some answers, and `kvbench.engine.batch_rows` puts the kinds
+together:
+
+- `AppendedRows` (appended_rows) only grow. `ReadRows` (read_rows) grow too, and a token attends to some of them.
+- `ReplacedRows` (replaced_rows) give up a row for each token that does not fit.
+- `FixedQuotaRows` (fixed_quota_rows) are cut after every few tokens.
+- `RingRows` (ring_rows) hold the windows of layers with a sliding window.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from kvbench.cache.guard import without_gradients
-from kvbench.cache.layer import Layer
-from kvbench.cache.policy import CachePolicy
 from kvbench.engine.sampling import mark_tokens
 from kvbench.engine.streams import join_after
 from kvbench.engine.timing import Stamps
-from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.dispatch import is_announcing
 from kvbench.kernels.fused_linear import rms_norm, rms_norm_glu, rms_norm_linear
-from kvbench.kernels.rope_append import append
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import pause_garbage_collection
 
@@ -34,21 +33,21 @@ CHUNK = 16  # tokens that are decoded before the host reads them
 
 
 Norms = tuple[Tensor, Tensor, float] | None  # the QK norm: weights of queries and of keys, (d,) each, and ε
+Attend = Callable[[int, Sequence[Tensor], Norms], Tensor]
+"""Appends and attends in one layer.
+
+It maps the layer's index, the projected queries, keys and values (B·T, heads·d) and the QK norm to attention outputs
+(B, Hq, T, d).
+"""
 
 
-def forward_step(
-    weights: DecoderWeights,
-    ids: Tensor,
-    attend: Callable[[int, Sequence[Tensor], Norms], Tensor],
-    implementation: str | None,
-) -> Tensor:
+def forward_step(weights: DecoderWeights, ids: Tensor, attend: Attend, implementation: str | None) -> Tensor:
     """Run tokens through all layers.
 
     Args:
         weights: The model's weights.
         ids: Token ids, (B, T).
-        attend: Appends and attends in one layer. It maps the layer's index, the projected queries, keys and values
-            (B·T, heads·d) and the QK norm to attention outputs (B, Hq, T, d).
+        attend: Appends and attends in one layer.
         implementation: Name of the kernels' implementation; None chooses one.
 
     Returns:
@@ -81,6 +80,21 @@ def add_projected(
         return x
     (products,) = rms_norm_linear(inputs, [weight], implementation=implementation)
     return rms_norm(products, norm, epsilon, residual=x, implementation=implementation)
+
+
+def find_angles(
+    rotation: Callable[[Tensor], tuple[Tensor, Tensor]], first: int, end: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the positions from `first` to before `end`, (n, d) each, like a tensor of the model.
+
+    Args:
+        rotation: The model's rotation: positions (1, n) to cos and sin, (1, n, d) each.
+        first: The first position.
+        end: The position behind the last one.
+        like: Gives device and dtype.
+    """
+    cos, sin = rotation(torch.arange(first, end, device=like.device)[None])
+    return cos[0].to(like.dtype), sin[0].to(like.dtype)
 
 
 @cache
@@ -163,22 +177,22 @@ def try_to_record(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def only_appends(choice: CachePolicy) -> bool:
-    """Return whether decoding only appends rows and attends to all of them, apart from cuts."""
-    method = choice.method
-    if choice.codec.packs and not choice.codec.grows:
-        return False
-    return not (method.attends_subset or method.uses_cache_positions or method.watches)
+class StepRows:
+    """Rows of some layers of one or several answers at fixed addresses, with memory for further tokens.
 
+    Tokens count from 0. Answers count from 0 in the order of the samples. A kind of rows overrides what it needs.
+    """
 
-class StepRows(Protocol):
-    """The rows of all layers at fixed addresses, with memory for further tokens, which count from 0."""
+    indices: Sequence[int]
+    """The model's indices of the layers."""
 
     def cuts(self, number: int) -> bool:
         """Return whether the layers are cut after this token. Such tokens need a graph of their own."""
+        return False
 
-    def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
-        """Return the function that appends and attends in one layer, for `forward_step`."""
+    def reader(self, cuts: bool) -> Attend:
+        """Return the function that appends and attends in one layer, given by its place in `indices`."""
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Make memory ready to read a token, which capturing a graph does. Nothing of it is kept."""
@@ -190,6 +204,7 @@ class StepRows(Protocol):
 
     def advance(self, cuts: bool) -> None:
         """Count a token after all layers have read it, and `settle`."""
+        raise NotImplementedError
 
     def use_lane(self, lane: int) -> None:
         """Do work beside the current stream in this lane (`kvbench.engine.streams.Beside`)."""
@@ -201,130 +216,30 @@ class StepRows(Protocol):
 
     def marked(self, tokens: Tensor) -> Tensor:
         """Return `tokens` (B,), or -1 for all of them after an error, which `check` raises."""
-
-    def check(self) -> None:
-        """Raise a ContractError after an error."""
-
-    def back(self, step: int) -> int:
-        """Return to the state after `step` tokens, or to an earlier one if that is lost.
-
-        Returns the number of tokens.
-        """
-
-    def forget(self, read: int) -> None:
-        """Let the layers count the first `read` tokens, whatever rows these leave. The rows are not used any more."""
-        self.finish(read)
-
-    def keep(self, read: int) -> None:
-        """Give the layers the first `read` tokens, now or in `finish`. `back` cannot undo them."""
-
-    def finish(self, read: int) -> None:
-        """Give the layers the first `read` tokens. The rows are not used any more."""
-        self.keep(read)
-
-
-class AppendedRows(StepRows):
-    """Rows that only grow. The number of tokens read so far is on the device (`step`)."""
-
-    def __init__(
-        self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, seen: int,
-        implementation: str | None = None,
-    ) -> None:  # fmt: skip
-        """Compute the angles of all tokens.
-
-        Args:
-            weights: The model's weights.
-            layers: The layers.
-            tokens: Number of tokens to read at most.
-            seen: Number of tokens read so far.
-            implementation: Name of the kernels' implementation; None chooses one.
-        """
-        self.weights, self.layers, self.seen, self.implementation = weights, layers, seen, implementation
-        places = torch.arange(seen, seen + tokens, device=weights.embed.device)
-        cos, sin = weights.rotation(places[None])
-        self.angles = cos[0].to(weights.embed.dtype), sin[0].to(weights.embed.dtype)
-        self.step = torch.zeros((), dtype=torch.int32, device=weights.embed.device)
-
-    def cuts(self, number: int) -> bool:
-        return False
-
-    def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
-        return self.attend
-
-    def attend(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-        """Append a token and return the attention outputs of one layer, (B, Hq, 1, d)."""
-        raise NotImplementedError
-
-    def advance(self, cuts: bool) -> None:
-        self.step += 1
-
-    def marked(self, tokens: Tensor) -> Tensor:
         return tokens
 
     def check(self) -> None:
-        """Do nothing: these rows are never scored."""
+        """Raise a ContractError after an error."""
+        return
 
     def back(self, step: int) -> int:
-        self.step.fill_(step)
-        return step
+        """Return to the state after `step` tokens, or to what `keep` gave the layers last if that one is lost.
 
-
-class GrowingRows(AppendedRows):
-    """Each layer's cut part, and a tail with memory for further tokens. Layers whose rows are packed are left out."""
-
-    def __init__(
-        self,
-        weights: DecoderWeights,
-        layers: Sequence[Layer],
-        tokens: int,
-        seen: int,
-        implementation: str | None = None,
-    ) -> None:
-        super().__init__(weights, layers, tokens, seen, implementation)
-        self.raw = {index: layer for index, layer in enumerate(layers) if not layer.packs}
-        for layer in self.raw.values():
-            layer.reserve(tokens)
-            layer.rows = layer.rows.with_starts()
-        self.held = {index: layer.rows.ragged() for index, layer in self.raw.items()}
-        self.tails: dict[int, tuple[Tensor, Tensor, int]] = {}
-        for index, layer in self.raw.items():
-            rows = layer.rows
-            assert rows.tail_keys is not None and rows.tail_values is not None  # reserved above
-            self.tails[index] = rows.tail_keys, rows.tail_values, rows.tail
-        self.kept = 0  # tokens that the layers have counted
-
-    def attend(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-        return self.attend_all(index, self.append(index, projected, norms))[0]
-
-    def append(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-        """Append a token to a layer and return its rotated queries, (B, Hq, 1, d)."""
-        (queries, new_keys, new_values), (keys, values, tail) = projected, self.tails[index]
-        return append(
-            queries, new_keys, new_values, *self.angles, keys, values, tail, self.step,
-            norms=norms, implementation=self.implementation,
-        )  # fmt: skip
-
-    def attend_all(
-        self, index: int, queries: Tensor, lse: bool = False, largest: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend to all rows of a layer. Returns outputs (B, Hq, 1, d) and, with `lse`, their log-sum-exps."""
-        keys, values, tail = self.tails[index]
-        return attend_ragged(
-            queries, self.held[index], keys, values, self.weights.scaling, lse=lse, largest=largest,
-            tail=tail + 1, step=self.step, implementation=self.implementation,
-        )  # fmt: skip
+        Returns the number of tokens. The rows of several answers only return to the state before the first token.
+        """
+        raise NotImplementedError
 
     def keep(self, read: int) -> None:
-        for index, attended in self.list_attended(self.kept, read, self.raw).items():
-            self.raw[index].count_appended(read - self.kept, attended)
-        self.kept = read
+        """Give the layers of a lone answer the first `read` tokens, now or in `finish`. `back` cannot undo them."""
+        return
 
-    def list_attended(self, start: int, stop: int, layers: Iterable[int]) -> dict[int, list[float] | None]:
-        """Return how many rows a query head of these layers attended to, for the tokens from `start` to `stop`.
+    def finish(self, read: int, answer: int = 0) -> None:
+        """Give the layers of an answer its first `read` tokens. Its rows are not used any more."""
+        raise NotImplementedError
 
-        None stands for all rows.
-        """
-        return dict.fromkeys(layers)
+    def forget(self, read: int, answer: int = 0) -> None:
+        """Let the layers of an answer count its first `read` tokens, whatever rows these leave, as `finish` does."""
+        self.finish(read, answer)
 
 
 def read_token(

@@ -6,19 +6,19 @@ hold equally many rows, and their answers end on their own.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.guard import without_gradients
+from kvbench.engine.answer_quotas import AnswerQuotas
+from kvbench.engine.batch_rows import BatchRows, group_alike
 from kvbench.engine.context import PromptContext
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.graph_decoding import GraphDecoder, StepRows, read_token
-from kvbench.engine.joined_rows import JoinedRows, group_alike
+from kvbench.engine.graph_decoding import GraphDecoder, StepRows
+from kvbench.engine.ring_rows import make_rings
 from kvbench.engine.sampling import TokenChooser
-from kvbench.engine.sliding_rows import add_windows
 from kvbench.engine.timing import now
 
 
@@ -45,23 +45,40 @@ class PlannedRows:
     """Rows that a graph can read tokens into.
 
     Attributes:
-        make: Makes them: (weights, layers, tokens, seen=).
+        make: Makes them for answers of one kind: (weights, layers of each answer, tokens, implementation=), and
+            `plans=` if the answers have a plan.
         tokens: Number of tokens that they serve.
         cut: Whether they are cut after some of these tokens, which needs a graph of its own.
+        kind: What is equal for answers that share their kernel calls; None if this one shares none.
+        plan: The quotas of the answer, if a row leaves for every token.
     """
 
-    make: Callable[..., StepRows]
+    make: Callable[..., Sequence[StepRows]]
     tokens: int
     cut: bool = False
+    kind: object | None = None
+    plan: AnswerQuotas | None = None
 
 
-def make_rows(context: PromptContext, planned: PlannedRows) -> StepRows:
-    """Make planned rows, and the windows of layers that have one beside them."""
-    assert context.weights is not None  # `plan_rows`
-    context.set_progress(decoding=True)
-    context.decoding = "graph"
-    rows = planned.make(context.weights, context.own_layers, planned.tokens, seen=context.seen)
-    return add_windows(context.weights, context.sliding_layers(), rows, planned.tokens, context.seen)
+def make_rows(
+    contexts: Sequence[PromptContext], planned: Sequence[PlannedRows], implementation: str | None = None
+) -> list[StepRows]:
+    """Make the planned rows of answers of one kind, and those of their layers with a sliding window.
+
+    Args:
+        contexts: The contexts of the answers. There is one if some layers have a window.
+        planned: The rows of each.
+        implementation: Name of the kernels' implementation; None chooses one.
+    """
+    (first, *_), weights, windows = planned, contexts[0].weights, contexts[0].sliding_layers()
+    assert weights is not None  # `plan_rows`
+    for context in contexts:
+        context.set_progress(decoding=True)
+        context.decoding = "graph"
+    plans = [own.plan for own in planned if own.plan is not None]
+    layers, more = [own.own_layers for own in contexts], {"plans": plans} if plans else {}
+    rows = first.make(weights, layers, first.tokens, implementation=implementation, **more)
+    return [*make_rings(weights, windows, first.tokens, implementation=implementation), *rows]
 
 
 class AnswerBatch:
@@ -75,23 +92,19 @@ class AnswerBatch:
             parts: Answers, and rows that serve equally many tokens of each. Rows of several are never cut.
             begin: When planning began (`kvbench.engine.timing.now`). It counts as capturing.
         """
-        first, planned = parts[0]
-        weights = first.context.weights
+        planned = parts[0][1]
+        weights = parts[0][0].context.weights
         assert weights is not None  # a context without them has no planned rows
         device = weights.head.device
         self.tokens = planned.tokens
-        made = [make_rows(answer.context, own) for answer, own in parts]
-        groups = group_alike(made)
-        order = list(chain(*groups))
-        answers, self.parts = [parts[number][0] for number in order], [made[number] for number in order]
+        groups = [[parts[number] for number in group] for group in group_alike([own.kind for _, own in parts])]
+        answers = [answer for group in groups for answer, _ in group]
         self.sizes = sizes = [len(answer.token) for answer in answers]
-        self.weights, self.forgotten = weights, set[int]()
-        rows = self.parts[0]
-        if len(parts) > 1:
-            rows = JoinedRows(self.parts, self.sizes, [len(group) for group in groups], device)
-            self.forgotten = {number for number, answer in enumerate(answers) if not answer.keeps_rows}
-            rows.kept -= self.forgotten
-        self.rows = rows
+        self.rows = BatchRows(
+            [make_rows([answer.context for answer, _ in group], [own for _, own in group]) for group in groups],
+            [[len(answer.token) for answer, _ in group] for group in groups], device,
+        )  # fmt: skip
+        self.forgotten = {number for number, answer in enumerate(answers) if not answer.keeps_rows}
         samplings = [answer.sampling for answer in answers]
         alike = all(own == samplings[0] for own in samplings)
 
@@ -102,7 +115,7 @@ class AnswerBatch:
             return torch.cat([sampling.pick(some, numbers) for sampling, some, numbers in own])
 
         self.decoder = GraphDecoder(
-            weights, rows, torch.cat([answer.token for answer in answers]).to(device), self.tokens, pick,
+            weights, self.rows, torch.cat([answer.token for answer in answers]).to(device), self.tokens, pick,
             torch.cat([answer.left_draws[:, : self.tokens] for answer in answers]),
         )  # fmt: skip
         self.history: list[tuple[Sequence[Tensor], float]] = []  # tokens of each answer, seconds since the first step
@@ -122,14 +135,14 @@ class AnswerBatch:
 
     def leave(self, number: int) -> None:
         """Let the other answers go on without one that is over."""
-        if isinstance(self.rows, JoinedRows):
-            self.rows.running.discard(number)
+        self.rows.running.discard(number)
 
     @without_gradients
     def close(self, number: int, read: int) -> tuple[int, Tensor | None]:
         """Give the layers of a context the first `read` tokens. If it will forget them, the layers only count them.
 
-        No answer may read further tokens.
+        No answer may read further tokens. The layers get none if an error ended the other answers before this one,
+        whose rows are needed, had read all of its tokens.
 
         Args:
             number: The number of the answer.
@@ -138,22 +151,15 @@ class AnswerBatch:
         Returns:
             How many tokens the layers got, and the logits of the last one, (B, vocab), or None if they are lost.
         """
-        if len(self.parts) == 1:  # the graph can read again what counts, a token that raised an error included
+        if len(self.sizes) == 1:  # the graph can read again what counts, a token that raised an error included
             return self.decoder.read, self.decoder.close()
-        part, done = self.parts[number], self.decoder.read + len(self.decoder.ahead)
-        logits: Tensor | None = None
         if number in self.forgotten:
-            part.forget(read)
+            self.rows.forget(read, number)
             return read, None
-        if read == done:
-            logits = self.decoder.logits.split(self.sizes)[number].clone()
-        else:  # the other answers were longer
-            tokens = self.decoder.tokens.split(self.sizes)[number]
-            for step in range(part.back(read), read):
-                logits = read_token(self.weights, part, tokens[:, step], False, None)
-                part.advance(False)
-        part.finish(read)
-        return read, logits
+        if read < self.tokens:
+            return 0, None
+        self.rows.finish(read, number)
+        return read, self.decoder.logits.split(self.sizes)[number].clone()
 
 
 class GraphPath:

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from kvbench.cache.layer import Layer
+from kvbench.engine.batch_rows import BatchRows
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.graph_decoding import capture, forward_step
-from kvbench.engine.sliding_rows import add_windows
+from kvbench.engine.ring_rows import make_rings
 from kvbench.kernels.dispatch import is_announcing
 from kvbench.models.decoder_weights import DecoderWeights
 
@@ -24,7 +25,7 @@ class GraphPrefill:
 
     def __init__(
         self, weights: DecoderWeights, layers: Sequence[Layer], windows: Sequence[Any], ids: Tensor, size: int,
-        quota: int, seen: int,
+        quota: int,
     ) -> None:  # fmt: skip
         """Allocate memory.
 
@@ -35,13 +36,13 @@ class GraphPrefill:
             ids: Token ids of n whole blocks, (B, n·size).
             size: Number of tokens of a block.
             quota: Rows per head after a block.
-            seen: Number of tokens read so far.
         """
         self.weights, self.layers = weights, layers
         self.ids = ids.view(len(ids), -1, size)
-        rows = FixedQuotaRows(weights, layers, ids.shape[1], size, quota, seen)
+        rows = FixedQuotaRows(weights, [layers], ids.shape[1], size, quota)
         self.at = rows.at  # number of blocks read
-        self.rows = add_windows(weights, windows, rows, ids.shape[1], seen, size)
+        rings = make_rings(weights, windows, ids.shape[1], size)
+        self.rows = BatchRows([[*rings, rows]], [[len(ids)]], ids.device)
 
     def read(self) -> None:
         """Read all blocks and leave the layers as if they had read and cut them."""

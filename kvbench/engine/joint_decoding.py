@@ -104,9 +104,8 @@ def run_together(sessions: Iterable[Session[T]]) -> list[T]:
     """Run sessions side by side and decode their answers together where possible. Returns their results.
 
     A session begins before the next one is asked for. No two may append to the same memory (`separate_memory`), and
-    each must forget its answer (`PromptContext.branch`) or read all tokens that it may (`read_given`): the batch goes
-    on until the longest answer ends, and what a shorter one then leaves, apart from its counts, may be what further
-    tokens left.
+    each that is decoded with others forgets its answer (`PromptContext.branch`) or reads all tokens that it may
+    (`read_given`): the batch goes on until the longest answer ends, and only counts what a shorter one has read.
 
     If one of them raises an error, all of them are ended.
 
@@ -158,8 +157,8 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
     """Let answers read their tokens as one batch, as far as possible. Returns those that will; none is one alone.
 
     An answer stays out if modules must read its tokens, if a graph cannot read all of them or needs to cut rows after
-    some of them, if it has another length than the first one, if only one of both has given tokens, or if it would
-    append to memory that another one uses.
+    some of them, if it has another length than the first one, if only one of both has given tokens, if its tokens are
+    chosen and its rows are needed, or if it would append to memory that another one uses.
     """
     parts: list[tuple[Answer, PlannedRows]] = []
     used: set[int] = set()
@@ -171,6 +170,8 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
         if answer.left != like.left or context.model is not like.context.model:
             continue
         if answer.draws.dtype != like.draws.dtype:  # tokens that are given, and tokens that are chosen
+            continue
+        if answer.keeps_rows and answer.draws.is_floating_point():  # it may end early, and its rows are needed then
             continue
         planned, memory = plan_rows(context, answer.left, WORTH_TOGETHER), list_memory(context)
         if planned is None or planned.cut or planned.tokens < answer.left or used & memory:

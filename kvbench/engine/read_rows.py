@@ -1,6 +1,6 @@
 """Rows that only grow and of which each token attends to some, at fixed addresses for a CUDA graph."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from fractions import Fraction
 
@@ -11,8 +11,8 @@ from kvbench.cache.guard import ask
 from kvbench.cache.hook_table import guard_hooks
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
-from kvbench.engine.graph_decoding import CHUNK, Norms
-from kvbench.engine.packed_rows import PackedRows
+from kvbench.engine.appended_rows import AppendedRows
+from kvbench.engine.graph_decoding import CHUNK, Attend, Norms
 from kvbench.engine.streams import Beside
 from kvbench.interfaces.codec import MadeRows
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowReader, Watcher
@@ -62,36 +62,35 @@ def make_reader(
     return guard_hooks(method).row_reader(answer)
 
 
-class ReadRows(PackedRows):
+class ReadRows(AppendedRows):
     """Rows that only grow. A reader lists those that a token attends to."""
 
     def __init__(
-        self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, reader: RowReader, seen: int,
+        self, weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, reader: RowReader,
         implementation: str | None = None,
     ) -> None:  # fmt: skip
         """Reserve memory for the tokens.
 
         Args:
             weights: The model's weights.
-            layers: The layers, of which none was cut.
+            answers: The layers of the only answer, of which none was cut.
             tokens: Number of tokens to read at most.
             reader: Chooses the rows (`make_reader`).
-            seen: Number of tokens read so far.
             implementation: Name of the kernels' implementation; None chooses one.
         """
-        super().__init__(weights, layers, tokens, seen, implementation)
+        super().__init__(weights, answers, tokens, implementation)
         self.choose_rows = reader
         like = weights.embed
-        self.counts = torch.zeros(len(layers), tokens, dtype=torch.int64, device=like.device)  # rows attended to
+        self.counts = torch.zeros(len(self.layers), tokens, dtype=torch.int64, device=like.device)  # rows attended to
         self.listing: set[int] = set()  # layers that attend to listed rows
         self.beside = Beside(like.device)  # packed rows are chosen and made there, while the layer before reads
 
-    def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
-        last = self.step.long() + self.seen
+    def reader(self, cuts: bool) -> Attend:
+        last = self.step.long() + self.seen[0]
         choose = self.choose_rows.choose(last)
         owner = f"method={self.layers[0].choice.method.name}"
         ahead: dict[int, MadeRows | None] = {}  # rows of packed layers that come next
-        like = next(iter(self.tails.values()))[0]
+        like = self.find_parts()[0].tail_keys
         heads = count_query_heads(self.weights, like)
         nothing = like.new_empty(len(like), heads, 0, like.shape[3]), like[:, :, :0]
 
@@ -118,7 +117,7 @@ class ReadRows(PackedRows):
 
         def attend_watched(index: int, queries: Tensor, watch: Watcher) -> Tensor:
             """Attend to all rows, and let the reader see the largest products beside what follows."""
-            keys = self.tails[index][0]
+            keys = self.parts[index][0].tail_keys
             largest = keys.new_empty(keys.shape[:3], dtype=mass_dtype(keys))
             outputs = self.attend_all(index, queries, largest=largest)[0]
             with self.beside.work(largest, watch, urgent=True):
@@ -134,10 +133,10 @@ class ReadRows(PackedRows):
                 made = ahead.pop(index)
                 look_ahead(index + 1)
                 return self.attend_packed(index, projected, norms, *(() if made is None else (made, counts)))
-            queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
+            queries, (part,) = self.append(index, projected, norms), self.parts[index]
             early = index + 1 in self.growing  # the rows of the next layer are chosen beside this layer's attention
             with self.beside.work(queries) if early else nullcontext():
-                rows = choose_rows(index, queries, keys)
+                rows = choose_rows(index, queries, part.tail_keys)
             if rows is not None and not isinstance(rows, ListedRows):
                 return attend_watched(index, queries, rows)
             look_ahead(index + 1)
@@ -146,7 +145,7 @@ class ReadRows(PackedRows):
             if early:
                 self.beside.settle()
             return attend_listed(
-                queries, keys, values, rows.blocks, rows.size, last, self.weights.scaling,
+                queries, part.tail_keys, part.tail_values, rows.blocks, rows.size, last, self.weights.scaling,
                 after=rows.after, counts=counts, implementation=self.implementation,
             )  # fmt: skip
 
@@ -163,10 +162,10 @@ class ReadRows(PackedRows):
         return super().back(step)
 
     def list_attended(self, start: int, stop: int, layers: Iterable[int]) -> dict[int, list[float] | None]:
-        keys = next(iter(self.tails.values()))[0]
+        keys = self.find_parts()[0].tail_keys
         means = self.counts[:, start:stop].cpu().double() / (len(keys) * count_query_heads(self.weights, keys))
         return {index: means[index].float().tolist() if index in self.listing else None for index in layers}
 
-    def finish(self, read: int) -> None:
-        super().finish(read)
-        self.choose_rows.finish(self.seen + read)
+    def finish(self, read: int, answer: int = 0) -> None:
+        super().finish(read, answer)
+        self.choose_rows.finish(self.seen[answer] + read)

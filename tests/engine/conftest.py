@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvbench.engine import generation, graph_decoding, packed_rows, quota_rows, read_rows
+from kvbench.engine import appended_rows, generation, graph_decoding, method_view, read_rows
 from tests.support.answer_paths import CHUNK
 
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    for module in (generation, graph_decoding, packed_rows, quota_rows, read_rows):
+    for module in (appended_rows, generation, graph_decoding, method_view, read_rows):
         monkeypatch.setattr(module, "CHUNK", CHUNK)

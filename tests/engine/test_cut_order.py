@@ -7,8 +7,8 @@ import torch
 
 from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config.catalogue import build, load_settings
-from kvbench.engine.generation import Answer, GenerationContext
-from kvbench.engine.joint_decoding import finish_answer, run_together
+from kvbench.engine.generation import GenerationContext
+from kvbench.engine.joint_decoding import read_given, run_together
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
@@ -85,10 +85,6 @@ def read(model: torch.nn.Module, choice: CachePolicy, stepped: bool) -> Generati
     return context
 
 
-def answer(context: GenerationContext):
-    yield from finish_answer(Answer(context, ANSWER, Sampling(), frozenset()), lambda token: True)
-
-
 @pytest.mark.parametrize("change", ORDERS)
 def test_every_path_of_a_cut_follows_the_order(change, monkeypatch):
     model = make_fresh("llama")
@@ -100,9 +96,8 @@ def test_every_path_of_a_cut_follows_the_order(change, monkeypatch):
         assert expected != expect(ORDER, sinks, recents, interval)
         monkeypatch.setattr(cut_order, "ORDER", order)
         modules, alone, *joined = (read(model, choice, stepped) for stepped in (False, True, True, True))
-        for context in (modules, alone):
-            list(context.generate(ANSWER, Sampling(), frozenset()))
-        run_together([answer(context) for context in joined])
+        *_, answer = [torch.stack(list(own.generate(ANSWER, Sampling(), frozenset()))) for own in (modules, alone)]
+        run_together([read_given(context, answer[:-1].T) for context in joined])
         assert (modules.decoding, alone.decoding) == ("modules", "graph")
         assert [context.decoded_together for context in joined] == ([2, 2] if interval == 1 else [1, 1])
         for context in (modules, alone, *joined):

@@ -15,10 +15,11 @@ import torch
 
 from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config.catalogue import build, load_settings
+from kvbench.engine.batch_rows import BatchRows
 from kvbench.engine.generation import WORTH, GenerationContext, plan_rows
 from kvbench.engine.graph_decoding import GraphDecoder
+from kvbench.engine.graph_path import make_rows
 from kvbench.engine.sampling import Sampling
-from kvbench.engine.sliding_rows import SlidingRows
 from tests.support.answer_paths import CHUNK, assert_near_storage, assert_same, assert_same_storage, make_contexts
 from tests.support.delta_files import build_delta
 from tests.support.interrupted_answers import answer_both, answer_with_interruptions
@@ -201,15 +202,13 @@ def test_the_kernels_take_the_same_step(kind):
     planned, weights, found = plan_rows(context, WORTH), context.weights, []
     for name in ("reference", "triton"):
         with torch.no_grad(), context.branch():
-            rows = planned.make(weights, context.own_layers, WORTH, seen=context.seen, implementation=name)
-            if windows := context.sliding_layers():
-                rows = SlidingRows(weights, weights.sliding, windows, rows, WORTH, context.seen, implementation=name)
+            rows = BatchRows([make_rows([context], [planned], name)], [[1]], context.logits.device)
             draws = torch.zeros(1, 3, device=device)
             decoder = GraphDecoder(weights, rows, context.logits.argmax(-1), 2, GREEDY.pick, draws, name)
             tokens = [int(decoder.next()[0]) for _ in range(2)]
             logits = decoder.close()
             held = [own for layer in context.own_layers for own in list_tensors(layer.rows, chosen)]
-            found.append((tokens, logits, *held, *(own.keys for own in windows)))
+            found.append((tokens, logits, *held, *(own.keys for own in context.sliding_layers())))
     assert found[0][0] == found[1][0] and len(found[0]) == len(found[1])
     for one, other in zip(found[0][1:], found[1][1:], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=chosen.step_tolerance)

@@ -7,9 +7,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvbench.engine.answer_quotas import find_answer_quotas
+from kvbench.engine.appended_rows import AppendedRows, only_appends
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.context import decodes_in_graph
-from kvbench.engine.graph_decoding import GraphDecoder, only_appends
+from kvbench.engine.fixed_quota_rows import FixedQuotaRows
+from kvbench.engine.graph_decoding import GraphDecoder
 from kvbench.engine.read_rows import ReadRows, make_reader
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
@@ -329,13 +331,13 @@ def test_heads_that_stream_take_no_room_for_the_answer(monkeypatch):
     monkeypatch.setattr(GraphDecoder, "__init__", lambda *args: (made.append(args[2]), own(*args))[1])
     _, step = make_contexts(tiny("llama"), choice_of(**STREAMING), 0.5)
     list(step.generate(20, Sampling(), frozenset()))
-    (rows,) = made
+    replaced, appended = made[0].kinds
     alpha = torch.tensor(step.choice.method.pattern.alpha)
     streaming = (alpha <= alpha.flatten().sort().values[1]).sum(1)  # of each layer's two heads
     assert set(streaming.tolist()) == {0, 1}
-    held = [own.shape[1] for own in rows.rows]
-    assert held == [{0: 0, 1: 10 + 80}[int(count)] for count in streaming]  # each with the next token's
-    assert list(rows.spared) == (streaming == 0).nonzero().flatten().tolist()
+    assert {own.shape[1] for own in replaced.rows} == {10 + 80}  # each with the next token's
+    assert replaced.indices == streaming.nonzero().flatten().tolist()
+    assert appended.indices == (streaming == 0).nonzero().flatten().tolist()
 
 
 def test_quotas_are_those_of_a_loop_over_tokens():
@@ -389,7 +391,7 @@ def test_counts_of_rows_attended_to_are_exact():
     _, step = make_contexts(tiny("llama"), choice_of("quest", page=4, dense_layers=0))
     with torch.no_grad():
         reader = make_reader(step.weights, step.own_layers, 8, 20, None)
-        rows = ReadRows(step.weights, step.own_layers, 8, reader, step.seen)
+        rows = ReadRows(step.weights, [step.own_layers], 8, reader)
         rows.listing.add(1)
         rows.counts[1, 0] = (1 << 24) + 5  # of six query heads
         rows.keep(1)
@@ -401,14 +403,12 @@ def test_rows_grow_to_the_size_that_an_answer_is_cut_to(interval, monkeypatch):
     """By a step that appends, one token of the modules' with the first cut, and by a step that cuts."""
     made = []
     own = GraphDecoder.__init__
-    monkeypatch.setattr(GraphDecoder, "__init__", lambda *args: (made.append(type(args[2]).__name__), own(*args))[1])
+    monkeypatch.setattr(GraphDecoder, "__init__", lambda *args: (made.append(*map(type, args[2].kinds)), own(*args))[1])
     choice = choice_of("keydiff", decoding=True, decode_interval=interval, decode_size=95)
     modules, step = make_contexts(tiny("llama"), choice, 1.0)
     answers = [list(context.generate(50, Sampling(), frozenset())) for context in (modules, step)]
-    assert torch.equal(*map(torch.stack, answers)) and made == [
-        "GrowingRows",
-        "ReplacedRows" if interval == 1 else "FixedQuotaRows",
-    ]
+    assert torch.equal(*map(torch.stack, answers))
+    assert made == [AppendedRows, ReplacedRows if interval == 1 else FixedQuotaRows]
     assert_same(modules, step)
     modules, step = make_contexts(tiny("llama"), choice, 1.0)
     for context in (modules, step):  # ended before the first cut that takes anything
@@ -555,15 +555,14 @@ def test_rows_in_the_order_of_the_text_are_copied_as_any_others(monkeypatch):
     plan = find_answer_quotas(context.own_layers, [18, 18])
     found = []
     for fast in (True, False):
-        rows = ReplacedRows(context.weights, context.own_layers, 2, plan, seen=context.seen)
-        rows.prepare()
-        assert all(rows.takes_in_order(index, 18) for index in rows.cut) and rows.cut
+        rows = ReplacedRows(context.weights, [context.own_layers], 2, [plan])
+        assert all(rows.takes_in_order(index, layer, 18) for index, layer in enumerate(rows.layers))
         with monkeypatch.context() as patch:
             if not fast:
                 patch.setattr(ReplacedRows, "takes_in_order", lambda *_: False)
             for _ in range(2):
                 rows.back(0)
-        held = [rows.padded(index)[:, :, :, :18] for index in rows.cut]
+        held = [rows.padded(index)[:, :, :, :18] for index in range(len(rows.layers))]
         found.append([*held, *rows.places, *rows.ranks, *rows.mass, rows.free, rows.lengths])
     assert all(map(torch.equal, *found))
 

@@ -6,9 +6,8 @@ from itertools import chain, combinations
 import pytest
 import torch
 
-from kvbench.engine import joined_growing_rows, joined_rows
+from kvbench.engine import appended_rows, replaced_rows
 from kvbench.engine.generation import Answer, GenerationContext
-from kvbench.engine.joined_replaced_rows import JoinedReplacedRows
 from kvbench.engine.joint_decoding import (
     Session,
     finish_answer,
@@ -18,6 +17,7 @@ from kvbench.engine.joint_decoding import (
     run_together,
     separate_memory,
 )
+from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.shared_prefill import prefill
 from kvbench.engine.streams import join_after
@@ -81,33 +81,47 @@ def tell(context, tokens, stop=(), after=None, sampling=None) -> Session[torch.T
     return torch.stack(found)
 
 
-def forget(context, tokens, **more) -> Session[torch.Tensor]:
+def forget(context, tokens, **more) -> Session[tuple[torch.Tensor, object]]:
+    """A session whose result is an answer, and what its context has counted before it forgets the answer."""
     with context.branch():
-        return (yield from tell(context, tokens, **more))
+        answer = yield from tell(context, tokens, **more)
+        layers = [(list(own.attended), own.tally.peak_attended, own.rows.longest_head) for own in context.own_layers]
+        return answer, (context.seen, context.since_cut, layers)
 
 
-def answer_all(pairs, **more) -> list[list[torch.Tensor]]:
-    """Answers of both contexts of each pair: alone, and together."""
-    alone = [run_alone(tell(modules, **more)) for modules, _ in pairs]
-    return [alone, run_together([tell(joined, **more) for _, joined in pairs])]
+def answer_all(pairs, ends=None, **more) -> list[torch.Tensor]:
+    """Answers of the second contexts of all pairs, together. Alone the first ones answer and count alike.
+
+    All forget them. `ends` are further arguments for each pair.
+    """
+    own_ends = ends or [{}] * len(pairs)
+    alone = [run_alone(forget(modules, **end, **more)) for (modules, _), end in zip(pairs, own_ends, strict=True)]
+    joined = run_together([forget(own, **end, **more) for (_, own), end in zip(pairs, own_ends, strict=True)])
+    for (answer, counts), (other, others) in zip(alone, joined, strict=True):
+        assert torch.equal(answer, other) and counts == others
+    return [answer for answer, _ in joined]
 
 
-def assert_alike(pairs) -> None:
-    """Both contexts of each pair answer twice alike, those that may do so together, and leave the same behind."""
-    for tokens in (CHUNK + 4, 8):
-        alone, joined = answer_all(pairs, tokens=tokens)
-        assert all(map(torch.equal, alone, joined))
-        for modules, own in pairs:
-            assert own.decoded_together == len(pairs)
-            assert_same(modules, own)
+def assert_alike(pairs, tokens=CHUNK + 4) -> None:
+    """Both contexts of each pair answer alike, those that may do so together, and read the same given tokens."""
+    answer_all(pairs, tokens=tokens)
+    assert all(own.decoded_together == len(pairs) for _, own in pairs)
+    assert_read_alike(pairs)
+
+
+def assert_read_alike(pairs) -> None:
+    """Given tokens that the second contexts read together, and the first ones alone, leave the same behind."""
+    read_given_both_ways(pairs, ids(CHUNK + 2, 7))
+    for modules, own in pairs:
+        torch.testing.assert_close(modules.last_logits, own.last_logits, rtol=0, atol=1e-5)
+        assert_same(modules, own)
 
 
 @pytest.mark.parametrize("kinds", [*GROUPS, only_in_full(tuple(KINDS))], ids=len)
 def test_every_kind_of_rows_answers_with_the_others(kinds):
     pairs = make_pairs(make_double("llama"), kinds, [60 + 7 * number for number in range(len(kinds))])
     for tokens in (CHUNK + 3, 8):
-        alone, joined = answer_all(pairs, tokens=tokens)
-        assert all(map(torch.equal, alone, joined))
+        answer_all(pairs, tokens=tokens)
         for modules, own in pairs:
             assert (modules.decoding, modules.decoded_together) == ("modules", 1)
             assert (own.decoding, own.decoded_together) == ("graph", len(kinds))
@@ -131,8 +145,7 @@ def test_given_tokens_are_read_side_by_side_and_stay(kinds, branches):
             assert own.decoded_together == len(pairs) and own.drawn == drawn
             torch.testing.assert_close(modules.last_logits, own.last_logits, rtol=0, atol=1e-5)
             assert_same(modules, own)
-        alone, joined = answer_all(pairs, tokens=9)
-        assert all(map(torch.equal, alone, joined))
+        answer_all(pairs, tokens=9)
     if branches:
         for modules, own in pairs:
             assert_same(modules, own)
@@ -150,8 +163,8 @@ def test_contexts_whose_rows_only_grow_share_a_call(monkeypatch):
         calls.append(len(queries))
         return attend_joined(queries, *given, **more)
 
-    monkeypatch.setattr(joined_growing_rows, "attend_joined", attend)
-    assert_alike(pairs)
+    monkeypatch.setattr(appended_rows, "attend_joined", attend)
+    answer_all(pairs, tokens=CHUNK + 4)
     assert set(calls) == {3 + 1 + 2}
 
 
@@ -182,12 +195,12 @@ def pieces(monkeypatch):
     """The number of contexts of each batch of replaced rows, and whether any of its layers grows."""
     made = []
 
-    def join(parts):
-        joined = JoinedReplacedRows(parts)
-        made.append((len(parts), any(joined.grows)))
-        return joined
+    def make(weights, answers, *given):
+        rows = ReplacedRows(weights, answers, *given)
+        made.append((len(answers), any(rows.grows)))
+        return rows
 
-    monkeypatch.setattr(joined_rows, "JoinedReplacedRows", join)
+    monkeypatch.setattr(replaced_rows, "ReplacedRows", make)
     return made
 
 
@@ -199,44 +212,28 @@ def test_contexts_that_cut_at_every_token_share_their_calls(pieces, method):
     pairs[1:1] = make_pairs(model, ["snapkv"])
     pairs[3:3] = make_cutting_pairs(model, "tova", [(0.3, 60, 1)], recent=3)
     assert_alike(pairs)
-    assert pieces == 2 * [(len(CONTEXTS), True)]
+    assert pieces[0] == pieces[2] == (len(CONTEXTS), True)  # the others are of the context between them
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize("contexts", [CONTEXTS, LIKE])
 @pytest.mark.parametrize("method", ["h2o", only_in_full("keydiff"), "sink"])
 def test_contexts_that_share_their_calls_end_on_their_own(pieces, method, contexts):
-    """Some forget their answers. The others go on with the rows that their own tokens left."""
+    """Then they read tokens together that stay."""
     pairs = make_cutting_pairs(make_double("llama"), method, contexts)
-    expected, found = [], []
-    for number, (modules, own) in enumerate(pairs):
-        end = {"tokens": 2 * CHUNK + 4, "after": (None, CHUNK + 3, 5, None)[number]}
-        if number == len(pairs) - 1:
-            expected.append(run_alone(forget(modules, **end)))
-            found.append(forget(own, **end))
-        else:
-            expected.append(run_alone(tell(modules, **end)))
-            found.append(tell(own, **end))
-    assert all(map(torch.equal, expected, run_together(found)))
-    more = ids(3, 9)
-    for modules, own in pairs:
-        assert_same(modules, own)
-        assert torch.allclose(
-            modules.extend(more.expand(len(own.logits), -1)), own.extend(more.expand(len(own.logits), -1)), atol=1e-4
-        )
-    assert all(map(torch.equal, *answer_all(pairs, tokens=8)))
-    assert [count for count, _ in pieces] == 2 * [len(pairs)] and pieces[0][1] == (contexts is CONTEXTS)
+    ends = [{"after": after} for after in (None, CHUNK + 3, 5, None)[: len(pairs)]]
+    answer_all(pairs, ends, tokens=2 * CHUNK + 4)
+    assert_read_alike(pairs)
+    answer_all(pairs, tokens=8)
+    assert [count for count, _ in pieces] == 3 * [len(pairs)] and pieces[0][1] == (contexts is CONTEXTS)
 
 
 def test_contexts_with_other_settings_or_layers_do_not_share_calls(pieces):
     model = make_double("llama")
     pairs = make_cutting_pairs(model, "knorm", LIKE) + make_cutting_pairs(model, "knorm", LIKE[:1], skip_layers=[])
     pairs += make_pairs(model, ["streaming heads", "streaming heads", "columns"])
-    alone, joined = answer_all(pairs, tokens=8)
-    assert all(map(torch.equal, alone, joined)) and pieces == [(2, False)]
-    for modules, own in pairs:
-        assert own.decoded_together == len(pairs)
-        assert_same(modules, own)
+    assert_alike(pairs, tokens=8)
+    assert [count for count, _ in pieces] == 2 * [2, 1, 1, 1, 1] and not pieces[0][1]
 
 
 def test_a_score_that_is_not_a_number_stops_all_contexts_of_its_batch(pieces, monkeypatch):
@@ -252,16 +249,12 @@ def test_a_score_that_is_not_a_number_stops_all_contexts_of_its_batch(pieces, mo
         run_together([forget(own, 30) for _, own in pairs])
     assert pieces == [(len(CONTEXTS), True)]
     monkeypatch.setattr(KeyDiff, "score", score)
-    assert all(map(torch.equal, *answer_all(pairs, tokens=8)))
+    answer_all(pairs, tokens=8)
 
 
 def test_samples_of_a_batch_and_windows():
     pairs = make_pairs(make_double("gemma3"), ["full", "snapkv", "a cut at each token"], [60, 75, 41], [1, 3, 2])
-    alone, joined = answer_all(pairs, tokens=CHUNK + 4)
-    assert all(map(torch.equal, alone, joined)) and joined[1].shape == (CHUNK + 4, 3)
-    for modules, own in pairs:
-        assert own.decoded_together == 3
-        assert_same(modules, own)
+    assert_alike(pairs)
 
 
 @pytest.mark.parametrize(
@@ -275,24 +268,16 @@ def test_answers_end_on_their_own(count, after):
         free = run_alone(tell(pairs[0][0], LONGEST)).flatten().tolist()
     stop = next(token for place, token in enumerate(free) if place >= after and token not in free[:place])
     ends = [{"stop": [stop]}, {"after": after}, {"after": after + 1}, {}, {"after": after}, {}][:count]
-    alone = [run_alone(tell(modules, LONGEST, **end)) for (modules, _), end in zip(pairs, ends, strict=True)]
-    joined = run_together([tell(own, LONGEST, **end) for (_, own), end in zip(pairs, ends, strict=True)])
-    assert all(map(torch.equal, alone, joined)) and len({len(some) for some in joined}) > 2
-    more = ids(3, 9)
-    for modules, own in pairs:
-        assert_same(modules, own)
-        assert torch.allclose(modules.extend(more), own.extend(more), atol=1e-4)
-    assert all(map(torch.equal, *answer_all(pairs, tokens=8)))
+    assert len({len(some) for some in answer_all(pairs, ends, tokens=LONGEST)}) > 2
+    assert_read_alike(pairs)
+    answer_all(pairs, tokens=8)
 
 
 def test_each_answer_draws_its_own_tokens():
     pairs = make_pairs(make_double("llama"), ["full", "snapkv", "a cut at each token"])
     for sampling in (Sampling(1.0), Sampling(0.7, 0.9)):
-        assert all(map(torch.equal, *answer_all(pairs, tokens=CHUNK + 4, sampling=sampling)))
-    kinds = [Sampling(), Sampling(1.0), Sampling(0.5)]
-    alone = [run_alone(tell(one, CHUNK + 4, sampling=own)) for (one, _), own in zip(pairs, kinds, strict=True)]
-    joined = run_together([tell(other, CHUNK + 4, sampling=own) for (_, other), own in zip(pairs, kinds, strict=True)])
-    assert all(map(torch.equal, alone, joined))
+        answer_all(pairs, tokens=CHUNK + 4, sampling=sampling)
+    answer_all(pairs, [{"sampling": own} for own in (Sampling(), Sampling(1.0), Sampling(0.5))], tokens=CHUNK + 4)
 
 
 def test_what_cannot_join_answers_alone():
@@ -301,15 +286,16 @@ def test_what_cannot_join_answers_alone():
     pairs = make_pairs(model, names)
     pairs += [make_contexts(model, choose("tova", decoding=True, decode_interval=5))]  # needs two graphs
     pairs += [make_contexts(model, choose("snapkv"), stepped=False)]  # needs the modules
-    alone, joined = answer_all(pairs, tokens=10)
-    assert all(map(torch.equal, alone, joined))
+    answer_all(pairs, tokens=10)
     assert [own.decoded_together for _, own in pairs] == [3, 3, 3, 1, 1]
     assert [own.decoding for _, own in pairs] == ["graph"] * 4 + ["modules"]
     lengths = (10, 10, 15, 5, 10)  # another length, and one too short for a graph
     pairs = make_pairs(model, [*names, "snapkv", "columns"])
-    joined = run_together([tell(own, count) for (_, own), count in zip(pairs, lengths, strict=True)])
+    joined = answer_all(pairs, [{"tokens": count} for count in lengths])
     assert [len(some) for some in joined] == list(lengths)
     assert [own.decoded_together for _, own in pairs] == [3, 3, 1, 1, 3]
+    run_together([tell(pairs[0][1], 10), *(forget(own, 10) for _, own in pairs[1:3])])  # the first keeps its rows
+    assert [own.decoded_together for _, own in pairs[:3]] == [1, 2, 2]
 
 
 def test_contexts_that_would_append_to_the_same_memory_take_turns_or_get_their_own():
@@ -329,25 +315,32 @@ def test_contexts_that_would_append_to_the_same_memory_take_turns_or_get_their_o
             alone.append(run_alone(tell(context, 10)))
     for context in contexts:
         context.reserve(10)
-    answers = [Answer(context, 10, Sampling(), frozenset()) for context in contexts]
     before = [list_memory(context) for context in contexts]
     assert before[0] == before[1] == before[2] and not before[0] & before[3]
-    assert join_answers(answers) == [answers[0], answers[3]]
-    for answer in answers:
-        answer.end()
-        answer.close()
-    assert all(map(torch.equal, alone, run_together([forget(context, 10) for context in contexts])))
+    assert find_joined(contexts) == [0, 3]
+    answers = (answer for answer, _ in run_together([forget(context, 10) for context in contexts]))
+    assert all(map(torch.equal, alone, answers))
     used = set()
     for context in contexts:
         separate_memory(context, used)
     after = [list_memory(context) for context in contexts]
     assert after[0] == before[0] and not any(one & other for one, other in combinations(after, 2))
-    answers = [Answer(context, 10, Sampling(), frozenset()) for context in contexts]
-    assert join_answers(answers) == answers
-    for answer in answers:
-        answer.end()
-        answer.close()
-    assert all(map(torch.equal, alone, run_together([forget(context, 10) for context in contexts])))
+    assert find_joined(contexts) == [0, 1, 2, 3]
+    answers = (answer for answer, _ in run_together([forget(context, 10) for context in contexts]))
+    assert all(map(torch.equal, alone, answers))
+
+
+def find_joined(contexts) -> list[int]:
+    """The numbers of the contexts whose answers, which they forget, would be decoded as one batch."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context.branch())
+        answers = [Answer(context, 10, Sampling(), frozenset()) for context in contexts]
+        joined = join_answers(answers)
+        for answer in answers:
+            answer.end()
+            answer.close()
+    return [number for number, answer in enumerate(answers) if answer in joined]
 
 
 def test_an_error_ends_all_sessions_and_changes_nothing(monkeypatch):
@@ -372,7 +365,7 @@ def test_an_error_ends_all_sessions_and_changes_nothing(monkeypatch):
     assert all(own.path is None for _, own in pairs)
     assert before == [(own.seen, [layer.rows.longest_head for layer in own.own_layers]) for _, own in pairs]
     monkeypatch.setattr(KeyDiff, "score", score)
-    assert all(map(torch.equal, *answer_all(pairs, tokens=8)))
+    answer_all(pairs, tokens=8)
 
 
 def test_the_memory_of_every_forgotten_answer_is_counted():

@@ -3,6 +3,7 @@
 A variant takes a second to compile, which would be part of the time of the first sample that needs it.
 """
 
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
@@ -106,8 +107,11 @@ def record_together(model, cases) -> Variants:
                 own = Budget(1.0 if choice.method.name == "full" else budget)
                 contexts.append(GenerationContext(model, choice, own, block, (0,)))
                 contexts[-1].prefill(ids(tokens))
-            answers = [Answer(own, pair[0][-1], Sampling(), frozenset()) for own in contexts]
-            run_together([finish_answer(own, lambda token: True) for own in answers])
+            with ExitStack() as stack:
+                for own in contexts:
+                    stack.enter_context(own.branch())
+                answers = [Answer(own, pair[0][-1], Sampling(), frozenset()) for own in contexts]
+                run_together([finish_answer(own, lambda token: True) for own in answers])
     return found
 
 

@@ -5,11 +5,11 @@ import torch
 
 from kvbench.config.catalogue import build, load_settings
 from kvbench.engine import generation
+from kvbench.engine.appended_rows import AppendedRows, only_appends
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.context import decodes_in_graph
 from kvbench.engine.generation import GenerationContext
-from kvbench.engine.graph_decoding import only_appends
-from kvbench.engine.packed_rows import PackedRows
+from kvbench.engine.graph_decoding import StepRows, find_angles
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.kernels.attention import attend
@@ -43,17 +43,15 @@ def read_prompt(choice, model, batch=1, stepped=True):
     return context
 
 
-class DefinedRows:
+class DefinedRows(StepRows):
     """The same step by the definition: all rows are read back for each token, and the codec extends them by it."""
 
-    def __init__(self, weights, layers, tokens, seen):
-        self.weights, self.layers, self.left = weights, layers, tokens
-        cos, sin = weights.rotation(torch.arange(seen, seen + tokens)[None])
-        self.angles = cos[0].to(weights.embed.dtype), sin[0].to(weights.embed.dtype)
-        self.history, self.step = [[layer.rows for layer in layers]], torch.zeros((), dtype=torch.int32)
-
-    def cuts(self, number):
-        return False
+    def __init__(self, weights, answers, tokens, implementation):
+        self.weights, (self.layers,), self.implementation = weights, answers, implementation
+        self.indices = [layer.index for layer in self.layers]
+        seen = self.layers[0].rows.seen
+        self.angles = find_angles(weights.rotation, seen, seen + tokens, weights.embed)
+        self.history, self.step = [[layer.rows for layer in self.layers]], torch.zeros((), dtype=torch.int32)
 
     def reader(self, cuts):
         return self.attend
@@ -67,18 +65,9 @@ class DefinedRows:
         layer.rows = layer.rows.pack_tail()
         return outputs
 
-    def settle(self):
-        pass
-
     def advance(self, cuts):
         self.step += 1
         self.history[int(self.step) :] = [[layer.rows for layer in self.layers]]
-
-    def pack_due(self, number):
-        pass
-
-    def marked(self, tokens):
-        return tokens
 
     def back(self, step):
         self.step.fill_(step)
@@ -86,10 +75,7 @@ class DefinedRows:
             layer.rows = rows
         return step
 
-    def keep(self, read):
-        pass
-
-    def finish(self, read):
+    def finish(self, read, answer=0):
         pass
 
 
@@ -102,8 +88,8 @@ class DefinedRows:
 def test_the_layers_hold_afterwards_what_the_codec_packs_token_by_token(allocator, codec, batch, monkeypatch):
     choice = choice_of("snapkv", allocator, build("codec", load_settings("codec", "kivi", codec)), window=4)
     found = []
-    for rows in (DefinedRows, PackedRows):
-        monkeypatch.setattr(generation, "PackedRows", rows)
+    for rows in (DefinedRows, AppendedRows):
+        monkeypatch.setattr(generation, "AppendedRows", rows)
         context = read_prompt(choice, make_double("llama"), batch)
         lengths = context.own_layers[-1].rows.lengths
         assert allocator == "uniform" or len(set((lengths % codec["residual"]).flatten().tolist())) > 1

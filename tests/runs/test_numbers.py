@@ -124,7 +124,7 @@ def test_a_graph_notes_it(kvbench, monkeypatch, tmp_path, step):
     read = graph_decoding.read_token
 
     def spoil(weights, rows, *more):
-        return read(weights, rows, *more).where(rows.step != step, torch.nan)
+        return read(weights, rows, *more).where(rows.kinds[0].step != step, torch.nan)
 
     monkeypatch.setattr(graph_decoding, "read_token", spoil)
     code, _, errors = kvbench(*TASK, "method=snapkv", "budget=0.3", "dtype=float32")

@@ -7,10 +7,10 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from kvbench.cache.policy import CachePolicy
+from kvbench.engine.appended_rows import AppendedRows
 from kvbench.engine.generation import WORTH, GenerationContext
 from kvbench.engine.graph_decoding import GraphDecoder
 from kvbench.engine.joint_decoding import read_given, run_together
-from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.decoder_weights import collect_weights
@@ -117,11 +117,14 @@ def assert_same_answers(modules: GenerationContext, step: GenerationContext, len
 
 
 def read_given_both_ways(pairs: Sequence[Sequence[GenerationContext]], ids: torch.Tensor) -> None:
-    """Of each pair, modules read the tokens into the first context one by one, and the second ones read together."""
+    """Of each pair, modules read the tokens into the first context one by one, and the second ones read together.
+
+    All samples read the same tokens, (1, n).
+    """
     for modules, _ in pairs:
         for token in ids.split(1, dim=1):
-            modules.extend(token)
-    run_together([read_given(joined, ids) for _, joined in pairs])
+            modules.extend(token.repeat(len(modules.seeds), 1))
+    run_together([read_given(joined, ids.repeat(len(joined.seeds), 1)) for _, joined in pairs])
 
 
 def assert_graph_answers_alike(contexts: Sequence[GenerationContext], tokens: int) -> None:
@@ -139,7 +142,7 @@ def read_drawn_tokens(context: GenerationContext, tokens: int, implementation: s
     """Let packed rows read drawn tokens, in a graph unless an implementation is named. Returns the last logits."""
     device = context.logits.device
     draws = torch.rand(1, tokens + 1, generator=torch.Generator().manual_seed(2)).to(device)
-    rows = PackedRows(context.weights, context.own_layers, tokens, context.seen, implementation)
+    rows = AppendedRows(context.weights, [context.own_layers], tokens, implementation)
     decoder = GraphDecoder(
         context.weights, rows, torch.full((1,), 7, device=device), tokens, pick_drawn, draws, implementation
     )
