@@ -270,6 +270,11 @@ class Codec:
         return False
 
     @property
+    def pack_interval(self) -> int:
+        """Number of tokens between two times that rows are packed while decoding; 1 if every token is treated alike."""
+        return 1
+
+    @property
     def weights_bytes(self) -> int:
         """Bytes of the weights that the codec reads from a file and needs beside the model."""
         return 0

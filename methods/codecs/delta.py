@@ -129,6 +129,10 @@ class Delta(Codec):
         return self.group or self.file.code
 
     @property
+    def pack_interval(self) -> int:
+        return max(self.recent, self.base.pack_interval)
+
+    @property
     def grows(self) -> bool:
         return self.base.grows or not self.base.packs
 

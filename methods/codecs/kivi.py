@@ -49,6 +49,10 @@ class Kivi(Codec):
         if self.residual % self.group:
             raise SettingError(f"codec.residual={self.residual}: a multiple of codec.group={self.group}")
 
+    @property
+    def pack_interval(self) -> int:
+        return self.residual
+
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "KiviRows":
         dim = keys.shape[-1]
         if dim % self.group:
