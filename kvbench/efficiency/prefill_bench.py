@@ -7,7 +7,7 @@ are methods of their own, or with a codec that the method of `--cross` cannot ha
 Everything runs once before the first round. In a round each set-up is timed once, between two prefills of the full
 cache on the same prompt of random tokens. Its ratio is its time over the mean of these two, so that other load of the
 machine affects both alike. The table shows the median of the rounds' ratios and their quartiles. A refused set-up is
-listed with the reason.
+listed with the reason. The least ratio by operations (kvbench.efficiency.roofline) stands beside it where it is known.
 
 The limit is 1.3. It is 2 for a method that needs log-sum-exps, because it passes over the logits once more. A method
 for which the model reads the prompt again has no limit. A ratio over its limit is marked; the exit code does not depend
@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config.catalogue import build, list_choices, load_settings, methods_available
+from kvbench.efficiency.roofline import prefill_ratio
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
@@ -67,16 +68,19 @@ class Setup:
         others = (self.preset, self.allocator, self.codec)
         return " ".join([self.method, *(own for own in others if own and own not in UNCUT.values())])
 
-    def choice(self, settings: Mapping[str, Mapping[str, Any]]) -> CachePolicy:
-        """Build the three with settings by name of a method or codec; SettingError if they cannot work together."""
+    def load(self, settings: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Load the settings of the method and of the codec; `settings` are by name of a method or codec."""
         method_args = dict(settings.get(self.method, {}))
         if self.preset:
             method_args["preset"] = self.preset
-        return choose_cache(
-            build("method", load_settings("method", self.method, method_args)),
-            build("allocator", load_settings("allocator", self.allocator)),
-            build("codec", load_settings("codec", self.codec, settings.get(self.codec))),
-        )
+        codec = load_settings("codec", self.codec, settings.get(self.codec))
+        return load_settings("method", self.method, method_args), codec
+
+    def choice(self, settings: Mapping[str, Mapping[str, Any]]) -> CachePolicy:
+        """Build the three with settings by name of a method or codec; SettingError if they cannot work together."""
+        method, codec = self.load(settings)
+        allocator = build("allocator", load_settings("allocator", self.allocator))
+        return choose_cache(build("method", method), allocator, build("codec", codec))
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class PrefillCost:
         limit: How many times the full cache's prefill it may take; None for no limit.
         own: Its seconds in each round.
         full: In each round, the mean seconds of the two prefills of the full cache around it.
+        floor: The least ratio that its operations allow; None if it is not known.
         reason: Why it was not run.
     """
 
@@ -95,6 +100,7 @@ class PrefillCost:
     limit: float | None = None
     own: tuple[float, ...] = ()
     full: tuple[float, ...] = ()
+    floor: float | None = None
     reason: str = ""
 
     @property
@@ -176,39 +182,47 @@ def measure_costs(
             around[setup].append((before + after) / 2)
             before = after
     costs = {
-        setup: PrefillCost(setup, find_limit(choice.method), tuple(own[setup]), tuple(around[setup]))
+        setup: PrefillCost(
+            setup, find_limit(choice.method), tuple(own[setup]), tuple(around[setup]),
+            prefill_ratio(model, ids.shape[1], *setup.load(settings)),
+        )
         for setup, choice in ready.items()
-    }
+    }  # fmt: skip
     return [(costs | refused)[setup] for setup in chosen]
 
 
 def format_costs(costs: Sequence[PrefillCost]) -> str:
     """Format costs as aligned text with a line for each set-up."""
-    lines: list[tuple[str, ...]] = [("set-up", "ms", "full ms", "ratio", "quartiles", "limit", "")]
+    lines: list[tuple[str, ...]] = [("set-up", "ms", "full ms", "ratio", "quartiles", "floor", "limit", "")]
     for cost in costs:
-        numbers = [""] * 4
+        numbers = [""] * 5
         if not cost.reason:
             low, middle, high = cost.quartiles
             times = [f"{own:.0f}" for own in cost.milliseconds]
-            numbers = [*times, f"{middle:.2f}", f"{low:.2f}-{high:.2f}"]
-        lines.append((str(cost.setup), *numbers, "" if cost.limit is None else f"{cost.limit:.1f}", cost.verdict))
+            numbers = [*times, f"{middle:.2f}", f"{low:.2f}-{high:.2f}", format_bound(cost.floor, 2)]
+        lines.append((str(cost.setup), *numbers, format_bound(cost.limit, 1), cost.verdict))
     first, *others, last = zip(*lines, strict=True)
     columns = [[cell.ljust(max(map(len, first))) for cell in first]]
     columns += [[cell.rjust(max(map(len, column))) for cell in column] for column in others]
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, last, strict=True))
 
 
+def format_bound(bound: float | None, digits: int) -> str:
+    """Return the text of a floor or a limit; "" if there is none."""
+    return "" if bound is None else f"{bound:.{digits}f}"
+
+
 def save_costs(costs: Sequence[PrefillCost], path: Path, about: Mapping[str, Any]) -> None:
     """Write a CSV of unrounded numbers; every line also has what is the same for all of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = ("method", "preset", "allocator", "codec")
-    titles = (*parts, "ms", "full_ms", "ratio", "quartile_1", "quartile_3", "limit", "over")
+    titles = (*parts, "ms", "full_ms", "ratio", "quartile_1", "quartile_3", "floor", "limit", "over")
     rows: list[list[object]] = [[*titles, "not_run", *about]]
     for cost in costs:
-        numbers: list[float | bool | None] = [None] * 7
+        numbers: list[float | bool | None] = [None] * 8
         if not cost.reason:
             low, middle, high = cost.quartiles
-            numbers = [*cost.milliseconds, middle, low, high, cost.limit, cost.over]
+            numbers = [*cost.milliseconds, middle, low, high, cost.floor, cost.limit, cost.over]
         names = [getattr(cost.setup, part) for part in parts]
         rows.append([*names, *numbers, cost.reason, *about.values()])
     with name_file_in_errors(path):

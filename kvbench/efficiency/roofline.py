@@ -7,10 +7,13 @@ method that attends to few of many rows reads only those, and what it chooses th
 that are attended to of what it stores (DeltaKV), which takes further operations. A prefill multiplies every token with
 the weights (only the last token with the output layer), and its queries with the rows that they see, with 4·Hq·d
 operations for each pair. If the cache is cut after each block, this holds block by block. conf/efficiency/floors.yaml
-lists what each score must do: passes over keys and values, and products of queries with rows.
+lists what each score must do: passes over keys and values, and products of queries with rows. In a prefill this comes
+on top in every layer, and so does what a codec reads once to pack the rows. Allocators are not counted: they read
+scores, of which a row has one.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -77,10 +80,27 @@ def decode_ms(
     return machine.ms(read, operations), machine.ms(read, 0) + machine.ms(0, operations)
 
 
+Needs = Callable[[int, int, int], tuple[int, int]]
+"""Rows of a head, tokens of the block that was read, and rows that are packed after it -> bytes and operations that a
+method and a codec need for a layer.
+"""
+
+
 def prefill_ms(
-    machine: Machine, model: torch.nn.Module, tokens: int, batch: int, block: int | None, quota: int | None
-) -> float:
-    """Return the milliseconds to read a prompt in blocks, cut to `quota` rows after each. None: one block, no cut."""
+    machine: Machine, model: torch.nn.Module, tokens: int, batch: int, block: int | None, quota: int | None,
+    needs: Needs = lambda rows, tokens, packed: (0, 0),
+) -> float:  # fmt: skip
+    """Return the milliseconds to read a prompt in blocks.
+
+    Args:
+        machine: The machine.
+        model: The model.
+        tokens: Tokens of the prompt.
+        batch: Number of prompts.
+        block: Tokens of a block; None for one block.
+        quota: Number of rows to which a head is cut after each block; None for no cut.
+        needs: What is done with the rows of each layer without a sliding window after each block.
+    """
     shape, weights = read_layout(model), WeightSizes.of(model)
     config = text_config(model)
     pair = 4 * config.num_attention_heads * shape.dim * batch
@@ -95,9 +115,42 @@ def prefill_ms(
         pairs += len(shape.sliding) * new * min(window, seen + (new + 1) / 2)
         rows = full * held + len(shape.sliding) * min(window, seen)
         read = weights.layers * element + rows * row_bytes(shape, element) * batch
-        total += machine.ms(read, 2 * weights.layers * new * batch + pair * pairs)
+        own = held + new
+        packed = 0 if seen + new < tokens else own if quota is None else min(own, quota)
+        more, operations = needs(own, new, packed)
+        operations = full * operations + 2 * weights.layers * new * batch + pair * pairs
+        total += machine.ms(read + full * more, operations)
         seen += new
     return total
+
+
+def make_needs(model: torch.nn.Module, batch: int, method: Mapping[str, Any], codec: Mapping[str, Any]) -> Needs | None:
+    """Return what a method and a codec with these settings need in a prefill; None if one of them has no floor."""
+    if not {method["name"], codec["name"]} <= load_needs().keys():
+        return None
+    shape, config = read_layout(model), text_config(model)
+    sizes = {"batch": batch, "heads": shape.heads, "group": config.num_attention_heads // shape.heads, "dim": shape.dim}
+    sizes |= {"hidden": config.hidden_size, "element": embedding_tables(model)[0].element_size()}
+
+    def needs(rows: int, tokens: int, packed: int) -> tuple[int, int]:
+        own = [(method, rows), (codec, packed)] if packed else [(method, rows)]
+        parts = [compute_score_needs(one["name"], one, sizes | {"rows": n, "tokens": tokens}) for one, n in own]
+        return sum(part[0] for part in parts if part), sum(part[1] for part in parts if part)
+
+    return needs
+
+
+def prefill_ratio(
+    model: torch.nn.Module, tokens: int, method: Mapping[str, Any], codec: Mapping[str, Any]
+) -> float | None:
+    """Return the least ratio of a prefill in one block to the full cache's, by operations alone; None without a floor.
+
+    On a machine that computes longer than it reads, nothing is faster, because what it reads costs no time.
+    """
+    needs, machine = make_needs(model, 1, method, codec), Machine(math.inf, 1.0)
+    if needs is None:
+        return None
+    return prefill_ms(machine, model, tokens, 1, None, None, needs) / prefill_ms(machine, model, tokens, 1, None, None)
 
 
 def row_bytes(shape: Layout, element: int) -> int:
@@ -121,7 +174,7 @@ def compute_score_needs(method: str, settings: Mapping[str, Any], sizes: Mapping
     """Compute the bytes and operations of a score; None for a method that conf/efficiency/floors.yaml does not list.
 
     Args:
-        method: The method's name.
+        method: The method's name, or a codec's for what it needs to pack rows.
         settings: Its settings.
         sizes: batch, heads, group, rows, tokens (of the block), dim, hidden, element (bytes).
     """
@@ -130,7 +183,7 @@ def compute_score_needs(method: str, settings: Mapping[str, Any], sizes: Mapping
     own, size = load_needs()[method], sizes
     per_head = size["batch"] * size["heads"] * size["rows"]
     row = size["dim"] * size["element"]  # bytes of a key, or of a value
-    read = per_head * row * (own.get("keys", 0) + own.get("values", 0)) + 4 * per_head
+    read = per_head * row * (own.get("keys", 0) + own.get("values", 0)) + own.get("written", 4) * per_head
     pairs = per_head * size["group"]
     queries = settings.get("window", 1) if own.get("queries") == "window" else own.get("queries", 0)
     if own.get("keys") == 2 and queries:  # or the first pass writes its logits in float32, and the second reads these
@@ -145,4 +198,6 @@ def compute_score_needs(method: str, settings: Mapping[str, Any], sizes: Mapping
     operations += 2 * pairs * size["dim"] ** 2 * own.get("quadratic", 0)
     operations += 2 * pairs * size["dim"] * size["hidden"] * own.get("projections", 0)
     operations += 2 * per_head * size["dim"] * own.get("matches", 0) * ((settings.get("chunk") or size["rows"]) / 4)
+    if own.get("clusters"):
+        operations += 2 * per_head * size["dim"] * 2 ** settings["bits"] * (settings["iterations"] + 1)
     return int(read), int(operations)

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from kvbench.cli import efficiency
-from kvbench.config.catalogue import methods_available
+from kvbench.config.catalogue import list_choices, methods_available
 from kvbench.config.compose import compose_config, expand_cells
 from kvbench.efficiency import measure, measured_task, plan
 from kvbench.efficiency.caches import KVBenchCache, TransformersDynamic, TransformersStatic
@@ -182,8 +182,8 @@ def test_every_method_is_scored_or_says_why_not(name):
         assert rows == 70
 
 
-def test_needs_are_those_of_methods():
-    assert set(load_needs()) <= set(methods_available())
+def test_needs_are_those_of_methods_and_codecs():
+    assert set(load_needs()) <= {*methods_available(), *list_choices("codec")}
 
 
 def test_a_score_is_timed(kvbench):

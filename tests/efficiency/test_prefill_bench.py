@@ -45,7 +45,8 @@ def test_the_ratio_is_the_median_over_rounds_and_marked_above_its_limit():
     assert cost.quartiles == pytest.approx((1.2, 1.4, 2.2))
     assert cost.over and cost.verdict == "OVER"
     assert replace(cost, limit=1.5).verdict == "ok" and replace(cost, limit=None).verdict == "no limit"
-    assert "1.40  1.20-2.20    1.3  OVER" in format_costs([cost])
+    assert "1.40  1.20-2.20           1.3  OVER" in format_costs([cost])
+    assert "1.40  1.20-2.20   1.19    1.3  OVER" in format_costs([replace(cost, floor=1.189)])
 
 
 def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
@@ -56,9 +57,11 @@ def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
         return float(len(ran))
 
     monkeypatch.setattr(prefill_bench, "time_prefill", seconds)
+    monkeypatch.setattr(prefill_bench, "prefill_ratio", lambda model, tokens, method, codec: float(tokens))
     costs = measure_costs(None, ids(9), Budget(0.5), 2, list_setups(["knorm", "qfilters", "random"], None), {})
     assert ran == ["full", "knorm", "random"] + 2 * ["full", "knorm", "full", "random", "full"]
     assert [cost.setup.method for cost in costs] == ["knorm", "qfilters", "random"]
+    assert costs[0].floor == 9 and costs[1].floor is None
     assert costs[0].own == (5, 10) and costs[0].full == (5, 10) and costs[2].own == (7, 12)
     assert costs[1].verdict.startswith("not run: method.path=null")
 
@@ -80,6 +83,7 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         assert f"{line['method']} " in printed and line["not_run"] in printed
         assert line["not_run"] or float(line["ratio"]) == pytest.approx(float(line["ms"]) / float(line["full_ms"]))
         assert line["tokens"] == "60" and line["torch"] == torch.__version__
+        assert line["not_run"] or bool(line["floor"]) == (line["codec"] in ("raw", "kivi"))
         assert line["command"].startswith("kvbench bench-methods --tokens=60 --rounds=1")
 
 

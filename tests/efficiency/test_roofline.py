@@ -1,8 +1,19 @@
 """The least that a score must read and compute, by hand for a small shape."""
 
 import pytest
+import torch
 
-from kvbench.efficiency.roofline import Machine, WeightSizes, compute_score_needs, decode_ms
+from kvbench.efficiency.roofline import (
+    Machine,
+    WeightSizes,
+    compute_score_needs,
+    decode_ms,
+    make_needs,
+    prefill_ms,
+    prefill_ratio,
+)
+from kvbench.models.loading import make_random_model
+from kvbench.models.random_weights import RandomCheckpoint
 
 SIZES = {"batch": 2, "heads": 3, "group": 4, "rows": 1000, "tokens": 8, "dim": 128, "hidden": 512, "element": 2}
 ROWS = 2 * 3 * 1000  # rows of all KV heads
@@ -19,6 +30,9 @@ KEY = 128 * 2  # bytes
         ("snapkv", {"window": 4}, KEY + 4 + 8 * 4 * 4, 2 * 4 * 4 * 128),
         ("snapkv", {"window": 64}, 2 * KEY + 4, 2 * 4 * 64 * 128),  # 2 KB of logits: reading the keys again is cheaper
         ("dropkv", {"window": 1}, KEY + 2 * KEY + 4 + 8 * 4, 2 * 2 * 4 * 128),
+        ("pqcache", {"bits": 6, "iterations": 24}, KEY + 4, 2 * 128 * 64 * 25),
+        ("kivi", {}, 2 * KEY + 4, 0),
+        ("full", {}, 0, 0),
     ],
 )
 def test_needs_of_a_row(method, settings, bytes_a_row, operations_a_row):
@@ -38,3 +52,44 @@ def test_a_token_reads_and_computes_at_the_same_time_or_in_turn():
 def test_a_machine_reads_and_computes_at_the_same_time():
     machine = Machine(bandwidth=1e12, flops=1e13)
     assert machine.ms(2e9, 1e9) == pytest.approx(2.0) and machine.ms(1e9, 1e11) == pytest.approx(10.0)
+
+
+RAW = {"name": "raw"}
+
+
+@pytest.fixture(scope="module")
+def shape_8b():
+    return make_random_model(RandomCheckpoint.like("llama31_8b", 0).config(), torch.bfloat16, "meta", 0)
+
+
+@pytest.mark.parametrize(
+    "method, codec, ratio",
+    [
+        ({"name": "full"}, RAW, 1), ({"name": "full"}, {"name": "kivi"}, 1), ({"name": "knorm"}, RAW, 1),
+        ({"name": "h2o"}, RAW, 1.19), ({"name": "observed_attention"}, RAW, 1.19), ({"name": "criticalkv"}, RAW, 1.05),
+        ({"name": "pqcache", "bits": 6, "iterations": 25}, RAW, 1.005), ({"name": "mine"}, RAW, None),
+        ({"name": "h2o"}, {"name": "mine"}, None),
+    ],
+)  # fmt: skip
+def test_a_prefill_s_least_ratio_counts_what_a_method_does_beside(shape_8b, method, codec, ratio):
+    """At 32k: attention has 2.8 of 7.4·10¹⁴ operations, and column sums need half as many again."""
+    found = prefill_ratio(shape_8b, 32768, method, codec)
+    assert found == (None if ratio is None else pytest.approx(ratio, abs=0.004))
+
+
+def test_blocks_are_scored_one_by_one_and_packed_once(shape_8b):
+    method, codec, seen = {"name": "knorm"}, {"name": "kivi"}, []
+    needs, one = make_needs(shape_8b, 2, method, codec), Machine(1e12, 1e30)
+
+    def noting(rows, tokens, packed):
+        seen.append((rows, tokens, packed, *needs(rows, tokens, packed)))
+        return needs(rows, tokens, packed)
+
+    plain = prefill_ms(one, shape_8b, 1000, 2, 400, 300)
+    more = prefill_ms(one, shape_8b, 1000, 2, 400, 300, noting)
+    assert [own[:3] for own in seen] == [(400, 400, 0), (700, 400, 0), (500, 200, 300)]
+    heads, key = 2 * 8, 128 * 2
+    counted = [heads * rows * (key + 4) for rows in (400, 700, 500)]
+    counted[-1] += heads * 300 * (2 * key + 4)
+    assert [own[3] for own in seen] == counted
+    assert more - plain == pytest.approx(1000 * 32 * sum(counted) / 1e12)
