@@ -18,7 +18,7 @@ class Efficiency:
     baseline: str
     length: int
     batch: int
-    new_tokens: int | tuple[int, ...]
+    new_tokens: int | tuple[int, ...] | None
     repeats: int
     answers: int
     warmup: int
@@ -34,11 +34,13 @@ class Efficiency:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Numbers of answer tokens after which the end-to-end time is taken, ascending."""
+        """Numbers of answer tokens that `new_tokens` gives, ascending; empty if it gives none."""
         return tuple(sorted(set(self._several)))
 
     @property
     def _several(self) -> list[int] | tuple[int, ...]:
+        if self.new_tokens is None:
+            return ()
         return self.new_tokens if isinstance(self.new_tokens, list | tuple) else (self.new_tokens,)
 
     def check(self) -> None:
@@ -56,7 +58,7 @@ class Efficiency:
         for name in ("rows", "most_batch"):
             if getattr(self, name) is not None:
                 require_int(f"task.{name}", getattr(self, name), 1)
-        for end in self._several or (None,):
+        for end in () if self.new_tokens is None else self._several or (None,):
             require_int("task.new_tokens", end, 2)
         for name in ("bandwidth", "flops"):
             given = getattr(self, name)
@@ -66,7 +68,7 @@ class Efficiency:
             raise SettingError(f"task.answers={self.answers}: at most task.repeats, {self.repeats}")
         if self.rows is not None and self.baseline != "static_compiled":
             raise SettingError(f"task.rows={self.rows}: of task.baseline=static_compiled; a method has budget=")
-        if self.measure == "regions" and max(self.ends) < LEAST_SPLIT:
+        if self.measure == "regions" and self.ends and max(self.ends) < LEAST_SPLIT:
             raise SettingError(
                 f"task.new_tokens={max(self.ends)}: task.measure=regions splits the time of tokens after the first 17; "
                 f"at least {LEAST_SPLIT}"

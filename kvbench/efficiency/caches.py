@@ -3,23 +3,24 @@
 Each reads a prompt, can copy it to a batch, and generates a greedy answer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvbench.cache.layer import Layer
 from kvbench.cache.storage import Bytes
-from kvbench.efficiency.measured_task import read_task
+from kvbench.efficiency.measured_task import WARMED, list_ends, read_task
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
-from kvbench.engine.timing import Stamps
+from kvbench.engine.timing import Stamps, spread
 from kvbench.interfaces.derived_method import derive_method
 from kvbench.interfaces.method import Method
 from kvbench.kernels.dispatch import force_implementation
@@ -27,12 +28,22 @@ from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import list_plain_rows, make_plain_cache, text_config
 from kvbench.runs.spec import RunSpec
 
-WARMED = 8  # first steps of an answer that the median leaves out; half of a short answer
-
 
 def drop_warmed(steps: list[float]) -> list[float]:
-    """Return the steps of an answer that the median is taken of."""
+    """Return the steps of an answer that are timed."""
     return steps[min(WARMED, len(steps) // 2) :]
+
+
+def spread_tokens(answers: Sequence[Sequence[float]], interval: int) -> dict[str, float]:
+    """Return the spread of the tokens' times, with their 99th percentile.
+
+    Args:
+        answers: Of each answer, the milliseconds of its timed tokens.
+        interval: Tokens of an interval of periodic work. `intervals` is how many whole ones the shortest answer has.
+    """
+    steps = [step for own in answers for step in own]
+    whole = min(map(len, answers)) // interval
+    return spread(steps) | {"p99": float(np.quantile(steps, 0.99)), "intervals": whole}
 
 
 class CacheUnderTest(Protocol):
@@ -286,7 +297,7 @@ def make_cache_under_test(model: torch.nn.Module, run: RunSpec) -> CacheUnderTes
     """Make the cache that a run names."""
     task = read_task(run)
     if task.baseline == "static_compiled":
-        return TransformersStatic(model, task.rows or task.length, max(task.ends))
+        return TransformersStatic(model, task.rows or task.length, max(list_ends(run)))
     return make_replicable_cache(model, run)
 
 
@@ -295,7 +306,7 @@ def make_replicable_cache(model: torch.nn.Module, run: RunSpec) -> ReplicableCac
     task = read_task(run)
     if task.baseline == "dynamic":
         return TransformersDynamic(model)
-    own = KVBenchCache(model, run, max(task.ends))
+    own = KVBenchCache(model, run, max(list_ends(run)))
     if task.implementation is not None:
         own.choice = replace(own.choice, method=force_scoring(own.choice.method, task.implementation))
     return own

@@ -1,27 +1,28 @@
 """Measure latency (task.measure=latency): time to the first token, per token and to the end, and bytes, of one batch.
 
 The time to the first token is taken over `repeats` prefills, and `answers` of them are followed by the answer. The time
-per output token is the median over steps, without the first WARMED steps, which prepare later ones. The end-to-end time
-runs from the prompt to a token.
+per output token has a median, a mean and a 99th percentile over steps, without the first WARMED steps, which prepare
+later ones. The end-to-end time runs from the prompt to a token.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvbench.efficiency.caches import (
-    WARMED,
     CacheUnderTest,
     draw_prompt,
     drop_warmed,
     load_model,
     make_cache_under_test,
+    spread_tokens,
 )
-from kvbench.efficiency.measured_task import find_machine, read_task
-from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, prefill_ms
+from kvbench.efficiency.measured_task import WARMED, find_interval, find_machine, list_ends, read_task
+from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, make_needs, prefill_ms
 from kvbench.engine import timing
-from kvbench.engine.timing import fits, spread
+from kvbench.engine.timing import spread, try_in_memory
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 
@@ -29,28 +30,29 @@ from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_lin
 def measure_latency(run: RunSpec) -> Iterator[Line]:
     """Yield the lines of a run: times to the first token, per token and to the end, and bytes."""
     task, device, model = read_task(run), run.device, load_model(run)
-    answer, own, ids = max(task.ends), make_cache_under_test(model, run), draw_prompt(run, model)
+    every, own, ids = list_ends(run), make_cache_under_test(model, run), draw_prompt(run, model)
+    answer = max(every)
     for _ in range(task.warmup):
         own.drop()
         timing.clear(device)
-        fit, _ = fits(lambda: warm_up(own, ids, answer if task.answers else 1), device)
-        if not fit:
-            yield make_out_of_memory_line("latency")
+        _, shortage = try_in_memory(lambda: warm_up(own, ids, answer if task.answers else 1), device)
+        if shortage:
+            yield make_out_of_memory_line("latency", shortage)
             return
     first: list[float] = []
-    steps: list[float] = []
+    timed: list[list[float]] = []
     means: list[float] = []
     captures: list[float] = []
-    ends: dict[int, list[float]] = {end: [] for end in task.ends}
+    ends: dict[int, list[float]] = {end: [] for end in every}
     found: dict[str, int] = {}
     for number in range(task.repeats):
         own.drop()
         timing.clear(device)
         timing.forget_peak(device)
         begin = timing.now(device)
-        fit, _ = fits(lambda: own.read(ids), device)
-        if not fit:
-            yield make_out_of_memory_line("latency")
+        _, shortage = try_in_memory(lambda: own.read(ids), device)
+        if shortage:
+            yield make_out_of_memory_line("latency", shortage)
             return
         first.append(1000 * (timing.now(device) - begin))
         found |= measure_memory(own, model, device)
@@ -59,11 +61,11 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
         if number >= task.answers:
             continue
         timing.forget_peak(device)
-        fit, between = fits(lambda: own.answer(answer), device)
-        if not fit:
-            yield make_out_of_memory_line("answer")
+        between, shortage = try_in_memory(lambda: own.answer(answer), device)
+        if shortage:
+            yield make_out_of_memory_line("answer", shortage)
             break
-        steps += drop_warmed(between)
+        timed.append(drop_warmed(between))
         means.append(sum(between) / len(between))
         for end, times in ends.items():
             times.append(sum(between[: end - 1]))
@@ -71,8 +73,8 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
         found |= measure_peak("peak_decode_bytes", device)
     if task.baseline != "static_compiled":  # another cache read its prompt
         yield make_line("ttft_ms", "ms", spread(first))
-    if steps:
-        yield make_line("tpot_ms", "ms", spread(steps), own.path)
+    if timed:
+        yield make_line("tpot_ms", "ms", spread_tokens(timed, find_interval(run)), own.path)
         yield make_line("tpot_mean_ms", "ms", spread(means))
         yield make_line("decode_tokens_s", "tokens/s", spread([1000 * len(ids) / mean for mean in means]))
         yield make_line("capture_ms", "ms", spread(captures))  # of graphs, once an answer; part of the end-to-end time
@@ -87,27 +89,40 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
     yield from (make_line(name, "bytes", value) for name, value in found.items())
     machine = find_machine(run)
     if machine is not None:
-        yield from compute_floors(run, machine, model, own, len(ids))
+        yield from compute_floors(run, machine, model, own, len(ids), found["resident_bytes"])
 
 
 def compute_floors(
-    run: RunSpec, machine: Machine, model: torch.nn.Module, own: CacheUnderTest, batch: int
+    run: RunSpec, machine: Machine, model: torch.nn.Module, own: CacheUnderTest, batch: int, before: int
 ) -> Iterator[Line]:
-    """Yield the shortest times that the machine's bandwidth and rate allow, after an answer of the cache."""
+    """Yield the shortest times that the machine's bandwidth and rate allow, after an answer of the cache.
+
+    The cache's rows had `before` bytes when the answer began.
+    """
     task = read_task(run)
     method, length = run.choice().method, task.length
-    yield make_line("tpot_floor_ms", "ms", compute_tpot_floors(run, machine, model, own, batch)[0])
+    yield make_line("tpot_floor_ms", "ms", compute_tpot_floors(run, machine, model, own, batch, before)[0])
     if task.baseline != "static_compiled":
         quota = None if method.attends_subset or method.needs_extra_reads else run.budget.rows(length, length)
-        yield make_line("ttft_floor_ms", "ms", prefill_ms(machine, model, length, batch, run.block_size, quota))
+        needs = make_needs(model, batch, run.groups["method"], run.groups["codec"])
+        read = partial(prefill_ms, machine, model, length, batch, run.block_size)
+        yield make_line("ttft_floor_ms", "ms", read(quota) if needs is None else read(quota, needs))
+        if needs is not None:
+            yield make_line("ttft_full_floor_ms", "ms", read(None))
 
 
 def compute_tpot_floors(
-    run: RunSpec, machine: Machine, model: torch.nn.Module, own: CacheUnderTest, batch: int
+    run: RunSpec, machine: Machine, model: torch.nn.Module, own: CacheUnderTest, batch: int, before: int
 ) -> tuple[float, float]:
-    """Return the shortest time of a token in ms, and the shortest one if it first reads and then computes."""
-    element, needs = run.torch_dtype.itemsize, (own.bytes_per_token(), own.operations_per_token())
-    return decode_ms(machine, WeightSizes.of(model), needs[0], batch, element, needs[1])
+    """Return the shortest time of a token in ms, and the shortest one if it first reads and then computes.
+
+    The time is the mean over the cache's answers, before which its rows had `before` bytes.
+    """
+    read, after = own.bytes_per_token(), own.bytes().rows
+    if read == after:  # a token reads all rows, and each token found more of them than the one before
+        read = (before + after) // 2
+    element = run.torch_dtype.itemsize
+    return decode_ms(machine, WeightSizes.of(model), read, batch, element, own.operations_per_token())
 
 
 def warm_up(own: CacheUnderTest, ids: Tensor, count: int) -> None:

@@ -30,13 +30,22 @@ from kvbench.config.paths import IS_CHECKOUT
 from kvbench.config.provenance import replay_hash, source_hash
 from kvbench.efficiency.decoding_time import measure_decoding
 from kvbench.efficiency.latency import measure_latency
-from kvbench.efficiency.measured_task import find_machine, machine_name, read_task
+from kvbench.efficiency.measured_task import find_machine, list_ends, machine_name, read_task
 from kvbench.efficiency.region_time import measure_regions
 from kvbench.efficiency.scoring_time import measure_scoring
 from kvbench.efficiency.throughput import measure_throughput
 from kvbench.engine import timing
 from kvbench.runs.spec import RunSpec
-from kvbench.store.efficiency_csv import LAST_QUANTITY, Line, append_lines, check_columns, find_whole_cells
+from kvbench.store.efficiency_csv import (
+    COLUMNS,
+    COLUMNS_OF_MEDIANS,
+    LAST_QUANTITY,
+    Line,
+    append_lines,
+    check_columns,
+    find_whole_cells,
+    make_out_of_memory_line,
+)
 from kvbench.validation import SettingError
 
 
@@ -80,8 +89,11 @@ def save_lines(run: RunSpec, path: Path, lines: list[Line], seconds: float) -> l
 def append_failure(run: RunSpec, results: Path, error: Exception) -> None:
     """Keep a failure, so that the run is not tried again before the sources change."""
     run = simplify_run(run)
-    note = f"{type(error).__name__}: {error}"[:300]
-    line = {"quantity": read_task(run).measure, "status": "failed", "note": note}
+    quantity = read_task(run).measure
+    if timing.is_shortage(error):
+        line = make_out_of_memory_line(quantity, timing.describe_shortage(error))
+    else:
+        line = {"quantity": quantity, "status": "failed", "note": f"{type(error).__name__}: {error}"[:300]}
     save_lines(run, find_file(run, results), [line], 0.0)
 
 
@@ -89,7 +101,7 @@ def find_file(run: RunSpec, results: Path) -> Path:
     """Return the file of the run's machine; SettingError if it has another format."""
     path = results / "efficiency" / f"{machine_name(run.device)}.csv"
     if path.exists():
-        check_columns(path)
+        check_columns(path, COLUMNS, COLUMNS_OF_MEDIANS)
     return path
 
 
@@ -164,7 +176,7 @@ def collect_settings(run: RunSpec) -> Line:
         "baseline": task.baseline, "compile": "" if run.compile else "off",
         "implementation": task.implementation or "", "length": task.length,
         "batch": "" if task.measure == "throughput" else task.batch, "rows": task.rows or "",
-        "fill": task.fill if task.measure == "throughput" else "", "new_tokens": " ".join(map(str, task.ends)),
+        "fill": task.fill if task.measure == "throughput" else "", "new_tokens": " ".join(map(str, list_ends(run))),
         "repeats": task.repeats, "device": run.device, "dtype": run.dtype,
     }  # fmt: skip
 

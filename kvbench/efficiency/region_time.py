@@ -7,7 +7,8 @@
     rest       choosing the token, and counting rows and tokens
 
 The same answer is decoded several times. The first time is not counted, because kernels are compiled and tuned then.
-The second time gives the mean time of a token, into which nothing enters that a profiler adds. On a GPU the third one
+The second time gives the times of tokens, into which nothing enters that a profiler adds: the mean of those that are
+split, and the median, the mean and the 99th percentile of the whole answer, which is longer. On a GPU the third one
 runs under a profiler, which gives the time of every kernel; kernels that run at once share it. A kernel in a CUDA graph
 does not say who launched it. So the fourth one launches the same steps without graphs. There the functions that are
 running say whose the kernels are: the share of a region in a kernel's time there is its share of that kernel in the
@@ -33,8 +34,8 @@ import torch
 from torch.profiler import ProfilerActivity as Activity
 
 from kvbench.cache.policy import CachePolicy
-from kvbench.efficiency.caches import KVBenchCache, draw_prompt, load_model
-from kvbench.efficiency.measured_task import read_task
+from kvbench.efficiency.caches import KVBenchCache, draw_prompt, drop_warmed, load_model, spread_tokens
+from kvbench.efficiency.measured_task import count_split, find_interval, list_ends, read_task
 from kvbench.engine import timing
 from kvbench.engine.graph_decoding import CHUNK
 from kvbench.engine.graph_path import GraphPath
@@ -139,27 +140,31 @@ def watch_regions(choice: CachePolicy, switch: Callable[[str], None]) -> Iterato
 def measure_regions(run: RunSpec) -> list[Line]:
     """Return the lines of a run: the mean time of a token of `task.batch` copies of a prompt, and its regions."""
     task, model = read_task(run), load_model(run)
-    own, ids, count = KVBenchCache(model, run, max(task.ends)), draw_prompt(run, model, 1), max(task.ends)
+    own, ids = KVBenchCache(model, run, max(list_ends(run))), draw_prompt(run, model, 1)
 
     def measure() -> list[Line]:
         copied = can_replicate(own.choice.codec)
         own.read(ids if copied else ids.repeat(task.batch, 1))
         if copied and task.batch > 1:
             own.replicate(task.batch)
-        return list(split_token(own, count))
+        return list(split_token(own, count_split(run), max(list_ends(run))))
 
     timing.clear(run.device)
-    fit, lines = timing.fits(measure, run.device)
-    return lines if fit else [make_out_of_memory_line("regions")]
+    lines, shortage = timing.try_in_memory(measure, run.device)
+    return [make_out_of_memory_line("regions", shortage)] if shortage else lines
 
 
-def split_token(own: KVBenchCache, count: int) -> Iterator[Line]:
-    """Decode answers of `count` tokens and yield the lines of the split. The first `SKIPPED` tokens are left out."""
+def split_token(own: KVBenchCache, count: int, timed: int) -> Iterator[Line]:
+    """Decode answers of `count` tokens and yield the lines of the split. The first `SKIPPED` tokens are left out.
+
+    One answer has `timed` tokens, at least `count`, of which the spread of a token's time is taken.
+    """
     for _ in range(2):
         with own.context.branch():
-            times = own.answer(count)
-    steps = times[SKIPPED - 1 :]
+            times = own.answer(timed)
+    steps = times[SKIPPED - 1 : count - 1]
     mean = sum(steps) / len(steps)
+    yield make_line("tpot_ms", "ms", spread_tokens([drop_warmed(times)], find_interval(own.run)), own.path)
     found = split_on_cpu(own, count) if own.run.device == "cpu" else split_on_gpu(own, count)
     parts = {region: 1000 * found.get(region, 0.0) / len(steps) for region in REGIONS}
     yield make_line("tpot_mean_ms", "ms", mean, own.path)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.efficiency.measured_task import find_machine, read_task
 from kvbench.efficiency.roofline import compute_score_needs
 from kvbench.engine import timing
-from kvbench.engine.timing import fits, spread
+from kvbench.engine.timing import spread, try_in_memory
 from kvbench.interfaces.method import Method, fit_protected
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows, mass_dtype
@@ -36,11 +36,12 @@ def measure_scoring(run: RunSpec) -> Iterator[Line]:
     """Yield the lines of a run: the score's time, scratch memory, bytes, operations and kernels."""
     task, device = read_task(run), run.device
     timing.clear(device)
-    fit, made = fits(lambda: prepare_score(run), device)
-    if fit:
-        fit, times = fits(lambda: timing.calls(made.call, device, 10 * task.repeats, max(2, task.warmup)), device)
-    if not fit or made is None:
-        yield make_out_of_memory_line("scoring")
+    made, shortage = try_in_memory(lambda: prepare_score(run), device)
+    if not shortage:
+        call, count = made.call, 10 * task.repeats
+        times, shortage = try_in_memory(lambda: timing.calls(call, device, count, max(2, task.warmup)), device)
+    if shortage:
+        yield make_out_of_memory_line("scoring", shortage)
         return
     yield make_line("scoring_ms", "ms", spread(times))
     needs = compute_score_needs(run.groups["method"]["name"], run.groups["method"], made.sizes)

@@ -4,10 +4,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvbench.efficiency.caches import CacheUnderTest, draw_prompt, drop_warmed, load_model, make_replicable_cache
-from kvbench.efficiency.measured_task import read_task
+from kvbench.efficiency.caches import (
+    CacheUnderTest,
+    draw_prompt,
+    drop_warmed,
+    load_model,
+    make_replicable_cache,
+    spread_tokens,
+)
+from kvbench.efficiency.measured_task import find_interval, list_ends, read_task
 from kvbench.engine import timing
-from kvbench.engine.timing import fits, spread
+from kvbench.engine.timing import try_in_memory
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 
@@ -21,12 +28,12 @@ def measure_throughput(run: RunSpec) -> Iterator[Line]:
     own, ids = make_replicable_cache(model, run), draw_prompt(run, model, 1)
     copied = task.fill == "replicated"
 
-    def answer(batch: int, most: int | None = None) -> list[float] | None:
-        """Return the milliseconds of a batch's steps, for at most `most` tokens; None if memory does not suffice."""
+    def answer(batch: int, most: int | None = None) -> tuple[list[float] | None, str]:
+        """Return the milliseconds of a batch's steps, for at most `most` tokens, or None and what did not fit."""
         own.drop()
         timing.clear(device)
         timing.forget_peak(device)
-        return fits(lambda: fill_and_answer(batch, most), device)[1]
+        return try_in_memory(lambda: fill_and_answer(batch, most), device)
 
     def fill_and_answer(batch: int, most: int | None) -> list[float]:
         own.read(ids if copied else ids.repeat(batch, 1))
@@ -34,20 +41,20 @@ def measure_throughput(run: RunSpec) -> Iterator[Line]:
             own.replicate(batch)
         return own.answer(count, most)
 
-    count, most = max(task.ends), task.most_batch or (CPU_BATCH if device == "cpu" else None)
-    largest, between = 0, None
-    if answer(1, PROBE) is not None:
-        largest = find_largest_batch(lambda batch: answer(batch, PROBE) is not None, guess_batch(own, device), most)
+    count, most = max(list_ends(run)), task.most_batch or (CPU_BATCH if device == "cpu" else None)
+    largest, between, (_, shortage) = 0, None, answer(1, PROBE)
+    if not shortage:
+        largest = find_largest_batch(lambda batch: not answer(batch, PROBE)[1], guess_batch(own, device), most)
     while between is None and largest:  # the last tokens of a long answer may need more than the probe
-        between = answer(largest)
+        between, shortage = answer(largest)
         largest = largest if between else min(largest - 1, int(largest * 0.98))
     if not largest or between is None:
-        yield make_out_of_memory_line("throughput")
+        yield make_out_of_memory_line("throughput", shortage)
         return
     warm = drop_warmed(between)
     yield make_line("largest_batch", "prompts", largest)
-    yield make_line("tpot_ms", "ms", spread(warm), own.path)
-    yield make_line("decode_tokens_s", "tokens/s", spread([1000 * largest / step for step in warm]))
+    yield make_line("tpot_ms", "ms", spread_tokens([warm], find_interval(run)), own.path)
+    yield make_line("decode_tokens_s", "tokens/s", 1000 * largest * len(warm) / sum(warm))
     yield make_line("resident_bytes", "bytes", own.bytes().rows)
     if (peak := timing.peak(device)) is not None:
         yield make_line("peak_decode_bytes", "bytes", peak)

@@ -5,6 +5,7 @@ time of a clock.
 """
 
 import gc
+import re
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -23,6 +24,9 @@ EXHAUSTED = (
     "alloc_failed",
     "mha_graph.execute",
 )  # messages of libraries that do not raise OutOfMemoryError
+LONGEST_MESSAGE = 200  # characters of a message that are kept
+WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]?i?B|\d+ bytes)")  # in the messages of PyTorch's allocators
+FREE = re.compile(r"total capacity of ([\d.]+ [KMGT]?i?B) of which ([\d.]+ [KMGT]?i?B|\d+ bytes) is free")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -145,15 +149,33 @@ def tensors(value: object) -> list[Tensor]:
     return [tensor for own in several for tensor in tensors(own)]
 
 
-def fits(work: Callable[[], Any], device: str) -> tuple[bool, Any]:
-    """Return whether `work` fits into memory, and its result. If it fails, its memory is freed."""
+def try_in_memory(work: Callable[[], Any], device: str) -> tuple[Any, str]:
+    """Return the result of `work` and "", or None and what did not fit into memory, which is freed then."""
     try:
-        return True, work()
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not (isinstance(error, torch.OutOfMemoryError) or any(word in str(error).lower() for word in EXHAUSTED)):
+        return work(), ""
+    except RuntimeError as error:
+        if not is_shortage(error):
             raise
+        shortage = describe_shortage(error)
     clear(device)  # not above, because the error's frames still hold their tensors there
-    return False, None
+    return None, shortage
+
+
+def is_shortage(error: Exception) -> bool:
+    """Return whether an error says that memory ran out."""
+    exhausted = any(word in str(error).lower() for word in EXHAUSTED)
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error, RuntimeError) and exhausted
+
+
+def describe_shortage(error: Exception) -> str:
+    """Return in one line what did not fit: the bytes that were wanted and free, or else the error's first line."""
+    message = str(error)
+    wanted, free = WANTED.search(message), FREE.search(message)
+    if wanted is None:
+        first = message.strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first}"[:LONGEST_MESSAGE] if first else type(error).__name__
+    left = f", {free[2]} free of {free[1]}" if free else ""
+    return f"{wanted[1]} wanted{left}"
 
 
 def launches(work: Callable[[], Any]) -> dict[str, tuple[int, float]]:

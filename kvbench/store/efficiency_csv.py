@@ -2,7 +2,8 @@
 
 A line is one measured quantity, with all settings and versions that it was measured with. A cell is one set of settings
 on one machine with one state of the sources. Its lines are written together, and the last one is LAST_QUANTITY: a cell
-without it is incomplete and is measured again. Readers skip a line that a killed writer left torn.
+without it is incomplete and is measured again. Readers skip a line that a killed writer left torn. A file of an earlier
+version lacks columns. Readers leave them empty, and the first line that is appended adds them to the file.
 """
 
 import csv
@@ -11,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.atomic import append_whole, lock_file
+from kvbench.atomic import append_whole, lock_file, replace_file
 from kvbench.store.csv_rows import format_rows
 from kvbench.validation import SettingError, name_file_in_errors
 
+INTERVALS = 4  # of periodic work, over which the mean and the 99th percentile of a token's time are taken
 LAST_QUANTITY = "measuring_s"  # the last quantity of every cell: the time that measuring it took, in seconds
 SETTINGS = (
     "gpu", "measure", "model", "weights", "method", "preset", "changed", "allocator", "codec", "budget", "budget_of",
@@ -22,7 +24,8 @@ SETTINGS = (
     "device", "dtype",
 )  # fmt: skip
 VALUES = (
-    "quantity", "unit", "status", "value", "mean", "least", "quartile_1", "quartile_3", "most", "count", "note",
+    "quantity", "unit", "status", "value", "mean", "p99", "least", "quartile_1", "quartile_3", "most", "count",
+    "intervals", "note",
 )  # fmt: skip
 VERSIONS = (
     "date",
@@ -38,8 +41,9 @@ VERSIONS = (
     "cell",
 )
 COLUMNS = (*SETTINGS, *VALUES, *VERSIONS)
-COLUMNS_0_1 = tuple(column for column in COLUMNS if column != "replay")  # files of kvbench 0.1, which are only read
-
+COLUMNS_OF_MEDIANS = tuple(column for column in COLUMNS if column not in ("p99", "intervals"))  # of earlier versions
+COLUMNS_0_1 = tuple(column for column in COLUMNS_OF_MEDIANS if column != "replay")  # of 0.1, which are only read
+FORMATS = (COLUMNS, COLUMNS_OF_MEDIANS, COLUMNS_0_1)
 
 Line = dict[str, Any]
 
@@ -57,9 +61,9 @@ def make_line(quantity: str, unit: str, value: float | Mapping[str, float], note
     return {"quantity": quantity, "unit": unit, "note": note, **spread}
 
 
-def make_out_of_memory_line(quantity: str) -> Line:
-    """Return the line of a quantity that could not be measured because memory ran out."""
-    return {"quantity": quantity, "status": "out_of_memory"}
+def make_out_of_memory_line(quantity: str, shortage: str) -> Line:
+    """Return the line of a quantity that could not be measured because memory ran out; `shortage` says for what."""
+    return {"quantity": quantity, "status": "out_of_memory", "note": shortage}
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[str] = COLUMNS) -> None:
@@ -77,6 +81,8 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
     # one physical line each
     text = format_rows([" ".join(str(row.get(column, "")).split()) for column in columns] for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if tuple(columns) == COLUMNS and read_header(path) == COLUMNS_OF_MEDIANS:
+        add_columns(path)
     with name_file_in_errors(path), open(path, "a+b") as file:
         lock_file(file)
         end = file.seek(0, os.SEEK_END)
@@ -88,11 +94,27 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
         append_whole(file.fileno(), (before + text).encode(), end)
 
 
-def check_columns(path: Path, columns: Sequence[str] = COLUMNS) -> None:
-    """Raise a SettingError if the file has other columns than those to append."""
+def add_columns(path: Path) -> None:
+    """Write a file with `COLUMNS_OF_MEDIANS` again with `COLUMNS`. Its lines leave the new ones empty."""
+    with path.open("rb") as file:
+        lock_file(file)
+        with replace_file(path) as draft:
+            lines = [[row[column] for column in COLUMNS] for row in read_lines(path)]
+            draft.write_text(format_rows([COLUMNS, *lines]), encoding="utf-8")
+
+
+def read_header(path: Path) -> tuple[str, ...]:
+    """Return the columns of a file; none if it does not exist."""
+    if not path.exists():
+        return ()
     with path.open(newline="", encoding="utf-8") as file:
-        if next(csv.reader(file), []) != list(columns):
-            raise SettingError(f"{path}: has other columns than this version writes; move it away")
+        return tuple(next(csv.reader(file), ()))
+
+
+def check_columns(path: Path, *allowed: Sequence[str]) -> None:
+    """Raise a SettingError if the file has none of these sequences of columns."""
+    if read_header(path) not in map(tuple, allowed):
+        raise SettingError(f"{path}: has other columns than this version writes; move it away")
 
 
 def read_lines(path: Path) -> list[dict[str, str]]:
@@ -104,9 +126,8 @@ def read_lines(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
     # each line is parsed on its own, so that an open quote in a torn line does not swallow the lines after it
-    first, *lines = (next(csv.reader([line]), []) for line in path.read_text(encoding="utf-8").split("\n"))
-    columns = COLUMNS_0_1 if tuple(first) == COLUMNS_0_1 else COLUMNS
-    check_columns(path, columns)
+    columns, *lines = (next(csv.reader([line]), []) for line in path.read_text(encoding="utf-8").split("\n"))
+    check_columns(path, *FORMATS)
     absent = dict.fromkeys(set(COLUMNS) - set(columns), "")
     return [dict(zip(columns, line, strict=True)) | absent for line in lines if len(line) == len(columns)]
 
@@ -119,6 +140,5 @@ def find_whole_cells(path: Path) -> set[str]:
 def find_measurements(folder: Path) -> Iterable[Path]:
     """Yield the CSV files of a folder that hold measurements."""
     for path in sorted(folder.glob("*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            if tuple(next(csv.reader(file), ())) in (COLUMNS, COLUMNS_0_1):
-                yield path
+        if read_header(path) in FORMATS:
+            yield path

@@ -1,6 +1,7 @@
 """task=efficiency: lines with all settings, out of memory as a result, no cell twice, wrong settings in one line."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from kvbench.cli import efficiency
 from kvbench.config.catalogue import list_choices, methods_available
 from kvbench.config.compose import compose_config, expand_cells
 from kvbench.efficiency import measure, measured_task, plan
-from kvbench.efficiency.caches import KVBenchCache, TransformersDynamic, TransformersStatic
+from kvbench.efficiency.caches import (
+    KVBenchCache,
+    TransformersDynamic,
+    TransformersStatic,
+    drop_warmed,
+    spread_tokens,
+)
+from kvbench.efficiency.latency import compute_tpot_floors
+from kvbench.efficiency.measured_task import count_split, find_interval, find_period, list_ends
 from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, load_machines, load_needs, prefill_ms
 from kvbench.efficiency.scoring_time import prepare_score
 from kvbench.efficiency.throughput import find_largest_batch
@@ -19,7 +28,7 @@ from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
-from kvbench.engine.timing import fits, spread
+from kvbench.engine.timing import describe_shortage, spread, try_in_memory
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec
 from kvbench.methods.codecs.kivi import Kivi
@@ -27,7 +36,15 @@ from kvbench.models.loading import make_random_model
 from kvbench.models.random_weights import RandomCheckpoint, list_shapes
 from kvbench.runs.executor import Executor
 from kvbench.runs.spec import RunSpec
-from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines, find_whole_cells, read_lines
+from kvbench.store.efficiency_csv import (
+    COLUMNS,
+    COLUMNS_OF_MEDIANS,
+    INTERVALS,
+    LAST_QUANTITY,
+    append_lines,
+    find_whole_cells,
+    read_lines,
+)
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.delta_files import build_delta
@@ -145,9 +162,15 @@ def note_calls(shapes, read):
     return noting
 
 
-def test_no_memory_is_a_result(kvbench, monkeypatch):
+CUDA_SHORTAGE = (
+    "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which 1.06 GiB is free."
+    " Process 7 has 78.11 GiB memory in use.\nOf the allocated memory 70 GiB is allocated by PyTorch"
+)
+
+
+def test_no_memory_is_a_result_that_says_what_did_not_fit(kvbench, monkeypatch):
     def exhausted(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise torch.OutOfMemoryError(CUDA_SHORTAGE)
 
     monkeypatch.setattr(GenerationContext, "prefill", exhausted)
     assert kvbench("-m", "method=snapkv", "task.measure=latency,throughput", *QUICK)[0] == 0
@@ -155,13 +178,71 @@ def test_no_memory_is_a_result(kvbench, monkeypatch):
     assert [(row["quantity"], row["status"]) for row in rows if row["quantity"] != LAST_QUANTITY] == [
         ("latency", "out_of_memory"), ("throughput", "out_of_memory"),
     ]  # fmt: skip
+    assert {row["note"] for row in rows if row["status"] != "ok"} == {"4.00 GiB wanted, 1.06 GiB free of 79.19 GiB"}
+
+
+def test_weights_that_do_not_fit_are_a_lack_of_memory_too(tmp_path):
+    run = compose_run("method=knorm")
+    measure.append_failure(run, tmp_path, torch.OutOfMemoryError(CUDA_SHORTAGE))
+    row, _ = read_lines(tmp_path / "efficiency" / "cpu.csv")
+    assert row["status"] == "out_of_memory" and row["note"].startswith("4.00 GiB wanted")
 
 
 def test_other_errors_are_no_lack_of_memory():
-    assert fits(lambda: 3, "cpu") == (True, 3)
-    assert fits(lambda: (_ for _ in ()).throw(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")), "cpu") == (False, None)
+    def fail(message: str):
+        raise RuntimeError(message)
+
+    assert try_in_memory(lambda: 3, "cpu") == (3, "")
+    found = try_in_memory(lambda: fail("CUBLAS_STATUS_ALLOC_FAILED when calling\nmore"), "cpu")
+    assert found == (None, "RuntimeError: CUBLAS_STATUS_ALLOC_FAILED when calling")
     with pytest.raises(RuntimeError, match="shape"):
-        fits(lambda: (_ for _ in ()).throw(RuntimeError("shape")), "cpu")
+        try_in_memory(lambda: fail("shape"), "cpu")
+    assert describe_shortage(torch.OutOfMemoryError()) == "OutOfMemoryError"
+
+
+def compose_run(*settings: str) -> RunSpec:
+    own = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu", "budget=0.5"]
+    return RunSpec.from_config(compose_config([*own, *settings]))
+
+
+@pytest.mark.parametrize("period", [16, 64])
+def test_a_token_that_is_slow_now_and_then_is_in_the_mean_and_the_last_percentile(period):
+    """As with a merge every 64 tokens, of which the median knows nothing."""
+    steps = [105.0 if number % period == 0 else 5.0 for number in range(512)]
+    found = spread_tokens([steps, steps], 128)
+    assert found["median"] == 5 and found["mean"] == pytest.approx(5 + 100 / period) and found["p99"] == 105
+    assert found["intervals"] == 4 and spread_tokens([steps, steps[1:]], 128)["intervals"] == 3
+
+
+@pytest.mark.parametrize(
+    "settings, period",
+    [
+        (["method=snapkv"], 1), (["method=keydiff"], 1), (["method=keydiff", "method.decode_interval=256"], 256),
+        (["method=keydiff", "method.decode_interval=256", "method.decoding=false"], 1),
+        (["method=centroidkv"], 64), (["method=rkv"], 128), (["method=full", "codec=kivi"], 128),
+        (["method=snapkv", "codec=kivi", "codec.residual=256", "codec.group=64"], 256),
+    ],
+)  # fmt: skip
+def test_an_answer_covers_intervals_of_what_a_method_or_codec_does_now_and_then(settings, period):
+    run = compose_run(*settings, "task.measure=decoding")
+    (count,) = list_ends(run)
+    timed = drop_warmed([1.0] * (count - 1))
+    assert find_period(run) == period and len(timed) == max(512, INTERVALS * period)
+    assert spread_tokens([timed], find_interval(run))["intervals"] == INTERVALS
+    assert list_ends(compose_run(*settings, "task.new_tokens=[9,3]")) == (3, 9)
+    split = count_split(compose_run(*settings, "task.measure=regions"))
+    assert max(16, period) <= split - 17 < period + 16  # a whole period behind the tokens that are left out
+
+
+def test_a_cache_of_transformers_does_nothing_now_and_then():
+    run = compose_run("method=rkv", "method.decode_interval=512", "task.measure=decoding", "task.baseline=dynamic")
+    assert find_period(run) == 1 and list_ends(run) == (521,)
+
+
+def test_deltas_period_is_that_of_its_blocks_or_of_its_base():
+    assert build_delta("llama", "drawn").pack_interval == build_delta("llama", "drawn").recent
+    base = Kivi("kivi", bits=4, group=8, residual=1024)
+    assert replace(build_delta("llama", "drawn"), base=base).pack_interval == 1024
 
 
 # They need a file, or decide how many rows stay, of which random tokens say nothing.
@@ -243,6 +324,19 @@ def test_random_weights_are_the_seed_s_and_leave_the_global_state(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     assert RandomCheckpoint.like("tiny", 0).identity() != RandomCheckpoint.like("tiny", 1).identity()
+
+
+@pytest.mark.parametrize("method, grown", [("full", 40), ("knorm", 0)])
+def test_a_floor_is_the_mean_over_an_answer_whose_rows_grow(method, grown):
+    row, run = 2 * 2 * 2 * 32 * 4, compose_run(f"method={method}", "task.length=60", "task.new_tokens=41")
+    model, machine = run.checkpoint.weights(torch.float32, "cpu"), Machine(1e9, 1e30)
+    own = KVBenchCache(model, run, 41)
+    own.read(torch.arange(3, 63)[None])
+    before = own.bytes().rows
+    own.answer(41)
+    assert own.bytes().rows == before + grown * row
+    floor, _ = compute_tpot_floors(run, machine, model, own, 1, before)
+    assert floor == pytest.approx((WeightSizes.of(model).read + before + grown // 2 * row) / 1e6)
 
 
 def test_floors_of_the_8b_shape():
@@ -366,6 +460,14 @@ def test_appending_never_touches_what_is_there(tmp_path):
     with path.open() as file:
         assert tuple(next(csv.reader(file))) == COLUMNS
     other = tmp_path / "other.csv"
+    lines = [",".join(row[column] for column in COLUMNS_OF_MEDIANS) for row in ({**dict.fromkeys(COLUMNS, "old")},)]
+    other.write_text("\n".join([",".join(COLUMNS_OF_MEDIANS), *lines, "torn"]))
+    assert find_whole_cells(other) == set() and read_lines(other)[0]["p99"] == ""
+    append_lines(other, [{"quantity": "new", "p99": 3.0}])  # a file without the columns gets them
+    assert [(row["quantity"], row["mean"], row["p99"]) for row in read_lines(other)] == [
+        ("old", "old", ""),
+        ("new", "", "3.0"),
+    ]
     other.write_text("method,ms\n")
     with pytest.raises(SettingError, match="has other columns"):
         append_lines(other, [{}])

@@ -90,7 +90,7 @@ def test_the_regions_of_a_token_add_up_to_its_mean_time():
     vars(slow).update(vars(own.choice.method))
     own.choice = replace(own.choice, method=slow)
     own.read(draw_prompt(run, model))
-    found = {line["quantity"]: line["value"] for line in split_token(own, SKIPPED + 2)}
+    found = {line["quantity"]: line["value"] for line in split_token(own, SKIPPED + 2, SKIPPED + 4)}
     parts = [found[f"region_{name}_ms"] for name in (*REGIONS, "unattributed")]
     assert sum(parts) == pytest.approx(found["tpot_mean_ms"])
     layers = len(own.context.own_layers)
