@@ -32,7 +32,7 @@ from kvbench.papers.table_spec import (
     merge_parts,
     read_printed,
 )
-from kvbench.store.efficiency_csv import find_measurements, read_lines
+from kvbench.store.efficiency_csv import INTERVALS, find_measurements, read_lines
 from kvbench.store.study_lines import Line as StudyLine
 from kvbench.validation import name_file_in_errors
 
@@ -49,6 +49,13 @@ SETTING_OF_COLUMN = {
 Draw = Callable[[Path, Select, PaperTable], bool]  # draws a figure at a path without a suffix; whether there is one
 
 FAILURES = {"out_of_memory": "OOM", "failed": "failed"}
+OVER_INTERVALS = ("mean", "p99")  # columns whose numbers count only if enough tokens were timed
+FEW_TOKENS = (
+    f"A mean or 99th percentile is missing (–) where an answer covers fewer than {INTERVALS} intervals of 128 tokens, "
+    "or of what the method or codec does more rarely, or where the measurement does not say how many."
+)
+RATE_OF_MEDIAN = "Tokens in a second are the median over steps in measurements made before whole answers were counted."
+NOT_MEASURED = "A ratio is missing (–) where the measurement beside it lacks the number to divide by."
 
 
 def build_table(
@@ -85,6 +92,7 @@ def build_table(
     if failed:
         notes.append(f"{failed} samples failed; their cells leave them out.")
     notes += dict.fromkeys(f"{label}: {cell.reason}" for label, cells in rows for cell in cells if cell.reason)
+    notes += dict.fromkeys(cell.remark for _, cells in rows for cell in cells if cell.remark)
     notes += [" ".join(note.split()) for note in spec.get("notes", ())]
     return PaperTable(spec["title"], tuple(column["label"] for column in columns), tuple(rows), tuple(notes))
 
@@ -98,7 +106,7 @@ def describe_origin(spec: Select, lines: Lines) -> Iterator[str]:
         yield (
             f"Measured: {last['gpu']}, torch {last['torch']}, transformers {last['transformers']}, triton "
             f"{last['triton']}, until {last['date'][:10]}. Models have random weights in the original shape. Values "
-            f"are medians unless the title or a column says mean{quartiles}. No two cells share a prefill."
+            f"are medians unless the title or a column says mean or p99{quartiles}. No two cells share a prefill."
         )
 
 
@@ -168,17 +176,31 @@ def fill_from_measurements(own: Select, published: str, lines: IndexedLines) -> 
             continue
         select, ends = {**select, **own[name]}, []
         other, of_other = find_measurement(lines, select, near=line["date"])
-        if other is None and list(own[name]) == ["quantity"]:  # the run that was measured has no such quantity
-            return TableCell(published, "")
+        if other is None and own[name].keys() <= {"quantity", "column"}:  # the run that was measured has no such number
+            return TableCell(published, "", remark=NOT_MEASURED)
         if isinstance(other, str):
             return TableCell(published, "", reason=f"nothing to compare with: {describe_failure(of_other)}")
-        found = join(found, other) if other is not None else None
+        found, line = (join(found, other), line) if other is not None else (None, of_other)
+    if found is None and line:
+        return TableCell(published, "", remark=FEW_TOKENS)
     if found is None:
         return TableCell(published, "", make_run_settings(select))
     if isinstance(found, str):
-        return TableCell(published, found, reason=describe_failure(line))
-    spread = [format_number(end * scale, digits) for end in ends] or ["", ""]
-    return TableCell(published, format_number(found * scale, digits), None, *spread)
+        compared = own.get("minus") is not None or own.get("over") is not None
+        return TableCell(published, "" if compared else found, reason=describe_failure(line))
+    low, high = [format_number(end * scale, digits) for end in ends] or ["", ""]
+    remark = RATE_OF_MEDIAN if is_rate_of_median(line) else ""
+    return TableCell(published, format_number(found * scale, digits), None, low, high, remark=remark)
+
+
+def is_rate_of_median(row: Mapping[str, str]) -> bool:
+    """Return whether a measurement's tokens in a second are a median over the steps of its answers."""
+    return row["quantity"].endswith("tokens_s") and int(row["count"] or 1) > int(row["repeats"] or 1)
+
+
+def covers_intervals(row: Mapping[str, str]) -> bool:
+    """Return whether the timed tokens of each answer of a measurement cover enough intervals of periodic work."""
+    return int(row["intervals"] or 0) >= INTERVALS
 
 
 def describe_failure(line: Mapping[str, str]) -> str:
@@ -213,7 +235,8 @@ def find_measurement(
     A ratio is of two measurements of one run of the plan where possible, because machines differ.
 
     Returns:
-        Its number, its failure ("OOM", "failed") or None if there is none, and its line.
+        Its number, its failure ("OOM", "failed") or None if there is none, and its line. A mean or a 99th percentile of
+        too few tokens is none, and its line is that of the tokens.
     """
     column = select.get("column", "value")
     where = {**DEFAULTS, **{key: value for key, value in select.items() if key not in ("quantity", "column")}}
@@ -225,14 +248,19 @@ def find_measurement(
         time = datetime.fromisoformat(near)
         found.sort(key=lambda own: abs(datetime.fromisoformat(own[0]["date"]) - time))
         found.sort(key=lambda own: any(row["status"] in FAILURES for row in own))
+    short: Mapping[str, str] = {}
     for own in found:
         for row in own:
-            if row["quantity"] == select["quantity"] and row[column]:
+            if row["quantity"] != select["quantity"] or not row["value"]:
+                continue
+            if column in OVER_INTERVALS and not covers_intervals(row):
+                short = short or row
+            elif row[column]:
                 return float(row[column]), row
-        for row in own if own is found[0] else ():  # an older failure says nothing about a run that ended
+        for row in own if own is found[0] and not short else ():  # an older failure says nothing about a run that ended
             if row["status"] in FAILURES:
                 return FAILURES[row["status"]], row
-    return None, {}
+    return None, short
 
 
 def read_quartiles(row: Mapping[str, str]) -> list[float]:

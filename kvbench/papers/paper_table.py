@@ -30,7 +30,8 @@ class TableCell:
         low: Lower end of the 95 % interval, or of a cost the first quartile of its repeats, or "".
         high: Upper end of the interval, or the third quartile, or "".
         difference: Measured − published, or "".
-        reason: Why a measurement has no number, or "". It becomes a note.
+        reason: Why a measurement has no number, or "". It becomes a note of the row.
+        remark: What else must be known about the number or its absence, or "". Cells with the same remark share a note.
     """
 
     published: str
@@ -40,6 +41,7 @@ class TableCell:
     high: str = ""
     difference: str = ""
     reason: str = ""
+    remark: str = ""
 
     @property
     def text(self) -> str:
@@ -57,11 +59,16 @@ class PaperTable:
     rows: tuple[tuple[str, tuple[TableCell, ...]], ...]
     notes: tuple[str, ...]
 
+    @cached_property
+    def sides(self) -> tuple[tuple[str, ...], ...]:
+        """The parts of each column: published and measured, or only measured if nothing in it was published."""
+        printed = [any(cells[place].published for _, cells in self.rows) for place in range(len(self.columns))]
+        return tuple(("published", "measured") if own else ("measured",) for own in printed)
+
     @property
-    def sides(self) -> tuple[str, ...]:
-        """The parts of each column: published and measured, or only measured if nothing was published."""
-        printed = any(cell.published for _, cells in self.rows for cell in cells)
-        return ("published", "measured") if printed else ("measured",)
+    def has_published(self) -> bool:
+        """Whether anything in the table was published."""
+        return any(len(sides) == 2 for sides in self.sides)
 
     @property
     def is_measured(self) -> bool:
@@ -81,16 +88,17 @@ class PaperTable:
     @property
     def titles(self) -> list[str]:
         """The titles of the columns of `cells` behind the labels."""
-        return [f"{name} {side}" if len(self.sides) == 2 else name for name in self.columns for side in self.sides]
+        named = zip(self.columns, self.sides, strict=True)
+        return [f"{name} {side}" if self.has_published else name for name, sides in named for side in sides]
 
     def cells(self) -> list[list[str]]:
         """Return the texts of the rows. A missing cell has the number of the note with its command."""
         texts, numbers = [], {filling: number for number, filling in enumerate(self.fillings, 1)}
         for (label, cells), filling in zip(self.rows, self.filling, strict=True):
             texts.append([label])
-            for cell in cells:
+            for cell, sides in zip(cells, self.sides, strict=True):
                 filled = cell.text or (f"[{numbers[filling]}]" if cell.filling else "–")
-                texts[-1] += [cell.published or "–", filled] if len(self.sides) == 2 else [filled]
+                texts[-1] += [cell.published or "–", filled] if len(sides) == 2 else [filled]
         return texts
 
     def to_markdown(self, picture: str | None = None) -> str:
@@ -119,14 +127,15 @@ class PaperTable:
 
     def to_latex(self) -> str:
         """Return a LaTeX tabular, with the title and the notes as comments above it."""
-        width = len(self.sides)
-        heads = [f"\\multicolumn{{{width}}}{{c}}{{{escape_latex(name)}}}" for name in self.columns]
+        named = zip(self.columns, self.sides, strict=True)
+        heads = [f"\\multicolumn{{{len(sides)}}}{{c}}{{{escape_latex(name)}}}" for name, sides in named]
+        every = [side for sides in self.sides for side in sides]
         fillings = [f"[{number}] {'; '.join(filling)}" for number, filling in enumerate(self.fillings, 1)]
         lines = [f"% {escape(text)}" for text in (self.title, *self.notes, *fillings)]
-        lines += [f"\\begin{{tabular}}{{l{'r' * width * len(self.columns)}}}", "\\hline"]
+        lines += [f"\\begin{{tabular}}{{l{'r' * len(every)}}}", "\\hline"]
         lines.append(" & ".join(["", *heads]) + r" \\")
-        if width == 2:
-            lines.append(" & ".join(["", *self.sides * len(self.columns)]) + r" \\")
+        if self.has_published:
+            lines.append(" & ".join(["", *every]) + r" \\")
         body = [" & ".join(map(escape_latex, texts)) + r" \\" for texts in self.cells()]
         return "\n".join([*lines, "\\hline", *body, "\\hline", "\\end{tabular}"]) + "\n"
 

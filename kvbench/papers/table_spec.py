@@ -6,7 +6,7 @@ A specification describes rows, columns and cells with these keys:
     published   columns of results/published/*.csv (`file`) and the values that identify the cell's line
     run, of     settings of run.py, and what is averaged over that run's records (kvbench.papers.cell_values)
     measured    columns of results/efficiency/<gpu>.csv and the values that identify a measurement; `column` names the
-                column with its number: value, the median, by default, or mean
+                column with its number: value, the median, by default, or mean, or p99
     minus       the same for the measurement to subtract
     over        the same for the measurement to divide by, after `minus`
     line        columns of a study's file and the values that identify a line (kvbench.papers.exhibits)
@@ -29,7 +29,7 @@ A figure of scores or costs is a table with these keys besides (kvbench.report.p
     area        true: the row states the areas of the marks of the row above it
     spread      true: low and high of a cost are the quartiles of its repeats
     stacked     true: the rows of a column are one bar
-    sum         true: other rows add up to this one, which is not drawn
+    sum         true: other rows add up to this one, or it says more of that sum; it is not drawn
 
 In `published`, a list of values stands for the mean of their lines, and a mapping for the sum of their lines with these
 weights. A published value of the full cache has no budget.

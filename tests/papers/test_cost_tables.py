@@ -83,10 +83,31 @@ def test_published_and_measured_stand_side_by_side(results):
 def test_a_ratio_is_of_two_measurements(results):
     path = results / "efficiency" / "nvidia-test.csv"
     own = {"model": "llama31_8b", "baseline": "none", "measure": "latency"}
-    append_lines(path, lines("g", {"tpot_ms": 9.0, "tpot_floor_ms": 4.5}, mean=9.1, **own))
+    append_lines(path, lines("g", {"tpot_ms": 9.0, "tpot_floor_ms": 4.5}, mean=9.9, p99=12.0, intervals=4, **own))
     write_tables(results, SPECS)
     rows = rows_of((results / "papers" / "nvidia-test" / "decoding_floor.md").read_text())
-    assert rows["kvbench, full cache, 32k"] == ["9.00", "9.10", "4.50", "2.00"]
+    assert rows["kvbench, full cache, 32k"] == ["9.00", "9.90", "12.00", "4.50", "2.00", "2.20"]
+
+
+def test_beside_a_prefill_s_ratio_stands_its_floor(results):
+    """An older floor, which did not count the score, is divided by nothing."""
+    path = results / "efficiency" / "nvidia-test.csv"
+    own = {"model": "llama31_8b", "baseline": "none", "measure": "latency"}
+    append_lines(path, lines("g", {"ttft_ms": 1000.0, "ttft_floor_ms": 900.0}, **own))
+    h2o = {"ttft_ms": 1240.0, "ttft_floor_ms": 1080.0, "ttft_full_floor_ms": 900.0}
+    append_lines(path, lines("h", h2o, **own | {"method": "h2o", "budget": 0.05}))
+    ada = own | {"method": "snapkv", "budget": 0.05, "allocator": "ada"}
+    append_lines(path, lines("i", {"ttft_ms": 1050.0}, **ada))
+    write_tables(results, {"prefill_full": SPECS["prefill_full"]})
+    text = (results / "papers" / "nvidia-test" / "prefill_full.md").read_text()
+    rows = rows_of(text)
+    assert rows["H2O 5 %"][:3] == ["1.240", "1.240", "1.200"] and rows["full cache, kvbench"][:3] == [
+        "1.000",
+        "1.000",
+        "–",
+    ]
+    assert rows["SnapKV 5 %, AdaKV"][:2] == ["1.050", "1.050"]
+    assert text.count("A ratio is missing (–)") == 1
 
 
 @pytest.mark.parametrize("cell", ["i", "g"])
@@ -119,11 +140,11 @@ def test_a_failed_measurement_is_explained_and_divides_nothing(results):
         return rows_of(text), text
 
     rows, text = show()
-    assert rows["full cache, transformers"][1] == "failed" and f"* full cache, kvbench: {reason}" in text
-    assert rows["full cache, kvbench"][1:3] == ["800", "–"]
+    assert rows["full cache, transformers"][4:6] == ["failed", "–"] and f"* full cache, kvbench: {reason}" in text
+    assert rows["full cache, kvbench"][4:6] == ["800", "–"]
     append_lines(path, lines("i", {"decode_tokens_s": 200.0}, **own | {"date": "2026-03-02T03:04:05"}))
     rows, text = show()
-    assert rows["full cache, kvbench"][1:3] == ["800", "4.0"] and "RuntimeError" not in text
+    assert rows["full cache, kvbench"][4:6] == ["800", "4.0"] and "RuntimeError" not in text
     write_tables(results, SPECS)
     text = (results / "papers" / "nvidia-test" / "dropkv_table02.md").read_text()
     assert "* full cache, transformers: OOM: full dynamic with 12 x 32768 tokens on nvidia-test: memory ran out" in text
@@ -131,12 +152,45 @@ def test_a_failed_measurement_is_explained_and_divides_nothing(results):
 
 def test_the_mean_stands_beside_the_median(results):
     """Work that returns every 64 tokens is in the mean alone."""
-    spread = {"value": 4.32, "mean": 14.8}
-    base = lines("g", {"tpot_ms": 0.0}, model="llama31_8b", measure="decoding", baseline="none")
-    append_lines(results / "efficiency" / "nvidia-test.csv", [base[0] | spread, base[1]])
+    shown = {}
+    for intervals in ("", 3, 4):  # not noted, as in older measurements, too few, and enough
+        spread = {"value": 4.32, "mean": 14.8, "p99": 680.0, "intervals": intervals, "quantity": "tpot_ms"}
+        base = lines(f"g{intervals}", {"tpot_ms": 0.0}, model="llama31_8b", measure="decoding", baseline="none")
+        append_lines(results / "efficiency" / "nvidia-test.csv", [base[0] | spread, base[1]])
+        write_tables(results, {"decoding_methods": SPECS["decoding_methods"]})
+        text = (results / "papers" / "nvidia-test" / "decoding_methods.md").read_text()
+        assert rows_of(text)[""][:3] == ["32k ms", "32k mean ms", "32k p99 ms"]
+        shown[intervals] = rows_of(text)["full cache"][:3], text.count("* A mean or 99th percentile is missing")
+    few = (["4.32", "–", "–"], 1)
+    assert shown == {"": few, 3: few, 4: (["4.32", "14.80", "680.00"], 0)}
+
+
+def test_a_rate_of_the_median_step_is_said_to_be_one(results):
+    path = results / "efficiency" / "nvidia-test.csv"
+    own = {"model": "llama31_8b", "measure": "throughput", "fill": "replicated", "batch": "", "repeats": 3}
+    for count, noted in ((55, True), ("", False)):
+        append_lines(path, lines(f"g{count}", {"decode_tokens_s": 800.0}, **own, count=count))
+        write_tables(results, {"throughput": SPECS["throughput"]})
+        text = (results / "papers" / "nvidia-test" / "throughput.md").read_text()
+        assert "| 800 |" in text and ("median over steps" in text) == noted
+
+
+def test_a_ratio_beside_what_did_not_fit_is_a_dash(results):
+    path = results / "efficiency" / "nvidia-test.csv"
+    own = {"model": "llama31_8b", "measure": "decoding", "baseline": "none", "batch": 16, "codec": "kivi"}
+    shortage = {"note": "4.00 GiB wanted, 1.06 GiB free of 79.19 GiB"}
+    ran, failed = (
+        lines("g", {"tpot_ms": 5.0, "tpot_floor_ms": 4.0}, **own),
+        lines("g", {"batched_tpot_ms": "out_of_memory"}),
+    )
+    append_lines(path, [*ran[:2], failed[0] | own | shortage, ran[2]])
     write_tables(results, {"decoding_methods": SPECS["decoding_methods"]})
-    rows = rows_of((results / "papers" / "nvidia-test" / "decoding_methods.md").read_text())
-    assert rows[""][:2] == ["32k ms", "32k mean ms"] and rows["full cache"][:2] == ["4.32", "14.80"]
+    text = (results / "papers" / "nvidia-test" / "decoding_methods.md").read_text()
+    cells = dict(zip(rows_of(text)[""], rows_of(text)["full cache, KIVI 2 bits"], strict=True))
+    assert cells["32k mean ms"] == "–"  # the prompt alone did fit
+    assert cells["32k ms"] == "5.00" and cells["32k over floor"] == "1.25"
+    assert cells["32k batch ms"] == "OOM" and cells["32k batch over floor"] == cells["32k batch mean over floor"] == "–"
+    assert "OOM: full kivi with 16 x 32768 tokens on nvidia-test: 4.00 GiB wanted, 1.06 GiB free of 79.19 GiB" in text
 
 
 def test_a_change_is_of_seconds_and_of_their_share(results):
@@ -232,7 +286,7 @@ def test_every_measured_selection_names_columns(name):
         assert not {"run", "of"} & set(part)  # no cost is a record's, whose prompt others may have shared
         for key in ("measured", "minus", "over"):
             own = part.get(key) or {}
-            assert set(own) - {"column"} <= set(COLUMNS) and own.get("column", "mean") == "mean"
+            assert set(own) - {"column"} <= set(COLUMNS) and own.get("column", "mean") in ("mean", "p99", "value")
 
 
 def test_without_measurements_a_table_has_published_values_and_commands(tmp_path, capsys):
