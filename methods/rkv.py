@@ -11,7 +11,7 @@ the number of rows, κ the width of the max pooling, τ the similarity from whic
     s_j = λ·A_j - (1-λ)·R_j
 
 So of the rows that repeat a key, the newest is not held against that key. Rows of the window always stay. R runs over
-all rows, those of the window included; its products grow with n². The queries of the last tokens are remembered across
+all rows, those of the window included (kernels/key_redundancy). The queries of the last tokens are remembered across
 blocks and while decoding. The source cuts the prompt, and an answer wherever the number of tokens of prompt and answer
 is a multiple of 128; kvbench counts the 128 tokens from the end of the prompt.
 
@@ -25,15 +25,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
+from kvbench.kernels.key_redundancy import key_redundancy
 from kvbench.kernels.window_attention.pooling import pool
-
-CHUNK = 64  # rows whose similarities to all others are held at once
 
 
 @dataclass(frozen=True)
@@ -67,27 +65,10 @@ class RKV(Method):
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         hidden = ~rows.present | (rows.places >= observation.tokens - self.window)
-        keys = rows.keys.to(rows.mass.dtype)
-        queries = state.layer["queries"].to(keys.dtype).unflatten(1, (rows.heads, -1))  # (B, H, G, w, d)
-        logits = (queries @ keys[:, :, None].mT).amax(2) * observation.scaling
+        keys, queries = rows.keys.to(rows.mass.dtype), state.layer["queries"]
+        asking = queries.to(keys.dtype).reshape(*keys.shape[:2], -1, keys.shape[3])  # (B, H, G·w, d)
+        logits = (asking @ keys.mT).unflatten(2, (-1, queries.shape[2])).amax(2) * observation.scaling
         logits = logits.masked_fill(hidden[:, :, None], torch.finfo(keys.dtype).min)  # finite if all rows are hidden
         attention = logits.softmax(-1).mean(2).masked_fill(hidden, 0)
         pooled = pool(attention, self.kernel, "max").masked_fill(hidden, 0)
-        return self.mix * pooled - (1 - self.mix) * compute_redundancy(keys, rows.present, self.similar)
-
-
-def compute_redundancy(keys: Tensor, present: Tensor, similar: float) -> Tensor:
-    """Return R of the rows, (B, H, n), for keys (B, H, n, d) of which `present` (B, H, n) exist. Others have 0."""
-    n = present.shape[2]
-    units = normalize(keys, dim=-1) * present[..., None]  # absent rows have cosine 0, which is never above `similar`
-    total = ((units.sum(2, keepdim=True) - units) * units).sum(-1)  # Σ_i c_{i,j} over i ≠ j
-    number = torch.arange(1, n + 1, device=keys.device, dtype=torch.int32)
-    for start in range(0, n, CHUNK):
-        some = units[:, :, start : start + CHUNK] @ units.mT  # (B, H, CHUNK, n)
-        some.diagonal(start, -2, -1).fill_(-1)
-        newest = ((some > similar) * number).amax(-1)  # its number from 1 on, 0 for none
-        index = (newest - 1).clamp(min=0).long()
-        again = some.gather(-1, index[..., None]).squeeze(-1).masked_fill(newest == 0, 0)
-        total = total.scatter_add(-1, index, -again)
-    mean = total / present.sum(-1, keepdim=True)
-    return mean.masked_fill(~present, -torch.inf).softmax(-1)
+        return self.mix * pooled - (1 - self.mix) * key_redundancy(rows.keys, rows.present, self.similar)

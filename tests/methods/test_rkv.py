@@ -9,8 +9,7 @@ import torch
 
 import kvbench
 from kvbench.config.catalogue import load_settings
-from kvbench.methods import rkv
-from kvbench.methods.rkv import compute_redundancy
+from kvbench.kernels.key_redundancy import key_redundancy
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.oracle_scores import assert_scores_are_an_oracles
@@ -136,13 +135,11 @@ def test_scores_are_those_of_the_equation(model, block, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_redundancy_in_chunks_with_absent_rows(chunk, monkeypatch):
-    monkeypatch.setattr(rkv, "CHUNK", chunk)
+def test_redundancy_with_absent_rows():
     draw = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 3, 17, 4, generator=draw, dtype=torch.float64)
     present = torch.arange(17) >= torch.randint(0, 9, (2, 3, 1), generator=draw)
-    found = compute_redundancy(keys, present, 0.5)
+    found = key_redundancy(keys, present, 0.5)
     for sample, head in np.ndindex(2, 3):
         here = present[sample, head]
         expected = find_redundancy(keys[sample, head][here].numpy(), 0.5)
@@ -153,7 +150,7 @@ def test_redundancy_in_chunks_with_absent_rows(chunk, monkeypatch):
 def test_of_equal_keys_the_newest_is_least_redundant():
     keys = torch.eye(8, dtype=torch.float64)[None, None]
     keys[0, 0, [2, 4, 6]] = keys[0, 0, 2].clone()
-    found = compute_redundancy(keys, torch.ones(1, 1, 8, dtype=torch.bool), 0.5)[0, 0]
+    found = key_redundancy(keys, torch.ones(1, 1, 8, dtype=torch.bool), 0.5)[0, 0]
     assert found[2] > found[4] > found[6]  # the newest is held against no key, and the one before it not against it
     torch.testing.assert_close(found[6:], found[:2])  # what nothing repeats, also not the first row
 
