@@ -24,39 +24,20 @@ While decoding, `decode_queries` says whose moments a cut uses:
   the newest rows stay.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State, StateCapture
+from kvbench.interfaces.query_ring import make_ring, share_among_layers
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.expected_attention import Moments, expected_scores, merge, moments
 
 PLACES = 8192  # rotations that are computed at once
-
-
-@dataclass(frozen=True)
-class QueryRing:
-    """The last queries of a layer at a fixed address. Token t has the slot t modulo the number of slots."""
-
-    slots: Tensor
-    """(B, H·G, slots, d)"""
-    count: int
-    """Number of queries that a cut uses."""
-
-    def append(self, queries: Tensor, slot: Tensor) -> None:
-        """Write the query (B, H·G, 1, d) of a token whose slot is `slot` (1,)."""
-        self.slots.index_copy_(2, slot, queries)
-
-    def last(self, tokens: int | Tensor, count: int) -> Tensor:
-        """Return the last `count` of the queries of `tokens` tokens, (B, H·G, count, d)."""
-        places = torch.arange(-count, 0, device=self.slots.device) + tokens
-        return self.slots.index_select(2, places % self.slots.shape[2])
 
 
 @dataclass(frozen=True)
@@ -92,9 +73,7 @@ class ExpectedAttention(Method):
         if observation.decoding and not self.decoding:
             return {}
         if "ring" in state.layer:
-            ring, first = state.layer["ring"], observation.first
-            slot = shared("slot", observation, state, lambda: torch.as_tensor(first % ring.slots.shape[2])[None])
-            ring.append(observation.queries, slot)
+            state.layer["ring"].append(observation, state)
             return {}
         if self.decode_queries == "buffer" and observation.decoding:
             self.fill(observation, state)
@@ -138,10 +117,7 @@ class ExpectedAttention(Method):
                 return None
         elif known is none or capture.seen - capture.since + self.decode_interval < self.sinks + self.buffer:
             return None
-        slots = none.new_zeros(*none.shape[:2], count + capture.undone, none.shape[3])
-        places = torch.arange(capture.seen - known.shape[2], capture.seen, device=none.device)
-        ring = QueryRing(slots.index_copy_(2, places % slots.shape[2], known), count)
-        return State(state.seeds, {"ring": ring}, state.shared)
+        return State(state.seeds, {"ring": make_ring(known, count, capture)}, state.shared)
 
     def release_state(self, captured: State, state: State, seen: int, since: int) -> None:
         ring = captured.layer["ring"]
@@ -172,7 +148,7 @@ class ExpectedAttention(Method):
         if found is None or found.count < (1 if buffered else 2):
             return rows.places.to(rows.mass.dtype)
         first = found.count + self.sinks if buffered else observation.tokens  # no sink is in the moments
-        turn = shared(
+        turn = share_among_layers(
             "mean rotation", observation, state, lambda: mean_rotation(observation, first, self.positions, found.mean)
         )
         covariance = found.covariance
@@ -206,23 +182,9 @@ class ExpectedAttention(Method):
         return Moments(state.layer["count"], state.layer["mean"], state.layer["scatter"])
 
 
-def shared(name: str, observation: Observation, state: State, make: Callable[[], Any]) -> Any:
-    """Compute a value that depends on positions alone once for all layers of a block.
-
-    The block's first layer computes it and the last one drops it.
-    """
-    about = observation.first, observation.queries.shape[2], observation.queries.device
-    before, found = state.shared.pop(name, (None, None))
-    if before != about:
-        found = make()
-    if not observation.is_last_layer:
-        state.shared[name] = about, found
-    return found
-
-
 def shared_rotations(observation: Observation, tokens: int, state: State) -> tuple[Tensor, Tensor]:
     """Return `rotations`, computed once for all layers of a block."""
-    return shared("rotations", observation, state, lambda: rotations(observation, tokens))
+    return share_among_layers("rotations", observation, state, lambda: rotations(observation, tokens))
 
 
 def rotations(observation: Observation, tokens: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,63 @@
+"""The last queries of a layer at a fixed address, for methods that remember them while a CUDA graph decodes.
+
+`Method.capture_state` makes a ring of the queries that the method knows, `update` appends those of a token, `score`
+reads as many as a cut uses, and `release_state` takes what the method remembers outside of the graph.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.interfaces.observation import Observation, State, StateCapture
+
+
+@dataclass(frozen=True)
+class QueryRing:
+    """The last queries of a layer. Token t has the slot t modulo the number of slots."""
+
+    slots: Tensor
+    """(B, H·G, slots, d)"""
+    count: int
+    """Number of queries that a cut uses."""
+
+    def append(self, observation: Observation, state: State) -> None:
+        """Write the query of the token that the layer just read."""
+        first, slots = observation.first, self.slots.shape[2]
+        slot = share_among_layers("slot", observation, state, lambda: torch.as_tensor(first % slots)[None])
+        self.slots.index_copy_(2, slot, observation.queries)
+
+    def last(self, tokens: int | Tensor, count: int) -> Tensor:
+        """Return the last `count` of the queries of `tokens` tokens, (B, H·G, count, d)."""
+        places = torch.arange(-count, 0, device=self.slots.device) + tokens
+        return self.slots.index_select(2, places % self.slots.shape[2])
+
+
+def make_ring(known: Tensor, count: int, capture: StateCapture) -> QueryRing:
+    """Return a ring with the last queries of the text.
+
+    Args:
+        known: The last queries that the method remembers, (B, H·G, at most `count`, d).
+        count: Number of queries that a cut uses. So many are still there after tokens are undone.
+        capture: How far the layer has read.
+    """
+    none = capture.queries
+    slots = none.new_zeros(*none.shape[:2], count + capture.undone, none.shape[3])
+    places = torch.arange(capture.seen - known.shape[2], capture.seen, device=none.device)
+    return QueryRing(slots.index_copy_(2, places % slots.shape[2], known), count)
+
+
+def share_among_layers(name: str, observation: Observation, state: State, make: Callable[[], Any]) -> Any:
+    """Compute a value that depends on positions alone once for all layers of a block.
+
+    The block's first layer computes it and the last one drops it.
+    """
+    about = observation.first, observation.queries.shape[2], observation.queries.device
+    before, found = state.shared.pop(name, (None, None))
+    if before != about:
+        found = make()
+    if not observation.is_last_layer:
+        state.shared[name] = about, found
+    return found
