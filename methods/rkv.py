@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Observation, State
+from kvbench.interfaces.observation import Observation, State, StateCapture
+from kvbench.interfaces.query_ring import make_ring
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.key_redundancy import key_redundancy
@@ -47,9 +48,13 @@ class RKV(Method):
     similar: float = setting(minimum=0, maximum=1)
     """Cosine above which two keys repeat each other, τ."""
 
+    capturable = True
+
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        """Remember the last queries of the text."""
-        if self.decoding or not observation.decoding:
+        """Remember the last queries of the text (`queries`). Inside a CUDA graph they are in `ring`."""
+        if "ring" in state.layer:
+            state.layer["ring"].append(observation, state)
+        elif self.decoding or not observation.decoding:
             new = observation.queries[:, :, -self.window :]
             before = state.layer.get("queries", new[:, :, :0])
             before = before[:, :, max(0, before.shape[2] + new.shape[2] - self.window) :]
@@ -60,15 +65,32 @@ class RKV(Method):
         if not self.decoding:
             state.layer.pop("queries", None)
 
+    def capture_state(self, state: State, capture: StateCapture) -> State | None:
+        """Move the last queries into a ring, if the text has a whole window of them at the next cut."""
+        if capture.seen - capture.since + self.decode_interval < self.window:
+            return None
+        ring = make_ring(state.layer["queries"], self.window, capture)
+        return State(state.seeds, {"ring": ring}, state.shared)
+
+    def release_state(self, captured: State, state: State, seen: int, since: int) -> None:
+        state.layer["queries"] = captured.layer["ring"].last(seen, min(self.window, seen))
+
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.window
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         hidden = ~rows.present | (rows.places >= observation.tokens - self.window)
-        keys, queries = rows.keys.to(rows.mass.dtype), state.layer["queries"]
+        keys, queries = rows.keys.to(rows.mass.dtype), self.last_queries(observation, state)
         asking = queries.to(keys.dtype).reshape(*keys.shape[:2], -1, keys.shape[3])  # (B, H, G·w, d)
         logits = (asking @ keys.mT).unflatten(2, (-1, queries.shape[2])).amax(2) * observation.scaling
         logits = logits.masked_fill(hidden[:, :, None], torch.finfo(keys.dtype).min)  # finite if all rows are hidden
         attention = logits.softmax(-1).mean(2).masked_fill(hidden, 0)
         pooled = pool(attention, self.kernel, "max").masked_fill(hidden, 0)
         return self.mix * pooled - (1 - self.mix) * key_redundancy(rows.keys, rows.present, self.similar)
+
+    def last_queries(self, observation: Observation, state: State) -> Tensor:
+        """Return the last queries of the text, (B, H·G, at most w, d)."""
+        if "ring" in state.layer:
+            ring = state.layer["ring"]
+            return ring.last(observation.tokens, ring.count)
+        return state.layer["queries"]

@@ -123,8 +123,13 @@ WATCHERS = {
     "expected_attention as kvpress, all passes": KVPRESS | {"buffer": 50, "decode_interval": 9},
     "expected_attention as kvpress, more rows": KVPRESS | {"buffer": 5, "decode_interval": 6, "decode_size": 22},
     "expected_attention as kvpress, few passes": KVPRESS | {"buffer": 5, "decode_interval": 3},
+    "rkv": {"window": 6, "decode_interval": 5},
+    "rkv, queries from before the last cut": {"window": 8, "decode_interval": 3},
+    "rkv, the answer's queries leave": {"window": 4, "decode_interval": 21},
+    "rkv at every token": {"window": 4, "decode_interval": 1},
+    "rkv, few queries yet": {"window": 76, "decode_interval": 5},
 }
-OFTEN = ("h2o", "expected_attention", "expected_attention as kvpress")
+OFTEN = ("h2o", "expected_attention", "expected_attention as kvpress", "rkv, queries from before the last cut")
 
 
 @pytest.fixture
@@ -190,7 +195,9 @@ def test_protected_rows_that_have_no_room_are_counted(sinks, monkeypatch):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
-@pytest.mark.parametrize("name", ["h2o", only_in_full("expected_attention"), "expected_attention as kvpress"])
+@pytest.mark.parametrize(
+    "name", ["h2o", only_in_full("expected_attention"), "expected_attention as kvpress", only_in_full("rkv")]
+)
 def test_a_method_that_watches_sees_the_tokens_before_the_first_cut(name, block, captured):
     """Answers that end before it, and one that goes on behind it, between cuts that evict nothing."""
     settings = WATCHERS[name] | {"decode_interval": 9, "decode_size": 106}

@@ -34,6 +34,7 @@ REPEATED = {
     "keydiff",
     "knorm",
     "observed_attention",
+    "rkv",
     "sink",
     "snapkv",
     "tova",

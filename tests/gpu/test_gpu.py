@@ -148,6 +148,8 @@ def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval)
         ("expected_attention", {"preset": "decode_kvpress", "decode_size": 140, "buffer": 8, "decode_interval": 12}),
         ("expected_attention", {"preset": "decode_kvpress", "decode_size": 730, "buffer": 8, "decode_interval": 12}),
         ("h2o", {"decode_size": 730, "decode_interval": 12}),
+        ("rkv", {"decode_interval": 12}),
+        ("rkv", {"decode_size": 730, "decode_interval": 12}),
     ],
 )
 def test_graphs_show_every_token_to_a_method_that_watches(exact, method, more):
