@@ -36,8 +36,9 @@ class BatchRows(StepRows):
     """Groups of rows, each for its own samples of a batch."""
 
     def __init__(
-        self, groups: Sequence[Sequence[StepRows]], sizes: Sequence[Sequence[int]], device: torch.device
-    ) -> None:
+        self, groups: Sequence[Sequence[StepRows]], sizes: Sequence[Sequence[int]], device: torch.device,
+        keeps: bool = True,
+    ) -> None:  # fmt: skip
         """Put rows together that have read none of their tokens.
 
         Args:
@@ -45,8 +46,9 @@ class BatchRows(StepRows):
                 single tokens come first.
             sizes: For each answer of each group, the number of its samples.
             device: Where the rows are.
+            keeps: Whether the layers get the tokens while the answer goes on, so that `back` can undo the last ones.
         """
-        self.groups, self.sizes = groups, [sum(own) for own in sizes]
+        self.groups, self.sizes, self.keeps = groups, [sum(own) for own in sizes], keeps
         self.kinds = [rows for group in groups for rows in group]
         self.owners = [(group, number) for group, own in enumerate(sizes) for number in range(len(own))]
         self.running = set(range(len(self.owners)))  # numbers of the answers that are not over
@@ -130,8 +132,8 @@ class BatchRows(StepRows):
         return step
 
     def keep(self, read: int) -> None:
-        """Give the layers of a lone answer the first `read` tokens. Those of several get theirs in `finish`."""
-        for rows in self.kinds if len(self.owners) == 1 else ():
+        """Give the layers the first `read` tokens, unless they get theirs in `finish` alone."""
+        for rows in self.kinds if self.keeps else ():
             rows.keep(read)
 
     def finish(self, read: int, answer: int = 0) -> None:

@@ -54,9 +54,9 @@ class GenerationContext(PromptContext):
     ) -> Generator[Tensor, None, None]:
         """Yield tokens, (B,) each on the CPU, until every sample has a token of `stop` or `max_new_tokens` tokens.
 
-        The arguments are those of `Answer`.
+        The arguments are those of `Answer`. Other tokens may follow the answer.
         """
-        answer = Answer(self, max_new_tokens, sampling, stop, read_last, seeds, min_new_tokens)
+        answer = Answer(self, max_new_tokens, sampling, stop, read_last, seeds, min_new_tokens, keeps_rows=True)
         try:
             yield answer.token
             while not answer.is_over:

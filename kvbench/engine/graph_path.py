@@ -103,6 +103,7 @@ class AnswerBatch:
         self.rows = BatchRows(
             [make_rows([answer.context for answer, _ in group], [own for _, own in group]) for group in groups],
             [[len(answer.token) for answer, _ in group] for group in groups], device,
+            keeps=len(parts) == 1 and answers[0].keeps_rows,
         )  # fmt: skip
         self.forgotten = {number for number, answer in enumerate(answers) if not answer.keeps_rows}
         samplings = [answer.sampling for answer in answers]
@@ -151,11 +152,11 @@ class AnswerBatch:
         Returns:
             How many tokens the layers got, and the logits of the last one, (B, vocab), or None if they are lost.
         """
-        if len(self.sizes) == 1:  # the graph can read again what counts, a token that raised an error included
-            return self.decoder.read, self.decoder.close()
         if number in self.forgotten:
             self.rows.forget(read, number)
             return read, None
+        if len(self.sizes) == 1:  # the graph can read again what counts, a token that raised an error included
+            return self.decoder.read, self.decoder.close()
         if read < self.tokens:
             return 0, None
         self.rows.finish(read, number)
