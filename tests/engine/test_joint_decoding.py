@@ -9,8 +9,6 @@ import torch
 from kvbench.engine import appended_rows, replaced_rows
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.joint_decoding import (
-    Session,
-    finish_answer,
     join_answers,
     list_memory,
     run_alone,
@@ -26,7 +24,7 @@ from kvbench.kernels.joined_rows import attend_joined
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
-from tests.support.answer_paths import CHUNK, assert_same, make_contexts, read_given_both_ways
+from tests.support.answer_paths import CHUNK, assert_same, forget, make_contexts, read_given_both_ways, tell
 from tests.support.delta_files import build_delta
 from tests.support.method_files import make_method_args
 from tests.support.selection import choose_quick, only_in_full
@@ -72,21 +70,6 @@ def make_pairs(model, names, prompts=None, batches=None) -> list[list[Generation
         prompt, batch = prompts[number] if prompts else 60, batches[number] if batches else 1
         pairs.append(make_contexts(model, choose(**chosen), budget, batch, prompt=prompt))
     return pairs
-
-
-def tell(context, tokens, stop=(), after=None, sampling=None) -> Session[torch.Tensor]:
-    """A session whose result is an answer, (n, B). With `after` it ends the answer after so many tokens."""
-    answer, found = Answer(context, tokens, sampling or Sampling(), frozenset(stop)), []
-    yield from finish_answer(answer, lambda token: found.append(token) or len(found) != after)
-    return torch.stack(found)
-
-
-def forget(context, tokens, **more) -> Session[tuple[torch.Tensor, object]]:
-    """A session whose result is an answer, and what its context has counted before it forgets the answer."""
-    with context.branch():
-        answer = yield from tell(context, tokens, **more)
-        layers = [(list(own.attended), own.tally.peak_attended, own.rows.longest_head) for own in context.own_layers]
-        return answer, (context.seen, context.since_cut, layers)
 
 
 def answer_all(pairs, ends=None, **more) -> list[torch.Tensor]:

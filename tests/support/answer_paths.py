@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_flatten
 
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.appended_rows import AppendedRows
-from kvbench.engine.generation import WORTH, GenerationContext
+from kvbench.engine.generation import WORTH, Answer, GenerationContext
 from kvbench.engine.graph_decoding import GraphDecoder
-from kvbench.engine.joint_decoding import read_given, run_together
-from kvbench.engine.sampling import Sampling
+from kvbench.engine.joint_decoding import Session, finish_answer, read_given, run_together
+from kvbench.engine.sampling import Sampling, TokenChooser
 from kvbench.interfaces.budget import Budget
 from kvbench.models.decoder_weights import collect_weights
 from tests.support.tiny_models import ids
@@ -114,6 +114,24 @@ def assert_same_answers(modules: GenerationContext, step: GenerationContext, len
         assert step.decoding == ("graph" if tokens >= WORTH else "modules")
         assert_same_storage(modules, step)
         torch.testing.assert_close(modules.logits, step.logits, rtol=0, atol=1e-9)
+
+
+def tell(
+    context: GenerationContext, tokens: int, stop: Sequence[int] = (), after: int | None = None,
+    sampling: TokenChooser | None = None,
+) -> Session[torch.Tensor]:  # fmt: skip
+    """A session whose result is an answer, (n, B). With `after` it ends the answer after so many tokens."""
+    answer, found = Answer(context, tokens, sampling or Sampling(), frozenset(stop)), []
+    yield from finish_answer(answer, lambda token: found.append(token) or len(found) != after)
+    return torch.stack(found)
+
+
+def forget(context: GenerationContext, tokens: int, **more) -> Session[tuple[torch.Tensor, object]]:
+    """A session whose result is an answer, and what its context has counted before it forgets the answer."""
+    with context.branch():
+        answer = yield from tell(context, tokens, **more)
+        layers = [(list(own.attended), own.tally.peak_attended, own.rows.longest_head) for own in context.own_layers]
+        return answer, (context.seen, context.since_cut, layers)
 
 
 def read_given_both_ways(pairs: Sequence[Sequence[GenerationContext]], ids: torch.Tensor) -> None:
