@@ -58,7 +58,7 @@ def fit_protected(marks: Mapping[str, Tensor | None], present: Tensor, quota: in
         present: The rows that exist, (B, H, n) bool.
         quota: Rows that each head may keep, a number or (B, H, 1).
     """
-    kept, claimed, given_up = torch.zeros_like(present), None, dict[str, Tensor]()
+    kept, claimed, given_up = None, None, dict[str, Tensor]()
     room: int | Tensor
     if isinstance(quota, Tensor):
         room = torch.where(quota > ORDER.scored, quota - ORDER.scored, quota)
@@ -73,8 +73,8 @@ def fit_protected(marks: Mapping[str, Tensor | None], present: Tensor, quota: in
         fit = own & (ranks <= room if stays == FIRST else ranks > surplus)
         given_up[kind] = surplus.clamp(min=0)
         room = room - fit.sum(-1, keepdim=True, dtype=torch.int32)
-        kept, claimed = (fit, own) if claimed is None else (kept | fit, claimed | own)
-    return Protection(kept, given_up)
+        kept, claimed = (fit, own) if kept is None or claimed is None else (kept | fit, claimed | own)
+    return Protection(torch.zeros_like(present) if kept is None else kept, given_up)
 
 
 def count_marks(marks: Tensor) -> Tensor:

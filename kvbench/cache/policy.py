@@ -48,6 +48,8 @@ class CachePolicy:
     """Whether guards compare copies of everything that hooks are handed (kvbench.cache.guard)."""
     served: set[Layout] = field(default_factory=set, init=False, compare=False, repr=False)
     """The layouts that `check` has accepted. A policy that `replace` makes of this one has none, so it is checked."""
+    uncaptured: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
+    """What no graph could capture of this policy, and is not tried again (`kvbench.engine.repeated_cuts`)."""
 
     def check(self, layout: Layout) -> None:
         """Check once for each layout that the method and the codec can serve a model.

@@ -29,7 +29,7 @@ from kvbench.validation import ContractError
 
 FEWEST = 6  # layers; with fewer, capturing takes longer than it saves
 MOST = 32 << 20  # bytes of a block's queries; with more, the GPU needs longer for a cut than the host
-FAILED: set[str] = set()  # methods that took part in a capture that failed, and are not captured any more
+CUTS = "cuts of a prompt's layers"  # in `CachePolicy.uncaptured`
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,8 @@ class RepeatedCuts:
                 self.numbers = set()
             except (ContextFailed, RuntimeError):  # as CUDA's errors are
                 self.numbers = set()
-                FAILED.update(repr(layer.choice.method) for layer in own.values())
+                for layer in own.values():
+                    layer.choice.uncaptured.add(CUTS)
             if graph is not None:
                 self.numbers -= graph.differing
                 self.graph = None if graph.differing else graph
@@ -260,6 +261,6 @@ def can_repeat(context: PromptContext) -> bool:
         return False  # without `weights`, graphs are not wanted or cannot decode
     if progress.quota is None or progress.quota >= progress.prompt:
         return False  # nothing is cut
-    if choice.asks_for_inputs or choice.codec.packs_before_attention or repr(choice.method) in FAILED:
+    if choice.asks_for_inputs or choice.codec.packs_before_attention or CUTS in choice.uncaptured:
         return False
     return repeats_cuts(choice) and context.layers.cut_layers == tuple(own.index for own in context.own_layers)

@@ -176,15 +176,14 @@ def test_each_layer_is_cut_on_its_own_if_a_capture_fails(model, monkeypatch, err
         work()
         raise error("the capture ended")
 
-    monkeypatch.setattr(repeated_cuts, "FAILED", set())
     monkeypatch.setattr(repeated_cuts, "record_launches", fail)
+    policies = pick("plain", "memory")
     for _ in range(2):
-        compare(model, pick("plain", "memory"))
+        compare(model, policies)
     assert len(tried) == (2 if error is torch.cuda.OutOfMemoryError else 1)
 
 
 def test_an_error_of_a_hook_in_a_capture_comes_again_where_it_has_an_owner(model, graphs, monkeypatch):
-    monkeypatch.setattr(repeated_cuts, "FAILED", set())
     calls = []
 
     def score(self, seen, rows, state):
