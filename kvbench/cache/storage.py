@@ -225,7 +225,6 @@ class StoredRows:
             else:
                 total = lengths.numel() * each
             index = kept_indices(present, total)
-        counted = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
         if self.stored is None or isinstance(self.stored, Plain):
             keys = rows.keys if self.rotate is None else self._held()[0]
             stored: Stored = Plain(*gather_rows(index, keys, rows.values))
@@ -238,7 +237,7 @@ class StoredRows:
             self.shape, self.seen,
             stored=stored,
             places=rows.places.take(index).int(),
-            mass=rows.mass.take(index).to(rows.mass.dtype if weighed else counted) if merged else None,
+            mass=rows.mass.take(index).to(rows.mass.dtype if weighed else count_dtype(self.seen)) if merged else None,
             lengths=lengths, longest=each, even=even, rotate=self.rotate,
         )  # fmt: skip
         columns = {name: kept._spread(column.take(index)) for name, column in rows.columns.items()}
@@ -298,6 +297,7 @@ class StoredRows:
         even: bool,
         columns: Mapping[str, Tensor],
         tail: Sequence[Tensor] | None,
+        mass: Tensor | None = None,
     ) -> "StoredRows":
         """Return the rows that are held after `tokens` further tokens.
 
@@ -310,11 +310,13 @@ class StoredRows:
             even: Whether all heads hold `longest` rows in the cut part.
             columns: The method's values for the first rows, (B, H, m) by name.
             tail: Keys and values read since the last cut, (B, H, t, d) each; None for an empty tail.
+            mass: Masses of the cut part, (R,); None if every row stands for one token.
         """
         keys, values = tail or (None, None)
         return StoredRows(
-            self.shape, self.seen + tokens, stored=stored, places=places, columns=dict(columns), lengths=lengths,
-            longest=longest, even=even, tail=0 if keys is None else keys.shape[2], tail_keys=keys, tail_values=values,
+            self.shape, self.seen + tokens, stored=stored, places=places, mass=mass, columns=dict(columns),
+            lengths=lengths, longest=longest, even=even, tail=0 if keys is None else keys.shape[2], tail_keys=keys,
+            tail_values=values,
         )  # fmt: skip
 
     def without_cut(self) -> "StoredRows":
@@ -518,6 +520,11 @@ class Bytes:
     def total(self) -> int:
         """The sum of all parts."""
         return self.rows + self.metadata + self.state + self.headroom
+
+
+def count_dtype(seen: int) -> torch.dtype:
+    """Return the dtype in which masses are stored: no row stands for more tokens than were seen."""
+    return torch.int16 if seen < 1 << 15 else torch.int32
 
 
 def count_bytes(tensors: Iterable[Tensor | None]) -> int:

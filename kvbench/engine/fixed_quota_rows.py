@@ -1,29 +1,32 @@
 """Rows that are cut after every few tokens, at fixed addresses for a CUDA graph.
 
 Tokens are read behind the quota's rows. After every `size` tokens each head is cut to its quota again. This is how a
-prompt is read in short blocks, and an answer if the method cuts it after every few tokens. The rows that stay at a cut
-are gathered into spare memory for one layer, which all layers share, and copied back. A method that watches is shown
-every token. Between two cuts the slots behind the newest row are rows that do not exist.
+prompt is read in short blocks, and an answer if the method cuts it after every few tokens. A cut is `evict`, as on the
+host. The rows that stay are gathered into spare memory for one layer, which all layers share, and copied back. If the
+method merges, the quota's rows have masses. Tokens that are read behind them stand for themselves. A method that
+watches is shown every token. Between two cuts the slots behind the newest row are rows that do not exist.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.eviction import Eviction, LayerPolicy, Quota, evict
 from kvbench.cache.layer import Layer
+from kvbench.cache.storage import count_dtype
 from kvbench.engine.graph_decoding import Attend, Norms
 from kvbench.engine.method_view import PresentRows, find_present_rows
 from kvbench.engine.quota_rows import QuotaRows
 from kvbench.interfaces.codec import Plain
-from kvbench.interfaces.method import fit_protected
-from kvbench.interfaces.observation import State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
-from kvbench.kernels.attention import attend_ragged
-from kvbench.kernels.cut_order import RECENTS, SINKS, Protection, rank_scores
+from kvbench.kernels.attention import RaggedRows, attend_ragged
+from kvbench.kernels.cut_order import RECENTS, SINKS
 from kvbench.kernels.rope_append import append
-from kvbench.kernels.row_selection import gather_rows, kept_indices
+from kvbench.kernels.row_selection import gather_rows, top_k_indices
 from kvbench.models.decoder_weights import DecoderWeights
+from kvbench.validation import ContractError
 
 
 class FixedQuotaRows(QuotaRows):
@@ -51,14 +54,22 @@ class FixedQuotaRows(QuotaRows):
         end = self.seen + -(-(self.before + tokens) // size) * size
         capacities = [torch.full(layer.rows.shape, quota + size) for layer in answers[0]]
         super().__init__(weights, answers, capacities, self.seen, end, implementation, states)
-        self.quota, self.size = quota, size
-        self.every_place = torch.stack(self.places)
+        self.quota, self.size, self.wanted = quota, size, Quota((quota,) * self.held[0], each=quota)
+        self.merges = answers[0][0].choice.method.merges
+        self.slots = torch.arange(quota + size, device=self.device)
+        self.every_place = self.slots.repeat(len(self.layers), *self.held, 1)  # ascending, also before `back` fills it
         self.places = list(self.every_place)
+        self.every_mass = torch.stack(self.mass) if self.merges else None
+        self.mass = self.mass if self.every_mass is None else list(self.every_mass)
         self.intervals = [part.unflatten(0, (-1, size)) for part in self.angles]
         self.spare = torch.empty_like(self.padded(0)[:, :, :, :quota])
         self.all = torch.arange(self.spare[0, ..., 0].numel(), device=self.device)  # indices of all spare rows
-        self.quotas = torch.full(self.held, quota, device=self.device)
-        self.slots = torch.arange(quota + size, device=self.device)
+        self.lengths = torch.full(self.held, quota, device=self.device)
+        # of each layer and head: rows that the last cut left, if a hook of the method's chose them, and tokens evicted
+        # since `keep`, if the method merges
+        self.left = self.lengths.repeat(len(self.layers), 1, 1)
+        self.evicted = torch.zeros_like(self.left)
+        self.miscounted = torch.zeros((), dtype=torch.bool, device=self.device)  # whether a cut left others than quota
         self.at = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of complete intervals
         self.since = torch.zeros((), dtype=torch.int32, device=self.device)  # tokens read since the last cut
 
@@ -73,7 +84,8 @@ class FixedQuotaRows(QuotaRows):
         of the interval, and every layer is cut.
         """
         cos, sin = (part.index_select(0, self.at)[0] for part in self.intervals)
-        tail, step = (None, None) if cuts else (self.quota + 1, self.since)
+        begin = self.quota if self.merges else 0  # of the rows without masses
+        tail, step = (None, None) if cuts else (self.quota + 1 - begin, self.since)
         first = self.at[0] * self.size + (self.since.long() + self.seen)  # position of the first token read
         implementation, method = self.implementation, self.layers[0].choice.method
         shows = cuts or method.watches
@@ -93,8 +105,8 @@ class FixedQuotaRows(QuotaRows):
                 slots = offsets + (self.since + self.quota)
                 asking, turned = self.rotate_by_slot(index, queries, offsets + first, slots, self.slots)
             outputs, sums = attend_ragged(
-                asking, None, turned, values, self.weights.scaling, lse=lse, tail=tail, step=step,
-                implementation=implementation,
+                asking, self.find_weighed(index, turned, values), turned[:, :, begin:], values[:, :, begin:],
+                self.weights.scaling, lse=lse, tail=tail, step=step, implementation=implementation,
             )  # fmt: skip
             if cuts:
                 self.cut(index, queries, outputs, sums, first)
@@ -106,42 +118,111 @@ class FixedQuotaRows(QuotaRows):
 
     def find_present(self) -> PresentRows:
         """Return which slots hold a row when the next token has been appended."""
-        return find_present_rows(self.slots <= self.since + self.quota, self.every_place, self.spare)
+        return find_present_rows(self.slots <= self.since + self.quota, self.every_place, self.spare, self.every_mass)
+
+    def find_weighed(self, index: int, keys: Tensor, values: Tensor) -> RaggedRows | None:
+        """Return the quota's rows of a layer with their masses, or None if the method does not merge.
+
+        Args:
+            index: The layer.
+            keys: The keys of all its slots, (B, H, n, d).
+            values: Their values, (B, H, n, d).
+        """
+        if not self.merges:
+            return None
+        starts, mass = self.starts[index].flatten(), self.mass[index].flatten()
+        return RaggedRows(keys.flatten(0, 2), values.flatten(0, 2), mass, starts, self.lengths.flatten(), self.quota)
 
     def cut(self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor) -> None:
         """Let the method see what the layer has read, and cut the layer to its quota."""
-        layer, quota, implementation = self.layers[index], self.quota, self.implementation
-        (keys, values), places, method = self.padded(index).unbind(), self.places[index], layer.method
-        rows = Rows(keys, values, places, self.mass[index], self.columns[index])
-        with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
-            observation, rows = self.view.show(index, rows, queries, outputs, lse, first, quota + self.size)
-            scores = method.score(observation, rows, self.view.states[index]).to(rows.mass.dtype)
-            self.invalid |= scores.max().isnan()
-            scores = rank_scores(scores)
-            sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
-            if sinks is not None or recents is not None:
-                protection = fit_protected(sinks, recents, rows, quota)
-                scores = scores.masked_fill(protection.kept, torch.inf)
-                self.count_protected(index, protection)
-            kept = method.select(scores, self.quotas)
+        layer, (keys, values) = self.layers[index], self.padded(index).unbind()
+        rows = Rows(keys, values, self.places[index], self.mass[index], self.columns[index])
+        policy = LayerPolicy(layer.method, layer.allocator, self.view.states[index], self.note_scores)
+        with layer.guard.unnoted():  # `invalid` notes NaN and wrong counts, so guards add nothing to the graph
+            observation, rows = self.view.show(index, rows, queries, outputs, lse, first, self.quota + self.size)
+            found = evict(observation, rows, policy, self.wanted)
         layer.guard.release()
-        which = kept_indices(kept, self.quotas.numel() * quota, implementation=implementation)
-        spare = gather_rows(which, keys, values, into=(self.spare[0], self.spare[1]), implementation=implementation)
+        self.move(index, found.rows, self.list_left(found))
+        self.count_cut(index, found)
+
+    def note_scores(
+        self, observation: Observation, rows: Rows, state: State, compute: Callable[[Observation], Tensor]
+    ) -> Tensor:
+        """Return the scores of a layer's rows, and note whether one of them is NaN."""
+        scores = compute(observation)
+        self.invalid |= scores.max().isnan()
+        return scores
+
+    def list_left(self, found: Eviction) -> Tensor:
+        """Return which of `found.rows` stay, as `kept_indices` counts them: the quota's number of each head.
+
+        Raises:
+            ContractError: A hook returned fewer rows.
+        """
+        if found.index is not None:
+            return found.index
+        if len(found.rows) == self.quota:
+            return self.all
+        if len(found.rows) < self.quota:
+            raise self.refuse_count()
+        present = found.rows.present.to(found.rows.mass.dtype)
+        return top_k_indices(present, self.quota, flat=True, implementation=self.implementation)
+
+    def move(self, index: int, after: Rows, which: Tensor) -> None:
+        """Move the rows that stay at a cut of a layer to the first slots.
+
+        Args:
+            index: The layer.
+            after: What the cut returned.
+            which: The rows of it that stay, as `kept_indices` counts them.
+        """
+        quota, implementation, places = self.quota, self.implementation, self.places[index]
+        into = self.padded(index)[:, :, :, :quota].unbind()
+        spare = gather_rows(
+            which, after.keys, after.values, into=(self.spare[0], self.spare[1]), implementation=implementation
+        )
         # copy_ would be slower, because the target is not dense
-        gather_rows(self.all, *spare, into=(keys[:, :, :quota], values[:, :, :quota]), implementation=implementation)
-        places[..., :quota] = places.flatten()[which].view(*self.held, quota)
-        places[..., quota:] += self.size
+        gather_rows(self.all, *spare, into=(into[0], into[1]), implementation=implementation)
+
+        def take(column: Tensor) -> Tensor:
+            return column.flatten()[which].view(*self.held, quota)
+
+        places[..., :quota] = take(after.places)
+        places[..., quota:].add_(self.size)
+        if self.merges:
+            self.mass[index][..., :quota] = take(after.mass)
         for name, column in self.columns[index].items():
-            column[..., :quota] = rows.columns[name].flatten()[which].view(*self.held, quota)
+            column[..., :quota] = take(after.columns[name])
             column[..., quota:] = 0
 
-    def count_protected(self, index: int, protection: Protection) -> None:
-        """Count the protected rows that fit the quota, and the most that ever did not."""
-        protected, *given_up = self.tally[index]
-        torch.sum(protection.kept, -1, out=protected)
-        for most, kind in zip(given_up, (SINKS, RECENTS), strict=True):
-            if kind in protection.given_up:
-                torch.maximum(most, protection.given_up[kind][..., 0], out=most)
+    def count_cut(self, index: int, found: Eviction) -> None:
+        """Count the protected rows that fit the quota, the most that ever did not, and the tokens that are gone.
+
+        If a hook chose the rows that stay, note whether it left every head its quota.
+        """
+        if found.given_up:
+            protected, *given_up = self.tally[index]
+            protected.copy_(found.protected)
+            for most, kind in zip(given_up, (SINKS, RECENTS), strict=True):
+                if kind in found.given_up:
+                    torch.maximum(most, found.given_up[kind], out=most)
+        if self.merges:
+            self.evicted[index].add_(found.evicted)
+        if found.index is None:
+            torch.sum(found.rows.present, -1, out=self.left[index])
+            if index == len(self.layers) - 1:  # of all layers at once
+                self.miscounted |= (self.left != self.quota).any()
+                self.invalid |= self.miscounted
+
+    def refuse_count(self) -> ContractError:
+        """Return the error of a method that leaves a head more or fewer rows than its quota."""
+        name = self.layers[0].choice.method.name
+        return ContractError(f"method={name}: a cut left a number of rows that differs from the quota of a head")
+
+    def check(self) -> None:
+        if self.miscounted:
+            raise self.refuse_count()
+        super().check()
 
     def advance(self, cuts: bool) -> None:
         """Count a token, or an interval, after all layers have read it."""
@@ -162,11 +243,13 @@ class FixedQuotaRows(QuotaRows):
                 into[:, :, : len(held)] = old
             self.places[index][..., :quota] = held.places[..., :quota]
             self.places[index][..., quota:] = later
+            if self.merges:
+                self.mass[index][..., :quota] = held.mass[..., :quota]
         self.view.take_columns()
-        self.invalid.zero_()
+        for noted in (self.invalid, self.miscounted, self.tally, self.evicted):
+            noted.zero_()
         self.at.fill_((begin - self.seen) // self.size)
         self.since.fill_(like.tail)
-        self.tally.zero_()
         return like.seen - self.before - self.seen
 
     def keep(self, read: int) -> None:
@@ -174,18 +257,33 @@ class FixedQuotaRows(QuotaRows):
         quota, size, read = self.quota, self.size, self.before + read
         since, kept = read % size, self.layers[0].rows.seen - self.seen
         attended = [quota + token % size + 1 for token in range(kept, read)]
-        evicted = (read // size - kept // size) * size
+        cut = (read // size - kept // size) * size  # rows that a head has lost
+        evicted = self.evicted.clone() if self.merges else [cut] * len(self.layers)  # later cuts write here
+        self.evicted.zero_()
         for index, layer in enumerate(self.layers if attended else ()):
             held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.padded(index)]  # later tokens write here
             tail = [part[:, :, quota : quota + since].clone() for part in self.padded(index)] if since else None
             places = self.places[index][..., :quota].int().flatten()
             rows = layer.rows.replace_all(
                 read - kept, Plain(*held), places, layer.rows.lengths, quota, True,
-                self.view.copy_columns(index, quota + since), tail,
+                self.view.copy_columns(index, quota + since), tail, self.copy_mass(index, self.seen + read - since),
             )  # fmt: skip
-            layer.replace_rows(rows, evicted, attended, max(attended))
-            if evicted:
+            layer.replace_rows(rows, evicted[index], attended, max(attended))
+            if cut:
                 self.give_tally(index)
+
+    def copy_mass(self, index: int, seen: int) -> Tensor | None:
+        """Return a copy of the masses of a layer's quota, (B·H·quota,), as a layer stores them; None if all are 1.
+
+        Args:
+            index: The layer.
+            seen: Tokens read by the last cut.
+        """
+        if not self.merges:
+            return None
+        mass = self.mass[index][..., : self.quota]
+        dtype = mass.dtype if self.layers[index].choice.method.weighs_rows else count_dtype(seen)
+        return mass.to(dtype, copy=True).flatten()
 
     def finish(self, read: int, answer: int = 0) -> None:
         """Give the layers the first `read` tokens and the method's states. The rows are not used any more."""

@@ -49,19 +49,20 @@ class PresentRows:
     places: Tensor
     """Positions of the rows, (L, B, H, n), -1 for absent ones."""
     mass: Tensor
-    """1 or 0, (B, H, n)."""
+    """Tokens that each row stands for, (L, B, H, n), 0 for absent ones."""
 
 
-def find_present_rows(present: Tensor, places: Tensor, like: Tensor) -> PresentRows:
+def find_present_rows(present: Tensor, places: Tensor, like: Tensor, mass: Tensor | None = None) -> PresentRows:
     """Return which slots hold a row.
 
     Args:
         present: Whether each slot does, (n,).
         places: Positions of the rows of all slots, (L, B, H, n).
         like: Gives the dtype of the mass.
+        mass: Tokens that each of these rows stands for, (L, B, H, n); None for one each.
     """
-    mass = present.to(mass_dtype(like)).expand(places.shape[1:])
-    return PresentRows(present, places.where(present, -1), mass)
+    weights = present.to(mass_dtype(like)).expand(places.shape) if mass is None else mass.where(present, 0)
+    return PresentRows(present, places.where(present, -1), weights)
 
 
 class MethodView:
@@ -134,7 +135,7 @@ class MethodView:
         What `update` returned is kept for the rows that are present. The columns of absent rows stay 0.
         """
         layer, columns = self.layers[index], self.columns[index]
-        rows = Rows(keys, values, held.places[index], held.mass, columns)
+        rows = Rows(keys, values, held.places[index], held.mass[index], columns)
         with layer.guard.unnoted():
             _, rows = self.show(index, rows, queries, outputs, lse, first, None)
         layer.guard.release()

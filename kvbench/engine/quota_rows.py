@@ -19,16 +19,14 @@ from kvbench.validation import ContractError
 
 def repeats_cuts(choice: CachePolicy) -> bool:
     """Return whether every cut of a layer at its quota runs the same operations."""
-    own_cut = choice.method.overrides("cut", "merge", "select", "head_quotas")
-    return choice.method.capturable and not own_cut and choice.allocator.is_uniform
+    return choice.method.capturable and not choice.method.sets_head_quotas and choice.allocator.is_uniform
 
 
 def is_at_quota(layers: Sequence[Layer], quota: int, since: int = 0) -> bool:
-    """Return whether all heads of all layers hold exactly `quota` rows and the last `since` tokens, one token a row."""
+    """Return whether all heads of all layers hold exactly `quota` rows and, behind them, the last `since` tokens."""
     return all(
-        own.rows.even and own.rows.longest == quota and own.rows.tail == since and own.rows.mass is None
-        and own.rows.is_raw for own in layers
-    )  # fmt: skip
+        own.rows.even and own.rows.longest == quota and own.rows.tail == since and own.rows.is_raw for own in layers
+    )
 
 
 class QuotaRows(StepRows):

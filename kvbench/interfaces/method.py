@@ -155,11 +155,12 @@ class Method(Hooks):
         """Whether the hooks can be captured in a CUDA graph, which then serves every position of an answer.
 
         Such hooks run the same operations on tensors at every token, remember nothing in the state (but see
-        `capture_state`), and never wait for the device. `update` returns the same columns for every block. While a
-        graph is captured, `Observation.first` is a tensor on the device that broadcasts to `Rows.places`, so hooks may
-        calculate with it and compare it with them, but not use it as a Python number. So is the quota of `protect` and
-        `protect_sinks`, if it changes during the answer. Between two cuts, `update` gets rows of which some are absent
-        and stand on the right. The samples of a batch may be at different positions and follow different prompts.
+        `capture_state`), and never wait for the device. `update` returns the same columns for every block. `cut` and
+        `merge` leave the rows these columns, and return as many rows every time. While a graph is captured,
+        `Observation.first` is a tensor on the device that broadcasts to `Rows.places`, so hooks may calculate with it
+        and compare it with them, but not use it as a Python number. So is the quota of `protect` and `protect_sinks`,
+        if it changes during the answer. Between two cuts, `update` gets rows of which some are absent and stand on the
+        right (`Rows.list_newest`). The samples of a batch may be at different positions and follow different prompts.
 
         The only block of a prompt may also be captured, in one layer for others (`kvbench.engine.repeated_cuts`).
         `Observation.first` is a number then, and the state may be used as outside of a graph. Layers whose hooks ask

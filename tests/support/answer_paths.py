@@ -59,6 +59,9 @@ def assert_same(one: GenerationContext, other: GenerationContext) -> None:
         assert torch.equal(*evicted)
         held, rows = layer.rows.view(), another.rows.view()
         assert torch.equal(held.places, rows.places) and layer.rows.seen == another.rows.seen
+        masses = [own.rows.mass for own in (layer, another)]
+        assert len({None if mass is None else mass.dtype for mass in masses}) == 1
+        torch.testing.assert_close(held.mass, rows.mass, atol=1e-4, rtol=1e-4)
         assert held.columns.keys() == rows.columns.keys()
         for name, column in held.columns.items():
             assert torch.allclose(column, rows.columns[name], atol=1e-4), name
