@@ -46,6 +46,8 @@ class AnDPro(Method):
     anchor: str = setting(choices=("output", "droppable"))
     """The anchor: the attention output (paper), or its part from the rows that may be dropped (code)."""
 
+    capturable = True
+
     def chunks(self, rows: Rows) -> Tensor:
         """Return the chunk of each row, counted from the head's first row, (B, H, n); -1 for absent rows."""
         return (rows.present.cumsum(-1) - 1).masked_fill(~rows.present, -self.chunk) // self.chunk

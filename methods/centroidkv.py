@@ -47,6 +47,7 @@ class CentroidKV(Method):
 
     scores = False
     merges = True
+    capturable = True
 
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         if quota == 1:  # the only row must be free to stand for all others
