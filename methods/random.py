@@ -19,9 +19,12 @@ from kvbench.interfaces.rows import Rows
 class Random(Method):
     """Score rows at random. A row keeps its score while it is held, so blocks and batches do not change the choice."""
 
+    capturable = True
+
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         device = rows.places.device
-        seeds = torch.tensor(state.seeds, device=device)[:, None, None]
+        # not one tensor of the numbers, which the host would have to copy to the device
+        seeds = torch.stack([torch.full((1, 1), seed, device=device) for seed in state.seeds])
         heads = torch.arange(rows.heads, device=device)[None, :, None]
         stream = scramble(scramble(seeds) + observation.layer * 4096 + heads)
         return (scramble(stream + rows.places) >> 11 & (1 << 52) - 1).double() / (1 << 52)
