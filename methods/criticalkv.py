@@ -48,6 +48,10 @@ class CriticalKV(Composite):
             raise SettingError(f"method.base={self.base.name}: values would count twice; use it without its value norm")
 
     @property
+    def capturable(self) -> bool:
+        return self.base.capturable and not self.base.overrides("capture_state")
+
+    @property
     def sets_head_quotas(self) -> bool:
         return self.base.sets_head_quotas
 
@@ -58,10 +62,12 @@ class CriticalKV(Composite):
         """Return the base method's columns, and n_j of every row."""
         if observation.decoding and not self.decoding:
             return rows.columns
-        new = observation.queries.shape[2]
-        norms = projected_norms(rows.values[:, :, -new:], observation.output_weight, observation.queries.shape[1])
+        new, values = rows.list_newest(observation.queries.shape[2]), rows.values
+        if new.shape[2] < len(rows):
+            values = values.gather(2, new[..., None].expand(-1, -1, -1, values.shape[3]))
+        norms = projected_norms(values, observation.output_weight, observation.queries.shape[1])
         if NORM in rows.columns:
-            norms = torch.cat([rows.columns[NORM][..., :-new], norms], -1)
+            norms = rows.columns[NORM].scatter(2, new, norms)
         return {**self.base.update(observation, rows, state), NORM: norms}
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None = None) -> Rows:

@@ -54,6 +54,13 @@ class Rows:
         """Return n, the number of rows of the longest head."""
         return self.keys.shape[2]
 
+    def list_newest(self, count: int) -> Tensor:
+        """Return the indices of each head's last rows in the text, (B, H, count) int64.
+
+        They are the last ones here, except inside a CUDA graph between two cuts (`Method.capturable`).
+        """
+        return self.places.argmax(-1, keepdim=True) + torch.arange(1 - count, 1, device=self.places.device)
+
     def without(self, gone: Tensor) -> "Rows":
         """Return the same rows with mass 0 where `gone`, (B, H, n) bool, is true."""
         return replace(self, mass=self.mass.masked_fill(gone, 0))
