@@ -102,6 +102,8 @@ KINDS = {
     "appended": Kind("snapkv"),
     "cut at every token": Kind("keydiff"),
     "cut after five tokens": Kind("tova", {"decode_interval": 5}),
+    "merged after five tokens": Kind("centroidkv", {"decode_interval": 5, "sinks": 2, "recents": 4, "chunk": 8}),
+    "selected in two stages": Kind("criticalkv", {"decoding": True, "decode_interval": 5}),
     "watched": Kind("h2o", {"decode_interval": 5}),
     "filled, then cut": Kind("h2o", {"decoding": True, "decode_size": 30}),
     "packed": packed(),
@@ -111,9 +113,9 @@ KINDS = {
     "cut after five tokens, beside windows": windowed("tova", {"decoding": True, "decode_interval": 5}, 5, 9),
     "listed, beside windows": windowed("quest", {"page": 4, "dense_layers": 1}, 0.5, 53),  # a short text is one page
 }
-AGAIN = ("cut after five tokens", "appended, beside windows")
+AGAIN = ("cut after five tokens", "selected in two stages", "appended, beside windows")
 """Kinds whose rows and windows stand among the others in another pair."""
-UNDONE = (*AGAIN, "filled, then cut", "cut after five tokens, beside windows")
+UNDONE = (*AGAIN, "merged after five tokens", "filled, then cut", "cut after five tokens, beside windows")
 """Kinds that undo and append tokens as others do."""
 EVERY = pytest.mark.parametrize("kind", choose_quick(KINDS, *(own for own in KINDS if own not in AGAIN)))
 

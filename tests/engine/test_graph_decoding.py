@@ -1,6 +1,7 @@
 """A decode step over the modules' weights gives what the modules give, on rows held in every way."""
 
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -17,11 +18,12 @@ from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.streams import Beside
 from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.method import Method
 from kvbench.kernels.row_replacement import NEVER
 from kvbench.methods import deltakv
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models.decoder_weights import collect_weights
-from kvbench.validation import ContractError
+from kvbench.validation import ContractError, NumericalError
 from tests.support.answer_paths import CHUNK, assert_same, make_contexts
 from tests.support.interrupted_answers import (
     answer_with_interruptions,
@@ -88,7 +90,30 @@ METHODS = ("cake", "dropkv", "keydiff", "knorm", "qfilters", "sink", "snapkv", "
 CUTTERS = [(name, interval) for name in METHODS for interval in (1, 4)]
 CUTTERS += [("h2o", 1), ("h2o", 4), ("h2o max", 1), ("h2o max", 7), ("h2o", 40), ("sink original", 1)]
 CUTTERS += [("triattention paper", 4)]
-QUICK_CUTTERS = [("cake", 4), ("keydiff", 1), ("snapkv", 4), ("h2o max", 7), ("h2o", 40), ("sink original", 1)]
+MERGING = {"sinks": 2, "recents": 4, "chunk": 8}
+CRITICAL_H2O = {"base": "h2o", "base_args": {"preset": "paper_max"}}
+OTHERS = {
+    "centroidkv": ("centroidkv", MERGING),
+    "centroidkv, one chunk": ("centroidkv", MERGING | {"chunk": None}),
+    "centroidkv, as published": ("centroidkv", {}),  # more sinks and recent rows than the quota
+    "criticalkv": ("criticalkv", {}),
+    "criticalkv over h2o": ("criticalkv", CRITICAL_H2O),
+    "andpro": ("andpro", {}),
+    "andpro official_code": ("andpro", {"preset": "official_code"}),
+    "random": ("random", {}),
+}
+"""Methods that merge rows, select in two stages, count rows in the order of the text, or ask for seeds."""
+CUTTERS += [(name, interval) for name in OTHERS for interval in (1, 7)]
+QUICK_CUTTERS = [
+    ("centroidkv", 7),
+    ("criticalkv over h2o", 7),
+    ("cake", 4),
+    ("keydiff", 1),
+    ("snapkv", 4),
+    ("h2o max", 7),
+    ("h2o", 40),
+    ("sink original", 1),
+]
 QUICK_CUTTERS += [("triattention paper", 4)]
 
 
@@ -96,8 +121,11 @@ QUICK_CUTTERS += [("triattention paper", 4)]
     ("method", "interval"), [own if own in QUICK_CUTTERS else only_in_full(*own) for own in CUTTERS]
 )
 def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
-    method, _, preset = method.partition(" ")
-    more = {"preset": {"max": "paper_max"}.get(preset, preset)} if preset else {}
+    if method in OTHERS:
+        method, more = OTHERS[method]
+    else:
+        method, _, preset = method.partition(" ")
+        more = {"preset": {"max": "paper_max"}.get(preset, preset)} if preset else {}
     choice = choice_of(method, decoding=True, decode_interval=interval, **more)
     modules, step = make_contexts(tiny("llama"), choice, batch=2)
     for tokens, by_step in ((CHUNK + 6, True), (7, False), (9, True)):  # the second is too short for a graph
@@ -114,6 +142,8 @@ KVPRESS = {"preset": "decode_kvpress", "decode_size": 18}
 WATCHERS = {
     "h2o": {"decode_interval": 6},
     "h2o, of each query head": {"preset": "paper_max", "decode_interval": 21},
+    "criticalkv": {"decoding": True, "decode_interval": 6},
+    "criticalkv, over h2o": {"decoding": True, "decode_interval": 7} | CRITICAL_H2O,
     "expected_attention": {"preset": "decode", "buffer": 20, "decode_interval": 5},
     "expected_attention, the prompt's queries leave": {"preset": "decode", "buffer": 7, "decode_interval": 21},
     "expected_attention, all queries": {"preset": "decode", "buffer": 60, "decode_interval": 9},
@@ -196,7 +226,8 @@ def test_protected_rows_that_have_no_room_are_counted(sinks, monkeypatch):
 @pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize(
-    "name", ["h2o", only_in_full("expected_attention"), "expected_attention as kvpress", only_in_full("rkv")]
+    "name",
+    ["h2o", *map(only_in_full, ("criticalkv", "expected_attention", "rkv")), "expected_attention as kvpress"],
 )
 def test_a_method_that_watches_sees_the_tokens_before_the_first_cut(name, block, captured):
     """Answers that end before it, and one that goes on behind it, between cuts that evict nothing."""
@@ -450,6 +481,61 @@ def test_scores_that_are_no_numbers_raise_at_their_token(monkeypatch):
     }  # the token at fault counts in both, or in none
 
 
+@pytest.mark.parametrize(
+    ("settings", "budget"),
+    [(MERGING, 0.02), only_in_full(MERGING | {"sinks": 40}, 0.3), only_in_full(MERGING | {"sinks": 0}, 4)],
+    ids=["one row", "fewer rows than sinks", "as many rows as recent ones"],
+)
+def test_rows_are_merged_where_hardly_any_is_left(settings, budget):
+    modules, step = make_contexts(make_double("llama"), choice_of("centroidkv", **settings, decode_interval=5), budget)
+    for tokens in (CHUNK + 6, 9):  # each ends between two cuts
+        answers = [list(context.generate(tokens, Sampling(), frozenset())) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+        assert_same(modules, step)
+    held = [layer.rows for layer in step.own_layers]
+    assert all(int(own.mass.sum()) + 2 * own.tail == 2 * own.seen for own in held)  # of two heads, and no token is lost
+
+
+def test_keys_that_are_no_numbers_raise_what_the_modules_raise():
+    model, errors = make_fresh("llama"), []
+    both = make_contexts(model, choice_of("centroidkv", decode_interval=5, **MERGING))
+    model.model.layers[1].self_attn.k_proj.weight.data.fill_(torch.nan)
+    for context in both:
+        with pytest.raises(NumericalError) as raised:
+            list(context.generate(12, Sampling(), frozenset()))
+        errors.append((str(raised.value), context.seen))
+    assert errors[0] == errors[1]
+
+
+@dataclass(frozen=True)
+class Miscounting(Method):
+    """Keeps the newest rows, and from some position on a row more or less than its quota."""
+
+    more: int = 0
+
+    capturable = True
+
+    def score(self, observation, rows, state):
+        return rows.places.to(rows.mass.dtype)
+
+    def cut(self, rows, scores, quotas, protected, each=None):
+        wrong = rows.places.amax(-1) >= 72
+        return rows.without(~self.select(scores, quotas + self.more * wrong))
+
+
+@pytest.mark.parametrize("more", [1, only_in_full(-1)])
+def test_a_cut_that_leaves_a_wrong_number_of_rows_raises_as_in_the_modules(more):
+    method, rest = Miscounting("miscounting", decoding=True, decode_interval=5, more=more), choice_of("knorm")
+    found = []
+    for context in make_contexts(tiny("llama"), choose_cache(method, rest.allocator, rest.codec)):
+        answer, tokens = context.generate(30, Sampling(), frozenset()), []
+        with pytest.raises(ContractError, match="a number of rows that differs from the quota of a head"):
+            for token in answer:
+                tokens.append(token)
+        found.append(tokens)
+    assert found[0] == found[1] and len(found[0]) == 15
+
+
 @pytest.mark.parametrize("chosen", [APPENDING, CUTTING, *map(only_in_full, (CUTTING_FIVES, WATCHING)), FILLING])
 def test_sampled_tokens_are_the_same_too_and_a_second_answer_continues_the_draws(chosen):
     both = make_contexts(tiny("llama"), choice_of(**chosen), batch=2)
@@ -480,9 +566,12 @@ def test_what_is_done_again_gives_the_same_bits(chosen):
 
 
 @pytest.mark.parametrize(("heads", "budget"), [(2, 0.02), (1, 0.3)], ids=["one row", "one head"])
-def test_what_layers_got_stays_when_later_tokens_are_undone(heads, budget):
+@pytest.mark.parametrize("method", ["tova", only_in_full("centroidkv")])
+def test_what_layers_got_stays_when_later_tokens_are_undone(method, heads, budget):
     """Also where the rows to hand over lie together, as those of one head do, or one row of each."""
-    modules, step = make_contexts(qwen2(heads), choice_of("tova", decoding=True, decode_interval=5), budget)
+    more = MERGING if method == "centroidkv" else {}
+    choice = choice_of(method, decoding=True, decode_interval=5, **more)
+    modules, step = make_contexts(qwen2(heads), choice, budget)
     found = []
     for context in (modules, step):
         answer = context.generate(3 * CHUNK, Sampling(), frozenset())

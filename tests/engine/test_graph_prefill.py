@@ -6,6 +6,7 @@ import torch
 from kvbench.config.catalogue import methods_available
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
+from kvbench.engine.graph_prefill import GraphPrefill
 from kvbench.engine.quota_rows import repeats_cuts
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
@@ -15,7 +16,10 @@ from tests.support.answer_paths import assert_same
 from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, tiny
 
-CAPTURABLE = ("cake", "dropkv", "h2o", "keydiff", "knorm", "qfilters", "sink", "snapkv", "tova", "triattention")
+CAPTURABLE = (
+    "andpro", "cake", "centroidkv", "criticalkv", "dropkv", "h2o", "keydiff", "knorm", "qfilters", "random", "sink",
+    "snapkv", "tova", "triattention",
+)  # fmt: skip
 
 
 def choice_of(method, allocator="uniform", codec="raw", **more):
@@ -40,6 +44,9 @@ def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model
     monkeypatch.setattr(
         GenerationContext, "count_tokens", lambda self, tokens: (calls.append(tokens), own(self, tokens))
     )
+    read_all = GraphPrefill.read
+    # a block is read on empty rows first, as capturing does on a GPU
+    monkeypatch.setattr(GraphPrefill, "read", lambda self: (self.one(), read_all(self)))
     choice = choose_cache(*build_policy(method, "uniform", model))
     modules, step = (read(tiny(model), choice, size, budget, prompt, on) for on in (False, True))
     assert len(calls) == 1 and calls[0] % size == 0 and calls[0] > 4 * size
@@ -78,7 +85,9 @@ def test_who_repeats_cuts():
     assert set(CAPTURABLE) <= set(methods_available())
     assert all(repeats_cuts(choice_of(name)) for name in CAPTURABLE)
     assert not repeats_cuts(choice_of("keydiff", "ada"))
-    assert not repeats_cuts(choice_of("criticalkv")) and not repeats_cuts(choice_of("random"))
+    assert not repeats_cuts(choice_of("dms_threshold")) and not repeats_cuts(choice_of("duo_attention"))
+    remembering = choice_of("criticalkv", base="expected_attention", base_args={"preset": "decode", "use_vnorm": False})
+    assert not repeats_cuts(remembering)
 
 
 def test_scores_that_are_no_numbers_raise(monkeypatch):

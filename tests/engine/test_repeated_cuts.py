@@ -27,7 +27,10 @@ from tests.support.tiny_models import COMMON, heads, ids
 LAYERS = 6
 BUDGETS = ((0.2, 100), (24, 100))  # nothing is cut with the last one, so nothing is repeated
 REPEATED = {
+    "andpro",
     "cake",
+    "centroidkv",
+    "criticalkv",
     "dropkv",
     "expected_attention",
     "h2o",
