@@ -139,6 +139,40 @@ def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval)
         assert one.attended == other.attended and torch.equal(one.tally.evicted, other.tally.evicted)
 
 
+MERGING = {"sinks": 4, "recents": 16, "chunk": 64, "decode_interval": 12}
+CRITICAL_H2O = {"base": "h2o", "base_args": {"preset": "paper_max"}}
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("centroidkv", MERGING),
+        ("centroidkv", MERGING | {"decode_interval": 1}),
+        ("criticalkv", {"decode_interval": 12}),
+        ("criticalkv", {"decode_interval": 1}),
+        ("criticalkv", {"decode_interval": 12} | CRITICAL_H2O),
+        ("andpro", {"decode_interval": 12}),
+        ("andpro", {"preset": "official_code", "decode_interval": 12}),
+        ("random", {"decode_interval": 12}),
+    ],
+)
+def test_graphs_let_hooks_cut_as_the_modules_do(exact, method, more):
+    """Hooks that merge rows or select in two stages. The second answer begins between two cuts."""
+    contexts, answers = both_ways(exact, method, prompts(2, 700), 0.2, decoding=True, **more)
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
+    again = [torch.stack(list(context.generate(30, GREEDY, frozenset(), True)), 1) for context in contexts]
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    if torch.equal(*answers):
+        assert (again[0] == again[1]).float().mean() >= 0.9
+    for one, other in zip(*(context.own_layers for context in contexts), strict=True):
+        assert one.attended == other.attended and torch.equal(one.tally.evicted, other.tally.evicted)
+        held, found = one.rows.view(), other.rows.view()
+        assert one.bytes().rows == other.bytes().rows and (one.rows.mass is None) == (other.rows.mass is None)
+        assert torch.equal(held.mass.sum(-1), found.mass.sum(-1))
+        assert (held.mass == found.mass).float().mean() >= 0.9
+
+
 @pytest.mark.parametrize(
     ("method", "more"),
     [
@@ -262,7 +296,7 @@ def test_a_graph_that_cuts_takes_back_what_was_read_beyond_the_end(exact):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("method", CAPTURABLE)
+@pytest.mark.parametrize("method", [*CAPTURABLE, "andpro", "centroidkv", "criticalkv", "random"])
 def test_graphs_read_blocks_as_the_modules_do(exact, method, monkeypatch):
     read = []
     monkeypatch.setattr(
@@ -275,7 +309,7 @@ def test_graphs_read_blocks_as_the_modules_do(exact, method, monkeypatch):
         for own in contexts
     )
     same = sum(len(one & other) for one, other in zip(kept, found, strict=True))
-    assert same >= 0.99 * sum(map(len, kept))
+    assert same >= (0.9 if method == "centroidkv" else 0.99) * sum(map(len, kept))  # what merged once merges on
 
 
 @pytest.mark.parametrize("method", METHODS)
