@@ -14,7 +14,13 @@ from torch import Tensor
 
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
+from kvbench.interfaces.allocator import Allocator
 from kvbench.kernels.row_replacement import NEVER
+
+
+def knows_quotas(allocator: Allocator) -> bool:
+    """Return whether the budget alone says how many rows the heads of each layer may keep while an answer is cut."""
+    return allocator.is_uniform or (allocator.even and allocator.keeps_shares)
 
 
 def replaces_rows(choice: CachePolicy) -> bool:
@@ -26,8 +32,7 @@ def replaces_rows(choice: CachePolicy) -> bool:
         return False
     if method.sets_head_quotas and not (method.streams and not method.overrides("protect", "protect_sinks")):
         return False
-    knows_quotas = allocator.is_uniform or (allocator.even and allocator.keeps_shares)
-    return knows_quotas and not method.overrides("cut", "merge", "select", "capture_state")
+    return knows_quotas(allocator) and not method.overrides("cut", "merge", "select", "capture_state")
 
 
 @dataclass(frozen=True)

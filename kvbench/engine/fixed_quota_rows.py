@@ -15,7 +15,8 @@ from torch import Tensor
 from kvbench.cache.eviction import Eviction, LayerPolicy, Quota, evict
 from kvbench.cache.layer import Layer
 from kvbench.cache.storage import count_dtype
-from kvbench.engine.graph_decoding import Attend, Norms
+from kvbench.engine.appended_rows import AppendedRows
+from kvbench.engine.graph_decoding import Attend, Norms, StepRows
 from kvbench.engine.method_view import PresentRows, find_present_rows
 from kvbench.engine.quota_rows import QuotaRows
 from kvbench.interfaces.codec import Plain
@@ -27,6 +28,35 @@ from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import gather_rows, top_k_indices
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import ContractError
+
+
+def make_fixed_quota_rows(
+    weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, size: int, quotas: Sequence[int | None],
+    states: Sequence[State], since: int, implementation: str | None = None,
+) -> list[StepRows]:  # fmt: skip
+    """Make rows for all layers of an answer: `FixedQuotaRows` for each quota, and `AppendedRows` where nothing is cut.
+
+    Args:
+        weights: The model's weights.
+        answers: The layers of the only answer.
+        tokens: Number of tokens that will be read.
+        size: Number of tokens between two cuts.
+        quotas: Rows per head of each layer after a cut; None for a layer that is not cut.
+        states: The method's captured states of the layers (`capture_states`).
+        since: Tokens read since the last cut.
+        implementation: Name of the kernels' implementation; None chooses one.
+    """
+    (layers,), found = answers, list[StepRows]()
+    for quota in dict.fromkeys(sorted(quotas, key=lambda own: own is None)):  # those that only append come last
+        numbers = [number for number, own in enumerate(quotas) if own == quota]
+        some, own_states = [layers[number] for number in numbers], [states[number] for number in numbers]
+        if quota is not None:
+            found.append(FixedQuotaRows(weights, [some], tokens, size, quota, implementation, own_states))
+        elif layers[0].choice.method.watches:
+            found.append(AppendedRows(weights, [some], tokens, implementation, own_states, since))
+        else:
+            found.append(AppendedRows(weights, [some], tokens, implementation))
+    return found
 
 
 class FixedQuotaRows(QuotaRows):

@@ -19,7 +19,7 @@ from kvbench.engine.answer_quotas import AnswerQuotas, find_answer_quotas, repla
 from kvbench.engine.appended_rows import AppendedRows, only_appends
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import FixedQuotaRows
+from kvbench.engine.fixed_quota_rows import make_fixed_quota_rows
 from kvbench.engine.graph_decoding import CHUNK, StepRows
 from kvbench.engine.graph_path import AnswerBatch, PlannedRows
 from kvbench.engine.method_view import capture_states
@@ -321,13 +321,15 @@ def find_reader(context: GenerationContext, left: int) -> RowReader | None:
 
 def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., list[StepRows]] | None:
     """Return what makes rows that a graph cuts after every few of the next `left` tokens, or None if none can."""
-    quota, method = find_constant_quota(context, left), context.choice.method
-    if quota is None or context.weights is None:
+    quotas, method = find_constant_quotas(context, left), context.choice.method
+    if quotas is None or context.weights is None:
         return None
     states = capture_states(context.weights, context.own_layers, context.since_cut)
     if states is None:
         return None
-    return partial(make_alone, FixedQuotaRows, size=method.decode_interval, quota=quota, states=states)
+    return partial(
+        make_fixed_quota_rows, size=method.decode_interval, quotas=quotas, states=states, since=context.since_cut
+    )
 
 
 def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None:
@@ -356,20 +358,31 @@ def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None
     return begin if begin.tokens == left else plan(left)
 
 
-def find_constant_quota(context: GenerationContext, left: int) -> int | None:
-    """Return the quota of rows that are cut after every few tokens, if every layer is exactly at it and stays there.
+def find_constant_quotas(context: GenerationContext, left: int) -> list[int | None] | None:
+    """Return the quotas of rows that are cut after every few tokens, if every layer is exactly at its own.
 
-    Returns None if the quota changes within `left` tokens, if rows are cut at every token (`plan_replacing`), or if the
-    answer is too short to pay for capturing a graph.
+    Returns None if a quota changes within `left` tokens or differs between samples, if rows are cut at every token
+    (`plan_replacing`), or if the answer is too short to pay for capturing a graph. Otherwise there is a quota for each
+    layer, or None for a layer that the method spares.
     """
-    method = context.choice.method
+    choice, method = context.choice, context.choice.method
     least = WORTH if method.watches else max(WORTH, method.decode_interval)  # others are read without cuts before one
-    if not method.decoding or replaces_rows(context.choice) or left < least:
+    if not method.decoding or replaces_rows(choice) or not repeats_cuts(choice) or left < least:
         return None
-    quota = context.find_decode_quota(context.seen + 1)
-    if quota is None or quota != context.find_decode_quota(context.seen + left):
+    nominal, quotas = context.find_decode_quota(context.seen + 1), list[int | None]()
+    if nominal is None or nominal != context.find_decode_quota(context.seen + left):
         return None
-    return quota if repeats_cuts(context.choice) and is_at_quota(context.own_layers, quota, context.since_cut) else None
+    for layer in context.own_layers:
+        if layer.index not in layer.cut_layers:
+            if method.watches and layer.rows.stored is not None:
+                return None  # rows that only grow are shown to a method if the layer was never cut
+            quotas.append(None)
+            continue
+        found = set(layer.find_quota_ahead(nominal))
+        if len(found) > 1 or not is_at_quota([layer], min(found), context.since_cut):
+            return None
+        quotas.append(min(found))
+    return None if set(quotas) == {None} else quotas
 
 
 class ModulePath:

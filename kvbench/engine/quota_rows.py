@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
+from kvbench.engine.answer_quotas import knows_quotas
 from kvbench.engine.graph_decoding import StepRows, find_angles
 from kvbench.engine.method_view import MethodView
 from kvbench.interfaces.observation import State
@@ -18,8 +19,8 @@ from kvbench.validation import ContractError
 
 
 def repeats_cuts(choice: CachePolicy) -> bool:
-    """Return whether every cut of a layer at its quota runs the same operations."""
-    return choice.method.capturable and not choice.method.sets_head_quotas and choice.allocator.is_uniform
+    """Return whether every cut of a layer at its quota runs the same operations, and its quota is known before."""
+    return choice.method.capturable and not choice.method.sets_head_quotas and knows_quotas(choice.allocator)
 
 
 def is_at_quota(layers: Sequence[Layer], quota: int, since: int = 0) -> bool:

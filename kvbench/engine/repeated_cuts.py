@@ -263,4 +263,5 @@ def can_repeat(context: PromptContext) -> bool:
         return False  # nothing is cut
     if choice.asks_for_inputs or choice.codec.packs_before_attention or CUTS in choice.uncaptured:
         return False
-    return repeats_cuts(choice) and context.layers.cut_layers == tuple(own.index for own in context.own_layers)
+    alike = repeats_cuts(choice) and choice.allocator.is_uniform
+    return alike and context.layers.cut_layers == tuple(own.index for own in context.own_layers)

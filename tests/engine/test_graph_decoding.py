@@ -301,6 +301,7 @@ def test_queries_are_remembered_even_if_a_quota_holds_the_whole_prompt():
 
 
 GROWING = Budget(0.3, "seen")
+FOURS = {"decoding": True, "decode_interval": 4}
 VARYING = {
     "a growing quota": ({"method": "keydiff", "recent": 0.2}, GROWING),
     "a growing quota, rows per query head": ({"method": "h2o", "preset": "paper_max"}, GROWING),
@@ -316,6 +317,9 @@ VARYING = {
     "heads of which all stream": ({"method": "duo_attention", "decoding": True}, 6),
     # not the first layer alone, in which keys of equal tokens have equal norms but for rounding
     "a layer that is spared": ({"method": "knorm", "skip_layers": [0], "decoding": True}, 0.3),
+    "a pyramid, cut after four tokens": ({"method": "snapkv", "allocator": "pyramid", **FOURS}, 0.3),
+    "a watched pyramid, cut after four tokens": ({"method": "h2o", "allocator": "pyramid", **FOURS}, 0.3),
+    "a spared layer, the others cut after four tokens": ({"method": "knorm", "skip_layers": [0], **FOURS}, 0.3),
     "spared layers and a growing quota": ({"method": "knorm", "skip_layers": [0, 2], "decoding": True}, GROWING),
 }
 
@@ -324,6 +328,7 @@ QUICK = (
     "a growing quota, slots as positions", "a cache that fills and is protected too much",
     "layers that differ by sample and grow",
     "heads that stream and heads that keep everything", "spared layers and a growing quota",
+    "a watched pyramid, cut after four tokens", "a spared layer, the others cut after four tokens",
 )  # fmt: skip
 
 
