@@ -201,11 +201,15 @@ class RepeatedCuts:
         return self.numbers
 
     def _choose(self, block: SeenBlock) -> None:
-        """Leave out the contexts that the first layer has shown to differ from layer to layer."""
+        """Leave out the contexts that the first layer has shown to differ from layer to layer.
+
+        Of contexts that share scores, only one was asked for them.
+        """
+        asked = {self.groups[number] for number, names in self.asked.items() if "layer" in names}
         for number in sorted(self.numbers):
             first = self.first[number]
             first.asked = None
-            if "layer" in self.asked[number] or not is_flat(first.state.layer) or block.queries.nbytes > MOST:
+            if self.groups[number] in asked or not is_flat(first.state.layer) or block.queries.nbytes > MOST:
                 self.numbers.remove(number)
 
     def _capture(self, layers: Sequence[Layer], block: SeenBlock) -> None:

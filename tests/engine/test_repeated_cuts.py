@@ -169,6 +169,14 @@ def test_a_context_whose_layers_differ_cuts_each_of_them_itself(model, graphs, m
     assert len(graphs) == captured and counts == [2, *[cut_here] * (LAYERS - 2), 2]
 
 
+def test_contexts_that_share_scores_differ_together(model, graphs, monkeypatch):
+    """Of two budgets of a policy that asks for the layer, one takes the scores of the other and is not asked itself."""
+    counts = count_cut_here(monkeypatch)
+    plain, asking = pick("plain", "layer")
+    compare(model, [plain, asking, (asking[0], 0.5)])
+    assert len(graphs) == 1 and counts == [3, *[2] * (LAYERS - 2), 3]
+
+
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, RuntimeError])
 def test_each_layer_is_cut_on_its_own_if_a_capture_fails(model, monkeypatch, error):
     """A method that waits for the device ends it. It is not tried again, but it is where only memory was lacking."""
