@@ -29,7 +29,6 @@ from kvbench.engine.replaced_rows import find_shared_kind, make_replaced_rows
 from kvbench.engine.sampling import NOT_FINITE, TokenChooser, mark_tokens
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
-from kvbench.interfaces.row_reader import RowReader
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.models.transformers_port import kvbench_attention
 from kvbench.stops import check_stop
@@ -91,7 +90,7 @@ class GenerationContext(PromptContext):
 
     def _grows_packed(self, tokens: int) -> bool:
         """Return whether a graph appends the next tokens to packed rows."""
-        return only_appends(self.choice) or find_reader(self, tokens) is not None
+        return only_appends(self.choice) or plan_reading(self, tokens, WORTH) is not None
 
 
 class Answer:
@@ -253,9 +252,9 @@ def plan_rows(context: GenerationContext, left: int, worth: int = WORTH) -> Plan
     cut_rows = find_cut_rows(context, left)
     if cut_rows is not None:
         return PlannedRows(cut_rows, left, cut=True)
-    reader = find_reader(context, left)
-    if reader is not None:
-        return PlannedRows(partial(make_alone, ReadRows, reader=reader), left)
+    reading = plan_reading(context, left, worth)
+    if reading is not None:
+        return reading
     cut = find_first_cut(context, left)
     before_cut = left if cut is None else cut - 1
     if before_cut == left or before_cut >= WORTH_BETWEEN_CUTS:
@@ -309,14 +308,22 @@ def find_first_cut(context: GenerationContext, left: int) -> int | None:
     return first if first <= left else None
 
 
-def find_reader(context: GenerationContext, left: int) -> RowReader | None:
-    """Return what chooses the rows of the next `left` tokens, or None if the modules must read them."""
-    prompt, seen = context.progress.prompt, context.seen
-    quota = context.budget.rows(prompt, seen + 1)
-    same = quota == context.budget.rows(prompt, seen + left)
-    if not same or context.weights is None or not reads_in_graph(context.choice):
+def plan_reading(context: GenerationContext, left: int, worth: int) -> PlannedRows | None:
+    """Plan rows of which the next `left` tokens attend to few, or return None if the modules must read them.
+
+    The rows serve tokens with the same quota. If it grows within the answer, further rows serve those that follow.
+    """
+    if context.weights is None or not reads_in_graph(context.choice):
         return None
-    return make_reader(context.weights, context.own_layers, left, quota, context.budget.fraction)
+    prompt, seen, budget = context.progress.prompt, context.seen, context.budget
+    quota = budget.rows(prompt, seen + 1)
+    tokens = left
+    if quota != budget.rows(prompt, seen + left):
+        tokens = next(own for own in range(1, left) if budget.rows(prompt, seen + own + 1) != quota)
+    if tokens < worth:
+        return None
+    reader = make_reader(context.weights, context.own_layers, tokens, quota, budget.fraction)
+    return None if reader is None else PlannedRows(partial(make_alone, ReadRows, reader=reader), tokens)
 
 
 def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., list[StepRows]] | None:

@@ -405,7 +405,22 @@ def test_quotas_are_those_of_a_loop_over_tokens():
             assert plan.tokens == len(nominal)
 
 
-def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affair():
+GROWING_READERS = {name: READERS[name] for name in ("pages", "softmax", "codes", "a growing number of rows")}
+
+
+@pytest.mark.parametrize("name", choose_quick(GROWING_READERS, "pages"))
+def test_a_growing_quota_of_rows_to_read_has_a_graph_for_each_of_its_numbers(name):
+    """Of 60 tokens and an answer a tenth grows every ten tokens, and 30 % too soon for a graph."""
+    method, more = GROWING_READERS[name]
+    for share, path in ((0.1, "graph"), (0.3, "modules")):
+        contexts = make_contexts(make_double("llama"), choice_of(method, **more), Budget(share, "seen"), 2)
+        for tokens in (25, 12):
+            answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in contexts]
+            assert torch.equal(*map(torch.stack, answers)) and contexts[1].decoding == path
+            assert_same(*contexts)
+
+
+def test_a_full_budget_attends_to_all_rows_and_one_that_grows_fast_is_the_modules_affair():
     for budget, path in ((Budget(1.0), "graph"), (Budget(0.3, "seen"), "modules")):
         modules, step = make_contexts(tiny("llama"), choice_of("quest", page=4))
         for context in (modules, step):
