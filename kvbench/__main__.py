@@ -7,14 +7,13 @@ without importing any of them, so it needs neither torch nor pandas nor Hydra.
 import ast
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
 from kvbench.cli import GROUPS
 from kvbench.cli.command import run_command
-from kvbench.validation import SettingError
+from kvbench.validation import SettingError, describe_choices
 
 FOLDER = Path(__file__).resolve().parent / "cli"
 
@@ -60,9 +59,7 @@ def start(arguments: Sequence[str]) -> int:
         return 0
     known = list(chain(*GROUPS.values()))
     if name not in known:
-        close = get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]}?" if close else "kvbench --help lists the commands"
-        raise SettingError(f"{name}: no such command; {hint}")
+        raise SettingError(f"{name}: no such command; {describe_choices(name, known, 'kvbench --help')}")
     return import_module(f"kvbench.cli.{name.replace('-', '_')}").main(rest) or 0
 
 

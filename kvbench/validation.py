@@ -16,6 +16,9 @@ from typing import Any, TypeGuard, TypeVar
 Count = TypeVar("Count")  # int, or a tensor, which this module does not import
 
 EMBEDDED_MODELS = ("reference", "reference_v2")  # models whose weights the project holds
+LISTED = 10  # most names that a message lists if it can do without
+CLOSE = 0.7  # least similarity of two names of which one may be misspelt, as difflib measures it
+SHORTENED = 3  # fewest letters of a name from which the whole one is guessed
 STORAGE = tuple(
     getattr(errno, f"E{name}")
     for name in (
@@ -126,11 +129,42 @@ def format_value(value: object) -> str:
     return str(value)
 
 
-def require_choice(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise a SettingError unless `value` is one of `allowed`."""
+def require_choice(name: str, value: object, allowed: Iterable[object], listed_by: str | None = None) -> None:
+    """Raise a SettingError unless `value` is one of `allowed`. `describe_choices` says what the message contains."""
     allowed = list(allowed)
     if value not in allowed:
-        raise SettingError(f"{name}={format_value(value)}: choose one of {', '.join(map(format_value, allowed))}")
+        raise SettingError(f"{name}={format_value(value)}: {describe_choices(value, allowed, listed_by)}")
+
+
+def describe_choices(value: object, allowed: Iterable[object], listed_by: str | None = None) -> str:
+    """Say what may be given instead of a value: the closest names, and all of them where they are few.
+
+    A long list is left out if a name is close, or if a command prints it.
+
+    Args:
+        value: What was given.
+        allowed: What may be given.
+        listed_by: The command that lists all of `allowed`, such as "kvbench run --help".
+    """
+    names = [format_value(own) for own in allowed]
+    long = len(names) > LISTED
+    close = find_closest(value, names, 3 if long else 1) if isinstance(value, str) else []
+    meant = f"did you mean {' or '.join(close)}?" if close else ""
+    if long and listed_by is not None:
+        return f"{meant} {listed_by} lists all" if close else f"choose one that {listed_by} lists"
+    if long and close:
+        return meant
+    return f"{meant} {'Choose' if close else 'choose'} one of {', '.join(names)}".lstrip()
+
+
+def find_closest(value: str, names: Iterable[str], most: int) -> list[str]:
+    """Return at most `most` names that a misspelt or shortened one may stand for, the closest first."""
+    from difflib import get_close_matches  # imported only when something is wrong
+
+    spelt = {name.lower(): name for name in names}
+    close = get_close_matches(value.lower(), spelt, most, CLOSE)
+    longer = [name for name in spelt if name.startswith(value.lower())] if len(value) >= SHORTENED else []
+    return [spelt[name] for name in close or (longer if len(longer) <= most else [])]
 
 
 def resolve_subtasks(

@@ -31,9 +31,9 @@ def examine(name: str, path: str, settings: Sequence[str] = ()) -> str:
     """
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # `main` says once that a hub is out of reach
     from kvbench.config import catalogue
-    from kvbench.config.compose import compose_config
+    from kvbench.config.compose import LISTED_BY, compose_config
 
-    require_choice("TASK", name, catalogue.list_choices("task"))
+    require_choice("TASK", name, catalogue.list_choices("task"), LISTED_BY)
     with catalogue.translate_errors():
         given = catalogue.resolve("task", compose_config([f"task={name}", *settings]).task)
     if "path" not in given:

@@ -22,12 +22,12 @@ from typing import Any
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from kvbench.config.compose import compose, folders, list_choices, show_path, to_dict
+from kvbench.config.compose import LISTED_BY, compose, describe_unknown, folders, list_choices, show_path, to_dict
 from kvbench.config.paths import CONF
 from kvbench.config.provenance import content_hash
-from kvbench.validation import ContractError, SettingError, format_value, require_choice
+from kvbench.validation import ContractError, SettingError, describe_choices, format_value, require_choice
 
 IMPORT_SECONDS = 60  # limit for importing the module of a method, an allocator, a codec or a task
 SHAPES = CONF / "model" / "shapes"
@@ -52,7 +52,7 @@ def methods_available() -> list[str]:
 @cache
 def _compose_choice(group: str, name: str) -> dict[str, Any]:
     """Return the settings of conf/<group>/<name>.yaml with the defaults that it names, before interpolation."""
-    require_choice(group, name, list_choices(group))
+    require_choice(group, name, list_choices(group), LISTED_BY)
     try:
         default = compose()
         made = default if default.choices[group] == name else compose([f"{group}={name}"])
@@ -168,6 +168,8 @@ def read_settings(group: str, config: DictConfig) -> dict[str, Any]:
         SettingError: The preset does not exist, or a setting refers to one that does not exist.
     """
     if "presets" in config:
+        if not isinstance(config.presets, DictConfig):
+            raise SettingError(f"{group}.presets={format_value(config.presets)}: presets belong into the file")
         require_choice(f"{group}.preset", config.preset, list(config.presets))
     packed = pickle.dumps(to_dict(config))
     if (resolved := _resolved.get(packed)) is None:
@@ -177,7 +179,15 @@ def read_settings(group: str, config: DictConfig) -> dict[str, Any]:
             raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
         if not OUTER_REFERENCE.search(packed):
             _resolved[packed] = resolved
+    for key, value in resolved.items():
+        if is_path(key) and key != "path" and not isinstance(value, str | None):  # who has `path` checks it
+            raise SettingError(f"{group}.{key}={format_value(value)}: a path, or null")
     return {key: value for key, value in deepcopy(resolved).items() if key not in NO_SETTINGS}
+
+
+def is_path(key: str) -> bool:
+    """Return whether a setting of this name is the path of a file or folder."""
+    return key in ("cache", "path") or key.endswith("_path")
 
 
 def complete(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +201,7 @@ def complete(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     completed = dict(settings)
     if "base" in completed:
         args = completed.pop("base_args", None)
-        require_choice(f"{group}.base", completed["base"], list_choices(group))
+        require_choice(f"{group}.base", completed["base"], list_choices(group), LISTED_BY)
         if not isinstance(args, Mapping | None):
             raise SettingError(f"{group}.base_args={args}: settings of {completed['base']}, such as {{preset: paper}}")
         completed["base"] = load_settings(group, completed["base"], args)
@@ -218,7 +228,7 @@ def task_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     one of the sampling settings. A variant or a system prompt that is null does not count, so that runs of before it
     could be chosen keep their names.
     """
-    skipped = [key for key in settings if key in ("cache", "path") or key.endswith("_path")]
+    skipped = [key for key in settings if is_path(key)]
     skipped += ["_target_", "preset", "temperature"]
     skipped += [key for key in ("variant", SYSTEM) if settings.get(key) is None]
     return {key: value for key, value in settings.items() if key not in skipped}
@@ -329,17 +339,27 @@ def error_message(error: BaseException | None) -> str | None:
             return explain_quoting(str(error.override))
         if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
             group, _, name = error.missing_cfg_file.rpartition("/")
-            return f"{group}={name}: choose one of {', '.join(list_choices(group))}"
+            return describe_unknown(group, name)
         if isinstance(error, OmegaConfBaseException) and error.full_key:
-            return f"{error.full_key}: no such setting, or a value of the wrong type; `kvbench run --cfg job` lists all"
-        if isinstance(error, ValueError) and "Config group override" in str(error):  # Hydra does not name the group
-            return "a group (model, method, allocator, codec, task, logger) cannot be null: choose one of its names"
+            return describe_setting_error(error)
         if isinstance(error, HydraException) and not isinstance(
             error.__cause__, HydraException | OmegaConfBaseException
         ):
             return " ".join(str(error).split())
         error = error.__cause__
     return None
+
+
+def describe_setting_error(error: OmegaConfBaseException) -> str:
+    """Return a message about a setting that does not exist, with the closest names, or whose value has a wrong type."""
+    setting, parent = str(error.full_key), error.parent_node
+    if not isinstance(error, ConfigAttributeError | ConfigKeyError):
+        return f"{setting}: {str(error).splitlines()[0]}"
+    if not isinstance(parent, DictConfig) or not parent:  # a single value, and no group of settings
+        return f"{setting}: no such setting; {setting.rpartition('.')[0]} is given as a whole"
+    names = [str(name) for name in parent if name not in ("hydra", "name", "_target_", *NO_SETTINGS)]
+    listed_by = f"kvbench run --cfg {'hydra' if setting.startswith('hydra') else 'job'}"
+    return f"{setting}: no such setting; {describe_choices(str(error.key), names, listed_by)}"
 
 
 def describe_damage(error: yaml.YAMLError, path: Path | None = None) -> str | None:

@@ -29,8 +29,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config.paths import CONF, GROUPS
-from kvbench.validation import SettingError, summarize
+from kvbench.validation import SettingError, describe_choices, require_choice, summarize
 
+LISTED_BY = "kvbench run --help"  # lists the names of every group
 ENTRY_POINTS = "kvbench.conf"  # group of entry points; each names a package that contains method/, task/ …
 _added: list[Path] = []  # folders that --config-dir names
 
@@ -70,6 +71,10 @@ def compose(overrides: Sequence[str] = ()) -> Composition:
             turns the error into one line.
     """
     parsed = [parse_override(text) for text in overrides]
+    for override in parsed:
+        if is_group(override.key_or_group) and not isinstance(override.value(), str):  # a list, null or a number
+            group = override.key_or_group
+            require_choice(group, override.value(), list_choices(group), LISTED_BY)
     groups = tuple(text for text, override in zip(overrides, parsed, strict=True) if not _is_value(override))
     made: Composition = pickle.loads(_compose_groups(groups, tuple(map(str, folders()))))
     config = made.config
@@ -230,8 +235,13 @@ def find_file(group: str, name: str) -> Path:
     if len(found) > 1:
         raise SettingError(f"{group}={name}: {' and '.join(map(str, found))} have the same name; rename one")
     if not found:
-        raise SettingError(f"{group}={name}: choose one of {', '.join(list_choices(group))}")
+        raise SettingError(describe_unknown(group, name))
     return found[0]
+
+
+def describe_unknown(group: str, name: str) -> str:
+    """Return the message about a name that `group=` does not accept."""
+    return f"{group}={name}: {describe_choices(name, list_choices(group), LISTED_BY)}"
 
 
 def show_path(path: Path) -> str:

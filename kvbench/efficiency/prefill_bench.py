@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config.catalogue import build, list_choices, load_settings, methods_available
+from kvbench.config.compose import LISTED_BY
 from kvbench.efficiency.roofline import prefill_ratio
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
@@ -245,7 +246,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
         name, dot, key = target.partition(".")
         if not (equals and dot and key):
             raise SettingError(f"--set={text}: NAME.KEY=VALUE")
-        require_choice("--set: method or codec", name, [*methods_available(), *list_choices("codec")])
+        require_choice("--set: method or codec", name, [*methods_available(), *list_choices("codec")], LISTED_BY)
         found.setdefault(name, {})[key] = parse_value(own)
     return found
 
@@ -256,7 +257,7 @@ def parse_also(texts: Sequence[str]) -> list[Setup]:
     for text in texts:
         named, plus, codec = text.partition("+")
         method, dot, preset = named.partition(".")
-        require_choice("--also: method", method, methods_available())
+        require_choice("--also: method", method, methods_available(), LISTED_BY)
         if dot:
             load_settings("method", method, {"preset": preset})  # refuses a preset that the method does not have
         if plus:
@@ -270,7 +271,7 @@ def run_prefill_bench(options: Namespace, command: str) -> None:
     for name in ("tokens", "rounds"):
         require_int(f"--{name}", getattr(options, name), 1)
     for method in (*options.methods, options.cross or UNCUT["method"]):
-        require_choice("--methods", method, methods_available())
+        require_choice("--methods", method, methods_available(), LISTED_BY)
     if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
         raise SettingError(f"--out={options.out}: no file can be there")
     budget, settings = Budget(options.budget), parse_settings(options.set)

@@ -18,13 +18,12 @@ and, for a table, the keys of kvbench.papers.table_spec.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kvbench.papers.table_spec import PAPERS, read_tables
 from kvbench.store.study_lines import HOLDS, Line, StudyFolder
-from kvbench.validation import SettingError, format_value, require_choice
+from kvbench.validation import SettingError, find_closest, format_value, require_choice
 
 EXHIBITS = PAPERS / "exhibits"
 
@@ -86,7 +85,7 @@ def refuse_exhibit(name: str, there: Iterable[str]) -> NoReturn:
     """
     there = list(there)
     asked = [f"figure{name}", name] if re.fullmatch(r"\d+\D.*", name) else [name]
-    near = list(dict.fromkeys(own for one in asked for own in get_close_matches(normalize_name(one), there)))
+    near = list(dict.fromkeys(own for one in asked for own in find_closest(normalize_name(one), there, 3)))
     meant = f"did you mean {' or '.join(near[:3])}? " if near else ""
     raise SettingError(f"EXHIBIT={format_value(name)}: {meant}Choose one of {', '.join(there)}")
 

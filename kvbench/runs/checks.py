@@ -116,8 +116,9 @@ def keep_settings(config: DictConfig) -> dict[str, Any]:
         SettingError: A preset is unknown, or a setting refers to one that does not exist.
     """
     kept = {name: config[name] for name in KEPT if name in config}
-    for name in (name for name, value in kept.items() if OmegaConf.is_config(value)):
-        kept[name] = catalogue.read_settings(name, kept[name])
+    for name, value in kept.items():
+        if isinstance(value, DictConfig):
+            kept[name] = catalogue.read_settings(name, value)
     kept["model"].pop(solvable_subtasks.KEY, None)  # changes no number
     return kept
 

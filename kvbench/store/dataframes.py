@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from kvbench.atomic import replace_file
 from kvbench.store.runs import NAMED_GROUPS, FoundRuns, RunRecords, StoredRun, check_folder, find_runs
-from kvbench.validation import SettingError, pause_garbage_collection, require_choice, require_writable
+from kvbench.validation import pause_garbage_collection, require_choice, require_writable
 
 CHUNK = 20_000  # records parsed at a time
 RUN_COLUMNS = ("model", "task", "method", "allocator", "codec", "question")  # settings of its run that a record gets
@@ -77,7 +77,7 @@ class LoadedRuns:
         damage.print_damage()
         table = concat_tables(parts)
         if wanted is not None and (missing := [name for name in wanted if name not in table.column_names]):
-            raise SettingError(f"columns={missing[0]}: choose from {', '.join(sorted(self.table().column_names))}")
+            require_choice("columns", missing[0], sorted(self.table().column_names))
         return table if wanted is None else table.select(wanted)
 
 

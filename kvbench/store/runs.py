@@ -37,7 +37,7 @@ from kvbench.store.run_folder import (
     run_hash,
     sort_sealed,
 )
-from kvbench.validation import SettingError, escape, is_number
+from kvbench.validation import SettingError, describe_choices, escape, is_number
 
 NAMED_GROUPS = ("model", "method", "allocator", "codec", "task")  # groups that a filter selects by their name
 CACHE_GROUPS = ("method", "allocator", "codec")
@@ -413,7 +413,7 @@ def filter_runs(runs: Sequence[StoredRun], filters: Mapping[str, str]) -> list[S
         known = {json.dumps(run.settings[key]) for run in runs if key in run.settings}
         if not known:
             names = sorted({own for run in runs for own in run.settings})
-            raise SettingError(f"{name}: no run has this setting; choose from {', '.join([*NAMED_GROUPS, *names])}")
+            raise SettingError(f"{name}: no run has this setting; {describe_choices(name, [*NAMED_GROUPS, *names])}")
         kept = [run for run in kept if key in run.settings and run.settings[key] in values]
         if not kept:
             raise SettingError(f"{name}={text}: no finished run has this; there are {', '.join(sorted(known))}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.training.tokenizer import BOS, EOS, PAD
-from kvbench.validation import SettingError, is_number, require_int
+from kvbench.validation import SettingError, describe_choices, is_number, require_int
 
 VOCABULARY, DIM, EPSILON = 4096, 64, 1e-5
 KINDS = {int: int, float: int | float, tuple: list, dict: dict}  # type of a setting -> type of its JSON
@@ -121,7 +121,7 @@ class Recipe:
         for setting in settings:
             name, _, text = setting.partition("=")
             if name not in known:
-                raise SettingError(f"{setting}: one of {', '.join(sorted(known))}")
+                raise SettingError(f"{setting}: {describe_choices(name, sorted(known))}")
             before = getattr(self, name)
             try:
                 value = json.loads(text)

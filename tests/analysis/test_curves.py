@@ -268,7 +268,7 @@ def test_an_average_without_its_subtasks_is_refused(store, curves):
 
 
 BAD = {
-    ("nothing=1",): "nothing: no run has this setting; choose from model, method,",
+    ("nothing=1",): "nothing: no run has this setting; choose one of model, method,",
     ("method=tova",): 'method=tova: no finished run has this; there are "full", "snapkv"',
     ("method=full",): "the full cache alone does not form a curve",
     ("subtask=qa",): "subtask=qa: choose one of niah, vt",

@@ -51,12 +51,12 @@ def test_no_command_prints_the_help_as_an_error(capsys):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("repot", "did you mean report?"),
-        ("check_method", "did you mean check-method?"),
-        ("sweepstatus", "did you mean sweep-status?"),
-        ("xyz", "kvbench --help lists the commands"),
-        ("--nor", "kvbench --help lists the commands"),
-        ("", "kvbench --help lists the commands"),
+        ("repot", "did you mean report or export? kvbench --help lists all"),
+        ("check_method", "did you mean check-method? kvbench --help lists all"),
+        ("sweepstatus", "did you mean sweep-status? kvbench --help lists all"),
+        ("xyz", "choose one that kvbench --help lists"),
+        ("--nor", "choose one that kvbench --help lists"),
+        ("", "choose one that kvbench --help lists"),
     ],
 )
 def test_an_unknown_command_is_one_line_with_a_hint(name, hint, capsys):

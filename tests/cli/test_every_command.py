@@ -85,7 +85,7 @@ def test_arguments_that_are_none_are_one_line(command, tmp_path, capsys):
         ("papers", ["{}/file", "dropkv", "1"], "results={}/file: no such folder"),
         ("bench_share", ["results={}/file", "method=knorm"], "results={}/file: a folder that can be written"),
         ("bench_share", ["nosuch=1"], "nosuch: no such setting"),
-        ("bench_share", ["method=nosuch"], "method=nosuch: choose one of andpro, "),
+        ("bench_share", ["method=nosuch"], "method=nosuch: choose one that kvbench run --help lists"),
         ("bench_share", ["task=efficiency", "method=knorm"], "task=efficiency: one whose prompts"),
         ("wandb_sync", ["{}", "more"], "more: give only one folder of results"),
     ],

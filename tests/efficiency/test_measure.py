@@ -296,7 +296,7 @@ BAD = {
     "task.bandwidth=0": "task.bandwidth=0: a number above 0, or null",
     "task.fill=foo": "task.fill=foo: choose one of",
     "task=ruler": "model=random: task=ruler needs text",
-    "method=foo": "method=foo: choose one of",
+    "method=foo": "method=foo: choose one that kvbench run --help lists",
 }
 
 

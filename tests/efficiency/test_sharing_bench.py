@@ -38,7 +38,7 @@ def test_a_line_is_appended_for_all_runs_together_and_alone(checkpoint, tmp_path
         (["method=full"], "method: cells that read"),
         (["rounds=0"], "rounds=0: a whole number"),
         (["method=quest", "allocator=ada"], "allocator=ada: quest"),
-        (["task=nothing"], "task=nothing: choose one of"),
+        (["task=nothing"], "task=nothing: choose one that kvbench run --help lists"),
         (["task.lenght=512"], "task.lenght: no such setting"),
         (["--quick"], "--quick: cannot be read; a value with = "),
     ],

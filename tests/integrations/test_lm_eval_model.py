@@ -236,7 +236,7 @@ def test_lm_eval_evaluates_choices_and_answers(full, tmp_path, monkeypatch, ques
 
 
 BAD = {
-    "no such method": (dict(method="none"), "method=none: choose one of"),
+    "no such method": (dict(method="none"), "method=none: choose one that kvbench run --help lists"),
     "budget": (dict(method="knorm", budget=0), "budget=0: a fraction in (0, 1]"),
     "question": (dict(question="asked"), "question=asked: choose one of visible, hidden"),
     "block size": (dict(block_size=0), "block_size=0: a whole number"),

@@ -316,7 +316,7 @@ def test_a_replay_names_what_it_leaves_out_and_shows_the_rest(runs, tmp_path, ca
 
 BAD = {
     "logger=foo": "logger=foo: choose one of none, wandb",
-    "logger=null": "a group (model, method, allocator, codec, task, logger) cannot be null",
+    "logger=null": "logger=null: choose one of none, wandb",
     "logger.mode=shared": "logger.mode=shared: choose one of online, offline",
     "logger.project=a/b": "logger.project=a/b: a text of 1 to 128 characters without any of / \\",
     "logger.project=null": "logger.project=None: a text of 1 to 128",

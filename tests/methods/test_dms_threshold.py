@@ -183,7 +183,7 @@ def test_every_method_is_a_base_or_is_refused(base):
         ({"base": "kvzip"}, "^method.base=kvzip: dms_threshold needs scores of the block that was read"),
         ({"base": "criticalkv"}, "^method.base=criticalkv: dms_threshold needs scores of the block that was read"),
         ({"base": "full"}, "^method.base=full: dms_threshold needs a method that scores rows"),
-        ({"base": "none"}, "^method.base=none: choose one of"),
+        ({"base": "none"}, "^method.base=none: choose one that kvbench run --help lists"),
     ],
 )
 def test_what_is_refused(args, line):

@@ -70,7 +70,7 @@ def test_a_name_chooses_an_exhibit_or_its_parts(tmp_path):
         ("dropkv", "figure4", "EXHIBIT=figure4: it is static: a drawing of the strict and the approximate cone"),
         ("dropkv", "33", "EXHIBIT=33: did you mean table"),
         ("dropkv", "appendix_z", "EXHIBIT=appendix_z: Choose one of figure01_top, "),
-        ("drop", None, "PAPER=drop: choose one of centroidkv, "),
+        ("drop", None, "PAPER=drop: did you mean dropkv? Choose one of centroidkv, "),
     ],
 )
 def test_a_wrong_name_is_told_what_there_is(paper, exhibit, message):

@@ -294,7 +294,7 @@ def test_a_damaged_run_is_named_and_the_rest_is_shown(tmp_path, capsys):
 @pytest.mark.parametrize(
     "which, line",
     [
-        (["drop"], "kvbench: PAPER=drop: choose one of centroidkv, deltakv, dropkv, expected_attention, keydiff\n"),
+        (["drop"], "kvbench: PAPER=drop: did you mean dropkv? Choose one of centroidkv, "),
         (["dropkv", "11"], "kvbench: EXHIBIT=11: it is static: the methods' formulas; nothing is measured\n"),
         (["dropkv", "44"], "kvbench: EXHIBIT=44: did you mean table"),
     ],

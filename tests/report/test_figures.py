@@ -443,7 +443,7 @@ def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
         "--against=time": "--against=time: choose one of bytes, rows",
         "--average=odd": "--average=odd: choose one of each",
         "method=nobody": 'method=nobody: no finished run has this; there are "full", "keydiff"',
-        "colour=red": "colour: no run has this setting; choose from model, method",
+        "colour=red": "colour: no run has this setting; choose one of model, method",
         "subtask=nothing": "subtask=nothing: choose one of cwe<img",
         "subtask=niah --kind=tasks": "--kind=tasks: choose one of curve",
         "--out=run.py/below": "--out=run.py/below: a folder that can be written",

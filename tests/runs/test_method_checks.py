@@ -147,7 +147,7 @@ def test_state_that_leaks_between_prompts_fails(check, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["nosuch"], "method=nosuch: choose one of "),
+        (["nosuch"], "method=nosuch: choose one that kvbench run --help lists"),
         (["knorm", "--set", "skip_layers"], "--set skip_layers: KEY=VALUE"),
         (["knorm", "--set", "skip_layers=[1"], "--set skip_layers=[1: the value is not valid YAML"),
         (["knorm", "--set", "no=1"], "method setting=no: choose one of "),

@@ -58,7 +58,7 @@ def test_a_run_asks_its_method_about_the_model_once_and_before_weights(checkpoin
 
 BAD = {  # beside those of tests/cli/test_refusals.py, which are refused before torch is imported
     "allocator=foo": "allocator=foo: choose one of ada",
-    "model=foo": "model=foo: choose one of",
+    "model=foo": "model=foo: choose one that kvbench run --help lists",
     "codec=foo": "codec=foo: choose one of delta, kivi, palu, raw",
     "budget=0": "budget=0: a fraction in (0, 1]",
     "budget=1": "budget=1: ambiguous, write 1.0",
@@ -71,7 +71,7 @@ BAD = {  # beside those of tests/cli/test_refusals.py, which are refused before 
     "limit=0": "limit=0: a whole number of at least 1",
     "seed=-1": "seed=-1: a whole number",
     "max_batch=0": "max_batch=0: a whole number",
-    "method=null": "a group (model, method, allocator, codec, task, logger) cannot be null",
+    "method=null": "method=null: choose one that kvbench run --help lists",
     "results=/proc/nowhere": "results=/proc/nowhere: No such file or directory",
     "model.compile=on": "model.compile=on: choose one of auto, off",
     "top_p=0": "top_p=0: a share in (0, 1]",

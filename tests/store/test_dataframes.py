@@ -72,9 +72,9 @@ def test_filters_take_values_and_lists_and_refuse_what_is_not_there(tmp_path):
     assert len(kvbench.load(tmp_path, budget=[0.05, 0.3]).runs) == 2
     assert len(kvbench.load(tmp_path, budget=0.1, model="reference").records()) == 3
     assert len(kvbench.load(tmp_path, method="keydiff").records()) == 0
-    with pytest.raises(SettingError, match="^load=methods: choose one of "):
+    with pytest.raises(SettingError, match="^load=methods: did you mean method[?]$"):
         kvbench.load(tmp_path, methods="snapkv")
-    with pytest.raises(SettingError, match="^columns=points: choose from "):
+    with pytest.raises(SettingError, match="^columns=points: choose one of "):
         kvbench.load(tmp_path).records(["points"])
     with pytest.raises(SettingError, match="the folder contains no runs$"):
         kvbench.load(tmp_path / "nowhere")

@@ -73,7 +73,7 @@ def test_the_cost_is_relative_to_the_prefill(diagnose, tmp_path, monkeypatch):
     ("words", "line"),
     [
         (["method=full"], "method=full: the full cache loses nothing; choose a method that cuts"),
-        (["method=snap", "budget=0.2"], "method=snap: choose one of "),
+        (["method=snap", "budget=0.2"], "method=snap: did you mean snapkv? "),
         (["method=snapkv", "budget=1.5"], "budget=1.5"),
         (["method=snapkv", "budget=0.2", "seed=1,2"], "seed=1,2: one value; only method, allocator, codec"),
         (["method=snapkv", "budget=0.2", "window=400"], "window=400: niah_single_1"),

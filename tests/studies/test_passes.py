@@ -121,7 +121,7 @@ def test_costs_are_ratios_to_the_prefill_alone(study, tmp_path):
 @pytest.mark.parametrize(
     "words, line",
     [
-        (["keydif"], "PAPER=keydif: choose one of centroidkv, "),
+        (["keydif"], "PAPER=keydif: did you mean keydiff? Choose one of centroidkv, "),
         (["keydiff", "figure41"], "EXHIBIT=figure41: "),
         (["all", "figure14"], "figure14: after a paper one exhibit"),
         (["keydiff", "method=knorm"], "method=knorm: a study reads into a full cache"),

@@ -443,7 +443,7 @@ def test_files_of_longbench_e_are_found_and_not_mixed_up(folder, tmp_path):
     for own, said in (
         ({"path": str(file)}, "task.variant=null: lcc_e.jsonl is read with task.variant=e"),
         ({"path": str(folder / "data" / "lcc.jsonl"), "variant": "e"}, "task.variant=e: lcc.jsonl is read with task.v"),
-        ({"variant": "E"}, "task.variant=E: choose one of null, e"),
+        ({"variant": "E"}, "task.variant=E: did you mean e? Choose one of null, e"),
         ({"variant": "e", "subtasks": "musique"}, "task.subtasks=musique: choose one of all, qasper, multifieldqa_en"),
     ):
         with pytest.raises(SettingError, match="^" + re.escape(said)):

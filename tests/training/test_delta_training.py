@@ -631,7 +631,7 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
         ({"lr": "-1"}, "--lr=-1.0: a number above 0"),
         ({"lr": "nan"}, "--lr=nan: a number above 0"),
         ({"seed": "-1"}, "--seed=-1: a whole number of at least 0"),
-        ({"dtype": "float16"}, "--dtype=float16: choose one of float32, bfloat16"),
+        ({"dtype": "float16"}, "--dtype=float16: did you mean bfloat16? Choose one of float32, bfloat16"),
         ({"kind": "mlp"}, "--kind=mlp: choose one of light, full"),
         ({"remove": "residual"}, "--remove=residual: choose one of nothing, reference"),
         ({"loss": "ce"}, "--loss=ce: choose one of both, mse, ntp"),

@@ -198,7 +198,7 @@ def test_a_command_that_is_stopped_leaves_no_file(tmp_path, monkeypatch):
         (["--length=99999"], "--length=99999: the model takes 16384 tokens"),
         (["--length=64", "--fisher-length=65"], "--fisher-length=65: at most --length=64"),
         (["--fisher-sequences=0"], "--fisher-sequences=0: a whole number of at least 1"),
-        (["--dtype=float16"], "--dtype=float16: choose one of float32, bfloat16"),
+        (["--dtype=float16"], "--dtype=float16: did you mean bfloat16[?] Choose one of float32, bfloat16"),
         (["--text=SHORT"], "training text too short: 6 tokens, at least 1024"),
     ],
     ids=lambda own: own if isinstance(own, str) else " ".join(own),
