@@ -47,6 +47,24 @@ class ContractError(RuntimeError):
         self.spoils_model = spoils_model
 
 
+def make_contract_error(owner: str, hook: str, error: BaseException, where: str = "") -> ContractError:
+    """Return the error about a hook that raised. It names the last line of code that is not in an installed package.
+
+    Args:
+        owner: Who has the hook, such as "method=snapkv".
+        hook: The hook's name.
+        error: What it raised.
+        where: Follows the hook's name in the message, such as " of layer 3".
+    """
+    from traceback import extract_tb  # imported only when something is wrong
+
+    frames = extract_tb(error.__traceback__)
+    frame = next((own for own in reversed(frames) if "-packages" not in own.filename), frames[-1])
+    reason = " ".join(str(error).split()) or "no message"
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})")
+
+
 class NumericalError(ContractError):
     """The model computed numbers that are not finite. The message is one line that names the model and its dtype."""
 

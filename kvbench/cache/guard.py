@@ -20,13 +20,11 @@ Some faults can be seen only on the device (NaN, a wrong count). On a CPU the gu
 the fault and raises after the block has passed all layers, when the engine synchronises with the device anyway.
 """
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from operator import is_
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
@@ -36,7 +34,7 @@ from torch import Tensor
 from kvbench.interfaces.observation import Observation, ReadRequest, State, StateCapture
 from kvbench.interfaces.row_reader import CapturedAnswer
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import ContractError, SettingError
+from kvbench.validation import ContractError, SettingError, make_contract_error
 
 T = TypeVar("T")
 Work = TypeVar("Work", bound=Callable[..., Any])
@@ -77,11 +75,7 @@ def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
     except PASSED_ON:
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        frame = next((own for own in reversed(frames) if "-packages" not in own.filename), frames[-1])
-        reason = " ".join(str(error).split()) or "no message"
-        place = f"{Path(frame.filename).name}:{frame.lineno}"
-        raise ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})") from error
+        raise make_contract_error(owner, hook, error, where) from error
 
 
 class Handed:

@@ -16,6 +16,7 @@ from kvbench.models.loading import find_stop_tokens
 from kvbench.runs.integrity import WeightHashes
 from kvbench.runs.prompt import Prompt, encode_all
 from kvbench.runs.spec import RunSpec
+from kvbench.runs.task_calls import read_samples
 from kvbench.store.run_folder import RunFolder
 from kvbench.validation import SettingError, exempt_imports_from_collection
 
@@ -174,7 +175,8 @@ class Resources:
         @spend("samples")
         def make() -> dict[str, tuple[Sample, Prompt]]:
             longest = self.run.checkpoint.longest()
-            samples = self.run.task.samples(self.tokenizer, count_template_tokens(self.tokenizer), longest)
+            owner, added = f"task={self.run.task_settings.get('name')}", count_template_tokens(self.tokenizer)
+            samples = read_samples(owner, self.run.task, self.tokenizer, added, longest)
             found = encode_all(self.tokenizer, samples)
             if self.run.system is not None and not any(sample.chat for sample, _ in found.values()):
                 raise SettingError("task.system: no sample of this task is read with the chat template; null")

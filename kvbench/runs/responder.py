@@ -30,8 +30,9 @@ from kvbench.runs.prompt import Prompt
 from kvbench.runs.resources import Resources
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.survival import find_evidence, measure_survival
+from kvbench.runs.task_calls import grade_output
 from kvbench.store.record import ABSENT, Record
-from kvbench.validation import ContractError, NumericalError, is_number
+from kvbench.validation import ContractError, NumericalError
 
 T = TypeVar("T")
 UNGRADED: dict[str, Any] = {"score": None, "answer": None, "also": {}}
@@ -215,19 +216,10 @@ class Responder:
         return records
 
     def _grade(self, sample: Sample, output: str) -> Graded:
-        """Let the task score an output; ContractError if it returns no score from 0 to 100.
-
-        A task that does not read thoughts is given what follows the last one.
-        """
+        """Let the task score an output. A task that does not read thoughts is given what follows the last one."""
         if not getattr(self.task, "reads_thoughts", False) and THOUGHT_END in output:
             output = output.rpartition(THOUGHT_END)[2]
-        owner = f"task={self.run.task_settings.get('name')}"
-        grade = ask(owner, "score", lambda: self.task.score(sample, output), f" of {sample.uid}")
-        score = getattr(grade, "score", None)
-        if not is_number(score) or not 0 <= score <= 100:
-            shown = score if isinstance(grade, Graded) else type(grade).__name__
-            raise ContractError(f"{owner}: score of {sample.uid} returned {shown}, expected a number from 0 to 100")
-        return grade
+        return grade_output(f"task={self.run.task_settings.get('name')}", self.task, sample, output)
 
     def measure(self, sample: Sample, prompt: Prompt) -> dict:
         """Answer one prompt and measure what it cost, without a score."""

@@ -1,0 +1,88 @@
+"""Call a task, so that whatever goes wrong in its file is one line that names the task and what was asked of it."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from kvbench.interfaces.task import Graded, Sample, Task, Tokenizer
+from kvbench.validation import ContractError, SettingError, is_number, make_contract_error
+
+T = TypeVar("T")
+END: Any = object()  # what follows the last sample
+TEXTS = ("uid", "subtask", "context", "question", "answer_prefix")
+NEEDED = ("uid", "subtask")  # texts that may not be empty
+
+
+def call_task(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
+    """Ask a task something.
+
+    Args:
+        owner: The task, such as "task=ruler".
+        hook: What it is asked, such as "fingerprint".
+        work: Asks it.
+        where: Follows the hook's name in the message, such as " of <uid>".
+
+    Raises:
+        SettingError: A setting or a row of its data cannot be used.
+        ContractError: It raised anything else.
+    """
+    try:
+        return work()
+    except (SettingError, ContractError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise make_contract_error(owner, hook, error, where) from error
+
+
+def read_samples(owner: str, task: Task, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
+    """Yield the samples of a task, each checked.
+
+    Args:
+        owner: The task, such as "task=ruler".
+        task: The task.
+        tokenizer: The model's tokenizer.
+        template_tokens: Number of tokens that a chat template adds to every prompt.
+        longest: Number of tokens of prompt and answer that the model supports.
+
+    Raises:
+        SettingError: A setting or a row of the task's data cannot be used.
+        ContractError: The task raised anything else, or one of its samples is wrong.
+    """
+    made = call_task(owner, "samples", lambda: task.samples(tokenizer, template_tokens, longest))
+    if not isinstance(made, Iterable):
+        raise ContractError(f"{owner}: samples returned {type(made).__name__}, expected an iterable of Sample")
+    samples, uids = iter(made), set[str]()
+    while (sample := call_task(owner, "samples", lambda: next(samples, END))) is not END:
+        check_sample(owner, sample)
+        if sample.uid in uids:
+            raise ContractError(f"{owner}: two samples have the uid {sample.uid}")
+        uids.add(sample.uid)
+        yield sample
+
+
+def check_sample(owner: str, sample: object) -> None:
+    """Raise a ContractError if a sample lacks something, or has it of another type."""
+    if not isinstance(sample, Sample):
+        raise ContractError(f"{owner}: samples gave {type(sample).__name__}, expected Sample")
+    whose = f"{owner}: sample {sample.uid}"
+    for name in TEXTS:
+        value = getattr(sample, name)
+        if not isinstance(value, str) or name in NEEDED and not value:
+            shown = repr(value) if name in NEEDED else type(value).__name__
+            raise ContractError(f"{whose}: {name} is {shown}, expected a text")
+    if not sample.context + sample.question + sample.answer_prefix:
+        raise ContractError(f"{whose}: context, question and answer_prefix are empty")
+    answers = sample.answers
+    if not isinstance(answers, tuple) or not answers or not all(isinstance(text, str) for text in answers):
+        raise ContractError(f"{whose}: answers is {answers!r:.60}, expected a tuple of at least one text")
+    if not isinstance(sample.max_new_tokens, int) or sample.max_new_tokens < 1:
+        raise ContractError(f"{whose}: max_new_tokens is {sample.max_new_tokens!r:.60}, expected a number from 1 on")
+
+
+def grade_output(owner: str, task: Task, sample: Sample, output: str) -> Graded:
+    """Return the task's score of an output; ContractError if it raises, or returns no score from 0 to 100."""
+    grade = call_task(owner, "score", lambda: task.score(sample, output), f" of {sample.uid}")
+    score = getattr(grade, "score", None)
+    if not is_number(score) or not 0 <= score <= 100:
+        shown = score if isinstance(grade, Graded) else type(grade).__name__
+        raise ContractError(f"{owner}: score of {sample.uid} returned {shown}, expected a number from 0 to 100")
+    return grade
