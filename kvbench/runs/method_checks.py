@@ -8,11 +8,10 @@ A pass does not show that the method computes what its paper says. That needs an
 tests/support/oracles.py.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from kvbench.interfaces.observation import PromptEncoder
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import read_layout, text_config
+from kvbench.runs.check_list import CheckFailed, NotApplicable, print_checks
 from kvbench.runs.integrity import Definitions, WeightHashes
 from kvbench.store.runs import name_some
 from kvbench.validation import ContractError, SettingError
@@ -41,14 +41,6 @@ BUDGETS = (0.5, 0.2, 13)
 BLOCKS = (None, 7, 40)
 CLOSE = 1e-6  # tolerance of logits in float64, whose spread is about 1
 COMPARED = ("keys", "values", "places", "mass")
-
-
-class CheckFailed(Exception):
-    """A check found something wrong; the message is one line."""
-
-
-class NotApplicable(Exception):
-    """A check has nothing to check for this method; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -330,23 +322,17 @@ def check_with_care(check: Callable[[MethodUnderTest], str], subject: MethodUnde
 
 def run_checks(subject: MethodUnderTest) -> int:
     """Print a line for each check; return how many failed."""
-    failed, last, begin = 0, "", time.perf_counter()
-    width, definitions = max(len(title) for title, _ in CHECKS), Definitions()
-    for title, check in CHECKS:
+    definitions = Definitions()
+
+    def run(check: Callable[[MethodUnderTest], str]) -> str:
         try:
-            mark, remark = "ok", check_with_care(check, subject, definitions)
-        except NotApplicable as reason:
-            mark, remark = "-", str(reason)
-        except Exception as error:
-            known = isinstance(error, CheckFailed | ContractError | SettingError)
-            line = str(error) if known else f"{type(error).__name__}: {' '.join(str(error).split())}"
-            mark, remark = "FAIL", "the same" if line == last else line
-            failed, last = failed + 1, line
-            if getattr(error, "spoils_model", False):
+            return check_with_care(check, subject, definitions)
+        except ContractError as error:
+            if error.spoils_model:
                 subject.reload_model()
-        print(f"{mark:<5} {title:<{width}}  {remark}", flush=True)
-    print(f"{len(CHECKS) - failed} of {len(CHECKS)} in {time.perf_counter() - begin:.0f} s")
-    return failed
+            raise
+
+    return print_checks([(title, partial(run, check)) for title, check in CHECKS])
 
 
 def print_subject(subject: MethodUnderTest) -> None:
