@@ -121,14 +121,14 @@ def own_folder(tmp_path, monkeypatch):
     package = tmp_path / "my_methods"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "newest.py").write_text(
+    (package / "lately.py").write_text(
         "from kvbench.interfaces.method import Method\n\n\nclass Newest(Method):\n"
         "    def score(self, observation, rows, state):\n        return rows.places.float()\n"
     )
     folder = tmp_path / "conf"
     (folder / "method").mkdir(parents=True)
-    text = "_target_: my_methods.newest.Newest\nname: newest\n"
-    (folder / "method" / "newest.yaml").write_text(text)
+    text = "_target_: my_methods.lately.Newest\nname: lately\n"
+    (folder / "method" / "lately.yaml").write_text(text)
     yield folder
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_methods"]:
         del sys.modules[name]  # another test's package has the same name
@@ -146,10 +146,10 @@ def test_a_file_of_ones_own_may_choose_files_of_other_groups(own_folder):
 
 def test_a_method_lives_in_ones_own_package(own_folder):
     compose.add_folder(own_folder)
-    assert "newest" in catalogue.methods_available()
-    method = catalogue.build("method", catalogue.load_settings("method", "newest"))
-    assert type(method).__module__ == "my_methods.newest"
-    assert compose.compose_config(["method=newest", "budget=0.1"]).method.name == "newest"
+    assert "lately" in catalogue.methods_available()
+    method = catalogue.build("method", catalogue.load_settings("method", "lately"))
+    assert type(method).__module__ == "my_methods.lately"
+    assert compose.compose_config(["method=lately", "budget=0.1"]).method.name == "lately"
 
 
 def install(own_folder: Path, entry: str) -> None:
@@ -176,11 +176,11 @@ def test_an_installed_package_brings_its_methods(own_folder, fresh_entry_points,
     if namespace:
         (own_folder.parent / "my_methods" / "__init__.py").unlink()
     install(own_folder, "my_methods.conf")
-    assert compose.compose_config(["method=newest"]).method._target_ == "my_methods.newest.Newest"
-    run = plan_cell(["method=newest", "device=cpu"]).run
-    assert any(name == "my_methods.newest" for name in source_hashes(run.sources()))
+    assert compose.compose_config(["method=lately"]).method._target_ == "my_methods.lately.Newest"
+    run = plan_cell(["method=lately", "device=cpu"]).run
+    assert any(name == "my_methods.lately" for name in source_hashes(run.sources()))
     before = source_hash(run.sources())
-    source = own_folder.parent / "my_methods" / "newest.py"
+    source = own_folder.parent / "my_methods" / "lately.py"
     source.write_text(source.read_text().replace("float()", "double()"))
     assert source_hash(run.sources()) != before
     assert not any(name.startswith("my") for name in source_hashes(["kvbench.runs.runner"]))
@@ -200,7 +200,7 @@ def test_an_entry_point_that_cannot_be_used_is_one_line(own_folder, fresh_entry_
 
 
 def test_two_files_of_one_name_are_one_line(own_folder):
-    (own_folder / "method" / "snapkv.yaml").write_text("_target_: my_methods.newest.Newest\nname: snapkv\n")
+    (own_folder / "method" / "snapkv.yaml").write_text("_target_: my_methods.lately.Newest\nname: snapkv\n")
     compose.add_folder(own_folder)
     with pytest.raises(
         SettingError, match=r"^method=snapkv: .*conf/method/snapkv.yaml .* have the same name; rename one$"
