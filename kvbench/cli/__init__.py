@@ -9,7 +9,7 @@ GROUPS = {
     "Check results": ("audit", "grade", "bundle", "verify", "leaderboard"),
     "Compare with papers": ("papers", "table", "study"),
     "Measure cost": ("efficiency",),
-    "Write a method": ("check-method", "check-task", "calibrate"),
+    "Write a method": ("check-method", "check-task", "calibrate", "docs-tables"),
     "For the maintainers of kvbench": (
         *("train", "evaluate", "choose-solvable", "replay", "prompt-excerpts", "record-schema", "bench-methods"),
         *("bench-share", "measured"),

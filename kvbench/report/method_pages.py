@@ -52,15 +52,15 @@ def describe_method(name: str) -> dict[str, Any] | None:
     }
 
 
-def read_docstring(target: str) -> str:
+def read_docstring(target: str, root: Path = FILES) -> str:
     """Return the docstring of the module that defines a class such as "kvbench.methods.snapkv.SnapKV".
 
-    "" if this checkout has no such module.
+    "" if the checkout in the folder `root` has no such module.
     """
     package, *parts, _ = target.split(".") if target.count(".") > 1 else ("", "", "")
     if package != "kvbench":
         return ""
-    path = FILES.joinpath(*parts).with_suffix(".py") if parts else Path()
+    path = root.joinpath(*parts).with_suffix(".py") if parts else Path()
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "") if path.is_file() else ""
 
 
