@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 
 from kvbench.interfaces.layout import Layout
-from kvbench.interfaces.observation import LayerInputs
+from kvbench.interfaces.observation import KeyRotation, LayerInputs
 from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.rerotation import rotate
 from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, read_config_layout
@@ -85,6 +85,17 @@ class CacheLayerPort(CacheLayerMixin):
         self.layer.append(key_states, value_states, inputs)
         return self, self
 
+    def make_key_rotation(self, module: Any) -> KeyRotation:
+        """Return what norms and rotates keys as a decoder layer does."""
+        norm, rotation = getattr(module.self_attn, "k_norm", None), self.rotation  # rows keep it, but not the port
+
+        def rotate_keys(keys: Tensor, places: Tensor) -> Tensor:
+            shape = places.shape
+            cos, sin = (part.unflatten(0, shape[:2]).to(keys.dtype) for part in rotation(places.flatten(0, 1)))
+            return rotate(keys if norm is None else norm(keys), cos, sin)
+
+        return rotate_keys
+
     @contextmanager
     def observe_inputs(self, module: Any, heads: int) -> Iterator[None]:
         """Take what the layer asks for from forward hooks of the model's modules, inside the `with` block.
@@ -96,12 +107,7 @@ class CacheLayerPort(CacheLayerMixin):
         own, attention = self.layer, module.self_attn
         fused = getattr(attention, "qkv_proj", None)  # Phi-3 has queries, keys and values in one projection
         projection = attention.k_proj if fused is None else fused
-        norm, rotation = getattr(attention, "k_norm", None), self.rotation  # rows keep `rotate_keys`, but not the port
-
-        def rotate_keys(keys: Tensor, places: Tensor) -> Tensor:
-            shape = places.shape
-            cos, sin = (part.unflatten(0, shape[:2]).to(keys.dtype) for part in rotation(places.flatten(0, 1)))
-            return rotate(keys if norm is None else norm(keys), cos, sin)
+        rotate_keys = self.make_key_rotation(module)
 
         def add(**taken: Tensor) -> None:
             given: dict[str, Any] = {name: tensor.detach() for name, tensor in taken.items()}
