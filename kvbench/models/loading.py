@@ -4,6 +4,7 @@ transformers draws the weights that a checkpoint lacks at random and only warns.
 checkpoint, because a score of it says nothing.
 """
 
+import hashlib
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from kvbench.models.transformers_port import text_config
 from kvbench.validation import SettingError, refuse_on_error, summarize
 
 SHOWN = 3  # names of weights in a message
+SAMPLES, SAMPLE = 16, 1 << 16  # pieces of a large tensor that its hash covers, and bytes of a piece
 FINITE: WeakSet[torch.nn.Module] = WeakSet()  # models whose weights were checked
 
 
@@ -143,6 +145,21 @@ def check_finite(model: torch.nn.Module, label: str, find_fault: Any = None) -> 
             fault = f"{bad[0]} does not fit into {dtype}; use dtype=bfloat16 or dtype=float32"
         raise SettingError(f"{label}: {fault or f'{bad[0]} is not finite ({dtype})'}")
     FINITE.add(model)
+
+
+def hash_weights(model: torch.nn.Module) -> str:
+    """Return 16 hex digits that identify the weights of a model in memory, on whatever device they are.
+
+    Of a tensor over 1 MiB the hash covers 16 samples of 64 KiB, as that of a large file does (`Checkpoint.identity`).
+    """
+    digest = hashlib.sha256()
+    for name, own in sorted(model.state_dict().items()):
+        digest.update(f"{name} {own.dtype} {tuple(own.shape)}\n".encode())
+        if own.numel():
+            content = own.detach().contiguous().flatten().view(torch.uint8)
+            starts = range(0, len(content), max(SAMPLE, len(content) // SAMPLES))
+            digest.update(torch.cat([content[start : start + SAMPLE] for start in starts]).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def find_not_finite(named: Mapping[str, Tensor]) -> Iterator[str]:
