@@ -1,6 +1,7 @@
 """kvbench measures the cost and the loss of KV-cache methods, on the same prompts and at the same measured memory.
 
     prefill(model, input_ids, method="snapkv", budget=0.1)   read a prompt and compress its KV cache
+    load_cache("held.safetensors", model)                    the cache that `held.save("held.safetensors")` wrote
     load("results", method="snapkv")                         runs and records as pandas data frames
     methods_available()                                      names that prefill and `kvbench run` take
     KVBenchLM(model, method="snapkv", budget=0.1)            a model for lm-eval with a compressed cache
@@ -22,6 +23,7 @@ if IS_CHECKOUT:  # kernels/, methods/ and tasks/ stand beside this package there
 
 ORIGINS = {  # public name -> the module that defines it
     "prefill": "kvbench.engine.compressed_cache",
+    "load_cache": "kvbench.engine.compressed_cache",
     "load": "kvbench.store.dataframes",
     "methods_available": "kvbench.config.catalogue",
     "KVBenchLM": "kvbench.integrations.lm_eval_model",

@@ -144,6 +144,14 @@ class StoredRows:
         keys, values = (self._grown(like, own, self.tail + tokens) for own in (self.tail_keys, self.tail_values))
         return replace(self, tail_keys=keys, tail_values=values)
 
+    def without_room(self) -> "StoredRows":
+        """Return the same rows without what attention makes of them and without memory for further tokens."""
+        keys, values = (
+            tail[:, :, : self.tail].contiguous() if tail is not None and self.tail else None
+            for tail in (self.tail_keys, self.tail_values)
+        )
+        return replace(self, starts=None, growing=None, tail_keys=keys, tail_values=values)
+
     def copy_tail(self) -> "StoredRows":
         """Return these rows with a copy of the tail and of the memory reserved behind it."""
         if self.tail_keys is None or self.tail_values is None:

@@ -1,18 +1,21 @@
-"""The Python interface: `prefill` reads a prompt and returns its compressed cache."""
+"""The Python interface: `prefill` reads a prompt and returns its compressed cache, `load_cache` reads a saved one."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.guard import without_gradients
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import choose_cache
 from kvbench.cache.storage import Bytes
 from kvbench.config.catalogue import build, list_choices, load_settings
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
+from kvbench.engine.saved_cache import read_contexts, write_contexts
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget, check_budget
 from kvbench.interfaces.codec import Codec
@@ -117,7 +120,8 @@ def prefill(
         allocator_args: Settings of the named allocator.
         codec_args: Settings of the named codec.
         budget_of: Reference of a fraction: "prompt", or "seen" for the tokens read at each eviction.
-        tokenizer: A Hugging Face tokenizer, for methods that let the model read more than the prompt.
+        tokenizer: A Hugging Face tokenizer, for methods that let the model read more than the prompt, and for
+            `CompressedCache.where`.
         prefix: Number of tokens in front of the user's text, for the same methods.
         attention_mask: What a tokenizer returns beside the ids, shape ``(batch, tokens)``. It may mask nothing: padded
             prompts would be read as text.
@@ -172,14 +176,44 @@ def prefill(
         context = GenerationContext(model, choice, amount, block_size, (seed,) * len(ids), prefix, own)
         context.prefill(ids)
         contexts.append(context)
-    return CompressedCache(contexts)
+    return CompressedCache(contexts, input_ids.to("cpu", copy=True), tokenizer)
+
+
+@without_gradients
+def load_cache(path: str | Path, model: torch.nn.Module) -> "CompressedCache":
+    """Load a compressed cache that `CompressedCache.save` wrote. It answers as the saved one does.
+
+    The method, the allocator and the codec are made again from their names and settings. Nothing in the file is
+    executed.
+
+    Args:
+        path: The file.
+        model: The model that the cache was made with, in the same dtype and on the same kind of device.
+
+    Returns:
+        The compressed cache, as it was when it was saved.
+
+    Raises:
+        SettingError: The file is damaged, of another version of the format or something else; or the cache was made
+            with another model, with other weights, or with another file of a method or codec. The message says which.
+    """
+    check_finite(model, "model")
+    check_attention(model)
+    return CompressedCache(*read_contexts(Path(path).expanduser(), model))
 
 
 class CompressedCache:
     """The compressed KV cache of a batch of prompts. Layers and samples count from 0; heads are KV heads."""
 
-    def __init__(self, contexts: list[GenerationContext]) -> None:
-        self.contexts = contexts
+    def __init__(self, contexts: list[GenerationContext], prompt: Tensor | None = None, tokenizer: Any = None) -> None:
+        """Take over contexts.
+
+        Args:
+            contexts: The contexts, with one method, allocator, codec and model.
+            prompt: Token ids of their prompts, (batch, tokens) on the CPU, which `where` needs.
+            tokenizer: The tokenizer of the prompts, if `where` need not be given one.
+        """
+        self.contexts, self.prompt, self.tokenizer = contexts, prompt, tokenizer
 
     def __repr__(self) -> str:
         first = self.contexts[0]
@@ -218,6 +252,18 @@ class CompressedCache:
         """
         own, sample = self._layer(layer, sample)
         return 0 if own.tally.evicted is None else int(own.tally.evicted[sample, head])
+
+    def save(self, path: str | Path) -> None:
+        """Save the cache as it is now, so that `load_cache` continues it, in this process or another one.
+
+        Args:
+            path: A safetensors file. An old one is replaced, completely or not at all.
+
+        Raises:
+            SettingError: The method, the allocator or the codec is no file of ``conf/`` or holds something that cannot
+                be saved, or the file cannot be written.
+        """
+        write_contexts(Path(path).expanduser(), self.contexts, self.prompt)
 
     @property
     def bytes(self) -> Bytes:
@@ -297,12 +343,17 @@ class CompressedCache:
             yield self
 
     def _layer(self, layer: int, sample: int) -> tuple[Layer, int]:
+        context, sample = self._context(sample)
+        own = context.layers[layer]
+        if own is None:
+            raise SettingError(f"layer={layer}: keeps transformers' own sliding-window cache, not rows")
+        return own, sample
+
+    def _context(self, sample: int) -> tuple[GenerationContext, int]:
+        """Return the context of a sample, and the sample's number in it."""
         for context in self.contexts if sample >= 0 else ():
             if sample < len(context.seeds):
-                own = context.layers[layer]
-                if own is None:
-                    raise SettingError(f"layer={layer}: keeps transformers' own sliding-window cache, not rows")
-                return own, sample
+                return context, sample
             sample -= len(context.seeds)
         raise IndexError("sample")
 

@@ -1,14 +1,21 @@
 """The Python interface: kvbench.prefill and what it gives."""
 
+import copy
 import math
+import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load, load_file, save_file
 
 import kvbench
 from kvbench.cache.policy import CachePolicy
@@ -24,10 +31,20 @@ from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
 from kvbench.models.transformers_port import read_layout
 from kvbench.validation import ContractError, SettingError, format_value
+from tests.support.delta_files import build_delta
 from tests.support.dense_engine import DenseEngine
 from tests.support.method_files import NOTHING_GOES, budget_for, build_policy, make_tiny_method_args
+from tests.support.palu_files import build_palu, find_palu
 from tests.support.selection import only_in_full
-from tests.support.tiny_models import distinct, ids, make_fresh, make_gemma3_with_vision, tiny
+from tests.support.tiny_models import (
+    distinct,
+    draw_model,
+    ids,
+    make_double,
+    make_fresh,
+    make_gemma3_with_vision,
+    tiny,
+)
 
 BUILT = {method: build_policy(method, "uniform", "llama") for method in list_choices("method")}
 ALLOCATORS = {allocator: build_policy("full", allocator, "llama")[1] for allocator in list_choices("allocator")}
@@ -866,3 +883,198 @@ def test_a_value_of_another_kind_is_refused_by_its_name(group, name, args):
         build(group, load_settings(group, name, args))
     shown = tuple(f"{group}.{key}={own}: " for own in (value, format_value(value)))
     assert str(refusal.value).startswith(shown) and "\n" not in str(refusal.value)
+
+
+# Saving
+
+
+def read_on(held: CompressedCache) -> list[torch.Tensor]:
+    """What a question and its answer give, and the rows that they leave; all forgotten afterwards."""
+    with held.branch():
+        found = [held.extend(ids(3, 1)), held.generate(5, temperature=1.0, stop=frozenset()), held.logits]
+        for layer in (own for context in held.contexts for own in context.own_layers):
+            rows = layer.rows.view()
+            found += [rows.keys, rows.values, rows.places, rows.mass, *rows.columns.values(), *layer.tally.counted]
+            found.append(torch.tensor(layer.attended))
+    return found
+
+
+def save_and_load(held: CompressedCache, path: Path) -> CompressedCache:
+    """The cache behind a file, which is then overwritten. It says of itself what the saved one says."""
+    held.save(path)
+    loaded = kvbench.load_cache(path, held.contexts[0].model)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert repr(loaded) == repr(held) and torch.equal(loaded.logits, held.logits)
+    assert replace(loaded.bytes, headroom=0) == replace(held.bytes, headroom=0) and loaded.bytes.headroom == 0
+    assert (loaded.peak_rows, loaded.peak_rows_attended) == (held.peak_rows, held.peak_rows_attended)
+    for one, other in zip(held.contexts, loaded.contexts, strict=True):
+        assert other.memory.total == sum(layer.bytes().total for layer in other.own_layers)
+        for layer, again in zip(one.own_layers, other.own_layers, strict=True):
+            assert again.state.shared.keys() == layer.state.shared.keys()
+            assert torch.equal(again.rows.view().keys, layer.rows.view().keys)
+    return loaded
+
+
+SAVED = {
+    "snapkv": dict(method="snapkv", method_args={"window": 4}),
+    "keydiff": dict(model="gemma3", method="keydiff", block_size=20),  # sliding windows; it cuts while decoding
+    "h2o": dict(method="h2o"),  # a column of the rows
+    "centroidkv": dict(method="centroidkv", method_args={"recents": 3, "sinks": 2, "decode_interval": 3}),  # masses
+    "quest": dict(method="quest", method_args={"page": 4}),  # a state that grows, and rows that are not read
+    "expected_attention": dict(method="expected_attention", method_args={"decoding": True, "decode_interval": 5}),
+    "ada": dict(method="snapkv", method_args={"window": 4, "decoding": True}, allocator="ada"),  # ragged heads
+    "kivi": dict(method="snapkv", method_args={"window": 4}, codec="kivi", codec_args={"group": 4, "residual": 8}),
+    "composite": dict(method="criticalkv", method_args={"base": "knorm", "base_args": {}}),
+}
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_a_saved_cache_answers_as_it_did(case, tmp_path):
+    """To the bit, after a question and a part of an answer."""
+    settings = {"model": "llama"} | SAVED[case]
+    held = kvbench.prefill(make_double(settings.pop("model")), ids(30), budget=0.4, **settings)
+    held.extend(ids(2, 5))
+    held.generate(2, stop=frozenset())
+    loaded = save_and_load(held, tmp_path / "held.safetensors")
+    for own, other in zip(read_on(held), read_on(loaded), strict=True):
+        assert own.dtype == other.dtype and torch.equal(own, other)
+
+
+@pytest.mark.parametrize("codec", [lambda: build_palu(find_palu("qwen3")), lambda: build_delta("qwen3")])
+def test_saved_keys_are_rotated_by_the_model_that_loads_them(codec, tmp_path):
+    held = kvbench.prefill(make_double("qwen3"), ids(30), codec=codec())
+    loaded = save_and_load(held, tmp_path / "held.safetensors")
+    for layer in (own for own in loaded.contexts[0].own_layers if own.packs):
+        assert layer.rows.stored.owner.subject.codec is layer.codec.owner.subject  # and its hooks are guarded again
+    for own, other in zip(read_on(held), read_on(loaded), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_frequencies_that_changed_are_saved(tmp_path):
+    config = copy.deepcopy(tiny("llama").config)
+    config.max_position_embeddings = 16
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}
+    model = draw_model(lambda: type(tiny("llama"))(config), 0).double()
+    held = kvbench.prefill(model, ids(40), "knorm", 12)
+    loaded = save_and_load(held, tmp_path / "held.safetensors")
+    before, after = (own.contexts[0].cache.frequencies for own in (held, loaded))
+    assert after.longest == before.longest and torch.equal(after.state[1]["inv_freq"], before.state[1]["inv_freq"])
+    assert after.state[0] == before.state[0]
+    for own, other in zip(read_on(held), read_on(loaded), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_reserved_memory_is_not_saved(tmp_path):
+    held, shapes = kvbench.prefill(tiny("llama"), ids(20), "knorm", 8), []
+    for _ in range(2):
+        held.save(tmp_path / "held.safetensors")
+        shapes.append({name: own.shape for name, own in load_file(tmp_path / "held.safetensors").items()})
+        held.contexts[0].reserve(100)
+        for layer in held.contexts[0].own_layers:
+            layer.rows = layer.rows.with_starts()
+    assert held.bytes.headroom and shapes[0] == shapes[1]
+
+
+@each_method
+def test_any_method_can_be_saved(method, allocator, tmp_path):
+    held = kvbench.prefill(tiny("llama"), ids(30), CHOICES[method, allocator][0], budget_for(method, 0.4),
+                           allocator=CHOICES[method, allocator][1])  # fmt: skip
+    loaded = save_and_load(held, tmp_path / "held.safetensors")
+    assert torch.equal(loaded.extend(ids(3)), held.extend(ids(3)))
+
+
+def test_a_method_may_remember_any_plain_value(tmp_path):
+    held = kvbench.prefill(tiny("llama"), ids(20), "knorm", 8)
+    state = held.contexts[0].layers[1].state.layer
+    state["own"] = {1: torch.ones(2), "1": torch.zeros(2), (2, None): [Fraction(1, 3), torch.half, torch.device("cpu")]}
+    state["same"] = state["own"][1]
+    found = save_and_load(held, tmp_path / "held.safetensors").contexts[0].layers[1].state.layer
+    assert found["own"][1] is found["same"]
+    assert torch.equal(found["own"].pop(1), torch.ones(2)) and torch.equal(found["own"].pop("1"), torch.zeros(2))
+    assert found["own"] == {(2, None): [Fraction(1, 3), torch.half, torch.device("cpu")]}
+
+
+def refuse_loading(path: Path, model: torch.nn.Module, message: str) -> None:
+    with pytest.raises(SettingError, match=f"^path={re.escape(str(path))}: {message}") as error:
+        kvbench.load_cache(path, model)
+    assert "\n" not in str(error.value)
+
+
+def test_a_saved_cache_is_of_one_model(tmp_path):
+    path, changed = tmp_path / "held.safetensors", make_fresh("llama")
+    kvbench.prefill(tiny("llama"), ids(20), "knorm", 8).save(path)
+    refuse_loading(path, tiny("llama3"), "was made with another model: num_hidden_layers is 2, and was 3")
+    refuse_loading(path, make_double("llama"), "was made with another model: dtype is float64, and was float32")
+    kvbench.load_cache(path, changed)  # another object with the same weights
+    changed.model.layers[1].mlp.up_proj.weight.data[3, 3] += 1e-3
+    refuse_loading(path, changed, "was made with other weights: their hash is ")
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    """Whatever it says, nothing that it names is imported or unpickled."""
+    path, model = tmp_path / "held.safetensors", tiny("llama")
+    kvbench.prefill(model, ids(20), "knorm", 8).save(path)
+    whole = path.read_bytes()
+    tensors = load(whole)  # `load_file` maps the file, which is written to below
+    with safe_open(path, "pt") as opened:
+        metadata = opened.metadata()
+    for size in (0, 5, 1000, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        refuse_loading(path, model, "cannot read the compressed context ")
+    torch.save(tensors, path)
+    refuse_loading(path, model, "pickled weights are not read")
+    save_file(tensors, path)
+    refuse_loading(path, model, "is no compressed context of kvbench$")
+    save_file(tensors, path, metadata | {"version": "2"})
+    refuse_loading(path, model, "has version 2 of the format, and this kvbench reads 1$")
+    for old, new, message in (
+        ('"StoredRows"', '"subprocess.Popen"', r"cannot read .*unknown kind make \['subprocess.Popen'"),
+        ('"name": "knorm"', '"name": "os.system"', "method=os.system: choose one of "),
+        ('"skip_layers"', '"skip"', "cannot read .*unexpected keyword argument 'skip'"),
+        ('"contexts.0.logits"', '"x"', "cannot read .*does not contain tensor x"),
+        ("}]", "", "cannot read .*delimiter"),
+    ):
+        save_file(tensors, path, metadata | {"about": metadata["about"].replace(old, new, 1)})
+        refuse_loading(path, model, message)
+    refuse_loading(tmp_path / "none", model, "cannot read the compressed context ")
+
+
+def test_what_no_file_can_hold_is_refused_before_it_is_written(tmp_path):
+    class Other(Knorm):
+        pass
+
+    @dataclass(frozen=True)
+    class Bound:
+        work: Callable[[], None]
+
+    path, settings = tmp_path / "held.safetensors", load_settings("method", "knorm")
+    named = {name: value for name, value in settings.items() if name not in ("_target_", "preset")}
+    for method, message in (
+        (Other(**named), "method=knorm: the context cannot be saved, because this method has no file in conf/method"),
+        (
+            Other(**named | {"name": "mine"}),
+            "method=mine: the context cannot be saved, because this method has no file",
+        ),
+    ):
+        with pytest.raises(SettingError, match=message):
+            kvbench.prefill(tiny("llama"), ids(20), method, 8).save(path)
+    held = kvbench.prefill(tiny("llama"), ids(20), "knorm", 8)
+    for value in (torch.Generator(), Bound(print), print):
+        held.contexts[0].layers[1].state.layer["own"] = [value]
+        line = "method=knorm: the context cannot be saved, because contexts.0.layers.1.state.own.0 is of type "
+        with pytest.raises(SettingError, match=line + type(value).__name__):
+            held.save(path)
+    del held.contexts[0].layers[1].state.layer["own"]
+    with pytest.raises(SettingError, match="^path=.*: cannot write the compressed context "):
+        held.save(tmp_path / "none" / "held.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_methods_file_must_be_what_it_was(tmp_path):
+    path, file = tmp_path / "held.safetensors", tmp_path / "filters"
+    shutil.copy(make_tiny_method_args("qfilters", "llama")["path"], file)
+    held = kvbench.prefill(tiny("llama"), ids(20), "qfilters", 8, method_args={"path": file})
+    assert torch.equal(save_and_load(held, path).extend(ids(3)), held.extend(ids(3)))
+    held.save(path)
+    save_file({"q_filters": load_file(file)["q_filters"] + 1}, file)
+    refuse_loading(path, tiny("llama"), f"was made with another content of method.path={file}$")
