@@ -445,6 +445,15 @@ class StoredRows:
         tail = (wanted - (self.seen - self.tail)).clamp(0, self.tail).long()
         return tail if cut is None else tail + cut
 
+    def holds(self, places: Tensor) -> Tensor:
+        """Return whether each head holds a row at each of m positions, (B, H, m) bool.
+
+        Args:
+            places: The positions, (m,) int64.
+        """
+        own = places.to(self.device, torch.int32)
+        return self.rank_of(own + 1) > self.rank_of(own)
+
     def bytes(self) -> "Bytes":
         """Return the bytes that the rows occupy, counted by the storages of their tensors."""
         return self._count_bytes() if self.growing is not None else self._bytes

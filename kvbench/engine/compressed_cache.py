@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.configuration import find_max_tokens
+from kvbench.models.encoding import find_text
 from kvbench.models.loading import check_finite, find_stop_tokens
 from kvbench.models.transformers_port import text_config
 from kvbench.validation import SettingError, format_value, require_choice, require_int
@@ -202,6 +203,17 @@ def load_cache(path: str | Path, model: torch.nn.Module) -> "CompressedCache":
     return CompressedCache(*read_contexts(Path(path).expanduser(), model))
 
 
+class HeldText(NamedTuple):
+    """The tokens of a text, and which of them are held."""
+
+    places: Tensor
+    """Positions of the text's tokens in the prompt, (tokens,) int64, ascending."""
+    held: Tensor
+    """Whether each layer and head holds a row at each of them, (layers, heads, tokens) bool on the CPU. A row that
+    others were merged into counts at its own position.
+    """
+
+
 class CompressedCache:
     """The compressed KV cache of a batch of prompts. Layers and samples count from 0; heads are KV heads."""
 
@@ -252,6 +264,40 @@ class CompressedCache:
         """
         own, sample = self._layer(layer, sample)
         return 0 if own.tally.evicted is None else int(own.tally.evicted[sample, head])
+
+    def where(self, text: str, tokenizer: Any = None, sample: int = 0) -> HeldText:
+        """Find which tokens of a text in the prompt are still held.
+
+        Args:
+            text: A part of the prompt. If it stands there several times, the tokens of all of them count.
+            tokenizer: The tokenizer of the prompt. ``None`` takes the one that `prefill` was given.
+            sample: Number of the prompt.
+
+        Returns:
+            The positions of the tokens, and for each layer and head whether it holds them. A layer with a sliding
+            window holds the tokens in its window.
+
+        Raises:
+            SettingError: The text is not in the prompt, or the prompt or a tokenizer is not known.
+        """
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        if tokenizer is None:
+            raise SettingError("tokenizer=null: give the tokenizer of the prompt, here or to prefill")
+        if self.prompt is None:
+            raise SettingError("prompt: not known, because the contexts were put together without it")
+        context, own = self._context(sample)
+        found = find_text(tokenizer, self.prompt[sample].tolist(), text) if text else []
+        if not found:
+            raise SettingError(f"text={format_value(text)}: not in the prompt of sample {sample}")
+        places = torch.tensor(found)
+        held, windows = [], iter(context.sliding_layers())
+        for layer in context.layers:
+            if layer is not None:
+                held.append(layer.rows.holds(places)[own].cpu())
+            else:
+                _, heads, tokens, _ = next(windows).keys.shape
+                held.append((places >= context.seen - tokens).expand(heads, -1))
+        return HeldText(places, torch.stack(held))
 
     def save(self, path: str | Path) -> None:
         """Save the cache as it is now, so that `load_cache` continues it, in this process or another one.

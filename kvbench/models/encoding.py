@@ -4,11 +4,15 @@ Some tokenizers append an end token to every text. A model that reads it at the 
 finished.
 """
 
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvbench.validation import SettingError
 
 ANY = "a"  # a text that every tokenizer can encode
+PART = "\ufffd"  # what a tokenizer shows of tokens that end within a character
+MOST_PARTS = 4  # tokens that one character may need: a byte each
 
 
 def encode_text(tokenizer: Any, text: str, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
@@ -57,3 +61,38 @@ def find_ids_beyond(tokenizer: Any, embeddings: int, name: str) -> frozenset[int
             f"{embeddings - 1}; the model needs its own tokenizer"
         )
     return beyond
+
+
+def find_text(tokenizer: Any, ids: Sequence[int], text: str) -> list[int]:
+    """Return the positions of the tokens that show a text wherever it stands among token ids, ascending.
+
+    Args:
+        tokenizer: The tokenizer of the ids.
+        ids: Token ids.
+        text: The text, not empty. A token that shows only a part of its first or last word counts.
+    """
+    shown, owners, place = "", list[range](), 0  # owners: of each character
+    for piece, count in decode_pieces(tokenizer, ids):
+        shown += piece
+        owners += [range(place, place + count)] * len(piece)
+        place += count
+    begins = [match.start() for match in re.finditer(f"(?={re.escape(text)})", shown)]
+    return sorted({place for begin in begins for own in owners[begin : begin + len(text)] for place in own})
+
+
+def decode_pieces(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Yield the text that one token adds to those before it, with 1, or that several tokens of a character add.
+
+    A token is decoded behind the ones before it, because some tokenizers drop the space in front of a first one.
+    """
+
+    def decode(start: int, stop: int) -> str:
+        shown: str = tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
+        return shown
+
+    before = start = 0
+    for stop in range(1, len(ids) + 1):
+        piece = decode(before, stop)[len(decode(before, start)) :]
+        if not piece.endswith(PART) or stop - start == MOST_PARTS or stop == len(ids):
+            yield piece, stop - start
+            before, start = start, stop

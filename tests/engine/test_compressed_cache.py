@@ -29,6 +29,7 @@ from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
+from kvbench.models.encoding import find_text
 from kvbench.models.transformers_port import read_layout
 from kvbench.validation import ContractError, SettingError, format_value
 from tests.support.delta_files import build_delta
@@ -37,12 +38,14 @@ from tests.support.method_files import NOTHING_GOES, budget_for, build_policy, m
 from tests.support.palu_files import build_palu, find_palu
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import (
+    SLIDING,
     distinct,
     draw_model,
     ids,
     make_double,
     make_fresh,
     make_gemma3_with_vision,
+    make_small_gemma3,
     tiny,
 )
 
@@ -1078,3 +1081,59 @@ def test_a_methods_file_must_be_what_it_was(tmp_path):
     held.save(path)
     save_file({"q_filters": load_file(file)["q_filters"] + 1}, file)
     refuse_loading(path, tiny("llama"), f"was made with another content of method.path={file}$")
+
+
+# Where a text is
+
+
+class Letters:
+    """A tokenizer with one byte of UTF-8 a token."""
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class Words:
+    """A tokenizer with two letters and a space in front a token. Decoding drops the space in front of the first."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return "".join(f" {chr(97 + token)}{chr(97 + token)}" for token in tokens)[1:]
+
+
+def test_a_text_is_found_whatever_decoding_drops_in_front():
+    assert [find_text(Words(), [0, 1, 0, 1, 1], text) for text in ("a b", "b b", " aa", "ab")] == [
+        [0, 1, 2, 3], [3, 4], [2], []
+    ]  # fmt: skip
+
+
+def test_where_a_text_is_held(tmp_path):
+    """Positions are those of its tokens, of which a character may have two. Heads hold what `places` says."""
+    text = "The sky is blau, die Stra\u00dfe grau. The sky is wide."
+    prompt = torch.tensor([list(text.encode()), list(text.swapcase().encode())])
+    held = kvbench.prefill(make_small_gemma3(), prompt, "knorm", 12, tokenizer=Letters())
+    held.extend(ids(5, batch=2))
+    held.save(tmp_path / "held.safetensors")
+    loaded = kvbench.load_cache(tmp_path / "held.safetensors", held.contexts[0].model)
+    for sample, part, places in (
+        (0, "sky", [4, 5, 6, 39, 40, 41]), (1, "SKY", [4, 5, 6, 39, 40, 41]), (0, "a\u00dfe", [24, 25, 26, 27])
+    ):  # fmt: skip
+        found = held.where(part, sample=sample)
+        assert found.places.tolist() == places and found.held.shape == (2, 2, len(places))
+        window = range(prompt.shape[1] + 5 - SLIDING + 1, prompt.shape[1] + 5)
+        assert found.held[0].tolist() == [[place in window for place in places]] * 2
+        for head in range(2):
+            own = set(held.places(1, head, sample).tolist())
+            assert found.held[1, head].tolist() == [place in own for place in places]
+        assert all(map(torch.equal, loaded.where(part, Letters(), sample), found))
+    for text, sample, message in (("SKY", 0, "text=SKY: not in the prompt of sample 0"), ("", 1, "text=")):
+        with pytest.raises(SettingError, match=message):
+            held.where(text, sample=sample)
+    with pytest.raises(SettingError, match="^tokenizer=null: give the tokenizer of the prompt"):
+        loaded.where("sky")
+    with pytest.raises(SettingError, match="^prompt: not known"):
+        CompressedCache(held.contexts).where("sky", Letters())
+    with pytest.raises(IndexError):
+        held.where("sky", sample=2)
