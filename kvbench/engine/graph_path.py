@@ -36,6 +36,10 @@ class DecodedAnswer(Protocol):
         """The context that its tokens are read into."""
 
     @property
+    def left(self) -> int:
+        """The number of tokens that may have to be read."""
+
+    @property
     def left_draws(self) -> Tensor:
         """Random numbers for the tokens that may follow, (B, number of tokens)."""
 
@@ -100,12 +104,13 @@ class AnswerBatch:
         groups = [[parts[number] for number in group] for group in group_alike([own.kind for _, own in parts])]
         answers = [answer for group in groups for answer, _ in group]
         self.sizes = sizes = [len(answer.token) for answer in answers]
+        # another path reads the tokens that the graph cannot read, and needs the rows of those before
+        self.forgotten = {n for n, own in enumerate(answers) if not own.keeps_rows and own.left == self.tokens}
         self.rows = BatchRows(
             [make_rows([answer.context for answer, _ in group], [own for _, own in group]) for group in groups],
             [[len(answer.token) for answer, _ in group] for group in groups], device,
-            keeps=len(parts) == 1 and answers[0].keeps_rows,
+            keeps=len(parts) == 1 and not self.forgotten,
         )  # fmt: skip
-        self.forgotten = {number for number, answer in enumerate(answers) if not answer.keeps_rows}
         samplings = [answer.sampling for answer in answers]
         alike = all(own == samplings[0] for own in samplings)
 

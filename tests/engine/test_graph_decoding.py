@@ -13,6 +13,7 @@ from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.context import decodes_in_graph
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.graph_decoding import GraphDecoder
+from kvbench.engine.joint_decoding import run_alone
 from kvbench.engine.read_rows import ReadRows, make_reader
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
@@ -24,7 +25,7 @@ from kvbench.methods import deltakv
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError, NumericalError
-from tests.support.answer_paths import CHUNK, assert_same, make_contexts
+from tests.support.answer_paths import CHUNK, assert_same, forget, make_contexts
 from tests.support.interrupted_answers import (
     answer_with_interruptions,
 )
@@ -290,6 +291,18 @@ def test_a_step_that_attends_to_few_rows_gives_what_the_modules_give(name):
     assert_same(modules, step)
     more_ids = ids(5, 9).repeat(2, 1)
     assert torch.allclose(modules.extend(more_ids), step.extend(more_ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("behind", [{"method": "keydiff"}, only_in_full({"method": "h2o", "decode_interval": 34})])
+def test_an_answer_that_will_be_forgotten_goes_on_where_the_rows_of_a_graph_end(behind):
+    """Behind the first cut the modules, or other rows, read what follows from all rows and windows of the first part.
+
+    The answer is not one whose rows are needed when it is over.
+    """
+    tokens = 44
+    both = make_contexts(make_double("gemma3"), choice_of(**behind), 60 + 33)
+    (answer, counts), (other, others) = (run_alone(forget(context, tokens)) for context in both)
+    assert torch.equal(answer, other) and counts == others and both[1].decoding == "graph"
 
 
 def test_queries_are_remembered_even_if_a_quota_holds_the_whole_prompt():
