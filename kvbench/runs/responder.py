@@ -185,8 +185,9 @@ class Responder:
                     yield from predict(context, answers, self._joins)
                 context.reserve(sample.max_new_tokens)
                 answer = Answer(
-                    context, sample.max_new_tokens, self.run.sampling, frozenset(), min_new_tokens=sample.min_new_tokens
-                )
+                    context, sample.max_new_tokens, self.run.sampling, frozenset(),
+                    min_new_tokens=sample.min_new_tokens, keeps_rows=len(rounds) > 1,
+                )  # fmt: skip
                 yield from finish_answer(answer, partial(self._is_below, answer, tokens))
 
     @staticmethod
@@ -368,12 +369,13 @@ class Responder:
         return [counted | own | other for own, other in zip(looked, outputs, strict=True)], answers
 
     def _tokens(self, context: GenerationContext, samples: Sequence[Sample]) -> Session[Tensor]:
-        """Generate tokens, shape (B, n), until each sample's answer is over."""
+        """Generate tokens, shape (B, n), until each sample's answer is over. In a conversation they may stay."""
         like, stop = samples[0], self.stop.union(samples[0].ends)
         seeds = tuple(derive_seed(self.run.seed, sample.uid) for sample in samples)
         answer = Answer(
-            context, like.max_new_tokens, self.run.sampling, stop, seeds=seeds, min_new_tokens=like.min_new_tokens
-        )
+            context, like.max_new_tokens, self.run.sampling, stop, seeds=seeds, min_new_tokens=like.min_new_tokens,
+            keeps_rows=bool(like.conversation) and like.said is None,
+        )  # fmt: skip
         tokens: list[Tensor] = []
         over = [False] * len(samples)
 

@@ -130,7 +130,7 @@ def test_with_a_method_every_turn_is_what_the_same_steps_give(reader, monkeypatc
     """Prefill, extend, generate; what is not to stay, in a branch. `graph`: the step of a CUDA graph, without one."""
     if method == "graph":
         monkeypatch.setattr("kvbench.engine.context.can_capture", lambda model: True)
-    samples, tokens, name = make_turns(said, tokens=12), 12, "snapkv" if method == "graph" else method
+    samples, tokens, name = make_turns(said, tokens=12), 12, "keydiff" if method == "graph" else method
     own = reader(samples, f"question={question}", f"method={name}", "budget=0.5")
     found, prompts = records(own, samples), [prompt for _, prompt in encode_all(own.tokenizer, samples).values()]
     assert {record["decoding"] for record in found} == {"graph" if method == "graph" else "modules"}
@@ -241,8 +241,8 @@ def scripted(reader: Responder, rows: list[list[int]], **more) -> tuple[list[dic
     class ScriptedAnswer:
         """In place of `kvbench.engine.generation.Answer`."""
 
-        def __init__(self, context, most, sampling, stops, seeds, min_new_tokens):
-            assert stops == stop and len(seeds) == len(rows)
+        def __init__(self, context, most, sampling, stops, seeds, min_new_tokens, keeps_rows):
+            assert stops == stop and len(seeds) == len(rows) and not keeps_rows
             self.steps, self.ended = list(zip(*rows, strict=True)), [False] * len(rows)
             self.step()
 
