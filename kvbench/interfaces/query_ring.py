@@ -52,12 +52,14 @@ def make_ring(known: Tensor, count: int, capture: StateCapture) -> QueryRing:
 def share_among_layers(name: str, observation: Observation, state: State, make: Callable[[], Any]) -> Any:
     """Compute a value that depends on positions alone once for all layers of a block.
 
-    The block's first layer computes it and the last one drops it.
+    The block's first layer computes it and the last one drops it. Inside a CUDA graph, layers of another kind of rows
+    have a position of their own, which cannot be compared there. They compute the value again.
     """
-    about = observation.first, observation.queries.shape[2], observation.queries.device
-    before, found = state.shared.pop(name, (None, None))
-    if before != about:
+    first, about = observation.first, (observation.queries.shape[2], observation.queries.device)
+    position, before, found = state.shared.pop(name, (None, None, None))
+    known = position is first or (isinstance(position, int) and isinstance(first, int) and position == first)
+    if not known or before != about:
         found = make()
     if not observation.is_last_layer:
-        state.shared[name] = about, found
+        state.shared[name] = first, about, found
     return found
