@@ -303,11 +303,6 @@ class GraphDecoder:
         self.tokens.index_copy_(1, self.at, marked[:, None])
         self.rows.advance(cuts)
 
-    @property
-    def done(self) -> bool:
-        """Whether all tokens have been read and returned."""
-        return self.left == 0 and not self.ahead
-
     @without_gradients
     def next(self) -> tuple[Tensor, float]:
         """Read the token that was generated last.
