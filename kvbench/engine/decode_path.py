@@ -21,4 +21,7 @@ class DecodePath(Protocol):
         """
 
     def close(self) -> None:
-        """Leave the context as if the model's modules had read the tokens that were generated."""
+        """Leave the context as if the model's modules had read the tokens that were generated.
+
+        If nobody needs the rows of these tokens (`Answer.keeps_rows`), the context may only count them.
+        """

@@ -188,7 +188,10 @@ class Answer:
 
     @spend("answering")
     def close(self) -> None:
-        """Leave the context with the tokens of the answer that were read, so that others can follow them."""
+        """Leave the context with the tokens of the answer that were read.
+
+        Others can follow them if the answer keeps its rows.
+        """
         if not self.is_closed:
             self.is_closed = True
             if self.path is self.context.path:
