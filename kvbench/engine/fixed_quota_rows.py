@@ -17,7 +17,7 @@ from kvbench.cache.layer import Layer
 from kvbench.cache.storage import count_dtype
 from kvbench.engine.appended_rows import AppendedRows
 from kvbench.engine.graph_decoding import Attend, Norms, StepRows
-from kvbench.engine.method_view import PresentRows, find_present_rows
+from kvbench.engine.method_view import find_present_rows
 from kvbench.engine.quota_rows import QuotaRows
 from kvbench.interfaces.codec import Plain
 from kvbench.interfaces.observation import Observation, State
@@ -120,7 +120,10 @@ class FixedQuotaRows(QuotaRows):
         implementation, method = self.implementation, self.layers[0].choice.method
         shows = cuts or method.watches
         lse = shows and method.wants_lse
-        held = self.find_present() if shows and not cuts else None
+        held = None  # which slots hold a row when the token has been appended
+        if shows and not cuts:
+            present = self.slots <= self.since + self.quota
+            held = find_present_rows(present, self.every_place, self.spare, self.every_mass)
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             queries, new_keys, new_values = projected
@@ -145,10 +148,6 @@ class FixedQuotaRows(QuotaRows):
             return outputs
 
         return attend
-
-    def find_present(self) -> PresentRows:
-        """Return which slots hold a row when the next token has been appended."""
-        return find_present_rows(self.slots <= self.since + self.quota, self.every_place, self.spare, self.every_mass)
 
     def find_weighed(self, index: int, keys: Tensor, values: Tensor) -> RaggedRows | None:
         """Return the quota's rows of a layer with their masses, or None if the method does not merge.
@@ -290,30 +289,20 @@ class FixedQuotaRows(QuotaRows):
         cut = (read // size - kept // size) * size  # rows that a head has lost
         evicted = self.evicted.clone() if self.merges else [cut] * len(self.layers)  # later cuts write here
         self.evicted.zero_()
+        weighs, seen = self.layers[0].choice.method.weighs_rows, self.seen + read - since  # by the last cut
+        dtype = self.mass[0].dtype if weighs else count_dtype(seen)
         for index, layer in enumerate(self.layers if attended else ()):
             held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.padded(index)]  # later tokens write here
             tail = [part[:, :, quota : quota + since].clone() for part in self.padded(index)] if since else None
             places = self.places[index][..., :quota].int().flatten()
+            mass = self.mass[index][..., :quota].to(dtype, copy=True).flatten() if self.merges else None
             rows = layer.rows.replace_all(
                 read - kept, Plain(*held), places, layer.rows.lengths, quota, True,
-                self.view.copy_columns(index, quota + since), tail, self.copy_mass(index, self.seen + read - since),
+                self.view.copy_columns(index, quota + since), tail, mass,
             )  # fmt: skip
             layer.replace_rows(rows, evicted[index], attended, max(attended))
             if cut:
                 self.give_tally(index)
-
-    def copy_mass(self, index: int, seen: int) -> Tensor | None:
-        """Return a copy of the masses of a layer's quota, (B·H·quota,), as a layer stores them; None if all are 1.
-
-        Args:
-            index: The layer.
-            seen: Tokens read by the last cut.
-        """
-        if not self.merges:
-            return None
-        mass = self.mass[index][..., : self.quota]
-        dtype = mass.dtype if self.layers[index].choice.method.weighs_rows else count_dtype(seen)
-        return mass.to(dtype, copy=True).flatten()
 
     def finish(self, read: int, answer: int = 0) -> None:
         """Give the layers the first `read` tokens and the method's states. The rows are not used any more."""
