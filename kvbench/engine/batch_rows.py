@@ -58,7 +58,8 @@ class BatchRows(StepRows):
         self.by_layer = {index: [owner[group, index] for group in range(len(groups))] for index in self.indices}
         for number, group in enumerate(groups):
             for rows in group:
-                rows.use_lane(number % STREAMS)
+                if rows.beside is not None:
+                    rows.beside.lane = number % STREAMS
         self.streams = make_streams(device)[: min(STREAMS, len(groups)) - 1] if device.type == "cuda" else []
 
     def cuts(self, number: int) -> bool:

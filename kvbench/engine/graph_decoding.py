@@ -22,7 +22,7 @@ from torch.nn.functional import embedding
 
 from kvbench.cache.guard import without_gradients
 from kvbench.engine.sampling import mark_tokens
-from kvbench.engine.streams import join_after
+from kvbench.engine.streams import Beside, join_after
 from kvbench.engine.timing import Stamps
 from kvbench.kernels.dispatch import is_announcing
 from kvbench.kernels.fused_linear import rms_norm, rms_norm_glu, rms_norm_linear
@@ -185,6 +185,8 @@ class StepRows:
 
     indices: Sequence[int]
     """The model's indices of the layers."""
+    beside: Beside | None = None
+    """What reading a token does beside the current stream, if anything."""
 
     def cuts(self, number: int) -> bool:
         """Return whether the layers are cut after this token. Such tokens need a graph of their own."""
@@ -200,15 +202,12 @@ class StepRows:
 
     def settle(self) -> None:
         """Let the current stream wait for what reading the token still does on others."""
-        return
+        if self.beside is not None:
+            self.beside.settle()
 
     def advance(self, cuts: bool) -> None:
         """Count a token after all layers have read it, and `settle`."""
         raise NotImplementedError
-
-    def use_lane(self, lane: int) -> None:
-        """Do work beside the current stream in this lane (`kvbench.engine.streams.Beside`)."""
-        return
 
     def pack_due(self, number: int) -> None:
         """Pack what is due after the token of this number, between two replays of a graph."""

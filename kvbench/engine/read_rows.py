@@ -83,7 +83,7 @@ class ReadRows(AppendedRows):
         like = weights.embed
         self.counts = torch.zeros(len(self.layers), tokens, dtype=torch.int64, device=like.device)  # rows attended to
         self.listing: set[int] = set()  # layers that attend to listed rows
-        self.beside = Beside(like.device)  # packed rows are chosen and made there, while the layer before reads
+        self.beside: Beside = Beside(like.device)  # packed rows are chosen and made there, while the layer before reads
 
     def reader(self, cuts: bool) -> Attend:
         last = self.step.long() + self.seen[0]
@@ -150,12 +150,6 @@ class ReadRows(AppendedRows):
             )  # fmt: skip
 
         return attend
-
-    def use_lane(self, lane: int) -> None:
-        self.beside.lane = lane
-
-    def settle(self) -> None:
-        self.beside.settle()
 
     def back(self, step: int) -> int:
         self.counts[:, step:] = 0

@@ -145,7 +145,7 @@ class ReplacedRows(QuotaRows):
         self.quotas = plan.quotas.to(self.device)
         self.grows = [not constant for constant in plan.constant]
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)  # number of tokens read
-        self.beside = Beside(self.device)  # rows are replaced there, while the next layers read the token
+        self.beside: Beside = Beside(self.device)  # rows are replaced there, while the next layers read the token
         self.ragged = [bool((count != count.max()).any()) for count in capacities]
         self.in_memory = [  # of all heads' slots, padded to the longest head, those that a ragged layer has memory for
             (torch.arange(int(count.max())) < count[..., None]).flatten().nonzero()[:, 0].to(self.device)
@@ -242,12 +242,6 @@ class ReplacedRows(QuotaRows):
         for name, column in columns.items():
             column.copy_(rows.columns[name])
             column.scatter_(-1, free[..., None], 0)
-
-    def use_lane(self, lane: int) -> None:
-        self.beside.lane = lane
-
-    def settle(self) -> None:
-        self.beside.settle()
 
     def advance(self, cuts: bool) -> None:
         self.step += 1
