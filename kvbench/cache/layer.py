@@ -512,19 +512,20 @@ class Layer:
         """
         return self.share_among_layers(nominal, self.observe_nothing(), self.rows.view)
 
-    def find_head_quotas_ahead(self, nominal: int) -> Tensor:
-        """Return the rows that each head keeps at the cuts of an answer, (H,) or (B, H); its tokens or more for all.
+    def find_head_quotas_ahead(self, nominal: int, tokens: int) -> Tensor:
+        """Return the rows that each head keeps while the next `tokens` tokens are read, (H,) or (B, H).
 
-        The method must stream (`Method.streams`).
+        A head that keeps all rows has at least the tokens that will have been read. A smaller number may exceed those
+        read so far: the head streams once it has so many. The method must stream (`Method.streams`).
         """
-        return self.share_among_heads(nominal, self.observe_nothing())
+        return self.share_among_heads(nominal, self.observe_nothing(tokens))
 
-    def observe_nothing(self) -> Observation:
-        """Return the observation of the next decoded token, without tensors."""
+    def observe_nothing(self, tokens: int = 1) -> Observation:
+        """Return the observation of the last one of the next decoded tokens, without tensors."""
         none, progress = empty(self.rows.shape[0], 0, 1, 0), self.progress
         return Observation(
-            none, none, None, 1.0, none, lambda places: (places, places), self.index, self.layers, self.rows.seen,
-            progress.prompt, False, True, self.cut_layers,
+            none, none, None, 1.0, none, lambda places: (places, places), self.index, self.layers,
+            self.rows.seen + tokens - 1, progress.prompt, False, True, self.cut_layers,
         )  # fmt: skip
 
     def replace_rows(self, rows: StoredRows, evicted: Tensor | int, attended: Sequence[float], peak: int) -> None:

@@ -126,7 +126,8 @@ def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> Answe
         spared = layer.index not in layer.cut_layers
         found = known.get(spared)
         if found is None:
-            found = torch.stack([find_layer_quotas(layer, own) for own in numbers])[which]  # (T, B, H or 1)
+            each = [find_layer_quotas(layer, own, len(nominal)) for own in numbers]
+            found = torch.stack(each)[which]  # (T, B, H or 1)
         if uniform and not streams:
             known[spared] = found
         wanted.append(found)
@@ -149,14 +150,20 @@ def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> Answe
     return AnswerQuotas(quotas[:count], rows[: count + 1])
 
 
-def find_layer_quotas(layer: Layer, nominal: int) -> Tensor:
-    """Return the rows that the heads of a layer may keep at a cut, (B, 1) or (B, H) int64; `NEVER` for all rows."""
+def find_layer_quotas(layer: Layer, nominal: int, tokens: int) -> Tensor:
+    """Return the rows that the heads of a layer may keep at a cut, (B, 1) or (B, H) int64.
+
+    Args:
+        layer: The layer.
+        nominal: Rows per head, as the mean over the layers.
+        tokens: Number of tokens that will be read. A head that keeps all of their rows has the quota `NEVER`.
+    """
     samples = torch.full((layer.rows.shape[0], 1), NEVER)
     if layer.index not in layer.cut_layers:
         return samples
     if layer.choice.method.streams:
-        quotas = layer.find_head_quotas_ahead(nominal).long()
-        return quotas.masked_fill(quotas > layer.rows.seen, NEVER).expand(len(samples), layer.rows.shape[1])
+        quotas = layer.find_head_quotas_ahead(nominal, tokens).long()
+        return quotas.masked_fill(quotas >= layer.rows.seen + tokens, NEVER).expand(len(samples), layer.rows.shape[1])
     if layer.choice.allocator.is_uniform:
         return samples.fill_(nominal)
     return torch.tensor(layer.find_quota_ahead(nominal))[:, None]

@@ -327,6 +327,7 @@ VARYING = {
     "layers that differ by sample": ({"method": "cake", "allocator": "cake", "decoding": True}, 0.3),
     "layers that differ by sample and grow": ({"method": "h2o", "allocator": "cake"}, GROWING),
     "heads that stream and heads that keep everything": ({"method": "duo_attention", "decoding": True}, 0.7),
+    "heads that stream once they have 66 rows": (STREAMING | {"sinks": 4, "recent": 62}, 0.5),
     "heads of which all stream": ({"method": "duo_attention", "decoding": True}, 6),
     # not the first layer alone, in which keys of equal tokens have equal norms but for rounding
     "a layer that is spared": ({"method": "knorm", "skip_layers": [0], "decoding": True}, 0.3),
@@ -340,7 +341,7 @@ VARYING = {
 QUICK = (
     "a growing quota, slots as positions", "a cache that fills and is protected too much",
     "layers that differ by sample and grow",
-    "heads that stream and heads that keep everything", "spared layers and a growing quota",
+    "heads that stream once they have 66 rows", "spared layers and a growing quota",
     "a watched pyramid, cut after four tokens", "a spared layer, the others cut after four tokens",
 )  # fmt: skip
 
