@@ -559,7 +559,7 @@ def test_bytes_are_those_of_the_rows_held(case):
     assert 0 <= sum(owned.values()) - held.bytes.total <= 64 * len(layers)
     logits = held.logits.nbytes
     files = storages(reachable(vars(layers[0].choice.method), set()))
-    most = held.bytes.total + sum(files.values()) + logits
+    most = held.bytes.total + sum(files.values()) + logits + held.prompt.nbytes  # its ids are 8 bytes a token
     assert exact < sum(new.values()) <= most + 64 * (len(layers) + 1)
     held.extend(ids(3))
     rows = sum(sum(layer.rows.counts()[0].tolist()) for layer in layers)

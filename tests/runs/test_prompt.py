@@ -146,7 +146,7 @@ def make_run(tokenizer, embeddings: int = 1000, samples=(), system=None, thinkin
         config=lambda: LlamaConfig(vocab_size=embeddings),
     )  # fmt: skip
     task = SimpleNamespace(samples=lambda *_: samples)
-    return SimpleNamespace(checkpoint=checkpoint, task=task, system=system, thinking=thinking)
+    return SimpleNamespace(checkpoint=checkpoint, task=task, system=system, thinking=thinking, task_settings={})
 
 
 def test_an_end_that_the_tokenizer_appends_stands_in_no_prompt_and_is_said_once(capsys):
@@ -205,7 +205,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_embeddings_is_refused()
     )
     with pytest.raises(SettingError, match=f"^{line}{special - 2}; the model needs its own tokenizer$"):
         _ = Resources(make_run(tokenizer, special - 1)).tokenizer
-    samples = [Sample("s", "s", CONTEXT, ASKED[0], "", (), 1, chat=False)]
+    samples = [Sample("s", "s", CONTEXT, ASKED[0], "", ("a",), 1, chat=False)]
     for embeddings in (len(tokenizer) - 1, len(tokenizer), len(tokenizer) + 64):
         assert list(Resources(make_run(tokenizer, embeddings, samples)).prompts) == ["s"]
     tokenizer.chat_template = CHATML
@@ -241,7 +241,7 @@ SYSTEM = 'Say "it\'s {{ odd }} %}".\n\tNothing else ✓.'
 def test_a_system_prompt_stands_in_front(capsys, template, shown, line):
     own = make_tokenizer("bytes")
     own.chat_template = template
-    [sample] = samples = [Sample("s", "s", "\n ", "Who?", "", (), 1)]
+    [sample] = samples = [Sample("s", "s", "\n ", "Who?", "", ("a",), 1)]
     bench = Resources(make_run(own, samples=samples, system=SYSTEM))
     text = bench.tokenizer.decode(bench.prompts["s"][1].ids)
     assert text == f"{shown}<|im_start|>assistant\n" and own.chat_template == template
