@@ -24,13 +24,8 @@ from kvbench.efficiency.measured_task import count_split, find_interval, find_pe
 from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, load_machines, load_needs, prefill_ms
 from kvbench.efficiency.scoring_time import prepare_score
 from kvbench.efficiency.throughput import find_largest_batch
-from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
-from kvbench.engine.replicate import replicate
-from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import describe_shortage, spread, try_in_memory
-from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.codec import Codec
 from kvbench.methods.codecs.kivi import Kivi
 from kvbench.models.loading import make_random_model
 from kvbench.models.random_weights import RandomCheckpoint, list_shapes
@@ -48,10 +43,6 @@ from kvbench.store.efficiency_csv import (
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.delta_files import build_delta
-from tests.support.method_files import build_policy
-from tests.support.palu_files import build_palu, find_palu
-from tests.support.selection import only_in_full
-from tests.support.tiny_models import tiny
 
 QUICK = ("task.length=60", "task.new_tokens=[3,6]", "task.repeats=2", "budget=0.25")
 PARAMETERS = {  # billions, as the models' pages say
@@ -349,47 +340,6 @@ def test_floors_of_the_8b_shape():
     whole = prefill_ms(machine, model, 131072, 1, None, None)
     blocks = prefill_ms(machine, model, 131072, 1, 128, 8192)
     assert blocks == pytest.approx(3800, rel=0.06) and whole > 1.7 * blocks
-
-
-CODECS = {
-    "raw": lambda: Codec("raw"),
-    "kivi": lambda: Kivi("kivi", bits=4, group=8, residual=16),
-    "delta": lambda: build_delta("llama", "drawn", bits=2),
-    "palu": lambda: build_palu(find_palu("llama"), bits=4),
-}
-REPLICATED = [
-    ("full", "raw"),
-    ("h2o", "raw"),
-    ("centroidkv", "raw"),
-    ("quest", "raw"),
-    only_in_full("snapkv", "raw"),
-    only_in_full("keydiff", "raw"),
-    only_in_full("full", "kivi"),
-    ("snapkv", "kivi"),
-    ("full", "delta"),
-    ("deltakv", "delta"),
-    ("full", "palu"),
-    only_in_full("tova", "palu"),
-]
-
-
-@pytest.mark.parametrize("method, codec", REPLICATED)
-def test_a_replicated_prompt_decodes_as_it_does_alone(method, codec):
-    model, ids = tiny("llama"), torch.arange(3, 103)[None]
-    choice = choose_cache(*build_policy(method, "uniform", "llama")[:2], CODECS[codec]())
-
-    def answer(times: int) -> torch.Tensor:
-        context = GenerationContext(model, choice, Budget(1.0 if method == "full" else 0.3), None, (0,))
-        context.prefill(ids)
-        before = context.bytes().rows
-        if times > 1:
-            replicate(context, times, 5)
-            assert context.bytes().rows == times * before
-        list(context.generate(5, Sampling(), frozenset()))
-        return context.logits
-
-    alone, several = answer(1), answer(3)
-    assert several.shape[0] == 3 and torch.allclose(several, alone.expand_as(several), atol=1e-5)
 
 
 def test_a_codec_that_cannot_copy_rows_is_refused(kvbench, monkeypatch):
