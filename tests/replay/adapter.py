@@ -173,7 +173,8 @@ def list_names(group: str) -> list[str]:
 
     One that `kvbench docs-tables` described, because nobody did yet, needs none.
     """
-    return [name for name in list_choices(group) if name not in list_unwritten(group)]
+    unwritten = list_unwritten(group)
+    return [name for name in list_choices(group) if name not in unwritten]
 
 
 def arguments(cell: Mapping[str, Any], group: str) -> dict[str, Any]:

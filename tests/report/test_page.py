@@ -259,7 +259,8 @@ def test_a_method_keeps_its_look(page):
         assert one["shape"] != other["shape"] and one["dash"] != other["dash"]  # one colour, two marks and lines
 
 
-METHODS = [name for name in list_choices("method") if name not in ("full", *list_unwritten("method"))]
+DESCRIBED = sorted({*list_choices("method")} - list_unwritten("method"))
+METHODS = [name for name in DESCRIBED if name != "full"]
 
 
 def test_files_of_methods_state_looks_that_differ():
@@ -690,7 +691,7 @@ def test_a_method_is_described_by_its_module_and_its_config():
 
 def test_every_method_has_an_equation():
     """Only the full cache needs none: nothing is ever cut. One that nobody described yet may come without."""
-    about = {name: describe_method(name) for name in list_choices("method") if name not in list_unwritten("method")}
+    about = {name: describe_method(name) for name in DESCRIBED}
     assert [name for name, own in about.items() if not own["equation"]] == ["full"]
     for name, own in about.items():
         assert own["definition"], name
