@@ -25,13 +25,14 @@ from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import RaggedRows, attend_ragged
 from kvbench.kernels.cut_order import RECENTS, SINKS
 from kvbench.kernels.rope_append import append
+from kvbench.kernels.row_replacement import NEVER
 from kvbench.kernels.row_selection import gather_rows, top_k_indices
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import ContractError
 
 
 def make_fixed_quota_rows(
-    weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, size: int, quotas: Sequence[int | None],
+    weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, size: int, quotas: Sequence[int],
     states: Sequence[State], since: int, implementation: str | None = None,
 ) -> list[StepRows]:  # fmt: skip
     """Make rows for all layers of an answer: `FixedQuotaRows` for each quota, and `AppendedRows` where nothing is cut.
@@ -41,16 +42,16 @@ def make_fixed_quota_rows(
         answers: The layers of the only answer.
         tokens: Number of tokens that will be read.
         size: Number of tokens between two cuts.
-        quotas: Rows per head of each layer after a cut; None for a layer that is not cut.
+        quotas: Rows per head of each layer after a cut; `NEVER` for a layer that is not cut.
         states: The method's captured states of the layers (`capture_states`).
         since: Tokens read since the last cut.
         implementation: Name of the kernels' implementation; None chooses one.
     """
     (layers,), found = answers, list[StepRows]()
-    for quota in dict.fromkeys(sorted(quotas, key=lambda own: own is None)):  # those that only append come last
+    for quota in sorted(set(quotas)):  # layers that only append come last
         numbers = [number for number, own in enumerate(quotas) if own == quota]
         some, own_states = [layers[number] for number in numbers], [states[number] for number in numbers]
-        if quota is not None:
+        if quota < NEVER:
             found.append(FixedQuotaRows(weights, [some], tokens, size, quota, implementation, own_states))
         elif layers[0].choice.method.watches:
             found.append(AppendedRows(weights, [some], tokens, implementation, own_states, since))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.cache.guard import without_gradients
 from kvbench.cache.layer import Layer
-from kvbench.engine.answer_quotas import AnswerQuotas, find_answer_quotas, replaces_rows
+from kvbench.engine.answer_quotas import AnswerQuotas, find_answer_quotas, find_layer_quotas, replaces_rows
 from kvbench.engine.appended_rows import AppendedRows, only_appends
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
@@ -29,6 +29,7 @@ from kvbench.engine.replaced_rows import find_shared_kind, make_replaced_rows
 from kvbench.engine.sampling import NOT_FINITE, TokenChooser, mark_tokens
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
+from kvbench.kernels.row_replacement import NEVER
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.models.transformers_port import kvbench_attention
 from kvbench.stops import check_stop
@@ -368,31 +369,30 @@ def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None
     return begin if begin.tokens == left else plan(left)
 
 
-def find_constant_quotas(context: GenerationContext, left: int) -> list[int | None] | None:
+def find_constant_quotas(context: GenerationContext, left: int) -> list[int] | None:
     """Return the quotas of rows that are cut after every few tokens, if every layer is exactly at its own.
 
     Returns None if a quota changes within `left` tokens or differs between samples, if rows are cut at every token
     (`plan_replacing`), or if the answer is too short to pay for capturing a graph. Otherwise there is a quota for each
-    layer, or None for a layer that the method spares.
+    layer, `NEVER` for a layer that the method spares.
     """
     choice, method = context.choice, context.choice.method
     least = WORTH if method.watches else max(WORTH, method.decode_interval)  # others are read without cuts before one
     if not method.decoding or replaces_rows(choice) or not repeats_cuts(choice) or left < least:
         return None
-    nominal, quotas = context.find_decode_quota(context.seen + 1), list[int | None]()
+    nominal, quotas = context.find_decode_quota(context.seen + 1), list[int]()
     if nominal is None or nominal != context.find_decode_quota(context.seen + left):
         return None
     for layer in context.own_layers:
-        if layer.index not in layer.cut_layers:
-            if method.watches and layer.rows.stored is not None:
-                return None  # rows that only grow are shown to a method if the layer was never cut
-            quotas.append(None)
-            continue
-        found = set(layer.find_quota_ahead(nominal))
-        if len(found) > 1 or not is_at_quota([layer], min(found), context.since_cut):
+        quota, *others = find_layer_quotas(layer, nominal, left).unique().tolist()
+        if quota == NEVER:  # rows that only grow are shown to a method if the layer was never cut
+            fits = not method.watches or layer.rows.stored is None
+        else:
+            fits = not others and is_at_quota([layer], quota, context.since_cut)
+        if not fits:
             return None
-        quotas.append(min(found))
-    return None if set(quotas) == {None} else quotas
+        quotas.append(quota)
+    return None if min(quotas) == NEVER else quotas
 
 
 class ModulePath:
