@@ -6,13 +6,14 @@ import json
 import math
 import os
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
+T = TypeVar("T")
 Count = TypeVar("Count")  # int, or a tensor, which this module does not import
 
 EMBEDDED_MODELS = ("reference", "reference_v2")  # models whose weights the project holds
@@ -63,6 +64,31 @@ def make_contract_error(owner: str, hook: str, error: BaseException, where: str 
     reason = " ".join(str(error).split()) or "no message"
     place = f"{Path(frame.filename).name}:{frame.lineno}"
     return ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})")
+
+
+def call_hook(
+    owner: str, hook: str, work: Callable[[], T], where: str = "",
+    passed_on: tuple[type[BaseException], ...] = (ContractError, SettingError),
+) -> T:  # fmt: skip
+    """Call what somebody else wrote: a hook of a method or codec, or a task.
+
+    Args:
+        owner: Whose it is, such as "method=snapkv" or "task=ruler".
+        hook: The hook's name.
+        work: Calls the hook.
+        where: Follows the hook's name in the message, such as " of layer 3".
+        passed_on: Errors that pass as they are, because they already say what is wrong.
+
+    Raises:
+        ContractError: The hook raised any other error. The message names the last line that is not in an installed
+            package.
+    """
+    try:
+        return work()
+    except passed_on:
+        raise
+    except (Exception, SystemExit) as error:
+        raise make_contract_error(owner, hook, error, where) from error
 
 
 class NumericalError(ContractError):

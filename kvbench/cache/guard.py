@@ -34,7 +34,7 @@ from torch import Tensor
 from kvbench.interfaces.observation import Observation, ReadRequest, State, StateCapture
 from kvbench.interfaces.row_reader import CapturedAnswer
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import ContractError, SettingError, make_contract_error
+from kvbench.validation import ContractError, SettingError, call_hook
 
 T = TypeVar("T")
 Work = TypeVar("Work", bound=Callable[..., Any])
@@ -70,12 +70,7 @@ def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
     Raises:
         ContractError: The hook raised. The message names the last line that is not in an installed package.
     """
-    try:
-        return work()
-    except PASSED_ON:
-        raise
-    except (Exception, SystemExit) as error:
-        raise make_contract_error(owner, hook, error, where) from error
+    return call_hook(owner, hook, work, where, PASSED_ON)
 
 
 class Handed:

@@ -150,7 +150,7 @@ def check_finite(model: torch.nn.Module, label: str, find_fault: Any = None) -> 
 def hash_weights(model: torch.nn.Module) -> str:
     """Return 16 hex digits that identify the weights of a model in memory, on whatever device they are.
 
-    Of a tensor over 1 MiB the hash covers 16 samples of 64 KiB, as that of a large file does (`Checkpoint.identity`).
+    Of a tensor over 1 MiB the hash covers 16 samples of 64 KiB.
     """
     digest = hashlib.sha256()
     for name, own in sorted(model.state_dict().items()):

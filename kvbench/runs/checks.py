@@ -16,8 +16,7 @@ from kvbench.config import catalogue
 from kvbench.interfaces.budget import Budget, check_budget
 from kvbench.interfaces.task import Task
 from kvbench.models.model_kinds import ModelKind
-from kvbench.runs.task_calls import call_task
-from kvbench.validation import SettingError, check_sampling, format_value, require_choice, require_int
+from kvbench.validation import SettingError, call_hook, check_sampling, format_value, require_choice, require_int
 
 CACHE = ("method", "allocator", "codec")
 KEPT = (  # settings that reproduce a run; `workers` is not one of them, because it changes no result
@@ -93,7 +92,7 @@ def check_settings(config: DictConfig, tasks: dict[str, Task] | None = None) -> 
             "many rows stay; choose a method with a budget"
         )
     if key not in tasks:
-        call_task(f"task={settings['name']}", "check", task.check)
+        call_hook(f"task={settings['name']}", "check", task.check)
         tasks[key] = task
     return CheckedSettings(groups, budget, task, settings, kept)
 

@@ -20,9 +20,8 @@ from kvbench.interfaces.task import Task
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs.checks import CheckedSettings, check_settings, find_model_kind
 from kvbench.runs.devices import choose_device, choose_dtype, name_gpu
-from kvbench.runs.task_calls import call_task
 from kvbench.store.run_folder import run_hash
-from kvbench.validation import SettingError
+from kvbench.validation import SettingError, call_hook
 
 IDENTITY = 2  # how a run is named; runs that were named in another way are shown, and never paired with these
 Part = TypeVar("Part")
@@ -270,7 +269,7 @@ class RunSpec:
             "sampling": {"temperature": float(self.temperature), "top_p": float(self.top_p)},
             "task": catalogue.task_identity(self.task_settings),
             "averages": [[name, own] for name, own in (getattr(self.task, "averages", None) or {}).items()],  # in order
-            "data": call_task(f"task={self.task_settings.get('name')}", "fingerprint", self.task.fingerprint),
+            "data": call_hook(f"task={self.task_settings.get('name')}", "fingerprint", self.task.fingerprint),
             "device": where,
             "sources": source_hash(self.sources()),
             "identity": IDENTITY,

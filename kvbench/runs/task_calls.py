@@ -1,36 +1,14 @@
 """Call a task, so that whatever goes wrong in its file is one line that names the task and what was asked of it."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from kvbench.interfaces.task import Graded, Sample, Task, Tokenizer
-from kvbench.validation import ContractError, SettingError, is_number, make_contract_error
+from kvbench.validation import ContractError, call_hook, is_number
 
-T = TypeVar("T")
 END: Any = object()  # what follows the last sample
 TEXTS = ("uid", "subtask", "context", "question", "answer_prefix")
 NEEDED = ("uid", "subtask")  # texts that may not be empty
-
-
-def call_task(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
-    """Ask a task something.
-
-    Args:
-        owner: The task, such as "task=ruler".
-        hook: What it is asked, such as "fingerprint".
-        work: Asks it.
-        where: Follows the hook's name in the message, such as " of <uid>".
-
-    Raises:
-        SettingError: A setting or a row of its data cannot be used.
-        ContractError: It raised anything else.
-    """
-    try:
-        return work()
-    except (SettingError, ContractError):
-        raise
-    except (Exception, SystemExit) as error:
-        raise make_contract_error(owner, hook, error, where) from error
 
 
 def read_samples(owner: str, task: Task, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
@@ -47,11 +25,11 @@ def read_samples(owner: str, task: Task, tokenizer: Tokenizer, template_tokens: 
         SettingError: A setting or a row of the task's data cannot be used.
         ContractError: The task raised anything else, or one of its samples is wrong.
     """
-    made = call_task(owner, "samples", lambda: task.samples(tokenizer, template_tokens, longest))
+    made = call_hook(owner, "samples", lambda: task.samples(tokenizer, template_tokens, longest))
     if not isinstance(made, Iterable):
         raise ContractError(f"{owner}: samples returned {type(made).__name__}, expected an iterable of Sample")
     samples, uids = iter(made), set[str]()
-    while (sample := call_task(owner, "samples", lambda: next(samples, END))) is not END:
+    while (sample := call_hook(owner, "samples", lambda: next(samples, END))) is not END:
         check_sample(owner, sample)
         if sample.uid in uids:
             raise ContractError(f"{owner}: two samples have the uid {sample.uid}")
@@ -80,7 +58,7 @@ def check_sample(owner: str, sample: object) -> None:
 
 def grade_output(owner: str, task: Task, sample: Sample, output: str) -> Graded:
     """Return the task's score of an output; ContractError if it raises, or returns no score from 0 to 100."""
-    grade = call_task(owner, "score", lambda: task.score(sample, output), f" of {sample.uid}")
+    grade = call_hook(owner, "score", lambda: task.score(sample, output), f" of {sample.uid}")
     score = getattr(grade, "score", None)
     if not is_number(score) or not 0 <= score <= 100:
         shown = score if isinstance(grade, Graded) else type(grade).__name__

@@ -21,8 +21,8 @@ from kvbench.models.chat_template import count_template_tokens
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs.check_list import CheckFailed, NotApplicable, print_checks
 from kvbench.runs.prompt import encode_all
-from kvbench.runs.task_calls import call_task, grade_output, read_samples
-from kvbench.validation import SettingError, is_number
+from kvbench.runs.task_calls import grade_output, read_samples
+from kvbench.validation import SettingError, call_hook, is_number
 
 WRONG = ("", "?", "no answer at all")  # outputs that a task must be able to score, beside the right answers
 
@@ -61,7 +61,7 @@ class TaskUnderTest:
     def build(self) -> Task:
         """Make the task anew, and let it check its settings and data."""
         task = self.construct()
-        call_task(self.owner, "check", task.check)
+        call_hook(self.owner, "check", task.check)
         return task
 
     @cached_property
@@ -85,7 +85,7 @@ class TaskUnderTest:
 
 def check_data(subject: TaskUnderTest) -> str:
     """Check that settings and data can be used, and that the fingerprint is a text and the same when built again."""
-    prints = [call_task(subject.owner, "fingerprint", subject.build().fingerprint) for _ in range(2)]
+    prints = [call_hook(subject.owner, "fingerprint", subject.build().fingerprint) for _ in range(2)]
     if not isinstance(prints[0], str) or not prints[0]:
         raise CheckFailed(f"fingerprint returned {prints[0]!r:.60}, expected a text")
     if prints[0] != prints[1]:
@@ -157,7 +157,7 @@ def check_reference(subject: TaskUnderTest) -> str:
         raise NotApplicable("it has no `reference`, so fidelity=true is refused")
     scores: dict[str, list[float]] = {}
     for sample in samples:
-        text = call_task(subject.owner, "reference", partial(reference, sample), f" of {sample.uid}")
+        text = call_hook(subject.owner, "reference", partial(reference, sample), f" of {sample.uid}")
         if not isinstance(text, str):
             raise CheckFailed(f"reference of {sample.uid} returned {type(text).__name__}, expected a text")
         scores.setdefault(sample.subtask, []).append(grade_output(subject.owner, task, sample, text).score)
