@@ -215,7 +215,8 @@ class CodeReader:
 
 def choose_first(points: Tensor, seed: int, count: int) -> Tensor:
     """Choose the rows of the first centroids of points (…, n, e), among LOOK rows: (…, count)."""
-    order = torch.randperm(points.shape[-2], generator=torch.Generator().manual_seed(seed))[:LOOK].to(points.device)
+    order = torch.randperm(points.shape[-2], generator=torch.Generator().manual_seed(seed))[:LOOK]
+    order = order.to(points.device, non_blocking=True)  # the host need not wait for what reads the prompt
     return order[find_different(points[..., order, :], count)]
 
 
@@ -226,7 +227,8 @@ def find_different(points: Tensor, count: int) -> Tensor:
     """
     wide = points if points.dtype == torch.float64 else points.float()
     bits = (wide + 0.0).view(torch.int64 if points.dtype == torch.float64 else torch.int32).long()  # -0.0 becomes 0.0
-    factors = torch.randint(1 << 62, points.shape[-1:], generator=torch.Generator().manual_seed(0)).to(points.device)
+    factors = torch.randint(1 << 62, points.shape[-1:], generator=torch.Generator().manual_seed(0))
+    factors = factors.to(points.device, non_blocking=True)
     hashes, index = (bits * factors).sum(-1).sort(dim=-1, stable=True)
     again = torch.zeros_like(hashes, dtype=torch.uint8)
     again.scatter_(-1, index[..., 1:], (hashes[..., 1:] == hashes[..., :-1]).to(torch.uint8))

@@ -22,24 +22,16 @@ SEARCH = 4096  # distances that are searched at once
 
 
 @triton.jit
-def _multiply(point, centroid, PIECES: tl.constexpr, CAST: tl.constexpr):
-    """Return the products (N, K) of points (N, E) with centroids (K, E) in float32."""
-    if PIECES == 0:
-        product = tl.dot(point.to(tl.float32), tl.trans(centroid), input_precision="ieee")
+def _cut(centroid, CAST: tl.constexpr):
+    """Return numbers in bfloat16 whose sum is the centroid (K, E): the largest, one for the rest, one for its rest."""
+    high = centroid.to(tl.bfloat16)
+    rest = centroid - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    if CAST:
+        return high.to(tl.float32), middle.to(tl.float32), low.to(tl.float32)
     else:
-        high = centroid.to(tl.bfloat16)
-        rest = centroid - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        if CAST:
-            point, high = point.to(tl.float32), high.to(tl.float32)
-            middle, low = middle.to(tl.float32), low.to(tl.float32)
-        product = tl.zeros((point.shape[0], centroid.shape[0]), tl.float32)
-        if PIECES == 3:
-            product = tl.dot(point, tl.trans(low), product, input_precision="ieee")
-            product = tl.dot(point, tl.trans(middle), product, input_precision="ieee")
-        product = tl.dot(point, tl.trans(high), product, input_precision="ieee")
-    return product
+        return high, middle, low
 
 
 @triton.jit(do_not_specialize=["rows", "count", "heads", "k_b", "k_h"])
@@ -61,13 +53,24 @@ def _assign(
     place = code[:, None] * size + column[None]
     centroid = tl.load(centroids + line * count * size + place, mask=there, other=0.0).to(tl.float32)
     norm = tl.where(code < count, tl.sum(centroid * centroid, 1), float("inf"))
-    total, number = tl.zeros((K, E), tl.float32), tl.zeros((K,), tl.int32)
+    total, members = tl.zeros((K, E), tl.float32), tl.zeros((N, K), tl.int32)
+    if PIECES > 0:
+        high, middle, low = _cut(centroid, CAST)
     for start in range(span * SPAN, tl.minimum(rows, span * SPAN + SPAN), N):
         row = start + tl.arange(0, N)
         here = row < rows
         at = row.to(tl.int64)[:, None] * k_n + column[None] * k_d
         point = tl.load(keys + at, mask=here[:, None] & (column < size)[None], other=0.0)
-        nearness = 2 * _multiply(point, centroid, PIECES, CAST) - norm[None]
+        product = tl.zeros((N, K), tl.float32)
+        if PIECES == 0:
+            product = tl.dot(point.to(tl.float32), tl.trans(centroid), product, input_precision="ieee")
+        else:
+            exact = point.to(high.dtype)
+            if PIECES == 3:
+                product = tl.dot(exact, tl.trans(low), product, input_precision="ieee")
+                product = tl.dot(exact, tl.trans(middle), product, input_precision="ieee")
+            product = tl.dot(exact, tl.trans(high), product, input_precision="ieee")
+        nearness = 2 * product - norm[None]
         largest = tl.max(nearness, 1)
         nearest = tl.min(tl.where(nearness == largest[:, None], code[None], count - 1), 1)
         if SUM:
@@ -78,13 +81,13 @@ def _assign(
                 total = tl.dot(tl.trans(member.to(tl.float32)), wide, total, input_precision="ieee")
             else:
                 total = tl.dot(tl.trans(member.to(point.dtype)), point, total)
-            number += tl.sum(member.to(tl.int32), 0)
+            members += member.to(tl.int32)
         else:
             tl.store(codes + line * rows + row, nearest.to(tl.uint8), mask=here)
     if SUM:
         line += span * tl.num_programs(1)
         tl.store(sums + line * count * size + place, total, mask=there)
-        tl.store(sizes + line * count + code, number, mask=code < count)
+        tl.store(sizes + line * count + code, tl.sum(members, 0), mask=code < count)
 
 
 @triton.jit

@@ -283,14 +283,15 @@ class StoredRows:
         """Return `packed` as the only rows: those held and the last `tokens` of `seen` tokens, `lengths` per head."""
         before, mass = self.lengths, self.mass
         assert before is not None and self.places is not None  # `pack` has made the cut part
-        more = torch.full_like(before, tokens)
+        held = torch.full(self.shape, self.longest) if self.even else before.cpu()
+        more = torch.full_like(held, tokens)
         places = torch.arange(seen - tokens, seen, dtype=torch.int32, device=before.device)
         if mass is not None:
-            mass = join(mass, before, mass.new_ones(more.numel() * tokens), more)
+            mass = join(mass, held, mass.new_ones(more.numel() * tokens), more)
         return StoredRows(
             self.shape, seen,
             stored=packed,
-            places=join(self.places, before, places.repeat(before.numel()), more),
+            places=join(self.places, held, places.repeat(before.numel()), more),
             mass=mass, columns=self.columns, lengths=lengths,
             longest=self.longest + tokens, even=self.even, rotate=self.rotate,
         )  # fmt: skip

@@ -361,7 +361,7 @@ def copy_samples(value: Any, times: int) -> Any:
 
 
 def join(rows: Tensor, counts: Tensor, more: Tensor, more_counts: Tensor) -> Tensor:
-    """Append further rows to the rows of each head.
+    """Append further rows to the rows of each head. If the counts lie on a GPU, the host waits for them.
 
     Args:
         rows: Flat rows, (R, …).
@@ -370,22 +370,16 @@ def join(rows: Tensor, counts: Tensor, more: Tensor, more_counts: Tensor) -> Ten
         more_counts: Number of them in each head, (B, H).
 
     Returns:
-        Flat rows, (R + R', …).
+        Flat rows, (R + R', …). They may be `rows` or `more`, if there are no others.
     """
-    counts, more_counts = counts.flatten(), more_counts.flatten()
-    if len(counts) == 1:
-        return torch.cat([rows, more])
-    out = rows.new_empty(len(rows) + len(more), *rows.shape[1:])
-    before = more_counts.cumsum(0) - more_counts  # further rows of the heads in front
-    shift = before.repeat_interleave(counts, output_size=len(rows))  # with its size the host need not wait for it
-    out[torch.arange(len(rows), device=rows.device) + shift] = rows
-    shift = counts.cumsum(0).repeat_interleave(more_counts, output_size=len(more))
-    out[torch.arange(len(more), device=rows.device) + shift] = more
-    return out
+    if not len(rows) or not len(more):
+        return more if len(more) else rows
+    parts = [own.split_with_sizes(sizes.flatten().tolist()) for own, sizes in ((rows, counts), (more, more_counts))]
+    return torch.cat([part for head in zip(*parts, strict=True) for part in head])
 
 
 def split(rows: Tensor, counts: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Separate the first rows of each head from the others.
+    """Separate the first rows of each head from the others. If the counts lie on a GPU, the host waits for them.
 
     Args:
         rows: Flat rows, (R, …).
@@ -395,7 +389,5 @@ def split(rows: Tensor, counts: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Copies of the first rows and of the others.
     """
-    counts, first = counts.flatten(), first.flatten()
-    start = (counts.cumsum(0) - counts).repeat_interleave(counts, output_size=len(rows))
-    front = torch.arange(len(rows), device=rows.device) - start < first.repeat_interleave(counts)
-    return rows[front], rows[~front]
+    parts = rows.split_with_sizes(torch.stack([first, counts - first], -1).flatten().tolist())
+    return torch.cat(parts[::2]), torch.cat(parts[1::2])

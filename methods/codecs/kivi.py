@@ -92,25 +92,25 @@ class KiviRows:
         return lengths - lengths % residual, (lengths - residual).clamp(min=0)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        bits, group, dtype = self.codec.bits, self.codec.group, self.keys.dtype
-        of_keys, of_values = self.packed(self.lengths)
+        bits, group, dtype, lengths = self.codec.bits, self.codec.group, self.keys.dtype, self.lengths.cpu()
+        of_keys, of_values = self.packed(lengths)
         keys = dequantize(self.key_groups, bits, group, dtype, turned=True).mT.flatten(0, 1)
         values = dequantize(self.value_groups, bits, group, dtype)
         return (
-            join(keys, of_keys, self.keys, self.lengths - of_keys),
-            join(values, of_values, self.values, self.lengths - of_values),
+            join(keys, of_keys, self.keys, lengths - of_keys),
+            join(values, of_values, self.values, lengths - of_values),
         )
 
     def tensors(self) -> list[Tensor]:
         return [*self.key_groups, self.keys, *self.value_groups, self.values]
 
     def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "KiviRows":
-        codec, more = self.codec, lengths - self.lengths
-        before, after = self.packed(self.lengths), self.packed(lengths)
-        raw_keys = join(self.keys, self.lengths - before[0], keys, more)
-        raw_values = join(self.values, self.lengths - before[1], values, more)
-        old_keys, raw_keys = split(raw_keys, lengths - before[0], after[0] - before[0])
-        old_values, raw_values = split(raw_values, lengths - before[1], after[1] - before[1])
+        codec, held, longer = self.codec, self.lengths.cpu(), lengths.cpu()
+        before, after = self.packed(held), self.packed(longer)
+        raw_keys = join(self.keys, held - before[0], keys, longer - held)
+        raw_values = join(self.values, held - before[1], values, longer - held)
+        old_keys, raw_keys = split(raw_keys, longer - before[0], after[0] - before[0])
+        old_values, raw_values = split(raw_values, longer - before[1], after[1] - before[1])
         key_groups, value_groups = codec.key_groups(old_keys), codec.value_groups(old_values)
         group = codec.group
         return KiviRows(

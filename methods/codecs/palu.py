@@ -224,6 +224,13 @@ class PaluRows:
         samples = torch.arange(self.shape[0], device=self.counts.device)
         return [samples.repeat_interleave(counts) for counts in self.counts]
 
+    def count_on_host(self) -> Tensor:
+        """Return `counts` on the CPU. The host waits for the device only if the samples hold different tokens."""
+        batch = self.shape[0]
+        if self.held is not None and batch > 1:
+            return self.counts.cpu()
+        return torch.tensor([[len(own[0]) // batch] * batch for own in self.latents[: len(self.counts)]])
+
     def keep(self, kept: Tensor) -> "PaluRows":
         heads = self.shape[1] // len(self.counts)
         held = self.held or tuple(kept.new_ones(len(own[0]), heads) for own in self.latents[: len(self.counts)])
@@ -261,15 +268,16 @@ class PaluRows:
 
     def append(self, block: Sequence[Latents], tokens: int) -> "PaluRows":
         """Return the rows followed by those of a block of tokens, whose latents are in the order of `latents`."""
-        more = torch.full_like(self.counts[0], tokens)
+        counts = self.count_on_host()
+        more = torch.full_like(counts[0], tokens)
         latents = tuple(
-            tuple(join(old, counts, new, more) for old, new in zip(before, after, strict=True))
-            for before, after, counts in zip(self.latents, block, [*self.counts] * len(SIDES), strict=True)
+            tuple(join(old, own, new, more) for old, new in zip(before, after, strict=True))
+            for before, after, own in zip(self.latents, block, [*counts] * len(SIDES), strict=True)
         )
         held = None
         if self.held is not None:
             new = self.held[0].new_ones(self.shape[0] * tokens, self.held[0].shape[1])
-            held = tuple(join(own, counts, new, more) for own, counts in zip(self.held, self.counts, strict=True))
+            held = tuple(join(own, each, new, more) for own, each in zip(self.held, counts, strict=True))
         return replace(self, counts=self.counts + tokens, latents=latents, held=held)
 
     def replicate(self, times: int, lengths: Tensor) -> "PaluRows":
