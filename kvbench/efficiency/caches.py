@@ -3,7 +3,7 @@
 Each reads a prompt, can copy it to a batch, and generates a greedy answer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.cache.storage import Bytes
 from kvbench.efficiency.measured_task import WARMED, list_ends, read_task
-from kvbench.engine.generation import GenerationContext
+from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import Stamps, spread
@@ -73,6 +73,9 @@ class CacheUnderTest(Protocol):
     def bytes_per_token(self) -> int:
         """Return the bytes of the cache that one further token must read."""
 
+    def bytes_after(self) -> int:
+        """Return the bytes of the rows at the end of the last answer."""
+
     def operations_per_token(self) -> int:
         """Return the operations that make the rows of one further token, beside those of attention."""
 
@@ -93,7 +96,7 @@ class KVBenchCache:
     def __init__(self, model: torch.nn.Module, run: RunSpec, room: int) -> None:
         self.model, self.run, self.room = model, run, room
         self.choice = run.choice()  # once, because no time may contain reading its files
-        self.capture_ms, self.path = 0.0, ""
+        self.capture_ms, self.path, self.count = 0.0, "", 0
         self._context: GenerationContext | None = None
 
     @property
@@ -112,11 +115,18 @@ class KVBenchCache:
     def replicate(self, times: int) -> None:
         replicate(self.context, times, self.room)
 
+    def generate(self, count: int) -> Generator[None]:
+        """Generate a greedy answer to the prompt, a token at each step, as a run does: no rows of its tokens stay."""
+        with self.context.branch(), closing(Answer(self.context, count, Sampling(), frozenset())) as answer:
+            yield
+            while not answer.is_over:
+                if answer.step():
+                    yield
+
     def answer(self, count: int, most: int | None = None) -> list[float]:
-        with closing(self.context.generate(count, Sampling(), frozenset())) as tokens:
-            for _ in islice(tokens, most):
-                pass
-        stamps = self.context.stamps[:most]
+        for _ in islice(self.generate(count), most):
+            pass
+        stamps, self.count = self.context.stamps[:most], count
         self.capture_ms, self.path = self.context.capture_ms, self.context.decoding
         return [1000 * (after - before) for before, after in pairwise(stamps)]
 
@@ -127,12 +137,12 @@ class KVBenchCache:
         """Return the bytes of the cache that one further token must read.
 
         If the method attends to few of many rows, a row counts once for all query heads of a group that attend to it.
-        What the method remembers in order to choose rows counts too, if a layer chooses. Of rows that a codec makes
-        (`Codec.count_needs`), what the last token of the last answer read counts.
+        What the method remembers in order to choose rows counts too, if a layer chooses. Of rows that a codec makes,
+        what `Codec.count_needs` says counts.
         """
         context, held = self.context, self.context.bytes()
         if self.choice.codec.lists_rows:
-            return sum(layer.count_needs()[0] for layer in context.own_layers) + context.sliding_bytes() + held.state
+            return sum(read for read, _ in self.count_needs()) + context.sliding_bytes() + held.state
         if not self.choice.method.attends_subset:
             return held.rows
         with context.branch(), ExitStack() as stack:
@@ -144,8 +154,22 @@ class KVBenchCache:
             )
         return round(read) + context.sliding_bytes() + (held.state if any(counts) else 0)
 
+    def bytes_after(self) -> int:
+        context = self.context
+        with context.branch():
+            if self.count > 1:  # the last token is not read
+                context.extend(context.last_logits.argmax(-1, keepdim=True).expand(-1, self.count - 1))
+            return context.bytes().rows
+
     def operations_per_token(self) -> int:
-        return sum(layer.count_needs()[1] for layer in self.context.own_layers)
+        return sum(operations for _, operations in self.count_needs()) if self.choice.codec.packs else 0
+
+    def count_needs(self) -> list[tuple[int, int]]:
+        """Return what one further token must read in each layer, in bytes, and the operations that make rows of it."""
+        context = self.context
+        with context.branch():
+            context.extend(context.last_logits.argmax(-1, keepdim=True))
+            return [layer.count_needs() for layer in context.own_layers]
 
     def drop(self) -> None:
         self._context = None
@@ -200,6 +224,14 @@ class StepwiseAnswer:
     def tokens(self, count: int) -> Iterator[None]:
         """Generate one token at each step."""
         raise NotImplementedError
+
+    def bytes(self) -> Bytes:
+        """Return the bytes that the cache holds."""
+        raise NotImplementedError
+
+    def bytes_after(self) -> int:
+        """Return the bytes of the rows, because those of the answer stay."""
+        return self.bytes().rows
 
     def operations_per_token(self) -> int:
         """Return 0: rows are attended to as they are stored."""

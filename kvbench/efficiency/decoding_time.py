@@ -1,8 +1,8 @@
 """Time the tokens of an answer (task.measure=decoding), of one prompt and of a batch of its copies, from one prefill.
 
-The batch is `task.batch`, or as many copies as fit. It continues where the answer of the one prompt ended. With a codec
-whose packed rows cannot be copied, the whole batch is read. The time per output token has a median, a mean and a 99th
-percentile over steps, without the first WARMED steps.
+The batch is `task.batch`, or as many copies as fit. With a codec whose packed rows cannot be copied, the whole batch is
+read. Each answer begins at the prompt's end. The time per output token has a median, a mean and a 99th percentile over
+steps, without the first WARMED steps.
 """
 
 from collections.abc import Iterator

@@ -118,8 +118,8 @@ def compute_tpot_floors(
 
     The time is the mean over the cache's answers, before which its rows had `before` bytes.
     """
-    read, after = own.bytes_per_token(), own.bytes().rows
-    if read == after:  # a token reads all rows, and each token found more of them than the one before
+    read, after = own.bytes_per_token(), own.bytes_after()
+    if read in (before, after):  # a token reads all rows, and each token found more of them than the one before
         read = (before + after) // 2
     element = run.torch_dtype.itemsize
     return decode_ms(machine, WeightSizes.of(model), read, batch, element, own.operations_per_token())

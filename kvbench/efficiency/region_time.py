@@ -40,7 +40,6 @@ from kvbench.engine import timing
 from kvbench.engine.graph_decoding import CHUNK
 from kvbench.engine.graph_path import GraphPath
 from kvbench.engine.replicate import can_replicate
-from kvbench.engine.sampling import Sampling
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 
@@ -160,8 +159,7 @@ def split_token(own: KVBenchCache, count: int, timed: int) -> Iterator[Line]:
     One answer has `timed` tokens, at least `count`, of which the spread of a token's time is taken.
     """
     for _ in range(2):
-        with own.context.branch():
-            times = own.answer(timed)
+        times = own.answer(timed)
     steps = times[SKIPPED - 1 : count - 1]
     mean = sum(steps) / len(steps)
     yield make_line("tpot_ms", "ms", spread_tokens([drop_warmed(times)], find_interval(own.run)), own.path)
@@ -211,7 +209,7 @@ def answer_with(own: KVBenchCache, count: int, read: Callable[[Callable[[], None
 
     Every answer begins at the prompt's end, so that what a method or codec does now and then falls on the same tokens.
     """
-    with own.context.branch(), closing(own.context.generate(count, Sampling(), frozenset())) as tokens:
+    with closing(own.generate(count)) as tokens:
         for _ in islice(tokens, SKIPPED):
             pass
 
