@@ -18,6 +18,7 @@ from kvbench.kernels.dispatch import is_interpreting
 SPAN = 2048  # rows of a program, whose sums are in this order whatever the batch is
 SHARE = 16  # centroids that a program moves
 SPANS = 8  # whose sums are added up at once
+FEW = tl.constexpr(64)  # centroids, whose members a program counts at the end. More would not fit its registers
 SEARCH = 4096  # distances that are searched at once
 
 
@@ -53,7 +54,8 @@ def _assign(
     place = code[:, None] * size + column[None]
     centroid = tl.load(centroids + line * count * size + place, mask=there, other=0.0).to(tl.float32)
     norm = tl.where(code < count, tl.sum(centroid * centroid, 1), float("inf"))
-    total, members = tl.zeros((K, E), tl.float32), tl.zeros((N, K), tl.int32)
+    total, number = tl.zeros((K, E), tl.float32), tl.zeros((K,), tl.int32)
+    members = tl.zeros((N, K if K <= FEW else 1), tl.int32)
     if PIECES > 0:
         high, middle, low = _cut(centroid, CAST)
     for start in range(span * SPAN, tl.minimum(rows, span * SPAN + SPAN), N):
@@ -81,13 +83,17 @@ def _assign(
                 total = tl.dot(tl.trans(member.to(tl.float32)), wide, total, input_precision="ieee")
             else:
                 total = tl.dot(tl.trans(member.to(point.dtype)), point, total)
-            members += member.to(tl.int32)
+            if K <= FEW:
+                members += member.to(tl.int32)
+            else:
+                number += tl.sum(member.to(tl.int32), 0)
         else:
             tl.store(codes + line * rows + row, nearest.to(tl.uint8), mask=here)
     if SUM:
         line += span * tl.num_programs(1)
         tl.store(sums + line * count * size + place, total, mask=there)
-        tl.store(sizes + line * count + code, tl.sum(members, 0), mask=code < count)
+        number = tl.sum(members, 0) if K <= FEW else number
+        tl.store(sizes + line * count + code, number, mask=code < count)
 
 
 @triton.jit

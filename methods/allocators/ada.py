@@ -38,7 +38,7 @@ class Ada(Allocator):
 
     def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
         counts = [self._sample(s, p, quota) for s, p in zip(scores, protected, strict=True)]
-        return torch.tensor(counts, device=scores.device)
+        return torch.tensor(counts).to(scores.device, non_blocking=True)
 
     def safe(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
         if self.mode == "interpolate":
