@@ -49,7 +49,7 @@ class CriticalKV(Composite):
 
     @property
     def capturable(self) -> bool:
-        return self.base.capturable and not self.base.overrides("capture_state")
+        return self.base.capturable
 
     @property
     def sets_head_quotas(self) -> bool:

@@ -32,7 +32,7 @@ def replaces_rows(choice: CachePolicy) -> bool:
         return False
     if method.sets_head_quotas and not (method.streams and not method.overrides("protect", "protect_sinks")):
         return False
-    return knows_quotas(allocator) and not method.overrides("cut", "merge", "select", "capture_state")
+    return knows_quotas(allocator) and not (method.moves_state or method.overrides("cut", "merge", "select"))
 
 
 @dataclass(frozen=True)

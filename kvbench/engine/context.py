@@ -175,7 +175,7 @@ class PromptContext:
         captured = self.weights is not None and repeats_cuts(self.choice) and size <= SHORT and not each
         captured = captured and self.choice.allocator.is_uniform
         captured = captured and self.budget.of == "prompt" and self.fits_window(prompt)
-        captured = captured and not self.choice.method.overrides("capture_state") and not self.choice.asks_for_inputs
+        captured = captured and not self.choice.method.moves_state and not self.choice.asks_for_inputs
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
             while self.seen < prompt:

@@ -9,7 +9,7 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
+from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State, StateCapture
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.validation import SettingError
@@ -86,6 +86,10 @@ class Composite(Method):
     def uses_cache_positions(self) -> bool:
         return self.base.uses_cache_positions
 
+    @property
+    def moves_state(self) -> bool:
+        return self.base.moves_state
+
     def check(self, layout: Layout) -> None:
         self.base.check(layout)
 
@@ -112,6 +116,12 @@ class Composite(Method):
 
     def forget(self, state: State) -> None:
         self.base.forget(state)
+
+    def capture_state(self, state: State, capture: StateCapture) -> State | None:
+        return self.base.capture_state(state, capture)
+
+    def release_state(self, captured: State, state: State, seen: int, since: int) -> None:
+        self.base.release_state(captured, state, seen, since)
 
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         return self.base.protect_sinks(observation, rows, quota)

@@ -169,6 +169,11 @@ class Method(Hooks):
         return False
 
     @property
+    def moves_state(self) -> bool:
+        """Whether `capture_state` and `release_state` move what the method remembers to fixed addresses and back."""
+        return self.overrides("capture_state")
+
+    @property
     def order_free(self) -> bool:
         """Whether a `capturable` method takes rows in any order.
 

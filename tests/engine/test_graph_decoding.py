@@ -140,11 +140,17 @@ def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
 
 
 KVPRESS = {"preset": "decode_kvpress", "decode_size": 18}
+CRITICAL = {"decoding": True, "decode_interval": 6}
 WATCHERS = {
     "h2o": {"decode_interval": 6},
     "h2o, of each query head": {"preset": "paper_max", "decode_interval": 21},
-    "criticalkv": {"decoding": True, "decode_interval": 6},
+    "criticalkv": CRITICAL,
     "criticalkv, over h2o": {"decoding": True, "decode_interval": 7} | CRITICAL_H2O,
+    "criticalkv, over expected_attention": CRITICAL
+    | {"base": "expected_attention", "base_args": {"preset": "decode", "buffer": 20, "use_vnorm": False}},
+    "criticalkv, over expected_attention as kvpress": CRITICAL
+    | {"base": "expected_attention", "base_args": {"preset": "decode_kvpress", "buffer": 5, "use_vnorm": False}},
+    "criticalkv, over rkv": CRITICAL | {"base": "rkv", "base_args": {"window": 6}},
     "expected_attention": {"preset": "decode", "buffer": 20, "decode_interval": 5},
     "expected_attention, the prompt's queries leave": {"preset": "decode", "buffer": 7, "decode_interval": 21},
     "expected_attention, all queries": {"preset": "decode", "buffer": 60, "decode_interval": 9},
@@ -160,7 +166,7 @@ WATCHERS = {
     "rkv at every token": {"window": 4, "decode_interval": 1},
     "rkv, few queries yet": {"window": 76, "decode_interval": 5},
 }
-OFTEN = ("h2o", "expected_attention", "expected_attention as kvpress", "rkv, queries from before the last cut")
+OFTEN = ("h2o", "criticalkv, over rkv", "expected_attention", "expected_attention as kvpress")
 
 
 @pytest.fixture
@@ -228,12 +234,16 @@ def test_protected_rows_that_have_no_room_are_counted(sinks, monkeypatch):
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize(
     "name",
-    ["h2o", *map(only_in_full, ("criticalkv", "expected_attention", "rkv")), "expected_attention as kvpress"],
+    [
+        "h2o",
+        *map(only_in_full, ("criticalkv", "criticalkv, over rkv", "expected_attention", "rkv")),
+        "expected_attention as kvpress",
+    ],
 )
 def test_a_method_that_watches_sees_the_tokens_before_the_first_cut(name, block, captured):
     """Answers that end before it, and one that goes on behind it, between cuts that evict nothing."""
     settings = WATCHERS[name] | {"decode_interval": 9, "decode_size": 106}
-    choice = choice_of(name.partition(" ")[0], **settings)
+    choice = choice_of(name.partition(" ")[0].strip(","), **settings)
     modules, step = make_contexts(make_double("llama"), choice, 1.0, batch=2, block=block)
     for tokens, path in ((CHUNK + 6, "graph"), (3, "modules"), (12, "graph"), (32, "graph")):
         answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]

@@ -86,8 +86,12 @@ def test_who_repeats_cuts():
     assert all(repeats_cuts(choice_of(name)) for name in CAPTURABLE)
     assert not repeats_cuts(choice_of("keydiff", "ada"))
     assert not repeats_cuts(choice_of("dms_threshold")) and not repeats_cuts(choice_of("duo_attention"))
-    remembering = choice_of("criticalkv", base="expected_attention", base_args={"preset": "decode", "use_vnorm": False})
-    assert not repeats_cuts(remembering)
+
+
+def test_who_moves_what_it_remembers():
+    """Blocks of a prompt are then left to the modules."""
+    over = choice_of("criticalkv", base="rkv", base_args={"window": 4}).method
+    assert over.moves_state and choice_of("rkv").method.moves_state and not choice_of("criticalkv").method.moves_state
 
 
 def test_scores_that_are_no_numbers_raise(monkeypatch):
