@@ -18,20 +18,14 @@ def append_latents_reference(
     for side, own in ((rows.keys, keys), (rows.values, values)):
         for group, x in enumerate(own.chunk(rows.groups, 1)):
             less = x if side.bias is None else x - side.bias[group]
-            write_latents(side, group, int(step), linear(less, side.down[group]))
+            latents, rounding = linear(less, side.down[group]), side.rounding
+            rounded = (latents,) if rounding is None else round_latents(latents, rounding.bits, rounding.clip)
+            side.write(group, step, rounded)
     asking = queries.view(rows.batch, -1, 1, rows.dim)
     if norm is not None:
         asking = rms_norm_reference(asking, *norm)
     at = rows.seen + int(step)
     return rotate_reference(asking, *(part[at].to(queries.dtype) for part in (cos, sin)))
-
-
-def write_latents(side: Side, group: int, step: int, latents: Tensor) -> None:
-    """Write the latents of one token of all samples, (B, r), behind the rows of a group, rounded if the side's are."""
-    if (own := side.rounding) is not None:
-        latents, steps, zeros = round_latents(latents, own.bits, own.clip)
-        own.more_steps[group, :, step], own.more_zeros[group, :, step] = steps[:, 0], zeros[:, 0]
-    side.more[group, :, step, : latents.shape[1]] = latents
 
 
 def attend_latents_reference(

@@ -87,6 +87,19 @@ class Side:
         own = self.rounding
         return (self.more,) if own is None else (self.more, own.more_steps, own.more_zeros)
 
+    def write(self, group: int, step: Tensor, latents: Sequence[Tensor]) -> None:
+        """Write the latents of a token of all samples behind the rows of a group.
+
+        Args:
+            group: The group.
+            step: Number of tokens written before, int32 or int64 on the device.
+            latents: (B, r), or codes, s and z.
+        """
+        at, (own, *about) = step.long().view(1), latents
+        self.more[group, :, :, : own.shape[1]].index_copy_(1, at, own[:, None])
+        for memory, part in zip(self.own_tensors[1:], about, strict=True):
+            memory[group].index_copy_(1, at, part)
+
     def list_more(self, read: int) -> list[tuple[Tensor, ...]]:
         """Return the latents of each group's first `read` further rows, flat: numbers, or codes, s and z."""
         own = [x[:, :read, : self.pitch(rank)].flatten(0, 1) for x, rank in zip(self.more, self.ranks, strict=True)]

@@ -280,11 +280,13 @@ def pack_again(count: Callable[..., int]) -> Callable[[Call, Any], Any]:
 
 
 def check_unpacked(call: Call, found: Sequence[Any]) -> Sequence[Tensor]:
+    """Check keys and values: of a token whose keys were handed in, or of all rows."""
     if len(found) != 2:
         call.refuse("no keys and values")
     facts = call.owner.facts
+    shape = call.arguments[0].shape if call.arguments else facts["shape"]
     for name, part in zip(("keys", "values"), found, strict=True):
-        call.expect(part, facts["shape"], "float", facts["device"], f", {name},")
+        call.expect(part, shape, "float", facts["device"], f", {name},")
         if part.dtype != facts["dtype"]:
             call.refuse(f"{part.dtype}, expected {facts['dtype']}", f", {name},")
     return found
@@ -353,6 +355,7 @@ HOOKS: dict[str, dict[str, Hook]] = {
     "growing": {  # what `Growable.growing` returned; a captured step may write into what the hooks are handed
         "begin": Hook(),
         "attend": Hook(check=check_outputs),
+        "append": Hook(check=check_unpacked, convert=tuple),
         "make_rows": Hook(),
         "pack_due": Hook(),
         "finish": Hook("read lengths", pack_again(lambda rows, read, lengths: rows + read * lengths.numel())),

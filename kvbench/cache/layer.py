@@ -539,7 +539,7 @@ class Layer:
         """
         self.rows, tally = rows, self.tally
         gone = tally.evicted
-        if rows.lengths is not None:
+        if rows.lengths is not None and (isinstance(evicted, Tensor) or evicted):
             gone = evicted + (zeros_like(rows.lengths) if gone is None else gone)
         self.tally = replace(tally, evicted=gone, peak_attended=max(tally.peak_attended, peak))
         if self.progress.decoding:

@@ -192,6 +192,37 @@ class StoredRows:
         lengths = self.lengths + tokens
         return self._with_packed(self.growing.finish(tokens, lengths), lengths, tokens, self.seen + tokens)
 
+    def finish_cut(
+        self, tokens: int, places: Tensor, lengths: Tensor, longest: int, even: bool, columns: Mapping[str, Tensor]
+    ) -> "StoredRows":
+        """Take over the tokens that a CUDA graph has appended to packed rows, and what its cuts have left of all rows.
+
+        These rows stay as they are, with the memory reserved.
+
+        Args:
+            tokens: Number of tokens.
+            places: Positions of the rows that are left, (R,) int32 in the order (sample, head, position).
+            lengths: Their number in each head, (B, H) int64.
+            longest: Rows of the longest head.
+            even: Whether all heads hold `longest` rows.
+            columns: The method's values for the first rows, (B, H, m) by name.
+        """
+        grown = self.finish_growing(tokens)
+        assert grown.places is not None and grown.lengths is not None  # packed rows are a cut part
+        if len(places) == len(grown.places):
+            return grown.with_columns(columns)
+
+        def number(places: Tensor, lengths: Tensor) -> Tensor:
+            heads = torch.arange(lengths.numel(), device=places.device)
+            return heads.repeat_interleave(lengths.flatten(), output_size=len(places)) * grown.seen + places
+
+        left = torch.zeros(lengths.numel() * grown.seen, dtype=torch.bool, device=places.device)
+        left[number(places, lengths)] = True
+        stored = cast(Cuttable, grown.stored).keep(left[number(grown.places, grown.lengths)])
+        return replace(
+            grown, stored=stored, places=places, lengths=lengths, longest=longest, even=even, columns=dict(columns)
+        )
+
     def count_appended(self, tokens: int) -> "StoredRows":
         """Count tokens whose keys and values a CUDA graph has written behind the tail."""
         return replace(self, tail=self.tail + tokens, seen=self.seen + tokens)

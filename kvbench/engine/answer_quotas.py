@@ -26,7 +26,7 @@ def knows_quotas(allocator: Allocator) -> bool:
 def replaces_rows(choice: CachePolicy) -> bool:
     """Return whether every token of an answer cuts, takes the smallest scores only, and has a quota known before."""
     method, allocator = choice.method, choice.allocator
-    if choice.codec.packs or not method.decoding or method.decode_interval > 1:
+    if not choice.codec.cuts_in_graph or not method.decoding or method.decode_interval > 1:
         return False
     if not (method.capturable and method.order_free):
         return False

@@ -176,6 +176,7 @@ class PromptContext:
         captured = captured and self.choice.allocator.is_uniform
         captured = captured and self.budget.of == "prompt" and self.fits_window(prompt)
         captured = captured and not self.choice.method.moves_state and not self.choice.asks_for_inputs
+        captured = captured and not self.choice.codec.packs_before_attention
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
             while self.seen < prompt:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.cache.eviction import Eviction, LayerPolicy, Quota, evict
 from kvbench.cache.layer import Layer
-from kvbench.cache.storage import count_dtype
+from kvbench.cache.storage import StoredRows, count_dtype
 from kvbench.engine.appended_rows import AppendedRows
 from kvbench.engine.graph_decoding import Attend, Norms, StepRows
 from kvbench.engine.method_view import find_present_rows
@@ -80,7 +80,7 @@ class FixedQuotaRows(QuotaRows):
             states: The method's captured states of the layers (`capture_states`); None for the layers' own.
         """
         rows = answers[0][0].rows
-        self.before = rows.tail  # tokens read since the last cut
+        self.before = rows.longest_head - quota  # tokens read since the last cut
         self.seen = rows.seen - self.before
         end = self.seen + -(-(self.before + tokens) // size) * size
         capacities = [torch.full(layer.rows.shape, quota + size) for layer in answers[0]]
@@ -128,6 +128,7 @@ class FixedQuotaRows(QuotaRows):
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             queries, new_keys, new_values = projected
+            new_keys, new_values = self.pack(index, new_keys, new_values, first)
             keys, values = self.padded(index).unbind()
             queries = append(
                 queries, new_keys, new_values, cos, sin, keys, values, self.quota, self.since,
@@ -265,7 +266,8 @@ class FixedQuotaRows(QuotaRows):
     def back(self, step: int) -> int:
         """Copy the rows from the layers and return how many tokens have been read by then: `step` or fewer."""
         quota, like = self.quota, self.layers[0].rows
-        begin = like.seen - like.tail
+        since = like.longest_head - quota
+        begin = like.seen - since
         later = torch.arange(begin, begin + self.size, device=self.device)
         for index, layer in enumerate(self.layers):
             held = layer.rows.view()
@@ -279,7 +281,7 @@ class FixedQuotaRows(QuotaRows):
         for noted in (self.invalid, self.miscounted, self.tally, self.evicted):
             noted.zero_()
         self.at.fill_((begin - self.seen) // self.size)
-        self.since.fill_(like.tail)
+        self.since.fill_(since)
         return like.seen - self.before - self.seen
 
     def keep(self, read: int) -> None:
@@ -290,23 +292,47 @@ class FixedQuotaRows(QuotaRows):
         cut = (read // size - kept // size) * size  # rows that a head has lost
         evicted = self.evicted.clone() if self.merges else [cut] * len(self.layers)  # later cuts write here
         self.evicted.zero_()
-        weighs, seen = self.layers[0].choice.method.weighs_rows, self.seen + read - since  # by the last cut
-        dtype = self.mass[0].dtype if weighs else count_dtype(seen)
         for index, layer in enumerate(self.layers if attended else ()):
-            held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.padded(index)]  # later tokens write here
-            tail = [part[:, :, quota : quota + since].clone() for part in self.padded(index)] if since else None
-            places = self.places[index][..., :quota].int().flatten()
-            mass = self.mass[index][..., :quota].to(dtype, copy=True).flatten() if self.merges else None
-            rows = layer.rows.replace_all(
-                read - kept, Plain(*held), places, layer.rows.lengths, quota, True,
-                self.view.copy_columns(index, quota + since), tail, mass,
-            )  # fmt: skip
-            layer.replace_rows(rows, evicted[index], attended, max(attended))
+            make = self.copy_raw if self.packed[index] is None else self.list_packed
+            layer.replace_rows(make(index, read, since), evicted[index], attended, max(attended))
             if cut:
                 self.give_tally(index)
+
+    def copy_raw(self, index: int, read: int, since: int) -> StoredRows:
+        """Return a copy of a layer's rows, for the layer.
+
+        Args:
+            index: The layer.
+            read: Tokens read since the last cut before this answer.
+            since: Tokens read since the last cut.
+        """
+        quota, before = self.quota, self.layers[index].rows
+        weighs, seen = self.layers[0].choice.method.weighs_rows, self.seen + read - since  # by the last cut
+        dtype = self.mass[0].dtype if weighs else count_dtype(seen)
+        held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.padded(index)]  # later tokens write here
+        tail = [part[:, :, quota : quota + since].clone() for part in self.padded(index)] if since else None
+        places = self.places[index][..., :quota].int().flatten()
+        mass = self.mass[index][..., :quota].to(dtype, copy=True).flatten() if self.merges else None
+        return before.replace_all(
+            self.seen + read - before.seen, Plain(*held), places, self.lengths, quota, True,
+            self.view.copy_columns(index, quota + since), tail, mass,
+        )  # fmt: skip
+
+    def list_packed(self, index: int, read: int, since: int) -> StoredRows:
+        """Return the rows of a layer whose codec packs, packed. Arguments as of `copy_raw`."""
+        packed, count = self.packed[index], self.quota + since
+        assert packed is not None  # the layer packs
+        places, lengths = self.places[index][..., :count].int().flatten(), torch.full_like(self.lengths, count)
+        columns = self.view.copy_columns(index, count)
+        return packed.finish_cut(read - self.before, places, lengths, count, True, columns)
 
     def finish(self, read: int, answer: int = 0) -> None:
         """Give the layers the first `read` tokens and the method's states. The rows are not used any more."""
         self.keep(read)
         if read:
-            self.view.release_states(self.layers[0].rows.tail)
+            self.view.release_states(self.layers[0].rows.longest_head - self.quota)
+
+    def forget(self, read: int, answer: int = 0) -> None:
+        """Do the same with rows of no meaning, which no codec needs to pack."""
+        self.packed = [None] * len(self.layers)
+        self.finish(read, answer)

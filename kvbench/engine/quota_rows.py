@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,8 +10,9 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.answer_quotas import knows_quotas
-from kvbench.engine.graph_decoding import StepRows, find_angles
+from kvbench.engine.graph_decoding import CHUNK, StepRows, find_angles
 from kvbench.engine.method_view import MethodView
+from kvbench.interfaces.codec import CuttableGrowing
 from kvbench.interfaces.observation import State
 from kvbench.interfaces.rows import mass_dtype
 from kvbench.kernels.rerotation import rotate_rows
@@ -25,13 +27,22 @@ def repeats_cuts(choice: CachePolicy) -> bool:
 
 def is_at_quota(layers: Sequence[Layer], quota: int, since: int = 0) -> bool:
     """Return whether all heads of all layers hold exactly `quota` rows and, behind them, the last `since` tokens."""
-    return all(
-        own.rows.even and own.rows.longest == quota and own.rows.tail == since and own.rows.is_raw for own in layers
-    )
+
+    def fits(layer: Layer) -> bool:
+        rows = layer.rows
+        if layer.packs:  # the tokens too
+            return layer.codec.cuts_in_graph and rows.even and rows.longest == quota + since
+        return rows.even and rows.longest == quota and rows.tail == since and rows.is_raw
+
+    return all(map(fits, layers))
 
 
 class QuotaRows(StepRows):
-    """The rows of some layers of one or several answers, with room for the tokens until the next cut."""
+    """The rows of some layers of one or several answers, with room for the tokens until the next cut.
+
+    If a codec packs the rows as they are read, those here are what the packed rows stand for, rotated. The codec packs
+    every token in memory of its own, and when the layers get their rows it drops those that were cut.
+    """
 
     def __init__(
         self, weights: DecoderWeights, answers: Sequence[Sequence[Layer]], capacities: Sequence[Tensor], first: int,
@@ -41,8 +52,9 @@ class QuotaRows(StepRows):
 
         Args:
             weights: The model's weights.
-            answers: The layers of each answer, in the order of the samples. Their rows are not packed and stand for one
-                token each. The hooks of the first answer's layers are called for all.
+            answers: The layers of each answer, in the order of the samples. Their rows stand for one token each, and a
+                graph may cut them (`Codec.cuts_in_graph`). The hooks of the first answer's layers are called for all.
+                If a codec packs the rows, there is one answer.
             capacities: For each layer, the number of rows that each head has memory for, (B, H) on the CPU.
             first: Number of tokens read before the first one that `angles` are for.
             end: The position behind the last token that will be read.
@@ -63,6 +75,7 @@ class QuotaRows(StepRows):
         self.places = [torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes]
         self.view = MethodView(weights, layers, states or [layer.state for layer in layers], shapes)
         self.columns = self.view.columns
+        self.packed = [layer.rows.reserve_packed(end - first, CHUNK) if layer.packs else None for layer in layers]
         dtype = mass_dtype(weights.embed)
         ones = {shape: torch.ones(shape, dtype=dtype, device=self.device) for shape in set(shapes)}
         self.mass = [ones[shape] for shape in shapes]
@@ -75,6 +88,21 @@ class QuotaRows(StepRows):
         # for each head the rows that it protected at its last cut, and the largest numbers of sinks and of other
         # protected rows that its quota had no room for at a cut
         self.tally = torch.zeros(len(layers), 3, *self.held, dtype=torch.int64, device=self.device)
+
+    def pack(self, index: int, keys: Tensor, values: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Let the codec of a layer, if it packs, pack a token. Returns the keys and values that the token then has.
+
+        Args:
+            index: The layer.
+            keys: As projected, (B, H·d).
+            values: As projected, (B, H·d).
+            position: The token's position, a whole number on the device, maybe repeated for the samples.
+        """
+        packed = self.packed[index]
+        if packed is None:
+            return keys, values
+        step = position.flatten()[:1] - packed.seen
+        return cast(CuttableGrowing, packed.growing).append(keys, values, step)
 
     def give_tally(self, index: int, answer: int = 0) -> None:
         """Let a layer of an answer note how many rows its heads protected and gave up."""

@@ -71,11 +71,12 @@ def find_shared_kind(layers: Sequence[Layer], plan: AnswerQuotas) -> object | No
 
     The hooks are called once for all samples. They must therefore belong to the same method with the same settings,
     remember nothing of a context, and see the same layers, columns and prefix. Streaming methods give heads
-    memory of different sizes and no keys and values to the hooks, which a batch with padded memory would show.
+    memory of different sizes and no keys and values to the hooks, which a batch with padded memory would show. A codec
+    packs the tokens of one answer.
     """
     choice = layers[0].choice
     remembers = any(own.state.layer or own.state.shared for own in layers)
-    if choice.method.streams or remembers:
+    if choice.method.streams or choice.codec.packs or remembers:
         return None
     columns = tuple(tuple(sorted(own.rows.columns)) for own in layers)
     cut = tuple(find_replaced_layers(layers, plan))
@@ -174,6 +175,7 @@ class ReplacedRows(QuotaRows):
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             queries, new_keys, new_values = projected
+            new_keys, new_values = self.pack(index, new_keys, new_values, position)
             keys, values = (self.rows[index] if self.ragged[index] else self.padded(index)).unbind()
             queries = append(
                 queries, new_keys, new_values, cos, sin, keys, values, 0, self.step, slots=self.free[index],
@@ -369,7 +371,7 @@ class ReplacedRows(QuotaRows):
                 self.give_tally(index, answer)
 
     def forget(self, read: int, answer: int = 0) -> None:
-        """Let an answer's layers count its first `read` tokens, and give them that many rows of no meaning."""
+        """Let an answer's layers count its first `read` tokens, and give them that many raw rows of no meaning."""
         layers, plan = self.answers[answer], self.plans[answer]
         before = layers[0].rows.seen - self.seen[answer]
         shape = layers[0].rows.shape
@@ -388,9 +390,10 @@ class ReplacedRows(QuotaRows):
         """Give a layer of an answer its rows after `read` tokens. It has those after `before` tokens."""
         layer, plan, slots = self.answers[answer][index], self.plans[answer], self.slots(index, answer)
         order, shape, cut = slots.order, layer.rows.shape, plan.find_last_cut(index, before, read)
-        rows, even = layer.rows, layer.rows.even if cut is None else layer.even
+        rows, even, packed = layer.rows, layer.rows.even if cut is None else layer.even, self.packed[index]
         now = plan.rows[read, index]
         length = rows.tail + read - before if cut is None else read - cut  # of the tail
+        length = length if packed is None else 0
         stored, held_places, tail, lengths = None, None, None, None
         longest, starts = int(now.max()) - length, slots.starts[..., None]
         held = rows.lengths
@@ -402,7 +405,8 @@ class ReplacedRows(QuotaRows):
             if not even:
                 mask = torch.arange(longest, device=self.device) < held[..., None]
                 in_order, held_places = in_order[mask], held_places[mask]
-            stored = Plain(*gather_rows(in_order.flatten(), *flat, implementation=self.implementation))
+            if packed is None:
+                stored = Plain(*gather_rows(in_order.flatten(), *flat, implementation=self.implementation))
             held_places, lengths = held_places.flatten(), held
         if length:  # of uneven heads every token cuts some
             in_order = order[..., longest : longest + length] + starts
@@ -413,16 +417,20 @@ class ReplacedRows(QuotaRows):
             ranks = torch.arange(int(now.max()), device=self.device) - (longest - held)[..., None]  # absent rows first
             numbers = order.gather(-1, ranks.clamp(min=0))
             columns = {n: own.gather(-1, numbers).masked_fill(ranks < 0, 0) for n, own in slots.columns.items()}
-        self.hand_over(
-            index, answer, before, read,
-            rows.replace_all(read - before, stored, held_places, lengths, longest, even, columns, tail),
-        )  # fmt: skip
+        if packed is None:
+            rows = rows.replace_all(read - before, stored, held_places, lengths, longest, even, columns, tail)
+        else:
+            assert held_places is not None  # packed rows are a cut part
+            rows = packed.finish_cut(read, held_places, held, longest, even, columns)
+        self.hand_over(index, answer, before, read, rows)
 
     def hand_over(self, index: int, answer: int, before: int, read: int, rows: StoredRows) -> None:
         """Give a layer of an answer its rows after `read` tokens, and let it count these. It has counted `before`."""
         plan, evicted = self.plans[answer], read - before
         gone: Tensor | int = evicted
-        if not plan.constant[index]:
+        if plan.find_last_cut(index, before, read) is None:
+            gone = 0
+        elif not plan.constant[index]:
             more = plan.rows[read, index] - plan.rows[before, index]  # rows than before
             gone = (evicted - more).expand(rows.shape).to(self.device)
         attended, most = plan.count_attended(before, read)

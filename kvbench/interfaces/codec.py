@@ -162,6 +162,24 @@ class Growing(Protocol):
         """Return the tensors of the memory, so that their bytes can be counted."""
 
 
+class CuttableGrowing(Growing, Protocol):
+    """Growing rows of a codec that `packs_before_attention`.
+
+    A graph that cuts while it decodes attends to rows of its own memory, in which it moves what packed rows stand for.
+    The codec only packs the tokens. `finish` is called whenever the layer needs packed rows, with more tokens each
+    time, and `Cuttable.keep` then drops those that the graph has cut.
+    """
+
+    def append(self, keys: Tensor, values: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a token, and return its keys and values as `Packed.read` would give them, (B, H·d) each.
+
+        Args:
+            keys: As projected, (B, H·d).
+            values: As projected, (B, H·d).
+            step: Number of tokens appended so far, (1,) int64 on the device.
+        """
+
+
 MadeRows = tuple[Tensor, ...]
 """What a codec has made of listed rows (`ListingGrowing.make_rows`)."""
 
@@ -240,7 +258,8 @@ class Codec:
     """Whether the codec packs rows when the prefill ends. It then cannot serve a method that cuts while decoding."""
     packs_before_attention = False
     """Whether the codec packs every block as it is read, so that the model attends to the packed rows of the block too.
-    Its packed rows are `Cuttable`. It also `packs`. Such a run shares a prefill only with runs of the same codec.
+    Its packed rows are `Cuttable`, and if it `grows`, its growing rows `CuttableGrowing`. It also `packs`. Such a run
+    shares a prefill only with runs of the same codec.
     """
     lists_rows = False
     """Whether growing rows can attend to listed rows only (`ListingGrowing`)."""
@@ -258,6 +277,11 @@ class Codec:
     def grows(self) -> bool:
         """Whether packed rows have `growing`. Otherwise an answer is read through the model's modules."""
         return False
+
+    @property
+    def cuts_in_graph(self) -> bool:
+        """Whether a CUDA graph that decodes may cut the rows: they are raw, or packed as they are read."""
+        return not self.packs or (self.packs_before_attention and self.grows)
 
     @property
     def replicates(self) -> bool:

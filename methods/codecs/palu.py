@@ -24,7 +24,8 @@ W_o by the U of values, so that values are never reconstructed; results are the 
 byte.
 
 A CUDA graph decodes, whose attention reads the latents or their codes, and makes no rows
-(kernels/latent_attention/README.md). `round_latents` and `restore_latents` are there.
+(kernels/latent_attention/README.md). `round_latents` and `restore_latents` are there. A graph that cuts attends to rows
+that are made of latents when a token is appended, as many as the method keeps.
 """
 
 from collections.abc import Callable, Sequence
@@ -367,6 +368,15 @@ class GrowingPalu:
         return attend_latents(
             queries, angles.pairs, self.rows, scaling, step, norm=own[1], implementation=implementation
         )
+
+    def append(self, keys: Tensor, values: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        groups, codec = len(self.held.counts), self.held.codec
+        latents = codec.encode([*keys.chunk(groups, 1), *values.chunk(groups, 1)])
+        for side, own in ((self.rows.keys, latents[:groups]), (self.rows.values, latents[groups:])):
+            for group, written in enumerate(own):
+                side.write(group, step, written)
+        made = codec.decode(latents, self.held.like)
+        return torch.cat(made[:groups], 1), torch.cat(made[groups:], 1)
 
     def pack_due(self, number: int) -> None:
         """Do nothing: `attend` packs."""

@@ -83,12 +83,12 @@ def rebuilt(method: str = "deltakv", kind: str = "drawn") -> Kind:
     )  # fmt: skip
 
 
-def latent(method: str = "snapkv", bits: int | None = None) -> Kind:
+def latent(method: str = "snapkv", bits: int | None = None, **settings: object) -> Kind:
     return Kind(
-        method, allocator="ada" if method == "snapkv" else "uniform", model=lambda: make_exact("llama3"),
+        method, settings, allocator="ada" if method == "snapkv" else "uniform", model=lambda: make_exact("llama3"),
         small=lambda: make_fresh("llama3"), architecture="llama3",
         codec=lambda: build_palu(find_palu("llama3", removed=0.7), bits=bits),
-        budget=0.3 if method == "snapkv" else 1.0, compare=assert_same_storage, tolerance=1e-9, step_tolerance=1e-3,
+        budget=1.0 if method == "full" else 0.3, compare=assert_same_storage, tolerance=1e-9, step_tolerance=1e-3,
     )  # fmt: skip
 
 
@@ -109,12 +109,17 @@ KINDS = {
     "packed": packed(),
     "rebuilt": rebuilt(),
     "latent": latent(),
+    "latent, cut at every token": latent("keydiff"),
+    "latent, cut after five tokens": latent("criticalkv", 4, decoding=True, decode_interval=5),
     "appended, beside windows": windowed("snapkv", {}, 5, 9),
     "cut after five tokens, beside windows": windowed("tova", {"decoding": True, "decode_interval": 5}, 5, 9),
     "listed, beside windows": windowed("quest", {"page": 4, "dense_layers": 1}, 0.5, 53),  # a short text is one page
 }
-AGAIN = ("cut after five tokens", "selected in two stages", "appended, beside windows")
-"""Kinds whose rows and windows stand among the others in another pair."""
+AGAIN = (
+    "cut after five tokens", "selected in two stages", "appended, beside windows", "latent, cut at every token",
+    "latent, cut after five tokens",
+)  # fmt: skip
+"""Kinds whose rows, windows and codecs stand among the others in another pair."""
 UNDONE = (*AGAIN, "merged after five tokens", "filled, then cut", "cut after five tokens, beside windows")
 """Kinds that undo and append tokens as others do."""
 EVERY = pytest.mark.parametrize("kind", choose_quick(KINDS, *(own for own in KINDS if own not in AGAIN)))

@@ -27,6 +27,7 @@ from kvbench.validation import ContractError
 from tests.support.answer_paths import CHUNK, assert_same, forget, make_contexts, read_given_both_ways, tell
 from tests.support.delta_files import build_delta
 from tests.support.method_files import make_method_args
+from tests.support.palu_files import build_palu, find_palu
 from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, make_double, make_fresh
 
@@ -45,6 +46,7 @@ KINDS = {
     "streaming heads": ({"method": "duo_attention", "decoding": True}, 0.7),
     "packed": ({"method": "snapkv", "codec": "kivi"}, 0.3),
     "compressed": ({"method": "full", "codec": "delta"}, 1.0),
+    "latents, a cut at each token": ({"method": "keydiff", "codec": "palu"}, 0.3),
     "listed compressed rows": ({"method": "deltakv", "codec": "delta", "full_layers": [0], "depth": None}, 0.3),
 }
 
@@ -58,8 +60,9 @@ def choose(method, allocator="uniform", codec="raw", **more):
     from kvbench.engine.compressed_cache import choose_cache
     from tests.support.method_files import build_policy
 
-    own = build_policy(method, allocator, "llama", "raw" if codec == "delta" else codec, **more)
-    return choose_cache(*own[:2], build_delta("llama") if codec == "delta" else own[2])
+    made = {"delta": lambda: build_delta("llama"), "palu": lambda: build_palu(find_palu("llama"))}
+    own = build_policy(method, allocator, "llama", "raw" if codec in made else codec, **more)
+    return choose_cache(*own[:2], made[codec]() if codec in made else own[2])
 
 
 def make_pairs(model, names, prompts=None, batches=None) -> list[list[GenerationContext]]:

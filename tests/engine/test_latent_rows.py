@@ -16,7 +16,7 @@ from tests.support.answer_paths import (
 )
 from tests.support.method_files import build_policy
 from tests.support.palu_files import build_palu, find_palu
-from tests.support.selection import only_in_full
+from tests.support.selection import choose_quick, only_in_full
 from tests.support.tiny_models import ids, make_exact
 
 
@@ -26,7 +26,8 @@ def read_prompts(
     """Two contexts, of which the second one answers through the step."""
     codec = build_palu(find_palu(model, **(codec or dict(removed=0.7))), bits=bits)
     choice = choose_cache(*build_policy(method, allocator, model, **(more or {}))[:2], codec)
-    return make_contexts(make_exact(model), choice, Budget(1.0 if method == "full" else budget), batch)
+    own = budget if isinstance(budget, Budget) else Budget(1.0 if method == "full" else budget)
+    return make_contexts(make_exact(model), choice, own, batch)
 
 
 @pytest.mark.cover
@@ -66,10 +67,49 @@ def test_layers_with_a_sliding_window_stand_beside_them():
     assert modules.bytes() == step.bytes()
 
 
+EVERY_TOKEN, FIVES = {"decoding": True}, {"decoding": True, "decode_interval": 5}
+CUTS = {
+    "other rows of each head": dict(method="keydiff"),
+    "the same rows of all heads": dict(method="tova", more=EVERY_TOKEN),
+    "heads that stream": dict(method="duo_attention", more=EVERY_TOKEN | {"sparsity": 0.3}),
+    "rotated by slot": dict(method="sink", more=EVERY_TOKEN | {"preset": "original"}),
+    "log-sum-exps": dict(method="h2o", more=EVERY_TOKEN),
+    "rows that grow first": dict(method="h2o", more=EVERY_TOKEN | {"decode_size": 30}),
+    "rows that were never cut": dict(method="h2o", budget=1.0, more=EVERY_TOKEN | {"decode_size": 80}),
+    "rows that grow": dict(method="tova", budget=Budget(0.3, "seen"), more=EVERY_TOKEN),
+    "layers that differ": dict(method="tova", allocator="pyramid", more=EVERY_TOKEN),
+    "every few tokens": dict(method="snapkv", more=FIVES),
+    "every few tokens, layers that differ": dict(method="snapkv", allocator="pyramid", more=FIVES),
+    "columns between cuts": dict(method="h2o", more=FIVES),
+    "queries between cuts": dict(method="criticalkv", more=FIVES | {"base": "rkv", "base_args": {"window": 6}}),
+    "codes": dict(method="keydiff", bits=4),
+    "codes, every few tokens": dict(method="tova", more=FIVES, bits=2),
+    "each head alone": dict(method="keydiff", group=1),
+    "groups of other ranks": dict(method="keydiff", group=2, search="fisher"),
+    "normed keys": dict(method="keydiff", model="qwen3"),
+    "biases": dict(method="keydiff", model="qwen2"),
+}
+"""Rows that a step cuts, and what is special about them."""
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("name", choose_quick(CUTS, "other rows of each head", "codes, every few tokens"))
+def test_a_step_cuts_packed_rows_as_the_modules_do(name):
+    """It attends to what latents stand for, and the layers get the latents of the rows that are left."""
+    modules, step = read_prompts(**CUTS[name])
+    assert_same_answers(modules, step)
+    if CUTS[name].get("bits"):
+        for layer, other in zip(modules.own_layers, step.own_layers, strict=True):
+            assert all(map(torch.equal, layer.rows.stored.tensors(), other.rows.stored.tensors()))
+    more = ids(5, 9).repeat(2, 1)
+    torch.testing.assert_close(modules.extend(more), step.extend(more), rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("every, tokens, graphs", [(1, 10, False), (34, 44, True)])
-def test_tokens_that_are_cut_at_go_through_the_modules(every, tokens, graphs):
+def test_where_heads_share_their_rows_the_modules_cut(every, tokens, graphs):
     """Graphs read the tokens between two cuts that are far apart."""
-    modules, step = read_prompts("snapkv", more={"decoding": True, "decode_interval": every, "window": 4}, batch=1)
+    more = {"decoding": True, "decode_interval": every, "window": 4}
+    modules, step = read_prompts("snapkv", allocator="ada", more=more, batch=1)
     answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers))
     assert (step.decoding == "graph") is graphs

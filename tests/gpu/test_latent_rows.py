@@ -88,8 +88,10 @@ def path(tmp_path_factory) -> str:
     return draw_palu(folder / "file", read_layout(make_llama(torch.float32)), 96)
 
 
-def read_prompt(model, path, method="full", allocator="uniform", batch=1, graphs=True, bits=None) -> GenerationContext:
-    choice = choose_cache(*build_policy(method, allocator, "llama")[:2], build_palu(path, bits=bits))
+def read_prompt(
+    model, path, method="full", allocator="uniform", batch=1, graphs=True, bits=None, **more
+) -> GenerationContext:
+    choice = choose_cache(*build_policy(method, allocator, "llama", **more)[:2], build_palu(path, bits=bits))
     budget = Budget(1.0 if method == "full" else 0.4)
     context = GenerationContext(model, choice, budget, None, (0,) * batch, compile=graphs)
     ids = torch.randint(3, 512, (batch, 700), generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -110,6 +112,15 @@ def test_graphs_decode_rounded_latents_as_the_modules_do(path, bits):
     contexts = [
         read_prompt(make_llama(torch.float32), path, "snapkv", "ada", 2, graphs, bits) for graphs in (False, True)
     ]
+    assert_graph_answers_alike(contexts, ANSWER)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("every", [1, 5])
+def test_graphs_cut_latents_as_the_modules_do(path, every, bits):
+    """By positions, so that no rounding decides which rows stay."""
+    model, more = make_llama(torch.float32), {"decoding": True, "decode_interval": every}
+    contexts = [read_prompt(model, path, "sink", "uniform", 2, graphs, bits, **more) for graphs in (False, True)]
     assert_graph_answers_alike(contexts, ANSWER)
 
 
