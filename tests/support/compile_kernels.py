@@ -67,9 +67,9 @@ def translate_all(modules: Sequence[str]) -> str:
     if (process := os.fork()) == 0:
         try:
             os.environ["TRITON_INTERPRET"] = "0"
-            for name in [*sys.modules]:
-                if f"{name}.".startswith(("triton.", "kvbench.kernels.", "tests.kernels.")) and "._C." not in name:
-                    del sys.modules[name]
+            for name in [f"{module}." for module in sys.modules]:
+                if name.startswith(("triton.", "kvbench.kernels.", "tests.kernels.")) and "._C." not in name:
+                    del sys.modules[name[:-1]]
             translate(modules)
         except BaseException:
             os.write(writing, traceback.format_exc()[-9999:].encode())
