@@ -86,7 +86,7 @@ def list_parts(group: str, root: Path) -> list[Part]:
 
 def is_named(name: str, text: str) -> bool:
     """Return whether a row of a table names it: as code, as a link, or in a list."""
-    return re.search(rf"[\[`, ]{re.escape(name)}[\]`,( ]", text) is not None
+    return re.search(rf"[\[`=, ]{re.escape(name)}[\]`,( ]", text) is not None
 
 
 def complete_table(text: str, heading: str, make_rows: Callable[[Sequence[str]], Iterable[str]]) -> str:
@@ -111,15 +111,16 @@ def complete_table(text: str, heading: str, make_rows: Callable[[Sequence[str]],
 
 
 def complete_readme(text: str, root: Path) -> str:
-    """Return README.md with a row of those methods, allocators and codecs that it does not name, and one of tasks."""
+    """Return README.md with a row of each method, allocator and codec that it does not name, and one of all tasks."""
 
     def list_methods(rows: Sequence[str]) -> Iterable[str]:
         for group in NEXT:
-            of_group = [row for row in rows if find_group(row) == group]
-            missing = [part for part in list_parts(group, root) if not is_named(part.name, "".join(of_group))]
-            if missing:
-                names = (f"[{part.name}]({part.file})" if part.file else part.name for part in missing)
-                yield f"{OTHER} `{group}=` | {', '.join(names)} |"
+            labels = "".join(row.split("|")[1] for row in rows if find_group(row) == group)
+            for part in list_parts(group, root):
+                if not is_named(part.name, labels):
+                    name = part.name if group == "method" else f"`{group}={part.name}`"
+                    label = f"[{name}]({part.file})" if part.file else name
+                    yield f"{OTHER}: {label} | {escape_cell(part.definition)} | |"
 
     def list_tasks(rows: Sequence[str]) -> Iterable[str]:
         missing = [part for part in list_parts("task", root) if not is_named(part.name, "".join(rows))]
@@ -130,8 +131,8 @@ def complete_readme(text: str, root: Path) -> str:
 
 
 def find_group(row: str) -> str:
-    """Return whether a row of README's table lists methods, allocators or codecs."""
-    return next((group for group in ("allocator", "codec") if row.startswith(f"| `{group}=`")), "method")
+    """Return whether a row of README's table is about a method, an allocator or a codec."""
+    return next((group for group in ("allocator", "codec") if f"`{group}=" in row.split("|")[1]), "method")
 
 
 def complete_benchmarks(text: str, root: Path) -> str:

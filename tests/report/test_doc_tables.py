@@ -54,7 +54,7 @@ def test_the_documented_method_gets_its_row_and_section(root):
     assert names == ["methods/newest.py", "conf/method/newest.yaml"]
     before = {page: (root / page).read_text() for page in PAGES}
     found = write(root)
-    assert found["README.md"] == "| other `method=` | [newest](methods/newest.py) |" and len(found) == 2
+    assert found["README.md"] == "| other: [newest](methods/newest.py) | The newest rows stay. | |" and len(found) == 2
     assert found["docs/methods.md"].split("\n") == [
         *("## Further methods", "### newest", WRITTEN, "`method=newest` · [methods/newest.py](../methods/newest.py)"),
         "The newest rows stay.",
@@ -69,7 +69,7 @@ def test_presets_are_listed_with_their_sources(root):
     (root / "methods" / "allocators" / "mine.py").write_text('"""mine: all rows.\n\nSource: a paper.\n"""\n')
     (root / "conf" / "allocator" / "mine.yaml").write_text(PRESETS)
     found = write(root)
-    assert found["README.md"] == "| other `allocator=` | [mine](methods/allocators/mine.py) |"
+    assert found["README.md"] == "| other: [`allocator=mine`](methods/allocators/mine.py) | All rows. | |"
     text = (root / "docs" / "methods.md").read_text()
     section = text.partition("### mine\n")[2].partition("\n## Codecs\n")[0]
     assert "\nAll rows.\n\nSource: a paper.\n" in section and "\n## " not in section
@@ -85,7 +85,7 @@ def test_what_somebody_wrote_stays(root):
     page = root / "docs" / "methods.md"
     page.write_text(page.read_text().replace(f"{WRITTEN}\n\n", "").replace("\nMine\n", "\nBy hand.\n"))
     readme = (root / "README.md").read_text()
-    readme = readme.replace("| other `codec=` | mine |\n", "").replace("| `codec=` | raw,", "| `codec=` | mine, raw,")
+    readme = readme.replace("| other: `codec=mine` | Mine | |\n", "| `codec=mine` | by hand | |\n")
     (root / "README.md").write_text(readme)
     assert write(root) == {} and "\nBy hand.\n" in page.read_text()
 
