@@ -61,16 +61,20 @@ def collect_metrics(subtasks: Mapping[str, Sequence[Pair]]) -> Iterator[tuple[st
     kept = {name: both for name, pairs in subtasks.items() if (both := select_answered(pairs))}
     names = dict.fromkeys(name for pairs in kept.values() for pair in pairs for name in pair[1]["also"])
     for name in names:
-        if found := {own: scores for own, pairs in kept.items() if (scores := _collect_metric(name, pairs))}:
-            yield _label(name, kept), found
+        if by_subtask := {
+            subtask: scores for subtask, pairs in kept.items() if (scores := _collect_metric(name, pairs))
+        }:
+            yield _label(name, kept), by_subtask
     for k in _list_powers(count_repeats(subtasks)):
-        if found := {own: scores for own, pairs in kept.items() if (scores := _collect_passes(k, pairs))}:
-            yield f"pass@{k}", found
+        if by_subtask := {subtask: scores for subtask, pairs in kept.items() if (scores := _collect_passes(k, pairs))}:
+            yield f"pass@{k}", by_subtask
     for name, key in FIDELITY.items():
-        if found := {own: scores for own, pairs in kept.items() if (scores := _collect_fidelity(key, pairs))}:
-            yield name, found
+        if by_subtask := {
+            subtask: scores for subtask, pairs in kept.items() if (scores := _collect_fidelity(key, pairs))
+        }:
+            yield name, by_subtask
     for name, (of, most) in ENDS.items() if kept else ():
-        yield name, {own: collect_scores(pairs, of, most) for own, pairs in kept.items()}
+        yield name, {subtask: collect_scores(pairs, of, most) for subtask, pairs in kept.items()}
 
 
 def count_repeats(subtasks: Mapping[str, Sequence[Pair]]) -> int:
@@ -92,15 +96,15 @@ def _collect_metric(name: str, pairs: Sequence[Pair]) -> PairedScores | None:
         value = record["also"][name]
         return float(BOUND * value if isinstance(value, bool) else value)
 
-    both = [own for own in pairs if all(record["also"].get(name) is not None for record in own)]
-    most = max((record["meta"].get("most", {}).get(name, BOUND) for own in both for record in own), default=BOUND)
-    points = all(0 <= of(record) <= most for own in both for record in own)
+    both = [pair for pair in pairs if all(record["also"].get(name) is not None for record in pair)]
+    most = max((record["meta"].get("most", {}).get(name, BOUND) for pair in both for record in pair), default=BOUND)
+    points = all(0 <= of(record) <= most for pair in both for record in pair)
     return collect_scores(both, of, most if points else inf) if both else None
 
 
 def _collect_fidelity(key: str, pairs: Sequence[Pair]) -> PairedScores | None:
     """Collect one quantity of kvbench.runs.fidelity from the pairs that have it."""
-    both = [pair for pair in pairs if all(own.get("fidelity", {}).get(key) is not None for own in pair)]
+    both = [pair for pair in pairs if all(record.get("fidelity", {}).get(key) is not None for record in pair)]
     return collect_scores(both, lambda record: record["fidelity"][key], inf) if both else None
 
 

@@ -166,15 +166,15 @@ class Curve:
         counts = np.zeros(sums.shape[:2])
         np.add.at(sums, (groups, subtasks), columns[order])
         np.add.at(counts, (groups, subtasks), 1)
-        found, left = [], np.ones(len(names), bool)
+        clusters, left = [], np.ones(len(names), bool)
         while left.any():
             inside: np.ndarray = np.zeros(len(names), bool)
             inside[np.argmax(left)] = True
             while (more := np.any(counts[:, np.any(counts[inside], 0)], 1)).sum() > inside.sum():
                 inside = more
-            found.append((sums[inside], counts[inside]))
+            clusters.append((sums[inside], counts[inside]))
             left &= ~inside
-        return found
+        return clusters
 
     def _average_draws(self, drawn: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return mean shares (R, B), mean scores (R, B) and the full cache's mean score (R,) of R draws.
@@ -184,9 +184,9 @@ class Curve:
         budgets = np.shape(self.scores)[1]
         total = np.zeros((len(drawn[0]), 2 * budgets + 1))
         for (sums, counts), often in zip(self._clusters, drawn, strict=True):
-            own = counts.any(0)
-            means = np.tensordot(often, sums[:, own], 1) / (often @ counts[:, own])[..., None]
-            total += np.tensordot(self._weights[own], means, (0, 1))
+            subtasks = counts.any(0)
+            means = np.tensordot(often, sums[:, subtasks], 1) / (often @ counts[:, subtasks])[..., None]
+            total += np.tensordot(self._weights[subtasks], means, (0, 1))
         return total[:, :budgets], total[:, budgets:-1], total[:, -1]
 
     @cached_property
@@ -207,9 +207,9 @@ class Curve:
         value = float(of(shares, scores, full))
         if self._replicates is None:
             return Estimate(value, None, None)
-        found = of(*self._replicates)
+        resampled = of(*self._replicates)
         tail = ndtr(-stdtrit(sum(len(counts) - 1 for _, counts in self._clusters), TAIL))
-        low, high = np.quantile(found, tail, method="lower"), np.quantile(found, 1 - tail, method="higher")
+        low, high = np.quantile(resampled, tail, method="lower"), np.quantile(resampled, 1 - tail, method="higher")
         if bounds is not None:
             low, high = min(low, *np.ravel(bounds[0])), max(high, *np.ravel(bounds[1]))
         low, high = min(low, value), max(high, value)
@@ -229,8 +229,8 @@ class Curve:
     def _values(self, values: np.ndarray, least: float) -> list[Values]:
         """Return the values of each subtask, in the order of `_names`."""
         values, subtasks, groups = np.clip(values, least, BOUND), np.asarray(self.subtasks), np.asarray(self.groups)
-        own = [subtasks == name for name in self._names]
-        return [Values(values[one].tolist(), groups[one].tolist(), least, BOUND) for one in own]
+        masks = [subtasks == name for name in self._names]
+        return [Values(values[one].tolist(), groups[one].tolist(), least, BOUND) for one in masks]
 
     def _exact_bounds(self, columns: Sequence[Sequence[Values]]) -> list[np.ndarray] | None:
         """Return lower and upper bounds of the columns' means if a bootstrap would be too narrow, otherwise None."""
@@ -238,7 +238,7 @@ class Curve:
         if self._replicates is None or enough and not any(map(needs_exact_bounds, columns)):
             return None
         means = compute_means([(column, self._weights.tolist()) for column in columns])
-        return [np.array([own.low for own in means]), np.array([own.high for own in means])]
+        return [np.array([mean.low for mean in means]), np.array([mean.high for mean in means])]
 
 
 def compute_area(shares: np.ndarray, scores: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -284,11 +284,11 @@ def find_smallest_share(shares: np.ndarray, scores: np.ndarray, needed: np.ndarr
     count = short.shape[-1]
     last = count - 1 - np.argmax(short[..., ::-1], axis=-1)  # the last budget that falls short, if any does
     both = [np.minimum(last + step, count - 1)[..., None] for step in (0, 1)]
-    (x0, x1), (y0, y1) = ([np.take_along_axis(own, at, -1)[..., 0] for at in both] for own in (x, y))
+    (x0, x1), (y0, y1) = ([np.take_along_axis(values, at, -1)[..., 0] for at in both] for values in (x, y))
     rise = y1 - y0
     crossing = x0 + (x1 - x0) * np.divide(needed - y0, rise, out=np.ones_like(rise), where=rise > 0)
-    found = np.where(last == count - 1, np.inf, np.minimum(crossing, x1))
-    return np.where(short.any(-1), found, -np.inf)
+    smallest = np.where(last == count - 1, np.inf, np.minimum(crossing, x1))
+    return np.where(short.any(-1), smallest, -np.inf)
 
 
 def _draw_groups(draw: np.random.Generator, counts: np.ndarray, times: int) -> np.ndarray:
@@ -298,7 +298,7 @@ def _draw_groups(draw: np.random.Generator, counts: np.ndarray, times: int) -> n
     """
     groups = len(counts)
     often = draw.multinomial(groups - 1, np.full(groups, 1 / groups), size=times).astype(float)
-    own = (counts[:, counts.any(0)] > 0).astype(float)
-    while (empty := ((often @ own) == 0).any(1)).any():
+    has_samples = (counts[:, counts.any(0)] > 0).astype(float)
+    while (empty := ((often @ has_samples) == 0).any(1)).any():
         often[empty] = draw.multinomial(groups - 1, np.full(groups, 1 / groups), size=int(empty.sum()))
     return often

@@ -84,15 +84,15 @@ class BudgetSeries:
     @cached_property
     def curve(self) -> Curve:
         """Scores and shares of the samples, for kvbench.analysis.budget_curve."""
-        own = [self.full.records[uid] for uid in self.uids]
+        full_records = [self.full.records[uid] for uid in self.uids]
         return Curve(
             scores=np.array([[run.records[uid]["score"] for run in self.runs] for uid in self.uids], float),
             shares=np.array(
                 [[compute_kept_share(run.records[uid], self.against) for run in self.runs] for uid in self.uids]
             ),
-            full=np.array([record["score"] for record in own], float),
-            subtasks=[record["subtask"] for record in own],
-            groups=[record["group"] or record["uid"] for record in own],
+            full=np.array([record["score"] for record in full_records], float),
+            subtasks=[record["subtask"] for record in full_records],
+            groups=[record["group"] or record["uid"] for record in full_records],
             weights=self.weights,
         )
 
@@ -100,24 +100,28 @@ class BudgetSeries:
     def points(self) -> list[Point]:
         """The points, sorted by measured share, with the full cache last."""
         curve, weights = self.curve, list(self.weights.values())
-        places = [[at for at, own in enumerate(curve.subtasks) if own == name] for name in self.weights]
-        groups = [[curve.groups[at] for at in own] for own in places]
+        places = [[at for at, subtask in enumerate(curve.subtasks) if subtask == name] for name in self.weights]
+        groups = [[curve.groups[at] for at in samples] for samples in places]
         scores = [
             [
-                PairedScores(curve.full[own].tolist(), curve.scores[own, column].tolist(), names)
-                for own, names in zip(places, groups, strict=True)
+                PairedScores(curve.full[samples].tolist(), curve.scores[samples, column].tolist(), names)
+                for samples, names in zip(places, groups, strict=True)
             ]
             for column in range(len(self.runs))
         ]
-        sides = [[scored.method_values for scored in own] for own in scores]
-        *means, full = compute_means([(own, weights) for own in (*sides, [own.full_values for own in scores[0]])])
-        changes = compare_averages([(own, weights) for own in scores])
+        sides = [[scored.method_values for scored in run_scores] for run_scores in scores]
+        *means, full = compute_means(
+            [(side, weights) for side in (*sides, [scored.full_values for scored in scores[0]])]
+        )
+        changes = compare_averages([(run_scores, weights) for run_scores in scores])
         budgets = [run.budget_name for run in self.runs]
         kept = map(float, curve.points[0])
-        found = [Point(*own) for own in zip(budgets, kept, means, changes, strict=True)]
-        shares = [[compute_kept_share(self.full.records[self.uids[at]], self.against) for at in own] for own in places]
-        share = float(np.average([np.mean(own) for own in shares], weights=weights))
-        return [*sorted(found, key=lambda point: (point.share, point.budget)), Point("full cache", share, full, None)]
+        points = [Point(*fields) for fields in zip(budgets, kept, means, changes, strict=True)]
+        shares = [
+            [compute_kept_share(self.full.records[self.uids[at]], self.against) for at in samples] for samples in places
+        ]
+        share = float(np.average([np.mean(subtask_shares) for subtask_shares in shares], weights=weights))
+        return [*sorted(points, key=lambda point: (point.share, point.budget)), Point("full cache", share, full, None)]
 
     @property
     def measured_range(self) -> tuple[float, float]:
@@ -145,7 +149,7 @@ def compute_kept_share(record: Mapping[str, Any], against: str) -> float:
 
 def list_subtasks(runs: Sequence[StoredRun]) -> list[str]:
     """Return all subtasks for which the runs have records, sorted."""
-    return sorted({str(own.get("subtask")) for run in runs for own in run.records.values()}, key=pad_numbers)
+    return sorted({str(record.get("subtask")) for run in runs for record in run.records.values()}, key=pad_numbers)
 
 
 def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice: CurveOptions) -> BudgetSeries:
@@ -165,21 +169,31 @@ def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice:
     """
     # differing averages follow from another setting, so a message names that setting first
     varied = runs[0].budget_setting
-    if found := find_differences(runs, (varied, "averages")) or find_differences(runs, (varied,)):
-        said = "; ".join(f"{name} is {' and '.join(values)}" for name, values in found.items())
+    if differences := find_differences(runs, (varied, "averages")) or find_differences(runs, (varied,)):
+        said = "; ".join(f"{name} is {' and '.join(values)}" for name, values in differences.items())
         raise SettingError(f"runs of different protocols do not form a curve: {said}")
     full = find_baseline(runs[0], stored, choice.full)
     runs, skipped = skip_obstacles(full, runs, choice)
     records = [full.records, *(run.records for run in runs)]
-    for own in records[1:]:
-        pair_records(full.records, own)
-    every = {uid for own in records for uid in own if choice.subtask in (None, own[uid]["subtask"])}
-    uids = [uid for uid in sorted(every) if all(uid in own and find_failure(own[uid]) is None for own in records)]
+    for run_records in records[1:]:
+        pair_records(full.records, run_records)
+    every = {
+        uid for run_records in records for uid in run_records if choice.subtask in (None, run_records[uid]["subtask"])
+    }
+    uids = [
+        uid
+        for uid in sorted(every)
+        if all(uid in run_records and find_failure(run_records[uid]) is None for run_records in records)
+    ]
     if not uids:
         raise SettingError("no sample was answered both at all budgets and by the full cache")
     name, weights = choose_weights(runs[0], {full.records[uid]["subtask"] for uid in uids}, choice)
     uids = [uid for uid in uids if full.records[uid]["subtask"] in weights]
-    every = {uid for uid in every if any(uid in own and own[uid]["subtask"] in weights for own in records)}
+    every = {
+        uid
+        for uid in every
+        if any(uid in run_records and run_records[uid]["subtask"] in weights for run_records in records)
+    }
     swept = BudgetSeries(
         runs=tuple(runs),
         full=full,
@@ -210,15 +224,15 @@ def skip_obstacles(
         return list(runs), ()
     answered = {
         uid
-        for uid, own in full.records.items()
-        if find_failure(own) is None and choice.subtask in (None, own["subtask"])
+        for uid, record in full.records.items()
+        if find_failure(record) is None and choice.subtask in (None, record["subtask"])
     }
     _, weights = choose_weights(runs[0], {str(full.records[uid]["subtask"]) for uid in answered}, choice)
     reasons: dict[str, str] = {}
     for run in sorted(runs, key=lambda run: (not run.finished, -len(run.records))):  # whole runs before parts
         reason = None if run.finished else find_obstacle(full, run, answered, weights)
         if reason is None:
-            answered &= {uid for uid, own in run.records.items() if find_failure(own) is None}
+            answered &= {uid for uid, record in run.records.items() if find_failure(record) is None}
         else:
             reasons[run.hash] = reason
     kept = [run for run in runs if run.hash not in reasons]
@@ -254,13 +268,13 @@ def build_all_series(
     Raises:
         SettingError: As in `build_series`.
     """
-    found = [build_series(runs, stored, choice)]
+    series = [build_series(runs, stored, choice)]
     open_ = choice.average is None and choice.subtask is None
     if open_ and solvable_subtasks.average_solvable(
-        solvable_subtasks.list_solvable(runs[0].value), set(found[0].curve.subtasks)
+        solvable_subtasks.list_solvable(runs[0].value), set(series[0].curve.subtasks)
     ):
-        found.append(build_series(runs, stored, replace(choice, average=SOLVABLE)))
-    return found
+        series.append(build_series(runs, stored, replace(choice, average=SOLVABLE)))
+    return series
 
 
 def choose_weights(run: StoredRun, there: set[str], choice: CurveOptions) -> tuple[str, Mapping[str, float]]:

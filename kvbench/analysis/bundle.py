@@ -99,7 +99,7 @@ class VerifiedBundle:
     def unpack(self, folder: Path) -> None:
         """Write the runs into a folder of results. A run that is there already stays as it is."""
         there = {path.name for path in folder.glob("runs/*")}
-        unpack_into(folder, {name: own for name, own in self.files.items() if Path(name).parts[1] not in there})
+        unpack_into(folder, {name: content for name, content in self.files.items() if Path(name).parts[1] not in there})
         for name, seconds in self.about["finished"].items():
             if name not in there:
                 os.utime(folder / "runs" / name / "done", (seconds, seconds))
@@ -125,7 +125,7 @@ def write_bundle(
     chosen = [run for run in filter_runs(finished, filters) if not run.full]
     if not chosen:
         raise SettingError(f"results={results}: no finished run of a method to bundle")
-    full = {own.hash: own for own in (find_baseline(run, finished) for run in chosen)}
+    full = {baseline.hash: baseline for baseline in (find_baseline(run, finished) for run in chosen)}
     runs = [*full.values(), *chosen]
     blocks, refused = build_blocks(chosen, runs, average)
     if refused:
@@ -172,7 +172,7 @@ def replace_local_paths(settings: Any) -> Any:
         return HUB_NAME.fullmatch(value) is None or Path(value).exists()
 
     if isinstance(settings, Mapping):
-        return {name: None if is_local(name, own) else replace_local_paths(own) for name, own in settings.items()}
+        return {name: None if is_local(name, value) else replace_local_paths(value) for name, value in settings.items()}
     return [*map(replace_local_paths, settings)] if isinstance(settings, list) else settings
 
 
@@ -209,25 +209,25 @@ def verify_bundle(path: Path) -> VerifiedBundle:
     content = read_archive(path)
     manifest, files = unpack(path, content)
     try:
-        for name, own in files.items():
-            if Path(name).name.startswith("machine") and not isinstance(parse_json(own), dict):
+        for name, data in files.items():
+            if Path(name).name.startswith("machine") and not isinstance(parse_json(data), dict):
                 refuse(path, f"{name}: is no description of a machine")
         with TemporaryDirectory() as folder:
-            unpack_into(Path(folder), {name: own for name, own in files.items() if name != TABLE})
-            found = read_runs(path, Path(folder))
-            chosen = [run for run in found if not run.full]
-            blocks, refused = build_blocks(chosen, found, manifest["average"])
+            unpack_into(Path(folder), {name: data for name, data in files.items() if name != TABLE})
+            runs = read_runs(path, Path(folder))
+            chosen = [run for run in runs if not run.full]
+            blocks, refused = build_blocks(chosen, runs, manifest["average"])
             if refused:
                 refuse(path, refused[0])
             compare_tables(path, files.pop(TABLE).decode(), format_csv(blocks))
-            records = sum(len(run.records) for run in found)
+            records = sum(len(run.records) for run in runs)
     except Exception as error:  # damaged files make csv and the table raise almost anything
         if isinstance(error, SettingError) and str(error).startswith(escape(f"bundle={path}: ")):
             raise
         refuse(path, f"its runs cannot be used ({describe(error)})")
-    about = {name: own for name, own in manifest.items() if name != "files"}
-    values = [run.value for run in found]
-    return VerifiedBundle(hashlib.sha256(content).hexdigest(), len(found), records, blocks, about, values, files)
+    about = {name: part for name, part in manifest.items() if name != "files"}
+    values = [run.value for run in runs]
+    return VerifiedBundle(hashlib.sha256(content).hexdigest(), len(runs), records, blocks, about, values, files)
 
 
 def refuse(path: Path, reason: str) -> NoReturn:
@@ -264,12 +264,12 @@ def read_runs(path: Path, folder: Path) -> list[StoredRun]:
     Raises:
         SettingError: One is damaged or not finished.
     """
-    found = find_finished(folder)
-    for name, reason in (found.damaged | found.passed_over).items():
+    store = find_finished(folder)
+    for name, reason in (store.damaged | store.passed_over).items():
         refuse(path, f"run {name}: {reason}")
-    if found.unfinished:
-        refuse(path, f"run {found.unfinished[0].hash}: is not finished")
-    return found.runs
+    if store.unfinished:
+        refuse(path, f"run {store.unfinished[0].hash}: is not finished")
+    return store.runs
 
 
 def unpack(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -282,17 +282,17 @@ def unpack(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             entries = archive.infolist()
-            if twice := [name for name, count in Counter(own.filename for own in entries).items() if count > 1]:
+            if twice := [name for name, count in Counter(entry.filename for entry in entries).items() if count > 1]:
                 refuse(path, f"{name_some(twice)}: not in both the archive and its manifest, once")
             reader = EntryReader(path, archive, min(MOST_UNPACKED, max(ALWAYS, MOST_RATIO * len(content))))
             manifest = parse_json(reader.read(MANIFEST))
-            check_manifest(path, manifest, {own.filename for own in entries})
+            check_manifest(path, manifest, {entry.filename for entry in entries})
             files = {name: reader.read(name) for name in manifest["files"]}
     except SettingError:
         raise
     except Exception as error:  # a damaged archive makes zipfile and zlib raise almost anything
         refuse(path, f"is no bundle, or damaged ({describe(error)})")
-    wrong = [name for name, own in files.items() if hashlib.sha256(own).hexdigest() != manifest["files"][name]]
+    wrong = [name for name, data in files.items() if hashlib.sha256(data).hexdigest() != manifest["files"][name]]
     if wrong:
         refuse(path, f"{name_some(wrong)}: was changed, the manifest has another checksum")
     return manifest, files
@@ -371,10 +371,12 @@ def check_manifest(path: Path, manifest: Any, names: set[str]) -> None:
         refuse(path, f"{name_some(strange)}: no file of a bundle")
     if odd := sorted(names ^ {MANIFEST, *expected}):
         refuse(path, f"{name_some(odd)}: not in both the archive and its manifest, once")
-    if not isinstance(finished, dict) or not all(type(own) is int and 0 <= own < LATEST for own in finished.values()):
+    if not isinstance(finished, dict) or not all(
+        type(seconds) is int and 0 <= seconds < LATEST for seconds in finished.values()
+    ):
         refuse(path, f"{MANIFEST} does not say when each run was finished")
     runs = {name.split("/")[1] for name in expected if name != TABLE}
-    whole = {f"runs/{run}/{own}" for run in runs for own in (SETTINGS[version], "done", "records.jsonl")}
+    whole = {f"runs/{run}/{name}" for run in runs for name in (SETTINGS[version], "done", "records.jsonl")}
     others = {name for name in expected if name != TABLE and not Path(name).name.startswith("machine")}
     if runs != finished.keys():
         refuse(path, f"{MANIFEST} does not say when each run was finished")
@@ -403,16 +405,16 @@ def compare_tables(path: Path, said: str, computed: str) -> None:
         SettingError: They differ. The message names the first run and column.
     """
     columns, *theirs = csv.reader(io.StringIO(said))
-    own, *ours = csv.reader(io.StringIO(computed))
-    if columns != own:
+    our_columns, *ours = csv.reader(io.StringIO(computed))
+    if columns != our_columns:
         refuse(path, f"{TABLE} has other columns than the matrix")
     if len(theirs) != len(ours):
         refuse(path, f"{TABLE} has {len(theirs)} rows, and the records give {len(ours)}")
-    place = own.index("hash")
+    place = our_columns.index("hash")
     for there, here in zip(theirs, ours, strict=True):
         if len(there) != len(here):
             refuse(path, f"{TABLE}: run {here[place]} has {len(there)} columns of {len(here)}")
-        for name, one, other in zip(own, there, here, strict=True):
+        for name, one, other in zip(our_columns, there, here, strict=True):
             if not is_same(one, other):
                 refuse(path, f"{TABLE}: {name} of run {here[place]} is {one}, and its records give {other}")
 

@@ -210,9 +210,12 @@ def finish_tables(drafts: Sequence[TableDraft]) -> list[ClosingTable]:
     for draft in drafts:
         rows = [
             replace(
-                row.row, interval=next(changes), held_low=own.low if own else None, held_high=own.high if own else None
+                row.row,
+                interval=next(changes),
+                held_low=mean.low if mean else None,
+                held_high=mean.high if mean else None,
             )
-            for row, own in zip(draft.every, held, strict=False)
+            for row, mean in zip(draft.every, held, strict=False)
         ]
         if not draft.brief:
             rows = [replace(row, full=full, method=method) for row, (full, method) in zip(rows, sides, strict=False)]
@@ -258,13 +261,15 @@ def draft_table(
     if not averages:
         over["average"] = drafts  # including subtasks without an answer
     averaged = []
-    for name, own in weights.items():
+    for name, shares in weights.items():
         failed = sum(draft.row.failed for subtask, draft in drafts.items() if subtask in over[name])
         kind = "solvable" if name in solvable else "average"
-        averaged.append(_draft_average_row(name, kind, own, drafts, scored, failed))
+        averaged.append(_draft_average_row(name, kind, shares, drafts, scored, failed))
     further = [
-        RowDraft(TableRow(name, "also", None, None, None, 0, digits=4 if name in FIDELITY else 1), list(own.values()))
-        for name, own in ([] if brief else collect_metrics(subtasks))
+        RowDraft(
+            TableRow(name, "also", None, None, None, 0, digits=4 if name in FIDELITY else 1), list(by_subtask.values())
+        )
+        for name, by_subtask in ([] if brief else collect_metrics(subtasks))
     ]
     notes = _collect_notes(full_records, other, pairs, heading, method_records is not None)
     if averages:
@@ -272,9 +277,9 @@ def draft_table(
     notes += [SOLVABLE_NOTE.format(name, heading.get("model", NOT_AVAILABLE)) for name in solvable]
     if any(draft.row.subtask in FIDELITY for draft in further):
         notes.append(FIDELITY_NOTE)
-    for name, own in weights.items():
+    for name, shares in weights.items():
         if missing := [subtask for subtask in over[name] if subtask not in scored]:
-            notes.append(_describe_missing(name, missing, left_out=over[name] is not own))
+            notes.append(_describe_missing(name, missing, left_out=over[name] is not shares))
     late = []
     if (fewest := count_repeats(subtasks)) > 1:
         late.append(f"avg@{fewest}: each prompt was answered {fewest} times, and its answers form one group.")
@@ -305,8 +310,8 @@ def _draft_row(subtask: str, pairs: Sequence[Pair]) -> RowDraft:
     kept = select_answered(pairs)
     full, method = [both[0] for both in kept], [both[1] for both in kept]
     times = {}
-    for name, own in (("_full", full), ("", method)):
-        timed = [record for record in own if record.get("gpu_processes", 1) == 1]
+    for name, records in (("_full", full), ("", method)):
+        timed = [record for record in records if record.get("gpu_processes", 1) == 1]
         times[f"ttft{name}"] = [record["ttft_ms"] for record in timed if record.get("asked_together", 1) == 1]
         times[f"tpot{name}"] = [
             divide(record["decode_ms"], record["tokens_out"] - 1)
@@ -319,8 +324,8 @@ def _draft_row(subtask: str, pairs: Sequence[Pair]) -> RowDraft:
         "attended": reduce_known(
             np.mean, [divide(record["rows_attended"], record["rows_seen_decoding"]) for record in method]
         ),
-        **{name: reduce_known(median, own) for name, own in times.items()},
-        **{f"{name}_error": reduce_known(median_error, own) for name, own in times.items()},
+        **{name: reduce_known(median, milliseconds) for name, milliseconds in times.items()},
+        **{f"{name}_error": reduce_known(median_error, milliseconds) for name, milliseconds in times.items()},
     }
     row = TableRow(subtask, "subtask", None, None, None, len(pairs) - len(kept), **costs)
     if not kept:
@@ -347,31 +352,31 @@ def _draft_average_row(
     for of in TIME_NAMES:
         costs[f"{of}_error"] = _combine_errors([getattr(row, f"{of}_error") for row in rows], shares)
     row = TableRow(name, kind, None, None, None, failed, **costs)
-    held = [own for subtask in weights for own in drafts[subtask].held]
+    held = [values for subtask in weights for values in drafts[subtask].held]
     complete = len(held) == len(weights)
     return RowDraft(row, [scored[subtask] for subtask in weights], shares, held if complete else [])
 
 
 def _compare_rows(rows: Sequence[RowDraft]) -> Iterator[PairedDifference | None]:
     """Yield the difference of each row, None for a row without scores."""
-    found = iter(compare_averages([(row.scores, row.weights) for row in rows if row.scores]))
-    return (next(found) if row.scores else None for row in rows)
+    differences = iter(compare_averages([(row.scores, row.weights) for row in rows if row.scores]))
+    return (next(differences) if row.scores else None for row in rows)
 
 
 def _average_bytes(rows: Sequence[RowDraft]) -> Iterator[Mean | None]:
     """Yield the mean share of bytes held for each row, None for a row in which some sample's share is unknown."""
-    found = iter(compute_means([(row.held, row.weights) for row in rows if row.held]))
-    return (next(found) if row.held else None for row in rows)
+    means = iter(compute_means([(row.held, row.weights) for row in rows if row.held]))
+    return (next(means) if row.held else None for row in rows)
 
 
 def _average_sides(rows: Sequence[RowDraft]) -> Iterator[tuple[Mean | None, Mean | None]]:
     """Yield the means of the full cache and of the method for each row, None for a row without scores."""
     known = [row for row in rows if row.scores]
-    sides = [([own.full_values for own in row.scores], row.weights) for row in known]
-    sides += [([own.method_values for own in row.scores], row.weights) for row in known]
+    sides = [([scores.full_values for scores in row.scores], row.weights) for row in known]
+    sides += [([scores.method_values for scores in row.scores], row.weights) for row in known]
     means = compute_means(sides)
-    found = zip(means[: len(known)], means[len(known) :], strict=True)
-    return (next(found) if row.scores else (None, None) for row in rows)
+    paired = zip(means[: len(known)], means[len(known) :], strict=True)
+    return (next(paired) if row.scores else (None, None) for row in rows)
 
 
 def _describe_missing(name: str, missing: Sequence[str], left_out: bool) -> str:
@@ -422,8 +427,8 @@ def divide(part: float | None, whole: float | None) -> float | None:
 def reduce_known(of: Callable[[list[float]], float | None], values: Iterable[float | None]) -> float | None:
     """Return what `of` makes of the known values, or None if there are none."""
     known = [value for value in values if value is not None]
-    found = of(known) if known else None
-    return None if found is None else float(found)
+    reduced = of(known) if known else None
+    return None if reduced is None else float(reduced)
 
 
 def _collect_notes(
@@ -437,7 +442,7 @@ def _collect_notes(
     notes += warn_of_data(method, bool(heading.get("embedded")))
     notes += sorted({record["meta"]["note"] for record in method.values() if "note" in record["meta"]})
     for side, name in ((0, "full cache's"), (1, "method's"))[: 1 + with_method]:
-        failures = Counter(found for both in pairs if (found := find_failure(both[side])))
+        failures = Counter(failure for both in pairs if (failure := find_failure(both[side])))
         if failures:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(failures.items()))
             count = f"{failures.total()} of {len(pairs)} samples"

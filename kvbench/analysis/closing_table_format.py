@@ -141,10 +141,14 @@ class ClosingTable:
         row = next(row for row in self.rows if row.kind == "average")
         if row.interval is None:
             return NOT_AVAILABLE
-        own = row.interval
-        score = f"score {format_number(own.mean_method)}"
-        change = f"{format_number(own.difference, sign='+')} {_format_bounds(row, own, '+')}, " if self.paired else ""
-        return f"{score}, {change}n = {own.samples}"
+        interval = row.interval
+        score = f"score {format_number(interval.mean_method)}"
+        change = (
+            f"{format_number(interval.difference, sign='+')} {_format_bounds(row, interval, '+')}, "
+            if self.paired
+            else ""
+        )
+        return f"{score}, {change}n = {interval.samples}"
 
     def to_text(self, width: int = 100) -> str:
         """Return plain aligned text without terminal codes. Columns that do not fit `width` go into a further block."""
@@ -181,8 +185,8 @@ def _get_number(row: TableRow, name: str) -> float | None:
     return getattr(row.interval, name, None)
 
 
-def _format_bounds(row: TableRow, own: PairedDifference | Mean | None, sign: str = "") -> str:
-    return format_interval(getattr(own, "low", None), getattr(own, "high", None), sign, row.digits)
+def _format_bounds(row: TableRow, interval: PairedDifference | Mean | None, sign: str = "") -> str:
+    return format_interval(getattr(interval, "low", None), getattr(interval, "high", None), sign, row.digits)
 
 
 def _format_counts(row: TableRow) -> str:

@@ -84,10 +84,10 @@ def area_line(swept: BudgetSeries, reach: tuple[float, float] | None) -> str:
         )
     if reach is None:
         raise ValueError("the curves of this full cache have no range in common; choose one with --range LOW:HIGH")
-    own, change = swept.curve.area(*reach), swept.curve.area_change(*reach)
+    area, change = swept.curve.area(*reach), swept.curve.area_change(*reach)
     return (
         f"area from {format_percent(reach[0])} to {format_percent(reach[1])} of {swept.against}: "
-        f"{format_estimate(own, '')}, "
+        f"{format_estimate(area, '')}, "
         f"minus the full cache's score {format_estimate(change, '+')}"
     )
 
@@ -103,12 +103,12 @@ def smallest_line(swept: BudgetSeries, keep: float) -> str:
     )
 
 
-def format_estimate(own: Estimate, sign: str) -> str:
+def format_estimate(estimate: Estimate, sign: str) -> str:
     """Return an estimate with its interval."""
-    return f"{format_number(own.value, sign=sign)} {format_interval(own.low, own.high, sign)}"
+    return f"{format_number(estimate.value, sign=sign)} {format_interval(estimate.low, estimate.high, sign)}"
 
 
-def format_smallest_share(own: Estimate, low: float, high: float) -> str:
+def format_smallest_share(estimate: Estimate, low: float, high: float) -> str:
     """Return a smallest share with its interval. `low` and `high` are the smallest and largest measured shares."""
 
     def share(value: float) -> str:
@@ -120,14 +120,18 @@ def format_smallest_share(own: Estimate, low: float, high: float) -> str:
             else f"> {format_percent(high)}"
         )
 
-    interval = NOT_AVAILABLE if own.low is None or own.high is None else f"[{share(own.low)}, {share(own.high)}]"
-    said = {-inf: ", all measured shares keep it", inf: ", the largest measured share does not"}.get(own.value, "")
-    return f"{share(own.value)} {interval}{said}"
+    interval = (
+        NOT_AVAILABLE
+        if estimate.low is None or estimate.high is None
+        else f"[{share(estimate.low)}, {share(estimate.high)}]"
+    )
+    said = {-inf: ", all measured shares keep it", inf: ", the largest measured share does not"}.get(estimate.value, "")
+    return f"{share(estimate.value)} {interval}{said}"
 
 
 def find_common_range(curves: Iterable[BudgetSeries]) -> tuple[float, float] | None:
     """Return the kept shares that all curves of several points have in common; None if there is no such range."""
-    ends = [own.measured_range for own in curves if own.measured_range[0] < own.measured_range[1]]
+    ends = [series.measured_range for series in curves if series.measured_range[0] < series.measured_range[1]]
     low, high = max((low for low, _ in ends), default=0.0), min((high for _, high in ends), default=0.0)
     return (low, high) if low < high else None
 
@@ -153,20 +157,20 @@ def report_curves(options: Namespace, width: int) -> tuple[list[str], list[str]]
         require_choice("subtask", options.choice.subtask, list_subtasks(runs))
     groups: dict[tuple[str, str], list[StoredRun]] = {}
     for run in runs:
-        cache = {name: own for name, own in run.settings.items() if name.split(".")[0] in CACHE_GROUPS}
+        cache = {name: setting for name, setting in run.settings.items() if name.split(".")[0] in CACHE_GROUPS}
         cache.pop(run.budget_setting, None)
         groups.setdefault((label_run(run, []), json.dumps(cache, sort_keys=True)), []).append(run)
     curves, refused = {}, []
-    for (name, _), own in sorted(groups.items()):
+    for (name, _), group in sorted(groups.items()):
         beside = [other[0] for (label, _), other in groups.items() if label == name]
-        differ = find_differences(beside, (own[0].budget_setting,))
-        label = label_run(own[0], [key for key in differ if key.split(".")[0] in CACHE_GROUPS])
+        differ = find_differences(beside, (group[0].budget_setting,))
+        label = label_run(group[0], [key for key in differ if key.split(".")[0] in CACHE_GROUPS])
         try:
-            curves[label] = build_all_series(own, stored, options.choice)
+            curves[label] = build_all_series(group, stored, options.choice)
         except SettingError as error:
             refused.append(f"{label}: {error}")
     lines, notes = [], []
-    every = [(label, series) for label, found in curves.items() for series in found]
+    every = [(label, series) for label, built in curves.items() for series in built]
     for label, series in every:
         full, average = series.full, series.average
         alike = [other for _, other in every if (other.full.hash, other.average) == (full.hash, average)]
@@ -190,12 +194,12 @@ def parse_shares(name: str, text: str, count: int) -> tuple[float, ...]:
         SettingError: `text` is something else.
     """
     try:
-        found = tuple(map(float, text.split(":")))
+        shares = tuple(map(float, text.split(":")))
     except ValueError:
-        found = ()
-    if len(found) != count or not all(0 < own <= 1 for own in found) or sorted(set(found)) != list(found):
+        shares = ()
+    if len(shares) != count or not all(0 < share <= 1 for share in shares) or sorted(set(shares)) != list(shares):
         raise SettingError(f"{name} {text}: {'LOW:HIGH, ' if count > 1 else ''}shares in (0, 1]")
-    return found
+    return shares
 
 
 LEGEND = (

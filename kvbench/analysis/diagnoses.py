@@ -58,26 +58,26 @@ class Diagnosis:
     @property
     def worst(self) -> list[int]:
         """The layers with the largest local errors at the answer, the worst first."""
-        own = self.layers.get(ORDER, {})
-        return sorted(own, key=lambda layer: -own[layer].value)[:WORST]
+        errors = self.layers.get(ORDER, {})
+        return sorted(errors, key=lambda layer: -errors[layer].value)[:WORST]
 
 
 def read_diagnoses(study: StudyFolder) -> list[Diagnosis]:
     """Return the cells of a folder that have been diagnosed, in the order of study.yaml."""
-    found = {name: Diagnosis(name) for name in study.about.get(CELLS, {})}
+    diagnoses = {name: Diagnosis(name) for name in study.about.get(CELLS, {})}
     for line in study.lines:
-        if line.study != DIAGNOSIS or line.series not in found:
+        if line.study != DIAGNOSIS or line.series not in diagnoses:
             continue
-        own = found[line.series]
+        diagnosis = diagnoses[line.series]
         if line.x is not None:
-            own.needles.append(line)
+            diagnosis.needles.append(line)
         elif line.layer is None:
-            own.means[line.quantity] = line
+            diagnosis.means[line.quantity] = line
         elif line.head is None:
-            own.layers.setdefault(line.quantity, {})[line.layer] = line
+            diagnosis.layers.setdefault(line.quantity, {})[line.layer] = line
         else:
-            own.heads.setdefault(line.quantity, {})[line.layer, line.head] = line
-    return [own for own in found.values() if own.layers]
+            diagnosis.heads.setdefault(line.quantity, {})[line.layer, line.head] = line
+    return [diagnosis for diagnosis in diagnoses.values() if diagnosis.layers]
 
 
 def score_cells(study: StudyFolder, runs: Iterable[StoredRun]) -> dict[str, float]:
@@ -88,15 +88,15 @@ def score_cells(study: StudyFolder, runs: Iterable[StoredRun]) -> dict[str, floa
     """
     about = study.about
     shared = [about["model"], drop_limit(about["prompts"].get("task", {})), about.get("question")]
-    cells = {json.dumps([*shared, *list_settings(own)], sort_keys=True): name for name, own in about[CELLS].items()}
-    found: dict[str, float] = {}
+    cells = {json.dumps([*shared, *list_settings(cell)], sort_keys=True): name for name, cell in about[CELLS].items()}
+    scores: dict[str, float] = {}
     for run in sorted(runs, key=lambda run: run.value["device"] == about["device"]):
         value = run.value
         key = [value["model"], drop_limit(value["task"]), value["question"], *list_settings(value)]
         name = cells.get(json.dumps(key, sort_keys=True))
         if name is not None and run.finished and (score := find_score(run)) is not None:
-            found[name] = score
-    return found
+            scores[name] = score
+    return scores
 
 
 def drop_limit(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,11 +104,11 @@ def drop_limit(task: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in task.items() if name != "limit"}
 
 
-def list_settings(own: Mapping[str, Any]) -> list[Any]:
+def list_settings(cell: Mapping[str, Any]) -> list[Any]:
     """Return the settings of a cell, also from the settings of a run."""
-    full = own["method"]["name"] == "full"
-    return [own[name] for name in ("method", "allocator", "codec", "budget", "budget_of")] + [
-        None if full else own["block_size"]
+    full = cell["method"]["name"] == "full"
+    return [cell[name] for name in ("method", "allocator", "codec", "budget", "budget_of")] + [
+        None if full else cell["block_size"]
     ]
 
 
@@ -118,7 +118,7 @@ def find_score(run: StoredRun) -> float | None:
     for record in run.records.values():
         if record["score"] is not None:
             scores.setdefault(record["subtask"], []).append(record["score"])
-    return float(np.mean([np.mean(own) for own in scores.values()])) if scores else None
+    return float(np.mean([np.mean(subtask_scores) for subtask_scores in scores.values()])) if scores else None
 
 
 def correlate_ranks(x: Sequence[float], y: Sequence[float], seed: int = 0) -> tuple[float, float, float] | None:
@@ -129,12 +129,12 @@ def correlate_ranks(x: Sequence[float], y: Sequence[float], seed: int = 0) -> tu
     """
     pairs = np.array([x, y], dtype=float)
     draws = np.random.default_rng(seed).integers(len(x), size=(RESAMPLES, len(x)))
-    own = rank_correlation(pairs[:, None])[0]
+    correlation = rank_correlation(pairs[:, None])[0]
     resampled = rank_correlation(pairs[:, draws])
-    if np.isnan(own):
+    if np.isnan(correlation):
         return None
     low, high = np.nanquantile(resampled, (0.025, 0.975))
-    return float(own), float(low), float(high)
+    return float(correlation), float(low), float(high)
 
 
 def rank_correlation(pairs: np.ndarray) -> np.ndarray:
@@ -148,9 +148,9 @@ def rank_correlation(pairs: np.ndarray) -> np.ndarray:
     return np.where(size > 0, (x * y).sum(-1) / np.where(size > 0, size, 1), np.nan)
 
 
-def format_mean(quantity: str, own: Diagnosis) -> str:
+def format_mean(quantity: str, diagnosis: Diagnosis) -> str:
     """Return the mean of a quantity with its interval, or nothing if the quantity has no meaning for the cell."""
-    line = own.means.get(quantity)
+    line = diagnosis.means.get(quantity)
     if line is None:
         return ""
     interval = "" if line.low is None or line.high is None else f" [{line.low:.2f}, {line.high:.2f}]"
@@ -165,11 +165,11 @@ def format_diagnosis(study: StudyFolder, cells: Sequence[str], width: int) -> li
         cells: The names of the cells.
         width: Width in characters.
     """
-    rows = [own for own in read_diagnoses(study) if own.name in cells]
-    quantities = [name for name in COLUMNS if any(name in own.means for own in rows)]
-    columns = [Column("", "cell", lambda own: own.name)]
+    rows = [diagnosis for diagnosis in read_diagnoses(study) if diagnosis.name in cells]
+    quantities = [name for name in COLUMNS if any(name in diagnosis.means for diagnosis in rows)]
+    columns = [Column("", "cell", lambda diagnosis: diagnosis.name)]
     columns += [Column(*COLUMNS[name], partial(format_mean, name)) for name in quantities]
-    columns.append(Column("worst", "layers", lambda own: " ".join(map(str, own.worst))))
+    columns.append(Column("worst", "layers", lambda diagnosis: " ".join(map(str, diagnosis.worst))))
     notes = [
         f"Means over layers, heads and {count_prompts(study.about['prompts'])}, with 95 % intervals over prompts. "
         "Errors are relative to the size of the output, so 1 means that an output of zeros would be as near.",

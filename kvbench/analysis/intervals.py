@@ -212,7 +212,7 @@ class _Draft:
     def of(cls, subtasks: Sequence[Values], weights: Sequence[float] | None, tail: float) -> "_Draft":
         """Compute the mean and its t interval, or its exact bounds."""
         shares = normalize_weights(weights, len(subtasks))
-        parts = [own.spread for own in subtasks]
+        parts = [subtask.spread for subtask in subtasks]
         value = weighted_mean(shares, [part.mean for part in parts])
         leverage: dict[str, float] = {}
         for share, part in zip(shares, parts, strict=True):
@@ -247,14 +247,14 @@ class _Draft:
         With `sign` -1 all are those of the negative mean.
         """
         place = {name: at for at, name in enumerate(self.pulls)}
-        own = sign * np.array(list(self.pulls.values()))
+        pulls = sign * np.array(list(self.pulls.values()))
         sizes, room = np.zeros(len(place)), np.zeros(len(place))
         for share, part in zip(self.shares, self.parts, strict=True):
             at = [place[name] for name in part.share]
             size = share * np.array(list(part.share.values()))
             sizes[at] += size
             room[at] += size * (part.most - part.mean if sign > 0 else part.mean - part.least)
-        return own, sizes, room
+        return pulls, sizes, room
 
     def finish(self) -> Mean:
         """Return the mean, with an interval that contains it and lies in the range of possible values."""
@@ -286,15 +286,15 @@ def bound_t_reach(
     Returns:
         Bounds, shape (columns, columns).
     """
-    names = sorted({name for own in groups for name in own})
+    names = sorted({name for subtask_groups in groups for name in subtask_groups})
     place = {name: at for at, name in enumerate(names)}
     columns = len(scores[0])
     pulls = np.zeros((columns, len(names)))
     exact = np.ones((columns, columns), bool)
     counts = []
-    for share, values, own in zip(normalize_weights(weights, len(scores)), scores, groups, strict=True):
+    for share, values, subtask_groups in zip(normalize_weights(weights, len(scores)), scores, groups, strict=True):
         one_hot = np.zeros((values.shape[1], len(names)))
-        one_hot[np.arange(values.shape[1]), [place[name] for name in own]] = 1
+        one_hot[np.arange(values.shape[1]), [place[name] for name in subtask_groups]] = 1
         sizes = one_hot.sum(0)
         count = int((sizes > 0).sum())
         counts.append(count)
@@ -310,7 +310,7 @@ def bound_t_reach(
 
 def needs_exact_bounds(subtasks: Sequence[Values]) -> bool:
     """Return whether so few groups differ that the interval of `mean` comes from exact bounds."""
-    return _needs_exact_bounds([own.spread for own in subtasks])
+    return _needs_exact_bounds([subtask.spread for subtask in subtasks])
 
 
 @dataclass(frozen=True)
@@ -338,12 +338,12 @@ class _Spread:
         return 2 * len(self.others) < len(self.means)
 
 
-def _measure_spread(own: Values) -> _Spread:
-    names, places, sizes = _number_groups(tuple(own.groups))
-    values = np.asarray(own.values, float)
+def _measure_spread(subtask: Values) -> _Spread:
+    names, places, sizes = _number_groups(tuple(subtask.groups))
+    values = np.asarray(subtask.values, float)
     order = np.lexsort((values, places))  # makes rounding independent of the order of samples
     sums = np.bincount(places[order], values[order])
-    mean, means = math.fsum(own.values) / len(values), sums / sizes
+    mean, means = math.fsum(subtask.values) / len(values), sums / sizes
     pull = math.sqrt(len(names) / max(len(names) - 1, 1)) * (sums - sizes * mean) / len(values)
     ordered = np.sort(means).tolist()
     return _Spread(
@@ -352,9 +352,9 @@ def _measure_spread(own: Values) -> _Spread:
         share=dict(zip(names, (sizes / len(values)).tolist(), strict=True)),
         means=dict(zip(names, means.tolist(), strict=True)),
         common=(ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2,
-        least=own.least,
-        most=own.most,
-        partial=bool(((values != own.least) & (values != 0) & (values != own.most)).any()),
+        least=subtask.least,
+        most=subtask.most,
+        partial=bool(((values != subtask.least) & (values != 0) & (values != subtask.most)).any()),
         samples=len(values),
     )
 
@@ -425,26 +425,26 @@ def _find_gaffke_reaches(problems: Sequence[tuple[np.ndarray, np.ndarray, np.nda
         problems: What `_Draft.extend` returns of each mean.
         tail: As in `mean`.
     """
-    found = [0.0] * len(problems)
+    reaches = [0.0] * len(problems)
     alike: dict[int, list[int]] = {}
-    for place, (own, _, _) in enumerate(problems):
-        alike.setdefault(len(own), []).append(place)
+    for place, (pulls, _, _) in enumerate(problems):
+        alike.setdefault(len(pulls), []).append(place)
     for places in alike.values():
         step = max(1, AT_ONCE // max(1, len(problems[places[0]][0])))
         for start in range(0, len(places), step):
             some = places[start : start + step]
-            own, sizes, room = (np.array([problems[place][at] for place in some]) for at in range(3))
-            for place, reach in zip(some, _search_gaffke_reaches(own, sizes, room, tail).tolist(), strict=True):
-                found[place] = reach
-    return found
+            pulls, sizes, room = (np.array([problems[place][at] for place in some]) for at in range(3))
+            for place, reach in zip(some, _search_gaffke_reaches(pulls, sizes, room, tail).tolist(), strict=True):
+                reaches[place] = reach
+    return reaches
 
 
-def _search_gaffke_reaches(own: np.ndarray, sizes: np.ndarray, room: np.ndarray, tail: float) -> np.ndarray:
+def _search_gaffke_reaches(pulls: np.ndarray, sizes: np.ndarray, room: np.ndarray, tail: float) -> np.ndarray:
     """Return the distances (N,) of N means, each of G groups. All arguments have the shape (N, G)."""
-    count, groups = own.shape
+    count, groups = pulls.shape
     most: np.ndarray = (room / sizes).max(1)
     least = most * _clopper_pearson_bound(0, groups, tail)
-    reach: np.ndarray = np.maximum(least, np.minimum(2 * np.sqrt((own**2).sum(1)), most / 2))
+    reach: np.ndarray = np.maximum(least, np.minimum(2 * np.sqrt((pulls**2).sum(1)), most / 2))
     reach[most <= 0] = 0.0
     last, moved = np.full(count, np.nan), np.full(count, np.nan)
     left = np.flatnonzero(most > 0)
@@ -455,7 +455,7 @@ def _search_gaffke_reaches(own: np.ndarray, sizes: np.ndarray, room: np.ndarray,
         each = np.arange(len(left))
         unseen = (free - at[:, None] * size).argmax(1)
         size = np.column_stack([size, size[each, unseen]])
-        factors = np.column_stack([own[left], free[each, unseen]]) - at[:, None] * size
+        factors = np.column_stack([pulls[left], free[each, unseen]]) - at[:, None] * size
         chance, slopes = _chance_above_zero(factors)
         level = np.log(chance / (1 - tail))
         slope = -(slopes * size).sum(1) if step == 0 else (level - last[left]) / moved[left]

@@ -68,6 +68,6 @@ def _average_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values["kept"] = [record["resident_bytes"] / record["full_bytes"] for record in answered]
     values["place"] = [record["meta"]["place"] for record in answered if "place" in record["meta"]]
     for record in answered:
-        for key, own in record["also"].items():
-            values.setdefault(f"also_{key}", []).extend([] if own is None else [float(own)])
-    return means | {key: fmean(own) for key, own in values.items() if own}
+        for key, metric in record["also"].items():
+            values.setdefault(f"also_{key}", []).extend([] if metric is None else [float(metric)])
+    return means | {key: fmean(numbers) for key, numbers in values.items() if numbers}

@@ -139,25 +139,27 @@ def compare_averages(
     Raises:
         ValueError: As in `compare_subtasks`.
     """
-    found = compute_means([([own.differences for own in subtasks], weights) for subtasks, weights in averages], tail)
-    return [_describe_change(change, *own) for change, own in zip(found, averages, strict=True)]
+    changes = compute_means(
+        [([scores.differences for scores in subtasks], weights) for subtasks, weights in averages], tail
+    )
+    return [_describe_change(change, *average) for change, average in zip(changes, averages, strict=True)]
 
 
 def _describe_change(
-    found: Mean, subtasks: Sequence[PairedScores], weights: Sequence[float] | None
+    difference: Mean, subtasks: Sequence[PairedScores], weights: Sequence[float] | None
 ) -> PairedDifference:
-    """Return both means beside their difference `found`."""
+    """Return both means beside their `difference`."""
     shares = normalize_weights(weights, len(subtasks))
     changes = [change for scores in subtasks for change in scores.differences.values]
     return PairedDifference(
         mean_full=weighted_mean(shares, [math.fsum(scores.full) / len(scores.full) for scores in subtasks]),
         mean_method=weighted_mean(shares, [math.fsum(scores.method) / len(scores.method) for scores in subtasks]),
-        difference=found.value,
-        low=found.low,
-        high=found.high,
-        samples=found.samples,
-        groups=found.groups,
-        error=found.error,
+        difference=difference.value,
+        low=difference.low,
+        high=difference.high,
+        samples=difference.samples,
+        groups=difference.groups,
+        error=difference.error,
         lost=sum(change < -TOLERANCE for change in changes),
         gained=sum(change > TOLERANCE for change in changes),
     )

@@ -43,13 +43,13 @@ def group_by_prompt(records: Iterable[Mapping[str, Any]]) -> dict[Prompt, list[f
     Raises:
         ValueError: A record has no score.
     """
-    found: dict[Prompt, list[float]] = {}
+    scores: dict[Prompt, list[float]] = {}
     for record in records:
         if record["score"] is None:
             raise ValueError(f"{record['uid']}: no score")
         key = (record["subtask"], record["group"] or record["uid"], record["prompt_hash"], record["target_hash"])
-        found.setdefault(key, []).append(record["score"])
-    return {key: sorted(found[key]) for key in sorted(found)}
+        scores.setdefault(key, []).append(record["score"])
+    return {key: sorted(scores[key]) for key in sorted(scores)}
 
 
 def count_fewest_answers(records: Iterable[Mapping[str, Any]]) -> int:
@@ -63,9 +63,9 @@ def score_prompts(records: Iterable[Mapping[str, Any]], k: int) -> dict[Prompt, 
     Raises:
         ValueError: A score is neither 0 nor 100, or a prompt has fewer than k answers.
     """
-    found = {}
+    estimates = {}
     for key, scores in group_by_prompt(records).items():
         if any(score not in (0.0, BOUND) for score in scores):
             raise ValueError(f"pass@{k}: {key[0]} has scores between right and wrong")
-        found[key] = BOUND * estimate_pass_at_k(k, len(scores), scores.count(BOUND))
-    return found
+        estimates[key] = BOUND * estimate_pass_at_k(k, len(scores), scores.count(BOUND))
+    return estimates

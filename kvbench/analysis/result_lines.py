@@ -61,9 +61,9 @@ def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProx
     for block in blocks:
         fidelity = compute_fidelity(block)
         ranks = {
-            cell.run.hash: own
+            cell.run.hash: bounds
             for budget in block.budgets
-            for cell, own in rank_column([own[budget] for own in block.rows.values() if budget in own], block)
+            for cell, bounds in rank_column([row[budget] for row in block.rows.values() if budget in row], block)
         }
         cells = list_cells([block])
         labels = name_files({label: cell.run for _, label, cell in cells}, files)
@@ -108,10 +108,14 @@ def name_files(runs: Mapping[str, StoredRun], files: Mapping[str, str]) -> dict[
             usual = flatten(load_settings("codec", codec["name"]))
             plain = {f"codec.{name.removesuffix('.name')}={value}" for name, value in usual.items()}
             named = f"codec.path={codec['path']}"
-            kept = [own for own in parts[label] if own not in plain]
-            short[label] = [*(own for own in kept if own != named), *(own for own in kept if own == named)]
-    shown = {label: write(own) for label, own in short.items()}
-    return shown if len({*shown.values()}) == len(shown) else {label: write(own) for label, own in parts.items()}
+            kept = [part for part in parts[label] if part not in plain]
+            short[label] = [*(part for part in kept if part != named), *(part for part in kept if part == named)]
+    shown = {label: write(label_parts) for label, label_parts in short.items()}
+    return (
+        shown
+        if len({*shown.values()}) == len(shown)
+        else {label: write(label_parts) for label, label_parts in parts.items()}
+    )
 
 
 def rank_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[MatrixCell, tuple[int, int]]]:
@@ -121,7 +125,7 @@ def rank_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[Ma
 
 def compute_fidelity(block: ScoreBlock) -> dict[str, Line]:
     """Return the means of `fidelity` by run, with 95 % intervals; None where records have none."""
-    cells = [block.full, *(cell for own in block.rows.values() for cell in own.values())]
+    cells = [block.full, *(cell for row in block.rows.values() for cell in row.values())]
     numbers: dict[str, Line] = {cell.run.hash: dict.fromkeys(name_ends(*FIDELITY.values())) for cell in cells}
     known, places = [], []
     for cell in cells:
@@ -129,13 +133,13 @@ def compute_fidelity(block: ScoreBlock) -> dict[str, Line]:
             subtask: [(block.full.run.records[uid], cell.run.records[uid]) for uid in uids]
             for subtask, uids in block.paired.places.items()
         }
-        for name, found in collect_metrics(pairs):
-            if name in FIDELITY and found.keys() == block.paired.weights.keys():
-                ordered = [found[subtask].method_values for subtask in block.paired.weights]
+        for name, by_subtask in collect_metrics(pairs):
+            if name in FIDELITY and by_subtask.keys() == block.paired.weights.keys():
+                ordered = [by_subtask[subtask].method_values for subtask in block.paired.weights]
                 known.append((ordered, list(block.paired.weights.values())))
                 places.append((cell.run.hash, FIDELITY[name]))
-    for (run, key), own in zip(places, compute_means(known), strict=True):
-        numbers[run] |= dict(zip(name_ends(key), (own.value, own.low, own.high), strict=True))
+    for (run, key), mean in zip(places, compute_means(known), strict=True):
+        numbers[run] |= dict(zip(name_ends(key), (mean.value, mean.low, mean.high), strict=True))
     return numbers
 
 
@@ -160,11 +164,11 @@ def compute_gains(blocks: Sequence[ScoreBlock]) -> dict[str, Line]:
                 both = pair_subtasks(other, run, samples[other.hash], samples[run.hash])
                 known.append((both, list(samples[run.hash].weights.values())))
                 places.append((run.hash, gain))
-    found: dict[str, Line] = {}
-    for (name, gain), own in zip(places, compare_averages(known), strict=True):
-        ends = dict(zip(name_ends(gain), (own.difference, own.low, own.high), strict=True))
-        found[name] = found.get(name, NO_GAINS) | ends
-    return found
+    gains: dict[str, Line] = {}
+    for (name, gain), change in zip(places, compare_averages(known), strict=True):
+        ends = dict(zip(name_ends(gain), (change.difference, change.low, change.high), strict=True))
+        gains[name] = gains.get(name, NO_GAINS) | ends
+    return gains
 
 
 def read_name(run: StoredRun, setting: str) -> str:
@@ -175,7 +179,7 @@ def read_name(run: StoredRun, setting: str) -> str:
 
 def hash_without(run: StoredRun, setting: str) -> str:
     """Return a hash of a run's settings but one, and but the sources, which the allocator's and codec's belong to."""
-    return run_hash({name: own for name, own in run.value.items() if name not in (setting, "sources")})
+    return run_hash({name: part for name, part in run.value.items() if name not in (setting, "sources")})
 
 
 def pair_subtasks(one: StoredRun, other: StoredRun, here: Samples, there: Samples) -> list[PairedScores]:
@@ -186,21 +190,22 @@ def pair_subtasks(one: StoredRun, other: StoredRun, here: Samples, there: Sample
     Raises:
         SettingError: They share no sample of a subtask.
     """
-    found = []
+    scores = []
     for subtask, uids in there.places.items():
         both = [uid for uid in uids if uid in here.places.get(subtask, ())]
         if not both:
             raise SettingError(f"runs {one.hash} and {other.hash} share no sample of {subtask}")
-        plain, own = ([float(run.records[uid]["score"]) for uid in both] for run in (one, other))
-        found.append(PairedScores(plain, own, [other.records[uid]["group"] or uid for uid in both]))
-    return found
+        plain, varied = ([float(run.records[uid]["score"]) for uid in both] for run in (one, other))
+        scores.append(PairedScores(plain, varied, [other.records[uid]["group"] or uid for uid in both]))
+    return scores
 
 
 def describe_origin(run: StoredRun) -> Line:
     """Return where a run was made, by which versions and which code, and its hash."""
     device = run.value["device"]
     kinds = {
-        name: " and ".join(sorted({str(own.get(name) or "") for own in run.machines})) for name in ("code", "replay")
+        name: " and ".join(sorted({str(machine.get(name) or "") for machine in run.machines}))
+        for name in ("code", "replay")
     }
     line = {"machine": device.get("gpu") or device["type"]}
     line |= {name: device.get(name) for name in ("dtype", "torch", "transformers")}
@@ -211,14 +216,14 @@ def format_lines(lines: Sequence[Line]) -> str:
     """Return lines as CSV, with numbers rounded to DECIMALS."""
     names = list(lines[0])
     values = ([line[name] for name in names] for line in lines)
-    rounded = ([round(own, DECIMALS) + 0.0 if isinstance(own, float) else own for own in line] for line in values)
+    rounded = ([round(cell, DECIMALS) + 0.0 if isinstance(cell, float) else cell for cell in line] for line in values)
     return format_rows([names, *rounded])
 
 
 def parse_lines(text: str) -> list[Line]:
     """Return the lines of such a CSV. Numbers are float or int, and an empty cell is None."""
     return [
-        {key: own or None if key in TEXTS else parse_value(own) for key, own in line.items()}
+        {key: cell or None if key in TEXTS else parse_value(cell) for key, cell in line.items()}
         for line in csv.DictReader(io.StringIO(text))
     ]
 

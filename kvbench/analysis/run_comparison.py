@@ -86,10 +86,10 @@ def compare_runs(one: StoredRun, other: StoredRun) -> RunComparison:
     return RunComparison(
         runs=(one, other),
         settings={name: (one.settings.get(name), other.settings.get(name)) for name in differ},
-        subtasks={name: compare_subtasks([own]) for name, own in scores.items()},
+        subtasks={name: compare_subtasks([subtask_scores]) for name, subtask_scores in scores.items()},
         average=compare_subtasks(list(scores.values())),
-        lost=[own for own in changed if own[2] < own[1] - TOLERANCE],
-        gained=[own for own in changed if own[2] > own[1] + TOLERANCE],
+        lost=[sample for sample in changed if sample[2] < sample[1] - TOLERANCE],
+        gained=[sample for sample in changed if sample[2] > sample[1] + TOLERANCE],
         alone=(len(one.records) - len(pairs), len(other.records) - len(pairs)),
         failed=len(pairs) - len(kept),
     )

@@ -27,19 +27,19 @@ def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredR
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         if not run.full:
-            rest = {key: own for key, own in run.settings.items() if key != run.budget_setting}
+            rest = {key: setting for key, setting in run.settings.items() if key != run.budget_setting}
             groups.setdefault(run_hash(rest), []).append(run)
-    found = []
+    series = []
     dashes: dict[str, int] = {}
     labelled = sorted(
-        ((label_cache(own[0].value), own[0].hash, own) for own in groups.values()), key=lambda own: own[:2]
+        ((label_cache(group[0].value), group[0].hash, group) for group in groups.values()), key=lambda entry: entry[:2]
     )
     alike: dict[str, list[StoredRun]] = {}
-    for label, _, own in labelled:
-        alike.setdefault(label, []).append(own[0])
+    for label, _, group in labelled:
+        alike.setdefault(label, []).append(group[0])
     known: dict[tuple[str, str], list[str]] = {}  # compared once for all runs of a label, not for each of them
-    for label, _, own in labelled:
-        beside, setting = alike[label], own[0].budget_setting
+    for label, _, group in labelled:
+        beside, setting = alike[label], group[0].budget_setting
         if (differ := known.get((label, setting))) is None:
             differ = [
                 name
@@ -47,16 +47,16 @@ def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredR
                 if name.split(".")[0] in (*CACHE_GROUPS, "sources")
             ]
             differ = known[label, setting] = [name for name in differ if name != "sources"] or differ
-        differ = leave_out_defaults(differ, own[0], beside)
-        given = {name: value for name in differ if (value := own[0].settings.get(name)) is not None}
+        differ = leave_out_defaults(differ, group[0], beside)
+        given = {name: value for name in differ if (value := group[0].settings.get(name)) is not None}
         more = [
             f"{name.removeprefix('method.').removesuffix('.name')}={shorten(str(value))}"
             for name, value in given.items()
         ]
-        method = own[0].value["method"]["name"]
+        method = group[0].value["method"]["name"]
         dashes[method] = dashes.get(method, -1) + 1
-        found.append((" · ".join([label, *more]), dashes[method], own))
-    return found
+        series.append((" · ".join([label, *more]), dashes[method], group))
+    return series
 
 
 def leave_out_defaults(differ: Sequence[str], run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
@@ -65,12 +65,12 @@ def leave_out_defaults(differ: Sequence[str], run: StoredRun, beside: Sequence[S
     Two methods have different settings. The name of one tells the run apart, unless another run has the same method
     inside with other settings. Likewise for codecs.
     """
-    found = list(differ)
-    for name in [own for own in differ if own.startswith(("method.", "codec.")) and own.endswith(".name")]:
-        alike = [own for own in beside if own.settings.get(name) == run.settings.get(name)]
+    kept = list(differ)
+    for name in [name for name in differ if name.startswith(("method.", "codec.")) and name.endswith(".name")]:
+        alike = [other for other in beside if other.settings.get(name) == run.settings.get(name)]
         varied, inner = find_differences(alike, (run.budget_setting,)), name.removesuffix("name")
-        found = [own for own in found if own == name or own in varied or not own.startswith(inner)]
-    return found
+        kept = [setting for setting in kept if setting == name or setting in varied or not setting.startswith(inner)]
+    return kept
 
 
 def name_presets(group: str, settings: Mapping[str, Any]) -> str | None:
@@ -79,16 +79,16 @@ def name_presets(group: str, settings: Mapping[str, Any]) -> str | None:
     A run does not record which of them was typed, so that a paper's preset must not be shown under its twin's name:
     "official_code/kvpress".
     """
-    if (found := find_preset(group, settings)) is None:
+    if (preset := find_preset(group, settings)) is None:
         return None
-    return "/".join(_find_twins(group, settings["name"], found))
+    return "/".join(_find_twins(group, settings["name"], preset))
 
 
 @cache
 def _find_twins(group: str, name: str, preset: str) -> list[str]:
     offered = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))["presets"]
-    own = {each: {**load_settings(group, name, {"preset": each}), "preset": None} for each in offered}
-    return [each for each in own if own[each] == own[preset]]
+    settings = {each: {**load_settings(group, name, {"preset": each}), "preset": None} for each in offered}
+    return [each for each in settings if settings[each] == settings[preset]]
 
 
 def label_cache(value: Mapping[str, Any]) -> str:
@@ -120,10 +120,10 @@ def describe_protocol(run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
     names = list(dict.fromkeys(["task.length", *names]))
     clear = [name for name in names if name not in HASHED_SETTINGS]
 
-    def values(own: StoredRun) -> list[str]:
-        return [json.dumps(own.settings.get(name)) for name in clear]
+    def values(other: StoredRun) -> list[str]:
+        return [json.dumps(other.settings.get(name)) for name in clear]
 
-    names = clear if sum(values(own) == values(run) for own in beside) == 1 else names
+    names = clear if sum(values(other) == values(run) for other in beside) == 1 else names
     alone = run.settings.get("task.length") is None  # then its absence tells nothing
     shown = [name for name in names if name in run.settings and not (alone and name == "task.length")]
     return [
@@ -140,29 +140,31 @@ def format_setting(value: Any, hashed: bool) -> str:
 HASHED_SETTINGS = ("data", "model.identity")
 
 
-def describe_difference(own: PairedDifference) -> dict[str, Any]:
+def describe_difference(change: PairedDifference) -> dict[str, Any]:
     """A difference from the full cache, in points, and the samples behind it."""
-    found = {"diff": own.difference, "diff_low": own.low, "diff_high": own.high, "full": own.mean_full}
-    found |= {"score": own.mean_method, "lost": own.lost, "gained": own.gained, "same": own.same}
-    return found | {"n": own.samples}
+    numbers = {"diff": change.difference, "diff_low": change.low, "diff_high": change.high, "full": change.mean_full}
+    numbers |= {"score": change.mean_method, "lost": change.lost, "gained": change.gained, "same": change.same}
+    return numbers | {"n": change.samples}
 
 
-def describe_mean(own: Mean) -> dict[str, Any]:
+def describe_mean(mean: Mean) -> dict[str, Any]:
     """A mean score, in points."""
-    return {"score": own.value, "score_low": own.low, "score_high": own.high, "n": own.samples}
+    return {"score": mean.value, "score_low": mean.low, "score_high": mean.high, "n": mean.samples}
 
 
 def rank_budget(run: StoredRun) -> tuple[int, float]:
     """Return a key that sorts budgets: fractions first, then rows, then measured shares."""
-    own = run.value["budget"]
-    if own is None:
+    budget = run.value["budget"]
+    if budget is None:
         return 2, measure_share(run) or 0.0
-    return int(isinstance(own, int)), float(own)
+    return int(isinstance(budget, int)), float(budget)
 
 
 def measure_share(run: StoredRun) -> float | None:
     """Return the mean share of the full cache's bytes that a run's samples held. None if no sample was answered."""
-    held = [own["resident_bytes"] / own["full_bytes"] for own in run.records.values() if own.get("full_bytes")]
+    held = [
+        record["resident_bytes"] / record["full_bytes"] for record in run.records.values() if record.get("full_bytes")
+    ]
     return fmean(held) if held else None
 
 
@@ -171,11 +173,11 @@ def format_budget(run: StoredRun) -> str:
 
     Where the method decides how many rows stay, this is the measured share of bytes and the setting that led to it.
     """
-    own = run.value["budget"]
-    if own is None:
+    budget = run.value["budget"]
+    if budget is None:
         share = measure_share(run)
         return run.budget_name if share is None else f"{100 * share:.1f}\u202f% ({run.budget_name})"
-    return f"{own} rows" if isinstance(own, int) else f"{100 * own:g}\u202f%"
+    return f"{budget} rows" if isinstance(budget, int) else f"{100 * budget:g}\u202f%"
 
 
 def get_name(value: Mapping[str, Any], group: str) -> str:

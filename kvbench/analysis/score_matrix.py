@@ -157,7 +157,7 @@ def build_blocks(
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         groups.setdefault(comparison_key(run.value), []).append(run)
-    names = {key: name_panel(own[0]) for key, own in groups.items()}
+    names = {key: name_panel(group[0]) for key, group in groups.items()}
     blocks, refused = [], []
     for key in sorted(groups, key=lambda key: (names[key][:2], names[key][2] != "visible", key)):
         beside = [groups[other][0] for other in groups if names[other] == names[key]]
@@ -193,23 +193,23 @@ def build_block(
         SettingError: There is no run of the full cache, no sample that all runs answered, or no such average.
     """
     full = find_baseline(runs[0], stored, wanted)
-    answered = {uid for uid, own in full.records.items() if find_failure(own) is None}
+    answered = {uid for uid, record in full.records.items() if find_failure(record) is None}
     if not answered:
         raise SettingError("the full cache answered no sample")
     name, weights = choose_weights(
         runs[0], {str(full.records[uid]["subtask"]) for uid in answered}, CurveOptions(average=average)
     )
     begun, left_out = [], []
-    for run in (own for own in runs if not own.full):
+    for run in (run for run in runs if not run.full):
         reason = find_obstacle(full, run, answered, weights)
         if reason is None:
             begun.append(run)
         else:
             left_out.append(f"{name_run(run)}: {reason}")
     records = [full.records, *(run.records for run in begun)]
-    every = {uid for own in records for uid, record in own.items() if record["subtask"] in weights}
-    shared = [uid for uid in sorted(every) if all(uid in own for own in records)]
-    uids = [uid for uid in shared if not any(find_failure(own[uid]) for own in records)]
+    every = {uid for run_records in records for uid, record in run_records.items() if record["subtask"] in weights}
+    shared = [uid for uid in sorted(every) if all(uid in run_records for run_records in records)]
+    uids = [uid for uid in shared if not any(find_failure(run_records[uid]) for run_records in records)]
     if lost := sorted(set(weights) - {str(full.records[uid]["subtask"]) for uid in uids}):
         raise SettingError(f"there is no sample of {name_some(lost)} that all runs and the full cache answered")
     sample = Samples.of(full, uids, weights)
@@ -285,16 +285,16 @@ class Samples:
         weights = list(self.weights.values())
         missing = [run for run in runs if run.hash not in numbers]
         scores = [self.pair(self.full, run) for run in missing]
-        means = compute_means([([own.method_values for own in paired], weights) for paired in scores])
+        means = compute_means([([subtask.method_values for subtask in paired], weights) for paired in scores])
         changes = compare_averages([(paired, weights) for paired in scores])
-        numbers |= {run.hash: own for run, own in zip(missing, zip(means, changes, strict=True), strict=True)}
+        numbers |= {run.hash: both for run, both in zip(missing, zip(means, changes, strict=True), strict=True)}
         cells = []
         for run in runs:
             score, change = numbers[run.hash]
             held, kept, attended = (
-                self.average(run, partial(read_share, own)) for own in (SHARES["bytes"], KEPT, SHARES["rows"])
+                self.average(run, partial(read_share, share)) for share in (SHARES["bytes"], KEPT, SHARES["rows"])
             )
-            loaded, whole = (self.average(run, partial(read_more, own)) for own in (FILES, FILES + BESIDE))
+            loaded, whole = (self.average(run, partial(read_more, more)) for more in (FILES, FILES + BESIDE))
             at_limit = self.average(run, lambda record: float(record["stop"] == "length"))
             assert at_limit is not None  # every record says how its answer stopped
             difference = None if run.hash == self.full.hash else change
@@ -324,9 +324,9 @@ class Samples:
         pairs = [(one, other) for one in range(len(cells)) for other in range(one)]
         weights = list(self.weights.values())
         tail = 1 - ERROR / 2 / max(len(pairs), 1)
-        found = compare_averages([(self.pair(cells[i].run, cells[j].run), weights) for i, j in pairs], tail)
+        changes = compare_averages([(self.pair(cells[i].run, cells[j].run), weights) for i, j in pairs], tail)
         better, worse = [0] * len(cells), [0] * len(cells)  # numbers of cells that are better and worse for certain
-        for (one, other), change in zip(pairs, found, strict=True):  # other - one
+        for (one, other), change in zip(pairs, changes, strict=True):  # other - one
             if change.low is None or change.high is None:
                 continue
             sign = (change.low > TOLERANCE) - (change.high < -TOLERANCE)
@@ -350,16 +350,16 @@ class Samples:
         beaten: set[str] = set()
         for rank in range(max(map(len, rivals), default=0)):
             asked = [
-                (cell, ordered[own[rank]])
-                for cell, own in zip(ordered, rivals, strict=True)
-                if rank < len(own) and cell.run.hash not in beaten
+                (cell, ordered[cell_rivals[rank]])
+                for cell, cell_rivals in zip(ordered, rivals, strict=True)
+                if rank < len(cell_rivals) and cell.run.hash not in beaten
             ]
             weights = list(self.weights.values())
-            found = compare_averages([(self.pair(cell.run, rival.run), weights) for cell, rival in asked], level)
+            changes = compare_averages([(self.pair(cell.run, rival.run), weights) for cell, rival in asked], level)
             beaten |= {
                 cell.run.hash
-                for (cell, _), own in zip(asked, found, strict=True)
-                if own.low is not None and own.low > TOLERANCE
+                for (cell, _), change in zip(asked, changes, strict=True)
+                if change.low is not None and change.low > TOLERANCE
             }
         return [
             replace(cell, best=cell.score.value >= most - TOLERANCE, tied=cell.run.hash not in beaten) for cell in cells
@@ -398,14 +398,14 @@ def read_share(names: tuple[str, str], record: Record) -> float | None:
 def read_more(more: Sequence[str], record: Record) -> float | None:
     """Return the share of the full cache's bytes that a record's rows and `more` take together, or None if unknown."""
     part, full = SHARES["bytes"]
-    known = [own for own in map(record.get, (part, *more)) if own is not None]
+    known = [size for size in map(record.get, (part, *more)) if size is not None]
     return None if len(known) <= len(more) else divide(sum(known), record.get(full))
 
 
 def list_cells(blocks: Iterable[ScoreBlock]) -> list[tuple[ScoreBlock, str, MatrixCell]]:
     """Return every cell with its block and the label of its row. The full cache comes first in a block."""
-    found = []
+    cells = []
     for block in blocks:
-        found.append((block, FULL, block.full))
-        found += [(block, label, cell) for label, own in block.rows.items() for cell in own.values()]
-    return found
+        cells.append((block, FULL, block.full))
+        cells += [(block, label, cell) for label, row in block.rows.items() for cell in row.values()]
+    return cells

@@ -67,8 +67,8 @@ def _read_difference(name: str) -> Read:
 
 def _write_interval(read_interval: Read, sign: str = "") -> Callable[[MatrixCell], str]:
     def write(cell: MatrixCell) -> str:
-        own = read_interval(cell)
-        return "" if own is None else format_interval(own.low, own.high, sign)
+        interval = read_interval(cell)
+        return "" if interval is None else format_interval(interval.low, interval.high, sign)
 
     return write
 

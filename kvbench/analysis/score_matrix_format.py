@@ -139,8 +139,8 @@ def make_table(block: ScoreBlock, units: Sequence[Unit], label_width: int) -> Ta
             table.add_section()
         indent = indent_label(block, row)
         folded = textwrap.wrap(escape(label), label_width, initial_indent=indent, subsequent_indent=f"{indent}  ")
-        own = [Text() if cells is None else make_text(cells.get(budget), columns) for budget, columns in units]
-        table.add_row(Text("\n".join(folded)), *own)
+        texts = [Text() if cells is None else make_text(cells.get(budget), columns) for budget, columns in units]
+        table.add_row(Text("\n".join(folded)), *texts)
     return table
 
 
@@ -148,7 +148,9 @@ def make_text(cell: MatrixCell | None, columns: Columns) -> Text:
     """Return the numbers of a cell, with the best of the table's column in bold."""
     if cell is None:
         return Text(f"{NOT_AVAILABLE:{columns[0].layout}}")
-    return Text(" ").join(Text(own.format(cell), "bold" if own.marked and cell.best else "") for own in columns)
+    return Text(" ").join(
+        Text(column.format(cell), "bold" if column.marked and cell.best else "") for column in columns
+    )
 
 
 def join_titles(columns: Columns) -> str:
@@ -161,7 +163,7 @@ def format_markdown_matrix(blocks: Sequence[ScoreBlock], columns: Columns = DEFA
     lines: list[str] = []
     for heading, block in zip(list_headings(blocks), blocks, strict=True):
         lines += [f"## {escape_markdown(heading)}", ""] if heading else []
-        title, about = (escape_markdown(own) for own in (escape(block.title), describe_samples(block)))
+        title, about = (escape_markdown(text) for text in (escape(block.title), describe_samples(block)))
         lines += [f"**{title}**", "", about, ""]
         pieces = split_columns(columns, math.inf, lambda column: column.size)
         shown = [METHOD, *(make_column(budget, piece) for budget in block.budgets for piece in pieces)]
@@ -185,8 +187,8 @@ def format_csv(blocks: Sequence[ScoreBlock], columns: Columns = IN_CSV, decimals
     for block, label, cell in list_cells(blocks):
         about = [block.model, block.task, block.question, ", ".join(block.also), block.average]
         groups = [write_setting(cell.run.settings.get(name)) for name in names]
-        own = [write(read(cell)) for read in numbers.values()]
-        rows.append([*map(escape, about), *groups, escape(label), cell.run.budget_name, *own, cell.run.hash])
+        values = [write(read(cell)) for read in numbers.values()]
+        rows.append([*map(escape, about), *groups, escape(label), cell.run.budget_name, *values, cell.run.hash])
     return format_rows(rows)
 
 
@@ -207,7 +209,7 @@ def format_latex(blocks: Sequence[ScoreBlock], columns: Columns = IN_LATEX) -> s
     for heading, block in zip(list_headings(blocks), blocks, strict=True):
         lines += ["", f"% {heading}"] if heading else []
         labels = [label for label, cells in list_rows(block) if cells is not None]
-        word = WIDE_LETTER * max(len(own) for label in labels for own in label.split())
+        word = WIDE_LETTER * max(len(part) for label in labels for part in label.split())
         beside_label = TEXT_WIDTH - EDGE_WIDTH - min(max(word, TEXT_WIDTH / 3), TEXT_WIDTH * 2 / 3)
         pieces = split_columns(columns, beside_label, measure_in_latex)
         widest = max(sum(map(measure_in_latex, piece)) for piece in pieces)
@@ -238,7 +240,7 @@ def format_latex_table(block: ScoreBlock, budgets: Sequence[str], columns: Colum
     if any(column.marked for column in columns):
         caption += " Bold: highest score. \\dag: cannot be told from it (95\\,\\%, simultaneous paired comparisons)."
     many = len(columns)
-    heads = [f"\\multicolumn{{{many}}}{{c}}{{{escape_latex(own)}}}" for own in budgets]
+    heads = [f"\\multicolumn{{{many}}}{{c}}{{{escape_latex(budget)}}}" for budget in budgets]
     rules = [f"\\cmidrule(lr){{{2 + many * at}-{1 + many * (at + 1)}}}" for at in range(len(budgets))]
     titles = [f"{{{escape_latex(column.head)}}}" for column in columns]
     lines = [
@@ -285,7 +287,7 @@ def format_html(blocks: Sequence[ScoreBlock], columns: Columns = DEFAULT) -> str
         captions = {False: f"{title}. {describe_samples(block)}", True: f"{title}. Costs."}
         for piece in split_columns(columns, math.inf, lambda column: column.size):
             lines += format_html_table(block, captions[piece[0].cost], piece)
-    return "\n".join([*lines, *(f"<p>{escape_html(own)}</p>" for own in describe_columns(columns))]) + "\n"
+    return "\n".join([*lines, *(f"<p>{escape_html(line)}</p>" for line in describe_columns(columns))]) + "\n"
 
 
 def format_html_table(block: ScoreBlock, caption: str, columns: Columns) -> list[str]:
@@ -296,7 +298,7 @@ def format_html_table(block: ScoreBlock, caption: str, columns: Columns) -> list
         caption: The table's caption.
         columns: What its cells show.
     """
-    heads = "".join(f"<th scope='col'>{escape_html(own)}</th>" for own in block.budgets)
+    heads = "".join(f"<th scope='col'>{escape_html(budget)}</th>" for budget in block.budgets)
     shown = ", ".join(column.head for column in columns)
     lines = [
         f"<table><caption>{escape_html(caption)}</caption>",
@@ -307,8 +309,8 @@ def format_html_table(block: ScoreBlock, caption: str, columns: Columns) -> list
             across = f"<th scope='rowgroup' colspan='{1 + len(block.budgets)}'>{escape_html(label)}</th>"
             lines.append(f"</tbody><tbody><tr>{across}</tr>")
             continue
-        texts = [" ".join(format_cells(cells.get(own), columns).split()) for own in block.budgets]
-        row = "".join(f"<td>{escape_html(own)}</td>" for own in texts)
+        texts = [" ".join(format_cells(cells.get(budget), columns).split()) for budget in block.budgets]
+        row = "".join(f"<td>{escape_html(text)}</td>" for text in texts)
         lines += ["</tbody><tbody>"] if label == FULL and any(block.sections.values()) else []
         lines.append(f"<tr><th scope='row'>{escape_html(escape(label))}</th>{row}</tr>")
     return [*lines, "</tbody></table>"]

@@ -34,9 +34,9 @@ def sort_rows(blocks: Sequence[ScoreBlock], by: str) -> list[ScoreBlock]:
     if by == METHOD:
         return [replace(block, rows=dict(sorted(block.rows.items(), key=itemgetter(0)))) for block in blocks]
     name, _, budget = by.rpartition("@")
-    sortable = [own.name for own in COLUMNS.values() if len(own.numbers) == 1]
+    sortable = [column.name for column in COLUMNS.values() if len(column.numbers) == 1]
     known = sorted(
-        {cell.run.value["budget"] for block in blocks for own in block.rows.values() for cell in own.values()} - {None}
+        {cell.run.value["budget"] for block in blocks for row in block.rows.values() for cell in row.values()} - {None}
     )
     if "@" in by:
         require_choice(f"--sort={by}: column", name, sortable)
@@ -52,8 +52,8 @@ def sort_rows(blocks: Sequence[ScoreBlock], by: str) -> list[ScoreBlock]:
 
     def rank(cells: Mapping[str, MatrixCell]) -> float:
         numbers = [read(cell) for cell in cells.values() if cell.run.value["budget"] == wanted]
-        found = [own for own in numbers if own is not None]
-        return math.inf if not found else found[0] if column.less else -found[0]
+        given = [number for number in numbers if number is not None]
+        return math.inf if not given else given[0] if column.less else -given[0]
 
     return [order_rows(block, rank) for block in blocks]
 
@@ -75,20 +75,20 @@ def group_blocks(blocks: Sequence[ScoreBlock], names: Sequence[str]) -> list[Sco
             the columns show.
     """
     runs = [cell.run for _, _, cell in list_cells(blocks)]
-    found = {name for run in runs for name in run.settings} - {run.budget_setting for run in runs}
+    offered = {name for run in runs for name in run.settings} - {run.budget_setting for run in runs}
     for name in names if blocks else ():
-        require_choice("--group-by", name, [*NAMED_GROUPS, *sorted(found)])
+        require_choice("--group-by", name, [*NAMED_GROUPS, *sorted(offered)])
     if len(set(names)) < len(names):
         raise SettingError(f"--group-by={','.join(names)}: give each setting once")
     keys = {name: f"{name}.name" if name in NAMED_GROUPS else name for name in names}
     of_rows = [name for name in names if name.split(".")[0] in UNSHARED_SETTINGS]
     of_blocks = [name for name in names if name not in of_rows]
 
-    def rank(run: StoredRun, own: Iterable[str]) -> list[tuple[Any, ...]]:
-        return [rank_value(run.settings.get(keys[name])) for name in own]
+    def rank(run: StoredRun, levels: Iterable[str]) -> list[tuple[Any, ...]]:
+        return [rank_value(run.settings.get(keys[name])) for name in levels]
 
-    def describe(run: StoredRun, own: Iterable[str]) -> str:
-        return escape(" · ".join(f"{name} {describe_value(run, keys[name])}" for name in own))
+    def describe(run: StoredRun, levels: Iterable[str]) -> str:
+        return escape(" · ".join(f"{name} {describe_value(run, keys[name])}" for name in levels))
 
     gathered = []
     for block in sorted(blocks, key=lambda block: rank(block.full.run, of_blocks)):

@@ -59,8 +59,8 @@ def list_solvable(value: Mapping[str, Any]) -> tuple[str, ...]:
     card = read_card(model["name"])
     if not card or card["weights"] != model.get("identity") or card["seed"] == task.get("seed"):
         return ()
-    own = card.get(task["name"], ())
-    return tuple(own.get(task.get("length"), ()) if isinstance(own, Mapping) else own)
+    listed = card.get(task["name"], ())
+    return tuple(listed.get(task.get("length"), ()) if isinstance(listed, Mapping) else listed)
 
 
 def average_solvable(names: Sequence[str], subtasks: Iterable[str]) -> dict[str, dict[str, float]]:
@@ -75,8 +75,8 @@ def average_solvable(names: Sequence[str], subtasks: Iterable[str]) -> dict[str,
         average would equal the one over all subtasks.
     """
     there = list(subtasks)
-    own = [name for name in there if name in names]
-    return {f"average of {len(own)} solvable": dict.fromkeys(own, 1.0)} if 0 < len(own) < len(there) else {}
+    listed = [name for name in there if name in names]
+    return {f"average of {len(listed)} solvable": dict.fromkeys(listed, 1.0)} if 0 < len(listed) < len(there) else {}
 
 
 def check_card(config: Mapping[str, Any]) -> None:
@@ -114,10 +114,10 @@ def _parse_card(name: str, text: str) -> Mapping[str, Any]:
     require_int(f"{where}.seed", card["seed"], 0)
     for task in card.keys() - set(NO_TASKS):
         names, by_length = list_listable(where, task)
-        own = card[task]
-        if by_length != isinstance(own, Mapping):
+        listed = card[task]
+        if by_length != isinstance(listed, Mapping):
             raise SettingError(f"{where}.{task}: {'a list for each length' if by_length else 'one list'} of subtasks")
-        for length, some in own.items() if by_length else [(None, own)]:
+        for length, some in listed.items() if by_length else [(None, listed)]:
             if by_length:
                 require_int(f"{where}.{task} length", length, 1)
             place = f"{where}.{task}" + (f".{length}" if by_length else "")

@@ -33,15 +33,16 @@ def check_bundle(path: Path, average: str | None = None) -> list[Check]:
         average: As in `kvbench.analysis.score_matrix.build_blocks`.
     """
     try:
-        own = read_submission(path, average)
+        submission = read_submission(path, average)
     except SettingError as error:
         return [(FAIL, "verifies", str(error))]
-    line = f"{own.bundle.records} records of {own.bundle.runs} runs give its table; sha256 {own.bundle.digest}"
+    bundle = submission.bundle
+    line = f"{bundle.records} records of {bundle.runs} runs give its table; sha256 {bundle.digest}"
     return [
         (PASS, "verifies", line),
-        (FAIL, "scored", name_some(own.left_out)) if own.left_out else (PASS, "scored", "all runs"),
-        *(check for panel in own.panels for check in check_panel(panel)),
-        *check_statements(own),
+        (FAIL, "scored", name_some(submission.left_out)) if submission.left_out else (PASS, "scored", "all runs"),
+        *(check for panel in submission.panels for check in check_panel(panel)),
+        *check_statements(submission),
     ]
 
 
@@ -66,7 +67,7 @@ def check_panel(panel: Panel) -> Iterator[Check]:
     )
     settings = full.settings
     known = {name: settings.get(name, settings.get(f"task.{name}")) for name in ("seed", "limit")}
-    text = f"{about}: {', '.join(f'{name} {own}' for name, own in known.items())}"
+    text = f"{about}: {', '.join(f'{name} {setting}' for name, setting in known.items())}"
     yield (WARN, "limit", f"{text}: a part of the benchmark") if known["limit"] is not None else (PASS, "limit", text)
     yield (WARN, "data", f"{about}: {' '.join(block.warnings)}") if block.warnings else (PASS, "data", about)
     yield (
@@ -81,10 +82,10 @@ def describe_loss(run: CountedRun) -> str:
     return f"failed on {run.failed} and lacks {run.lacking} of {len(run.records)} samples"
 
 
-def check_statements(own: Submission) -> Iterator[Check]:
+def check_statements(submission: Submission) -> Iterator[Check]:
     """Yield the points about what a submission states: hardware, software, code and commands."""
-    machines = [machine for found in own.machines.values() for machine in found]
-    silent = [name for name, found in own.machines.items() if not found]
+    machines = [machine for run_machines in submission.machines.values() for machine in run_machines]
+    silent = [name for name, run_machines in submission.machines.items() if not run_machines]
     for point, names in STATED.items():
         lacking = silent or [name for name in names for machine in machines if not machine.get(name)]
         text = name_some(list(dict.fromkeys(STATEMENTS[point](machine) for machine in machines)))
@@ -93,8 +94,8 @@ def check_statements(own: Submission) -> Iterator[Check]:
     odd = [code for code in codes if not CLEAN.fullmatch(code)]
     text = f"{name_some(odd or codes)}{': readers cannot get this code' if odd else ''}"
     yield (WARN if odd or len(codes) > 1 else PASS, "code", text)
-    commands = list_commands(own)
-    lacking = [name for name, found in own.machines.items() if not any(map(find_settings, found))]
+    commands = list_commands(submission)
+    lacking = [name for name, run_machines in submission.machines.items() if not any(map(find_settings, run_machines))]
     yield (
         (FAIL, "commands", f"no settings to make these runs again: {name_some(lacking)}")
         if lacking

@@ -93,11 +93,11 @@ class Panel:
     @property
     def cells(self) -> list[tuple[str, MatrixCell, CountedRun]]:
         """Label, numbers and run of each row, the full cache's first. Without a whole full cache, they are absolute."""
-        found = [
+        rows = [
             (label, cell, cell.run) for _, label, cell in list_cells([self.block]) if isinstance(cell.run, CountedRun)
         ]
-        whole = found[0][2].whole
-        return [(label, cell if whole else replace(cell, difference=None), run) for label, cell, run in found]
+        whole = rows[0][2].whole
+        return [(label, cell if whole else replace(cell, difference=None), run) for label, cell, run in rows]
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class BoardTable:
 
 
 def read_submission(
-    path: Path, average: str | None, use: Callable[[Submission, Path], None] = lambda own, folder: None
+    path: Path, average: str | None, use: Callable[[Submission, Path], None] = lambda submission, folder: None
 ) -> Submission:
     """Verify a bundle and score it.
 
@@ -185,13 +185,13 @@ def read_submission(
     with TemporaryDirectory() as folder:
         bundle.unpack(Path(folder))
         try:
-            found = score_submission(path, bundle, Path(folder), average)
-            use(found, Path(folder))
+            submission = score_submission(path, bundle, Path(folder), average)
+            use(submission, Path(folder))
         except (SettingError, OSError):
             raise
         except Exception as error:  # odd records of a stranger must not stop a site that shows others
             raise SettingError(f"bundle={path}: cannot be shown ({describe(error)})") from None
-    return found
+    return submission
 
 
 def score_submission(path: Path, bundle: VerifiedBundle, folder: Path, average: str | None = None) -> Submission:
@@ -211,11 +211,11 @@ def score_submission(path: Path, bundle: VerifiedBundle, folder: Path, average: 
     for run in runs:
         groups.setdefault(make_protocol_key(run.value), []).append(run)
     panels, left_out = [], []
-    for key, own in sorted(groups.items()):
+    for key, group in sorted(groups.items()):
         try:
-            panel, odd = score_panel(key, own, average)
+            panel, odd = score_panel(key, group, average)
         except SettingError as error:
-            left_out.append(f"{' · '.join(name_panel(own[0]))}: {error}")
+            left_out.append(f"{' · '.join(name_panel(group[0]))}: {error}")
         else:
             panels.append(panel)
             left_out += odd
@@ -226,7 +226,7 @@ def score_submission(path: Path, bundle: VerifiedBundle, folder: Path, average: 
 
 def make_protocol_key(value: Mapping[str, Any]) -> str:
     """Return a hash of the settings that two comparable runs share. `fidelity` changes no answer and is left out."""
-    return comparison_key({name: own for name, own in value.items() if name != "fidelity"})
+    return comparison_key({name: setting for name, setting in value.items() if name != "fidelity"})
 
 
 def score_panel(key: str, runs: Sequence[StoredRun], average: str | None) -> tuple[Panel, list[str]]:
@@ -240,7 +240,7 @@ def score_panel(key: str, runs: Sequence[StoredRun], average: str | None) -> tup
     """
     full = find_baseline(runs[0], runs)
     samples, fitting, left_out = dict(full.records), [full], []
-    for run in (own for own in runs if not own.full):
+    for run in (run for run in runs if not run.full):
         try:
             pair_records(samples, run.records)
         except SettingError as error:
@@ -249,13 +249,13 @@ def score_panel(key: str, runs: Sequence[StoredRun], average: str | None) -> tup
             fitting.append(run)
             samples = run.records | samples
     known = count_named_samples(full.value["task"])
-    samples = {uid: {name: own[name] for name in SAMPLE} for uid, own in sorted(samples.items())}
+    samples = {uid: {name: sample[name] for name in SAMPLE} for uid, sample in sorted(samples.items())}
     if known is not None:
         samples |= name_lacking_samples(samples, known)
     counted = {run.hash: count_samples(run, samples) for run in fitting}
     whole = counted[full.hash]
     block = build_block([counted[run.hash] for run in fitting if not run.full], [whole], (), average)
-    content = json.dumps([list(own.values()) for own in samples.values()])
+    content = json.dumps([list(sample.values()) for sample in samples.values()])
     return (
         Panel(
             key=key,
@@ -286,7 +286,7 @@ def name_lacking_samples(samples: Mapping[str, Mapping[str, Any]], known: Mappin
     Raises:
         SettingError: They are more than half of all.
     """
-    there = Counter(str(own["subtask"]) for own in samples.values())
+    there = Counter(str(sample["subtask"]) for sample in samples.values())
     lacking = {subtask: max(count - there[subtask], 0) for subtask, count in known.items()}
     if (number := sum(lacking.values())) > len(samples):
         raise SettingError(f"has {len(samples)} of the {len(samples) + number} samples that its settings name")
@@ -324,16 +324,16 @@ def describe_hardware(machine: Mapping[str, Any]) -> str:
 
 def describe_software(machine: Mapping[str, Any]) -> str:
     """Return the versions that a run states, in one line."""
-    found = machine.get("versions")
-    versions = {"Python": machine.get("python")} | (dict(found) if isinstance(found, Mapping) else {})
+    stated = machine.get("versions")
+    versions = {"Python": machine.get("python")} | (dict(stated) if isinstance(stated, Mapping) else {})
     return ", ".join(f"{name} {version or 'unknown'}" for name, version in versions.items())
 
 
 def find_settings(machine: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the settings that a run was made with, or None if the description of its machine has none."""
-    found = machine.get("settings")
-    known = isinstance(found, Mapping) and all(isinstance(found.get(name), Mapping) for name in NAMED_GROUPS)
-    return found if known else None
+    settings = machine.get("settings")
+    known = isinstance(settings, Mapping) and all(isinstance(settings.get(name), Mapping) for name in NAMED_GROUPS)
+    return settings if known else None
 
 
 def list_commands(submission: Submission) -> list[str]:
@@ -341,8 +341,8 @@ def list_commands(submission: Submission) -> list[str]:
 
     A bundle leaves out local paths, so they are missing here.
     """
-    settings = [find_settings(machine) for found in submission.machines.values() for machine in found]
-    return sorted({format_command(own) for own in settings if own is not None})
+    settings = [find_settings(machine) for machines in submission.machines.values() for machine in machines]
+    return sorted({format_command(run_settings) for run_settings in settings if run_settings is not None})
 
 
 def format_command(settings: Mapping[str, Any]) -> str:
@@ -359,26 +359,26 @@ def format_command(settings: Mapping[str, Any]) -> str:
 def build_tables(submissions: Sequence[Submission]) -> list[BoardTable]:
     """Put the rows of all submissions into tables, sorted by title. No number of a row depends on other submissions."""
     groups: dict[tuple[str, str], list[tuple[Submission, Panel]]] = {}
-    for own in submissions:
-        for panel in own.panels:
-            groups.setdefault((panel.key, panel.samples), []).append((own, panel))
-    first = {key: found[0][1].block.full.run for (key, _), found in groups.items()}
+    for submission in submissions:
+        for panel in submission.panels:
+            groups.setdefault((panel.key, panel.samples), []).append((submission, panel))
+    first = {key: entries[0][1].block.full.run for (key, _), entries in groups.items()}
     tables = []
-    for (key, samples), found in groups.items():
+    for (key, samples), entries in groups.items():
         beside = [run for run in first.values() if name_panel(run) == name_panel(first[key])]
-        title = replace(found[0][1].block, also=tuple(describe_protocol(first[key], beside))).title
+        title = replace(entries[0][1].block, also=tuple(describe_protocol(first[key], beside))).title
         if sum(key == other for other, _ in groups) > 1:
             title += f" · samples {samples[:8]}"
-        tables.append(BoardTable(title, tuple(mark_rows(list_rows(found)))))
+        tables.append(BoardTable(title, tuple(mark_rows(list_rows(entries)))))
     return sorted(tables, key=lambda table: table.title)
 
 
-def list_rows(found: Sequence[tuple[Submission, Panel]]) -> list[BoardRow]:
+def list_rows(entries: Sequence[tuple[Submission, Panel]]) -> list[BoardRow]:
     """Return the rows of panels with the same samples."""
-    agreements = compare_full_caches([panel for _, panel in found])
+    agreements = compare_full_caches([panel for _, panel in entries])
     rows = [
         BoardRow(submission, panel, label, run, cell, agreement)
-        for (submission, panel), agreement in zip(found, agreements, strict=True)
+        for (submission, panel), agreement in zip(entries, agreements, strict=True)
         for label, cell, run in panel.cells
     ]
     return sorted(rows, key=lambda row: (row.label == FULL, rank_budget(row.run), -row.cell.score.value))
@@ -388,22 +388,22 @@ def compare_full_caches(panels: Sequence[Panel]) -> list[Agreement]:
     """Compare the full caches of submissions on the same samples."""
     pair, weights = panels[0].block.paired.pair, list(panels[0].block.paired.weights.values())
     fulls = [panel.block.full.run for panel in panels]
-    scores = [tuple(float(own["score"]) for own in run.records.values()) for run in fulls]
+    scores = [tuple(float(record["score"]) for record in run.records.values()) for run in fulls]
     kinds = dict(zip(scores, fulls, strict=True))  # one full cache for each different list of scores
     pairs = list(combinations(kinds, 2))
     changes = compare_averages([(pair(kinds[one], kinds[other]), weights) for one, other in pairs])
     apart = {
         frozenset(both)
-        for both, own in zip(pairs, changes, strict=True)
-        if own.low is not None and own.high is not None and (own.low > TOLERANCE or own.high < -TOLERANCE)
+        for both, change in zip(pairs, changes, strict=True)
+        if change.low is not None and change.high is not None and (change.low > TOLERANCE or change.high < -TOLERANCE)
     }
     return [
         Agreement(
             others=len(scores) - 1,
-            differ=sum(other != own for other in scores),
-            apart=sum(frozenset((own, other)) in apart for other in scores),
+            differ=sum(other != one for other in scores),
+            apart=sum(frozenset((one, other)) in apart for other in scores),
         )
-        for own in scores
+        for one in scores
     ]
 
 
@@ -411,18 +411,18 @@ def mark_rows(rows: Sequence[BoardRow]) -> list[BoardRow]:
     """Mark the best row of each budget and those that cannot be told from it, among rows that answered every sample."""
     marked = []
     for _, group in groupby(rows, lambda row: (row.label == FULL, rank_budget(row.run))):
-        own = list(group)
-        whole = {place: row for place, row in enumerate(own) if row.run.whole and row.label != FULL}
+        budget_rows = list(group)
+        whole = {place: row for place, row in enumerate(budget_rows) if row.run.whole and row.label != FULL}
         if whole:
             # a run that two submissions hold has one hash, which mark_best tells runs apart by
             cells = [
                 replace(row.cell, run=replace(row.run, hash=f"{row.run.hash}@{place}")) for place, row in whole.items()
             ]
-            found = rows[0].panel.block.paired.mark_best(cells)
-            for (place, row), cell in zip(whole.items(), found, strict=True):
-                own[place] = replace(row, cell=replace(row.cell, best=cell.best, tied=cell.tied))
+            marked_cells = rows[0].panel.block.paired.mark_best(cells)
+            for (place, row), cell in zip(whole.items(), marked_cells, strict=True):
+                budget_rows[place] = replace(row, cell=replace(row.cell, best=cell.best, tied=cell.tied))
         marked += [
             row if place in whole else replace(row, cell=replace(row.cell, best=False, tied=False))
-            for place, row in enumerate(own)
+            for place, row in enumerate(budget_rows)
         ]
     return marked

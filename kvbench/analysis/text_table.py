@@ -71,7 +71,10 @@ def format_table(columns: Sequence[Column], rows: Sequence[Any], last: int, widt
     blocks = [[first]]
     for place, cells in enumerate(rest):
         together = rest[place:] if columns[place + 1].leads else [cells]
-        if sum(len(own[0]) + 2 for own in [*blocks[-1], *together]) - 2 > width and len(blocks[-1]) > 1:
+        if (
+            sum(len(column_cells[0]) + 2 for column_cells in [*blocks[-1], *together]) - 2 > width
+            and len(blocks[-1]) > 1
+        ):
             blocks.append([first])
         blocks[-1].append(cells)
     lines = []
@@ -97,11 +100,11 @@ def format_markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]
 def fit_markdown(text: str, width: int) -> list[str]:
     """Format a Markdown page as lines of plain text: its tables in blocks as wide as `width`, other lines wrapped."""
     lines: list[str] = []
-    for is_table, own in groupby(text.splitlines(), lambda line: line.startswith("|")):
+    for is_table, group in groupby(text.splitlines(), lambda line: line.startswith("|")):
         if not is_table:
-            lines += [part for line in own for part in wrap_texts([remove_markup(line)], width) or [""]]
+            lines += [part for line in group for part in wrap_texts([remove_markup(line)], width) or [""]]
             continue
-        titles, _, *rows = [[remove_markup(cell.strip()) for cell in CELL_END.split(line)[1:-1]] for line in own]
+        titles, _, *rows = [[remove_markup(cell.strip()) for cell in CELL_END.split(line)[1:-1]] for line in group]
         columns = [Column(title, "", itemgetter(at)) for at, title in enumerate(titles)]
         lines += format_table(columns, rows, 0, width, width // 2)
     return [line for before, line in pairwise(["", *lines]) if before or line]
@@ -128,13 +131,15 @@ def escape_latex(text: str) -> str:
 
     A character that pdflatex does not know without further packages, such as a Chinese one, becomes its number: U+4E2D.
     """
-    own = "".join(LATEX.get(char) or (char if char in PRINTED else f"U+{ord(char):04X}") for char in escape(text))
-    return f"{{}}{own}" if own[:1] in ("[", "*") else own  # after a row's end, LaTeX would read them as its options
+    escaped = "".join(LATEX.get(char) or (char if char in PRINTED else f"U+{ord(char):04X}") for char in escape(text))
+    return (
+        f"{{}}{escaped}" if escaped[:1] in ("[", "*") else escaped
+    )  # after a row's end, LaTeX would read them as its options
 
 
 def pad_numbers(name: str) -> str:
     """Return a name as it is sorted: with zeros in front of its numbers, so that part_478 precedes part_1233."""
-    return re.sub(r"\d+", lambda found: found[0].zfill(DIGITS), name)
+    return re.sub(r"\d+", lambda match: match[0].zfill(DIGITS), name)
 
 
 def format_number(value: float | None, digits: int = 1, sign: str = "") -> str:
