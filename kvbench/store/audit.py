@@ -44,20 +44,20 @@ def audit_runs(results: Path) -> Iterator[tuple[str, str, list[str]]]:
         SettingError: The folder contains no runs.
     """
     check_folder(results)
-    found = find_runs(results)
+    store = find_runs(results)
     known: dict[Hashes, Hashes] = {}  # each exists once, however many runs have it
     read = []
-    for run in found.runs:
+    for run in store.runs:
         records = RunRecords(run.folder.path)
-        own = [known.setdefault(hashes, hashes) for hashes in map(get_hashes, records)]
-        read.append((run.hash, comparison_key(run.value), own, records))
-    said = find_common_hashes((key, own) for _, key, own, records in read if not records.damage)
-    lines = {name: ("damaged", [why]) for name, why in found.damaged.items()}
-    for name, key, own, records in read:
+        run_hashes = [known.setdefault(hashes, hashes) for hashes in map(get_hashes, records)]
+        read.append((run.hash, comparison_key(run.value), run_hashes, records))
+    said = find_common_hashes((key, run_hashes) for _, key, run_hashes, records in read if not records.damage)
+    lines = {name: ("damaged", [why]) for name, why in store.damaged.items()}
+    for name, key, run_hashes, records in read:
         wrong, common = [*records.damage, *records.doubles], said.get(key, {})
-        if differ := sum(common.get(hashes[0], hashes) != hashes for hashes in own):
+        if differ := sum(common.get(hashes[0], hashes) != hashes for hashes in run_hashes):
             wrong.append(f"{differ} samples have another prompt or target than in most runs")
-        state = f"{len(own)} records, {'finished' if records.finished else 'unfinished'}"
+        state = f"{len(run_hashes)} records, {'finished' if records.finished else 'unfinished'}"
         lines[name] = "damaged" if wrong else state, wrong
     for name in sorted(lines):
         yield name, *lines[name]
@@ -69,12 +69,14 @@ def find_common_hashes(runs: Iterable[tuple[str, Sequence[Hashes]]]) -> dict[str
     Args:
         runs: The comparison key and the hashes of each run.
     """
-    found: dict[str, dict[str, Counter[Hashes]]] = {}
-    for key, own in runs:
-        counts = found.setdefault(key, {})
-        for hashes in own:
+    counters: dict[str, dict[str, Counter[Hashes]]] = {}
+    for key, run_hashes in runs:
+        counts = counters.setdefault(key, {})
+        for hashes in run_hashes:
             counts.setdefault(hashes[0], Counter())[hashes] += 1
-    return {key: {uid: choose_most_common(own) for uid, own in counts.items()} for key, counts in found.items()}
+    return {
+        key: {uid: choose_most_common(counter) for uid, counter in counts.items()} for key, counts in counters.items()
+    }
 
 
 def choose_most_common(counts: Counter[Hashes]) -> Hashes | None:
@@ -103,7 +105,7 @@ def draw_records(results: Path, count: int, seed: int) -> tuple[list[tuple[str, 
         SettingError: The store has fewer than `count` records.
     """
     store = find_finished(results)
-    found = [(run.hash, uid) for run in [*store.runs, *store.unfinished] for uid in run.records]
-    if count > len(found):
-        raise SettingError(f"REPLAY={count}: the store has {len(found)} records")
-    return Random(seed).sample(sorted(found), count), len(found)
+    records = [(run.hash, uid) for run in [*store.runs, *store.unfinished] for uid in run.records]
+    if count > len(records):
+        raise SettingError(f"REPLAY={count}: the store has {len(records)} records")
+    return Random(seed).sample(sorted(records), count), len(records)

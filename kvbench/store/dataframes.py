@@ -52,8 +52,8 @@ class LoadedRuns:
             SettingError: No record has one of the columns.
         """
 
-        def kind(own: pyarrow.DataType) -> Any:
-            return pandas.ArrowDtype(own) if pyarrow.types.is_nested(own) else None
+        def kind(data_type: pyarrow.DataType) -> Any:
+            return pandas.ArrowDtype(data_type) if pyarrow.types.is_nested(data_type) else None
 
         frame: pandas.DataFrame = self.table(columns).to_pandas(
             types_mapper=kind, split_blocks=True, self_destruct=True
@@ -68,12 +68,12 @@ class LoadedRuns:
         with pause_garbage_collection():
             for run in self.runs.index:
                 about = {"run": run, **{key: self.runs[key][run] for key in RUN_COLUMNS}}
-                found, own = RunRecords(self.folder / "runs" / run), []
-                lines = iter(found)
+                records, tables = RunRecords(self.folder / "runs" / run), []
+                lines = iter(records)
                 while chunk := list(islice(lines, CHUNK)):
-                    own.append(records_to_table(chunk, about, wanted))
-                damage.note(run, found)
-                parts += [] if found.damage else own
+                    tables.append(records_to_table(chunk, about, wanted))
+                damage.note(run, records)
+                parts += [] if records.damage else tables
         damage.print_damage()
         table = concat_tables(parts)
         if wanted is not None and (missing := [name for name in wanted if name not in table.column_names]):
@@ -100,16 +100,16 @@ def load(results: str | Path = "results", **filters: Any) -> LoadedRuns:
         >>> kvbench.load("results", method="snapkv", budget=[0.05, 0.1]).records()["score"].mean()
     """
     check_folder(Path(results))
-    found = find_runs(Path(results))
-    found.print_damage()
-    lines = {run.hash: describe(run) for run in found.runs}
+    store = find_runs(Path(results))
+    store.print_damage()
+    lines = {run.hash: describe(run) for run in store.runs}
     runs = pandas.DataFrame(list(lines.values()), index=pandas.Index(lines, name="run"), dtype=object)
     for name, value in filters.items():
         if len(runs):
             require_choice("load", name, runs.columns)
             allowed = value if isinstance(value, list | tuple | set) else [value]
-            runs = runs[[own in allowed for own in runs[name]]]
-    return LoadedRuns(Path(results), runs.infer_objects(), found.damaged)
+            runs = runs[[cell in allowed for cell in runs[name]]]
+    return LoadedRuns(Path(results), runs.infer_objects(), store.damaged)
 
 
 def export_parquet(results: Path, out: Path) -> list[Path]:
@@ -141,9 +141,9 @@ def export_parquet(results: Path, out: Path) -> list[Path]:
 
 def describe(run: StoredRun) -> dict[str, Any]:
     """Return the settings in run.yaml as one flat dict, with `finished` for whether `done` exists."""
-    own = {group: run.value[group]["name"] for group in NAMED_GROUPS}
+    groups = {group: run.value[group]["name"] for group in NAMED_GROUPS}
     settings = {name: item for name, item in run.settings.items() if not name.endswith(".name")}
-    return own | settings | {"finished": (run.folder.path / "done").is_file()}
+    return groups | settings | {"finished": (run.folder.path / "done").is_file()}
 
 
 def records_to_table(chunk: list[dict[str, Any]], about: Mapping[str, str], wanted: list[str] | None) -> pyarrow.Table:
@@ -165,12 +165,15 @@ def records_to_table(chunk: list[dict[str, Any]], about: Mapping[str, str], want
             continue
         inner = [value if isinstance(value, Mapping) else {} for value in values]
         columns |= {
-            f"{name}.{key}": [own.get(key) for own in inner] for key in dict.fromkeys(chain.from_iterable(inner))
+            f"{name}.{key}": [mapping.get(key) for mapping in inner]
+            for key in dict.fromkeys(chain.from_iterable(inner))
         }
         if any(value is not None and not isinstance(value, Mapping) for value in values):
             columns[name] = [None if isinstance(value, Mapping) else value for value in values]
-    kept = {name: own for name, own in columns.items() if wanted is None or name in wanted}
-    return pyarrow.table({name: to_array(own) if isinstance(own, list) else own for name, own in kept.items()})
+    kept = {name: column for name, column in columns.items() if wanted is None or name in wanted}
+    return pyarrow.table(
+        {name: to_array(column) if isinstance(column, list) else column for name, column in kept.items()}
+    )
 
 
 def to_array(values: list[Any]) -> pyarrow.Array:
@@ -197,7 +200,7 @@ def concat_tables(parts: list[pyarrow.Table]) -> pyarrow.Table:
     for part in parts:
         for field in part.schema:
             kinds.setdefault(field.name, set()).add(field.type)
-    mixed = {name for name, own in kinds.items() if not can_unify(own)}
+    mixed = {name for name, types in kinds.items() if not can_unify(types)}
     texts = []
     for part in parts:
         for index, name in enumerate(part.column_names):
@@ -210,7 +213,7 @@ def concat_tables(parts: list[pyarrow.Table]) -> pyarrow.Table:
 def can_unify(kinds: set[pyarrow.DataType]) -> bool:
     """Return whether columns of these types can become one column."""
     try:
-        fields = [pyarrow.schema([("column", own)]) for own in kinds]
+        fields = [pyarrow.schema([("column", kind)]) for kind in kinds]
         pyarrow.unify_schemas(fields, promote_options="permissive")
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
         return False

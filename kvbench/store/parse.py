@@ -67,11 +67,11 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: A key is there twice, so that two readers could take different values.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"has the key {next(name for name in names if names.count(name) > 1)!r} twice")
-    return found
+    return members
 
 
 class PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -79,7 +79,7 @@ class PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
 
 
 PlainLoader.yaml_implicit_resolvers = {
-    start: [own for own in pairs if own[0] not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:merge")]
+    start: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:merge")]
     for start, pairs in PlainLoader.yaml_implicit_resolvers.items()
 }
 

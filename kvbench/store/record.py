@@ -251,16 +251,20 @@ class Record:
         written = json.loads(json.dumps(self.to_json()), parse_constant=lambda name: None)  # as the store does
         problems = find_problems(written)
         problems += [
-            f"{own.name} is missing"
-            for own in fields(self)
-            if own.metadata["held_by"] == TEXT and own.name not in written
+            f"{attribute.name} is missing"
+            for attribute in fields(self)
+            if attribute.metadata["held_by"] == TEXT and attribute.name not in written
         ]
         if problems:
             raise TypeError(f"record of {self.uid!r}: {'; '.join(problems)}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that the record has, by name."""
-        return {own.name: value for own in fields(self) if (value := getattr(self, own.name)) is not ABSENT}
+        return {
+            attribute.name: value
+            for attribute in fields(self)
+            if (value := getattr(self, attribute.name)) is not ABSENT
+        }
 
 
 TITLES = {  # first field of a section -> its title
@@ -271,12 +275,12 @@ TITLES = {  # first field of a section -> its title
     "output": "The answer",
     "fidelity": "Fidelity",
 }
-FIELD_TYPES: dict[str, Any] = {own.name: own.type for own in fields(Record)}
+FIELD_TYPES: dict[str, Any] = {attribute.name: attribute.type for attribute in fields(Record)}
 REQUIRED_FIELDS = {  # whether there is an answer -> fields that the record has
-    there: frozenset(own.name for own in fields(Record) if own.metadata["held_by"] in groups)
+    there: frozenset(attribute.name for attribute in fields(Record) if attribute.metadata["held_by"] in groups)
     for there, groups in {False: (ALWAYS,), True: (ALWAYS, ANSWERED)}.items()
 }
-SINCE = {own.name: own.metadata["since"] for own in fields(Record)}
+SINCE = {attribute.name: attribute.metadata["since"] for attribute in fields(Record)}
 CORE = frozenset(("uid", "prompt_hash", "target_hash", "error", "score"))  # fields that every record ever had
 
 
@@ -292,14 +296,14 @@ class Rule:
     plain: frozenset[type]  # types of a value, or of the items of a list or mapping; empty if all are allowed
 
     @classmethod
-    def of(cls, own: Any) -> "Rule":
+    def of(cls, attribute: Any) -> "Rule":
         """Return the rule of a dataclass field of the record."""
-        container = None if isinstance(own.type, UnionType) else get_origin(own.type)
-        inner = own.type if container is None else get_args(own.type)[-1]
+        container = None if isinstance(attribute.type, UnionType) else get_origin(attribute.type)
+        inner = attribute.type if container is None else get_args(attribute.type)[-1]
         kinds = get_args(inner) if isinstance(inner, UnionType) else () if inner is Any else (inner,)
-        about = own.metadata
+        about = attribute.metadata
         plain = frozenset({*kinds, int} if float in kinds else kinds)
-        return cls(own.type, about["least"], about["most"], about["pattern"], container, plain)
+        return cls(attribute.type, about["least"], about["most"], about["pattern"], container, plain)
 
     def find_problem(self, value: Any) -> str | None:
         """Return what was expected if a value does not fit, otherwise None."""
@@ -326,19 +330,19 @@ class Rule:
             return False
         if kinds <= {int, float}:
             return not kinds or (self.least <= min(items) and max(items) <= self.most)
-        return kinds <= {str} or all(self.least <= own <= self.most for own in list_numbers(items))
+        return kinds <= {str} or all(self.least <= number <= self.most for number in list_numbers(items))
 
 
-RULES = {own.name: Rule.of(own) for own in fields(Record)}
+RULES = {attribute.name: Rule.of(attribute) for attribute in fields(Record)}
 
 
 def list_numbers(items: Iterable[Any]) -> Iterator[float]:
     """Yield the numbers among items, and those within them, however deep. A bool is no number."""
-    for own in items:
-        if type(own) in (int, float):
-            yield own
-        elif type(own) in (list, dict):
-            yield from list_numbers(own.values() if type(own) is dict else own)
+    for item in items:
+        if type(item) in (int, float):
+            yield item
+        elif type(item) in (list, dict):
+            yield from list_numbers(item.values() if type(item) is dict else item)
 
 
 def read_version(record: Mapping[str, Any]) -> int:
@@ -363,9 +367,9 @@ def find_problems(record: Mapping[str, Any]) -> list[str]:
     plan = plan_check(tuple(record), tuple(map(type, record.values())), version if type(version) is int else 1)
     numbers, others = plan.numbers(record), plan.others
     if min(numbers) < 0 or max(numbers) > LARGEST:
-        others = [own for own in RULES.items() if own[0] in record]
-    found = [(name, rule.find_problem(record[name])) for name, rule in others]
-    return [f"{name} is {shorten(record[name])}, expected {why}" for name, why in found if why] + plan.missing
+        others = [entry for entry in RULES.items() if entry[0] in record]
+    checked = [(name, rule.find_problem(record[name])) for name, rule in others]
+    return [f"{name} is {shorten(record[name])}, expected {why}" for name, why in checked if why] + plan.missing
 
 
 @dataclass(frozen=True)
@@ -386,8 +390,8 @@ class CheckPlan:
 @lru_cache(1024)
 def plan_check(names: tuple[str, ...], kinds: tuple[type, ...], version: int) -> CheckPlan:
     """Plan the check of all records with these fields, types of values, and version."""
-    numbers, others, found = [], [], dict(zip(names, kinds, strict=True))
-    for name, kind in found.items():
+    numbers, others, kind_of = [], [], dict(zip(names, kinds, strict=True))
+    for name, kind in kind_of.items():
         if (rule := RULES.get(name)) is None:
             continue
         plain = get_args(rule.kind) if isinstance(rule.kind, UnionType) else (rule.kind,)
@@ -396,8 +400,10 @@ def plan_check(names: tuple[str, ...], kinds: tuple[type, ...], version: int) ->
             numbers.append(name)
         elif not (fits and kind in (str, NoneType) and (rule.pattern is None or version == 1)):
             others.append((name, rule))
-    needed = CORE if version == 1 else REQUIRED_FIELDS[found.get("error", NoneType) is NoneType]
-    missing = [f"{name} is missing" for name in FIELD_TYPES if name in needed - found.keys() and SINCE[name] <= version]
+    needed = CORE if version == 1 else REQUIRED_FIELDS[kind_of.get("error", NoneType) is NoneType]
+    missing = [
+        f"{name} is missing" for name in FIELD_TYPES if name in needed - kind_of.keys() and SINCE[name] <= version
+    ]
 
     def get_few(record: Mapping[str, Any]) -> list[float]:
         return [0, *(record[name] for name in numbers)]
@@ -410,7 +416,7 @@ def is_of_type(value: object, kind: Any) -> bool:
     if kind is Any:
         return True
     if isinstance(kind, UnionType):
-        return any(is_of_type(value, own) for own in get_args(kind))
+        return any(is_of_type(value, member) for member in get_args(kind))
     if (origin := get_origin(kind)) is not None:
         if not isinstance(value, origin):
             return False
@@ -439,12 +445,12 @@ def format_type(kind: Any) -> str:
 def format_schema() -> str:
     """Return the text of docs/records.md."""
     lines = [HEAD]
-    for own in fields(Record):
-        if own.name in TITLES:
-            lines += ["", f"## {TITLES[own.name]}", "", "| Field | Type | Unit | Meaning | In | Since |"]
+    for attribute in fields(Record):
+        if attribute.name in TITLES:
+            lines += ["", f"## {TITLES[attribute.name]}", "", "| Field | Type | Unit | Meaning | In | Since |"]
             lines += ["| --- | --- | --- | --- | --- | --- |"]
-        about = own.metadata
-        cells = [f"`{own.name}`", format_type(own.type), about["unit"], about["meaning"], about["held_by"]]
+        about = attribute.metadata
+        cells = [f"`{attribute.name}`", format_type(attribute.type), about["unit"], about["meaning"], about["held_by"]]
         lines.append(f"| {' | '.join([*cells, VERSIONS[about['since']]])} |")
     return "\n".join(lines) + "\n"
 

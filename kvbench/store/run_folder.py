@@ -100,11 +100,11 @@ def to_json_value(value: object) -> Any:
     return json.loads(json.dumps(to_plain(value)), parse_constant=lambda name: None)
 
 
-def describe_old_format(found: object) -> str:
+def describe_old_format(stored_format: object) -> str:
     """Return the end of a message about a run of another format: both numbers, and what the user can do."""
     return (
-        f"format {found}, and this kvbench reads {FORMAT}: read it with the kvbench that wrote it, or move the folder "
-        "away and run it again"
+        f"format {stored_format}, and this kvbench reads {FORMAT}: read it with the kvbench that wrote it, or move the "
+        "folder away and run it again"
     )
 
 
@@ -218,13 +218,13 @@ class RunFolder:
     def machine(self, uid: str) -> dict[str, Any]:
         """Return the description of the machine that wrote a sample's record, {} if it cannot be read."""
         self.refresh()
-        name = next((own for own in sort_sealed(self._lines, self._sealed) if uid in self._lines[own]), "")
-        own = self.path / name.replace("records-", "machine-").replace(".jsonl", ".json")
+        name = next((file for file in sort_sealed(self._lines, self._sealed) if uid in self._lines[file]), "")
+        path = self.path / name.replace("records-", "machine-").replace(".jsonl", ".json")
         try:
-            found = json.loads((own if own.is_file() else self.path / "machine.json").read_text())
+            description = json.loads((path if path.is_file() else self.path / "machine.json").read_text())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return description if isinstance(description, dict) else {}
 
     def refresh(self) -> None:
         """Read the complete lines that other processes have written since the last call.
@@ -392,7 +392,7 @@ class RunFolder:
                 small = [*names, *(path.name for path in self.path.glob("machine*.json"))]
                 for name in {*small, *self._hashes} - {self._own_path.name}:
                     force_to_disk(self.path / name)
-                hashes = {name: own.hexdigest() for name, own in self._hashes.items()}
+                hashes = {name: digest.hexdigest() for name, digest in self._hashes.items()}
                 hashes |= {name: hash_file(self.path / name) for name in small}
                 self._put("done", json.dumps(make_seal(self.records(), hashes)) + "\n")
         return True
@@ -416,10 +416,10 @@ class RunFolder:
             raise self._damaged(str(error)) from None
         problems = find_changed_files(self.path, sealed)
         records = self.records()
-        for name, own in self._hashes.items():
+        for name, digest in self._hashes.items():
             if name in sealed and not problems:
                 whole = (self.path / name).stat().st_size == self._read[name]
-                problems += [] if whole and own.hexdigest() == sealed[name] else [f"{name} {CHANGED}"]
+                problems += [] if whole and digest.hexdigest() == sealed[name] else [f"{name} {CHANGED}"]
         if seal is not None and not problems and not fits_records(seal, records):
             problems.append(f"done does not fit the {len(records)} records in the folder")
         if problems:
@@ -529,11 +529,11 @@ def claim_samples(
             lacking = [folder for folder in folders if not folder.is_recorded(uid)]
             if not lacking or not lacking[0].claim(uid):
                 continue
-            worked, own = True, [lacking[0], *(folder for folder in lacking[1:] if folder.claim(uid))]
+            worked, claimed = True, [lacking[0], *(folder for folder in lacking[1:] if folder.claim(uid))]
             try:
-                yield uid, own
+                yield uid, claimed
             finally:
-                for folder in own:
+                for folder in claimed:
                     folder.release(uid)
         for folder in folders:
             folder.refresh()
@@ -545,11 +545,11 @@ def claim_samples(
 
 def claim_all(folders: Collection[RunFolder], uid: str) -> bool:
     """Claim a sample in all of these runs or in none, and return whether it was claimed."""
-    own = [folder for folder in folders if folder.claim(uid)]
-    if len(own) < len(folders):
-        for folder in own:
+    claimed = [folder for folder in folders if folder.claim(uid)]
+    if len(claimed) < len(folders):
+        for folder in claimed:
             folder.release(uid)
-    return len(own) == len(folders)
+    return len(claimed) == len(folders)
 
 
 def find_settings(path: Path) -> Path | None:
@@ -558,10 +558,10 @@ def find_settings(path: Path) -> Path | None:
     Raises:
         ValueError: Both are there.
     """
-    found = [path / name for name in ("run.yaml", "run.json") if os.path.lexists(path / name)]
-    if len(found) == 2:
+    files = [path / name for name in ("run.yaml", "run.json") if os.path.lexists(path / name)]
+    if len(files) == 2:
         raise ValueError("there are both run.yaml and run.json")
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def read_run_value(path: Path) -> dict[str, Any]:
@@ -622,11 +622,11 @@ def list_record_files(path: Path) -> list[Path]:
     Raises:
         ValueError: A name is that of a folder, a pipe, or a link that leads nowhere.
     """
-    found = sorted(path.glob("records*.jsonl"))
-    for file in found:
+    files = sorted(path.glob("records*.jsonl"))
+    for file in files:
         if not file.is_file():
             raise ValueError(f"{file.name} is no regular file")
-    return found
+    return files
 
 
 def find_end(content: bytes) -> int:
@@ -692,8 +692,8 @@ def _is_locked(descriptor: int, byte: int) -> bool:
     asked = {"type": fcntl.F_WRLCK, "whence": os.SEEK_SET, "start": byte, "length": 1, "process": 0}
     layout = "".join(LOCK.values())
     given = struct.pack(layout, *(asked[name] for name in LOCK))
-    found = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, given))
-    kind: int = found[list(LOCK).index("type")]
+    lock = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, given))
+    kind: int = lock[list(LOCK).index("type")]
     return kind != fcntl.F_UNLCK
 
 
@@ -713,7 +713,7 @@ def read_seal(path: Path) -> dict[str, Any] | None:
     files = seal.get("files", {}) if isinstance(seal, dict) else None
     if (
         not isinstance(files, dict)
-        or {name: type(own) for name, own in seal.items() if name != "files"} != SEAL
+        or {name: type(entry) for name, entry in seal.items() if name != "files"} != SEAL
         or seal["format"] != FORMAT
         or not all(map(SEALED_NAME.fullmatch, files))
     ):

@@ -120,17 +120,17 @@ class RunRecords:
                 seen.add(record["uid"])
                 problems += [f"line {number}, {record['uid']}: {problem}" for problem in find_problems(record)]
                 yield record
-        self.damage += [f"{file.name}: line {name_some(own)} {reason}" for reason, own in wrong.items()]
+        self.damage += [f"{file.name}: line {name_some(numbers)} {reason}" for reason, numbers in wrong.items()]
         if problems:
             self.damage.append(f"{file.name}: {name_some(problems)}")
         if doubles:
             self.doubles.append(f"{file.name}: sample {name_some(doubles)} in another line too")
 
 
-def name_some(found: Sequence[object]) -> str:
-    """Return a text with the first of `found` and the number of the others."""
-    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return f"{', '.join(map(str, found[:MAX_NAMED]))}{more}"
+def name_some(names: Sequence[object]) -> str:
+    """Return a text with the first of `names` and the number of the others."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{', '.join(map(str, names[:MAX_NAMED]))}{more}"
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class StoredRun:
 
     @cached_property
     def _read(self) -> tuple[dict[str, dict[str, Any]], RunRecords]:
-        found = RunRecords(self.folder.path)
-        return {record["uid"]: record for record in found}, found
+        records = RunRecords(self.folder.path)
+        return {record["uid"]: record for record in records}, records
 
     @property
     def records(self) -> dict[str, dict[str, Any]]:
@@ -169,8 +169,8 @@ class StoredRun:
     @property
     def budget_setting(self) -> str:
         """The dotted name of the setting that decides how many rows stay: the budget, or one of the method."""
-        own = self.value["method"].get("budget_setting")
-        return "budget" if own is None else f"method.{own}"
+        setting = self.value["method"].get("budget_setting")
+        return "budget" if setting is None else f"method.{setting}"
 
     @property
     def budget_name(self) -> str:
@@ -185,11 +185,11 @@ class StoredRun:
     @property
     def machines(self) -> list[dict[str, Any]]:
         """Descriptions of the machines that worked on the run. One that cannot be read is left out."""
-        found = []
+        machines = []
         for path in sorted(self.folder.path.glob("machine*.json")):
             with suppress(OSError, ValueError):
-                found.append(json.loads(path.read_text()))
-        return [own for own in found if isinstance(own, dict)]
+                machines.append(json.loads(path.read_text()))
+        return [machine for machine in machines if isinstance(machine, dict)]
 
     @property
     def cache(self) -> str:
@@ -202,7 +202,7 @@ def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, item in value.items():
         if isinstance(item, Mapping):
-            flat |= {f"{key}.{name}": own for name, own in flatten(item).items()}
+            flat |= {f"{key}.{name}": leaf for name, leaf in flatten(item).items()}
         else:
             flat[key] = item
     return flat
@@ -210,8 +210,8 @@ def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def name_budget(value: Mapping[str, Any]) -> str:
     """Return the name of a run's budget (`StoredRun.budget_name`)."""
-    own = value["method"].get("budget_setting")
-    return str(value["budget"]) if own is None else escape(f"{own}={value['method'][own]}")
+    setting = value["method"].get("budget_setting")
+    return str(value["budget"]) if setting is None else escape(f"{setting}={value['method'][setting]}")
 
 
 @dataclass
@@ -262,34 +262,34 @@ def list_folders(results: Path) -> list[Path]:
 
 def find_runs(results: Path) -> FoundRuns:
     """Return all runs whose settings can be read, sorted by hash. Their records are read when they are needed."""
-    found = FoundRuns()
+    store = FoundRuns()
     for path in list_folders(results):
         try:
             value = read_run_value(path)
             check_value(value)
         except ValueError as error:
-            found.damaged[path.name] = str(error)
+            store.damaged[path.name] = str(error)
             continue
-        found.runs.append(StoredRun(path.name, value, RunFolder(results / "runs", value)))
-    return found
+        store.runs.append(StoredRun(path.name, value, RunFolder(results / "runs", value)))
+    return store
 
 
 def find_finished(results: Path) -> FoundRuns:
     """Return the finished and the unfinished runs, sorted by hash. This reads all records."""
     every = find_runs(results)
-    found = FoundRuns(damaged=every.damaged)
+    store = FoundRuns(damaged=every.damaged)
     for run in every.runs:
-        found.note_damage(run)
+        store.note_damage(run)
         if not run.damage:
-            (found.runs if run.finished else found.unfinished).append(run)
-    return found
+            (store.runs if run.finished else store.unfinished).append(run)
+    return store
 
 
 def check_value(value: Mapping[str, Any]) -> None:
     """Raise a ValueError if the settings of a run lack one that every run has, or one has a value that no run has."""
     for name in NAMED_GROUPS:
-        own = value.get(name)
-        if not isinstance(own, Mapping) or not isinstance(own.get("name"), str):
+        named = value.get(name)
+        if not isinstance(named, Mapping) or not isinstance(named.get("name"), str):
             raise ValueError(f"run.yaml lacks a setting ({name}.name)")
     key = value["method"].get("budget_setting")
     decides = value.get("budget") if key is None else value["method"].get(key) if isinstance(key, str) else None
@@ -313,14 +313,14 @@ def _is_text(value: object) -> bool:
 
 
 SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {  # setting -> whether a value fits, and what does
-    "budget": (lambda own: own is None or (is_number(own) and own > 0), "a number above 0 or null"),
-    "block_size": (lambda own: own is None or (type(own) is int and own > 0), "a whole number above 0 or null"),
+    "budget": (lambda budget: budget is None or (is_number(budget) and budget > 0), "a number above 0 or null"),
+    "block_size": (lambda size: size is None or (type(size) is int and size > 0), "a whole number above 0 or null"),
     "question": (("visible", "hidden").__contains__, "visible or hidden"),
     "seed": (_is_count, "a whole number from 0 on"),
-    "averages": (lambda own: isinstance(own, list), "a list"),
-    "sampling.temperature": (lambda own: is_number(own) and own >= 0, "a number from 0 on"),
-    "sampling.top_p": (lambda own: is_number(own) and 0 < own <= 1, "a share in (0, 1]"),
-    "fidelity": (lambda own: isinstance(own, bool), "true or false"),
+    "averages": (lambda averages: isinstance(averages, list), "a list"),
+    "sampling.temperature": (lambda temperature: is_number(temperature) and temperature >= 0, "a number from 0 on"),
+    "sampling.top_p": (lambda share: is_number(share) and 0 < share <= 1, "a share in (0, 1]"),
+    "fidelity": (lambda fidelity: isinstance(fidelity, bool), "true or false"),
     "budget_of": (_is_text, "a text"),
     "data": (_is_text, "a text"),
     "sources": (_is_text, "a text"),
@@ -343,7 +343,7 @@ def drop_twins(runs: Iterable[StoredRun]) -> list[StoredRun]:
     def rank(run: StoredRun) -> tuple[bool, bool]:
         return run.finished, "fidelity" in run.value
 
-    best = [own[0] if len(own) == 1 else max(own, key=rank) for own in twins.values()]
+    best = [group[0] if len(group) == 1 else max(group, key=rank) for group in twins.values()]
     return sorted(best, key=lambda run: run.hash)
 
 
@@ -354,9 +354,9 @@ def list_runs(results: Path) -> list[StoredRun]:
         SettingError: The folder contains no runs.
     """
     check_folder(results)
-    found = find_runs(results)
-    found.print_damage()
-    return found.runs
+    store = find_runs(results)
+    store.print_damage()
+    return store.runs
 
 
 def load_runs(results: Path) -> list[StoredRun]:
@@ -365,9 +365,9 @@ def load_runs(results: Path) -> list[StoredRun]:
     Raises:
         SettingError: There is no run.
     """
-    found = find_finished(results)
-    found.print_damage()
-    if not (runs := [*found.runs, *found.unfinished]):
+    store = find_finished(results)
+    store.print_damage()
+    if not (runs := [*store.runs, *store.unfinished]):
         raise SettingError(f"{results / 'runs'}: no run there")
     return drop_twins(runs)
 
@@ -383,14 +383,14 @@ def parse_selection(given: Sequence[str]) -> tuple[Path, dict[str, str]]:
     Raises:
         SettingError: There are two folders, a setting is given twice, or a setting is also the name of a folder.
     """
-    folders = [own for own in given if "=" not in own or "/" in own.partition("=")[0]]
+    folders = [word for word in given if "=" not in word or "/" in word.partition("=")[0]]
     if len(folders) > 1:
         raise SettingError(f"{folders[1]}: give only one folder of results, then setting=value")
-    settings = [own for own in given if own not in folders]
-    for own in settings:
-        if Path(own).is_dir():
-            raise SettingError(f"{own}: a folder has this name; ./{own} reads it")
-    filters = [own.split("=", 1) for own in settings]
+    settings = [word for word in given if word not in folders]
+    for setting in settings:
+        if Path(setting).is_dir():
+            raise SettingError(f"{setting}: a folder has this name; ./{setting} reads it")
+    filters = [setting.split("=", 1) for setting in settings]
     if len(dict(filters)) < len(filters):
         raise SettingError(f"{' '.join(map('='.join, filters))}: give each setting once, with commas between values")
     return Path(folders[0] if folders else "results"), dict(filters)
@@ -408,11 +408,11 @@ def filter_runs(runs: Sequence[StoredRun], filters: Mapping[str, str]) -> list[S
     """
     kept = list(runs)
     for name, text in filters.items():
-        values = [_parse_value(own) for own in (text, *text.split(","))] + [text, *text.split(",")]
+        values = [_parse_value(choice) for choice in (text, *text.split(","))] + [text, *text.split(",")]
         key = f"{name}.name" if name in NAMED_GROUPS else name
         known = {json.dumps(run.settings[key]) for run in runs if key in run.settings}
         if not known:
-            names = sorted({own for run in runs for own in run.settings})
+            names = sorted({setting for run in runs for setting in run.settings})
             raise SettingError(f"{name}: no run has this setting; {describe_choices(name, [*NAMED_GROUPS, *names])}")
         kept = [run for run in kept if key in run.settings and run.settings[key] in values]
         if not kept:
@@ -434,12 +434,14 @@ def choose_run(runs: Sequence[StoredRun], start: str) -> StoredRun:
     Raises:
         SettingError: There is no such run, or there are several.
     """
-    found = [run for run in runs if run.hash.startswith(start)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    fitting = [run for run in runs if run.hash.startswith(start)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
         raise SettingError(f"run={start}: no run has such a hash; kvbench results --format csv lists them")
-    raise SettingError(f"run={start}: begins the hashes of {len(found)} runs: {name_some([run.hash for run in found])}")
+    raise SettingError(
+        f"run={start}: begins the hashes of {len(fitting)} runs: {name_some([run.hash for run in fitting])}"
+    )
 
 
 def find_differences(runs: Iterable[StoredRun], without: Sequence[str]) -> dict[str, list[str]]:
@@ -455,8 +457,8 @@ def find_differences(runs: Iterable[StoredRun], without: Sequence[str]) -> dict[
     runs = list(runs)
     skipped = {*without, "fidelity"}
     names = {name for run in runs for name in run.settings if not skipped & {name, name.split(".")[0]}}
-    found = {name: {json.dumps(run.settings.get(name)) for run in runs} for name in sorted(names)}
-    return {name: sorted(values) for name, values in found.items() if len(values) > 1}
+    values_by_name = {name: {json.dumps(run.settings.get(name)) for run in runs} for name in sorted(names)}
+    return {name: sorted(values) for name, values in values_by_name.items() if len(values) > 1}
 
 
 def find_baseline(run: StoredRun, runs: Sequence[StoredRun], wanted: str | None = None) -> StoredRun:
@@ -470,13 +472,19 @@ def find_baseline(run: StoredRun, runs: Sequence[StoredRun], wanted: str | None 
     Raises:
         SettingError: There is no such run, or there are several with different answers.
     """
-    alike = [own for own in runs if own.full and not find_differences([own, run], UNSHARED_SETTINGS)]
-    same = [own for own in [own for own in alike if own.finished] or alike if own.hash == (wanted or own.hash)]
+    alike = [
+        candidate for candidate in runs if candidate.full and not find_differences([candidate, run], UNSHARED_SETTINGS)
+    ]
+    same = [
+        candidate
+        for candidate in [candidate for candidate in alike if candidate.finished] or alike
+        if candidate.hash == (wanted or candidate.hash)
+    ]
     if not same:
         named = f" has the hash {wanted}" if wanted else ""
         raise SettingError(f"no finished run of the full cache on the same samples{named}")
-    if len({json.dumps(_read_answers(own), sort_keys=True) for own in same}) > 1:
-        hashes = ", ".join(own.hash for own in same)
+    if len({json.dumps(_read_answers(candidate), sort_keys=True) for candidate in same}) > 1:
+        hashes = ", ".join(candidate.hash for candidate in same)
         raise SettingError(f"full-cache runs {hashes} differ in their answers; choose one with --full HASH")
     return same[0]
 

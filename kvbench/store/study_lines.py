@@ -94,13 +94,13 @@ def read_lines(path: Path, study: str) -> list[Line]:
         raise SettingError(f"{path}: {summarize(error)}") from None
     if tuple(table.fieldnames or ()) != COLUMNS:
         raise SettingError(f"{where}: not a file of kvbench study; its columns are {', '.join(COLUMNS)}")
-    found = []
+    lines = []
     for number, row in enumerate(table, 2):
         try:
-            found.append(Line(study, **{name: _parse(name, row[name]) for name in COLUMNS}))
+            lines.append(Line(study, **{name: _parse(name, row[name]) for name in COLUMNS}))
         except (TypeError, ValueError):
             raise SettingError(f"{where} line {number}: a value is missing or no number") from None
-    return found
+    return lines
 
 
 def _parse(name: str, text: str) -> Any:
@@ -139,10 +139,10 @@ class StudyFolder:
     @cached_property
     def by_study(self) -> Mapping[str, list[Line]]:
         """The lines of each study; none of a study that was not computed."""
-        found: defaultdict[str, list[Line]] = defaultdict(list)
+        groups: defaultdict[str, list[Line]] = defaultdict(list)
         for line in self.lines:
-            found[line.study].append(line)
-        return found
+            groups[line.study].append(line)
+        return groups
 
 
 def count_prompts(prompts: Mapping[str, Any]) -> str:
@@ -157,7 +157,7 @@ def find_studies(results: Path) -> list[StudyFolder]:
         SettingError: A file cannot be read. The message names it.
     """
     folders = [read_study(path.parent) for path in (results / FOLDER).glob(f"*/{ABOUT}")]
-    return sorted((own for own in folders if own.lines), key=lambda own: own.name)
+    return sorted((folder for folder in folders if folder.lines), key=lambda folder: folder.name)
 
 
 def read_study(path: Path) -> StudyFolder:
