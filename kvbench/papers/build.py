@@ -79,15 +79,15 @@ def build_table(
     columns = list(expand_each(spec["columns"]))
     for row in expand_each(spec["rows"]):
         made = [fill_cell(merge_parts(spec, row, column), measured, published, runs, study) for column in columns]
-        rows.append((row["label"], tuple(own for own, _ in made)))
+        rows.append((row["label"], tuple(cell for cell, _ in made)))
         failed += sum(count for _, count in made)
-    for label, found in find_extra_rows(spec, runs) if runs else ():
+    for label, extra_cells in find_extra_rows(spec, runs) if runs else ():
         cells = tuple(
-            format_cell(own, "", *get_format(merge_parts(spec, column))) if own else TableCell("", "")
-            for own, column in found
+            format_cell(cell_value, "", *get_format(merge_parts(spec, column))) if cell_value else TableCell("", "")
+            for cell_value, column in extra_cells
         )
         rows.append((f"{label} (not in the paper)", cells))
-        failed += sum(own.failed for own, _ in found if own)
+        failed += sum(cell_value.failed for cell_value, _ in extra_cells if cell_value)
     notes = [*describe_origin(spec, measured.lines), *describe_contradictions(spec)]
     if failed:
         notes.append(f"{failed} samples failed; their cells leave them out.")
@@ -116,81 +116,84 @@ def is_spread(spec: Select) -> bool:
 
 
 def fill_cell(
-    own: Select, lines: IndexedLines, printed: IndexedLines, runs: RunIndex | None, study: Sequence[StudyLine] = ()
+    cell: Select, lines: IndexedLines, printed: IndexedLines, runs: RunIndex | None, study: Sequence[StudyLine] = ()
 ) -> tuple[TableCell, int]:
     """Return a cell and the number of its samples that failed."""
-    published = printed.find_published(own["published"], get_format(own)[1]) if own.get("published") is not None else ""
-    if own.get("run") is not None and runs is not None:
-        return fill_from_runs(own, published, runs)
-    if own.get("line") is not None:
-        return fill_from_study(own, published, study), 0
-    return fill_from_measurements(own, published, lines), 0
+    published = (
+        printed.find_published(cell["published"], get_format(cell)[1]) if cell.get("published") is not None else ""
+    )
+    if cell.get("run") is not None and runs is not None:
+        return fill_from_runs(cell, published, runs)
+    if cell.get("line") is not None:
+        return fill_from_study(cell, published, study), 0
+    return fill_from_measurements(cell, published, lines), 0
 
 
-def fill_from_runs(own: Select, published: str, runs: RunIndex) -> tuple[TableCell, int]:
+def fill_from_runs(cell: Select, published: str, runs: RunIndex) -> tuple[TableCell, int]:
     """Return a cell whose value comes from a store's runs, and the number of its samples that failed."""
-    settings = drop_unused(own["run"])
-    found = runs.find_value(ExperimentKey.from_settings(settings), own["of"])
-    if found is None:
+    settings = drop_unused(cell["run"])
+    value = runs.find_value(ExperimentKey.from_settings(settings), cell["of"])
+    if value is None:
         return TableCell(published, "", settings), 0
-    return format_cell(found, published, *get_format(own)), found.failed
+    return format_cell(value, published, *get_format(cell)), value.failed
 
 
-def fill_from_study(own: Select, published: str, study: Sequence[StudyLine]) -> TableCell:
+def fill_from_study(cell: Select, published: str, study: Sequence[StudyLine]) -> TableCell:
     """Return a cell whose value is a line of a study; a cell without a value if the study has no such line.
 
     Raises:
         ValueError: Several lines fit, so that the table's specification does not say which one is meant.
     """
-    fitting = select_lines(study, own["line"])
+    fitting = select_lines(study, cell["line"])
     if len(fitting) > 1:
-        raise ValueError(f"{len(fitting)} lines fit {own['line']}; one is needed")
-    return format_cell(fitting[0], published, *get_format(own)) if fitting else TableCell(published, "")
+        raise ValueError(f"{len(fitting)} lines fit {cell['line']}; one is needed")
+    return format_cell(fitting[0], published, *get_format(cell)) if fitting else TableCell(published, "")
 
 
-def format_cell(found: CellValue | StudyLine, published: str, scale: float, digits: int) -> TableCell:
+def format_cell(measured: CellValue | StudyLine, published: str, scale: float, digits: int) -> TableCell:
     """Return a cell with a measured value, multiplied by `scale` and rounded to `digits` places."""
-    low, high = ("" if end is None else format_number(end * scale, digits) for end in (found.low, found.high))
-    value = found.value * scale
+    low, high = ("" if end is None else format_number(end * scale, digits) for end in (measured.low, measured.high))
+    value = measured.value * scale
     difference = format_number(value - float(published), digits, "+") if is_number(published) else ""
     return TableCell(published, format_number(value, digits), None, low, high, difference)
 
 
-def get_format(own: Select) -> tuple[float, int]:
+def get_format(cell: Select) -> tuple[float, int]:
     """Return the scale and the number of decimal places of a cell."""
-    return own.get("scale", 1.0), own.get("digits", 2)
+    return cell.get("scale", 1.0), cell.get("digits", 2)
 
 
-def fill_from_measurements(own: Select, published: str, lines: IndexedLines) -> TableCell:
+def fill_from_measurements(cell: Select, published: str, lines: IndexedLines) -> TableCell:
     """Return a cell whose value comes from measurements of cost."""
-    scale, digits = get_format(own)
-    select = own.get("measured")
+    scale, digits = get_format(cell)
+    select = cell.get("measured")
     if select is None:
         return TableCell(published, "")
     if select.get("baseline", "none") != "none":  # transformers' own caches read a prompt as one block
         select = {**select, "block_size": ""}
-    found, line = find_measurement(lines, select)
-    ends = read_quartiles(line) if own.get("spread") else []
+    number, line = find_measurement(lines, select)
+    ends = read_quartiles(line) if cell.get("spread") else []
     for name, join in (("minus", sub), ("over", truediv)):
-        if not isinstance(found, float) or own.get(name) is None:
+        if not isinstance(number, float) or cell.get(name) is None:
             continue
-        select, ends = {**select, **own[name]}, []
+        select, ends = {**select, **cell[name]}, []
         other, of_other = find_measurement(lines, select, near=line["date"])
-        if other is None and own[name].keys() <= {"quantity", "column"}:  # the run that was measured has no such number
+        if other is None and cell[name].keys() <= {"quantity", "column"}:
+            # the run that was measured has no such number
             return TableCell(published, "", remark=NOT_MEASURED)
         if isinstance(other, str):
             return TableCell(published, "", reason=f"nothing to compare with: {describe_failure(of_other)}")
-        found, line = (join(found, other), line) if other is not None else (None, of_other)
-    if found is None and line:
+        number, line = (join(number, other), line) if other is not None else (None, of_other)
+    if number is None and line:
         return TableCell(published, "", remark=FEW_TOKENS)
-    if found is None:
+    if number is None:
         return TableCell(published, "", make_run_settings(select))
-    if isinstance(found, str):
-        compared = own.get("minus") is not None or own.get("over") is not None
-        return TableCell(published, "" if compared else found, reason=describe_failure(line))
+    if isinstance(number, str):
+        compared = cell.get("minus") is not None or cell.get("over") is not None
+        return TableCell(published, "" if compared else number, reason=describe_failure(line))
     low, high = [format_number(end * scale, digits) for end in ends] or ["", ""]
     remark = RATE_OF_MEDIAN if is_rate_of_median(line) else ""
-    return TableCell(published, format_number(found * scale, digits), None, low, high, remark=remark)
+    return TableCell(published, format_number(number * scale, digits), None, low, high, remark=remark)
 
 
 def is_rate_of_median(row: Mapping[str, str]) -> bool:
@@ -213,18 +216,18 @@ def describe_failure(line: Mapping[str, str]) -> str:
 
 def make_run_settings(select: Select) -> dict[str, Any]:
     """Return the settings of the run that makes a measurement."""
-    own = {"task": "efficiency", "model": "random", "model.like": select["model"]}
-    own |= {
+    settings = {"task": "efficiency", "model": "random", "model.like": select["model"]}
+    settings |= {
         SETTING_OF_COLUMN[key]: value
         for key, value in select.items()
         if key in SETTING_OF_COLUMN and value not in ("", None)
     }
     for key, value in json.loads(select.get("changed") or "{}").items():
-        own[key if "." in key else f"method.{key}"] = value
+        settings[key if "." in key else f"method.{key}"] = value
     name, _, rest = str(select["quantity"]).partition("_")
     if name in ("e2e", "answer"):
-        own["task.new_tokens"] = rest.removesuffix("_ms")
-    return own
+        settings["task.new_tokens"] = rest.removesuffix("_ms")
+    return settings
 
 
 def find_measurement(
@@ -243,21 +246,22 @@ def find_measurement(
     cells: dict[tuple[str, str], list[Mapping[str, str]]] = {}  # a cell may have been measured again
     for row in lines.find_matching(where):
         cells.setdefault((row["cell"], row["date"]), []).append(row)
-    found = list(reversed(cells.values()))
+    candidates = list(reversed(cells.values()))
     if near is not None:  # those that ran come first
         time = datetime.fromisoformat(near)
-        found.sort(key=lambda own: abs(datetime.fromisoformat(own[0]["date"]) - time))
-        found.sort(key=lambda own: any(row["status"] in FAILURES for row in own))
+        candidates.sort(key=lambda rows: abs(datetime.fromisoformat(rows[0]["date"]) - time))
+        candidates.sort(key=lambda rows: any(row["status"] in FAILURES for row in rows))
     short: Mapping[str, str] = {}
-    for own in found:
-        for row in own:
+    for rows in candidates:
+        for row in rows:
             if row["quantity"] != select["quantity"] or not row["value"]:
                 continue
             if column in OVER_INTERVALS and not covers_intervals(row):
                 short = short or row
             elif row[column]:
                 return float(row[column]), row
-        for row in own if own is found[0] and not short else ():  # an older failure says nothing about a run that ended
+        # an older failure says nothing about a run that ended
+        for row in rows if rows is candidates[0] and not short else ():
             if row["status"] in FAILURES:
                 return FAILURES[row["status"]], row
     return None, short

@@ -74,20 +74,20 @@ class RunIndex:
     @classmethod
     def read(cls, results: Path) -> "RunIndex":
         """Index all runs of a folder, finished or not. Records are read when they are needed."""
-        found: dict[ExperimentKey, list[StoredRun]] = {}
+        gathered: dict[ExperimentKey, list[StoredRun]] = {}
         store = find_runs(results)
         for run in store.runs:
             try:
-                found.setdefault(ExperimentKey.of(run.value), []).append(run)
+                gathered.setdefault(ExperimentKey.of(run.value), []).append(run)
             except (LookupError, TypeError) as error:
                 store.damaged[run.hash] = f"run.yaml lacks a setting ({error})"
-        own = {protocol: sorted(runs, key=read_finish_time) for protocol, runs in found.items()}
-        return cls(own, Store(damaged=store.damaged))
+        ordered = {protocol: sorted(runs, key=read_finish_time) for protocol, runs in gathered.items()}
+        return cls(ordered, Store(damaged=store.damaged))
 
     @cached_property
     def full(self) -> list[StoredRun]:
         """The finished runs of the full cache."""
-        return self.finished([run for own in self.by_protocol.values() for run in own if run.full])
+        return self.finished([run for runs in self.by_protocol.values() for run in runs if run.full])
 
     def finished(self, runs: Iterable[StoredRun]) -> list[StoredRun]:
         """Return the finished runs among `runs`, and note the damage of all of them in `store`."""
@@ -99,8 +99,10 @@ class RunIndex:
     def find_matching(self, protocol: ExperimentKey) -> list[StoredRun]:
         """Return the finished runs of a protocol on the benchmark's own data, the newest first."""
         if protocol not in self.known:
-            own = [run for run in self.finished(self.by_protocol.get(protocol, ())) if not is_synthetic(run.records)]
-            self.known[protocol] = own[::-1]
+            oldest_first = [
+                run for run in self.finished(self.by_protocol.get(protocol, ())) if not is_synthetic(run.records)
+            ]
+            self.known[protocol] = oldest_first[::-1]
         return self.known[protocol]
 
     def find_value(self, protocol: ExperimentKey, of: Mapping[str, Any]) -> CellValue | None:
@@ -149,8 +151,8 @@ class RunIndex:
         if of.get("difference"):
             change = compare_subtasks(scores, list(weights.values()))
             return CellValue(change.difference, change.low, change.high, failed, run.hash)
-        own = mean([one.method_values for one in scores], list(weights.values()))
-        return CellValue(own.value, own.low, own.high, failed, run.hash)
+        average = mean([one.method_values for one in scores], list(weights.values()))
+        return CellValue(average.value, average.low, average.high, failed, run.hash)
 
     def pair_with_baseline(self, run: StoredRun) -> list[Pair]:
         """Pair the records of a run with the full cache's.
@@ -180,7 +182,7 @@ def select_longer(pairs: Sequence[Pair], tokens: int) -> list[Pair]:
     ends: dict[str, list[int]] = {}
     for full, _ in pairs:
         ends.setdefault(full["prompt_hash"], []).append(full["tokens_in"] + full["tokens_out"])
-    return [both for both in pairs if fsum(own := ends[both[0]["prompt_hash"]]) / len(own) > tokens]
+    return [both for both in pairs if fsum(lengths := ends[both[0]["prompt_hash"]]) / len(lengths) > tokens]
 
 
 def make_metric_reader(metric: str) -> Any:
@@ -210,8 +212,8 @@ def weigh_subtasks(tree: Tree, names: Sequence[str]) -> dict[str, float]:
         if not fitting:
             raise SettingError(f"there are no samples of {tree}")
         return dict.fromkeys(fitting, 1 / len(fitting))
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for part in tree:
         for name, share in weigh_subtasks(part, names).items():
-            found[name] = found.get(name, 0.0) + share / len(tree)
-    return found
+            weights[name] = weights.get(name, 0.0) + share / len(tree)
+    return weights

@@ -26,24 +26,24 @@ class ExhibitPage:
     Attributes:
         name: <paper>_<exhibit>.
         spec: Its specification.
-        found: The folder of studies.
+        study: The folder of studies.
         results: The folder of results.
     """
 
     name: str
     spec: Exhibit
-    found: StudyFolder
+    study: StudyFolder
     results: Path
 
     @cached_property
     def lines(self) -> list[Line]:
         """The lines that the exhibit shows."""
-        return select_lines(self.found.by_study[self.spec["study"]], self.spec.get("lines", {}))
+        return select_lines(self.study.by_study[self.spec["study"]], self.spec.get("lines", {}))
 
     @cached_property
     def claims(self) -> list[Claim]:
         """The claims with what the study found."""
-        return list_claims(self.spec, self.found.by_study[self.spec["study"]])
+        return list_claims(self.spec, self.study.by_study[self.spec["study"]])
 
     @property
     def is_filled(self) -> bool:
@@ -53,7 +53,7 @@ class ExhibitPage:
     @property
     def folder(self) -> Path:
         """Where its files are written."""
-        return self.results / "papers" / self.found.name
+        return self.results / "papers" / self.study.name
 
     @cached_property
     def table(self) -> PaperTable | None:
@@ -65,23 +65,23 @@ class ExhibitPage:
         if "rows" not in self.spec:
             return None
         notes = [self.about, *self.describe_claims(), *self.notes]
-        own = self.found.by_study[self.spec["study"]]
+        lines = self.study.by_study[self.spec["study"]]
         try:
-            return build_table({**self.spec, "notes": notes}, (), read_printed(self.results, self.spec), study=own)
+            return build_table({**self.spec, "notes": notes}, (), read_printed(self.results, self.spec), study=lines)
         except ValueError as error:
             raise SettingError(f"{self.name}: {error}") from None
 
     @property
     def source(self) -> str:
         """The model, the prompts and the machine of the study."""
-        device = self.found.about.get("device", {})
+        device = self.study.about.get("device", {})
         machine = {"": "", "cpu": ", on a CPU"}.get(device.get("type", ""), f", on {device.get('gpu')}")
-        return f"{self.found.source}{machine}."
+        return f"{self.study.source}{machine}."
 
     @property
     def about(self) -> str:
         """The same, whether only the first prompt is shown, and which head if it is a single one."""
-        single = self.found.about["prompts"]["count"] > 1 and {line.prompts for line in self.lines} == {1}
+        single = self.study.about["prompts"]["count"] > 1 and {line.prompts for line in self.lines} == {1}
         heads = {(line.layer, line.head) for line in self.lines if line.head is not None}
         places = [f"Layer {layer}, head {head}." for layer, head in heads] if len(heads) == 1 else []
         return " ".join([self.source, *["Shown is the first prompt."] * single, *places])
@@ -90,8 +90,8 @@ class ExhibitPage:
     def notes(self) -> list[str]:
         """The readings, and which numbers are exact, bounds or estimates."""
         claims, names = self.spec.get("claims", {}), self.spec.get("names", {})
-        proofs = {name: own for name, own in self.spec.get("proof", {}).items() if name not in claims}
-        said = [f"{names.get(name, name.replace('_', ' '))}: {own}." for name, own in proofs.items()]
+        proofs = {name: proof for name, proof in self.spec.get("proof", {}).items() if name not in claims}
+        said = [f"{names.get(name, name.replace('_', ' '))}: {proof}." for name, proof in proofs.items()]
         return [" ".join(note.split()) for note in [*self.spec.get("notes", ()), *said]]
 
     def describe_claims(self) -> Iterator[str]:
@@ -106,7 +106,7 @@ class ExhibitPage:
         title = escape_all_markdown(self.spec["title"])
         texts = [self.about, *self.describe_claims(), *self.notes]
         picture = [f"![{title}]({self.name}.svg)", ""] if pictured else []
-        return "\n".join([f"# {title}", "", *picture, *(f"* {escape_outside_code(own)}" for own in texts)]) + "\n"
+        return "\n".join([f"# {title}", "", *picture, *(f"* {escape_outside_code(text)}" for text in texts)]) + "\n"
 
     def to_csv(self) -> str:
         """Return the table as CSV, or the lines of the figure and its claims."""
@@ -158,5 +158,5 @@ def fill_exhibits(
         SettingError: A file of studies cannot be read.
     """
     folders = find_studies(results) if folders is None else folders
-    pages = {name: [ExhibitPage(name, spec, found, results) for found in folders] for name, spec in wanted.items()}
-    return {name: [page for page in own if page.is_filled] for name, own in pages.items()}
+    pages = {name: [ExhibitPage(name, spec, study, results) for study in folders] for name, spec in wanted.items()}
+    return {name: [page for page in exhibit_pages if page.is_filled] for name, exhibit_pages in pages.items()}

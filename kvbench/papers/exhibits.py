@@ -47,13 +47,13 @@ def load_exhibits(paper: str | None = None, name: str | None = None) -> dict[str
     if paper is not None:
         require_choice("PAPER", paper, [*files, "all"])
         files = {paper: files[paper]}
-    found = {f"{own}_{key}": spec for own, path in files.items() for key, spec in read_tables(path).items()}
+    exhibits = {f"{stem}_{key}": spec for stem, path in files.items() for key, spec in read_tables(path).items()}
     if name is not None:
-        own = f"{paper}_{normalize_name(name)}"
-        if own not in found:
-            refuse_exhibit(name, [key.removeprefix(f"{paper}_") for key in found])
-        found = {own: found[own]}
-    return found
+        full_name = f"{paper}_{normalize_name(name)}"
+        if full_name not in exhibits:
+            refuse_exhibit(name, [key.removeprefix(f"{paper}_") for key in exhibits])
+        exhibits = {full_name: exhibits[full_name]}
+    return exhibits
 
 
 def find_files() -> dict[str, Path]:
@@ -63,14 +63,14 @@ def find_files() -> dict[str, Path]:
 
 def make_study_command(name: str) -> str:
     """Return the command that fills the exhibit <paper>_<exhibit>."""
-    paper = next(own for own in find_files() if name.startswith(f"{own}_"))
+    paper = next(stem for stem in find_files() if name.startswith(f"{stem}_"))
     return f"python -m kvbench study {paper} {name.removeprefix(f'{paper}_')}"
 
 
 def normalize_name(name: str) -> str:
     """Return the name of an exhibit as the files write it: figure4 becomes figure04, and 12 becomes table12."""
-    found = re.fullmatch(r"(figure|table|)(\d+)(.*)", name)
-    return f"{found[1] or 'table'}{int(found[2]):02d}{found[3]}" if found else name
+    match = re.fullmatch(r"(figure|table|)(\d+)(.*)", name)
+    return f"{match[1] or 'table'}{int(match[2]):02d}{match[3]}" if match else name
 
 
 def refuse_exhibit(name: str, there: Iterable[str]) -> NoReturn:
@@ -85,7 +85,7 @@ def refuse_exhibit(name: str, there: Iterable[str]) -> NoReturn:
     """
     there = list(there)
     asked = [f"figure{name}", name] if re.fullmatch(r"\d+\D.*", name) else [name]
-    near = list(dict.fromkeys(own for one in asked for own in find_closest(normalize_name(one), there, 3)))
+    near = list(dict.fromkeys(closest for one in asked for closest in find_closest(normalize_name(one), there, 3)))
     meant = f"did you mean {' or '.join(near[:3])}? " if near else ""
     raise SettingError(f"EXHIBIT={format_value(name)}: {meant}Choose one of {', '.join(there)}")
 
@@ -103,10 +103,10 @@ def select_lines(lines: Iterable[Line], select: Mapping[str, Any]) -> list[Line]
     return list(lines)
 
 
-def describe_claims(exhibits: Mapping[str, Exhibit], found: StudyFolder) -> Iterator[str]:
+def describe_claims(exhibits: Mapping[str, Exhibit], study: StudyFolder) -> Iterator[str]:
     """Yield a line for each claim: the words, the verdict, and the measured share with its interval."""
     for name, spec in exhibits.items():
-        for claim in list_claims(spec, found.lines):
+        for claim in list_claims(spec, study.lines):
             yield f"{name}: {claim.words} {claim.text}"
 
 

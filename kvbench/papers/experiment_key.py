@@ -43,9 +43,9 @@ class ExperimentKey:
     def of(cls, value: Mapping[str, Any]) -> "ExperimentKey":
         """Of a run's value."""
         groups = {name: {**value[name]} for name in GROUPS}
-        for own in groups.values():
-            if own.get("path") is not None:
-                own["path"] = FILE_PLACEHOLDER
+        for group in groups.values():
+            if group.get("path") is not None:
+                group["path"] = FILE_PLACEHOLDER
         return cls(
             model=value["model"]["name"],
             cache=to_json(groups),
@@ -53,18 +53,18 @@ class ExperimentKey:
             block_size=to_json(value["block_size"]),
             question=value["question"],
             drawn=to_json([value["seed"], value["sampling"]]),
-            task=to_json({name: own for name, own in value["task"].items() if name not in SUBTASK_SETTINGS}),
+            task=to_json({name: setting for name, setting in value["task"].items() if name not in SUBTASK_SETTINGS}),
         )
 
     @classmethod
     def from_settings(cls, settings: Settings) -> "ExperimentKey":
         """Of the run that these settings make; SettingError for settings that no run can have."""
-        return _make_key(tuple((name, to_json(own)) for name, own in settings.items()))
+        return _make_key(tuple((name, to_json(value)) for name, value in settings.items()))
 
 
 @cache
 def _make_key(settings: tuple[tuple[str, str], ...]) -> ExperimentKey:
-    return ExperimentKey.of(resolve_value({name: json.loads(own) for name, own in settings}))
+    return ExperimentKey.of(resolve_value({name: json.loads(text) for name, text in settings}))
 
 
 def resolve_value(settings: Settings) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def resolve_value(settings: Settings) -> dict[str, Any]:
     root = {**read_defaults(), **drop_unused(settings)}
     full = root["method"] == "full"
     groups = {name: resolve_group(name, to_json(select_group(name, root))) for name in GROUPS}
-    task = resolve_task(tuple((name, format_value(own)) for name, own in root.items() if may_change_task(name)))
+    task = resolve_task(tuple((name, format_value(value)) for name, value in root.items() if may_change_task(name)))
     return {
         "model": {"name": root["model"]},
         **groups,
@@ -90,12 +90,12 @@ def drop_unused(settings: Settings) -> dict[str, Any]:
     """`settings` without what means nothing for the full cache."""
     if settings.get("method") != "full":
         return dict(settings)
-    return {name: own for name, own in settings.items() if name.split(".")[0] not in CUT_SETTINGS}
+    return {name: value for name, value in settings.items() if name.split(".")[0] not in CUT_SETTINGS}
 
 
 def merge_settings(before: Settings, more: Settings) -> dict[str, Any]:
     """`more` over `before`; another choice of a group leaves nothing of the settings of the one before."""
-    kept = {name: own for name, own in before.items() if "." not in name or name.split(".")[0] not in more}
+    kept = {name: value for name, value in before.items() if "." not in name or name.split(".")[0] not in more}
     return {**kept, **more}
 
 
@@ -107,9 +107,9 @@ def select_group(name: str, root: Settings) -> dict[str, Any]:
 @cache
 def resolve_group(name: str, chosen: str) -> dict[str, Any]:
     """A group's settings as a run is known by them; `chosen`: its part of the settings, as JSON."""
-    own = json.loads(chosen)
+    settings = json.loads(chosen)
     resolved = catalogue.load_settings(
-        name, own.pop(name), {key.partition(".")[2]: value for key, value in own.items()}
+        name, settings.pop(name), {key.partition(".")[2]: value for key, value in settings.items()}
     )
     # what it holds is hashed, and need not be here
     holds = {} if resolved.get("path") is None else {"path": FILE_PLACEHOLDER}
@@ -123,18 +123,18 @@ def may_change_task(name: str) -> bool:
 
 @cache
 def resolve_task(overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    composed = compose_config([f"{name}={own}" for name, own in overrides])
+    composed = compose_config([f"{name}={value}" for name, value in overrides])
     return catalogue.task_identity(catalogue.resolve("task", composed.task))
 
 
 @cache
 def read_defaults() -> dict[str, Any]:
     """What conf/config.yaml says where nothing else is said."""
-    found = compose()
-    plain = OmegaConf.to_container(found.config)
+    composed = compose()
+    plain = OmegaConf.to_container(composed.config)
     assert isinstance(plain, dict)  # of a DictConfig
-    chosen = {group: found.choices[group] for group in CONFIG_GROUPS}
-    return chosen | {str(name): own for name, own in plain.items() if not isinstance(own, dict | list)}
+    chosen = {group: composed.choices[group] for group in CONFIG_GROUPS}
+    return chosen | {str(name): value for name, value in plain.items() if not isinstance(value, dict | list)}
 
 
 def to_json(value: object) -> str:

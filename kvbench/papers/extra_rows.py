@@ -28,14 +28,14 @@ def find_extra_rows(spec: Select, runs: RunIndex) -> Iterator[tuple[str, Line]]:
     columns = list(expand_each(spec["columns"]))
     wanted = [_collect_keys(spec, column) for column in columns]
     claimed = set().union(*wanted)
-    frames = [{_without_cache(protocol) for protocol in own} for own in wanted]
+    frames = [{_without_cache(protocol) for protocol in keys} for keys in wanted]
     rows: list[tuple[StoredRun, dict[int, CellValue]]] = []
     for protocol in sorted(set(runs.by_protocol) - claimed, key=astuple):
         cells, run = {}, None
         for place, column in enumerate(columns):
             of = merge_parts(spec, column).get("of")
-            if _without_cache(protocol) in frames[place] and of and (found := runs.find_value(protocol, of)):
-                cells[place], run = found, runs.find_matching(protocol)[0]
+            if _without_cache(protocol) in frames[place] and of and (value := runs.find_value(protocol, of)):
+                cells[place], run = value, runs.find_matching(protocol)[0]
         if run is None:
             continue
         for other, held in rows:
@@ -45,7 +45,7 @@ def find_extra_rows(spec: Select, runs: RunIndex) -> Iterator[tuple[str, Line]]:
                 break
         else:
             rows.append((run, cells))
-    budgets = {protocol.budget for own in wanted for protocol in own}
+    budgets = {protocol.budget for keys in wanted for protocol in keys}
     for run, cells in rows:
         label = label_run(run) + (
             f", budget {run.value['budget']}" if len(budgets) > 1 and not _has_budget_columns(spec) else ""
@@ -56,7 +56,7 @@ def find_extra_rows(spec: Select, runs: RunIndex) -> Iterator[tuple[str, Line]]:
 def _collect_keys(spec: Select, column: Select) -> set[ExperimentKey]:
     """Return the keys of the runs that the cells of a column need."""
     cells = (merge_parts(spec, row, column) for row in expand_each(spec["rows"]))
-    return {ExperimentKey.from_settings(own["run"]) for own in cells if own.get("run") is not None}
+    return {ExperimentKey.from_settings(cell["run"]) for cell in cells if cell.get("run") is not None}
 
 
 def _without_cache(protocol: ExperimentKey) -> ExperimentKey:
@@ -85,10 +85,10 @@ def _get_name(run: StoredRun, name: str) -> str:
 
 
 def _format_choice(run: StoredRun, name: str) -> str:
-    own = run.value[name]
+    choice = run.value[name]
     try:
-        usual = resolve_group(name, to_json({name: own["name"]}))
+        usual = resolve_group(name, to_json({name: choice["name"]}))
     except SettingError:  # the method no longer exists
-        usual = own
-    changed = [f"{key}={value}" for key, value in own.items() if value != usual.get(key)]
-    return " ".join([own["name"], *changed])
+        usual = choice
+    changed = [f"{key}={value}" for key, value in choice.items() if value != usual.get(key)]
+    return " ".join([choice["name"], *changed])

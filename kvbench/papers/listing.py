@@ -59,7 +59,7 @@ class PaperExhibit:
     @property
     def specs(self) -> tuple[str, ...]:
         """The names of the specifications over all papers, <paper>_<name>."""
-        return tuple(f"{self.paper}_{own}" for own in self.emitted)
+        return tuple(f"{self.paper}_{spec}" for spec in self.emitted)
 
 
 @cache
@@ -67,9 +67,9 @@ def list_exhibits() -> tuple[PaperExhibit, ...]:
     """Return the tables and figures of all papers."""
     made = []
     for paper in list_papers():
-        for name, own in read_tables(PAPERS / f"{paper}.yaml").get(LISTED, {}).items():
-            reason = own if isinstance(own, str) else ""
-            made.append(PaperExhibit(paper, name, () if reason else tuple(own or [name]), reason))
+        for name, entry in read_tables(PAPERS / f"{paper}.yaml").get(LISTED, {}).items():
+            reason = entry if isinstance(entry, str) else ""
+            made.append(PaperExhibit(paper, name, () if reason else tuple(entry or [name]), reason))
     return tuple(made)
 
 
@@ -88,21 +88,21 @@ def choose_exhibits(paper: str | None, exhibit: str | None) -> tuple[Specs, Spec
     if exhibit is None:
         return tables, studied
     name, parts = normalize_name(exhibit), find_parts(paper, exhibit)
-    wanted = {f"{paper}_{name}", *(spec for own in parts for spec in own.specs)}
-    found = [{own: spec for own, spec in specs.items() if own in wanted} for specs in (tables, studied)]
-    if not any(found):
+    wanted = {f"{paper}_{name}", *(spec for part in parts for spec in part.specs)}
+    chosen = [{key: spec for key, spec in specs.items() if key in wanted} for specs in (tables, studied)]
+    if not any(chosen):
         if parts:
             raise SettingError(f"EXHIBIT={exhibit}: it is static: {parts[0].reason}")
-        listed = [own.name for own in list_exhibits() if own.paper == paper]
-        there = [*listed, *(own.removeprefix(f"{paper}_") for own in (*tables, *studied))]
+        listed = [entry.name for entry in list_exhibits() if entry.paper == paper]
+        there = [*listed, *(key.removeprefix(f"{paper}_") for key in (*tables, *studied))]
         refuse_exhibit(exhibit, dict.fromkeys(there))
-    return found[0], found[1]
+    return chosen[0], chosen[1]
 
 
 def find_parts(paper: str | None, exhibit: str) -> list[PaperExhibit]:
     """Return the tables and figures of a paper that a name stands for: one, or its parts, such as 3a, 3b and 3c."""
     named = re.compile(rf"{re.escape(normalize_name(exhibit))}([a-z]|_[a-z]+)?")
-    return [own for own in list_exhibits() if own.paper == paper and named.fullmatch(own.name)]
+    return [entry for entry in list_exhibits() if entry.paper == paper and named.fullmatch(entry.name)]
 
 
 def load_all(paper: str | None) -> tuple[Specs, Specs]:
@@ -149,31 +149,31 @@ def describe_exhibits(results: Path, paper: str | None) -> list[ListedLine]:
     tables, studied = load_all(paper)
     states = find_table_states(results, tables) | find_study_states(results, studied)
     lines = []
-    for own in list_exhibits():
-        if own.paper != (paper or own.paper):
+    for exhibit in list_exhibits():
+        if exhibit.paper != (paper or exhibit.paper):
             continue
-        if own.reason:
-            lines.append(ListedLine(own, STATIC, own.reason, ""))
+        if exhibit.reason:
+            lines.append(ListedLine(exhibit, STATIC, exhibit.reason, ""))
             continue
-        of = {states[name] for name in own.specs}
+        of = {states[name] for name in exhibit.specs}
         state = of.pop() if len(of) == 1 else PARTLY
-        lines.append(ListedLine(own, *describe_filling(own, tables, studied), state))
+        lines.append(ListedLine(exhibit, *describe_filling(exhibit, tables, studied), state))
     return lines
 
 
-def describe_filling(own: PaperExhibit, tables: Specs, studied: Specs) -> tuple[str, str]:
+def describe_filling(exhibit: PaperExhibit, tables: Specs, studied: Specs) -> tuple[str, str]:
     """Return the kind of an emitted exhibit and the commands that fill it."""
-    found: dict[str, str] = {}  # command -> kind
-    for name in own.specs:
+    commands: dict[str, str] = {}  # command -> kind
+    for name in exhibit.specs:
         if name in studied:
-            found.setdefault(make_study_command(name), STUDY)
+            commands.setdefault(make_study_command(name), STUDY)
         elif is_cost_table(tables[name]):
-            found.setdefault(f"make efficiency LIST={tables[name].get('plan', 'full')}", COST)
+            commands.setdefault(f"make efficiency LIST={tables[name].get('plan', 'full')}", COST)
         elif preset := find_preset(name, tables[name]):
-            found.setdefault(f"python run.py -m preset={preset}", SCORES)
+            commands.setdefault(f"python run.py -m preset={preset}", SCORES)
         else:
-            found.setdefault(f"python -m kvbench papers {own.paper} {own.name}", SCORES)
-    return next(iter(found.values())), "; ".join(found)
+            commands.setdefault(f"python -m kvbench papers {exhibit.paper} {exhibit.name}", SCORES)
+    return next(iter(commands.values())), "; ".join(commands)
 
 
 def find_table_states(results: Path, tables: Specs) -> dict[str, str]:
@@ -209,11 +209,11 @@ def find_state(versions: Iterable[PaperTable], every: bool = False) -> str:
     """
     counts = []
     for table in versions:
-        cells = [cell for _, own in table.rows for cell in own if every or cell.text or cell.filling]
+        cells = [cell for _, row in table.rows for cell in row if every or cell.text or cell.filling]
         counts.append((sum(bool(cell.text) for cell in cells), len(cells)))
-    if any(own == most > 0 for own, most in counts):
+    if any(filled == most > 0 for filled, most in counts):
         return FILLED
-    return PARTLY if any(own for own, _ in counts) else EMPTY
+    return PARTLY if any(filled for filled, _ in counts) else EMPTY
 
 
 def format_list(lines: Iterable[ListedLine], width: int) -> Iterator[str]:
@@ -226,13 +226,13 @@ def format_list(lines: Iterable[ListedLine], width: int) -> Iterator[str]:
     of: dict[str, list[ListedLine]] = {}
     for line in lines:
         of.setdefault(line.exhibit.paper, []).append(line)
-    for paper, own in of.items():
-        static = sum(line.kind == STATIC for line in own)
-        yield f"{paper}: {len(own)} tables and figures, {len(own) - static} emitted, {static} static"
-        for line in own:
+    for paper, paper_lines in of.items():
+        static = sum(line.kind == STATIC for line in paper_lines)
+        yield f"{paper}: {len(paper_lines)} tables and figures, {len(paper_lines) - static} emitted, {static} static"
+        for line in paper_lines:
             head = f"  {line.exhibit.name:15}  {line.kind:6}  {line.state:6}"
             yield from put_beside(head, line.command, width)
-    every: list[Any] = [line for own in of.values() for line in own]
+    every: list[Any] = [line for paper_lines in of.values() for line in paper_lines]
     static = sum(line.kind == STATIC for line in every)
     counts = [f"{sum(line.state == state for line in every)} {state}" for state in (FILLED, PARTLY, EMPTY)]
     yield from textwrap.wrap(

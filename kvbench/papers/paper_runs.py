@@ -36,11 +36,11 @@ def read_specs() -> Mapping[str, Select]:
 @cache
 def find_tables() -> Mapping[str, str]:
     """Preset -> the first table or figure that it fills."""
-    found: dict[str, str] = {}
+    tables: dict[str, str] = {}
     for name, spec in read_specs().items():
         if not is_cost_table(spec) and (preset := find_preset(name, spec)) is not None:
-            found.setdefault(preset, name)
-    return found
+            tables.setdefault(preset, name)
+    return tables
 
 
 def list_presets() -> list[str]:
@@ -59,12 +59,12 @@ def expand_preset(preset: str) -> tuple[Settings, ...]:
     spec = read_specs()[find_tables()[preset]]
     columns = list(expand_each(spec["columns"]))
     runs = [merge_parts(spec, row, column).get("run") for row in expand_each(spec["rows"]) for column in columns]
-    found = {}
+    distinct = {}
     for run in runs:
         if run is not None and not needs_file(run):
             settings = {name: format_value(value) for name, value in drop_unused(run).items()}
-            found[tuple(sorted(settings.items()))] = settings
-    return tuple(found.values())
+            distinct[tuple(sorted(settings.items()))] = settings
+    return tuple(distinct.values())
 
 
 def list_rows() -> list[str]:
@@ -77,29 +77,29 @@ def read_rows() -> Mapping[str, Settings]:
     """Row -> the settings of its method, allocator and codec. Where a paper means two things by one label, the second
     name has the table's in it.
     """
-    found: dict[str, Settings] = {FULL: {"method": FULL}}
+    rows: dict[str, Settings] = {FULL: {"method": FULL}}
     for path in sorted(PAPERS.glob("*.yaml")):
         for table, spec in read_yaml(path).items():
             for part in find_methods(spec):
-                settings = {name: format_value(own) for name, own in part["run"].items() if is_of_cache(name)}
+                settings = {name: format_value(value) for name, value in part["run"].items() if is_of_cache(name)}
                 names = name_row(path.stem, part["label"]), name_row(f"{path.stem}_{table}", part["label"])
-                if settings not in (found[FULL], found.get(names[0])):
-                    found.setdefault(names[names[0] in found], settings)
-    return found
+                if settings not in (rows[FULL], rows.get(names[0])):
+                    rows.setdefault(names[names[0] in rows], settings)
+    return rows
 
 
-def find_methods(own: object) -> Iterator[Mapping[str, Any]]:
+def find_methods(node: object) -> Iterator[Mapping[str, Any]]:
     """The lines of a paper's table, however deep, that name a method, how much of the cache it keeps, and nothing else
     of a run. Lines that need a file are left out.
     """
-    if isinstance(own, Mapping):
-        run = own.get("run")
-        names = run.keys() if "label" in own and isinstance(run, Mapping) else ()
+    if isinstance(node, Mapping):
+        run = node.get("run")
+        names = run.keys() if "label" in node and isinstance(run, Mapping) else ()
         if "method" in names and not needs_file(names) and all(is_of_cache(k) or k == "budget" for k in names):
-            yield own
-        own = list(own.values())
-    if isinstance(own, list):
-        for part in own:
+            yield node
+        node = list(node.values())
+    if isinstance(node, list):
+        for part in node:
             yield from find_methods(part)
 
 

@@ -63,7 +63,7 @@ class PaperTable:
     def sides(self) -> tuple[tuple[str, ...], ...]:
         """The parts of each column: published and measured, or only measured if nothing in it was published."""
         printed = [any(cells[place].published for _, cells in self.rows) for place in range(len(self.columns))]
-        return tuple(("published", "measured") if own else ("measured",) for own in printed)
+        return tuple(("published", "measured") if is_printed else ("measured",) for is_printed in printed)
 
     @property
     def has_published(self) -> bool:
@@ -114,7 +114,7 @@ class PaperTable:
         lines += [format_line(label, texts) for label, *texts in self.cells()]
         lines += ["", *(f"* {escape_outside_code(note)}" for note in self.notes)]
         for number, filling in enumerate(self.fillings, 1):
-            lines.append(f"* [{number}] " + ", ".join(f"`{own}`" for own in filling))
+            lines.append(f"* [{number}] " + ", ".join(f"`{command}`" for command in filling))
         return "\n".join(lines) + "\n"
 
     def to_csv(self) -> str:
@@ -148,16 +148,20 @@ def make_commands(wanted: Sequence[Settings]) -> tuple[str, ...]:
     """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for settings in wanted:
-        own = {name: format_value(value) for name, value in settings.items()}
-        found = groups.setdefault(tuple(sorted(own)), [])
-        if own not in found:
-            found.append(own)
+        texts = {name: format_value(value) for name, value in settings.items()}
+        group = groups.setdefault(tuple(sorted(texts)), [])
+        if texts not in group:
+            group.append(texts)
     made = []
-    for found in groups.values():
-        axes = {name: list(dict.fromkeys(own[name] for own in found)) for name in found[0]}
+    for group in groups.values():
+        axes = {name: list(dict.fromkeys(texts[name] for texts in group)) for name in group[0]}
         crossed = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
-        exact = len(crossed) == len(found)
-        made += [make_command(axes)] if exact else [make_command({name: [own[name]] for name in own}) for own in found]
+        exact = len(crossed) == len(group)
+        made += (
+            [make_command(axes)]
+            if exact
+            else [make_command({name: [texts[name]] for name in texts}) for texts in group]
+        )
     return tuple(made)
 
 

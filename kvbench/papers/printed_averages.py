@@ -20,7 +20,9 @@ KEY_FORMATS = {"budget": "{} kept", "context_length": "{} tokens"}
 
 def describe_contradictions(spec: Mapping[str, Any]) -> Iterator[str]:
     """Yield a footnote for each contradicting line of a table."""
-    for own in spec.get("averages", {}).get("contradict", ()):
-        who = [KEY_FORMATS.get(key, "{}").format(str(own[key]).rpartition("/")[2]) for key in LINE_KEYS if key in own]
-        line = ", ".join(who)
-        yield f"Contradiction in {line}: the paper prints the average {own['printed']}, its cells give {own['cells']}."
+    for line in spec.get("averages", {}).get("contradict", ()):
+        named = ", ".join(
+            KEY_FORMATS.get(key, "{}").format(str(line[key]).rpartition("/")[2]) for key in LINE_KEYS if key in line
+        )
+        printed, cells = line["printed"], line["cells"]
+        yield f"Contradiction in {named}: the paper prints the average {printed}, its cells give {cells}."

@@ -69,22 +69,22 @@ def find_published(
     if not wanted or is_synthetic(run.records):
         return []
     try:
-        own = ExperimentKey.of(run.value)
+        key = ExperimentKey.of(run.value)
         values = RunIndex({ExperimentKey.of(full.value): [full]} if full else {}, FoundRuns())
     except (LookupError, TypeError):  # the run lacks a setting, so no table is known to ask its question
         return []
-    found: dict[float, PublishedCell] = {}
+    by_score: dict[float, PublishedCell] = {}
     for cell in wanted:
         if bool(cell.of.get("difference")) != bool(full) or cell.of.get("where", {}) != (where or {}):
             continue
         try:
             same = set(weigh_subtasks(cell.of["subtasks"], sorted(subtasks))) == set(subtasks)
-            same = same and ExperimentKey.from_settings(drop_unused(cell.run)) == own
+            same = same and ExperimentKey.from_settings(drop_unused(cell.run)) == key
             if same and isclose(values.value(run, cell.of).value, score, abs_tol=1e-6):
-                found.setdefault(cell.score, cell)
+                by_score.setdefault(cell.score, cell)
         except SettingError:  # the run lacks subtasks of the table
             continue
-    return list(found.values())
+    return list(by_score.values())
 
 
 @cache
@@ -100,13 +100,13 @@ def index_cells(results: Path) -> dict[tuple[str, ...], list[PublishedCell]]:
         printed = IndexedLines(read_printed(results, spec))
         columns = list(expand_each(spec["columns"]))
         for row in expand_each(spec["rows"]):
-            for own in (merge_parts(spec, row, column) for column in columns):
-                if own.get("run") is None or own.get("published") is None or not own.get("of"):
+            for merged in (merge_parts(spec, row, column) for column in columns):
+                if merged.get("run") is None or merged.get("published") is None or not merged.get("of"):
                     continue
-                if "longer" in own["of"]:
+                if "longer" in merged["of"]:
                     continue
-                number = to_number(printed.find_published(own["published"]))
+                number = to_number(printed.find_published(merged["published"]))
                 if number is not None:
-                    cell = PublishedCell(name, own["run"], own["of"], number / get_format(own)[0])
+                    cell = PublishedCell(name, merged["run"], merged["of"], number / get_format(merged)[0])
                     cells.setdefault(tuple(cell.run.get(key, "") for key in NAMES), []).append(cell)
     return cells

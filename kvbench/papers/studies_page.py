@@ -50,12 +50,12 @@ def format_studies_page(results: Path) -> str:
     pages = fill_exhibits(results, exhibits)
     claimed = {name: spec for name, spec in exhibits.items() if spec.get("claims")}
     others = {name: spec for name, spec in exhibits.items() if name not in claimed}
-    folders = {page.found.path: page.found for own in pages.values() for page in own}
+    folders = {page.study.path: page.study for exhibit_pages in pages.values() for page in exhibit_pages}
     parts = [
         HEAD,
         "## What was looked at",
         "",
-        *format_folders(sorted(folders.values(), key=lambda own: own.name), pages),
+        *format_folders(sorted(folders.values(), key=lambda folder: folder.name), pages),
         "",
     ]
     for title, wanted in (("Which claims hold", claimed), ("Exhibits without a claim", others)):
@@ -69,16 +69,18 @@ def format_folders(folders: Sequence[StudyFolder], pages: Mapping[str, Sequence[
     """Return a table of models and prompts, with the numbers of claims that hold, and that do not."""
     if not folders:
         return [NOTHING]
-    shares: dict[Path, list[float]] = {own.path: [] for own in folders}
-    for page in (page for own in pages.values() for page in own):
-        shares[page.found.path] += [claim.line.value for claim in page.claims if claim.line]
+    shares: dict[Path, list[float]] = {folder.path: [] for folder in folders}
+    for page in (page for exhibit_pages in pages.values() for page in exhibit_pages):
+        shares[page.study.path] += [claim.line.value for claim in page.claims if claim.line]
     columns = [
-        Column("model", "", lambda own: str(own.about["model"]["name"])),
-        Column("prompts", "", lambda own: f"{own.about['prompts']['count']} of {own.about['prompts']['name']}"),
-        Column("longest", "", lambda own: f"{own.about['prompts']['longest']:,} tokens"),
-        Column("claims", "", lambda own: str(len(shares[own.path]))),
-        Column("hold", "", lambda own: str(shares[own.path].count(1.0))),
-        Column("do not hold", "", lambda own: str(shares[own.path].count(0.0))),
+        Column("model", "", lambda folder: str(folder.about["model"]["name"])),
+        Column(
+            "prompts", "", lambda folder: f"{folder.about['prompts']['count']} of {folder.about['prompts']['name']}"
+        ),
+        Column("longest", "", lambda folder: f"{folder.about['prompts']['longest']:,} tokens"),
+        Column("claims", "", lambda folder: str(len(shares[folder.path]))),
+        Column("hold", "", lambda folder: str(shares[folder.path].count(1.0))),
+        Column("do not hold", "", lambda folder: str(shares[folder.path].count(0.0))),
     ]
     return [*format_markdown(columns, folders), "", "The other claims hold for a share of the instances."]
 
@@ -89,8 +91,8 @@ def describe_exhibit(name: str, spec: Exhibit, pages: Sequence[ExhibitPage]) -> 
     for claim in list_claims(spec, ()):
         yield f"\n* {fill_line(f'*{escape_all_markdown(claim.words)}*', 2)}"
         for page in pages:
-            [own] = (own for own in page.claims if own.quantity == claim.quantity)
-            yield f"    - {fill_line(escape_all_markdown(f'{page.source[:-1]}: {own.text}'), 6)}"
+            [measured] = (measured for measured in page.claims if measured.quantity == claim.quantity)
+            yield f"    - {fill_line(escape_all_markdown(f'{page.source[:-1]}: {measured.text}'), 6)}"
     if not pages:
         yield "\nNot computed yet."
     if notes := " ".join(" ".join(note.split()) for note in spec.get("notes", ())):
@@ -99,7 +101,7 @@ def describe_exhibit(name: str, spec: Exhibit, pages: Sequence[ExhibitPage]) -> 
 
 def fill_line(text: str, indent: int = 0) -> str:
     """Return a text in lines of the page's width, of which those after the first are indented. Code is not split."""
-    whole = CODE.sub(lambda found: found[0].replace(" ", "\0"), text)
+    whole = CODE.sub(lambda match: match[0].replace(" ", "\0"), text)
     wrapped = textwrap.fill(
         whole, WIDTH - indent, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )

@@ -76,10 +76,10 @@ def load_specs(paper: str | None = None) -> dict[str, Select]:
     """
     if paper is not None:
         require_choice("PAPER", paper, list_papers())
-    found = dict(read_tables(TABLES))
+    specs = dict(read_tables(TABLES))
     for path in sorted(PAPERS.glob("*.yaml")):
-        found |= {f"{path.stem}_{name}": own for name, own in read_tables(path).items() if name != LISTED}
-    return {name: spec for name, spec in found.items() if paper is None or name.startswith(f"{paper}_")}
+        specs |= {f"{path.stem}_{name}": spec for name, spec in read_tables(path).items() if name != LISTED}
+    return {name: spec for name, spec in specs.items() if paper is None or name.startswith(f"{paper}_")}
 
 
 def list_papers() -> list[str]:
@@ -112,8 +112,8 @@ def read_published(results: Path, file: str | None) -> Lines:
     """Read published values from `results`/published/, or from the project's if `results` has no such file."""
     if file is None:
         return ()
-    own = results / "published" / file
-    with (own if own.exists() else PUBLISHED / file).open(newline="", encoding="utf-8") as text:
+    path = results / "published" / file
+    with (path if path.exists() else PUBLISHED / file).open(newline="", encoding="utf-8") as text:
         return list(DictReader(text))
 
 
@@ -133,7 +133,7 @@ def expand_each(rows: Iterable[Select]) -> Iterator[Select]:
             for part in parts:
                 names["panel"].append(name_panel(part))
                 names["series"].append(name_series(part))
-            yield {**merge_parts(*parts), **{key: ", ".join(filter(None, own)) for key, own in names.items()}}
+            yield {**merge_parts(*parts), **{key: ", ".join(filter(None, labels)) for key, labels in names.items()}}
 
 
 def name_panel(row: Select) -> str:
@@ -148,19 +148,19 @@ def name_series(row: Select) -> str:
 
 def merge_parts(*parts: Select) -> dict[str, Any]:
     """Merge the specifications of table, row and column for one cell. A key with null is removed for the cell."""
-    own: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for part in parts:
-        own |= {key: part[key] for key in ("scale", "digits", "spread", "sum") if key in part}
+        merged |= {key: part[key] for key in ("scale", "digits", "spread", "sum") if key in part}
         for key in REMOVABLE_KEYS:
             if key not in part:
                 continue
-            if part[key] is None or key in own and own[key] is None and key not in ("minus", "over"):
-                own[key] = None
+            if part[key] is None or key in merged and merged[key] is None and key not in ("minus", "over"):
+                merged[key] = None
             elif key == "run":
-                own[key] = merge_settings(own.get(key) or {}, part[key])
+                merged[key] = merge_settings(merged.get(key) or {}, part[key])
             else:
-                own[key] = (own.get(key) or {}) | part[key]
-    return own
+                merged[key] = (merged.get(key) or {}) | part[key]
+    return merged
 
 
 @dataclass(frozen=True)
@@ -169,21 +169,23 @@ class IndexedLines:
 
     Attributes:
         lines: The lines.
-        found: Names of columns -> values in them -> lines; grows with every new choice of columns.
+        by_columns: Names of columns -> values in them -> lines; grows with every new choice of columns.
     """
 
     lines: Lines
-    found: dict[tuple[str, ...], dict[tuple[float | str, ...], list[Mapping[str, str]]]] = field(default_factory=dict)
+    by_columns: dict[tuple[str, ...], dict[tuple[float | str, ...], list[Mapping[str, str]]]] = field(
+        default_factory=dict
+    )
 
     def find_matching(self, select: Select) -> list[Mapping[str, str]]:
         """Return the lines with these values in these columns, in their order."""
         names = tuple(sorted(select))
-        if names not in self.found:
-            own: dict[tuple[float | str, ...], list[Mapping[str, str]]] = {}
+        if names not in self.by_columns:
+            by_values: dict[tuple[float | str, ...], list[Mapping[str, str]]] = {}
             for row in self.lines:
-                own.setdefault(tuple(normalize(row[name]) for name in names), []).append(row)
-            self.found[names] = own
-        return self.found[names].get(tuple(normalize(select[name]) for name in names), [])
+                by_values.setdefault(tuple(normalize(row[name]) for name in names), []).append(row)
+            self.by_columns[names] = by_values
+        return self.by_columns[names].get(tuple(normalize(select[name]) for name in names), [])
 
     def find_published(self, select: Select, digits: int = 2) -> str:
         """Return the value as printed, "OOM" if the paper ran out of memory, or "" if there is no value.
@@ -195,7 +197,7 @@ class IndexedLines:
         for name, wanted in select.items():
             if isinstance(wanted, list | dict):
                 weights = wanted if isinstance(wanted, dict) else dict.fromkeys(wanted, 1 / len(wanted))
-                texts = [self.find_published({**select, name: own}) for own in weights]
+                texts = [self.find_published({**select, name: choice}) for choice in weights]
                 if not all(map(is_number, texts)):
                     return ""
                 return f"{fsum(float(t) * w for t, w in zip(texts, weights.values(), strict=True)):.{digits}f}"

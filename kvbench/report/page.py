@@ -140,7 +140,7 @@ def show_study(folder: Path, own: ExhibitPage) -> dict[str, Any]:
         drawing = draw_exhibit(own.spec, own.lines, STUDY_WIDTH)
         part = make_specification(make_plots(drawing, STUDY_WIDTH / drawing.plots - MARGIN))
         part["datasets"] = part.get("datasets", {}) | drawing.tables
-    said = {"title": own.spec["title"], "model": own.found.about["model"]["name"], "about": own.about}
+    said = {"title": own.spec["title"], "model": own.study.about["model"]["name"], "about": own.about}
     return said | {
         "claims": [f"{claim.words} {claim.text}" for claim in own.claims],
         "notes": own.notes,
