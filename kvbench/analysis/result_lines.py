@@ -110,12 +110,10 @@ def name_files(runs: Mapping[str, StoredRun], files: Mapping[str, str]) -> dict[
             named = f"codec.path={codec['path']}"
             kept = [part for part in parts[label] if part not in plain]
             short[label] = [*(part for part in kept if part != named), *(part for part in kept if part == named)]
-    shown = {label: write(label_parts) for label, label_parts in short.items()}
-    return (
-        shown
-        if len({*shown.values()}) == len(shown)
-        else {label: write(label_parts) for label, label_parts in parts.items()}
-    )
+    shown = {label: write(words) for label, words in short.items()}
+    if len({*shown.values()}) < len(shown):
+        return {label: write(words) for label, words in parts.items()}
+    return shown
 
 
 def rank_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[MatrixCell, tuple[int, int]]]:
