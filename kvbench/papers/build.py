@@ -340,8 +340,9 @@ def write_table(path: Path, made: PaperTable, spec: Select, draw: Draw | None = 
     pictured = draw is not None and "chart" in spec and draw(path, spec, made)
     forms: dict[str, Callable[[], str]] = {
         ".md": lambda: made.to_markdown(f"{path.name}.svg" if pictured else None),
-        ".csv": made.to_csv, ".tex": made.to_latex,
-    }  # fmt: skip
+        ".csv": made.to_csv,
+        ".tex": made.to_latex,
+    }
     for suffix, form in forms.items():
         with name_file_in_errors(path.with_suffix(suffix)):
             path.with_suffix(suffix).write_text(form(), encoding="utf-8")

@@ -135,8 +135,10 @@ class ExhibitPage:
         """Write the files, except for the picture, and return their paths."""
         self.folder.mkdir(parents=True, exist_ok=True)
         forms: dict[str, Callable[[], str]] = {
-            "md": lambda: self.to_markdown(pictured), "csv": self.to_csv, "tex": self.to_latex,
-        }  # fmt: skip
+            "md": lambda: self.to_markdown(pictured),
+            "csv": self.to_csv,
+            "tex": self.to_latex,
+        }
         paths = [self.folder / f"{self.name}.{suffix}" for suffix in forms]
         for path, form in zip(paths, forms.values(), strict=True):
             with name_file_in_errors(path):

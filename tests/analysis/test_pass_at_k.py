@@ -18,12 +18,16 @@ def answers(right: list[list[int]], contexts: list[str] | None = None) -> list[d
     """Records of prompts whose answers are right (1) or wrong (0)."""
     return [
         {
-            "uid": f"aime/{prompt}/{n}", "subtask": "aime", "group": contexts[prompt] if contexts else f"aime/{prompt}",
-            "prompt_hash": f"p{prompt}", "target_hash": "t", "score": 100.0 * value,
+            "uid": f"aime/{prompt}/{n}",
+            "subtask": "aime",
+            "group": contexts[prompt] if contexts else f"aime/{prompt}",
+            "prompt_hash": f"p{prompt}",
+            "target_hash": "t",
+            "score": 100.0 * value,
         }
         for prompt, own in enumerate(right)
         for n, value in enumerate(own)
-    ]  # fmt: skip
+    ]
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():

@@ -112,9 +112,11 @@ def test_labels_name_the_files_of_cells_and_no_setting_that_is_not_used(tmp_path
     write_run(tmp_path, draw_records(1.0, 1.0, 1), method=FULL)
     lines = make_lines(load_runs(tmp_path), {"0123456789abcdef": "palu-50"})
     assert sorted(line["label"] for line in lines) == [
-        "full cache", "full · palu · codec.bits=4 · codec.path=palu-50", "full · palu · codec.path=fedcba9876543210",
+        "full cache",
+        "full · palu · codec.bits=4 · codec.path=palu-50",
+        "full · palu · codec.path=fedcba9876543210",
         "full · palu · codec.path=palu-50",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_file_hides_the_usual_settings_of_its_codec(tmp_path):

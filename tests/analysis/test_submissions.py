@@ -38,11 +38,13 @@ def collect_numbers(tables, submission):
     rows = [row for table in tables for row in table.rows if row.submission is submission]
     return {
         (row.label, row.cell.run.hash): (
-            replace(row.cell, run=None, best=False, tied=False), row.run.lacking, row.run.failed,
+            replace(row.cell, run=None, best=False, tied=False),
+            row.run.lacking,
+            row.run.failed,
             row.panel.block.full.score,
         )
         for row in rows
-    }  # fmt: skip
+    }
 
 
 def spoil(records, share, **changed):

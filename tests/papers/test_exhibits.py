@@ -110,8 +110,14 @@ def test_an_unknown_exhibit_is_refused_with_similar_names(tmp_path, name, said):
 def test_names_of_exhibits_need_no_zeros():
     names = ("figure4", "figure04", "5", "table12", "figure2a", "lemma1", "xyz")
     assert [normalize_name(name) for name in names] == [
-        "figure04", "figure04", "table05", "table12", "figure02a", "lemma1", "xyz",
-    ]  # fmt: skip
+        "figure04",
+        "figure04",
+        "table05",
+        "table12",
+        "figure02a",
+        "lemma1",
+        "xyz",
+    ]
 
 
 def test_a_claim_without_a_line_was_not_measured():

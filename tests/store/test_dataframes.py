@@ -155,7 +155,7 @@ def test_the_audit_passes_whole_runs(tmp_path):
         (lambda file: (file.parent / "done").write_text("{"), "done is no JSON"),
         (lambda file: file.parent.joinpath("run.yaml").unlink(), "run.yaml cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_the_audit_names_what_is_damaged(tmp_path, harm, said):
     good, bad = write(tmp_path, value("full")), write(tmp_path)
     harm(next(file for file in bad.glob("records-*.jsonl")))

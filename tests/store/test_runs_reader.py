@@ -106,7 +106,7 @@ def test_who_reads_some_runs_only_tells_of_those(store, tmp_path, capsys):
         ({"sampling": {"top_p": 2}}, "sampling.top_p is 2, expected a share in (0, 1]"),
         ({"device": {"type": 7}}, "device.type is 7, expected a text"),
     ],
-)  # fmt: skip
+)
 def test_a_run_with_settings_that_no_run_has_is_left_out(tmp_path, changed, said):
     run = write_run(tmp_path, records())
     other = write_run(tmp_path, records(), **changed)
