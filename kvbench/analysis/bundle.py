@@ -160,7 +160,7 @@ def pack_run(run: StoredRun, with_texts: bool) -> dict[str, bytes]:
     return files | {"records.jsonl": b"".join(map(format_line, records))}
 
 
-def replace_local_paths(settings: Any) -> Any:
+def replace_local_paths(settings: object) -> object:
     """Return settings, or machine.json, with null for each path of the machine, such as those of models and data sets.
 
     A name on the hub, such as Qwen/Qwen3-8B, stays.
@@ -346,7 +346,7 @@ class EntryReader:
         return b"".join(pieces)
 
 
-def check_manifest(path: Path, manifest: Any, names: set[str]) -> None:
+def check_manifest(path: Path, manifest: object, names: set[str]) -> None:
     """Check that a manifest has the parts of its format, and names the entries of the archive.
 
     Args:

@@ -131,7 +131,7 @@ def describe_protocol(run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
     ]
 
 
-def format_setting(value: Any, hashed: bool) -> str:
+def format_setting(value: object, hashed: bool) -> str:
     """Return a short text for a setting's value. A hash is cut to eight characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return shorten(text[:8] if hashed else text, 40)

@@ -109,7 +109,7 @@ def choose_any(cells: Mapping[str, MatrixCell]) -> StoredRun:
     return next(iter(cells.values())).run
 
 
-def rank_value(value: Any) -> tuple[Any, ...]:
+def rank_value(value: object) -> tuple[Any, ...]:
     """Return a key that sorts the values of a setting: none, numbers, texts; a visible question before a hidden one."""
     if value is None:
         return (0,)

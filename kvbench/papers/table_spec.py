@@ -219,9 +219,11 @@ def is_number(value: object) -> bool:
     return to_number(value) is not None
 
 
-def to_number(value: Any) -> float | None:
+def to_number(value: object) -> float | None:
     """Return the float that a value or text stands for; None if it is not a number."""
+    if not isinstance(value, str | int | float):
+        return None
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except ValueError:
         return None

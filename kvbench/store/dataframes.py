@@ -81,7 +81,7 @@ class LoadedRuns:
         return table if wanted is None else table.select(wanted)
 
 
-def load(results: str | Path = "results", **filters: Any) -> LoadedRuns:
+def load(results: str | Path = "results", **filters: object) -> LoadedRuns:
     """Load the runs of a results folder.
 
     Runs that are damaged or have another format are left out. `damaged` and a line on stderr name them.

@@ -16,7 +16,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import lru_cache
 from operator import itemgetter
 from types import NoneType, UnionType
@@ -296,7 +296,7 @@ class Rule:
     plain: frozenset[type]  # types of a value, or of the items of a list or mapping; empty if all are allowed
 
     @classmethod
-    def of(cls, attribute: Any) -> "Rule":
+    def of(cls, attribute: Field[Any]) -> "Rule":
         """Return the rule of a dataclass field of the record."""
         container = None if isinstance(attribute.type, UnionType) else get_origin(attribute.type)
         inner = attribute.type if container is None else get_args(attribute.type)[-1]
