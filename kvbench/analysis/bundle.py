@@ -65,9 +65,9 @@ LATEST = 253_402_300_800  # seconds until the year 10000, which dates cannot sho
 MOST_FILE = 250_000_000  # bytes of an archive
 MOST_ENTRIES = 20_000  # of an archive, four for each run
 MOST_UNPACKED = 1_000_000_000  # bytes that all entries unpack to
-MOST_RATIO = 60  # of these bytes to those of the archive, so that a small file cannot take much memory ...
-ALWAYS = 8_000_000  # ... unless they are this few; records compress to about a quarter
-MOST_VALUES = 20_000_000  # commas and brackets in all documents, because a value takes up to 64 bytes of memory
+MOST_RATIO = 60  # ratio of unpacked to packed bytes, so that a small file cannot take much memory ...
+ALWAYS = 8_000_000  # ... unpacked bytes that are allowed whatever the ratio; records compress to about a quarter
+MOST_VALUES = 20_000_000  # in all documents, counted by commas and brackets; a value takes up to 64 bytes of memory
 SHOWN = 400  # characters of a reason
 PIECE = 1 << 18  # bytes that are unpacked at a time
 END = struct.Struct("<4s4H2LH")  # of a zip archive: signature, disks, entries, bytes and place of their list, comment
@@ -231,7 +231,7 @@ def verify_bundle(path: Path) -> VerifiedBundle:
 
 
 def refuse(path: Path, reason: str) -> NoReturn:
-    """Raise a SettingError about a bundle, of one line whose length a stranger's texts cannot choose."""
+    """Raise a SettingError of one line about a bundle. Its length is limited, because its texts may be a stranger's."""
     shown = escape(reason[: SHOWN + 1])
     raise SettingError(f"{escape(f'bundle={path}')}: {shown if len(shown) <= SHOWN else f'{shown[:SHOWN]}…'}")
 

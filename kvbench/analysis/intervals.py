@@ -82,8 +82,8 @@ BOUND = 100.0  # scores are in [0, BOUND], differences in [-BOUND, BOUND]
 TAIL = 0.975  # quantile of a two-sided 95 % interval
 TOLERANCE = 1e-9  # points; means that differ by less are equal up to rounding
 NODES = 0.1 * np.arange(48)  # nodes of the integral in _chance_above_zero
-PLACES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])  # candidates for its line
-STEPS, CLOSE = 40, 1e-4  # of the search for a reach: most steps, and the step in points that ends it
+PLACES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])  # candidates for its c
+STEPS, CLOSE = 40, 1e-4  # the search for a reach ends after STEPS steps or after one shorter than CLOSE points
 AT_ONCE = 50_000  # groups of all means that are searched for together, which limits memory
 
 

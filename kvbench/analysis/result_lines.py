@@ -176,7 +176,7 @@ def read_name(run: StoredRun, setting: str) -> str:
 
 
 def hash_without(run: StoredRun, setting: str) -> str:
-    """Return a hash of a run's settings but one, and but the sources, which the allocator's and codec's belong to."""
+    """Return a hash of a run's settings without one of them and without the sources, which change with it."""
     return run_hash({name: part for name, part in run.value.items() if name not in (setting, "sources")})
 
 

@@ -76,8 +76,8 @@ def leave_out_defaults(differ: Sequence[str], run: StoredRun, beside: Sequence[S
 def name_presets(group: str, settings: Mapping[str, Any]) -> str | None:
     """Return the preset of a part of a run, as `find_preset` does, with the others that have the same settings.
 
-    A run does not record which of them was typed, so that a paper's preset must not be shown under its twin's name:
-    "official_code/kvpress".
+    A run does not record which of them was typed, so all are named, such as "official_code/kvpress". Otherwise the
+    preset of a paper could be shown under the name of its twin.
     """
     if (preset := find_preset(group, settings)) is None:
         return None
@@ -124,7 +124,7 @@ def describe_protocol(run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
         return [json.dumps(other.settings.get(name)) for name in clear]
 
     names = clear if sum(values(other) == values(run) for other in beside) == 1 else names
-    alone = run.settings.get("task.length") is None  # then its absence tells nothing
+    alone = run.settings.get("task.length") is None  # a setting that this run lacks cannot tell it apart
     shown = [name for name in names if name in run.settings and not (alone and name == "task.length")]
     return [
         f"{name.removeprefix('task.')} {format_setting(run.settings[name], name in HASHED_SETTINGS)}" for name in shown
@@ -141,14 +141,14 @@ HASHED_SETTINGS = ("data", "model.identity")
 
 
 def describe_difference(change: PairedDifference) -> dict[str, Any]:
-    """A difference from the full cache, in points, and the samples behind it."""
+    """Return a difference from the full cache in points, and the numbers of samples behind it."""
     numbers = {"diff": change.difference, "diff_low": change.low, "diff_high": change.high, "full": change.mean_full}
     numbers |= {"score": change.mean_method, "lost": change.lost, "gained": change.gained, "same": change.same}
     return numbers | {"n": change.samples}
 
 
 def describe_mean(mean: Mean) -> dict[str, Any]:
-    """A mean score, in points."""
+    """Return a mean score in points, with its interval and number of samples."""
     return {"score": mean.value, "score_low": mean.low, "score_high": mean.high, "n": mean.samples}
 
 

@@ -46,7 +46,7 @@ SETTING_OF_COLUMN = {
     "budget": "budget", "block_size": "block_size", "length": "task.length", "batch": "task.batch", "rows": "task.rows",
     "implementation": "task.implementation", "device": "device", "dtype": "dtype",
 }  # fmt: skip  # column of a measurement -> setting of run.py
-Draw = Callable[[Path, Select, PaperTable], bool]  # draws a figure at a path without a suffix; whether there is one
+Draw = Callable[[Path, Select, PaperTable], bool]  # draws a figure at a path without suffix; returns whether it did
 
 FAILURES = {"out_of_memory": "OOM", "failed": "failed"}
 OVER_INTERVALS = ("mean", "p99")  # columns whose numbers count only if enough tokens were timed
@@ -235,11 +235,11 @@ def find_measurement(
 ) -> tuple[float | str | None, Mapping[str, str]]:
     """Find the newest matching measurement, or, of those that ran, the one made at the time nearest to `near`.
 
-    A ratio is of two measurements of one run of the plan where possible, because machines differ.
+    Where possible, the two measurements of a ratio come from one run of the plan, because machines differ.
 
     Returns:
         Its number, its failure ("OOM", "failed") or None if there is none, and its line. A mean or a 99th percentile of
-        too few tokens is none, and its line is that of the tokens.
+        too few tokens does not count as a number: then the line is the one whose tokens are too few.
     """
     column = select.get("column", "value")
     where = {**DEFAULTS, **{key: value for key, value in select.items() if key not in ("quantity", "column")}}
@@ -282,7 +282,7 @@ def write_tables(results: Path, wanted: Mapping[str, Select], draw: Draw | None 
     Args:
         results: The results folder.
         wanted: Name of a table -> its specification.
-        draw: Function that draws figures; without it, they are tables alone.
+        draw: Function that draws figures. Without it, figures are written as tables only.
 
     Returns:
         The paths of the written tables.

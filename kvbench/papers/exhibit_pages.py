@@ -80,7 +80,7 @@ class ExhibitPage:
 
     @property
     def about(self) -> str:
-        """The same, whether only the first prompt is shown, and which head if it is a single one."""
+        """`source`, whether only the first prompt is shown, and the layer and head if all lines are of one head."""
         single = self.study.about["prompts"]["count"] > 1 and {line.prompts for line in self.lines} == {1}
         heads = {(line.layer, line.head) for line in self.lines if line.head is not None}
         places = [f"Layer {layer}, head {head}." for layer, head in heads] if len(heads) == 1 else []

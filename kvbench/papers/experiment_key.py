@@ -1,10 +1,11 @@
-"""What a run would be known by, from settings of run.py alone: to find in a store the run that a cell of a table wants.
+"""Compute the key of an experiment from settings of run.py alone, to find the run that a cell of a table wants.
 
-`{"model": "llama31_8b", "task": "longbench", "method": "snapkv", "method.preset": "dropkv_paper", "budget": 0.05}` and
-the value of a stored run (kvbench.runs.spec.RunSpec.value) have the same key if the run answers the same question:
-model, method, allocator and codec with all their settings, budget, block, question, seed, sampling and the task with
-all its settings. Which of its subtasks a task reads is left out, since they do not change one another: whoever takes a
-run looks for the subtasks. Also left out are machine, revisions and sources. No torch is needed.
+The settings `{"model": "llama31_8b", "task": "longbench", "method": "snapkv", "method.preset": "dropkv_paper",
+"budget": 0.05}` and the settings of a stored run (kvbench.runs.spec.RunSpec.value) have the same key if model, method,
+allocator and codec, budget, block size, question, seed, sampling and task are the same, with all their settings.
+
+The key leaves out which subtasks a run reads, because subtasks do not change one another: whoever uses a run checks
+that it has the subtasks. It also leaves out machine, revisions and sources. This module does not import torch.
 """
 
 import json
@@ -22,14 +23,14 @@ from kvbench.papers.paper_table import Settings
 from kvbench.validation import format_value
 
 GROUPS = ("method", "allocator", "codec")
-CUT_SETTINGS = ("allocator", "budget", "budget_of", "block_size")  # mean nothing where nothing is cut
-SUBTASK_SETTINGS = ("subtasks", "tasks")  # of a task's settings: which subtasks
-FILE_PLACEHOLDER = "a file"  # in the place of what a file holds
+CUT_SETTINGS = ("allocator", "budget", "budget_of", "block_size")  # without a meaning for the full cache
+SUBTASK_SETTINGS = ("subtasks", "tasks")  # settings of a task that choose its subtasks
+FILE_PLACEHOLDER = "a file"  # replaces the hash of a file's content
 
 
 @dataclass(frozen=True)
 class ExperimentKey:
-    """Parts as JSON, equal if they are the same experiment."""
+    """The settings of an experiment, each part as JSON. Two runs of the same experiment have equal keys."""
 
     model: str
     cache: str
@@ -41,7 +42,7 @@ class ExperimentKey:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> "ExperimentKey":
-        """Of a run's value."""
+        """Return the key of a run with these settings (`kvbench.runs.spec.RunSpec.value`)."""
         groups = {name: {**value[name]} for name in GROUPS}
         for group in groups.values():
             if group.get("path") is not None:
@@ -58,7 +59,11 @@ class ExperimentKey:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> "ExperimentKey":
-        """Of the run that these settings make; SettingError for settings that no run can have."""
+        """Return the key of the run that these settings of the command line make.
+
+        Raises:
+            SettingError: No run can have these settings.
+        """
         return _make_key(tuple((name, to_json(value)) for name, value in settings.items()))
 
 
@@ -68,7 +73,7 @@ def _make_key(settings: tuple[tuple[str, str], ...]) -> ExperimentKey:
 
 
 def resolve_value(settings: Settings) -> dict[str, Any]:
-    """What kvbench.runs.spec.RunSpec.value has of the settings themselves."""
+    """Return the parts of `kvbench.runs.spec.RunSpec.value` that follow from the settings alone."""
     root = {**read_defaults(), **drop_unused(settings)}
     full = root["method"] == "full"
     groups = {name: resolve_group(name, to_json(select_group(name, root))) for name in GROUPS}
@@ -87,37 +92,44 @@ def resolve_value(settings: Settings) -> dict[str, Any]:
 
 
 def drop_unused(settings: Settings) -> dict[str, Any]:
-    """`settings` without what means nothing for the full cache."""
+    """Return the settings, for the full cache without those that have no meaning for it."""
     if settings.get("method") != "full":
         return dict(settings)
     return {name: value for name, value in settings.items() if name.split(".")[0] not in CUT_SETTINGS}
 
 
 def merge_settings(before: Settings, more: Settings) -> dict[str, Any]:
-    """`more` over `before`; another choice of a group leaves nothing of the settings of the one before."""
+    """Return both settings; those in `more` win. If `more` chooses another member of a group, such as another method,
+    the settings of the former member are dropped.
+    """
     kept = {name: value for name, value in before.items() if "." not in name or name.split(".")[0] not in more}
     return {**kept, **more}
 
 
 def select_group(name: str, root: Settings) -> dict[str, Any]:
-    """What is set of a group: its choice, and its settings."""
+    """Return the settings of a group: which member is chosen, and the settings of this member."""
     return {key: value for key, value in root.items() if key.split(".")[0] == name}
 
 
 @cache
 def resolve_group(name: str, chosen: str) -> dict[str, Any]:
-    """A group's settings as a run is known by them; `chosen`: its part of the settings, as JSON."""
+    """Return the settings of a group that identify a run.
+
+    Args:
+        name: The group, such as "method".
+        chosen: What `select_group` returns of it, as JSON.
+    """
     settings = json.loads(chosen)
     resolved = catalogue.load_settings(
         name, settings.pop(name), {key.partition(".")[2]: value for key, value in settings.items()}
     )
-    # what it holds is hashed, and need not be here
+    # a run has the hash of the file's content, and the file need not exist on this machine
     holds = {} if resolved.get("path") is None else {"path": FILE_PLACEHOLDER}
     return catalogue.identity_settings(resolved | dict.fromkeys(holds)) | holds
 
 
 def may_change_task(name: str) -> bool:
-    """Whether a setting may change the task's."""
+    """Return whether a setting may change the settings of the task."""
     return name.split(".")[0] == "task" or name in ("question", "seed", "limit", "temperature", "top_p")
 
 
@@ -129,7 +141,7 @@ def resolve_task(overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
 @cache
 def read_defaults() -> dict[str, Any]:
-    """What conf/config.yaml says where nothing else is said."""
+    """Return the default settings in conf/config.yaml, and the default member of each group."""
     composed = compose()
     plain = OmegaConf.to_container(composed.config)
     assert isinstance(plain, dict)  # of a DictConfig

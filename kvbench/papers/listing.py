@@ -127,7 +127,7 @@ def load_all(paper: str | None) -> tuple[Specs, Specs]:
 class ListedLine:
     """What the list says of an exhibit: its kind, what the store has of it, and the command that fills it.
 
-    Where no single command does, because runs need a file of the user's, it is the command that prints all of them.
+    If no single command fills it, because runs need a file of the user's, this is the command that prints all commands.
     """
 
     exhibit: PaperExhibit
@@ -177,7 +177,7 @@ def describe_filling(exhibit: PaperExhibit, tables: Specs, studied: Specs) -> tu
 
 
 def find_table_states(results: Path, tables: Specs) -> dict[str, str]:
-    """Return what a store has of each table of scores or costs. Of costs, the machine counts that has most."""
+    """Return what a store has of each table of scores or costs. For costs, the machine with the most values counts."""
     runs = RunIndex.read(results)
     machines = {path: IndexedLines(read_lines(path)) for path in find_measurements(results / "efficiency")}
     states = {}
@@ -192,7 +192,7 @@ def find_table_states(results: Path, tables: Specs) -> dict[str, str]:
 
 
 def find_study_states(results: Path, studied: Specs) -> dict[str, str]:
-    """Return what a store has of each exhibit that studies fill. The model and the prompts count that fill most."""
+    """Return what a store has of each exhibit that studies fill. The folder that fills most of it counts."""
     states = {}
     for name, pages in fill_exhibits(results, studied).items():
         tables = [page.table for page in pages if page.table]

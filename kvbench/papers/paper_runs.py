@@ -35,7 +35,7 @@ def read_specs() -> Mapping[str, Select]:
 
 @cache
 def find_tables() -> Mapping[str, str]:
-    """Preset -> the first table or figure that it fills."""
+    """Return preset -> the first table or figure that it fills."""
     tables: dict[str, str] = {}
     for name, spec in read_specs().items():
         if not is_cost_table(spec) and (preset := find_preset(name, spec)) is not None:
@@ -44,13 +44,13 @@ def find_tables() -> Mapping[str, str]:
 
 
 def list_presets() -> list[str]:
-    """The names that `preset=` takes."""
+    """Return the names that `preset=` accepts."""
     return sorted(find_tables())
 
 
 @cache
 def expand_preset(preset: str) -> tuple[Settings, ...]:
-    """The settings of every run of a table, each run once.
+    """Return the settings of all runs of a table, each run once.
 
     Raises:
         SettingError: There is no such preset.
@@ -68,14 +68,15 @@ def expand_preset(preset: str) -> tuple[Settings, ...]:
 
 
 def list_rows() -> list[str]:
-    """The names that `row=` takes."""
+    """Return the names that `row=` accepts."""
     return sorted(read_rows())
 
 
 @cache
 def read_rows() -> Mapping[str, Settings]:
-    """Row -> the settings of its method, allocator and codec. Where a paper means two things by one label, the second
-    name has the table's in it.
+    """Return row -> the settings of its method, allocator and codec.
+
+    If a paper uses one label for two different rows, the name of the second row contains the name of its table.
     """
     rows: dict[str, Settings] = {FULL: {"method": FULL}}
     for path in sorted(PAPERS.glob("*.yaml")):
@@ -89,8 +90,9 @@ def read_rows() -> Mapping[str, Settings]:
 
 
 def find_methods(node: object) -> Iterator[Mapping[str, Any]]:
-    """The lines of a paper's table, however deep, that name a method, how much of the cache it keeps, and nothing else
-    of a run. Lines that need a file are left out.
+    """Yield the rows of a paper's table, at any depth, that set only the method, allocator, codec and budget of a run.
+
+    Rows that need a file are left out.
     """
     if isinstance(node, Mapping):
         run = node.get("run")
@@ -104,16 +106,19 @@ def find_methods(node: object) -> Iterator[Mapping[str, Any]]:
 
 
 def needs_file(names: Collection[str]) -> bool:
-    """Whether a run with these settings needs a file for its method or codec."""
+    """Return whether a run with these settings needs a file for its method or codec."""
     return any(name in names for name in FILES)
 
 
 def is_of_cache(name: str) -> bool:
-    """Whether a setting is one of the method, allocator or codec."""
+    """Return whether a setting is one of the method, allocator or codec."""
     return name.split(".")[0] in GROUPS
 
 
 def name_row(paper: str, label: str) -> str:
-    """`deltakv_quest` for the label "Quest, 30 % read" in the paper deltakv, without shares of rows and remarks."""
+    """Return the name of a row: `deltakv_quest` for the label "Quest, 30 % read" in the paper deltakv.
+
+    Shares of rows and remarks are left out.
+    """
     plain = re.sub(r", \d+ %( read)?$|\(.*\)", "", label)
     return "_".join([paper, *re.findall(r"[a-z0-9]+", plain.lower())])

@@ -38,7 +38,7 @@ class PublishedCell:
         table: Name of the table, such as "dropkv_table5".
         run: Settings of the run.
         of: What is averaged, as in kvbench.papers.cell_values.
-        score: The published score in points, or of a difference from the full cache that difference.
+        score: The published score in points, or the published difference from the full cache.
     """
 
     table: str
@@ -55,7 +55,7 @@ def find_published(
     where: Mapping[str, Any] | None = None,
     full: StoredRun | None = None,
 ) -> list[PublishedCell]:
-    """Return the cells with different published scores of a run, of each score the first one.
+    """Return the cells with published scores of a run. Of several cells with one score, only the first is returned.
 
     Args:
         run: The run.
@@ -91,7 +91,7 @@ def find_published(
 def index_cells(results: Path) -> dict[tuple[str, ...], list[PublishedCell]]:
     """Return the cells of all tables of scores that have a published number, by model, task and method.
 
-    Selections of long answers are no scores of one run, and are left out.
+    Cells that select long answers are left out, because they do not show the score of a run.
     """
     cells: dict[tuple[str, ...], list[PublishedCell]] = {}
     for name, spec in load_specs().items():

@@ -93,7 +93,7 @@ def read_tables(path: Path) -> dict[str, Select]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a file of tables as it is."""
+    """Read a file of tables, including keys that begin with x-."""
     return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 

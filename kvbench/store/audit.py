@@ -45,7 +45,7 @@ def audit_runs(results: Path) -> Iterator[tuple[str, str, list[str]]]:
     """
     check_folder(results)
     store = find_runs(results)
-    known: dict[Hashes, Hashes] = {}  # each exists once, however many runs have it
+    known: dict[Hashes, Hashes] = {}  # keeps one tuple for all runs that have these hashes, to save memory
     read = []
     for run in store.runs:
         records = RunRecords(run.folder.path)

@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable
 from contextlib import suppress
 
-FORMULA = ("=", "+", "-", "@", "\t")  # how a cell begins that a spreadsheet executes
+FORMULA = ("=", "+", "-", "@", "\t")  # beginnings of cells that a spreadsheet executes
 
 
 def format_rows(rows: Iterable[Iterable[object]]) -> str:
@@ -22,7 +22,7 @@ def escape_cell(value: object) -> object:
     """
     if not isinstance(value, str):
         return value
-    value = value.replace("\r", "\\r")  # which csv does not quote, and spreadsheets read as the end of a row
+    value = value.replace("\r", "\\r")  # csv does not quote it, and spreadsheets read it as the end of a row
     if not value.startswith(FORMULA):
         return value
     with suppress(ValueError):

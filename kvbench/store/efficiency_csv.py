@@ -16,7 +16,7 @@ from kvbench.atomic import append_whole, lock_file, replace_file
 from kvbench.store.csv_rows import format_rows
 from kvbench.validation import SettingError, name_file_in_errors
 
-INTERVALS = 4  # of periodic work, over which the mean and the 99th percentile of a token's time are taken
+INTERVALS = 4  # periods of work that an answer must cover for the mean and the 99th percentile of a token's time
 LAST_QUANTITY = "measuring_s"  # the last quantity of every cell: the time that measuring it took, in seconds
 SETTINGS = (
     "gpu", "measure", "model", "weights", "method", "preset", "changed", "allocator", "codec", "budget", "budget_of",

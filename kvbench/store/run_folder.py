@@ -59,7 +59,7 @@ LOCK = {"type": "h", "whence": "h", "start": "q", "length": "q", "process": "i"}
 if sys.platform == "darwin":
     LOCK = {name: LOCK[name] for name in ("start", "length", "process", "type", "whence")}
 CHECKED = 4  # the first version of a record whose line has a checksum
-CHECK, CHECK_DIGITS = b', "check": "', 16  # what stands before the checksum of a line, and its hexadecimal digits
+CHECK, CHECK_DIGITS = b', "check": "', 16  # the text before the checksum of a line, and the number of its digits
 SEAL = {"format": int, "records": int, "uids": str}  # keys of `done`; "files" is the other one
 DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 SEALED_NAME = re.compile(r"run\.(yaml|json)|samples|(machine|records)[^/\0]*\.jsonl?")
@@ -376,8 +376,8 @@ class RunFolder:
     def finish(self, expected_uids: Iterable[str]) -> bool:
         """Write `done` if every expected sample has a record, and return whether that is the case.
 
-        Everything that it seals is on the disk before, and was read or written by this object: what has changed on the
-        disk since then does not fit it.
+        All files that it seals are on the disk before it is written. It has the hashes of what this object read or
+        wrote, so a later change on the disk does not fit them.
 
         Raises:
             DamagedRun: Something in the folder was changed.
@@ -688,7 +688,7 @@ def _lock_byte(uid: str) -> int:
 
 
 def _is_locked(descriptor: int, byte: int) -> bool:
-    """Return whether another process has locked a byte of a file. To try to lock it would get in others' way."""
+    """Return whether another process has locked a byte of a file. Locking it as a test would disturb others."""
     asked = {"type": fcntl.F_WRLCK, "whence": os.SEEK_SET, "start": byte, "length": 1, "process": 0}
     layout = "".join(LOCK.values())
     given = struct.pack(layout, *(asked[name] for name in LOCK))
