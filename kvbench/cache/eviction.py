@@ -6,8 +6,9 @@ Nothing here changes a layer. `kvbench.cache.layer` decides when a layer must be
 Symbols: B samples, H KV heads, n rows, padded as in `kvbench.interfaces.rows`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from torch import Tensor
 from kvbench.cache.accounting import ZERO
 from kvbench.cache.hook_table import expecting
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.apportion import apportion
 from kvbench.interfaces.method import Method, fit_protected
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels import cut_order
 from kvbench.kernels.cut_order import list_best, rank_scores
+from kvbench.kernels.row_shares import share_rows
+
+Size = TypeVar("Size")
 
 SCORE = "score"  # the column with a block's scores, while the layer may be cut again
 
@@ -164,7 +167,7 @@ def protect_rows(
             given_up[kind] = own.maximum(given_up[kind]) if kind in given_up else own
         return found.kept[samples]
 
-    return for_each_quota(quota, protect), given_up
+    return for_each_size(quota.samples, protect), given_up
 
 
 def share_among_heads(scores: Tensor, protected: Tensor, rows: Rows, policy: LayerPolicy, quota: Quota) -> Tensor:
@@ -175,42 +178,44 @@ def share_among_heads(scores: Tensor, protected: Tensor, rows: Rows, policy: Lay
     """
     if policy.method.budget_setting is not None:
         counts = policy.method.count_rows(scores).maximum(protected.sum(-1)).minimum(rows.present.sum(-1))
-        return for_each_quota(quota, lambda own, size: counts[own].clamp(1, size))
+        return for_each_size(quota.samples, lambda own, size: counts[own].clamp(1, size))
     if quota.heads is not None:
         return rows.present.sum(-1).minimum(quota.heads.to(rows.mass.device))
     if quota.shares is not None:
         return keep_proportions(rows, protected, quota)
     heads = policy.allocator.heads
-    return for_each_quota(quota, lambda own, size: heads(scores[own], protected[own], size))
+    return for_each_size(quota.samples, lambda own, size: heads(scores[own], protected[own], size))
 
 
 def keep_proportions(rows: Rows, protected: Tensor, quota: Quota) -> Tensor:
     """Share the quota among the heads in the proportions of an earlier cut, (B, H)."""
     shares = quota.shares
     assert shares is not None  # an earlier cut has shared a quota
-    safe, held = protected.sum(-1).tolist(), rows.present.sum(-1).tolist()
-    counts = []
-    for sample, (before, size) in enumerate(zip(shares.quotas, quota.samples, strict=True)):
-        targets = [count * size / before for count in shares.counts[sample].tolist()]
-        least = [max(1, own) for own in safe[sample]]
-        counts.append(apportion(targets, least, held[sample], size * len(targets)))
-    return torch.tensor(counts, device=rows.mass.device)
+    sizes = [*zip(shares.quotas, quota.samples, strict=True)]
+    least, held = protected.sum(-1).clamp(min=1), rows.present.sum(-1)
+
+    def share(own: slice, both: tuple[int, int]) -> Tensor:
+        (before, size), counts = both, shares.counts[own]
+        total = counts.new_full(counts.shape[:1], size * counts.shape[1])
+        return share_rows(counts.double() * size / before, least[own], held[own], total)
+
+    return for_each_size(sizes, share)
 
 
 def find_safe_rows(scores: Tensor, protected: Tensor, counts: Tensor, policy: LayerPolicy, quota: Quota) -> Tensor:
     """Return the rows that a head keeps whatever the other heads have, the protected ones included, (B, H, n) bool."""
     safe = policy.allocator.safe
-    kept = protected | for_each_quota(quota, lambda own, size: safe(scores[own], protected[own], size))
+    kept = protected | for_each_size(quota.samples, lambda own, size: safe(scores[own], protected[own], size))
     if quota.shares is not None:  # a head's share of the earlier quota may hold fewer rows than are safe now
         kept = protected | (kept & policy.method.select(scores, counts))
     return kept
 
 
-def for_each_quota(quota: Quota, work: Callable[[slice, int], Tensor]) -> Tensor:
-    """Call `work(samples, size)` for all samples at once if their quotas are equal, otherwise one by one."""
-    if len(set(quota.samples)) == 1:
-        return work(slice(None), quota.samples[0])
-    return torch.cat([work(slice(sample, sample + 1), size) for sample, size in enumerate(quota.samples)])
+def for_each_size(sizes: Sequence[Size], work: Callable[[slice, Size], Tensor]) -> Tensor:
+    """Call `work(samples, size)` for all samples at once if their sizes are equal, otherwise one by one."""
+    if len(set(sizes)) == 1:
+        return work(slice(None), sizes[0])
+    return torch.cat([work(slice(sample, sample + 1), size) for sample, size in enumerate(sizes)])
 
 
 def without_tensors(observation: Observation) -> Observation:

@@ -55,7 +55,8 @@ PACKAGES = {
     "kvbench.engine": REST, "kvbench.models": MODEL, "transformers": MODEL, "kvbench.kernels.fused_linear": MODEL,
     "kvbench.kernels.rope_append": MODEL, "kvbench.kernels.quantize": CODEC, "kvbench.kernels.reconstruction": CODEC,
     "kvbench.kernels.row_selection": METHOD, "kvbench.kernels.row_replacement": METHOD,
-    "kvbench.kernels.rerotation": METHOD, "kvbench.kernels.accumulated_attention": METHOD,
+    "kvbench.kernels.row_shares": METHOD, "kvbench.kernels.rerotation": METHOD,
+    "kvbench.kernels.accumulated_attention": METHOD,
 }  # fmt: skip
 FUNCTIONS = {("kvbench.engine.graph_decoding", "forward_step"): MODEL, ("kvbench.cache.layer", "cut"): METHOD}
 INSIDE = {METHOD: (CODEC,), CODEC: (ATTENTION,)}  # regions that may begin inside another one; by default all
