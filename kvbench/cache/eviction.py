@@ -66,7 +66,7 @@ class Quota:
     """How many rows the heads of a layer may keep."""
 
     samples: tuple[int, ...]
-    """Rows per head, one number per sample."""
+    """Rows per head, one number per sample. Inside a CUDA graph they may be tensors on the device."""
     heads: Tensor | None = None
     """Rows of each head, (H,) or (B, H), if the method shares them out itself."""
     shares: HeadShares | None = None
@@ -160,7 +160,8 @@ def protect_rows(
     def protect(samples: slice, size: int) -> Tensor:
         sinks = policy.method.protect_sinks(observation, rows, size)
         recents = policy.method.protect(observation, rows, size)
-        size += decides * cut_order.ORDER.scored  # without a budget no row must be left to the scores
+        if decides:
+            size += cut_order.ORDER.scored  # without a budget no row must be left to the scores
         found = fit_protected(sinks, recents, rows, size)
         for kind, counts in found.given_up.items():
             own = counts[samples][..., 0]
@@ -196,7 +197,7 @@ def keep_proportions(rows: Rows, protected: Tensor, quota: Quota) -> Tensor:
 
     def share(own: slice, both: tuple[int, int]) -> Tensor:
         (before, size), counts = both, shares.counts[own]
-        total = counts.new_full(counts.shape[:1], size * counts.shape[1])
+        total = counts.new_zeros(counts.shape[:1]) + size * counts.shape[1]
         return share_rows(counts.double() * size / before, least[own], held[own], total)
 
     return for_each_size(sizes, share)

@@ -167,7 +167,7 @@ class AppendedRows(StepRows):
 
     def back(self, step: int) -> int:
         if self.view is not None:
-            self.view.take_columns()
+            self.view.take_columns([0] * len(self.layers))
             step = self.kept[0]  # those of earlier tokens are lost
         self.step.fill_(step)
         return step

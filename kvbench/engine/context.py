@@ -24,7 +24,7 @@ from kvbench.engine.answer_quotas import replaces_rows
 from kvbench.engine.appended_rows import only_appends
 from kvbench.engine.decode_path import DecodePath
 from kvbench.engine.graph_prefill import SHORT, GraphPrefill
-from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
+from kvbench.engine.quota_rows import cuts_in_graph, is_at_quota, repeats_cuts
 from kvbench.engine.read_rows import reads_in_graph
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
@@ -535,7 +535,7 @@ def decodes_in_graph(choice: CachePolicy) -> bool:
     asks = choice.shows_inputs and (method.decoding or method.attends_subset)
     if asks or (codec.takes_unrotated_keys and not grows):
         return False
-    return only_appends(choice) or repeats_cuts(choice) or replaces_rows(choice) or reads_in_graph(choice)
+    return only_appends(choice) or cuts_in_graph(choice) or replaces_rows(choice) or reads_in_graph(choice)
 
 
 def can_capture(model: torch.nn.Module) -> bool:

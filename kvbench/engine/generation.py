@@ -19,16 +19,16 @@ from kvbench.engine.answer_quotas import AnswerQuotas, find_answer_quotas, find_
 from kvbench.engine.appended_rows import AppendedRows, only_appends
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import make_fixed_quota_rows
 from kvbench.engine.graph_decoding import CHUNK, StepRows
 from kvbench.engine.graph_path import AnswerBatch, PlannedRows
 from kvbench.engine.method_view import capture_states
-from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
+from kvbench.engine.quota_rows import cuts_in_graph, is_at_quota, shares_in_graph
 from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
 from kvbench.engine.replaced_rows import find_shared_kind, make_replaced_rows
 from kvbench.engine.sampling import NOT_FINITE, TokenChooser, mark_tokens
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
+from kvbench.engine.uneven_rows import make_interval_rows
 from kvbench.kernels.row_replacement import NEVER
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.models.transformers_port import kvbench_attention
@@ -285,7 +285,7 @@ def plan_appended(context: GenerationContext, tokens: int) -> PlannedRows | None
     if only_appends(choice):
         shares = not choice.codec.packs and not context.sliding_layers()
         return PlannedRows(partial(make_alone, AppendedRows), tokens, kind=AppendedRows if shares else None)
-    shows = method.watches and repeats_cuts(choice) and not method.uses_cache_positions and not method.attends_subset
+    shows = method.watches and cuts_in_graph(choice) and not method.uses_cache_positions and not method.attends_subset
     cuts = context.find_decode_quota(context.seen + 1) is not None and not replaces_rows(choice)
     if not shows or not cuts or context.weights is None or any(own.rows.stored is not None for own in layers):
         return None
@@ -332,14 +332,14 @@ def plan_reading(context: GenerationContext, left: int, worth: int) -> PlannedRo
 
 def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., list[StepRows]] | None:
     """Return what makes rows that a graph cuts after every few of the next `left` tokens, or None if none can."""
-    quotas, method = find_constant_quotas(context, left), context.choice.method
+    quotas, method = find_interval_quotas(context, left), context.choice.method
     if quotas is None or context.weights is None:
         return None
     states = capture_states(context.weights, context.own_layers, context.since_cut)
     if states is None:
         return None
     return partial(
-        make_fixed_quota_rows, size=method.decode_interval, quotas=quotas, states=states, since=context.since_cut
+        make_interval_rows, size=method.decode_interval, quotas=quotas, states=states, since=context.since_cut
     )
 
 
@@ -369,30 +369,50 @@ def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None
     return begin if begin.tokens == left else plan(left)
 
 
-def find_constant_quotas(context: GenerationContext, left: int) -> list[int] | None:
-    """Return the quotas of rows that are cut after every few tokens, if every layer is exactly at its own.
+def find_interval_quotas(context: GenerationContext, left: int) -> list[list[tuple[int, ...]] | int] | None:
+    """Return the quotas of rows that are cut after every few of the next `left` tokens, or None if no graph can.
 
-    Returns None if a quota changes within `left` tokens or differs between samples, if rows are cut at every token
-    (`plan_replacing`), or if the answer is too short to pay for capturing a graph. Otherwise there is a quota for each
-    layer, `NEVER` for a layer that the method spares.
+    No graph can if rows are cut at every token by replacing them (`plan_replacing`), or if the answer is too short to
+    pay for capturing one. The modules ask again at every token, so the first tokens are planned alone before all are.
+
+    Returns:
+        For each layer: the rows of every head after each cut; for each cut the means of the samples, if heads hold
+        different numbers of rows or more from cut to cut; `NEVER` if the method spares the layer.
     """
     choice, method = context.choice, context.choice.method
     least = WORTH if method.watches else max(WORTH, method.decode_interval)  # others are read without cuts before one
-    if not method.decoding or replaces_rows(choice) or not repeats_cuts(choice) or left < least:
+    if not method.decoding or replaces_rows(choice) or not cuts_in_graph(choice) or left < least:
         return None
-    nominal, quotas = context.find_decode_quota(context.seen + 1), list[int]()
-    if nominal is None or nominal != context.find_decode_quota(context.seen + left):
+    begin = min(left, max(WORTH_BETWEEN_CUTS, 2 * method.decode_interval))
+    first = [find_quotas_of_cuts(layer, context, begin) for layer in context.own_layers]
+    found = [own for own in first if own is not None]
+    if len(found) < len(first) or all(own == NEVER for own in found):
         return None
-    for layer in context.own_layers:
-        quota, *others = find_layer_quotas(layer, nominal, left).unique().tolist()
-        if quota == NEVER:  # rows that only grow are shown to a method if the layer was never cut
-            fits = not method.watches or layer.rows.stored is None
-        else:
-            fits = not others and is_at_quota([layer], quota, context.since_cut)
-        if not fits:
+    if begin < left:
+        first = [find_quotas_of_cuts(layer, context, left) for layer in context.own_layers]
+        found = [own for own in first if own is not None]
+    return found if len(found) == len(first) else None
+
+
+def find_quotas_of_cuts(layer: Layer, context: GenerationContext, left: int) -> list[tuple[int, ...]] | int | None:
+    """Return the quotas of a layer (`find_interval_quotas`), or None if no graph can cut it."""
+    method, since = context.choice.method, context.since_cut
+    cuts = range(method.decode_interval - since, left + 1, method.decode_interval) or range(1, 2)
+    quotas, known = list[tuple[int, ...]](), dict[int, tuple[int, ...]]()
+    for number in cuts:
+        nominal = context.find_decode_quota(context.seen + number)
+        if nominal is None:
             return None
-        quotas.append(quota)
-    return None if min(quotas) == NEVER else quotas
+        if nominal not in known:
+            own = find_layer_quotas(layer, nominal, left).expand(len(context.seeds), 1)
+            known[nominal] = tuple(own.flatten().tolist())
+        quotas.append(known[nominal])
+    quota = quotas[0][0]
+    if quota == NEVER:  # rows that only grow are shown to a method if the layer was never cut
+        return NEVER if not method.watches or layer.rows.stored is None else None
+    if layer.even and {*sum(known.values(), ())} == {quota}:
+        return quota if is_at_quota([layer], quota, since) else None
+    return quotas if shares_in_graph(layer, quotas, method.decode_interval, since) else None
 
 
 class ModulePath:

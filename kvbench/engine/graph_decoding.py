@@ -8,6 +8,7 @@ together:
 - `AppendedRows` (appended_rows) only grow. `ReadRows` (read_rows) grow too, and a token attends to some of them.
 - `ReplacedRows` (replaced_rows) give up a row for each token that does not fit.
 - `FixedQuotaRows` (fixed_quota_rows) are cut after every few tokens.
+- `UnevenRows` (uneven_rows) are too. Heads share a layer's rows, or hold more rows from cut to cut.
 - `RingRows` (ring_rows) hold the windows of layers with a sliding window.
 """
 

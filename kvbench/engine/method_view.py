@@ -143,17 +143,17 @@ class MethodView:
             if rows.columns[name] is not column:
                 torch.where(held.present, rows.columns[name], column, out=column)
 
-    def take_columns(self) -> None:
-        """Copy the layers' columns (B, H, m) into the first slots. The other slots get 0."""
-        for layer, columns in zip(self.layers, self.columns, strict=True):
+    def take_columns(self, begins: Sequence[int]) -> None:
+        """Copy the layers' columns (B, H, m) into the slots from `begins` on. The other slots get 0."""
+        for begin, layer, columns in zip(begins, self.layers, self.columns, strict=True):
             for name, column in columns.items():
                 known = layer.rows.columns[name]
-                column[..., : known.shape[2]] = known
-                column[..., known.shape[2] :] = 0
+                column.zero_()
+                column[..., begin : begin + known.shape[2]] = known
 
-    def copy_columns(self, index: int, rows: int) -> dict[str, Tensor]:
-        """Return a copy of a layer's columns of its first rows, (B, H, rows) by name."""
-        return {name: column[..., :rows].clone() for name, column in self.columns[index].items()}
+    def copy_columns(self, index: int, stop: int, begin: int = 0) -> dict[str, Tensor]:
+        """Return a copy of a layer's columns of the slots from `begin` to before `stop`, (B, H, n) by name."""
+        return {name: column[..., begin:stop].clone() for name, column in self.columns[index].items()}
 
     def release_states(self, since: int) -> None:
         """Leave the method's states as the modules would have left them (`Method.release_state`).

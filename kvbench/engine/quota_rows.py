@@ -25,6 +25,34 @@ def repeats_cuts(choice: CachePolicy) -> bool:
     return choice.method.capturable and not choice.method.sets_head_quotas and knows_quotas(choice.allocator)
 
 
+def cuts_in_graph(choice: CachePolicy) -> bool:
+    """Return whether a graph can contain the cuts of layers that hold their rows, whatever rows each head holds."""
+    method, allocator = choice.method, choice.allocator
+    known = knows_quotas(allocator) or (allocator.capturable and not allocator.overrides("layer"))
+    return known and method.capturable and not method.sets_head_quotas
+
+
+def shares_in_graph(layer: Layer, quotas: Sequence[tuple[int, ...]], size: int, since: int) -> bool:
+    """Return whether a graph can cut a layer whose heads hold different numbers of rows, or more from cut to cut.
+
+    Args:
+        layer: The layer.
+        quotas: For each cut the mean rows per head that it leaves, one number per sample.
+        size: Number of tokens between two cuts.
+        since: Tokens read since the last cut.
+    """
+    method, rows, held = layer.choice.method, layer.rows, layer.rows.longest
+    if method.merges or method.uses_cache_positions or (layer.shares is None and not layer.choice.allocator.even):
+        return False
+    if rows.even != layer.even or rows.lengths is None or rows.tail != since or not rows.is_raw:
+        return False
+    for own in quotas if layer.even else ():
+        if len(set(own)) > 1 or held + size <= own[0]:  # nothing would be cut, which the modules leave out
+            return False
+        held = own[0]
+    return True
+
+
 def is_at_quota(layers: Sequence[Layer], quota: int, since: int = 0) -> bool:
     """Return whether all heads of all layers hold exactly `quota` rows and, behind them, the last `since` tokens."""
 
@@ -47,6 +75,7 @@ class QuotaRows(StepRows):
     def __init__(
         self, weights: DecoderWeights, answers: Sequence[Sequence[Layer]], capacities: Sequence[Tensor], first: int,
         end: int, implementation: str | None = None, states: Sequence[State] | None = None,
+        stored: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """Allocate memory for the rows, empty.
 
@@ -55,11 +84,12 @@ class QuotaRows(StepRows):
             answers: The layers of each answer, in the order of the samples. Their rows stand for one token each, and a
                 graph may cut them (`Codec.cuts_in_graph`). The hooks of the first answer's layers are called for all.
                 If a codec packs the rows, there is one answer.
-            capacities: For each layer, the number of rows that each head has memory for, (B, H) on the CPU.
+            capacities: For each layer, the number of slots of each head, (B, H) on the CPU.
             first: Number of tokens read before the first one that `angles` are for.
             end: The position behind the last token that will be read.
             implementation: Name of the kernels' implementation; None chooses one.
             states: The method's states of the layers; None for the layers' own.
+            stored: For each layer, the number of rows that there is memory for; None for a row in each slot.
         """
         self.weights, self.answers, self.implementation = weights, answers, implementation
         self.layers = layers = answers[0]
@@ -70,7 +100,8 @@ class QuotaRows(StepRows):
         self.angles = find_angles(weights.rotation, first, end, weights.embed)
         dim = len(weights.blocks[self.indices[0]].project[1]) // self.held[1]
         shapes = [torch.Size((*self.held, int(own.max()))) for own in capacities]
-        self.rows = [weights.embed.new_zeros(2, int(own.sum()), dim) for own in capacities]  # keys and values
+        counts = [int(own.sum()) for own in capacities] if stored is None else stored
+        self.rows = [weights.embed.new_zeros(2, count, dim) for count in counts]  # keys and values
         self.starts = [(own.flatten().cumsum(0) - own.flatten()).view_as(own).to(self.device) for own in capacities]
         self.places = [torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes]
         self.view = MethodView(weights, layers, states or [layer.state for layer in layers], shapes)

@@ -39,6 +39,13 @@ class Allocator(Hooks):
     rows of a whole answer can then be computed before it begins.
     """
 
+    capturable = False
+    """Whether `safe` runs the same operations on tensors at every cut and never waits for the device. If heads keep
+    different numbers of rows, a CUDA graph can then contain the cuts of an answer, which keep the shares of the
+    prompt's cut. `layer` must return the quota, or keep its shares. The quota that `safe` gets is a tensor, int64, if
+    it changes during the answer.
+    """
+
     def __post_init__(self) -> None:
         check_settings(self, "allocator")
 

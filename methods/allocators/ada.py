@@ -35,6 +35,7 @@ class Ada(Allocator):
     """The guaranteed share of the quota, α. 1 gives every head the same number of rows."""
 
     even = False
+    capturable = True
 
     def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
         counts = [self._sample(s, p, quota) for s, p in zip(scores, protected, strict=True)]
@@ -47,7 +48,7 @@ class Ada(Allocator):
 
     def _safe(self, scores: Tensor, quota: int, protected: Tensor) -> Tensor:
         """Return the ⌊α·quota⌋ largest rows of every head, at least one, protected rows first, (H, n) bool."""
-        least = protected.sum(-1).clamp(min=max(1, exact_share(self.alpha, quota)))
+        least = protected.sum(-1).clamp(min=1).clamp(min=exact_share(self.alpha, quota))
         return top_k_mask(scores[None], least[None])[0] & (scores > -torch.inf)
 
     def _sample(self, scores: Tensor, protected: Tensor, quota: int) -> list[int]:

@@ -105,6 +105,9 @@ KINDS = {
     "merged after five tokens": Kind("centroidkv", {"decode_interval": 5, "sinks": 2, "recents": 4, "chunk": 8}),
     "selected in two stages": Kind("criticalkv", {"decoding": True, "decode_interval": 5}),
     "watched": Kind("h2o", {"decode_interval": 5}),
+    "shared unevenly": Kind("h2o", {"decode_interval": 5}, allocator="ada"),
+    "shared unevenly, in two stages": Kind("criticalkv", {"decoding": True, "decode_interval": 5}, allocator="ada"),
+    "shared unevenly, unseen": Kind("keydiff", {"decode_interval": 5}, allocator="ada"),
     "filled, then cut": Kind("h2o", {"decoding": True, "decode_size": 30}),
     "packed": packed(),
     "rebuilt": rebuilt(),
@@ -116,9 +119,14 @@ KINDS = {
     "listed, beside windows": windowed("quest", {"page": 4, "dense_layers": 1}, 0.5, 53),  # a short text is one page
 }
 AGAIN = (
-    "cut after five tokens", "selected in two stages", "appended, beside windows", "latent, cut at every token",
+    "cut after five tokens",
+    "selected in two stages",
+    "shared unevenly, in two stages",
+    "shared unevenly, unseen",
+    "appended, beside windows",
+    "latent, cut at every token",
     "latent, cut after five tokens",
-)  # fmt: skip
+)
 """Kinds whose rows, windows and codecs stand among the others in another pair."""
 UNDONE = (*AGAIN, "merged after five tokens", "filled, then cut", "cut after five tokens, beside windows")
 """Kinds that undo and append tokens as others do."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.answer_quotas import find_answer_quotas
 from kvbench.engine.appended_rows import AppendedRows, only_appends
 from kvbench.engine.compressed_cache import choose_cache
@@ -31,7 +32,7 @@ from tests.support.interrupted_answers import (
 )
 from tests.support.method_files import build_policy
 from tests.support.selection import choose_quick, only_in_full
-from tests.support.tiny_models import ids, make_double, make_fresh, tiny
+from tests.support.tiny_models import ids, make_double, make_exact, make_fresh, tiny
 
 APPENDING = {"method": "snapkv"}
 CUTTING = {"method": "keydiff"}  # at every token
@@ -50,7 +51,14 @@ MORE_SETUPS = [
 
 
 def choice_of(method, allocator="uniform", codec="raw", **more):
-    return choose_cache(*build_policy(method, allocator, "llama", codec, **more))
+    """`allocator` is a name, or what `build_allocator` returns."""
+    name = allocator if isinstance(allocator, str) else "uniform"
+    own, of_name, packing = build_policy(method, name, "llama", codec, **more)
+    return choose_cache(own, of_name if name == allocator else allocator, packing)
+
+
+def build_allocator(name, **more):
+    return build("allocator", load_settings("allocator", name, more))
 
 
 def qwen2(heads=2, **more):
@@ -122,13 +130,19 @@ QUICK_CUTTERS += [("triattention paper", 4)]
     ("method", "interval"), [own if own in QUICK_CUTTERS else only_in_full(*own) for own in CUTTERS]
 )
 def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
+    answer_across_cuts(tiny("llama"), method, "uniform", interval)
+
+
+def answer_across_cuts(model, method, allocator, interval, budget=0.3):
     if method in OTHERS:
         method, more = OTHERS[method]
     else:
         method, _, preset = method.partition(" ")
         more = {"preset": {"max": "paper_max"}.get(preset, preset)} if preset else {}
-    choice = choice_of(method, decoding=True, decode_interval=interval, **more)
-    modules, step = make_contexts(tiny("llama"), choice, batch=2)
+    if allocator == "ada" and method == "tova":
+        more = {"scope": "group"}  # by default all heads have the same scores
+    choice = choice_of(method, allocator, decoding=True, decode_interval=interval, **more)
+    modules, step = make_contexts(model, choice, budget, batch=2)
     for tokens, by_step in ((CHUNK + 6, True), (7, False), (9, True)):  # the second is too short for a graph
         answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers))
@@ -137,6 +151,36 @@ def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
         assert torch.allclose(modules.logits, step.logits, atol=1e-4)
     more = ids(5, 9).repeat(2, 1)
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-4)
+
+
+SHARING = [own for own in CUTTERS if own[0] != "sink" and "centroidkv" not in own[0] and own[1] != 40]
+"""Cutters whose heads can share a layer's rows: those that rotate by slots or have no scores cannot."""
+
+
+@pytest.mark.parametrize("cutter", choose_quick(SHARING, ("criticalkv over h2o", 7), ("keydiff", 1)), ids=str)
+def test_heads_that_share_a_layer_unevenly_give_what_the_modules_give(cutter):
+    method, interval = cutter
+    answer_across_cuts(make_exact("llama"), method, "ada", interval)
+
+
+@pytest.mark.parametrize("more", [{"preset": "kvpress"}, *map(only_in_full, ({"alpha": 0}, {"alpha": 1.0}))])
+@pytest.mark.parametrize("budget", [0.1, *map(only_in_full, (2, 5, 0.9))])  # less than is protected, one row a head
+def test_rows_are_shared_where_hardly_any_head_has_what_it_protects(budget, more):
+    choice = choice_of("snapkv", build_allocator("ada", **more), decoding=True, decode_interval=3, window=16)
+    modules, step = make_contexts(make_exact("llama"), choice, budget, batch=2)
+    for tokens in (CHUNK + 6, 9):
+        answers = [list(context.generate(tokens, Sampling(), frozenset())) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+        assert_same(modules, step)
+
+
+def test_samples_that_share_rows_among_layers_differently_give_what_the_modules_give():
+    choice = choice_of("snapkv", build_allocator("cake", window=4), decoding=True, decode_interval=5)
+    modules, step = make_contexts(make_exact("llama"), choice, batch=2)
+    assert any(len(set(layer.rows.counts().flatten().tolist())) > 1 for layer in step.own_layers)
+    answers = [list(context.generate(CHUNK + 9, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    assert_same(modules, step)
 
 
 KVPRESS = {"preset": "decode_kvpress", "decode_size": 18}
@@ -188,9 +232,19 @@ def captured(monkeypatch):
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("name", choose_quick(WATCHERS, *OFTEN))
 def test_a_method_that_watches_sees_every_token(name, block, captured):
+    answer_watched(make_double("llama"), name, "uniform", block)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [own for own in WATCHERS if "as kvpress, more rows" not in own])
+def test_a_method_that_watches_sees_every_token_of_heads_that_share_rows(name, captured):
+    answer_watched(make_exact("llama"), name, "ada")
+
+
+def answer_watched(model, name, allocator, block=None):
     """Answers begin between two cuts too, and are stopped where the graph has read ahead."""
-    choice = choice_of(name.partition(" ")[0].strip(","), **WATCHERS[name])
-    modules, step = make_contexts(make_double("llama"), choice, batch=2, block=block)
+    choice = choice_of(name.partition(" ")[0].strip(","), allocator, **WATCHERS[name])
+    modules, step = make_contexts(model, choice, batch=2, block=block)
     assert choice.method.watches
     quick = name in OFTEN
     for tokens, path in ((CHUNK + (9 if quick else 18), "graph"), (3, "modules"), (9 if quick else 12, "graph")):
@@ -344,6 +398,27 @@ VARYING = {
     "a pyramid, cut after four tokens": ({"method": "snapkv", "allocator": "pyramid", **FOURS}, 0.3),
     "a watched pyramid, cut after four tokens": ({"method": "h2o", "allocator": "pyramid", **FOURS}, 0.3),
     "a spared layer, the others cut after four tokens": ({"method": "knorm", "skip_layers": [0], **FOURS}, 0.3),
+    "a growing quota, cut after four tokens": ({"method": "keydiff", "recent": 0.2, **FOURS}, GROWING),
+    "a growing quota, seen at every token": ({"method": "criticalkv", **FOURS}, GROWING),
+    "a growing pyramid, cut after four tokens": ({"method": "snapkv", "allocator": "pyramid", **FOURS}, GROWING),
+    "layers that differ by sample, cut after four tokens": ({"method": "h2o", "allocator": "cake", **FOURS}, 0.3),
+    "layers that differ by sample and grow, cut after four tokens": (
+        {"method": "h2o", "allocator": build_allocator("cake", window=4), **FOURS},
+        GROWING,
+    ),
+    "heads that share a growing quota": ({"method": "h2o", "allocator": "ada", **FOURS}, GROWING),
+    "heads that share a growing quota, cut at every token": (
+        {"method": "snapkv", "allocator": "ada", "decoding": True},
+        GROWING,
+    ),
+    "heads that share a growing quota, safe rows": (
+        {"method": "snapkv", "allocator": build_allocator("ada", preset="kvpress"), **FOURS},
+        GROWING,
+    ),
+    "spared layers and heads that share": (
+        {"method": "knorm", "skip_layers": [0], "allocator": "ada", **FOURS},
+        0.3,
+    ),
     "spared layers and a growing quota": ({"method": "knorm", "skip_layers": [0, 2], "decoding": True}, GROWING),
 }
 
@@ -352,6 +427,7 @@ QUICK = (
     "a growing quota, slots as positions", "a cache that fills and is protected too much",
     "layers that differ by sample and grow",
     "heads that stream once they have 66 rows", "spared layers and a growing quota",
+    "a growing quota, cut after four tokens", "heads that share a growing quota, safe rows",
     "a watched pyramid, cut after four tokens", "a spared layer, the others cut after four tokens",
 )  # fmt: skip
 
@@ -505,8 +581,9 @@ def test_nothing_is_cut_at_a_full_budget():
     assert_same(modules, step)
 
 
-def test_scores_that_are_no_numbers_raise_at_their_token(monkeypatch):
-    choice = choice_of("keydiff")
+@pytest.mark.parametrize("allocator", ["uniform", only_in_full("ada")])
+def test_scores_that_are_no_numbers_raise_at_their_token(allocator, monkeypatch):
+    choice = choice_of("keydiff", allocator)
     _, step = make_contexts(tiny("llama"), choice)
     score, calls = type(choice.method).score, []
 
@@ -567,9 +644,12 @@ class Miscounting(Method):
         return rows.without(~self.select(scores, quotas + self.more * wrong))
 
 
-@pytest.mark.parametrize("more", [1, only_in_full(-1)])
-def test_a_cut_that_leaves_a_wrong_number_of_rows_raises_as_in_the_modules(more):
-    method, rest = Miscounting("miscounting", decoding=True, decode_interval=5, more=more), choice_of("knorm")
+@pytest.mark.parametrize(
+    ("more", "allocator"), [(1, "uniform"), *(only_in_full(*own) for own in ((-1, "uniform"), (1, "ada"), (-1, "ada")))]
+)
+def test_a_cut_that_leaves_a_wrong_number_of_rows_raises_as_in_the_modules(more, allocator):
+    method = Miscounting("miscounting", decoding=True, decode_interval=5, more=more)
+    rest = choice_of("knorm", allocator)
     found = []
     for context in make_contexts(tiny("llama"), choose_cache(method, rest.allocator, rest.codec)):
         answer, tokens = context.generate(30, Sampling(), frozenset()), []

@@ -94,10 +94,9 @@ def both_ways(
     contexts, answers = [], []
     policy = build_policy(method, allocator, "llama", **more)
     choice = choose_cache(*policy[:2], codec or policy[2])
+    budget = budget if isinstance(budget, Budget) else Budget(budget)
     for graphs in (False, True):
-        context = GenerationContext(
-            model, choice, Budget(budget), block_size, (0,) * len(ids), compile=graphs, answer=64
-        )
+        context = GenerationContext(model, choice, budget, block_size, (0,) * len(ids), compile=graphs, answer=64)
         context.prefill(ids)
         answers.append(torch.stack(list(context.generate(40, sampling, frozenset())), 1))
         contexts.append(context)
@@ -137,6 +136,30 @@ def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval)
     assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
     for one, other in zip(*(context.own_layers for context in contexts), strict=True):
         assert one.attended == other.attended and torch.equal(one.tally.evicted, other.tally.evicted)
+
+
+@pytest.mark.parametrize(
+    ("method", "allocator", "interval"),
+    [
+        ("keydiff", "ada", 1),
+        ("snapkv", "ada", 12),
+        ("h2o", "ada", 12),
+        ("criticalkv", "ada", 12),
+        ("keydiff", "uniform", 12),
+        ("snapkv", "cake", 12),
+    ],
+)
+@pytest.mark.parametrize("of", ["prompt", "seen"])
+def test_graphs_cut_heads_of_different_and_growing_quotas_as_the_modules_do(exact, method, allocator, interval, of):
+    """Heads that share a layer's rows, samples of different shares, and quotas that grow from cut to cut."""
+    more = {"allocator": allocator, "decoding": True, "decode_interval": interval}
+    contexts, answers = both_ways(exact, method, prompts(2, 700), Budget(0.2, of), **more)
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
+    for one, other in zip(*(context.own_layers for context in contexts), strict=True):
+        assert one.attended == other.attended and torch.equal(one.tally.evicted, other.tally.evicted)
+        assert one.tally.peak_attended == other.tally.peak_attended
+        assert torch.equal(one.rows.lengths, other.rows.lengths)
 
 
 MERGING = {"sinks": 4, "recents": 16, "chunk": 64, "decode_interval": 12}
