@@ -302,7 +302,7 @@ class FixedQuotaRows(QuotaRows):
             mass = self.mass[index][..., :room].to(dtype, copy=True).flatten()
         return rows.replace_all(
             tokens, Plain(*(part[:, :, :room].clone().flatten(0, 2) for part in self.padded(index))),
-            self.places[index][..., :room].int().flatten(), self.lengths[index], room, True,
+            self.places[index][..., :room].int().flatten(), self.lengths[index].clone(), room, True,
             self.view.copy_columns(index, room + since), tail, mass,
         )  # fmt: skip
 
