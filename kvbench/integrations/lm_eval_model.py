@@ -204,7 +204,7 @@ class KVBenchLM(TemplateLM):
         """Return what lm-eval writes beside its results."""
         run = self.run
         return {
-            "kvbench": {name: dict(own) for name, own in run.groups.items()}
+            "kvbench": {name: dict(settings) for name, settings in run.groups.items()}
             | {"budget": run.budget.value, "budget_of": run.budget.of, "block_size": run.block_size}
             | {"question": run.question, "seed": run.seed, "model": run.checkpoint.name, "dtype": run.dtype}
         }
@@ -215,29 +215,29 @@ class KVBenchLM(TemplateLM):
         outputs = []
         for request in tqdm(requests, disable=disable_tqdm):
             text, given = request.args[:2]
-            own = normalize_gen_kwargs(given, self.max_gen_toks)
-            for name in own:
+            settings = normalize_gen_kwargs(given, self.max_gen_toks)
+            for name in settings:
                 require_choice(f"{request.task_name}: generation setting", name, SUPPORTED_SETTINGS)
             uid = _uid(request)
             asked[uid] += 1
-            prompt = self._shorten(uid, self._divide(request, text), own["max_gen_toks"])
+            prompt = self._shorten(uid, self._divide(request, text), settings["max_gen_toks"])
             sample = Sample(
-                f"{uid}/{asked[uid]}", request.task_name or "", text, "", "", (), own["max_gen_toks"],
+                f"{uid}/{asked[uid]}", request.task_name or "", text, "", "", (), settings["max_gen_toks"],
                 group=_hash(prompt.context if self.run.question == "hidden" else prompt.ids),
-                until=tuple(end for end in own["until"] if end),
+                until=tuple(end for end in settings["until"] if end),
             )  # fmt: skip
-            sampled = own["do_sample"] and own.get("temperature", 0.0) > 0
-            chance = {"temperature": own["temperature"], "top_p": own.get("top_p", 1.0)} if sampled else {}
+            sampled = settings["do_sample"] and settings.get("temperature", 0.0) > 0
+            chance = {"temperature": settings["temperature"], "top_p": settings.get("top_p", 1.0)} if sampled else {}
             self.reader.run = replace(self.run, **chance)
-            found = self.reader.measure(sample, prompt)
-            self.records.append({"uid": sample.uid, **found})
-            outputs.append(found["output"])
+            record = self.reader.measure(sample, prompt)
+            self.records.append({"uid": sample.uid, **record})
+            outputs.append(record["output"])
         return outputs
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return, for each request, log p(continuation | context) and whether greedy decoding would give it."""
         last: tuple[Prompt, GenerationContext] | None = None
-        found = []
+        scores = []
         for request in tqdm(requests, disable=disable_tqdm):
             prompt, target = self._encode_request(request)
             if last is None or last[0].context != prompt.context:
@@ -249,19 +249,19 @@ class KVBenchLM(TemplateLM):
                 before = held.last_logits[:, None]
                 more = (*prompt.rest, *target[:-1])
                 logits = torch.cat([before, held.extend(self._make_tensor(more))], dim=1) if more else before
-                found.append(_score_tokens(logits[0, -len(target) :], self._make_tensor(target)[0], self.model))
-        return found
+                scores.append(_score_tokens(logits[0, -len(target) :], self._make_tensor(target)[0], self.model))
+        return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return log p(text) for each request."""
         if self.run.block_size is None and not self.run.full:
             raise SettingError("block_size=None: in one block a text is read before anything is cut; give a block size")
-        found = []
+        scores = []
         for request in tqdm(requests, disable=disable_tqdm):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            found.append(sum(self._score_window(*make_disjoint_window(window)) for window in windows))
-        return found
+            scores.append(sum(self._score_window(*make_disjoint_window(window)) for window in windows))
+        return scores
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("`loglikelihood` reads contexts itself")
@@ -272,9 +272,9 @@ class KVBenchLM(TemplateLM):
 
         def each(logits: Tensor) -> None:
             nonlocal worth, place
-            own = target[max(place, 0) : max(place + logits.shape[1], 0)]
-            if own:
-                worth += _score_tokens(logits[0, -len(own) :], self._make_tensor(own)[0], self.model)[0]
+            tokens = target[max(place, 0) : max(place + logits.shape[1], 0)]
+            if tokens:
+                worth += _score_tokens(logits[0, -len(tokens) :], self._make_tensor(tokens)[0], self.model)[0]
             place += logits.shape[1]
 
         self._make_context(tuple(ids)).prefill(self._make_tensor(ids), each)
@@ -284,8 +284,8 @@ class KVBenchLM(TemplateLM):
         """Tokenize the prompt and, if the question is hidden, split it after the document's context."""
         end = len(text)
         if self.run.question == "hidden":
-            found = request.doc.get(self.context_field) if isinstance(request.doc, Mapping) else None
-            value = found if isinstance(found, str) and found.strip() else ""
+            document = request.doc.get(self.context_field) if isinstance(request.doc, Mapping) else None
+            value = document if isinstance(document, str) and document.strip() else ""
             place = text.rfind(value) if value else -1
             if place < 0:
                 raise SettingError(

@@ -116,8 +116,8 @@ def _answer_requests(pipe: Connection) -> None:
             return
         try:
             right = parse(f"\\boxed{{{reference}}}", targets, parsing_timeout=None)
-            found = parse(output, targets, parsing_timeout=None)
-            pipe.send(bool(verify(right, found, timeout_seconds=None)) if right else "error")
+            answer = parse(output, targets, parsing_timeout=None)
+            pipe.send(bool(verify(right, answer, timeout_seconds=None)) if right else "error")
         except Exception:
             pipe.send("error")
 
@@ -137,7 +137,7 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
         its = version("math-verify")
     except PackageNotFoundError:
         raise SettingError("grade: math-verify is not installed; make setup") from None
-    asked = {uid: own for uid, own in read_records(folder).items() if own["meta"].get("verify") == GRADER}
+    asked = {uid: record for uid, record in read_records(folder).items() if record["meta"].get("verify") == GRADER}
     if not asked:
         return
     with name_file_in_errors(folder / FILE), open(folder / FILE, "a+b") as file, Verifier(seconds) as verifier:
@@ -177,22 +177,26 @@ def read_records(folder: Path) -> dict[str, dict]:
 
 def describe_verdicts(name: str, folder: Path) -> list[str]:
     """Return a line on how often verdict and score differ; no line if no record asks for a verdict or has one."""
-    answered = [own for own in read_records(folder).values() if own["meta"].get("verify") and own["score"] is not None]
+    answered = [
+        record
+        for record in read_records(folder).values()
+        if record["meta"].get("verify") and record["score"] is not None
+    ]
     if not answered:
         return []
-    if any(own["meta"].get("data") == "miniature" for own in answered):
+    if any(record["meta"].get("data") == "miniature" for record in answered):
         name = f"{name} (miniature, not the benchmark)"
-    return [f"{name}: {own}." for own in _describe_differences(answered, read_verdicts(folder))]
+    return [f"{name}: {text}." for text in _describe_differences(answered, read_verdicts(folder))]
 
 
 def _describe_differences(answered: Sequence[Mapping[str, Any]], given: Mapping[str, dict]) -> Iterable[str]:
-    judged = [own for own in answered if own["uid"] in given]
+    judged = [record for record in answered if record["uid"] in given]
     if not judged:
         return
-    verdicts = [given[own["uid"]]["verdict"] for own in judged]
-    other = [own for own, verdict in zip(judged, verdicts, strict=True) if _differs(own, verdict)]
-    by_it = sum(own["score"] != 100 for own in other)
-    named = [*(own["uid"] for own in other[:NAMED]), *(["…"] if len(other) > NAMED else [])]
+    verdicts = [given[record["uid"]]["verdict"] for record in judged]
+    other = [record for record, verdict in zip(judged, verdicts, strict=True) if _differs(record, verdict)]
+    by_it = sum(record["score"] != 100 for record in other)
+    named = [*(record["uid"] for record in other[:NAMED]), *(["…"] if len(other) > NAMED else [])]
     which = f": {', '.join(named)}" if named else ""
     yield (
         f"math-verify {given[judged[0]['uid']]['version']} differs on {len(other)} of {len(judged)} "

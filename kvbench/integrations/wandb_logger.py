@@ -46,28 +46,28 @@ class WandbLogger:
         Raises:
             SettingError: W&B would not take a setting, or the folder cannot be written.
         """
-        own = {name: settings[name] for name in ("mode", "project", "entity", "group", "tags", "dir", "seconds")}
-        require_choice("logger.mode", own["mode"], ("online", "offline"))
+        chosen = {name: settings[name] for name in ("mode", "project", "entity", "group", "tags", "dir", "seconds")}
+        require_choice("logger.mode", chosen["mode"], ("online", "offline"))
         for name in ("project", "entity", "group"):
-            if own[name] is not None or name == "project":
-                check_name(name, own[name])
-        if isinstance(own["tags"], str) or not isinstance(own["tags"], Sequence):
-            raise SettingError(f"logger.tags={own['tags']}: a list of texts, such as [a,b]")
-        for tag in own["tags"]:
+            if chosen[name] is not None or name == "project":
+                check_name(name, chosen[name])
+        if isinstance(chosen["tags"], str) or not isinstance(chosen["tags"], Sequence):
+            raise SettingError(f"logger.tags={chosen['tags']}: a list of texts, such as [a,b]")
+        for tag in chosen["tags"]:
             check_name("tags", tag)
-        if not is_number(own["seconds"]) or own["seconds"] <= 0:
-            raise SettingError(f"logger.seconds={own['seconds']}: a number of seconds over 0")
-        if not isinstance(own["dir"], str | None):
-            raise SettingError(f"logger.dir={own['dir']}: a folder that can be written, or null")
-        folder = Path(own["dir"] or results).expanduser().absolute()
+        if not is_number(chosen["seconds"]) or chosen["seconds"] <= 0:
+            raise SettingError(f"logger.seconds={chosen['seconds']}: a number of seconds over 0")
+        if not isinstance(chosen["dir"], str | None):
+            raise SettingError(f"logger.dir={chosen['dir']}: a folder that can be written, or null")
+        folder = Path(chosen["dir"] or results).expanduser().absolute()
         if settings["dir"] is not None:
             require_writable("logger.dir", folder)
-        return cls(Path(results).absolute(), own | {"dir": str(folder), "tags": list(own["tags"])})
+        return cls(Path(results).absolute(), chosen | {"dir": str(folder), "tags": list(chosen["tags"])})
 
     @property
     def where(self) -> str:
         """The place as text: all settings but the time limit. Marks in run folders name it."""
-        return " ".join(f"{name}={own}" for name, own in self.settings.items() if name != "seconds" and own)
+        return " ".join(f"{name}={setting}" for name, setting in self.settings.items() if name != "seconds" and setting)
 
     def finished(self, runs: Sequence[Any]) -> None:
         """Log finished runs that were not logged yet.
@@ -82,14 +82,19 @@ class WandbLogger:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
         def subjects() -> Iterator[LoggedRun]:
-            for own in self._list_subjects(runs):
-                if own.folder.finished:
-                    yield own
+            for subject in self._list_subjects(runs):
+                if subject.folder.finished:
+                    yield subject
                     continue
-                if own.folder.path.is_dir():
-                    (own.folder.path / REASON).write_text(f"{reason}\n", encoding="utf-8", errors="backslashreplace")
+                if subject.folder.path.is_dir():
+                    (subject.folder.path / REASON).write_text(
+                        f"{reason}\n", encoding="utf-8", errors="backslashreplace"
+                    )
                 yield LoggedRun(
-                    own.results, own.value, own.baseline, reason.encode("utf-8", "backslashreplace").decode()
+                    subject.results,
+                    subject.value,
+                    subject.baseline,
+                    reason.encode("utf-8", "backslashreplace").decode(),
                 )
                 return
 
@@ -108,7 +113,9 @@ class WandbLogger:
         """
         limit = self.settings["seconds"]
         end = time.monotonic() + limit
-        with Worker(_log_runs, [replace(own) for own in subjects], dict(self.settings), self.where, again) as worker:
+        with Worker(
+            _log_runs, [replace(subject) for subject in subjects], dict(self.settings), self.where, again
+        ) as worker:
             for _ in subjects:
                 try:
                     yield worker.receive(end - time.monotonic())
@@ -121,13 +128,13 @@ class WandbLogger:
                 end = time.monotonic() + limit
 
     def _list_subjects(self, runs: Sequence[Any]) -> list[LoggedRun]:
-        values = [own.value for own in runs]
-        return [LoggedRun(self.results, own, values[0] if index else None) for index, own in enumerate(values)]
+        values = [run.value for run in runs]
+        return [LoggedRun(self.results, value, values[0] if index else None) for index, value in enumerate(values)]
 
     def _log_new(self, subjects: Sequence[LoggedRun]) -> Iterator[str | None]:
         if get_stop_event(self.where).is_set():
             return
-        fresh = [own for own in subjects if not own.is_logged(self.where)]
+        fresh = [subject for subject in subjects if not subject.is_logged(self.where)]
         for wrong in self.send(fresh, again=False) if fresh else ():
             if wrong and wrong.startswith(UNANSWERED):
                 get_stop_event(self.where).set()
@@ -175,8 +182,8 @@ def _log_runs(
                 if again or not subject.is_logged(where):
                     send_run(subject, settings)
                     subject.mark_logged(where)
-        except (Exception, SystemExit) as found:
-            error = f"{type(found).__name__}: {found}"
+        except (Exception, SystemExit) as failure:
+            error = f"{type(failure).__name__}: {failure}"
         pipe.send(error)
 
 
@@ -191,10 +198,10 @@ def load_settings(overrides: Mapping[str, str]) -> dict[str, Any]:
     """
     import yaml
 
-    own = {}
+    changes = {}
     for name, text in overrides.items():
         try:
-            own[name] = yaml.safe_load(text)
+            changes[name] = yaml.safe_load(text)
         except yaml.YAMLError:
             raise SettingError(f"logger.{name}={text}: not a value that a setting can have") from None
-    return catalogue.load_settings("logger", "wandb", own)
+    return catalogue.load_settings("logger", "wandb", changes)

@@ -92,14 +92,18 @@ class LoggedRun:
     def summary(self) -> dict[str, Any]:
         """Return everything but the config as plain values; a table is ``{"columns": […], "rows": [[…]]}``."""
         records = self.folder.records()
-        failures = [(own["uid"], own["subtask"], why) for own in records.values() if (why := find_failure(own))]
-        answered = [own for own in records.values() if own["error"] is None]
+        failures = [
+            (record["uid"], record["subtask"], why) for record in records.values() if (why := find_failure(record))
+        ]
+        answered = [record for record in records.values() if record["error"] is None]
         said = self.state | {"failed_samples": len(failures)}
         for name in ("resident_bytes", "full_bytes"):
-            held = [own[name] for own in answered if own.get(name) is not None]
+            held = [record[name] for record in answered if record.get(name) is not None]
             said[name] = sum(held) / len(held) if held else None
-        said["peak_bytes"] = max((own["peak_bytes"] for own in answered if own.get("peak_bytes")), default=None)
-        said["failures"] = {"columns": FAILURE, "rows": [list(map(escape, own)) for own in failures[:MOST]]}
+        said["peak_bytes"] = max(
+            (record["peak_bytes"] for record in answered if record.get("peak_bytes")), default=None
+        )
+        said["failures"] = {"columns": FAILURE, "rows": [list(map(escape, failure)) for failure in failures[:MOST]]}
         table = self.table()
         if table is not None:
             for row in (*table.rows, *table.also):
@@ -113,13 +117,13 @@ class LoggedRun:
 def summarize_row(row: TableRow, paired: bool) -> dict[str, float | None]:
     """Name a row's scores and differences with their intervals, and its costs: `score/vt`, `score/vt/low`, …"""
     score = row.method if paired else row.full
-    found = {"score": (score, "value"), "n": (row.interval, "samples")}
+    sources = {"score": (score, "value"), "n": (row.interval, "samples")}
     if paired:
-        found |= {"full": (row.full, "value"), "diff": (row.interval, "difference")}
+        sources |= {"full": (row.full, "value"), "diff": (row.interval, "difference")}
     name = escape(row.subtask)
-    said = {f"{key}/{name}": getattr(of, number, None) for key, (of, number) in found.items()}
-    for key in found.keys() - {"n"}:
-        said |= {f"{key}/{name}/{edge}": getattr(found[key][0], edge, None) for edge in ("low", "high")}
+    said = {f"{key}/{name}": getattr(of, number, None) for key, (of, number) in sources.items()}
+    for key in sources.keys() - {"n"}:
+        said |= {f"{key}/{name}/{edge}": getattr(sources[key][0], edge, None) for edge in ("low", "high")}
     if row.kind != "also":
         said |= {f"{cost}/{name}": getattr(row, cost) for cost in COST_NAMES if paired or not cost.endswith("_full")}
     return said
@@ -181,8 +185,8 @@ def send_run(subject: LoggedRun, settings: Mapping[str, Any]) -> None:
             x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True, x_save_requirements=False,
         ),
     )  # fmt: skip
-    tables = {name: own for name, own in said.items() if isinstance(own, dict)}
-    run.summary.update({name: own for name, own in said.items() if name not in tables})
-    for name, own in tables.items():
-        run.summary[name] = wandb.Table(columns=own["columns"], data=own["rows"], allow_mixed_types=True)
+    tables = {name: table for name, table in said.items() if isinstance(table, dict)}
+    run.summary.update({name: entry for name, entry in said.items() if name not in tables})
+    for name, table in tables.items():
+        run.summary[name] = wandb.Table(columns=table["columns"], data=table["rows"], allow_mixed_types=True)
     run.finish(exit_code=int(said["state"] == "failed"))
