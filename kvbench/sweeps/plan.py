@@ -39,13 +39,13 @@ def resolve_rows(overrides: Sequence[str]) -> list[str]:
         SettingError: There are several runs, or no such row.
     """
     for text in overrides:
-        own = parse_override(text)
-        if own.key_or_group == "preset" and own.value() is not None:
+        override = parse_override(text)
+        if override.key_or_group == "preset" and override.value() is not None:
             raise SettingError(f"{text}: is a sweep; python run.py -m {text}")
-        if own.is_sweep_override():
+        if override.is_sweep_override():
             raise SettingError(f"{text}: has several values; python run.py -m {text}")
-    [found] = expand_sweep(overrides)
-    return found
+    [cell] = expand_sweep(overrides)
+    return cell
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
@@ -61,14 +61,14 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     else:
         bases = [read_rows()[row] for row in rows] or [{}]
     plain = [text for text in overrides if parse_override(text).key_or_group not in PAPER_KEYS]
-    cells = [_merge(base, own) for base in bases for own in expand_cells(plain)]
-    return [list(own) for own in dict.fromkeys(map(tuple, cells))]
+    cells = [_merge(base, cell) for base in bases for cell in expand_cells(plain)]
+    return [list(cell) for cell in dict.fromkeys(map(tuple, cells))]
 
 
 def _read_names(overrides: Sequence[str], key: str) -> list[str]:
     """Return the names that the overrides give for `preset` or `row`."""
-    found = [parse_override(text) for text in overrides]
-    texts = [text for own in found if own.key_or_group == key for text in expand_override(own)]
+    parsed = [parse_override(text) for text in overrides]
+    texts = [text for override in parsed if override.key_or_group == key for text in expand_override(override)]
     return [name for text in texts if (name := text.partition("=")[2]) not in ("", "null")]
 
 
@@ -77,7 +77,7 @@ def _choose_rows(preset: str, rows: Sequence[str]) -> list[Settings]:
     runs = expand_preset(preset)
     if not rows:
         return list(runs)
-    caches = [{name: own for name, own in run.items() if is_of_cache(name)} for run in runs]
+    caches = [{name: value for name, value in run.items() if is_of_cache(name)} for run in runs]
     for row in rows:
         if read_rows()[row] not in caches:
             there = [name for name, settings in read_rows().items() if settings in caches]
@@ -86,21 +86,21 @@ def _choose_rows(preset: str, rows: Sequence[str]) -> list[Settings]:
     return [run for run, cache in zip(runs, caches, strict=True) if cache in wanted]
 
 
-def _merge(base: Mapping[str, str], own: Sequence[str]) -> list[str]:
+def _merge(base: Mapping[str, str], given_overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a paper's run, in which the settings that the user gives replace the paper's.
 
     If the user chooses another file of a group, none of the paper's settings of this group remain. Settings that say
     how much is cut are dropped for the full cache.
     """
     if not base:
-        return list(own)
-    given = {parse_override(text).key_or_group for text in own}
+        return list(given_overrides)
+    given = {parse_override(text).key_or_group for text in given_overrides}
     groups = {name for name in given if is_group(name)}
     kept = {name: value for name, value in base.items() if name not in given and name.split(".")[0] not in groups}
-    found = [f"{name}={value}" for name, value in kept.items()] + list(own)
-    if f"method={FULL}" not in found:
-        return found
-    return [text for text in found if parse_override(text).key_or_group.split(".")[0] not in CUT_SETTINGS]
+    merged = [f"{name}={value}" for name, value in kept.items()] + list(given_overrides)
+    if f"method={FULL}" not in merged:
+        return merged
+    return [text for text in merged if parse_override(text).key_or_group.split(".")[0] not in CUT_SETTINGS]
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,12 @@ class Sweep:
         parts, counts = SharedParts(), status.RecordCounter()
         with sources_unchanging():
             cells = [
-                plan_cell(own, label, results, parts, counts, executes and launcher != "slurm")
-                for own, label in zip(shown, label_cells(expanded), strict=True)
+                plan_cell(cell_overrides, label, results, parts, counts, executes and launcher != "slurm")
+                for cell_overrides, label in zip(shown, label_cells(expanded), strict=True)
             ]
         for preset in _read_names(overrides, "preset"):
-            check_capacity(preset, [own.run for own in cells if own.run is not None])
-        reasons = {own.cell.refused for own in cells}
+            check_capacity(preset, [planned.run for planned in cells if planned.run is not None])
+        reasons = {planned.cell.refused for planned in cells}
         if len(reasons) == 1 and None not in reasons:  # all for the same reason: there is nothing to launch
             raise SettingError(reasons.pop())
         given = any(parse_override(text).key_or_group == "hydra.sweep.dir" for text in overrides)
@@ -188,27 +188,27 @@ class Sweep:
     @property
     def counted(self) -> bool:
         """Whether the cells have samples. Cells that measure cost have none."""
-        return not any(own.run and own.run.measures for own in self.cells)
+        return not any(planned.run and planned.run.measures for planned in self.cells)
 
     @cached_property
     def states(self) -> list[status.RunState]:
         """The state of each cell before the first one is launched."""
-        return status.read_planned_states(self.results, [own.cell for own in self.cells])
+        return status.read_planned_states(self.results, [planned.cell for planned in self.cells])
 
     @property
     def finished(self) -> bool:
         """Whether every cell is either refused or done."""
-        return self.counted and all(own.name in ("done", "refused") for own in self.states)
+        return self.counted and all(state.name in ("done", "refused") for state in self.states)
 
     def describe(self) -> str:
         """Return a text that lists the cells with their states and estimates the remaining time."""
         if not self.counted:
             return f"{len(self.cells)} cells; those that measure cost keep no records, so no states are known"
-        return status.describe_plan(self.results, [own.cell for own in self.cells], self.states)
+        return status.describe_plan(self.results, [planned.cell for planned in self.cells], self.states)
 
     def describe_memory(self) -> list[str]:
         """Return lines about the memory of the runs that are not done. This reads the models' configurations."""
-        runs = [own.run for own, state in zip(self.cells, self.states, strict=True) if state.name != "done"]
+        runs = [planned.run for planned, state in zip(self.cells, self.states, strict=True) if state.name != "done"]
         return describe_memory([run for run in runs if run is not None])
 
     def announce(self, width: int, styled: bool) -> None:
@@ -227,17 +227,17 @@ class Sweep:
             print(f"{len(self.cells)} cells: {count}\n{self.describe_results(width, styled)}", end="", flush=True)
         else:
             print(self.describe(), flush=True)
-            status.write_cells(self.folder, [own.cell for own in self.cells])
+            status.write_cells(self.folder, [planned.cell for planned in self.cells])
 
     def describe_results(self, width: int, styled: bool) -> str:
         """Return the matrix of the cells' scores, and why cells are refused."""
-        return describe_results(self.results, [own.cell for own in self.cells], width, styled)
+        return describe_results(self.results, [planned.cell for planned in self.cells], width, styled)
 
     @property
     def exit_code(self) -> int:
         """The exit code: 1 if a cell failed, 2 if one was refused, otherwise 0."""
         failed, refused = (any(self.folder.glob(f"*/{name}")) for name in ("failed", "refused"))
-        return 1 if failed else 2 if refused or any(own.cell.refused for own in self.cells) else 0
+        return 1 if failed else 2 if refused or any(planned.cell.refused for planned in self.cells) else 0
 
     @property
     def progress_note(self) -> str:
@@ -261,13 +261,13 @@ class Sweep:
 def label_cells(cells: Sequence[Sequence[str]]) -> list[str]:
     """Return a label for each cell: the overrides in which it differs from other cells."""
     values: dict[str, set[str | None]] = {}
-    settings = [{name: value for name, _, value in (text.partition("=") for text in own)} for own in cells]
-    names = dict.fromkeys(name for own in settings for name in own)
+    settings = [{name: value for name, _, value in (text.partition("=") for text in overrides)} for overrides in cells]
+    names = dict.fromkeys(name for cell in settings for name in cell)
     for name in names:
         uncut = name.split(".")[0] in CUT_SETTINGS  # the full cache has none of these
-        values[name] = {own.get(name) for own in settings if name in own or not uncut}
-    told = [[f"{name}={own[name]}" for name in own if len(values[name]) > 1] for own in settings]
-    return [" ".join(own) or "(one cell)" for own in told]
+        values[name] = {cell.get(name) for cell in settings if name in cell or not uncut}
+    told = [[f"{name}={cell[name]}" for name in cell if len(values[name]) > 1] for cell in settings]
+    return [" ".join(texts) or "(one cell)" for texts in told]
 
 
 def plan_cell(
@@ -298,7 +298,7 @@ def plan_cell(
                 import_for_workers(composition, run.device)
             run.check()
             shares = composition.config.sweep.share_prefill and not run.measures
-            readings = [own.reading for own in (run, run.baseline())] if shares else []
+            readings = [spec.reading for spec in (run, run.baseline())] if shares else []
         else:
             readings = []
         cell = status.SweepCell(label, run.value, run.baseline().value, overrides=overrides, readings=readings)
@@ -337,7 +337,7 @@ def is_done(run: RunSpec, results: Path, counts: Callable[[Path], tuple[int, int
     if run.measures or not (results / "runs").is_dir():
         return False
     try:
-        names = [run_hash(own.value) for own in (run, run.baseline())]
+        names = [run_hash(spec.value) for spec in (run, run.baseline())]
     except SettingError:  # `check` may say more about it
         return False
     return status.read_cell_state(results, names, counts).name == "done"
@@ -395,18 +395,18 @@ def sharing_groups(
     Returns:
         A list of runs for each reading that an unfinished run of `runs` belongs to.
     """
-    left = [own for run in runs if not (own := RunFolder(results / "runs", run.value)).finished]
+    left = [folder for run in runs if not (folder := RunFolder(results / "runs", run.value)).finished]
     if not left:
         return []
     cells = list(cells)
     pairs = [pair for names, shared, _ in cells for pair in zip(names, shared, strict=False)]
-    readings = {name: own for name, own in pairs if own is not None}
-    found: dict[str, dict[str, Any]] = {readings[own.hash]: {} for own in left if own.hash in readings}
+    readings = {name: reading for name, reading in pairs if reading is not None}
+    groups: dict[str, dict[str, Any]] = {readings[folder.hash]: {} for folder in left if folder.hash in readings}
     for names, _, make in cells:
-        here = {name: found[readings[name]] for name in names if readings.get(name) in found}
+        here = {name: groups[readings[name]] for name in names if readings.get(name) in groups}
         if new := [name for name, some in here.items() if name not in some]:
             run = make()
-            for name, own in zip(names, (run, run.baseline()), strict=True):
+            for name, spec in zip(names, (run, run.baseline()), strict=True):
                 if name in new:
-                    here[name][name] = own
-    return [list(some.values()) for some in found.values() if len(some) > 1]
+                    here[name][name] = spec
+    return [list(some.values()) for some in groups.values() if len(some) > 1]

@@ -20,17 +20,17 @@ def describe_results(results: Path, cells: Sequence[SweepCell], width: int, styl
         width: Characters of a line.
         styled: As in `kvbench.analysis.score_matrix_format.format_text`.
     """
-    found = FoundRuns()
-    values = {name: own for cell in cells for name, own in zip(cell.names, (cell.run, cell.baseline), strict=False)}
+    loaded = FoundRuns()
+    values = {name: value for cell in cells for name, value in zip(cell.names, (cell.run, cell.baseline), strict=False)}
     for name, value in values.items():
         if value is not None and (results / "runs" / name / "run.yaml").is_file():
             run = StoredRun(name, value, RunFolder(results / "runs", value))
-            found.note_damage(run)
+            loaded.note_damage(run)
             if not run.damage and run.records:
-                found.runs.append(run)
-    found.print_damage()
+                loaded.runs.append(run)
+    loaded.print_damage()
     asked = {cell.names[0] for cell in cells if cell.names}
-    blocks, refused = build_blocks([run for run in found.runs if run.hash in asked], found.runs)
+    blocks, refused = build_blocks([run for run in loaded.runs if run.hash in asked], loaded.runs)
     reasons: dict[str, list[str]] = {}
     for cell in cells:
         if cell.refused is not None:

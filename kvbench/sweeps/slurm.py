@@ -56,15 +56,17 @@ def launch_jobs(settings: DictConfig, jobs: Sequence[CellJob]) -> None:
     """
     plain = OmegaConf.to_container(settings, resolve=True)
     assert isinstance(plain, dict)  # of a DictConfig
-    own: dict[str, Any] = {str(name): value for name, value in plain.items() if value is not None}
-    own.pop("_target_", None)
-    requeued = own.pop("max_num_timeout", 0)
+    parameters: dict[str, Any] = {str(name): value for name, value in plain.items() if value is not None}
+    parameters.pop("_target_", None)
+    requeued = parameters.pop("max_num_timeout", 0)
     logs = jobs[0].folder / ".submitit" / "%j"
     executor = submitit.AutoExecutor(logs, cluster="slurm", slurm_max_num_timeout=requeued)
-    executor.update_parameters(**{name if name in SHARED else f"slurm_{name}": own for name, own in own.items()})
+    executor.update_parameters(
+        **{name if name in SHARED else f"slurm_{name}": value for name, value in parameters.items()}
+    )
     with executor.batch():
-        found = [executor.submit(job) for job in jobs]
+        submitted = [executor.submit(job) for job in jobs]
     with waiting():
-        failures = [error for job in found if (error := job.exception()) is not None]
+        failures = [error for job in submitted if (error := job.exception()) is not None]
     if failures:
         raise failures[0]

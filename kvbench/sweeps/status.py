@@ -76,9 +76,9 @@ class RunState:
 
 def count_records(path: Path) -> tuple[int, int, str]:
     """Return the number of whole records of a run, of those whose sample failed, and what is damaged, or ""."""
-    found = RunRecords(path)
-    errors = [record.get("error") is not None for record in found]
-    return len(errors), sum(errors), "; ".join(found.damage)
+    records = RunRecords(path)
+    errors = [record.get("error") is not None for record in records]
+    return len(errors), sum(errors), "; ".join(records.damage)
 
 
 @dataclass(frozen=True)
@@ -145,14 +145,14 @@ def is_busy(locks: Path) -> bool:
 
 def make_sweep_folder(folder: Path) -> Path:
     """Create a folder and return it. If another sweep began in the same second and has it, the name gets -2, -3, …"""
-    own, number = folder, 1
+    made, number = folder, 1
     while True:
         try:
-            own.mkdir(parents=True)
-            return own
+            made.mkdir(parents=True)
+            return made
         except FileExistsError:
             number += 1
-            own = folder.with_name(f"{folder.name}-{number}")
+            made = folder.with_name(f"{folder.name}-{number}")
 
 
 def write_cells(folder: Path, cells: Sequence[SweepCell]) -> None:
@@ -210,8 +210,8 @@ def find_newest(results: Path) -> Path:
     Raises:
         SettingError: There is no sweep.
     """
-    if found := list_sweeps(results):
-        return found[0]
+    if sweeps := list_sweeps(results):
+        return sweeps[0]
     raise SettingError(f"results={results}: no sweep was begun there")
 
 
@@ -229,18 +229,18 @@ def read_planned_states(results: Path, cells: Sequence[SweepCell]) -> list[RunSt
 def describe_plan(results: Path, cells: Sequence[SweepCell], states: Sequence[RunState]) -> str:
     """Return a text that lists the cells with their states and estimates the remaining time."""
     times = SampleTimes(results)
-    spent = estimate_left(times, [(cell.run, cell.readings, own) for cell, own in zip(cells, states, strict=True)])
+    spent = estimate_left(times, [(cell.run, cell.readings, state) for cell, state in zip(cells, states, strict=True)])
     lines = [
-        f"  {cell.label:<60} {state}" + (f", about {own / 60:.1f} min" if own else "")
-        for cell, state, own in zip(cells, states, spent, strict=True)
+        f"  {cell.label:<60} {state}" + (f", about {seconds / 60:.1f} min" if seconds else "")
+        for cell, state, seconds in zip(cells, states, spent, strict=True)
     ]
     if full := estimate_baselines(results, times, cells, states):
         spent += full
-        known = sum(own or 0.0 for own in full)
+        known = sum(seconds or 0.0 for seconds in full)
         named = f"full cache, which these are compared with ({len(full)})"
         lines.append(f"  {named:<60} to do" + (f", about {known / 60:.1f} min" if known else ""))
     said = count_states(states)
-    total, unknown = sum(own or 0.0 for own in spent), spent.count(None)
+    total, unknown = sum(seconds or 0.0 for seconds in spent), spent.count(None)
     hours = f"about {total / 3600:.2f} hours are left on one worker" if total else ""
     if unknown:
         hours += f"{'; ' if hours else ''}{unknown} runs have no measured time to go by"
@@ -249,7 +249,7 @@ def describe_plan(results: Path, cells: Sequence[SweepCell], states: Sequence[Ru
 
 def count_states(states: Sequence[RunState]) -> str:
     """ "3 done, 1 refused"."""
-    return ", ".join(f"{count} {name}" for name in STATES if (count := sum(own.name == name for own in states)))
+    return ", ".join(f"{count} {name}" for name in STATES if (count := sum(state.name == name for state in states)))
 
 
 def estimate_left(
@@ -265,16 +265,16 @@ def estimate_left(
     Returns:
         Seconds for each cell: 0 if nothing is left to do, None if nothing is known.
     """
-    found: list[float | None] = []
+    estimates: list[float | None] = []
     begun: set[str] = set()
     for value, readings, state in cells:
-        own = {name for name in readings[:1] if name is not None}
+        reading = {name for name in readings[:1] if name is not None}
         if state.name in ("done", "failed", "refused"):
-            found.append(0.0)
+            estimates.append(0.0)
             continue
-        found.append(None if value is None else times.estimate_left(value, state, prefilled=bool(begun & own)))
-        begun |= own
-    return found
+        estimates.append(None if value is None else times.estimate_left(value, state, prefilled=bool(begun & reading)))
+        begun |= reading
+    return estimates
 
 
 def estimate_baselines(
@@ -292,14 +292,14 @@ def estimate_baselines(
     }
     for cell in cells:
         needed.pop(cell.names[0] if cell.names else "", None)
-    found = []
+    estimates = []
     for name, cell in needed.items():
         state = read_state(results, name)
         if state.name != "done":
             assert cell.baseline is not None  # these cells were chosen above
             shared = bool(cell.readings) and cell.readings[0] is not None and cell.readings[0] == cell.readings[-1]
-            found.append(times.estimate_left(cell.baseline, state, prefilled=shared))
-    return found
+            estimates.append(times.estimate_left(cell.baseline, state, prefilled=shared))
+    return estimates
 
 
 class SampleTimes:
@@ -357,9 +357,9 @@ def print_states(results: Path, folder: Path, with_done: bool = True) -> None:
         folder: The sweep's folder.
         with_done: Print a line for cells that are done too.
     """
-    found = list(read_states(results, folder))
+    states = list(read_states(results, folder))
     print(folder)
-    for label, state in found:
+    for label, state in states:
         if with_done or str(state) != "done":
             print(f"  {label:<60} {state}")
-    print(count_states([own for _, own in found]))
+    print(count_states([state for _, state in states]))

@@ -18,7 +18,13 @@ ELSEWHERE = ("device", "sources")  # settings of a run that say where and by whi
 
 def list_values(sweeps: Iterable[Sweep]) -> dict[str, Mapping[str, Any]]:
     """Return hash -> settings of the runs of sweeps, those of the full cache included."""
-    runs = [run for sweep in sweeps for own in sweep.cells if own.run for run in (own.run.baseline(), own.run)]
+    runs = [
+        run
+        for sweep in sweeps
+        for planned in sweep.cells
+        if planned.run
+        for run in (planned.run.baseline(), planned.run)
+    ]
     return {run_hash(run.value): run.value for run in runs}
 
 
@@ -53,7 +59,7 @@ def check_store(tier: str, values: Mapping[str, Mapping[str, Any]], results: Pat
 
 def hash_experiment(value: Mapping[str, Any]) -> str:
     """Return a hash of all settings of a run but those of ELSEWHERE."""
-    return run_hash({name: own for name, own in value.items() if name not in ELSEWHERE})
+    return run_hash({name: setting for name, setting in value.items() if name not in ELSEWHERE})
 
 
 def describe_device(device: Mapping[str, Any]) -> str:
@@ -66,5 +72,5 @@ def describe_device(device: Mapping[str, Any]) -> str:
 
 def describe_code(run: StoredRun) -> str:
     """Return the revision of the code that made a run."""
-    codes = {str(own["code"]) for own in run.machines if own.get("code")}
+    codes = {str(machine["code"]) for machine in run.machines if machine.get("code")}
     return " and ".join(sorted(codes)) or "an unknown revision"
