@@ -95,10 +95,10 @@ def look_ahead_loss(x: Tensor, weight: Tensor, maps: Tensor, embedding: Tensor, 
 def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the model's weights, by their names in transformers."""
     hidden, inner, queries, keys = recipe.hidden, recipe.inner, recipe.heads * DIM, recipe.kv_heads * DIM
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
-    found |= {"model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
+    shapes |= {"model.norm.weight": (hidden,)}
     for i in range(recipe.layers):
-        found |= {
+        shapes |= {
             f"model.layers.{i}.input_layernorm.weight": (hidden,),
             f"model.layers.{i}.self_attn.q_proj.weight": (queries, hidden),
             f"model.layers.{i}.self_attn.k_proj.weight": (keys, hidden),
@@ -109,7 +109,7 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
             f"model.layers.{i}.mlp.up_proj.weight": (inner, hidden),
             f"model.layers.{i}.mlp.down_proj.weight": (hidden, inner),
         }
-    return found
+    return shapes
 
 
 class Llama(nn.Module):
@@ -127,10 +127,10 @@ class Llama(nn.Module):
         super().__init__()
         self.recipe = recipe
         draw = torch.Generator().manual_seed(seed)
-        own = weight_shapes(recipe)
-        self.names = list(own)
+        shapes = weight_shapes(recipe)
+        self.names = list(shapes)
         self.weights = nn.ParameterList()
-        for name, shape in own.items():
+        for name, shape in shapes.items():
             weight = torch.ones(shape)
             # A norm starts at 1. The embedding has a standard deviation of 0.02, other matrices one over the root of
             # their fan-in. Matrices that write to the residual are scaled down by the depth.

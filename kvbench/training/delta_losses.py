@@ -159,7 +159,7 @@ def draw_compressors(layers: int, width: int, recipe: DeltaRecipe) -> list[Compr
 
     def draw_gelu(outputs: int, inputs: int) -> Network:
         weights = draw(recipe.inner, inputs), draw(outputs, recipe.inner)
-        return Network("mlp_gelu", weights, tuple(draw_for(own.shape[1], len(own)) for own in weights))
+        return Network("mlp_gelu", weights, tuple(draw_for(weight.shape[1], len(weight)) for weight in weights))
 
     def draw_full() -> Compressor:
         return Compressor((draw_gelu(recipe.code, width),), (draw_gelu(width, recipe.code),))
@@ -191,8 +191,8 @@ def average_references(kv: Tensor, sinks: int, stride: int, neighbours: int) -> 
     centres = kv[:, places]
     with torch.no_grad():
         exact = torch.promote_types(kv.dtype, torch.float32)
-        rows, own = kv[:, sinks:].to(exact), centres.to(exact)
-        scores = 2 * rows @ own.mT - own.square().sum(-1)[:, None]
+        rows, exact_centres = kv[:, sinks:].to(exact), centres.to(exact)
+        scores = 2 * rows @ exact_centres.mT - exact_centres.square().sum(-1)[:, None]
         tokens = torch.arange(sinks, sinks + rows.shape[1], device=kv.device)
         scores.masked_fill_(places > tokens[:, None], -torch.inf)
         best = scores.topk(min(neighbours, len(places)), -1)
@@ -255,7 +255,7 @@ def hook_layer(attention: Any, number: int, replace: Replace) -> list[Any]:
         if module not in made:
             sides = [attention.k_proj, attention.v_proj]
             rows = [output if side is module else side.forward(*args) for side in sides]  # forward calls no hook
-            replaced = replace(number, torch.cat(rows, -1)).split([own.shape[-1] for own in rows], -1)
+            replaced = replace(number, torch.cat(rows, -1)).split([side_rows.shape[-1] for side_rows in rows], -1)
             made.update(zip(sides, replaced, strict=True))
         return made.pop(module)
 
@@ -264,15 +264,15 @@ def hook_layer(attention: Any, number: int, replace: Replace) -> list[Any]:
 
 def collect_rows(model: torch.nn.Module, ids: Tensor) -> list[Tensor]:
     """Return [K ‖ V] of each layer of the untouched model, (B, T, 2·d_k) each, without gradients."""
-    found = []
+    rows = []
 
     def keep(layer: int, kv: Tensor) -> Tensor:
-        found.append(kv)
+        rows.append(kv)
         return kv
 
     with torch.no_grad(), replace_rows(model, keep):
         find_text_decoder(model)(input_ids=ids, use_cache=False)
-    return found
+    return rows
 
 
 def compute_cross_entropy(model: Any, ids: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def count_held_out(sequences: int) -> int:
 
 def count_needed(trained: int) -> int:
     """Return how many sequences a text must have so that so many are left beside those held out."""
-    return next(own for own in count(trained + 1) if own - count_held_out(own) >= trained)
+    return next(total for total in count(trained + 1) if total - count_held_out(total) >= trained)
 
 
 def name_state(out: Path) -> Path:
@@ -179,7 +179,7 @@ class DeltaTraining:
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         drawn = draw_compressors(len(find_text_decoder(model).layers), width, recipe)
-        self.masters = [own.to(self.device, torch.float32) for own in drawn]
+        self.masters = [compressor.to(self.device, torch.float32) for compressor in drawn]
         self.weights = {name: weight.requires_grad_() for name, weight in name_weights(self.masters).items()}
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=recipe.rate, weight_decay=0.0)
         self.step, self.logged = 0, 0
@@ -193,7 +193,7 @@ class DeltaTraining:
 
     def compressors(self) -> list[Compressor]:
         """Return the compressors in the model's dtype. Gradients flow back to the weights in float32."""
-        return [own.to(self.device, self.dtype) for own in self.masters]
+        return [compressor.to(self.device, self.dtype) for compressor in self.masters]
 
     def save(self) -> None:
         """Write the state from which the training goes on.
@@ -269,15 +269,17 @@ class DeltaTraining:
     @torch.no_grad()
     def evaluate(self) -> HeldOut:
         """Compute the losses of the written compressors on the sequences held out."""
-        compressors = [own.to(self.device, FILE_DTYPE).to(self.device, self.dtype) for own in self.masters]
+        compressors = [
+            compressor.to(self.device, FILE_DTYPE).to(self.device, self.dtype) for compressor in self.masters
+        ]
         untouched, compressed, errors = [], [], []
-        for own in self.held_out:
-            ids = own[None].to(self.device, torch.int64)
+        for sequence in self.held_out:
+            ids = sequence[None].to(self.device, torch.int64)
             untouched.append(compute_cross_entropy(self.model, ids).double())
             entropy, error = compute_losses(self.model, compressors, ids, self.recipe)
             compressed.append(entropy.double())
             errors.append(error.double())
-        means = [torch.stack(own).mean(0) for own in (untouched, compressed, errors)]
+        means = [torch.stack(losses).mean(0) for losses in (untouched, compressed, errors)]
         return HeldOut(self.held_out.numel(), means[0].item(), means[1].item(), means[2].tolist())
 
     def write(self, metadata: Mapping[str, str]) -> None:

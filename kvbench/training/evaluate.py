@@ -143,8 +143,8 @@ def evaluate(given: Namespace, held: dict[str, Any]) -> int:
                 for i in range(0, len(samples), most)
                 for t in generate_answers(model, tokenizer, samples[i : i + most])
             ]
-            own = make_task(subtask, length, given.samples)
-            marks = [own.score(s, t).score for s, t in zip(samples, texts, strict=True)]
+            task = make_task(subtask, length, given.samples)
+            marks = [task.score(s, t).score for s, t in zip(samples, texts, strict=True)]
             score = {"task": subtask, "steps" if subtask == LEDGER else "length": length, "samples": len(marks)}
             score |= {"score": round(sum(marks) / len(marks), 1)}
             held["scores"] = [*(one for one in held["scores"] if score_key(one) != (subtask, length)), score]

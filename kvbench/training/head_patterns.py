@@ -25,14 +25,14 @@ class ScoreRecorder(KVzip):
 
 
 def compute_head_scores(
-    model: torch.nn.Module, sequences: Sequence[Tensor], own: PromptEncoder, prefix: int = 0, **args: Any
+    model: torch.nn.Module, sequences: Sequence[Tensor], words: PromptEncoder, prefix: int = 0, **args: Any
 ) -> Tensor:
     """Compute KVzip's head scores.
 
     Args:
         model: The model.
         sequences: Texts as token ids, each of shape (tokens,).
-        own: Encodes the prompts of KVzip.
+        words: Encodes the prompts of KVzip.
         prefix: Number of tokens at the beginning that are not part of the text.
         args: Settings of conf/method/kvzip.yaml.
 
@@ -40,13 +40,15 @@ def compute_head_scores(
         The mean scores over the sequences in float32, shape (layers, KV heads); nan for layers with a sliding window.
     """
     chosen = {k: v for k, v in load_settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
-    found = []
+    sequence_scores = []
     for ids in sequences:
-        states = record_states(model, ids, ScoreRecorder(**chosen), 0.5, prefix, own)
+        states = record_states(model, ids, ScoreRecorder(**chosen), 0.5, prefix, words)
         scores = [None if state is None else state.layer["scores"][0] for state in states]
         nothing = torch.full((read_layout(model).heads,), torch.nan)
-        found.append(torch.stack([nothing if own is None else own.amax(-1).float().cpu() for own in scores]))
-    return torch.stack(found).mean(0)
+        sequence_scores.append(
+            torch.stack([nothing if layer is None else layer.amax(-1).float().cpu() for layer in scores])
+        )
+    return torch.stack(sequence_scores).mean(0)
 
 
 def write_pattern(alpha: Tensor, folder: Path, sinks: int, recent: int, source: str) -> None:

@@ -189,8 +189,8 @@ class TargetRecorder(KVzip):
         start, stop = observation.about
         spoken = replace(observation, queries=observation.queries[:, :, start - stop :])  # without the request
         values, weight = rows.values[:, :, start:stop], 1 / hidden[:, start - stop :].to(rows.mass.dtype).norm(dim=-1)
-        found = self.score_weighed(spoken, weight, rows.keys, values, slice(start, stop))
-        state.layer["scores"] = pad(found, (start, 0))  # the prefix scores 0
+        scores = self.score_weighed(spoken, weight, rows.keys, values, slice(start, stop))
+        state.layer["scores"] = pad(scores, (start, 0))  # the prefix scores 0
         return {}
 
     def forget(self, state: State) -> None:
@@ -214,16 +214,16 @@ def compute_targets(model: torch.nn.Module, prompts: RepeatedTexts, ids: Tensor)
     settings = {k: v for k, v in load_settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
     prefix = len(prompts.prefix)
     text = torch.cat([ids.new_tensor(prompts.prefix), ids])
-    found: list[tuple[Tensor, Tensor] | None] = []
-    for own in record_states(model, text, TargetRecorder(**settings), 0.5, prefix, prompts.words):
-        if own is None:
-            found.append(None)
+    targets: list[tuple[Tensor, Tensor] | None] = []
+    for recorded in record_states(model, text, TargetRecorder(**settings), 0.5, prefix, prompts.words):
+        if recorded is None:
+            targets.append(None)
             continue
-        state = own.layer
+        state = recorded.layer
         scores = state["scores"][0, :, prefix:]
         logs = scores.clamp(min=torch.finfo(scores.dtype).tiny).log()
-        found.append((state["hidden"][0, prefix:], logs.mT))
-    return found
+        targets.append((state["hidden"][0, prefix:], logs.mT))
+    return targets
 
 
 def collect_samples(model: torch.nn.Module, prompts: RepeatedTexts, sequences: Tensor, recipe: KVzapRecipe) -> Samples:
@@ -239,26 +239,26 @@ def collect_samples(model: torch.nn.Module, prompts: RepeatedTexts, sequences: T
     hidden = targets = torch.empty(0)
     layers: tuple[int, ...] = ()
     for number, ids in enumerate(tqdm(sequences, desc="kvzap: read", unit="text", file=sys.stderr)):
-        found = compute_targets(model, prompts, ids.long())
-        own = {layer: pair for layer, pair in enumerate(found) if pair is not None}
+        layer_pairs = compute_targets(model, prompts, ids.long())
+        pairs = {layer: pair for layer, pair in enumerate(layer_pairs) if pair is not None}
         if number == 0:
-            layers, (states, logs) = tuple(own), next(iter(own.values()))
+            layers, (states, logs) = tuple(pairs), next(iter(pairs.values()))
             size = len(sequences) * recipe.tokens
             hidden = torch.empty(len(layers), size, states.shape[1], dtype=states.dtype)
             targets = torch.empty(len(layers), size, logs.shape[1])
         places = torch.randperm(len(ids), generator=generator)[: recipe.tokens].to(next(model.parameters()).device)
         part = slice(number * recipe.tokens, (number + 1) * recipe.tokens)
-        for index, (states, logs) in enumerate(own.values()):
+        for index, (states, logs) in enumerate(pairs.values()):
             hidden[index, part], targets[index, part] = states[places], logs[places]
     return Samples(hidden, targets, layers)
 
 
 def train(samples: Samples, recipe: KVzapRecipe, device: str) -> list[Network]:
     """Train the network of each layer. Returns them in the dtype of the hidden states, on the CPU."""
-    found = (
+    networks = (
         solve_ridge(samples, recipe.ridge, device) if recipe.kind == "linear" else train_mlp(samples, recipe, device)
     )
-    return [own.to("cpu", samples.hidden.dtype) for own in found]
+    return [network.to("cpu", samples.hidden.dtype) for network in networks]
 
 
 def solve_ridge(samples: Samples, ridge: float, device: str) -> list[Network]:
@@ -266,15 +266,15 @@ def solve_ridge(samples: Samples, ridge: float, device: str) -> list[Network]:
 
     The bias is free. Everything is computed in float64.
     """
-    found = []
+    networks = []
     for hidden, targets in zip(samples.hidden, samples.targets, strict=True):
         x, y = hidden.to(device, torch.float64), targets.to(device, torch.float64)
         mean, level = x.mean(0), y.mean(0)
         x, y = x - mean, y - level
         gram = x.mT @ x + ridge * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         weight = torch.linalg.solve(gram, x.mT @ y).mT.contiguous()
-        found.append(Network("linear", (weight,), (level - weight @ mean,)))
-    return found
+        networks.append(Network("linear", (weight,), (level - weight @ mean,)))
+    return networks
 
 
 def train_mlp(samples: Samples, recipe: KVzapRecipe, device: str) -> list[Network]:
@@ -283,8 +283,8 @@ def train_mlp(samples: Samples, recipe: KVzapRecipe, device: str) -> list[Networ
     generator = torch.Generator().manual_seed(recipe.seed)
 
     def draw(*shape: int, inputs: int) -> Tensor:  # as torch.nn.Linear does
-        own = torch.rand(layers, *shape, generator=generator).mul_(2).sub_(1).mul_(inputs**-0.5)
-        return own.to(device).requires_grad_()
+        weights = torch.rand(layers, *shape, generator=generator).mul_(2).sub_(1).mul_(inputs**-0.5)
+        return weights.to(device).requires_grad_()
 
     heads, inner = samples.targets.shape[2], recipe.inner
     first, first_bias = draw(inner, width, inputs=width), draw(inner, inputs=width)

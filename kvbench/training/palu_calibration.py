@@ -102,7 +102,7 @@ def choose_recipe(layout: Layout, given: Mapping[str, Any]) -> PaluRecipe:
     Raises:
         SettingError: A setting cannot be used.
     """
-    group = given.get("group") or max(own for own in range(1, 5) if layout.heads % own == 0)
+    group = given.get("group") or max(heads for heads in range(1, 5) if layout.heads % heads == 0)
     share = min(1.0, group * layout.dim / FULL_WIDTH)
 
     def scale(least: int, full: int) -> int:
@@ -155,8 +155,8 @@ def compute_moments(
         if layer in layers:
             rows = kv.flatten(0, 1).double().chunk(2, -1)
             biases = find_biases(decoder.layers[layer].self_attn, rows[0].shape[1])
-            for side, own in zip(SIDES, rows, strict=True):
-                centred = own if (bias := biases[side]) is None else own - bias.double()
+            for side, vectors in zip(SIDES, rows, strict=True):
+                centred = vectors if (bias := biases[side]) is None else vectors - bias.double()
                 parts = centred.unflatten(1, (groups, -1)).transpose(0, 1)
                 sums[layer, side] = sums.get((layer, side), 0) + parts.mT @ parts
         return kv
@@ -165,7 +165,7 @@ def compute_moments(
         for ids in tqdm(sequences, desc="moments", unit="sequence", file=sys.stderr):
             decoder(input_ids=ids[None].to(device, torch.int64), use_cache=False)
     tokens = sum(len(ids) for ids in sequences)
-    return {place: own / tokens for place, own in sums.items()}
+    return {place: moment / tokens for place, moment in sums.items()}
 
 
 def compute_fisher(
@@ -186,21 +186,21 @@ def compute_fisher(
     model.requires_grad_(False)
     decoder, device = find_text_decoder(model), next(model.parameters()).device
     weights = {layer: find_weights(decoder.layers[layer].self_attn) for layer in layers}
-    every = [own.requires_grad_() for layer in layers for own in weights[layer]]
-    squares = [torch.zeros_like(own, dtype=torch.float32) for own in every]
+    every = [weight.requires_grad_() for layer in layers for weight in weights[layer]]
+    squares = [torch.zeros_like(weight, dtype=torch.float32) for weight in every]
     for ids in tqdm(sequences, desc="gradients", unit="sequence", file=sys.stderr):
         loss = compute_cross_entropy(model, ids[None].to(device, torch.int64))
         for square, gradient in zip(squares, torch.autograd.grad(loss, every), strict=True):
             square += gradient.float().square()
     model.requires_grad_(False)
-    found, left = dict[Place, list[float]](), iter(squares)
+    fisher, left = dict[Place, list[float]](), iter(squares)
     for layer in layers:
         rows = torch.cat([next(left) for _ in weights[layer]])[-2 * width :]  # of Phi-3 without the queries
         means = (rows / len(sequences)).sqrt().view(2, groups, -1).double().mean(-1)
         if not means.isfinite().all():
             raise SettingError(f"--dtype: gradients of layer {layer} are not finite; use float32 and --ranks uniform")
-        found |= {(layer, side): own.tolist() for side, own in zip(SIDES, means, strict=True)}
-    return found
+        fisher |= {(layer, side): group_means.tolist() for side, group_means in zip(SIDES, means, strict=True)}
+    return fisher
 
 
 def choose_unit(width: int) -> int:
@@ -232,18 +232,18 @@ def choose_ranks(
         each = share_out({(place, 0): math.fsum(fisher[place]) / groups for place in places}, width * groups, kept)
         ranks = {place: [each[place, 0] // groups] * groups for place in places}
     unit = choose_unit(width)
-    return {place: [min(width, max(1, round(rank / unit)) * unit) for rank in own] for place, own in ranks.items()}
+    return {place: [min(width, max(1, round(rank / unit)) * unit) for rank in exact] for place, exact in ranks.items()}
 
 
 def share_out(fisher: Mapping[tuple[Place, int], float], most: int, kept: float) -> dict[tuple[Place, int], int]:
     """Share the numbers that are kept out in proportion to F. No share exceeds `most`."""
     total = round(len(fisher) * most * kept)
-    exact = {place: total * own / math.fsum(fisher.values()) for place, own in fisher.items()}
-    ranks = {place: min(most, math.floor(own)) for place, own in exact.items()}
+    exact = {place: total * score / math.fsum(fisher.values()) for place, score in fisher.items()}
+    ranks = {place: min(most, math.floor(share)) for place, share in exact.items()}
     order = sorted(ranks, key=lambda place: exact[place] - ranks[place])
     left = total - sum(ranks.values())
     while left:
-        for place in [own for own in order if ranks[own] < most][:left]:
+        for place in [candidate for candidate in order if ranks[candidate] < most][:left]:
             ranks[place] += 1
             left -= 1
     return ranks
@@ -260,8 +260,8 @@ def make_weights(
         biases: The biases, (groups·w,), or None.
     """
     weights = {}
-    for place, own in moments.items():
-        values, vectors = (part.flip(-1) for part in torch.linalg.eigh(own))
+    for place, moment in moments.items():
+        values, vectors = (part.flip(-1) for part in torch.linalg.eigh(moment))
         values = values.clamp(min=FLOOR * values.max().clamp(min=torch.finfo(torch.float32).tiny).item())
         weights[f"{name_module(place)}.eigenvalues"] = values.float().cpu()
         for group, rank in enumerate(ranks[place]):
@@ -270,7 +270,7 @@ def make_weights(
             weights[f"{name}.weight"] = up.float().cpu().contiguous()
             bias = biases[place]
             if bias is not None:
-                weights[f"{name}.bias"] = bias.detach().chunk(len(own))[group].float().cpu().contiguous()
+                weights[f"{name}.bias"] = bias.detach().chunk(len(moment))[group].float().cpu().contiguous()
     return weights
 
 
@@ -296,8 +296,10 @@ def calibrate_model(
         short = sequences[: recipe.fisher_sequences, : recipe.fisher_length]
         fisher = compute_fisher(model, layers, groups * width, groups, [*short])
     ranks = choose_ranks([*moments], width, groups, recipe, fisher)
-    found = {layer: find_biases(find_text_decoder(model).layers[layer].self_attn, groups * width) for layer in layers}
-    biases = {(layer, side): found[layer][side] for layer, side in moments}
+    layer_biases = {
+        layer: find_biases(find_text_decoder(model).layers[layer].self_attn, groups * width) for layer in layers
+    }
+    biases = {(layer, side): layer_biases[layer][side] for layer, side in moments}
     return make_weights(moments, ranks, biases), ranks
 
 
@@ -318,13 +320,13 @@ def draw_projections(layout: Layout, recipe: PaluRecipe, seed: int) -> tuple[dic
     ranks = choose_ranks(places, width, groups, recipe, None)
     weights = {
         f"{name_group(place, group)}.weight": torch.linalg.qr(torch.randn(width, rank, generator=generator)).Q
-        for place, own in ranks.items()
-        for group, rank in enumerate(own)
+        for place, group_ranks in ranks.items()
+        for group, rank in enumerate(group_ranks)
     }
     return weights, ranks
 
 
 def describe_ranks(ranks: Mapping[Place, Sequence[int]], recipe: PaluRecipe) -> dict[str, str]:
     """Return what the metadata say about the ranks and the recipe."""
-    named = {name_module(place): list(own) for place, own in ranks.items()}
+    named = {name_module(place): list(group_ranks) for place, group_ranks in ranks.items()}
     return {"head_wise_ranks": json.dumps(named), "recipe": json.dumps(asdict(recipe))}

@@ -41,12 +41,12 @@ def collect_queries(model: torch.nn.Module, sequences: Sequence[Tensor], count: 
         The queries of each layer, shape (query heads, about `count`, d); None for layers with a sliding window.
     """
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    collected = []
     for ids in sequences:
         places = torch.randperm(len(ids), generator=generator)[: -(-count // len(sequences))].sort().values
         states = record_states(model, ids, QueryRecorder("recorder", places=places))
-        found.append([None if state is None else state.layer["queries"] for state in states])
-    return [None if own[0] is None else torch.cat(own, 1) for own in zip(*found, strict=True)]
+        collected.append([None if state is None else state.layer["queries"] for state in states])
+    return [None if queries[0] is None else torch.cat(queries, 1) for queries in zip(*collected, strict=True)]
 
 
 def compute_query_filters(
@@ -65,25 +65,25 @@ def compute_query_filters(
     """
     shape = read_layout(model)
     filters = torch.zeros(shape.layers, shape.heads, shape.dim)
-    for layer, own in enumerate(collect_queries(model, sequences, count, seed)):
-        if own is not None:
-            filters[layer] = -find_directions(own).view(shape.heads, -1, shape.dim).mean(1)
+    for layer, queries in enumerate(collect_queries(model, sequences, count, seed)):
+        if queries is not None:
+            filters[layer] = -find_directions(queries).view(shape.heads, -1, shape.dim).mean(1)
     return filters
 
 
-def find_directions(own: Tensor) -> Tensor:
+def find_directions(queries: Tensor) -> Tensor:
     """Return the first right singular vector of each head's queries.
 
     The sign is chosen so that most queries have a positive product with the vector.
 
     Args:
-        own: Queries, shape (query heads, n, d).
+        queries: Queries, shape (query heads, n, d).
 
     Returns:
         The vectors, shape (query heads, d).
     """
-    first = torch.linalg.svd(own, full_matrices=False).Vh[:, 0]
-    positive = ((own @ first[..., None]) > 0).float().mean((1, 2)) >= 0.5
+    first = torch.linalg.svd(queries, full_matrices=False).Vh[:, 0]
+    positive = ((queries @ first[..., None]) > 0).float().mean((1, 2)) >= 0.5
     return torch.where(positive[:, None], first, -first)
 
 

@@ -26,8 +26,8 @@ class QuerySums(Method):
         cos, sin = (part[0] for part in observation.rotation(places[None]))
         plain = rerotate(queries, (cos, sin), (torch.ones_like(cos), torch.zeros_like(sin)))
         sums = {MEAN: plain, ABS: pair_sizes(plain, cos.shape[1])}
-        for name, own in sums.items():
-            state.layer[name] = state.layer.get(name, 0) + own.double().sum(1).cpu()
+        for name, vectors in sums.items():
+            state.layer[name] = state.layer.get(name, 0) + vectors.double().sum(1).cpu()
         return {}
 
 
@@ -49,9 +49,9 @@ def compute_query_statistics(model: torch.nn.Module, sequences: Iterable[Tensor]
             if state is not None:
                 before = totals.get(layer)
                 totals[layer] = {
-                    name: own if before is None else before[name] + own for name, own in state.layer.items()
+                    name: total if before is None else before[name] + total for name, total in state.layer.items()
                 }
     like = next(iter(totals.values()))
-    none = {name: torch.zeros_like(own) for name, own in like.items()}
+    none = {name: torch.zeros_like(total) for name, total in like.items()}
     layers = [totals.get(layer, none) for layer in range(read_layout(model).layers)]
-    return {name: torch.stack([(own[name] / tokens).float() for own in layers]) for name in (MEAN, ABS)}
+    return {name: torch.stack([(sums[name] / tokens).float() for sums in layers]) for name in (MEAN, ABS)}

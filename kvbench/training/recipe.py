@@ -117,7 +117,7 @@ class Recipe:
         Raises:
             SettingError: A name is unknown, a value has another type, or `check` refuses it.
         """
-        known, own = {one.name for one in fields(self)}, {}
+        known, changes = {one.name for one in fields(self)}, {}
         for setting in settings:
             name, _, text = setting.partition("=")
             if name not in known:
@@ -131,8 +131,8 @@ class Recipe:
                 raise SettingError(f"{setting}: a value like {json.dumps(before)}")
             if isinstance(value, list):  # the stages
                 value = [tuple(one) if isinstance(one, list) else one for one in value]
-            own[name] = type(before)(value)
-        made = replace(self, **own)
+            changes[name] = type(before)(value)
+        made = replace(self, **changes)
         made.check()
         return made
 
@@ -178,5 +178,5 @@ class Recipe:
 
 def load_recipe(folder: Path) -> Recipe:
     """Read recipe.json from a folder."""
-    own = json.loads((folder / "recipe.json").read_text())
-    return Recipe(**own | {"stages": tuple(map(tuple, own["stages"]))})
+    settings = json.loads((folder / "recipe.json").read_text())
+    return Recipe(**settings | {"stages": tuple(map(tuple, settings["stages"]))})

@@ -65,7 +65,7 @@ def write_tensors(out: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     A run is identified by a hash of its method's file, and safetensors writes metadata in a random order. The header is
     therefore sorted.
     """
-    made = save({name: own.contiguous() for name, own in tensors.items()}, {"format": "pt", **metadata})
+    made = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt", **metadata})
     stop = 8 + int.from_bytes(made[:8], "little")
     header = json.dumps(json.loads(made[8:stop]), sort_keys=True, ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)  # tensors are aligned to 8 bytes

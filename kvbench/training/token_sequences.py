@@ -89,15 +89,15 @@ def find_packages(names: Sequence[str]) -> list[str]:
     Raises:
         SettingError: A name is none of an importable package, or has no folder of sources.
     """
-    found = []
+    versions = []
     for name in names:
         if not find_sources(name):
             raise SettingError(f"--packages={','.join(names)}: there is no installed package {name!r} with sources")
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(name)
-    return found
+            versions.append(name)
+    return versions
 
 
 def find_sources(package: str) -> list[Path]:
@@ -118,8 +118,8 @@ def read_docstrings(packages: Sequence[str], seed: int) -> Iterator[str]:
                 tree = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError):  # some packages hold files for other versions of Python, for tests
             continue
-        own = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
-        if text := "\n\n".join(filter(None, own)):
+        docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+        if text := "\n\n".join(filter(None, docstrings)):
             yield text
 
 
@@ -176,7 +176,7 @@ def pack_texts(
     Raises:
         SettingError: The texts are too short.
     """
-    before, after = ([] if own is None else [own] for own in (tokenizer.bos_token_id, tokenizer.eos_token_id))
+    before, after = ([] if token is None else [token] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
     if between is not None:
         before, after = [], tokenizer(between, add_special_tokens=False).input_ids
     tokens, digest, count = array("i"), hashlib.sha256(), 0

@@ -49,13 +49,13 @@ QUIET = 60  # seconds without a sample after which the training ends
 SURE = math.log(2)  # nats; a token with a smaller loss has a probability over 0.5
 
 
-def feed_batches(name: str, folder: Path, own: Recipe, progress, full) -> None:
+def feed_batches(name: str, folder: Path, recipe: Recipe, progress, full) -> None:
     """Make batches in a worker process until this process or its parent ends.
 
     Args:
         name: Part of the seed; every worker has another one.
         folder: Folder with the tokenizer.
-        own: The recipe.
+        recipe: The recipe.
         progress: Shared value: the share of the training time that is over.
         full: Queue of finished batches. A worker that fails puts its traceback there as text.
     """
@@ -63,14 +63,14 @@ def feed_batches(name: str, folder: Path, own: Recipe, progress, full) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the workers
     Thread(target=exit_with_parent, daemon=True).start()
     try:
-        maker = training_data.SampleMaker(name, training_data.load_tokenizer(folder), own)
+        maker = training_data.SampleMaker(name, training_data.load_tokenizer(folder), recipe)
         while True:
             done = progress.value
-            *earlier, length = own.lengths(done)
+            *earlier, length = recipe.lengths(done)
             earlier = [x for x in earlier if x >= 1024]
-            if earlier and maker.rng.random() < own.shorter:
+            if earlier and maker.rng.random() < recipe.shorter:
                 length = maker.rng.choice(earlier)
-            full.put(training_data.make_batch(maker, length, own.copies if done < own.copying else 0.0))
+            full.put(training_data.make_batch(maker, length, recipe.copies if done < recipe.copying else 0.0))
     except Exception:
         full.put(traceback.format_exc())
 
@@ -105,9 +105,9 @@ def receive_batches(full, processes: list) -> Iterator[training_data.Batch]:
             yield made
 
 
-def learning_rate(own: Recipe, done: float) -> float:
+def learning_rate(recipe: Recipe, done: float) -> float:
     """Return the learning rate at a time from 0 to 1: a linear rise, a constant part, and a linear fall to zero."""
-    return own.rate * min(1.0, done / own.warmup, max(0.0, 1 - done) / (1 - own.steady))
+    return recipe.rate * min(1.0, done / recipe.warmup, max(0.0, 1 - done) / (1 - recipe.steady))
 
 
 def save_model(model: Llama, folder: Path) -> None:
@@ -209,11 +209,11 @@ class Training:
             torch.from_numpy(part).to(self.device, non_blocking=True) for part in (made.pairs, made.targets)
         )
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            own, last = self.model(ids[:, :-1], ids[:, 1:])
+            next_token, last = self.model(ids[:, :-1], ids[:, 1:])
             if not self.recipe.look_ahead:
-                return own, weights, own.new_zeros(())
+                return next_token, weights, next_token.new_zeros(())
             looked = self.model.compute_look_ahead_loss(last, pairs, targets)
-        return own, weights, looked.sum() / (targets >= 0).sum().clamp(min=1)
+        return next_token, weights, looked.sum() / (targets >= 0).sum().clamp(min=1)
 
     def take(self, made: training_data.Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Take one step of the optimizer.
@@ -223,13 +223,13 @@ class Training:
             in each row: the sum of their tokens' losses in nats, the number of tokens, and 1 if every token has a
             probability over 0.5, so that greedy decoding answers correctly, else 0.
         """
-        own, done = self.recipe, self.spent / self.limit
+        recipe, done = self.recipe, self.spent / self.limit
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(own, done)
+            group["lr"] = learning_rate(recipe, done)
         losses, weights, looked = self.losses(made)
         loss = (losses * weights).sum() / weights.sum()
-        (loss + own.look_weight * min(1.0, done / own.look_ramp) * looked).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), own.clip)
+        (loss + recipe.look_weight * min(1.0, done / recipe.look_ramp) * looked).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         answers = (weights > 1.5 * training_data.CONTEXT).float()
@@ -269,7 +269,7 @@ class TrainingLog:
         self.told.index_add_(1, kinds, torch.cat((rows, torch.ones_like(rows[:1]))))
         if training.step % self.EVERY:
             return
-        told = [(name, *own) for name, *own in zip(self.names, *self.told.tolist(), strict=True) if own[1]]
+        told = [(name, *sums) for name, *sums in zip(self.names, *self.told.tolist(), strict=True) if sums[1]]
         line = {"step": training.step, "seconds": round(training.spent, 1), "tokens": training.tokens,
                 "length": made.ids.shape[1] - 1, "loss": round(loss.item(), 4), "ahead": round(looked.item(), 4),
                 "answers": {name: round(nats / tokens, 4) for name, nats, tokens, _, _ in told},
@@ -339,7 +339,7 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
     return code
 
 
-def check_weights(weights: Path, own: Recipe) -> None:
+def check_weights(weights: Path, recipe: Recipe) -> None:
     """Check that a folder contains weights of the recipe's shape.
 
     Raises:
@@ -348,7 +348,7 @@ def check_weights(weights: Path, own: Recipe) -> None:
     config = weights / "config.json"
     if not config.is_file() or not any(weights.glob("model*.safetensors")):
         raise SettingError(f"--weights={weights}: no folder with config.json and model*.safetensors")
-    held, wanted = json.loads(config.read_text()), own.config()
+    held, wanted = json.loads(config.read_text()), recipe.config()
     differ = [
         f"{name} is {held.get(name)}, the recipe's {wanted[name]}" for name in wanted if held.get(name) != wanted[name]
     ]
@@ -358,5 +358,5 @@ def check_weights(weights: Path, own: Recipe) -> None:
     for path in weights.glob("model*.safetensors"):
         with safe_open(path, "pt") as file:
             names |= set(file.keys())
-    if missing := sorted(weight_shapes(own).keys() - names):
+    if missing := sorted(weight_shapes(recipe).keys() - names):
         raise SettingError(f"--weights={weights}: {len(missing)} weights are missing, {missing[0]} for one")

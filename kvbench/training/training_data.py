@@ -115,18 +115,20 @@ def compute_shares(recipe: Recipe) -> dict[str, tuple[float, float]]:
     Raises:
         SettingError: The recipe's `mix` is invalid.
     """
-    found: dict[str, tuple[float, float]] = {}
-    own = ((TURNS, recipe.turns), (LEDGER, recipe.ledgers), (NEEDLE, recipe.needles))
-    for kinds, part in ((RULER, 1 - sum(part for _, part in own)), *own):
+    shares: dict[str, tuple[float, float]] = {}
+    special = ((TURNS, recipe.turns), (LEDGER, recipe.ledgers), (NEEDLE, recipe.needles))
+    for kinds, part in ((RULER, 1 - sum(part for _, part in special)), *special):
         whole = sum(share for share, _ in kinds.values())
-        found |= {name: (recipe.mix.get(name, part * share / whole), tokens) for name, (share, tokens) in kinds.items()}
+        shares |= {
+            name: (recipe.mix.get(name, part * share / whole), tokens) for name, (share, tokens) in kinds.items()
+        }
     for name, share in recipe.mix.items():
-        require_choice("mix", name, found)
+        require_choice("mix", name, shares)
         if not (is_number(share) and share >= 0):
             raise SettingError(f"mix: {name} is {share}: a number of at least 0")
-    if not any(share for share, _ in found.values()):
+    if not any(share for share, _ in shares.values()):
         raise SettingError("mix: no kind of sample is left")
-    return found
+    return shares
 
 
 class SampleMaker:
@@ -188,12 +190,12 @@ class SampleMaker:
             encoded = self.tokenizer.encode(text, add_special_tokens=False)
             tokens, borders = encoded.ids, np.searchsorted([start for start, _ in encoded.offsets], ends)
             for piece, (first, last) in zip(run, pairwise([0, *borders]), strict=True):
-                own = tokens[first:last] + [EOS] * (piece.answer and piece.ends)
+                tokens_here = tokens[first:last] + [EOS] * (piece.answer and piece.ends)
                 if piece.answer:
-                    spans.append((asked, len(ids), len(ids) + len(own)))
+                    spans.append((asked, len(ids), len(ids) + len(tokens_here)))
                 asked = len(ids)
-                ids += own
-                weights += [rest if piece.weight == CONTEXT else piece.weight] * len(own)
+                ids += tokens_here
+                weights += [rest if piece.weight == CONTEXT else piece.weight] * len(tokens_here)
         return TrainingSample(name, ids, weights, spans)
 
     def pieces(self, name: str, units: int, length: int) -> list[Piece] | None:
@@ -243,14 +245,14 @@ class SampleMaker:
         """Replace the values of the facts by values that differ in a few characters from each other."""
         facts = [[values, i] for values in draws["values"] for i in range(len(values))]
         facts += [[other, 1] for other in draws.get("others", ())]
-        sources = [own[i] for own, i in self.rng.sample(facts, 1 + len(facts) // 16)]
+        sources = [values[i] for values, i in self.rng.sample(facts, 1 + len(facts) // 16)]
         taken = set()
-        for own, i in facts:
+        for values, i in facts:
             value = self._alike(self.rng.choice(sources))
             while value in taken:
                 value = self._alike(value)
             taken.add(value)
-            own[i] = value
+            values[i] = value
 
     def _alike(self, value: str) -> str:
         """Return the value with one to three characters drawn again, but never the first character."""
@@ -386,8 +388,8 @@ class SampleMaker:
         documents: list[str] = []
         asked: list[tuple[str, str]] = []
         while len(documents) < units and chosen:
-            own, questions = chosen.pop()
-            documents += own
+            article, questions = chosen.pop()
+            documents += article
             asked += questions
         texts = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(documents, 1))
         drawn = self.rng.sample(asked, min(turns, len(asked)))
@@ -405,8 +407,8 @@ class SampleMaker:
         numbers = {city: str(self.rng.randint(10**6, 10**7 - 1)) for city in cities}
         places = sorted(self.rng.choice([0, *(end for end in ends if end < units), units]) for _ in numbers)
         form, text = load_needle_wording(), ""
-        for (first, last), (city, own) in zip(pairwise([0, *places]), numbers.items(), strict=True):
-            text += " " * bool(text) + " ".join(words[first:last]) + form["needle"].format(city=city, number=own)
+        for (first, last), (city, number) in zip(pairwise([0, *places]), numbers.items(), strict=True):
+            text += " " * bool(text) + " ".join(words[first:last]) + form["needle"].format(city=city, number=number)
         text += " " + " ".join(words[places[-1] :])
         pieces = [Piece(form["context"].format(haystack=text.strip()))]
         for city in self.rng.sample(list(numbers), len(numbers)):
@@ -493,11 +495,13 @@ def draw_look_ahead(
         return pairs, targets
     rows, places, asked, begin = np.array(tokens, np.int64).T
     for i, offset in enumerate(offsets):
-        own = places - offset
-        share = np.where(own >= begin, IN_ANSWER, np.where(own >= begin - WINDOW, 1.0, BEFORE)) * (own >= asked)
+        starts = places - offset
+        share = np.where(starts >= begin, IN_ANSWER, np.where(starts >= begin - WINDOW, 1.0, BEFORE)) * (
+            starts >= asked
+        )
         if share.any():
             drawn = draw.choice(len(share), shape[1], p=share / share.sum())
-            pairs[i] = rows[drawn] * length + own[drawn]
+            pairs[i] = rows[drawn] * length + starts[drawn]
             targets[i] = ids[rows[drawn], places[drawn]]
     return pairs, targets
 
