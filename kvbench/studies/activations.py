@@ -74,8 +74,8 @@ class Activations(LayerStudy):
         assert observation.hidden is not None and observation.normed_hidden is not None  # `wants_…`
         if not memory:
             memory |= {"positions": draw_positions(SAMPLED, observation.prompt, self.seed, SINKS), "blocks": []}
-        own = take_block(memory["positions"], observation)
-        states = observation.hidden[0, own], observation.normed_hidden[0, own], observation.queries[0][:, own]
+        places = take_block(memory["positions"], observation)
+        states = observation.hidden[0, places], observation.normed_hidden[0, places], observation.queries[0][:, places]
         memory["blocks"].append(states)
         if not observation.last:
             return
@@ -90,14 +90,14 @@ class Activations(LayerStudy):
             "rotated": rotated.transpose(0, 1).flatten(1),
         }
         memory.clear()
-        memory |= {series: describe_channels(own) for series, own in kinds.items()}
+        memory |= {series: describe_channels(vectors) for series, vectors in kinds.items()}
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         shown = self.list_shown(list(memories))
         for layer, kinds in memories.items():
-            for series, own in kinds.items():
+            for series, numbers in kinds.items():
                 for quantity in NUMBERS:
-                    yield self.line(quantity, own[quantity].mean(), series=series, layer=layer, n=own["count"])
+                    yield self.line(quantity, numbers[quantity].mean(), series=series, layer=layer, n=numbers["count"])
             if layer in shown:
                 yield from self._list_histograms(layer, kinds, first)
         for series, word in CLAIMED.items():
@@ -105,9 +105,9 @@ class Activations(LayerStudy):
             yield self.claim(f"one_mode_{word}", [kinds[series]["modes"] == 1 for kinds in memories.values()])
 
     def _list_histograms(self, layer: int, kinds: Memory, first: bool) -> Iterator[Line]:
-        counts = {series: own["counts"] for series, own in kinds.items()} | {"normal": expect_normal()}
-        for series, own in counts.items():
-            yield from list_shares(self, "shares", own, -ENDS, ENDS, series=series, layer=layer)
+        counts = {series: shares["counts"] for series, shares in kinds.items()} | {"normal": expect_normal()}
+        for series, shares in counts.items():
+            yield from list_shares(self, "shares", shares, -ENDS, ENDS, series=series, layer=layer)
         if first:
             for series in CLAIMED:
                 yield from list_shares(
@@ -139,7 +139,7 @@ def describe_channels(values: Tensor) -> Memory:
         "modes": count_modes(z),
         "distance": distance,
     }
-    return {name: own.double().cpu() for name, own in numbers.items()} | {
+    return {name: per_channel.double().cpu() for name, per_channel in numbers.items()} | {
         "counts": count_bins(z, -ENDS, ENDS, BINS),
         "channel": count_bins(z[:, middle], -ENDS, ENDS, BINS),
         "count": z.numel(),

@@ -41,8 +41,8 @@ class AlternatingSplit(ClosedForm):
                 gaps = measure_gaps(functions, size)
                 yield self.line("gap", gaps.amax(), series=claim, x=size, n=FUNCTIONS)
                 best[claim].append(gaps <= ROUNDING)
-        for claim, own in best.items():
-            yield self.claim(claim, own)
+        for claim, instances in best.items():
+            yield self.claim(claim, instances)
 
 
 def measure_gaps(functions: Tensor, size: int) -> Tensor:
@@ -52,7 +52,7 @@ def measure_gaps(functions: Tensor, size: int) -> Tensor:
         functions: Values at the distances 1, …, 2n-1, (functions, 2n-1).
         size: n
     """
-    halves = [(0, *own) for own in combinations(range(1, 2 * size), size - 1)]  # A holds 0
+    halves = [(0, *rest) for rest in combinations(range(1, 2 * size), size - 1)]  # A holds 0
     sides = torch.ones(len(halves), 2 * size, dtype=functions.dtype).scatter(1, torch.tensor(halves), -1)
     # a pair at some distance is in different halves where the product of its signs is -1
     counts = torch.stack([(1 - sides[:, x:] * sides[:, :-x]).sum(-1) / 2 for x in range(1, 2 * size)])

@@ -24,12 +24,12 @@ KINDS = (LayerStudy, PolicyStudy, TrainingStudy, PromptStudy, ClosedForm)
 @cache
 def load_studies() -> dict[str, type[Study]]:
     """Return every study of kvbench/studies/ by its name, in alphabetical order."""
-    found: dict[str, type[Study]] = {}
+    studies: dict[str, type[Study]] = {}
     for module in iter_modules(kvbench.studies.__path__, "kvbench.studies."):
-        for own in vars(import_module(module.name)).values():
-            if is_study(own) and own.__module__ == module.name:
-                found[own.name] = own
-    return dict(sorted(found.items()))
+        for member in vars(import_module(module.name)).values():
+            if is_study(member) and member.__module__ == module.name:
+                studies[member.name] = member
+    return dict(sorted(studies.items()))
 
 
 def is_study(value: Any) -> bool:
@@ -83,18 +83,18 @@ def choose_layers(text: str, layout: Layout) -> tuple[int, ...]:
         SettingError: A layer does not exist or has a sliding window, or the text is neither of both.
     """
     full = [layer for layer in range(layout.layers) if layer not in layout.sliding]
-    found = []
+    layers = []
     for word in text.split(","):
         if word.isdecimal():
-            found.append(int(word))
+            layers.append(int(word))
         elif DEPTH.fullmatch(word):
-            found.append(min(full, key=lambda layer: abs(layer - float(word) * (layout.layers - 1))))
+            layers.append(min(full, key=lambda layer: abs(layer - float(word) * (layout.layers - 1))))
         else:
             raise SettingError(f"layers={text}: indices such as 0,5, or depths from 0.0 to 1.0 such as 0.5")
-    if wrong := [layer for layer in found if layer not in full]:
+    if wrong := [layer for layer in layers if layer not in full]:
         there = f"0 to {full[-1]}" if len(full) == layout.layers else ", ".join(map(str, full))
         raise SettingError(
             f"layers={text}: the model has no full cache in layer {wrong[0]}; its layers are {there}, and a depth such "
             "as 0.5 stands for the nearest one"
         )
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(layers)))

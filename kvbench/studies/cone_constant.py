@@ -41,8 +41,8 @@ class Residuals:
 
     def take(self, row: Tensor) -> Tensor:
         """Return the directions r_i/‖r_i‖ of one row for each query, (H, T, d) float64, for rows (H, T)."""
-        own = self.values.gather(1, row[..., None].expand(-1, -1, self.values.shape[-1])).double()
-        return normalize(self.anchors.double() - own, dim=-1)
+        rows = self.values.gather(1, row[..., None].expand(-1, -1, self.values.shape[-1])).double()
+        return normalize(self.anchors.double() - rows, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ def find_cone_constants(residuals: Residuals, seed: int) -> ConeConstants:
         residuals: The residuals of H·T queries.
         seed: Seed of the starts.
     """
-    found = find_nearest_points(residuals)
-    lower = found.lower.clone()
-    for head, own in enumerate(lower <= 0):
-        if own.any():
+    constants = find_nearest_points(residuals)
+    lower = constants.lower.clone()
+    for head, undecided in enumerate(lower <= 0):
+        if undecided.any():
             part = Residuals(
-                residuals.anchors[head, own][None], residuals.values[head][None],
-                residuals.norms[head, own][None], residuals.pool[head, own][None],
+                residuals.anchors[head, undecided][None], residuals.values[head][None],
+                residuals.norms[head, undecided][None], residuals.pool[head, undecided][None],
             )  # fmt: skip
-            lower[head, own] = lower[head, own].maximum(climb(part, seed)[0])
-    return replace(found, lower=lower)
+            lower[head, undecided] = lower[head, undecided].maximum(climb(part, seed)[0])
+    return replace(constants, lower=lower)
 
 
 def find_nearest_points(residuals: Residuals) -> ConeConstants:
@@ -135,8 +135,8 @@ def climb(residuals: Residuals, seed: int) -> Tensor:
     """
     heads, queries, dimension = residuals.anchors.shape
     many = Residuals(*(
-        own if own is residuals.values else own.repeat_interleave(STARTS, 1)
-        for own in (residuals.anchors, residuals.values, residuals.norms, residuals.pool)
+        tensor if tensor is residuals.values else tensor.repeat_interleave(STARTS, 1)
+        for tensor in (residuals.anchors, residuals.values, residuals.norms, residuals.pool)
     ))  # fmt: skip
     draw = torch.Generator().manual_seed(seed)
     units = normalize(torch.randn(heads, queries * STARTS, dimension, generator=draw), dim=-1).to(residuals.values)

@@ -56,11 +56,11 @@ def measure_costs(
             gc.collect()
             forget_peak(device)
             begin = now(device)
-            found = read_prompt(model, prompt, group, block_size, seed)
+            memories = read_prompt(model, prompt, group, block_size, seed)
             for study in group:
-                list(study.finish(found[study.name], True))
+                list(study.finish(memories[study.name], True))
             cost = Cost(name, now(device) - begin, peak(device) or 0)
-            del found
+            del memories
         yield cost
 
 
@@ -70,8 +70,15 @@ def format_costs(costs: Sequence[Cost], tokens: int, block_size: int | None, dev
     alone = costs[0]
     return [
         [
-            own.study, tokens, block_size or "", f"{own.seconds:.4g}", f"{own.seconds / alone.seconds:.3g}", own.peak,
-            f"{own.peak / alone.peak:.3f}" if alone.peak else "", machine.get("gpu", "cpu"), torch.__version__,
+            cost.study,
+            tokens,
+            block_size or "",
+            f"{cost.seconds:.4g}",
+            f"{cost.seconds / alone.seconds:.3g}",
+            cost.peak,
+            f"{cost.peak / alone.peak:.3f}" if alone.peak else "",
+            machine.get("gpu", "cpu"),
+            torch.__version__,
         ]
-        for own in costs
-    ]  # fmt: skip
+        for cost in costs
+    ]

@@ -59,18 +59,18 @@ class DeltaCodes(LayerStudy):
 
     def prepare(self, checkpoint: Checkpoint, compressors: str | None) -> Self:
         folder = Path(checkpoint.path)
-        own = folder.with_name(f"{folder.name}_deltakv.safetensors")
-        path = str(own) if compressors is None and folder == REFERENCE else compressors
+        beside = folder.with_name(f"{folder.name}_deltakv.safetensors")
+        path = str(beside) if compressors is None and folder == REFERENCE else compressors
         if path is None:
             model = checkpoint.name if checkpoint.name in KNOWN_MODELS else checkpoint.path
             raise SettingError(
                 f"codec.path=null: model={checkpoint.name} has no compressors of DeltaKV; give codec.path=FILE, which "
                 f"`kvbench calibrate deltakv --model {model} --out FILE` trains"
             )
-        found = replace(self, path=path)
-        found.codec.check(checkpoint.layout())
-        found.codec.check_identity(checkpoint.identity)
-        return found
+        study = replace(self, path=path)
+        study.codec.check(checkpoint.layout())
+        study.codec.check_identity(checkpoint.identity)
+        return study
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -103,20 +103,20 @@ class DeltaCodes(LayerStudy):
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         shown = self.list_shown(list(memories))
-        for layer, own in memories.items():
+        for layer, numbers in memories.items():
             for quantity in ("small", "token_ratio", "channel_ratio"):
-                yield self.line(quantity, own[quantity], layer=layer, n=own["count"])
+                yield self.line(quantity, numbers[quantity], layer=layer, n=numbers["count"])
             if layer in shown:
-                yield from list_shares(self, "codes", own["counts"], -ENDS, ENDS, layer=layer)
-            if first and "map" in own:
-                yield from self._list_map(own["map"], layer)
-        yield self.claim("near_zero", [torch.tensor([own["small"] > 0.5 for own in memories.values()])])
+                yield from list_shares(self, "codes", numbers["counts"], -ENDS, ENDS, layer=layer)
+            if first and "map" in numbers:
+                yield from self._list_map(numbers["map"], layer)
+        yield self.claim("near_zero", [torch.tensor([numbers["small"] > 0.5 for numbers in memories.values()])])
 
     def _list_map(self, sizes: Tensor, layer: int) -> Iterator[Line]:
         tokens, channels = sizes.shape
         for y, some in zip(*cut_squares(tokens), strict=True):
-            for x, own in zip(*cut_squares(channels), strict=True):
-                yield self.line("size", sizes[some, own].mean(), layer=layer, x=x, y=y)
+            for x, part in zip(*cut_squares(channels), strict=True):
+                yield self.line("size", sizes[some, part].mean(), layer=layer, x=x, y=y)
 
 
 def cut_squares(count: int) -> tuple[list[int], list[slice]]:
@@ -130,7 +130,7 @@ def describe_codes(codes: Tensor) -> Memory:
     """Describe the codes of a layer, (tokens, channels)."""
     squares = codes.square()
     sizes = {"token_ratio": squares.mean(1).sqrt(), "channel_ratio": squares.mean(0).sqrt()}
-    return {quantity: float(own.max() / own.median()) for quantity, own in sizes.items()} | {
+    return {quantity: float(norms.max() / norms.median()) for quantity, norms in sizes.items()} | {
         "count": codes.numel(),
         "counts": count_bins(codes / squares.mean().sqrt(), -ENDS, ENDS, BINS),
         "small": float((codes.abs() < PART * codes.abs().max()).sum() / codes.numel()),

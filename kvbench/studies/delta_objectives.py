@@ -29,18 +29,18 @@ class DeltaObjectives(TrainingStudy):
     name: ClassVar[str] = "delta_objectives"
 
     def list_settings(self, default: DeltaRecipe) -> Iterable[dict[str, Any]]:
-        return [{"loss": own} for own in NAMES]
+        return [{"loss": loss} for loss in NAMES]
 
     def compare(self, default: DeltaRecipe, trainings: Iterable[Training]) -> Iterable[Line]:
-        for own in trainings:
-            series, every = NAMES[own.recipe.loss], ceil(len(own.losses) / POINTS)
-            for begin in range(0, len(own.losses), every):
-                part = own.losses[begin : begin + every]
+        for training in trainings:
+            series, every = NAMES[training.recipe.loss], ceil(len(training.losses) / POINTS)
+            for begin in range(0, len(training.losses), every):
+                part = training.losses[begin : begin + every]
                 for quantity in ("ce", "mse"):
                     value = fsum(step[quantity] for step in part) / len(part)
                     middle = begin + (len(part) + 1) / 2  # steps count from 1
                     yield self.line(quantity, value, series=series, x=middle, n=len(part))
-            after = own.held_out
+            after = training.held_out
             yield self.line("held_out_ce", after.compressed, series=series, n=after.tokens)
             error = fsum(after.errors) / len(after.errors)
             yield self.line("held_out_mse", error, series=series, n=after.tokens)

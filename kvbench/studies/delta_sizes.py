@@ -37,10 +37,10 @@ class DeltaSizes(TrainingStudy):
         return [{setting: size} for _, setting, size in list_sizes(default)]
 
     def compare(self, default: DeltaRecipe, trainings: Iterable[Training]) -> Iterable[Line]:
-        for (quantity, _, size), own in zip(list_sizes(default), trainings, strict=True):
-            place = {"x": float(size), "n": own.held_out.tokens}
-            yield self.line(quantity, own.held_out.compressed, series="compressed", **place)
-            yield self.line(quantity, own.held_out.untouched, series="untouched", **place)
+        for (quantity, _, size), training in zip(list_sizes(default), trainings, strict=True):
+            place = {"x": float(size), "n": training.held_out.tokens}
+            yield self.line(quantity, training.held_out.compressed, series="compressed", **place)
+            yield self.line(quantity, training.held_out.untouched, series="untouched", **place)
 
 
 def list_sizes(default: DeltaRecipe) -> list[tuple[str, str, int]]:

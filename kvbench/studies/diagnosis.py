@@ -92,8 +92,8 @@ def join_marks(layers: Sequence[LayerTrace], heads: int, end: int) -> Tensor:
         heads: Number of their KV heads, L·H.
         end: Number of rows after the last block.
     """
-    blocks = [torch.cat(own) for own in zip(*(layer.held for layer in layers), strict=True)]
-    padded = [pad(own, (0, end - own.shape[1])) for own in blocks]
+    blocks = [torch.cat(pieces) for pieces in zip(*(layer.held for layer in layers), strict=True)]
+    padded = [pad(marks, (0, end - marks.shape[1])) for marks in blocks]
     return torch.stack(padded, 1).unflatten(0, (heads, -1))
 
 
@@ -218,7 +218,7 @@ class Comparison:
         held = read
         if not method.attends_subset:
             held = mark_places(join_places([rows.places[0] for rows in begin]), reading.known)[:, None, None]
-        exact, found = self.compare_references(indexes, held[..., : len(reading.ids)])
+        exact, quantities = self.compare_references(indexes, held[..., : len(reading.ids)])
 
         # At the prompt, the full cache's run computed the same, unless rows or queries differ.
         alike = PROMPT in parts and not (run.copies or reading.question)
@@ -240,10 +240,10 @@ class Comparison:
                 reached, sums = attend_rows(queries[:, tokens], first, begin, scaling, run.merges)
                 reached, marks = reached.flatten(0, 1), pad_marks(held, mine.weights.shape[3])
             if part == ANSWER or not method.uses_cache_positions:
-                found[f"local_{part}"] = find_error(reached, mine.outputs.flatten(0, 1))
-            found[f"dropped_{part}"] = mine.find_dropped(marks, sums)
-            found[f"accumulated_{part}"] = find_error(outputs[:, tokens], exact_outputs[:, tokens])
-        return {name: value.reshape(len(indexes), -1) for name, value in found.items()}
+                quantities[f"local_{part}"] = find_error(reached, mine.outputs.flatten(0, 1))
+            quantities[f"dropped_{part}"] = mine.find_dropped(marks, sums)
+            quantities[f"accumulated_{part}"] = find_error(outputs[:, tokens], exact_outputs[:, tokens])
+        return {name: value.reshape(len(indexes), -1) for name, value in quantities.items()}
 
     def compare_references(self, indexes: Sequence[int], held: Tensor) -> tuple[Attention, Found]:
         """Return the full cache's attention in some layers, and what is found of the references and of the rows held.
@@ -263,18 +263,21 @@ class Comparison:
         references = choose_references(of_answer, held, reading.share, seeds)
         sets = torch.stack([torch.ones_like(held), *references.values()], 1)
         outputs, mass = attend_sets(weights, values, pad_marks(sets, weights.shape[3]))
-        found: Found = {}
-        found["rows"], found[f"{TOP_P}_rows"] = (
+        quantities: Found = {}
+        quantities["rows"], quantities[f"{TOP_P}_rows"] = (
             rows.mean(-1, dtype=outputs.dtype).mean(-1) for rows in (held, references[TOP_P])
         )
         if not run.merges:
-            found["recall"] = ((references[TOP_K] & held).sum(-1) / held.sum(-1).clamp(min=1)).mean(-1)
+            quantities["recall"] = ((references[TOP_K] & held).sum(-1) / held.sum(-1).clamp(min=1)).mean(-1)
         for part, tokens in parts.items():
             local = find_error(outputs[1:, :, :, tokens], outputs[0, :, :, tokens])
             dropped = 1 - (mass[1:] / mass[0])[..., tokens].mean(-1)
             for number, name in enumerate(references):
-                found[f"{name}_local_{part}"], found[f"{name}_dropped_{part}"] = local[number], dropped[number]
-        return Attention(weights, outputs[0], sums), found
+                quantities[f"{name}_local_{part}"], quantities[f"{name}_dropped_{part}"] = (
+                    local[number],
+                    dropped[number],
+                )
+        return Attention(weights, outputs[0], sums), quantities
 
 
 def list_lines(full: WatchedRun, run: WatchedRun, cell: str, sample: int) -> Iterator[Line]:
@@ -298,17 +301,19 @@ def list_lines(full: WatchedRun, run: WatchedRun, cell: str, sample: int) -> Ite
     means: dict[str, list[float]] = {}
     both = Comparison(full, run)
     groups = [(indexes, both.diagnose(indexes)) for indexes in both.split()]
-    joined = [torch.cat(list(found.values()), 1).flatten() for _, found in groups]
-    numbers = iter(torch.cat([own.to(joined[0].device) for own in joined]).tolist())  # the host waits once for all
+    joined = [torch.cat(list(quantities.values()), 1).flatten() for _, quantities in groups]
+    numbers = iter(
+        torch.cat([vector.to(joined[0].device) for vector in joined]).tolist()
+    )  # the host waits once for all
     full.context.raise_faults()
     run.context.raise_faults()
-    for index, sizes in ((index, found) for indexes, found in groups for index in indexes):
+    for index, sizes in ((index, quantities) for indexes, quantities in groups for index in indexes):
         for name, size in ((name, value.shape[1]) for name, value in sizes.items()):
-            own = list(islice(numbers, size))
-            means.setdefault(name, []).append(sum(own) / size)
+            per_head = list(islice(numbers, size))
+            means.setdefault(name, []).append(sum(per_head) / size)
             yield Line(DIAGNOSIS, name, means[name][-1], cell, index, n=size)
             if not name.startswith(REFERENCES):
-                for head, value in enumerate(own):
+                for head, value in enumerate(per_head):
                     yield Line(DIAGNOSIS, name, value, cell, index, head)
         for line in list_needles(run.reading, run.layers[index], cell, index, sample):
             if line.quantity == "needles_held":

@@ -77,7 +77,7 @@ class Cell:
     def settings(self) -> dict[str, Any]:
         """The settings in which cells may differ, as the identity of a run has them."""
         run = self.run
-        groups = {name: identity_settings(own) for name, own in run.groups.items()}
+        groups = {name: identity_settings(group) for name, group in run.groups.items()}
         return groups | {"budget": run.budget.value, "budget_of": run.budget.of, "block_size": run.block_size}
 
     @cached_property
@@ -138,8 +138,8 @@ class DiagnosisPass:
     @property
     def about(self) -> dict[str, Any]:
         """All settings that may change a number of every cell, for the hash and study.yaml."""
-        own = {name: value for name, value in self.read.about.items() if name != "block_size"}
-        return own | {"question": self.run.question, "watched": vars(self.watch)}
+        read_settings = {name: value for name, value in self.read.about.items() if name != "block_size"}
+        return read_settings | {"question": self.run.question, "watched": vars(self.watch)}
 
     def execute(self, results: Path) -> Path:
         """Diagnose what is missing, write the means, and return the folder.
@@ -149,11 +149,11 @@ class DiagnosisPass:
         """
         known: dict[str, Any] = {}
         with sources_unchanging():
-            about, own = self.about, {cell.name: cell.settings | {"files": cell.file} for cell in self.cells}
+            about, cells = self.about, {cell.name: cell.settings | {"files": cell.file} for cell in self.cells}
         folder = results / FOLDER / run_hash(about)
         with suppress(OSError):
             known = parse_yaml((folder / ABOUT).read_bytes()).get(CELLS, {})
-        known |= own
+        known |= cells
         write_text(folder / ABOUT, yaml.safe_dump(to_plain(about | {CELLS: known}), sort_keys=False))
         for index, prompt in enumerate(tqdm(self.read.prompts, desc="prompts", file=sys.stderr, disable=None)):
             paths = {cell.name: folder / PROMPTS / f"{cell.file}-{index}.csv" for cell in self.cells}
@@ -165,30 +165,30 @@ class DiagnosisPass:
                     lines = self._diagnose(cell, reading, full, answer, index)
                     write_text(paths[cell.name], format_lines(lines))
                 del full
-        found: list[list[Line]] = []
-        for own in known.values():
-            files = [folder / PROMPTS / f"{own['files']}-{index}.csv" for index in range(len(self.read.prompts))]
+        prompt_lines: list[list[Line]] = []
+        for entry in known.values():
+            files = [folder / PROMPTS / f"{entry['files']}-{index}.csv" for index in range(len(self.read.prompts))]
             if all(path.exists() for path in files):  # the means of a cell that was stopped would be of fewer prompts
-                found += [read_lines(path, DIAGNOSIS) for path in files]
-        write_text(folder / f"{DIAGNOSIS}.csv", format_lines(average_cells(found)))
+                prompt_lines += [read_lines(path, DIAGNOSIS) for path in files]
+        write_text(folder / f"{DIAGNOSIS}.csv", format_lines(average_cells(prompt_lines)))
         return folder
 
     def make_reading(self, prompt: StudyPrompt) -> Reading:
         """Return what is read of a prompt."""
-        own = Reading(
+        reading = Reading(
             prompt.ids, prefix=prompt.prefix, **vars(self.watch), seed=derive_seed(self.run.seed, prompt.name)
         )
-        own = replace(own, words=make_prompt_encoder(self.resources.tokenizer), stop=self.resources.ends)
+        reading = replace(reading, words=make_prompt_encoder(self.resources.tokenizer), stop=self.resources.ends)
         if self.text is not None:
-            return own
+            return reading
         sample, encoded = self.resources.prompts[prompt.name]
         context = len(encoded.context) if self.run.question == "hidden" else len(prompt.ids)
         return replace(
-            own,
+            reading,
             ids=prompt.ids[:context],
             question=prompt.ids[context:],
             seed=derive_seed(self.run.seed, sample.group or sample.uid),
-            stop=own.stop.union(sample.ends),
+            stop=reading.stop.union(sample.ends),
             needles=find_needles(sample, encoded),
         )
 
@@ -201,10 +201,10 @@ class DiagnosisPass:
         self, cell: Cell, reading: Reading, full: WatchedRun, answer: Sequence[int], index: int
     ) -> list[Line]:
         run = cell.run
-        own = WatchedRun(self.resources.model, run.choice(), run.budget, run.block_size, reading)
+        watched = WatchedRun(self.resources.model, run.choice(), run.budget, run.block_size, reading)
         full.read(answer)  # only now, so that the device never waits for the host
-        own.read(answer)
-        return list(list_lines(full, own, cell.name, index))
+        watched.read(answer)
+        return list(list_lines(full, watched, cell.name, index))
 
     def measure_costs(self, tokens: int) -> Iterator[list[object]]:
         """Yield what diagnosing a prompt of random tokens costs, a row of `COLUMNS` for each cell.
@@ -232,7 +232,7 @@ class DiagnosisPass:
 
     def _time_steps(self, cell: Cell, reading: Reading) -> tuple[float, ...]:
         """Return the seconds of the full cache's prefill, of its answer, of the cell's run, and of diagnosing."""
-        model, run, own = self.resources.model, self.run, cell.run
+        model, run, cell_run = self.resources.model, self.run, cell.run
         gc.collect()
         forget_peak(run.device)
         stamps = [now(run.device)]
@@ -240,7 +240,7 @@ class DiagnosisPass:
         stamps.append(now(run.device))
         answer = answer_greedily(context, reading)
         stamps.append(now(run.device))
-        context = read_until_answer(model, own.choice(), own.budget, own.block_size, reading)
+        context = read_until_answer(model, cell_run.choice(), cell_run.budget, cell_run.block_size, reading)
         read_answer(context, answer)
         del context
         stamps.append(now(run.device))
@@ -250,23 +250,25 @@ class DiagnosisPass:
         return tuple(after - before for before, after in pairwise(stamps))
 
 
-def average_cells(found: Iterable[Sequence[Line]]) -> list[Line]:
+def average_cells(prompts: Iterable[Sequence[Line]]) -> list[Line]:
     """Average the numbers of several prompts. Those of single heads get no interval.
 
     Intervals are t intervals over prompts, cut to what is possible: nothing is below 0 and no share above 1, unless its
     mean is.
     """
     places: dict[tuple[Any, ...], list[Line]] = {}
-    for lines in found:
+    for lines in prompts:
         for line in lines:
             places.setdefault(line.place, []).append(line)
     averaged = []
-    for own in places.values():
-        if own[0].head is not None:
-            value = sum(line.value for line in own) / len(own)
-            averaged.append(own[0]._replace(value=value, n=sum(line.n for line in own), prompts=len(own)))
+    for same_place in places.values():
+        if same_place[0].head is not None:
+            value = sum(line.value for line in same_place) / len(same_place)
+            averaged.append(
+                same_place[0]._replace(value=value, n=sum(line.n for line in same_place), prompts=len(same_place))
+            )
             continue
-        line = average_lines(own)
+        line = average_lines(same_place)
         if line.low is not None and line.high is not None:
             most = 1.0 if line.quantity in SHARES else inf
             low, high = max(min(0.0, line.value), line.low), min(max(most, line.value), line.high)
@@ -277,13 +279,13 @@ def average_cells(found: Iterable[Sequence[Line]]) -> list[Line]:
 
 def find_needles(sample: Sample, prompt: Prompt) -> tuple[int, ...]:
     """Return the positions of the tokens of a sample's answers in its context, where they stand as whole words."""
-    found: set[int] = set()
+    positions: set[int] = set()
     for target in filter(None, map(str.strip, sample.answers)):
         begin, end = (r"\b" if re.match(r"\w", edge, re.ASCII) else "" for edge in (target[0], target[-1]))
         for match in re.finditer(begin + re.escape(target) + end, sample.context, re.ASCII):
             first, last = bisect_right(prompt.ends, match.start()), bisect_left(prompt.ends, match.end())
-            found.update(range(first, last + 1))
-    return tuple(sorted(found))
+            positions.update(range(first, last + 1))
+    return tuple(sorted(positions))
 
 
 def count_caches(run: RunSpec, tokens: int) -> float:

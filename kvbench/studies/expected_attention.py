@@ -52,8 +52,8 @@ class ExpectedAttentionStudy(LayerStudy):
         if past.shape[2]:
             places = torch.arange(past.shape[2]) + max(SINKS, first)
             cos, sin = (part[:, : part.shape[1] // 2] for part in find_rotation(observation, places))
-            found = moments(past, turn=(cos, sin))
-            memory["moments"] = merge(memory["moments"], found) if "moments" in memory else found
+            block = moments(past, turn=(cos, sin))
+            memory["moments"] = merge(memory["moments"], block) if "moments" in memory else block
         start = max(0, known - first)
         later = observation.queries[:, :, start:]
         if later.shape[2]:
@@ -63,13 +63,15 @@ class ExpectedAttentionStudy(LayerStudy):
             memory["attention"] = memory.get("attention", 0) + got.flatten(1, 2)[0]
         if not observation.last:
             return
-        own = memory["moments"]
+        distribution = memory["moments"]
         ahead = torch.arange(min(POSITIONS, observation.prompt - known)) + known
         cos, sin = (part.mean(0) for part in find_rotation(observation, ahead))
-        eye = torch.eye(own.mean.shape[-1], dtype=own.mean.dtype, device=own.mean.device)
+        eye = torch.eye(distribution.mean.shape[-1], dtype=distribution.mean.dtype, device=distribution.mean.device)
         turn = rotate(eye, cos.to(eye.dtype), sin.to(eye.dtype)).mT  # `rotate` takes the axes one by one
-        covariance = turn @ own.covariance @ turn.mT
-        expected = expected_logits(own.mean @ turn.mT, covariance, rows.keys[:, :, :known], observation.scaling)[0]
+        covariance = turn @ distribution.covariance @ turn.mT
+        expected = expected_logits(
+            distribution.mean @ turn.mT, covariance, rows.keys[:, :, :known], observation.scaling
+        )[0]
         observed = (memory["attention"] / (observation.prompt - known)).to(expected.dtype)
         observed = observed.clamp_(min=torch.finfo(observed.dtype).tiny).log()
         memory.clear()
@@ -83,10 +85,10 @@ class ExpectedAttentionStudy(LayerStudy):
             memory["points"] = points[draw_positions(POINTS, known, self.seed).to(points.device)].cpu()
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
-        for layer, own in memories.items():
+        for layer, numbers in memories.items():
             for quantity in ("pearson", "spearman"):
-                for head, value in enumerate(own[quantity].tolist()):
-                    yield self.line(quantity, value, layer=layer, head=head, n=own["count"])
-            for x, y in own["points"].tolist() if first and "points" in own else ():
-                yield self.line("heads", y, layer=layer, head=0, x=x, n=own["count"])
-        yield self.claim("correlated", [own["spearman"] > 0 for own in memories.values()])
+                for head, value in enumerate(numbers[quantity].tolist()):
+                    yield self.line(quantity, value, layer=layer, head=head, n=numbers["count"])
+            for x, y in numbers["points"].tolist() if first and "points" in numbers else ():
+                yield self.line("heads", y, layer=layer, head=0, x=x, n=numbers["count"])
+        yield self.claim("correlated", [numbers["spearman"] > 0 for numbers in memories.values()])

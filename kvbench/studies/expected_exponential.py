@@ -53,10 +53,16 @@ class ExpectedExponential(ClosedForm):
             yield self.line("quadrature", difference.amax(), series=series, n=CASES)
             equal.append(difference <= 1e-10)
             for draws in DRAWS:
-                values = torch.stack([
-                    ((own + torch.randn(draws, dimension, generator=draw, dtype=torch.float64) @ turn.mT) @ k * scaling)
-                    for own, turn, k in zip(mean, factor, key, strict=True)
-                ]).exp()  # fmt: skip
+                values = torch.stack(
+                    [
+                        (
+                            (centre + torch.randn(draws, dimension, generator=draw, dtype=torch.float64) @ turn.mT)
+                            @ k
+                            * scaling
+                        )
+                        for centre, turn, k in zip(mean, factor, key, strict=True)
+                    ]
+                ).exp()
                 covered.append((values.mean(-1) - closed).abs() <= 4 * values.std(-1) / draws**0.5)
                 off = (values.mean(-1) / closed - 1).abs()
                 for share in SHARES:
@@ -77,5 +83,5 @@ def draw_cases(dimension: int, draw: torch.Generator) -> tuple[Tensor, Tensor, T
 
 def integrate(mean: Tensor, deviation: Tensor) -> Tensor:
     """Return E exp(X) of normal variables by quadrature, in the shape of their means and standard deviations."""
-    nodes, weights = (torch.from_numpy(own) for own in np.polynomial.hermite.hermgauss(NODES))
+    nodes, weights = (torch.from_numpy(numbers) for numbers in np.polynomial.hermite.hermgauss(NODES))
     return (mean[..., None] + 2**0.5 * deviation[..., None] * nodes).exp() @ weights / torch.pi**0.5

@@ -49,19 +49,19 @@ class ForwardFlops(ClosedForm):
                 for series, value in terms.items():
                     yield self.line(quantity, value, series=series, x=tokens)
             scores, projected = count_scores(layout, tokens)
-            for claim, series, own in (
+            for claim, series, flops in (
                 ("small", "scores", scores), ("small_with_queries", "scores and queries", scores + projected),
             ):  # fmt: skip
-                small[claim].append(own / printed[TOTAL] <= CLAIMED)
-                yield self.line("overhead", own / printed[TOTAL], series=f"{series}, printed", x=tokens)
-                yield self.line("overhead", own / corrected[TOTAL], series=f"{series}, corrected", x=tokens)
-        for claim, found in small.items():
-            yield self.claim(claim, [torch.tensor(found)])
+                small[claim].append(flops / printed[TOTAL] <= CLAIMED)
+                yield self.line("overhead", flops / printed[TOTAL], series=f"{series}, printed", x=tokens)
+                yield self.line("overhead", flops / corrected[TOTAL], series=f"{series}, corrected", x=tokens)
+        for claim, instances in small.items():
+            yield self.claim(claim, [torch.tensor(instances)])
 
 
 def add_up(layout: Layout, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, int]:
     """Return the terms of a whole model and their sum: those of `each` are per layer."""
-    terms = {**once, **{name: layout.layers * own for name, own in each.items()}}
+    terms = {**once, **{name: layout.layers * flops for name, flops in each.items()}}
     return terms | {TOTAL: sum(terms.values())}
 
 

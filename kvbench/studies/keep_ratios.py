@@ -44,20 +44,22 @@ class KeepRatios(ClosedForm):
     name: ClassVar[str] = "keep_ratios"
 
     def compute(self, layout: Layout, config: Any) -> Iterable[Line]:
-        shares = {(quantity, method, target): own for target in FULL for quantity, method, own in list_ratios(target)}
-        for (quantity, method, target), own in shares.items():
-            yield self.line(quantity, 100 * float(own), series=method, x=target)
+        shares = {
+            (quantity, method, target): ratio for target in FULL for quantity, method, ratio in list_ratios(target)
+        }
+        for (quantity, method, target), ratio in shares.items():
+            yield self.line(quantity, 100 * float(ratio), series=method, x=target)
         codes, everything = count_stored(30, BITS * CODE), count_stored(30) * BITS
-        for series, own in (("codes", codes), ("everything", everything), ("codes twice", codes * BITS)):
-            yield self.line("packed", 100 * float(own), series=series, x=30)
+        for series, kept in (("codes", codes), ("everything", everything), ("codes twice", codes * BITS)):
+            yield self.line("packed", 100 * float(kept), series=series, x=30)
         given: dict[str, list[bool]] = {}
         for row in read_published(PUBLISHED.parent, "deltakv_table08.csv"):
             quantity, claim = QUANTITIES[row["task"]]
             target = round(100 * float(row["variant"].removeprefix("target_budget=")))
-            own = 100 * shares[quantity, row["method"], target]
-            given.setdefault(claim, []).append(abs(own - Fraction(row["value"])) <= Fraction(1, 20))
-        for claim, found in given.items():
-            yield self.claim(claim, [torch.tensor(found)])
+            computed = 100 * shares[quantity, row["method"], target]
+            given.setdefault(claim, []).append(abs(computed - Fraction(row["value"])) <= Fraction(1, 20))
+        for claim, instances in given.items():
+            yield self.claim(claim, [torch.tensor(instances)])
 
 
 def count_stored(target: int, code: Fraction = CODE) -> Fraction:

@@ -47,7 +47,7 @@ class KeptPlanes(PolicyStudy):
 
     def prepare(self, checkpoint: Checkpoint, compressors: str | None) -> Self:
         layout = checkpoint.layout()
-        return replace(self, places=tuple((figure, *find_place(*own, layout)) for figure, own in PLACES.items()))
+        return replace(self, places=tuple((figure, *find_place(*place, layout)) for figure, place in PLACES.items()))
 
     def list_readings(self, tokens: int, first: bool) -> Sequence[Reading]:
         return list_block_readings(ROWS, tokens) if first else ()
@@ -61,10 +61,10 @@ class KeptPlanes(PolicyStudy):
     def inspect(self, memory: Memory, reading: Reading, context: GenerationContext, rest: Tensor) -> None:
         layers = {layer.index: layer for layer in context.own_layers}
         for figure, layer, head in self.places:
-            own = figure, reading.policy.method
+            key = figure, reading.policy.method
             kept = torch.zeros(reading.tokens, dtype=torch.bool)
             kept[layers[layer].rows.head_places(0, head).cpu()] = True
-            memory[own] = torch.cat(memory[own]).double(), kept
+            memory[key] = torch.cat(memory[key]).double(), kept
 
     def finish(self, memory: Memory, first: bool) -> Iterable[Line]:
         for figure, layer, head in self.places if first else ():
@@ -74,8 +74,8 @@ class KeptPlanes(PolicyStudy):
             kept_lines: list[Line] = []
             for method, (keys, kept) in runs.items():
                 points, stays = ((keys[shown.to(keys.device)] - centre) @ plane).cpu(), kept[shown]
-                for series, own in (("evicted", points[~stays]), ("kept", points[stays])):
-                    yield from self._list_points(f"plane_{figure}_{method}", own, series, layer, head)
+                for series, part in (("evicted", points[~stays]), ("kept", points[stays])):
+                    yield from self._list_points(f"plane_{figure}_{method}", part, series, layer, head)
                 kept_lines += self._list_points(f"plane_{figure}_kept", points[stays], method, layer, head)
             yield from kept_lines
 
@@ -97,6 +97,6 @@ def find_place(layer: int, head: int, layout: Layout) -> tuple[int, int]:
         head: KV head of the paper's model, from 0.
         layout: The model's.
     """
-    full = [own for own in range(layout.layers) if own not in layout.sliding]
+    full = [index for index in range(layout.layers) if index not in layout.sliding]
     depth = layer * (layout.layers - 1) / (LAYERS - 1)
-    return min(full, key=lambda own: abs(own - depth)), round(head * (layout.heads - 1) / (HEADS - 1))
+    return min(full, key=lambda index: abs(index - depth)), round(head * (layout.heads - 1) / (HEADS - 1))

@@ -95,54 +95,54 @@ class KeyGeometry(LayerStudy):
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         shown = self.list_shown(list(memories))
-        for layer, own in memories.items():
-            yield from self._list_layer(layer, own, layer in shown)
+        for layer, numbers in memories.items():
+            yield from self._list_layer(layer, numbers, layer in shown)
         if first:
             yield from self._list_maps(memories)
         yield from self._list_distances(memories)
-        yield self.claim("opposite", [own["cosine_of_means"] < 0 for own in memories.values()])
-        yield self.claim("aligned", [own["cosine_of_top"] > 0 for own in memories.values()])
-        yield self.claim("convex", [own["convex"] for own in memories.values()])
-        yield self.claim("alternating", [own["split_gap"] <= ROUNDING for own in memories.values()])
+        yield self.claim("opposite", [numbers["cosine_of_means"] < 0 for numbers in memories.values()])
+        yield self.claim("aligned", [numbers["cosine_of_top"] > 0 for numbers in memories.values()])
+        yield self.claim("convex", [numbers["convex"] for numbers in memories.values()])
+        yield self.claim("alternating", [numbers["split_gap"] <= ROUNDING for numbers in memories.values()])
 
-    def _list_layer(self, layer: int, own: Memory, shown: bool) -> Iterator[Line]:
+    def _list_layer(self, layer: int, numbers: Memory, shown: bool) -> Iterator[Line]:
         for quantity in ("cosine_of_means", "cosine_of_top"):
-            for head, value in enumerate(own[quantity].tolist()):
-                yield self.line(quantity, value, layer=layer, head=head, n=own["tokens"])
+            for head, value in enumerate(numbers[quantity].tolist()):
+                yield self.line(quantity, value, layer=layer, head=head, n=numbers["tokens"])
         for series in ("keys", "queries"):
             if shown:
-                counts = own[f"cosine_{series}"]
+                counts = numbers[f"cosine_{series}"]
                 yield from list_shares(self, "cosine_to_mean", counts, -1, 1, series=series, layer=layer)
-            for share, value in zip(QUANTILES, own[f"norm_{series}"].tolist(), strict=True):
-                yield self.line("norm", value, series=series, layer=layer, x=share, n=own[f"count_{series}"])
+            for share, value in zip(QUANTILES, numbers[f"norm_{series}"].tolist(), strict=True):
+                yield self.line("norm", value, series=series, layer=layer, x=share, n=numbers[f"count_{series}"])
 
     def _list_distances(self, memories: Mapping[int, Memory]) -> Iterator[Line]:
         shown = self.list_shown(list(memories))
-        for layer, own in memories.items():
-            curve = own["at_distance"]
-            yield self.line("split_gap", own["split_gap"], layer=layer)
+        for layer, numbers in memories.items():
+            curve = numbers["at_distance"]
+            yield self.line("split_gap", numbers["split_gap"], layer=layer)
             every = range(1, len(curve) + 1) if layer in shown else ()
             for x in (x for x in every if x < CLOSE or x % STEP == 0):
-                yield self.line("similarity_at", curve[x - 1], layer=layer, x=x, n=own["starts"])
+                yield self.line("similarity_at", curve[x - 1], layer=layer, x=x, n=numbers["starts"])
 
     def _list_maps(self, memories: Mapping[int, Memory]) -> Iterator[Line]:
         """Yield what is shown of one prompt: maps and scatters."""
         spread = {
-            (layer, head): float(own["similarity"][head].mean())
-            for layer, own in memories.items()
-            for head in range(own["similarity"].shape[0])
+            (layer, head): float(numbers["similarity"][head].mean())
+            for layer, numbers in memories.items()
+            for head in range(numbers["similarity"].shape[0])
         }
         for series, (layer, head) in (("least", min(spread, key=spread.__getitem__)),
                                       ("most", max(spread, key=spread.__getitem__))):  # fmt: skip
-            own = memories[layer]
-            maps = {"similarity_64": own["similarity"][head], "attention_64": own["attention"][head].mean(0)}
+            chosen = memories[layer]
+            maps = {"similarity_64": chosen["similarity"][head], "attention_64": chosen["attention"][head].mean(0)}
             for quantity, values in maps.items():
                 yield from self._list_map(quantity, values, 1, series=series, layer=layer, head=head)
-        for layer, own in memories.items():
-            if "map" in own:
-                size = own["tokens"] / own["map"].shape[0]
-                yield from self._list_map("similarity_map", own["map"], size, layer=layer, head=0)
-            for series, points in own.get("plane", {}).items():
+        for layer, numbers in memories.items():
+            if "map" in numbers:
+                size = numbers["tokens"] / numbers["map"].shape[0]
+                yield from self._list_map("similarity_map", numbers["map"], size, layer=layer, head=0)
+            for series, points in numbers.get("plane", {}).items():
                 for x, y in points.tolist():
                     yield self.line("plane", y, series=series, layer=layer, head=0, x=x)
 
@@ -172,15 +172,15 @@ def compare_means(keys: Tensor, sampled: Tensor, mean: Tensor) -> Memory:
     heads, tokens = keys.shape[:2]
     group = sampled.shape[0] // heads
     cosine_counts, norms, centres, tops = torch.zeros(BINS, dtype=torch.float64), [], [], []
-    for own in keys:  # one head at a time, so that few wide copies are held
-        wide = widen(own)
+    for head_keys in keys:  # one head at a time, so that few wide copies are held
+        wide = widen(head_keys)
         centre = wide.mean(0)
         anchor = normalize(wide, dim=-1).mean(0)
         tops.append(wide[cosines(anchor[None], wide)[0].argmin()])
         centres.append(centre)
         cosine_counts += count_bins(cosines(centre[None], wide), -1, 1, BINS)
         norms.append(wide.norm(dim=-1))
-    centre, top = (torch.stack(own).repeat_interleave(group, 0) for own in (centres, tops))
+    centre, top = (torch.stack(vectors).repeat_interleave(group, 0) for vectors in (centres, tops))
     shares = torch.tensor(QUANTILES, dtype=mean.dtype, device=mean.device)
     return {
         "tokens": tokens,
@@ -207,8 +207,8 @@ def measure_distances(keys: Tensor, seed: int) -> Memory:
     starts = draw_positions(STARTS, tokens - most, seed).to(keys.device)
     behind = starts[:, None] + torch.arange(1, most + 1, device=keys.device)
     means = []
-    for own in keys:
-        unit = normalize(widen(own), dim=-1)
+    for head_keys in keys:
+        unit = normalize(widen(head_keys), dim=-1)
         means.append((unit[behind] @ unit[starts][..., None]).mean((0, 2), dtype=torch.float64))
     curve = torch.stack(means).mean(0).cpu()
     convex = curve[2:] - 2 * curve[1:-1] + curve[:-2] >= 0
@@ -237,7 +237,7 @@ def project(keys: Tensor, queries: Tensor, seed: int) -> dict[str, Tensor]:
         "anchor": anchor[None],
         "highest scores": keys[best[draw_positions(POINTS, len(best), seed).to(keys.device)]],
     }
-    return {name: ((own - centre) @ plane).cpu() for name, own in chosen.items()}
+    return {name: ((points - centre) @ plane).cpu() for name, points in chosen.items()}
 
 
 def average_squares(keys: Tensor) -> Tensor:
@@ -250,5 +250,5 @@ def average_squares(keys: Tensor) -> Tensor:
     """
     unit = normalize(widen(keys), dim=-1)
     pieces = min(SQUARES, len(unit))
-    means = torch.stack([own.mean(0) for own in unit.tensor_split(pieces)])
+    means = torch.stack([piece.mean(0) for piece in unit.tensor_split(pieces)])
     return means @ means.mT

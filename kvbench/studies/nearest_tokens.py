@@ -76,44 +76,46 @@ class NearestTokens(LayerStudy):
             first = len(vectors) - len(nearest)
             size = max(1, HELD // (count * vectors.shape[1]))
             pairs = zip(vectors[first:].split(size), nearest.split(size), strict=True)
-            cosine = torch.cat([cosine_similarity(own, vectors[near], dim=-1) for own, near in pairs])
+            cosine = torch.cat([cosine_similarity(part, vectors[near], dim=-1) for part, near in pairs])
             apart = torch.arange(first, len(vectors), device=nearest.device) - nearest
             memory[f"cosine {series}"] = count_bins(cosine, -1, 1, BINS)
             memory[f"distance {series}"] = count_bins(apart.double().log2(), 0, OCTAVES, OCTAVES)
             if series == "all":
                 memory |= {"similar": (cosine > HIGH).cpu(), "far": (apart[FAR:] > FAR).cpu()}
         residuals = vectors[first:].clone()
-        for own, near in zip(residuals.split(size), references.split(size), strict=True):
-            own -= vectors[near].mean(1)
+        for part, near in zip(residuals.split(size), references.split(size), strict=True):
+            part -= vectors[near].mean(1)
         memory |= compare_residuals(
             vectors[first:], residuals, observation.layer in self.list_shown(observation.cut_layers)
         )
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         shown = self.list_shown(list(memories))
-        for layer, own in memories.items():
+        for layer, numbers in memories.items():
             for series in ("kv", "residual"):
                 for quantity, count in (("flatness", "tokens"), ("near_zero", "numbers")):
-                    yield self.line(quantity, own[f"{quantity} {series}"], series=series, layer=layer, n=own[count])
+                    yield self.line(
+                        quantity, numbers[f"{quantity} {series}"], series=series, layer=layer, n=numbers[count]
+                    )
             if layer in shown:
-                yield from self._list_layer(layer, own)
+                yield from self._list_layer(layer, numbers)
         for quantity in ("far", "similar", "smaller"):
-            yield self.claim(quantity, [own[quantity] for own in memories.values()])
+            yield self.claim(quantity, [numbers[quantity] for numbers in memories.values()])
         for claim, quantity in (("flatter", "flatness"), ("peaked", "near_zero")):
-            more = [own[f"{quantity} residual"] > own[f"{quantity} kv"] for own in memories.values()]
+            more = [numbers[f"{quantity} residual"] > numbers[f"{quantity} kv"] for numbers in memories.values()]
             yield self.claim(claim, [torch.tensor(more)])
 
-    def _list_layer(self, layer: int, own: Memory) -> Iterator[Line]:
+    def _list_layer(self, layer: int, numbers: Memory) -> Iterator[Line]:
         for series in ("all", "strided"):
             place: dict[str, Any] = {"series": series, "layer": layer}
-            yield from list_shares(self, "cosine", own[f"cosine {series}"], -1, 1, **place)
-            yield from list_shares(self, "distance", own[f"distance {series}"], 0, OCTAVES, **place)
+            yield from list_shares(self, "cosine", numbers[f"cosine {series}"], -1, 1, **place)
+            yield from list_shares(self, "distance", numbers[f"distance {series}"], 0, OCTAVES, **place)
         for series in ("kv", "residual"):
             place = {"series": series, "layer": layer}
-            yield from list_shares(self, "norm", own[f"norm {series}"], 0, NORMS, **place)
-            yield from list_shares(self, "values", own[f"values {series}"], -ENDS, ENDS, **place)
-            for number, value in zip(own["numbered"].tolist(), own[f"spectrum {series}"].tolist(), strict=True):
-                yield self.line("spectrum", value, x=number, n=own["tokens"], **place)
+            yield from list_shares(self, "norm", numbers[f"norm {series}"], 0, NORMS, **place)
+            yield from list_shares(self, "values", numbers[f"values {series}"], -ENDS, ENDS, **place)
+            for number, value in zip(numbers["numbered"].tolist(), numbers[f"spectrum {series}"].tolist(), strict=True):
+                yield self.line("spectrum", value, x=number, n=numbers["tokens"], **place)
 
 
 def find_nearest(vectors: Tensor, stride: int, count: int) -> tuple[Tensor, Tensor]:
@@ -136,10 +138,10 @@ def find_nearest(vectors: Tensor, stride: int, count: int) -> tuple[Tensor, Tens
     size, first = max(1, COMPARED // len(candidates)), (count - 1) * stride + 1
     nearest, references = [], []
     for start in range(first, len(vectors), size):
-        block, own = vectors[start : start + size], every[start : start + size, None]
+        block, positions = vectors[start : start + size], every[start : start + size, None]
         earlier = places[: -(-(start + len(block) - 1) // stride)]  # than the last token of the block
         scores = (block @ candidates[: len(earlier)].mT).sub_(halves[: len(earlier)])
-        scores.masked_fill_(earlier >= own, -torch.inf)
+        scores.masked_fill_(earlier >= positions, -torch.inf)
         rounding = 64 * torch.finfo(scores.dtype).eps * block.square().sum(-1, keepdim=True)
         best = scores >= scores.amax(1, keepdim=True) - rounding
         nearest.append(torch.where(best, earlier, -1).amax(1))
@@ -157,26 +159,26 @@ def compare_residuals(vectors: Tensor, residuals: Tensor, shown: bool) -> Memory
     """
     tokens, width = vectors.shape
     mean, unit = vectors.norm(dim=-1).mean(), vectors.square().mean().sqrt()
-    found: Memory = {
+    numbers: Memory = {
         "tokens": tokens,
         "numbers": vectors.numel(),
         "smaller": (residuals.norm(dim=-1) < vectors.norm(dim=-1)).cpu(),
         "numbered": torch.logspace(0, log10(width), VALUES).round().long().unique(),
     }
     largest = None
-    for series, own in (("kv", vectors), ("residual", residuals)):
-        gram = torch.zeros(width, width, dtype=torch.float64, device=own.device)
+    for series, group in (("kv", vectors), ("residual", residuals)):
+        gram = torch.zeros(width, width, dtype=torch.float64, device=group.device)
         values, near_zero = torch.zeros(BINS, dtype=torch.float64), 0
-        for some in own.split(max(1, HELD // width)):
+        for some in group.split(max(1, HELD // width)):
             gram += some.double().mT @ some.double()
             values += count_bins(some / unit, -ENDS, ENDS, BINS)
             near_zero += int((some.abs() <= NEAR * unit).sum())
-        found[f"flatness {series}"] = float(gram.trace() ** 2 / gram.square().sum())
-        found[f"near_zero {series}"] = near_zero / own.numel()
-        found[f"norm {series}"] = count_bins(own.norm(dim=-1) / mean, 0, NORMS, BINS)
-        found[f"values {series}"] = values
+        numbers[f"flatness {series}"] = float(gram.trace() ** 2 / gram.square().sum())
+        numbers[f"near_zero {series}"] = near_zero / group.numel()
+        numbers[f"norm {series}"] = count_bins(group.norm(dim=-1) / mean, 0, NORMS, BINS)
+        numbers[f"values {series}"] = values
         if shown:
             spectrum = torch.linalg.eigvalsh(gram).clamp_(min=0).sqrt().flip(0).cpu()
             largest = spectrum[0] if largest is None else largest
-            found[f"spectrum {series}"] = (spectrum / largest)[found["numbered"] - 1]
-    return found
+            numbers[f"spectrum {series}"] = (spectrum / largest)[numbers["numbered"] - 1]
+    return numbers

@@ -107,14 +107,14 @@ class StudyPass:
             SettingError: There are too few tokens, or a prompt is longer than the model reads.
         """
         if self.text is not None:
-            found = self._cut_text(self.text)
+            chosen = self._cut_text(self.text)
         else:
             samples = [
                 StudyPrompt(uid, prompt.ids, prompt.prefix) for uid, (_, prompt) in self.resources.prompts.items()
             ]
             count = min(self.count, len(samples))
-            found = [samples[index * len(samples) // count] for index in range(count)]
-        for prompt in found:
+            chosen = [samples[index * len(samples) // count] for index in range(count)]
+        for prompt in chosen:
             if len(prompt.ids) < LEAST_TOKENS:
                 raise SettingError(f"task: {prompt.name} has {len(prompt.ids)} tokens; a study needs {LEAST_TOKENS}")
             if len(prompt.ids) > self.run.checkpoint.longest():
@@ -122,7 +122,7 @@ class StudyPass:
                     f"task: {prompt.name} has {len(prompt.ids)} tokens, and model={self.run.checkpoint.name} reads "
                     f"{self.run.checkpoint.longest()}"
                 )
-        return found
+        return chosen
 
     def _cut_text(self, text: TextPieces) -> list[StudyPrompt]:
         longest = self.run.checkpoint.longest()
@@ -135,15 +135,15 @@ class StudyPass:
                 f"so a text read in blocks is another one; block_size=null, or tokens={switch} at most"
             )
         ids: list[int] = []
-        for own in read_text_files(text.path, "text"):
-            ids += encode_text(self.resources.tokenizer, own)[0]
+        for file_text in read_text_files(text.path, "text"):
+            ids += encode_text(self.resources.tokenizer, file_text)[0]
             if len(ids) >= self.count * text.tokens:
                 break
         count = min(self.count, len(ids) // text.tokens)
         if not count:
             raise SettingError(f"text={text.path}: {len(ids)} tokens, fewer than tokens={text.tokens}")
         pieces = [tuple(ids[index * text.tokens : (index + 1) * text.tokens]) for index in range(count)]
-        return [StudyPrompt(str(index), own) for index, own in enumerate(pieces)]
+        return [StudyPrompt(str(index), ids) for index, ids in enumerate(pieces)]
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class StudyPass:
         task = {"tokens": self.text.tokens} if self.text else {"task": task_identity(run.task_settings)}
         return {
             "model": value["model"],
-            "prompts": named | task | {"ids": ids, "longest": max(len(own.ids) for own in self.prompts)},
+            "prompts": named | task | {"ids": ids, "longest": max(len(prompt.ids) for prompt in self.prompts)},
             "block_size": run.block_size,
             "seed": run.seed,
             "device": value["device"],
@@ -172,7 +172,7 @@ class StudyPass:
         with sources_unchanging():
             files = {study.name: f"{study.name}-{identify_study(study)}" for study in self.studies}
         reading = [study for study in self.studies if isinstance(study, LayerStudy | PolicyStudy)]
-        found: dict[str, list[list[Line]]] = {study.name: [] for study in reading}
+        lines_by_study: dict[str, list[list[Line]]] = {study.name: [] for study in reading}
         bar = tqdm(self.prompts if reading else (), desc="prompts", file=sys.stderr, disable=None)
         for index, prompt in enumerate(bar):
             paths = {study.name: folder / PROMPTS / f"{files[study.name]}-{index}.csv" for study in reading}
@@ -181,10 +181,10 @@ class StudyPass:
                 for study, lines in self._read(missing, prompt, index == 0):
                     write_text(paths[study.name], format_lines(lines))
             for name, path in paths.items():
-                found[name].append(read_lines(path, name))
+                lines_by_study[name].append(read_lines(path, name))
         for study in self.studies:
-            if study.name in found:
-                lines = average_prompts(found[study.name])
+            if study.name in lines_by_study:
+                lines = average_prompts(lines_by_study[study.name])
             else:
                 lines = self._compute(study, folder / PROMPTS / f"{files[study.name]}-{self._limit}.csv")
             write_text(folder / f"{study.name}.csv", format_lines(lines))
@@ -258,17 +258,17 @@ def read_prompt(
     return {study.name: {index: state.layer[study.name] for index, state in states.items()} for study in studies}
 
 
-def average_prompts(found: Iterable[Sequence[Line]]) -> list[Line]:
+def average_prompts(prompts: Iterable[Sequence[Line]]) -> list[Line]:
     """Average the numbers of several prompts, with 95 % intervals over prompts (kvbench.analysis.intervals).
 
     Numbers are averaged if they have the same place (`Line.place`). A number that only one prompt has gets no interval.
     Points of a scatter, which share a place with no number of another prompt, stay as they are.
     """
     places: dict[tuple[Any, ...], list[Line]] = {}
-    for lines in found:
+    for lines in prompts:
         for line in lines:
             places.setdefault(line.place, []).append(line)
-    return [average_lines(own) for own in places.values()]
+    return [average_lines(same_place) for same_place in places.values()]
 
 
 def average_lines(lines: Sequence[Line]) -> Line:
@@ -278,6 +278,6 @@ def average_lines(lines: Sequence[Line]) -> Line:
         return lines[0]._replace(value=max(values), n=total, prompts=len(lines))
     groups = [str(index) for index in range(len(lines))]
     least, most = (0.0, 1.0) if lines[0].series == HOLDS else (-inf, inf)
-    own = mean([Values(values, groups, least, most)])
-    low = None if own.low is None else max(least, own.low)  # rounding may end it at -0.0
-    return lines[0]._replace(value=own.value, n=total, low=low, high=own.high, prompts=len(lines))
+    average = mean([Values(values, groups, least, most)])
+    low = None if average.low is None else max(least, average.low)  # rounding may end it at -0.0
+    return lines[0]._replace(value=average.value, n=total, low=low, high=average.high, prompts=len(lines))

@@ -38,7 +38,7 @@ def build_policy(policy: Policy) -> CachePolicy:
     Raises:
         SettingError: Two of them cannot work together.
     """
-    return choose_cache(*(build(group, own) for group, own in load_policy(policy).items()))
+    return choose_cache(*(build(group, settings) for group, settings in load_policy(policy).items()))
 
 
 def check_policies(study: PolicyStudy, layout: Layout) -> None:
@@ -54,8 +54,8 @@ def check_policies(study: PolicyStudy, layout: Layout) -> None:
 def identify_policies(study: PolicyStudy) -> dict[str, Any]:
     """Return the settings of the methods that a study compares, and a hash of their sources."""
     loaded = [load_policy(policy) for policy in study.policies]
-    modules = [own["_target_"].rpartition(".")[0] for parts in loaded for own in parts.values()]
-    settings = [{group: identity_settings(own) for group, own in parts.items()} for parts in loaded]
+    modules = [part["_target_"].rpartition(".")[0] for parts in loaded for part in parts.values()]
+    settings = [{group: identity_settings(part) for group, part in parts.items()} for parts in loaded]
     return {"policies": settings, "methods": source_hash(sorted(set(modules)))}
 
 

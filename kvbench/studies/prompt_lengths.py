@@ -37,16 +37,16 @@ class PromptLengths(PromptStudy):
             lengths.setdefault(sample.subtask, []).append(len(encode_text(tokenizer, text)[0]))
         kept: dict[int, list[float]] = {budget: [] for budget in BUDGETS}
         for subtask, listed in lengths.items():
-            own = torch.tensor(listed, dtype=torch.float64)
+            tokens = torch.tensor(listed, dtype=torch.float64)
             yield from list_shares(
-                self, "length", count_bins(own, 0, BINS * WIDTH, BINS), 0, BINS * WIDTH, series=subtask
+                self, "length", count_bins(tokens, 0, BINS * WIDTH, BINS), 0, BINS * WIDTH, series=subtask
             )
             # a prompt of exactly 2,048, 4,096 or 6,144 tokens fits into that budget; one of 8,192 is long, as printed
-            place = torch.bucketize(own, torch.tensor([*BUDGETS[:-1], BUDGETS[-1] - 1], dtype=torch.float64))
+            place = torch.bucketize(tokens, torch.tensor([*BUDGETS[:-1], BUDGETS[-1] - 1], dtype=torch.float64))
             for start, count in zip((0, *BUDGETS), place.bincount(minlength=len(BUDGETS) + 1).tolist(), strict=True):
-                yield self.line("prompts", count, series=subtask, x=start, n=len(own))
+                yield self.line("prompts", count, series=subtask, x=start, n=len(tokens))
             for budget in BUDGETS:
-                kept[budget].append(float((budget / own).clamp(max=1).mean()))
-                yield self.line("kept", kept[budget][-1], series=subtask, x=budget, n=len(own))
+                kept[budget].append(float((budget / tokens).clamp(max=1).mean()))
+                yield self.line("kept", kept[budget][-1], series=subtask, x=budget, n=len(tokens))
         for budget, shares in kept.items():
             yield self.line("kept", sum(shares) / len(shares), series=MEAN, x=budget, n=len(samples))

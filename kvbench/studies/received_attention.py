@@ -62,26 +62,26 @@ class ReceivedAttention(LayerStudy):
         memory.clear()
         group = sampled.shape[0] // rows.heads
         seen = torch.arange(received.shape[1], 0, -1, device=received.device)
-        ranks = rank(torch.stack([score_distance(own) for own in rows.keys[0]])).repeat_interleave(group, 0)
-        for series, own in (("mean", received / seen), ("sum", received)):
-            memory[series] = correlate(ranks, rank(own)).cpu()
+        ranks = rank(torch.stack([score_distance(keys) for keys in rows.keys[0]])).repeat_interleave(group, 0)
+        for series, attention in (("mean", received / seen), ("sum", received)):
+            memory[series] = correlate(ranks, rank(attention)).cpu()
         pairs = [
-            check_inequalities(keys, own, positions.to(keys.device), observation.scaling, self.seed)
-            for keys, own in zip(rows.keys[0], sampled.unflatten(0, (-1, group)), strict=True)
+            check_inequalities(keys, group_queries, positions.to(keys.device), observation.scaling, self.seed)
+            for keys, group_queries in zip(rows.keys[0], sampled.unflatten(0, (-1, group)), strict=True)
         ]
-        memory |= {name: torch.cat([own[name] for own in pairs]).cpu() for name in pairs[0]}
+        memory |= {name: torch.cat([pair[name] for pair in pairs]).cpu() for name in pairs[0]}
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         for series in ("mean", "sum"):
-            means = torch.stack([own[series].mean() for own in memories.values()])
-            for layer, own, value in zip(memories, memories.values(), means, strict=True):
-                yield self.line("correlation", value, series=series, layer=layer, n=len(own[series]))
+            means = torch.stack([numbers[series].mean() for numbers in memories.values()])
+            for layer, numbers, value in zip(memories, memories.values(), means, strict=True):
+                yield self.line("correlation", value, series=series, layer=layer, n=len(numbers[series]))
             yield self.line("correlation_mean", means.mean(), series=series, n=len(means))
             yield self.line("correlation_deviation", means.std(correction=0), series=series, n=len(means))
-        premise = [own["premise"] for own in memories.values()]
+        premise = [numbers["premise"] for numbers in memories.values()]
         yield self.line("premise", torch.cat(premise).double().mean(), n=sum(map(len, premise)))
         for name in ("lemma", "theorem"):
-            slack = torch.cat([own[name] for own in memories.values()])
+            slack = torch.cat([numbers[name] for numbers in memories.values()])
             if len(slack) == 0:
                 continue  # no pair fulfils the theorem's premise
             yield self.claim(name, [slack >= -1e-6])  # rounding of float32 cosines
@@ -120,15 +120,15 @@ def check_inequalities(keys: Tensor, queries: Tensor, positions: Tensor, scaling
     largest = keys.square().sum(-1).cummax(0).values[positions]
     bound = (scaling * queries.norm(dim=-1)).square() * largest  # M
     alpha = (normalize(queries, dim=-1) * normalize(means, dim=-1)).sum(-1)
-    found: dict[str, list[Tensor]] = {"premise": [], "lemma": [], "theorem": []}
+    numbers: dict[str, list[Tensor]] = {"premise": [], "lemma": [], "theorem": []}
     for rows in (logits.argmax(-1), drawn):
         star = keys[rows]
         beta = (normalize(queries, dim=-1) * normalize(star, dim=-1)).sum(-1)
         weight = (logits.gather(-1, rows[..., None])[..., 0] - sums).exp()
         rest = torch.log1p(-weight.clamp(max=1 - torch.finfo(weight.dtype).eps / 2))
-        found["lemma"].append(beta - (((counts - 1) / counts).log() - rest) / (2 * bound) + 1)
+        numbers["lemma"].append(beta - (((counts - 1) / counts).log() - rest) / (2 * bound) + 1)
         premise = (alpha < 0) & (beta > 0)
-        found["premise"].append(premise)
+        numbers["premise"].append(premise)
         cosine = (normalize(means, dim=-1) * normalize(star, dim=-1)).sum(-1)
-        found["theorem"].append((1 + alpha * beta - alpha.square() / 2 - beta.square() / 2 - cosine)[premise])
-    return {name: torch.cat([part.flatten() for part in own]) for name, own in found.items()}
+        numbers["theorem"].append((1 + alpha * beta - alpha.square() / 2 - beta.square() / 2 - cosine)[premise])
+    return {name: torch.cat([part.flatten() for part in parts]) for name, parts in numbers.items()}

@@ -72,9 +72,9 @@ class RemovalCone(LayerStudy):
         if not observation.last:
             return
         windows, queries = memory["windows"], torch.cat(memory["queries"], 1)
-        own = queries[:, torch.searchsorted(memory["wanted"], windows).to(queries.device)]
+        window_queries = queries[:, torch.searchsorted(memory["wanted"], windows).to(queries.device)]
         keys, values = rows.keys[0], rows.values[0]
-        grouped = own.unflatten(0, (rows.heads, -1))
+        grouped = window_queries.unflatten(0, (rows.heads, -1))
         looks = [
             look(head, keys[index], values[index], windows.to(keys.device), observation.scaling)
             for index, head in enumerate(grouped)
@@ -95,12 +95,12 @@ class RemovalCone(LayerStudy):
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         every = list(memories.values())
-        weight, size = (torch.cat([own[name] for own in every]).cpu() for name in ("weight", "size"))
-        lower, upper = (torch.cat([getattr(own["cone"], name).flatten() for own in every]).cpu()
+        weight, size = (torch.cat([numbers[name] for numbers in every]).cpu() for name in ("weight", "size"))
+        lower, upper = (torch.cat([getattr(numbers["cone"], name).flatten() for numbers in every]).cpu()
                         for name in ("lower", "upper"))  # fmt: skip
         factor = bound_factor(lower, weight, size)
-        for layer, own in memories.items():
-            inside = own["cone"].lower.flatten() > 0
+        for layer, numbers in memories.items():
+            inside = numbers["cone"].lower.flatten() > 0
             yield self.line("cone_by_layer", inside.double().mean(), layer=layer, n=len(inside))
         yield from self._list_quantiles("weight", weight)
         yield from self._list_quantiles("cone", lower, QUANTILES)
@@ -114,12 +114,12 @@ class RemovalCone(LayerStudy):
             yield self.line("gap", (upper - lower)[inside].amax().clamp(min=0), n=int(inside.sum()))
         if (there := factor.isfinite()).any():
             yield from self._list_quantiles("factor", factor[there])
-        yield from self._list_ratios(torch.cat([own["ratio"] for own in every]).cpu())
+        yield from self._list_ratios(torch.cat([numbers["ratio"] for numbers in every]).cpu())
         yield self.claim("small_weight", [weight <= SMALL])
         yield self.claim("in_cone", [inside])
         yield self.claim("finite", [factor.isfinite()])
-        yield self.claim("within_bound", [own["within_bound"] for own in every])
-        yield self.claim("lemma", [own["lemma"] for own in every])
+        yield self.claim("within_bound", [numbers["within_bound"] for numbers in every])
+        yield self.claim("lemma", [numbers["lemma"] for numbers in every])
 
     def _list_quantiles(
         self, quantity: str, values: Tensor, shares: tuple[float, ...] = UPPER, **place: Any
@@ -154,7 +154,7 @@ class Look:
 
     def take(self, which: slice) -> "Look":
         """Return what some of the queries see."""
-        return Look(*(getattr(self, own.name)[which] for own in fields(self)))
+        return Look(*(getattr(self, field.name)[which] for field in fields(self)))
 
     @property
     def weight(self) -> Tensor:
@@ -208,11 +208,11 @@ def bound_factor(cone: Tensor, weight: Tensor, size: Tensor) -> Tensor:
     return factor.masked_fill((cone <= 0) | (size * weight >= 1), torch.inf)
 
 
-def compare_choices(own: Look, values: Tensor, draw: torch.Generator, seed: int) -> dict[str, Tensor]:
+def compare_choices(seen: Look, values: Tensor, draw: torch.Generator, seed: int) -> dict[str, Tensor]:
     """Compare choices of k among 20 rows with the best one.
 
     Args:
-        own: What G queries see.
+        seen: What G queries see.
         values: Of all rows, (n, d) float64.
         draw: Draws the rows of the first stratum and the random choices.
         seed: Seed of starts for c*.
@@ -220,16 +220,16 @@ def compare_choices(own: Look, values: Tensor, draw: torch.Generator, seed: int)
     Returns:
         ``ratio``, (G, strata, k, selectors); ``within_bound``, (G, strata, k); ``lemma``, (G,).
     """
-    rows = list_strata(own, draw)
-    p = own.log_p.exp().expand(len(STRATA), -1, -1).gather(-1, rows)
-    took, norms = (part.expand(len(STRATA), -1, -1).gather(-1, rows) for part in (own.log_p, own.norms))
-    residuals = own.anchors[:, None] - values[rows]  # (strata, G, 20, d)
+    rows = list_strata(seen, draw)
+    p = seen.log_p.exp().expand(len(STRATA), -1, -1).gather(-1, rows)
+    took, norms = (part.expand(len(STRATA), -1, -1).gather(-1, rows) for part in (seen.log_p, seen.norms))
+    residuals = seen.anchors[:, None] - values[rows]  # (strata, G, 20, d)
     changes = torch.exp(took - took.amax(-1, keepdim=True))[..., None] * residuals
     by_chance = torch.rand(rows.shape, generator=draw).to(took)
     scores = torch.stack([log_single_change(took, norms), took, by_chance], -2)  # in the order of RATIOS
     ratio = compare_with_best(changes @ changes.mT, p, scores).transpose(0, 1)
     directions = Residuals(
-        own.anchors.repeat(len(STRATA), 1)[:, None],
+        seen.anchors.repeat(len(STRATA), 1)[:, None],
         values[rows].flatten(0, 1),
         norms.flatten(0, 1)[:, None],
         torch.ones_like(norms, dtype=torch.bool).flatten(0, 1)[:, None],
@@ -239,17 +239,17 @@ def compare_choices(own: Look, values: Tensor, draw: torch.Generator, seed: int)
     return {
         "ratio": ratio,
         "within_bound": ratio[..., RATIOS.index("ratio_dropkv")] <= factor * (1 + EXACT),
-        "lemma": check_lemma(own, values, rows[0]),
+        "lemma": check_lemma(seen, values, rows[0]),
     }
 
 
-def check_lemma(own: Look, values: Tensor, gone: Tensor) -> Tensor:
+def check_lemma(seen: Look, values: Tensor, gone: Tensor) -> Tensor:
     """Return whether attention without some rows, (T, 20), differs from the output by Δ of these rows, (T,) bool."""
-    change = own.logits.scatter(-1, gone, -torch.inf).softmax(-1) @ values - own.anchors
-    p = own.log_p.gather(-1, gone).exp()
-    formula = (p[..., None] * (own.anchors[:, None] - values[gone])).sum(1) / (1 - p.sum(-1, keepdim=True))
+    change = seen.logits.scatter(-1, gone, -torch.inf).softmax(-1) @ values - seen.anchors
+    p = seen.log_p.gather(-1, gone).exp()
+    formula = (p[..., None] * (seen.anchors[:, None] - values[gone])).sum(1) / (1 - p.sum(-1, keepdim=True))
     # a is a sum over n rows, so float64 keeps about 13 digits of it
-    scale = change.norm(dim=-1) + 1e-5 * own.anchors.norm(dim=-1)
+    scale = change.norm(dim=-1) + 1e-5 * seen.anchors.norm(dim=-1)
     return (change - formula).norm(dim=-1) <= EXACT * scale
 
 
@@ -258,22 +258,22 @@ def log_single_change(log_p: Tensor, norms: Tensor) -> Tensor:
     return log_p - torch.log1p(-log_p.exp()) + norms.log()
 
 
-def list_strata(own: Look, draw: torch.Generator) -> Tensor:
+def list_strata(seen: Look, draw: torch.Generator) -> Tensor:
     """Return the 20 rows of each stratum of the pool, (strata, T, 20): drawn at random; with the smallest p; with the
     DropKV score nearest to the pool's median; with the largest difference of their ranks by p and by score.
     """
-    score = log_single_change(own.log_p, own.norms)
-    middle = score.masked_fill(~own.pool, torch.nan).nanmedian(-1, keepdim=True).values
+    score = log_single_change(seen.log_p, seen.norms)
+    middle = score.masked_fill(~seen.pool, torch.nan).nanmedian(-1, keepdim=True).values
     by_p, by_score = (
-        part.masked_fill(~own.pool, torch.inf).argsort(-1).argsort(-1).double() for part in (own.log_p, score)
+        part.masked_fill(~seen.pool, torch.inf).argsort(-1).argsort(-1).double() for part in (seen.log_p, score)
     )
     least = (
         torch.rand(score.shape, generator=draw).to(score),
-        own.log_p,
+        seen.log_p,
         (score.exp() - middle.exp()).abs(),
         -(by_p - by_score).abs(),
     )
-    return torch.stack([part.masked_fill(~own.pool, torch.inf).topk(FEW, largest=False).indices for part in least])
+    return torch.stack([part.masked_fill(~seen.pool, torch.inf).topk(FEW, largest=False).indices for part in least])
 
 
 def compare_with_best(gram: Tensor, p: Tensor, scores: Tensor) -> Tensor:
@@ -307,8 +307,8 @@ def find_smallest_change(gram: Tensor, p: Tensor, removed: int) -> Tensor:
     for count in range(max(0, removed - half), min(half, removed) + 1):
         one, two = bits[bits.sum(-1) == count], bits[bits.sum(-1) == removed - count]
         first, both, second = gram[..., :half, :half], gram[..., :half, half:], gram[..., half:, half:]
-        own, other = ((one @ first) * one).sum(-1), ((two @ second) * two).sum(-1)
-        squares = own[..., None] + other[..., None, :] + 2 * one @ both @ two.mT
+        within_one, within_two = ((one @ first) * one).sum(-1), ((two @ second) * two).sum(-1)
+        squares = within_one[..., None] + within_two[..., None, :] + 2 * one @ both @ two.mT
         gone = (p[..., :half] @ one.mT)[..., None] + (p[..., half:] @ two.mT)[..., None, :]
         best = best.minimum((squares / (1 - gone).square()).flatten(-2).amin(-1))
     return best

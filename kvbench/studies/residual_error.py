@@ -41,7 +41,7 @@ class ResidualError(PolicyStudy):
 
     def list_readings(self, tokens: int, first: bool) -> Sequence[Reading]:
         part = tokens - min(FOLLOWING, tokens // 5)
-        cut = [Reading(own, round(1 - removed, 6), part) for own in self.policies for removed in REMOVED]
+        cut = [Reading(policy, round(1 - removed, 6), part) for policy in self.policies for removed in REMOVED]
         return [Reading(FULL, 1.0, part), *cut]
 
     def inspect(self, memory: Memory, reading: Reading, context: GenerationContext, rest: Tensor) -> None:
@@ -55,13 +55,13 @@ class ResidualError(PolicyStudy):
 
     def finish(self, memory: Memory, first: bool) -> Iterable[Line]:
         tokens, errors = len(memory["full"][0]), memory["errors"]
-        for (method, removed), own in errors.items():
-            yield self.line("error", own.mean(), series=method, x=removed, n=tokens * len(own))
-            for layer, value in enumerate(own):
+        for (method, removed), layer_errors in errors.items():
+            yield self.line("error", layer_errors.mean(), series=method, x=removed, n=tokens * len(layer_errors))
+            for layer, value in enumerate(layer_errors):
                 yield self.line("error_by_layer", value, series=method, layer=layer, y=removed, n=tokens)
-        means = {place: own.mean() for place, own in errors.items()}
-        best = [min(own for (_, at), own in means.items() if at == removed) for removed in REMOVED]
-        smallest = [means[OWN, removed] == own for removed, own in zip(REMOVED, best, strict=True)]
+        means = {place: layer_errors.mean() for place, layer_errors in errors.items()}
+        best = [min(mean for (_, at), mean in means.items() if at == removed) for removed in REMOVED]
+        smallest = [means[OWN, removed] == lowest for removed, lowest in zip(REMOVED, best, strict=True)]
         yield self.claim("least", smallest)
 
 
@@ -73,10 +73,10 @@ def read_states(context: GenerationContext, ids: Tensor) -> list[Tensor]:
         ids: Token ids, (1, t).
     """
     layers = list_decoder_layers(context.model)
-    found: list[Tensor] = []
+    states: list[Tensor] = []
 
     def take(module: Any, args: Any, output: Any) -> None:
-        found.append((output[0] if isinstance(output, tuple) else output)[0])
+        states.append((output[0] if isinstance(output, tuple) else output)[0])
 
     handles = [layer.register_forward_hook(take) for layer in layers]
     try:
@@ -85,4 +85,4 @@ def read_states(context: GenerationContext, ids: Tensor) -> list[Tensor]:
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return states

@@ -60,10 +60,10 @@ def weigh_rows(
     grouped = queries.reshape(len(keys), heads, -1, queries.shape[2])
     rows = max(sum(piece.shape[1] for piece in layer) for layer in keys)
     logits = queries.new_zeros(*grouped.shape[:3], rows, dtype=dtype)
-    for asked, layer, found in zip(grouped, keys, logits, strict=True):
+    for asked, layer, scores in zip(grouped, keys, logits, strict=True):
         begin = 0
         for piece in layer:
-            multiply(asked, piece.mT, found[:, :, begin : begin + piece.shape[1]], scaling)
+            multiply(asked, piece.mT, scores[:, :, begin : begin + piece.shape[1]], scaling)
             begin += piece.shape[1]
     logits = logits.view(len(keys) * heads, -1, tokens, rows)
     if mass is not None:
@@ -90,8 +90,8 @@ def attend_rows(
 
 def join_places(places: Sequence[Tensor]) -> Tensor:
     """Join the positions of layers' rows, (H, n) each, to (L·H, n). Absent rows have -1."""
-    most = max(own.shape[1] for own in places)
-    return torch.cat([pad(own, (0, most - own.shape[1]), value=-1) for own in places])
+    most = max(layer.shape[1] for layer in places)
+    return torch.cat([pad(layer, (0, most - layer.shape[1]), value=-1) for layer in places])
 
 
 def attend_weighted(weights: Tensor, values: Pieces) -> Tensor:
@@ -99,10 +99,10 @@ def attend_weighted(weights: Tensor, values: Pieces) -> Tensor:
     heads, _, dim = values[0][0].shape
     rounded = round_weights(weights, values).flatten(1, 2).unflatten(0, (len(values), heads))
     outputs = weights.new_empty(*rounded.shape[:3], dim)
-    for own, layer, found in zip(rounded, values, outputs, strict=True):
+    for shares, layer, sums in zip(rounded, values, outputs, strict=True):
         begin = 0
         for piece in layer:
-            multiply(own[:, :, begin : begin + piece.shape[1]], piece, found, adds=begin > 0)
+            multiply(shares[:, :, begin : begin + piece.shape[1]], piece, sums, adds=begin > 0)
             begin += piece.shape[1]
     return outputs.view(*weights.shape[:3], dim)
 
@@ -134,9 +134,9 @@ def attend_sets(weights: Tensor, values: Pieces, sets: Tensor) -> tuple[Tensor, 
     if sets.shape[2] == sets.shape[3] == 1:  # the same rows for all queries: the probabilities are read once
         outputs, mass = _attend_shared_sets(weights, values, sets[:, :, 0, 0])
     else:
-        chosen = [weights * own for own in sets.unbind(1)]
-        outputs = torch.stack([attend_weighted(own, values) for own in chosen])
-        mass = torch.stack([own.sum(-1) for own in chosen])
+        chosen = [weights * members for members in sets.unbind(1)]
+        outputs = torch.stack([attend_weighted(part, values) for part in chosen])
+        mass = torch.stack([part.sum(-1) for part in chosen])
     return outputs / mass.clamp(min=torch.finfo(mass.dtype).tiny)[..., None], mass
 
 
@@ -148,16 +148,16 @@ def _attend_shared_sets(weights: Tensor, values: Pieces, sets: Tensor) -> tuple[
     # For each row its values times 1 or 0 in each set, and then these factors, in as many columns as GPUs read fast.
     masks = pad(sets.mT, (0, -count % 8)).to(weighed.dtype).unflatten(0, (len(values), heads))
     joined = weights.new_empty(len(values), heads, weights.shape[1] * weights.shape[2], width + masks.shape[3])
-    for own, [layer], mask, found in zip(
+    for shares, [layer], mask, sums in zip(
         weighed.flatten(1, 2).unflatten(0, (len(values), heads)), values, masks, joined, strict=True
     ):
         wide = weighed.new_empty(heads, rows, joined.shape[3])
         torch.mul(layer[:, :, None], mask[:, :, :count, None], out=wide[..., :width].unflatten(-1, (count, dim)))
         wide[..., width:] = mask
-        multiply(own, wide, found)
-    found = joined.view(*weights.shape[:3], joined.shape[3])
-    outputs = found[..., :width].unflatten(-1, (count, dim)).movedim(-2, 0)
-    return outputs, found[..., width : width + count].movedim(-1, 0)
+        multiply(shares, wide, sums)
+    summed = joined.view(*weights.shape[:3], joined.shape[3])
+    outputs = summed[..., :width].unflatten(-1, (count, dim)).movedim(-2, 0)
+    return outputs, summed[..., width : width + count].movedim(-1, 0)
 
 
 def find_error(outputs: Tensor, exact: Tensor) -> Tensor:

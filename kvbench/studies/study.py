@@ -78,7 +78,7 @@ class Study:
             quantity: The name of the claim. An exhibit states it in words.
             instances: True where it holds, any shapes.
         """
-        every = torch.cat([own.flatten().cpu() for own in instances]).double()
+        every = torch.cat([instance.flatten().cpu() for instance in instances]).double()
         return self.line(quantity, every.mean(), series=HOLDS, n=len(every))
 
 
@@ -237,8 +237,8 @@ def draw_positions(count: int, tokens: int, seed: int, first: int = 0) -> Tensor
 def take_block(positions: Tensor, observation: Observation) -> Tensor:
     """Return the indices within a block of those of the prompt's positions that lie in it, on the block's device."""
     stop = observation.first + observation.queries.shape[2]
-    own = positions[(positions >= observation.first) & (positions < stop)] - observation.first
-    return own.to(observation.queries.device)
+    places = positions[(positions >= observation.first) & (positions < stop)] - observation.first
+    return places.to(observation.queries.device)
 
 
 def count_bins(values: Tensor, low: float, high: float, bins: int) -> Tensor:
@@ -295,7 +295,7 @@ def correlate(x: Tensor, y: Tensor) -> Tensor:
 
     It is 0 if all numbers of a line are equal.
     """
-    x, y = (own.double() - own.double().mean(-1, keepdim=True) for own in (x, y))
+    x, y = (lines.double() - lines.double().mean(-1, keepdim=True) for lines in (x, y))
     return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp(min=torch.finfo(x.dtype).tiny)
 
 

@@ -60,8 +60,8 @@ class TrainingStudy(Study):
     def choose(self, checkpoint: Checkpoint, given: Mapping[str, Any]) -> DeltaRecipe:
         """Return the recipe for a model, with some settings of `DeltaRecipe` that differ from the default."""
         layout = checkpoint.layout()
-        own = {"steps": self.steps, "length": min(LENGTH, layout.longest), "seed": self.seed, **given}
-        return choose_recipe(2 * layout.heads * layout.dim, layout.longest, own)
+        settings = {"steps": self.steps, "length": min(LENGTH, layout.longest), "seed": self.seed, **given}
+        return choose_recipe(2 * layout.heads * layout.dim, layout.longest, settings)
 
     def list_settings(self, default: DeltaRecipe) -> Iterable[dict[str, Any]]:
         """Return for each training the settings in which it differs from the default recipe."""
@@ -81,7 +81,7 @@ class TrainingStudy(Study):
         """
         checkpoint = resources.run.checkpoint
         default = self.choose(checkpoint, {})
-        recipes = [self.choose(checkpoint, own) for own in self.list_settings(default)]
+        recipes = [self.choose(checkpoint, settings) for settings in self.list_settings(default)]
         sources = source_hash(["kvbench.training.delta_training"])
         paths = {recipe: folder / f"training-{identify(recipe, sources)}.json" for recipe in recipes}
         missing = {recipe: path for recipe, path in paths.items() if not path.exists()}
@@ -126,7 +126,7 @@ def train(resources: Resources, recipe: DeltaRecipe, text: PackedText, out: Path
     training.run()
     held_out = training.evaluate()
     log = name_log(out)
-    losses = [{name: own[name] for name in ("ce", "mse")} for own in map(json.loads, log.read_text().splitlines())]
+    losses = [{name: step[name] for name in ("ce", "mse")} for step in map(json.loads, log.read_text().splitlines())]
     training.forget()
     log.unlink()
     return {"recipe": asdict(recipe), "losses": losses, "held_out": asdict(held_out)}
@@ -134,8 +134,8 @@ def train(resources: Resources, recipe: DeltaRecipe, text: PackedText, out: Path
 
 def read_training(path: Path) -> Training:
     """Read what `train` returned."""
-    own = json.loads(path.read_text(encoding="utf-8"))
-    return Training(DeltaRecipe(**own["recipe"]), own["losses"], HeldOut(**own["held_out"]))
+    written = json.loads(path.read_text(encoding="utf-8"))
+    return Training(DeltaRecipe(**written["recipe"]), written["losses"], HeldOut(**written["held_out"]))
 
 
 def with_steps(study: Study, steps: int) -> Study:

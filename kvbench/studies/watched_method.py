@@ -35,23 +35,23 @@ def watch_method(
     """
     of: Any = type(method)
 
-    def overrides(own: Method, *names: str) -> bool:
-        kind: Any = type(own)
+    def overrides(watched: Method, *names: str) -> bool:
+        kind: Any = type(watched)
         return overrides_any(kind if is_watching() else of, names)
 
-    def update(own: Method, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
+    def update(watched: Method, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         if is_watching():
             look(observation, rows)
-        found: Mapping[str, Tensor] = of.update(own, observation, rows, state)
-        return found
+        changes: Mapping[str, Tensor] = of.update(watched, observation, rows, state)
+        return changes
 
     hooks: dict[str, Callable[..., Any]] = {"overrides": overrides, "update": update}
     if look_at_reads is not None:
 
-        def read(own: Method, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
-            found: Tensor | None = of.read(own, request, rows, state)
-            look_at_reads(request, found)
-            return found
+        def read(watched: Method, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
+            places: Tensor | None = of.read(watched, request, rows, state)
+            look_at_reads(request, places)
+            return places
 
         hooks["read"] = read
     return derive_method(method, hooks)

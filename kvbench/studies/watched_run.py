@@ -164,9 +164,9 @@ class WatchedRun:
         Nobody looks, because the tokens would be chosen much more slowly. `read` shows them at once.
         """
         self.watching = False
-        found = answer_greedily(self.context, self.reading)
+        tokens = answer_greedily(self.context, self.reading)
         self.watching = self.context.defers_faults = True
-        return found
+        return tokens
 
     def read(self, answer: Sequence[int]) -> None:
         """Read an answer, unless one was read before."""
