@@ -50,7 +50,7 @@ def stack_layers(*layers: alt.Chart, **options: Any) -> alt.LayerChart:
 @cache
 def build_charts() -> dict[str, Any]:
     """Return the specifications of all charts of the page, by name. They are the same for every page."""
-    own = {
+    charts = {
         "curve": chart_curve(),
         "dots": chart_dots(),
         "tasks": chart_tasks(),
@@ -58,7 +58,7 @@ def build_charts() -> dict[str, Any]:
         **{name: chart_cost(name) for name in COSTS},
     }
     fit = {"autosize": {"type": "fit-x", "contains": "padding"}}
-    return {name: make_specification(chart.properties(width="container")) | fit for name, chart in own.items()}
+    return {name: make_specification(chart.properties(width="container")) | fit for name, chart in charts.items()}
 
 
 BYTES = "Measured share of the full cache's bytes"

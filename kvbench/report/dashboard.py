@@ -160,16 +160,16 @@ class Dashboard:
     def _read_sweep(self, folder: Path, times: SampleTimes) -> dict[str, Any]:
         """Return a sweep's progress as the page shows it."""
         try:
-            found = list(read_states(self.results, folder, self.counts))
+            states = list(read_states(self.results, folder, self.counts))
             known = [
                 (cell.get("value"), cell["readings"], state)
-                for cell, (_, state) in zip(read_cells(folder), found, strict=True)
+                for cell, (_, state) in zip(read_cells(folder), states, strict=True)
             ]
             cells = [
                 asdict(state) | {"cell": shorten(label), "reason": shorten(state.reason, 300), "left": seconds}
-                for (label, state), seconds in zip(found, estimate_left(times, known), strict=True)
+                for (label, state), seconds in zip(states, estimate_left(times, known), strict=True)
             ]
-            counts = {name: sum(state.name == name for _, state in found) for name in STATES}
+            counts = {name: sum(state.name == name for _, state in states) for name in STATES}
         except (OSError, *DATA_ERRORS) as error:
             return {"name": shorten(folder.name), "wrong": describe_error(error), "counts": {}, "cells": []}
         return {"name": shorten(folder.name), "wrong": "", "counts": counts, "cells": cells}
@@ -177,16 +177,16 @@ class Dashboard:
 
 def read_stamps(results: Path) -> dict[str, list[tuple]]:
     """Return what the page depends on: all files of finished runs, and the existence of the other runs."""
-    found = {}
+    stamps = {}
     for path in list_folders(results):
         try:
             files = list(os.scandir(path))
             done = any(file.name == "done" for file in files)
-            own = [file for file in files if done or file.name == "run.yaml"]
-            found[path.name] = sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in own)
+            read_files = [file for file in files if done or file.name == "run.yaml"]
+            stamps[path.name] = sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in read_files)
         except OSError:
             continue  # the folder is being deleted; the next call sees the result
-    return found
+    return stamps
 
 
 class RequestHandler(BaseHTTPRequestHandler):
@@ -201,10 +201,10 @@ class RequestHandler(BaseHTTPRequestHandler):
         if not HOST.fullmatch(self.headers.get("Host", "")) or len(self.headers.get_all("Host", [])) > 1:
             # another site's name that points to this address (DNS rebinding)
             self._send(403, "text/plain", "This address is not the dashboard's.\n")
-        elif (found := self._find_answer(self.path.partition("?")[0])) is None:
+        elif (answer := self._find_answer(self.path.partition("?")[0])) is None:
             self._send(404, "text/plain", "Not here.\n")
         else:
-            self._send(200, *found)
+            self._send(200, *answer)
 
     do_HEAD = do_GET
 

@@ -54,14 +54,14 @@ class Part:
     def format_section(self) -> str:
         """Return its section of docs/methods.md."""
         link = f" · [{self.file}](../{self.file})" if self.file else " · a class of another package"
-        sources = [own for own in self.paragraphs if own.startswith("Source")]
+        sources = [paragraph for paragraph in self.paragraphs if paragraph.startswith("Source")]
         lines = [f"### {self.name}", WRITTEN, f"`{self.group}={self.name}`{link}", self.definition, *sources]
         if presets := self.config.get("presets"):
             notes = dict(PRESET.findall(self.text))
             rows = ["| preset | settings | source |", "|---|---|---|"]
-            for preset, own in presets.items():
+            for preset, changes in presets.items():
                 label = f"`{preset}`{' (default)' if preset == self.config.get('preset') else ''}"
-                settings = ", ".join(f"`{key}={format_value(value)}`" for key, value in (own or {}).items())
+                settings = ", ".join(f"`{key}={format_value(value)}`" for key, value in (changes or {}).items())
                 rows.append(f"| {label} | {settings} | {escape_cell(notes.get(preset, ''))} |")
             lines.append("\n".join(rows))
         return "\n\n".join(lines) + "\n\n"
@@ -74,14 +74,14 @@ def escape_cell(text: str) -> str:
 
 def list_parts(group: str, root: Path) -> list[Part]:
     """Return what the files of conf/<group>/ of a checkout describe, by name."""
-    found = []
+    parts = []
     for path in sorted((root / "conf" / group).glob("[!_]*.yaml")):
         text = path.read_text(encoding="utf-8")
         config = yaml.safe_load(text) or {}
         paragraphs = split_docstring(read_docstring(str(config.get("_target_", "")), root))
         if path.stem not in UNLISTED:
-            found.append(Part(group, path.stem, config, text, paragraphs))
-    return found
+            parts.append(Part(group, path.stem, config, text, paragraphs))
+    return parts
 
 
 def is_named(name: str, text: str) -> bool:

@@ -38,17 +38,17 @@ def write_excerpts(folder: Path, pairings: Sequence[Pairing], count: int) -> lis
         for a panel without pairs.
     """
     panels: dict[int, list[Pairing]] = {}
-    for own in pairings:
-        panels.setdefault(own.panel, []).append(own)
-    found: dict[int, dict[str, Any]] = {}
+    for pairing in pairings:
+        panels.setdefault(pairing.panel, []).append(pairing)
+    entries: dict[int, dict[str, Any]] = {}
     asked: dict[int, list[str]] = {}
     for panel, some in panels.items():
         uids = choose_samples(some)
         name = name_file(some[0].full.records, uids)
         if not uids:
-            found[panel] = {"reason": "the records were not made by a run"}
+            entries[panel] = {"reason": "the records were not made by a run"}
             continue
-        found[panel] = {"name": name, "samples": len(uids), "of": len(some[0].full.records)}
+        entries[panel] = {"name": name, "samples": len(uids), "of": len(some[0].full.records)}
         if not (folder / name).is_file():
             asked[panel] = uids
     requests = [
@@ -56,26 +56,26 @@ def write_excerpts(folder: Path, pairings: Sequence[Pairing], count: int) -> lis
     ]
     for panel, answer in zip(asked, request_excerpts(requests), strict=True):
         if "excerpts" in answer:
-            name = found[panel]["name"]
-            text = to_embedded_json({uid: escape_windows(own) for uid, own in answer["excerpts"].items()})
+            name = entries[panel]["name"]
+            text = to_embedded_json({uid: escape_windows(windows) for uid, windows in answer["excerpts"].items()})
             write_file(folder / name, f'kvbenchPrompts("{name}",{text});\n')
         else:
-            found[panel] = {"reason": shorten(answer["reason"], 300)}
-    return [found.get(panel, {}) for panel in range(count)]
+            entries[panel] = {"reason": shorten(answer["reason"], 300)}
+    return [entries.get(panel, {}) for panel in range(count)]
 
 
 def choose_samples(pairings: Sequence[Pairing]) -> list[str]:
     """Return the samples of a panel whose prompts are shown. Empty if the records cannot be those of a run."""
     full = pairings[0].full.records
     losses = dict.fromkeys(full, 0)
-    for own in pairings:
-        for uid in own.full.records.keys() & own.run.records.keys() & losses.keys():
-            one, other = own.full.records[uid], own.run.records[uid]
+    for pairing in pairings:
+        for uid in pairing.full.records.keys() & pairing.run.records.keys() & losses.keys():
+            one, other = pairing.full.records[uid], pairing.run.records[uid]
             losses[uid] += not (find_failure(one) or find_failure(other)) and other["score"] < one["score"]
     shown = [
         uid
-        for uid, own in full.items()
-        if PROMPT_HASH.fullmatch(str(own.get("prompt_hash"))) and isinstance(own.get("rows_seen"), int)
+        for uid, record in full.items()
+        if PROMPT_HASH.fullmatch(str(record.get("prompt_hash"))) and isinstance(record.get("rows_seen"), int)
     ]
     return sorted(shown, key=lambda uid: (-losses[uid], full[uid].get("index") or 0))[:SAMPLES]
 
@@ -93,7 +93,7 @@ def request_excerpts(requests: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     reason = "the process that makes prompts ended early"
     try:
         said = subprocess.run(
-            COMMAND, input="".join(json.dumps(own) + "\n" for own in requests).encode(), timeout=SECONDS,
+            COMMAND, input="".join(json.dumps(request) + "\n" for request in requests).encode(), timeout=SECONDS,
             env=make_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False,
         ).stdout  # fmt: skip
     except subprocess.TimeoutExpired as error:

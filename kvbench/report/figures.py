@@ -70,7 +70,9 @@ class Figure:
         """Write the figure as SVG, PDF and PNG, and return a line about these and other files of the figure."""
         text, *size = print_charts.render_svg(self.drawing, self.pixels, self.title)
         sized = [f' width="{{0:.6g}}{unit}" height="{{1:.6g}}{unit}"'.format(*size) for unit in ("pt", "")]
-        svg, plain = (SIZE.sub(own, text, count=1) for own in sized)  # the converters treat a pixel as a point
+        svg, plain = (
+            SIZE.sub(size_text, text, count=1) for size_text in sized
+        )  # the converters treat a pixel as a point
         named = folder / self.name
         forms: dict[str, Callable[[], bytes]] = {
             "svg": svg.encode, "pdf": lambda: vl_convert.svg_to_pdf(plain),
@@ -80,7 +82,7 @@ class Figure:
             path = Path(f"{named}.{suffix}")
             with name_file_in_errors(path):
                 path.write_bytes(form())
-        inches = " x ".join(f"{own / 72:.2f}" for own in size)
+        inches = " x ".join(f"{points / 72:.2f}" for points in size)
         return f"{named}  .pdf .svg .png{also}  {inches} in"
 
 
@@ -91,13 +93,13 @@ def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def make_figures(
-    options: Namespace, found: FoundRuns, wanted: Sequence[StoredRun], refused: dict[str, str]
+    options: Namespace, loaded: FoundRuns, wanted: Sequence[StoredRun], refused: dict[str, str]
 ) -> Iterator[Figure]:
     """Yield the figures of the wanted runs.
 
     Args:
         options: The parsed command line.
-        found: The runs of the store.
+        loaded: The runs of the store.
         wanted: Runs to draw.
         refused: Receives a reason for each run or curve that cannot be drawn.
     """
@@ -105,16 +107,16 @@ def make_figures(
         choice = CurveOptions(options.against, options.average, subtask)
         parts = ["" if options.against == "bytes" else options.against, options.average or "", subtask or ""]
         curve = "-".join(["curve", *map(make_slug, filter(None, parts))])
-        for panel in build_panels(found, wanted, choice):
+        for panel in build_panels(loaded, wanted, choice):
             panel.data["published"] = (
                 list_published(panel, subtask, options.results) if "curve" in options.kinds else []
             )
             if {"tasks", "grid", "change"} & set(options.kinds):
                 add_published(panel, options.results)
             refused |= {f"run {name}": why for name, why in panel.refused.items()}
-            for own in panel.data["series"]:
-                if "curve" in options.kinds and "refused" in own:
-                    refused[f"{name_figure(panel)}-{curve}, {own['label']}"] = own["refused"]
+            for series in panel.data["series"]:
+                if "curve" in options.kinds and "refused" in series:
+                    refused[f"{name_figure(panel)}-{curve}, {series['label']}"] = series["refused"]
             for kind in options.kinds:
                 pixels = 72 * (options.width or INCHES[kind]) / POINTS
                 drawing = make_drawing(kind, panel.data, options.against, pixels)
@@ -132,15 +134,15 @@ def list_published(panel: Panel, subtask: str | None, results: Path) -> list[dic
         subtask: The only subtask of its points, or None.
         results: The folder of results.
     """
-    hashes = {(own["series"], own["budget"]): own["hash"] for own in panel.listed}
+    hashes = {(row["series"], row["budget"]): row["hash"] for row in panel.listed}
     runs = {run.hash: run for run in panel.runs}
     rows = []
     for point in panel.data["points"]:
         run = runs[hashes[panel.data["series"][point["s"]]["label"], point["budget"]]]
         subtasks = {subtask} if subtask else {record["subtask"] for record in run.records.values()}
-        for own in find_published(run, subtasks, point["score"], results):
+        for published in find_published(run, subtasks, point["score"], results):
             at = {"s": point["s"], "budget": point["budget"], "share": point["share"]}
-            rows.append(at | {"score": own.score, "table": own.table})
+            rows.append(at | {"score": published.score, "table": published.table})
     return rows
 
 
@@ -154,13 +156,15 @@ def add_published(panel: Panel, results: Path) -> None:
         panel: The panel.
         results: The folder of results.
     """
-    tasks = {own["column"]: own["task"] for own in panel.data["tasks"]}
+    tasks = {task["column"]: task["task"] for task in panel.data["tasks"]}
     for cell in panel.data["cells"]:
         pair, subtasks = panel.pairings[cell["order"]], {tasks[cell["column"]]}
-        full = {own.table: own.score for own in find_published(pair.full, subtasks, cell["full"], results)}
-        found = find_published(pair.run, subtasks, cell["score"], results)
-        cell["published"] = next((own.score - full[own.table] for own in found if own.table in full), None)
-    pairs = {own.name: own for own in panel.pairings}
+        full = {score.table: score.score for score in find_published(pair.full, subtasks, cell["full"], results)}
+        printed_scores = find_published(pair.run, subtasks, cell["score"], results)
+        cell["published"] = next(
+            (score.score - full[score.table] for score in printed_scores if score.table in full), None
+        )
+    pairs = {pairing.name: pairing for pairing in panel.pairings}
     for grid in panel.data["grids"]:
         if (pair := pairs.get(grid["row"])) is None:  # the full cache's own
             continue
@@ -175,7 +179,7 @@ def add_published(panel: Panel, results: Path) -> None:
                 find_published(pair.run, subtasks, value, results, where, full) if value is not None else []
                 for value, full in values
             ]
-            cell["printed"] = [own[0].score if own else None for own in printed]
+            cell["printed"] = [scores[0].score if scores else None for scores in printed]
 
 
 def make_drawing(kind: str, panel: Mapping[str, Any], against: str, pixels: float) -> Drawing | None:
@@ -196,8 +200,8 @@ def name_figure(panel: Panel) -> str:
 
 def make_slug(text: str) -> str:
     """Return a text that can be part of a file's name. A hash is added if characters were replaced."""
-    own = re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:40]
-    return own if own == text else f"{own}-{sha256(text.encode()).hexdigest()[:6]}".lstrip("-")
+    slug = re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:40]
+    return slug if slug == text else f"{slug}-{sha256(text.encode()).hexdigest()[:6]}".lstrip("-")
 
 
 def list_averages(run: StoredRun) -> list[str]:

@@ -80,17 +80,19 @@ def write_leaderboard(
     """
     if (out / "runs").exists():
         raise SettingError(f"--out={out}: is a folder of results; choose another one")
-    found: list[Submission] = []
+    submissions: list[Submission] = []
     refused: dict[Path, str] = {}
     for path in dict.fromkeys(paths):
         try:
-            found.append(read_submission(path, average, lambda own, folder: write_files(own, folder, out, now)))
+            submissions.append(
+                read_submission(path, average, lambda submission, folder: write_files(submission, folder, out, now))
+            )
         except SettingError as error:
             refused[path] = str(error)
             print(escape(f"kvbench: {error}"), file=sys.stderr)
-    if not found:
+    if not submissions:
         raise SettingError(f"none of the {len(paths)} bundles can be used")
-    write_file(out / "index.html", render_index(found, refused, build_tables(found), now))
+    write_file(out / "index.html", render_index(submissions, refused, build_tables(submissions), now))
     return out / "index.html", refused
 
 
@@ -118,18 +120,20 @@ def render_index(
     """Return the first page."""
     style = (HERE / "page.css").read_text(encoding="utf-8")
     about = [
-        ("Bundle", lambda own: f'<a href="{name_copy(own)}">{mark_up(own.path.name)}</a>'),
+        ("Bundle", lambda submission: f'<a href="{name_copy(submission)}">{mark_up(submission.path.name)}</a>'),
         (
             "Report",
-            lambda own: f'<a href="reports/{own.bundle.digest[:DIGITS]}/report.html">curves, costs, answers</a>',
+            lambda submission: (
+                f'<a href="reports/{submission.bundle.digest[:DIGITS]}/report.html">curves, costs, answers</a>'
+            ),
         ),
-        ("Runs", lambda own: str(own.bundle.runs)),
-        ("Records", lambda own: str(own.bundle.records)),
-        ("kvbench", lambda own: mark_up(own.bundle.about["kvbench"])),
-        ("SHA-256", lambda own: f"<code>{own.bundle.digest}</code>"),
+        ("Runs", lambda submission: str(submission.bundle.runs)),
+        ("Records", lambda submission: str(submission.bundle.records)),
+        ("kvbench", lambda submission: mark_up(submission.bundle.about["kvbench"])),
+        ("SHA-256", lambda submission: f"<code>{submission.bundle.digest}</code>"),
     ]
     left_out = [f"{path.name}: {why.removeprefix(f'bundle={path}: ')}" for path, why in refused.items()]
-    left_out += [f"{own.path.name}: {why}" for own in submissions for why in own.left_out]
+    left_out += [f"{submission.path.name}: {why}" for submission in submissions for why in submission.left_out]
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
@@ -140,15 +144,15 @@ def render_index(
         "follows from their records.</p>",
         '<section class="scroll">',
         *(line for table in tables for line in render_table(table)),
-        *(f"<p>{mark_up(own)}</p>" for own in LEGEND),
+        *(f"<p>{mark_up(text)}</p>" for text in LEGEND),
         '</section><section class="scroll"><h2>Submissions</h2>',
         *render_rows("", about, submissions),
         "<p><code>kvbench verify FILE --digest SHA-256</code> checks one of them.</p>",
-        *(line for own in submissions for line in describe_submission(own)),
+        *(line for submission in submissions for line in describe_submission(submission)),
         "</section>",
     ]
     if left_out:
-        lines = "".join(f"<li>{mark_up(own)}</li>" for own in left_out)
+        lines = "".join(f"<li>{mark_up(line)}</li>" for line in left_out)
         parts.append(f"<section><h2>Left out</h2><ul>{lines}</ul></section>")
     return "\n".join([*parts, "</main></body></html>\n"])
 
@@ -156,7 +160,7 @@ def render_index(
 def render_table(table: BoardTable) -> list[str]:
     """Return the lines of a table of scores."""
     panels = list({id(row.panel): row.panel for row in table.rows}.values())
-    warnings = dict.fromkeys(own for panel in panels for own in panel.block.warnings)
+    warnings = dict.fromkeys(warning for panel in panels for warning in panel.block.warnings)
     samples = describe_samples(replace(panels[0].block, left_out=(), warnings=tuple(warnings)))
     source = (
         "The settings name the samples."
@@ -190,7 +194,7 @@ def render_rows(caption: str, columns: Sequence[tuple[str, Callable[[Any], str]]
     lines.append("</tr></thead><tbody>")
     for row in rows:
         first, *others = (read(row) for _, read in columns)
-        lines.append(f'<tr><th scope="row">{first}</th>{"".join(f"<td>{own}</td>" for own in others)}</tr>')
+        lines.append(f'<tr><th scope="row">{first}</th>{"".join(f"<td>{value}</td>" for value in others)}</tr>')
     return [*lines, "</tbody></table>"]
 
 
@@ -201,10 +205,14 @@ def format_column(name: str) -> Callable[[BoardRow], str]:
 
 def describe_full_cache(row: BoardRow) -> str:
     """Return the score of the full cache of a row's submission, and how it compares with those of other submissions."""
-    own = row.agreement
+    agreement = row.agreement
     parts = [format_number(row.panel.block.full.score.value)]
-    parts += [f"{APART} {own.apart} of {own.others}"] if own.apart else []
-    parts += [f"{OTHERWISE} {own.differ - own.apart} of {own.others}"] if own.differ > own.apart else []
+    parts += [f"{APART} {agreement.apart} of {agreement.others}"] if agreement.apart else []
+    parts += (
+        [f"{OTHERWISE} {agreement.differ - agreement.apart} of {agreement.others}"]
+        if agreement.differ > agreement.apart
+        else []
+    )
     return mark_up(" ".join(parts))
 
 
@@ -213,10 +221,10 @@ def describe_submission(submission: Submission) -> list[str]:
     lines = [f'<h3 id="{submission.bundle.digest}">{name_submission(submission)}</h3><ul>']
     stated = [
         f"{describe_hardware(machine)}; {describe_software(machine)}; code {machine.get('code') or 'unknown'}"
-        for found in submission.machines.values()
-        for machine in found
+        for machines in submission.machines.values()
+        for machine in machines
     ]
-    lines += [f"<li>{mark_up(own)}</li>" for own in dict.fromkeys(stated)] or ["<li>It does not say.</li>"]
+    lines += [f"<li>{mark_up(line)}</li>" for line in dict.fromkeys(stated)] or ["<li>It does not say.</li>"]
     commands = list_commands(submission)
     shown = "\n".join(map(mark_up, commands))
     return [*lines, f"</ul><details><summary>Commands ({len(commands)})</summary><pre>{shown}</pre></details>"]

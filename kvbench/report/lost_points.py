@@ -30,15 +30,15 @@ def show_lost_points(studies: Iterable[StudyFolder], runs: Sequence[StoredRun]) 
         studies: The folders of studies.
         runs: The runs of the store.
     """
-    found = []
+    rows = []
     for study in studies:
         cells = read_diagnoses(study)
         if not cells:
             continue
         said = {"model": study.about["model"]["name"], "about": f"{study.source}.", "claims": []}
         entries = [draw_scores(cells, score_cells(study, runs)), draw_heads(cells), draw_needles(cells)]
-        found += [said | entry for entry in entries if entry is not None]
-    return found
+        rows += [said | entry for entry in entries if entry is not None]
+    return rows
 
 
 def name_quantity(name: str) -> str:
@@ -56,9 +56,9 @@ def choose_from(name: str, label: str, options: Sequence[str]) -> alt.Parameter:
 def finish(chart: alt.Chart | alt.LayerChart | alt.FacetChart, rows: Sequence[Row], height: float) -> Row:
     """Return the specification of a chart with its data."""
     spec = chart.properties(width=WIDTH, height=height, data=alt.NamedData("rows")).configure(**CONFIG)
-    found: Row = spec.to_dict(validate=False)
-    found.pop("$schema")
-    return found | {"datasets": {"rows": list(rows)}}
+    specification: Row = spec.to_dict(validate=False)
+    specification.pop("$schema")
+    return specification | {"datasets": {"rows": list(rows)}}
 
 
 def draw_scores(cells: Sequence[Diagnosis], scores: dict[str, float]) -> Row | None:
@@ -68,21 +68,21 @@ def draw_scores(cells: Sequence[Diagnosis], scores: dict[str, float]) -> Row | N
     rows: list[Row] = []
     notes = []
     for quantity in COMPARED:
-        own = [cell for cell in cells if cell.name in scores and quantity in cell.means]
-        words, values = name_quantity(quantity), [cell.means[quantity].value for cell in own]
-        for cell, value in zip(own, values, strict=True):
+        finished = [cell for cell in cells if cell.name in scores and quantity in cell.means]
+        words, values = name_quantity(quantity), [cell.means[quantity].value for cell in finished]
+        for cell, value in zip(finished, values, strict=True):
             style = choose_style(cell.name.split()[0])
             place = {"quantity": words, "cell": cell.name, "value": value, "score": scores[cell.name]}
             rows.append(place | {"colour": style["colour"], "shape": style["shape"]})
-        if len(own) < FEWEST:
-            if own:
-                notes.append(f"{words}: {len(own)} cells have a finished run; a rank correlation needs {FEWEST}.")
-        elif (rank := correlate_ranks(values, [scores[cell.name] for cell in own])) is None:
+        if len(finished) < FEWEST:
+            if finished:
+                notes.append(f"{words}: {len(finished)} cells have a finished run; a rank correlation needs {FEWEST}.")
+        elif (rank := correlate_ranks(values, [scores[cell.name] for cell in finished])) is None:
             notes.append(f"{words}: all cells have the same score or the same value, so there is no rank correlation.")
         else:
             middle, low, high = rank
             notes.append(
-                f"{words} and score of {len(own)} cells: Spearman's rank correlation is {middle:.2f} "
+                f"{words} and score of {len(finished)} cells: Spearman's rank correlation is {middle:.2f} "
                 f"[{low:.2f}, {high:.2f}] (95 %, bootstrap over cells)."
             )
     notes.append(

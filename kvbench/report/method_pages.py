@@ -34,8 +34,8 @@ def describe_method(name: str) -> dict[str, Any] | None:
     text = find_file("method", name).read_text(encoding="utf-8")
     config = yaml.safe_load(text)
     paragraphs = split_docstring(read_docstring(config.get("_target_", "")))
-    source = [own for own in paragraphs if own.startswith("Source")]
-    equations = [own for own in paragraphs if own.startswith(EQUATION)]
+    source = [paragraph for paragraph in paragraphs if paragraph.startswith("Source")]
+    equations = [paragraph for paragraph in paragraphs if paragraph.startswith(EQUATION)]
     notes = dict(PRESET.findall(text))
     if paragraphs and not paragraphs[0].startswith(f"{name}:"):  # a file that sets up the class of another method
         paragraphs.insert(0, read_first_comment(text))
@@ -43,7 +43,7 @@ def describe_method(name: str) -> dict[str, Any] | None:
         "definition": paragraphs[0] if paragraphs else "",
         "equation": dedent("\n".join(equations)),
         "source": " ".join(source),
-        "more": [own for own in paragraphs[1:] if own not in (*source, *equations)],
+        "more": [paragraph for paragraph in paragraphs[1:] if paragraph not in (*source, *equations)],
         "presets": [
             [preset, ", ".join(f"{key}={value}" for key, value in (settings or {}).items()), notes.get(preset, "")]
             for preset, settings in (config.get("presets") or {}).items()
@@ -72,5 +72,5 @@ def read_first_comment(text: str) -> str:
 
 def split_docstring(text: str) -> list[str]:
     """Return the paragraphs of a docstring. The lines of an equation stay apart, those of other paragraphs do not."""
-    paragraphs = [own for own in text.split("\n\n") if own.strip()]
-    return [own if own.startswith(EQUATION) else " ".join(own.split()) for own in paragraphs]
+    paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
+    return [paragraph if paragraph.startswith(EQUATION) else " ".join(paragraph.split()) for paragraph in paragraphs]

@@ -58,8 +58,8 @@ def write_report(results: Path, now: datetime, out: Path | None = None, with_pro
     studies, lost = [], []
     try:
         folders = find_studies(results)
-        studies = [page for own in fill_exhibits(results, load_exhibits(), folders).values() for page in own]
-        lost = show_lost_points(folders, [own.run for own in gathered.pairings])
+        studies = [page for pages in fill_exhibits(results, load_exhibits(), folders).values() for page in pages]
+        lost = show_lost_points(folders, [pairing.run for pairing in gathered.pairings])
     except SettingError as error:
         gathered.page["damaged"].append(["studies", str(error)])
     path = (out or results) / "report.html"
@@ -94,21 +94,21 @@ def write_page(
     left_out = [{"reason": "the page was made without text of the data set"}] * count
     prompts = write_excerpts(folder, gathered.pairings, count) if with_prompts else left_out
     files = write_answers(gathered, folder)
-    shown = [show_study(folder, own) for own in studies]
+    shown = [show_study(folder, page) for page in studies]
     why = [
-        {name: value for name, value in own.items() if name != "spec"} | {"part": write_part(folder, own["spec"])}
-        for own in lost
+        {name: value for name, value in entry.items() if name != "spec"} | {"part": write_part(folder, entry["spec"])}
+        for entry in lost
     ]
     more = {"files": files, "prompts": prompts, "folder": FOLDER, "studies": shown, "lost": why}
     page = compact_json(gathered.page | more)
-    wanted = {name for own in page["files"] for name in own["names"]} | {own["part"] for own in [*shown, *why]}
-    wanted |= {own["name"] for own in prompts if "name" in own}
+    wanted = {name for entry in page["files"] for name in entry["names"]} | {entry["part"] for entry in [*shown, *why]}
+    wanted |= {entry["name"] for entry in prompts if "name" in entry}
     text = render_html(page)
     if len(text.encode()) > MOST:
         page, parts = split_data(page, folder)
         text, wanted = render_html(page), wanted | parts
     write_file(path, text)
-    for old in (own for kind in FILES for own in folder.glob(f"{kind}-*.js")):
+    for old in (file for kind in FILES for file in folder.glob(f"{kind}-*.js")):
         if old.name not in wanted:
             old.unlink()
 
@@ -116,7 +116,7 @@ def write_page(
 def split_data(page: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[str]]:
     """Move the data of a page into files in `folder`. Return the page that loads them, and the names of the files."""
     panels = [
-        {name: own for name, own in panel.items() if name not in NUMBERS}
+        {name: value for name, value in panel.items() if name not in NUMBERS}
         | {"part": write_part(folder, {name: panel[name] for name in NUMBERS})}
         for panel in page["panels"]
     ]
@@ -132,36 +132,36 @@ def write_part(folder: Path, value: object) -> str:
     return name
 
 
-def show_study(folder: Path, own: ExhibitPage) -> dict[str, Any]:
+def show_study(folder: Path, page: ExhibitPage) -> dict[str, Any]:
     """Return what the page says about an exhibit. Its table or its chart goes into a file of its own."""
-    if own.table:
-        part: dict[str, Any] = {"head": ["", *own.table.titles], "rows": own.table.cells()}
+    if page.table:
+        part: dict[str, Any] = {"head": ["", *page.table.titles], "rows": page.table.cells()}
     else:
-        drawing = draw_exhibit(own.spec, own.lines, STUDY_WIDTH)
+        drawing = draw_exhibit(page.spec, page.lines, STUDY_WIDTH)
         part = make_specification(make_plots(drawing, STUDY_WIDTH / drawing.plots - MARGIN))
         part["datasets"] = part.get("datasets", {}) | drawing.tables
-    said = {"title": own.spec["title"], "model": own.study.about["model"]["name"], "about": own.about}
+    said = {"title": page.spec["title"], "model": page.study.about["model"]["name"], "about": page.about}
     return said | {
-        "claims": [f"{claim.words} {claim.text}" for claim in own.claims],
-        "notes": own.notes,
+        "claims": [f"{claim.words} {claim.text}" for claim in page.claims],
+        "notes": page.notes,
         "part": write_part(folder, part),
     }
 
 
 def write_answers(gathered: PageData, folder: Path) -> list[dict[str, Any]]:
     """Write the answers of all pairs, and return the list of files that the page can load."""
-    found = []
-    for own in gathered.pairings:
+    files = []
+    for pairing in gathered.pairings:
         try:
-            names = write_samples(folder, own)
+            names = write_samples(folder, pairing)
         except DATA_ERRORS as error:
-            gathered.page["damaged"].append([own.run.hash, f"its samples cannot be shown: {describe_error(error)}"])
+            gathered.page["damaged"].append([pairing.run.hash, f"its samples cannot be shown: {describe_error(error)}"])
             continue
-        method = own.run.value["method"]["name"]
-        block = own.run.value.get("block_size")
-        found.append({"run": own.run.hash, "panel": own.panel, "row": own.name, "names": names})
-        found[-1] |= {"method": method, "block": block}
-    return found
+        method = pairing.run.value["method"]["name"]
+        block = pairing.run.value.get("block_size")
+        files.append({"run": pairing.run.hash, "panel": pairing.panel, "row": pairing.name, "names": names})
+        files[-1] |= {"method": method, "block": block}
+    return files
 
 
 def render_html(page: dict[str, Any]) -> str:
@@ -191,12 +191,12 @@ def render_html(page: dict[str, Any]) -> str:
 @cache
 def load_scripts() -> tuple[str, str]:
     """Return the charting library and the page's own script."""
-    own = "".join((HERE / name).read_text(encoding="utf-8") for name in ("intervals.js", "page.js"))
-    found = load_library(), own
-    for text in found:
+    script = "".join((HERE / name).read_text(encoding="utf-8") for name in ("intervals.js", "page.js"))
+    scripts = load_library(), script
+    for text in scripts:
         if "</script" in text.lower() or "<!--" in text:
             raise ValueError("a script contains </script or <!--, which would end it early")
-    return found
+    return scripts
 
 
 def load_library() -> str:
@@ -240,5 +240,5 @@ def compact_json(value: Any, name: str = "") -> Any:
         names = list(value[0]) if value else []
         return {"names": names, "rows": [[compact_json(row[key]) for key in names] for row in value]}
     if isinstance(value, dict):
-        return {key: compact_json(own, key) for key, own in value.items()}
-    return [compact_json(own) for own in value] if isinstance(value, list | tuple) else value
+        return {key: compact_json(part, key) for key, part in value.items()}
+    return [compact_json(part) for part in value] if isinstance(value, list | tuple) else value

@@ -74,12 +74,12 @@ class PageData:
     pairings: list[Pairing]
 
 
-def build_panels(found: FoundRuns, wanted: Collection[StoredRun], choice: CurveOptions) -> list["Panel"]:
+def build_panels(loaded: FoundRuns, wanted: Collection[StoredRun], choice: CurveOptions) -> list["Panel"]:
     """Build the panels of the wanted runs, together with the full-cache runs of their protocols."""
     groups: dict[str, list[StoredRun]] = {}
-    for run in found.runs:
+    for run in loaded.runs:
         groups.setdefault(comparison_key(run.value), []).append(run)
-    names = {key: name_panel(own[0]) for key, own in groups.items()}
+    names = {key: name_panel(runs[0]) for key, runs in groups.items()}
     hashes = {run.hash for run in wanted}
     panels: list[Panel] = []
     for key, every in sorted(groups.items(), key=lambda item: (names[item[0]], item[0])):
@@ -101,42 +101,46 @@ def gather_results(results: Path, now: datetime) -> PageData:
     return gather_found(find_finished(results), now)
 
 
-def gather_found(found: FoundRuns, now: datetime) -> PageData:
+def gather_found(loaded: FoundRuns, now: datetime) -> PageData:
     """Collect everything for the page but the answers, from runs that were already found.
 
     Unfinished runs are shown, too, on the samples that they have in common with the others. One without records is only
     counted.
     """
-    runs = [*found.runs, *(run for run in found.unfinished if run.records)]
-    panels = build_panels(replace(found, runs=runs), runs, CurveOptions())
+    runs = [*loaded.runs, *(run for run in loaded.unfinished if run.records)]
+    panels = build_panels(replace(loaded, runs=runs), runs, CurveOptions())
     first = [run.value for run in runs]
-    left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
-    left_out |= {name: f"used without its second records: {why}" for name, why in found.passed_over.items()}
-    series = [(panel.data, own) for panel in panels for own in panel.data["series"]]
-    methods = dict.fromkeys(own["method"] for _, own in series)
+    left_out = loaded.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
+    left_out |= {name: f"used without its second records: {why}" for name, why in loaded.passed_over.items()}
+    series = [(panel.data, entry) for panel in panels for entry in panel.data["series"]]
+    methods = dict.fromkeys(entry["method"] for _, entry in series)
     page = {
         "made": now.strftime("%Y-%m-%d %H:%M UTC"),
         "keep": KEEP,
         "panels": [panel.data for panel in panels],
         "methods": {name: choose_style(name) for name in methods},
         "about": {name: describe_method(name) for name in methods},
-        "classes": [own for own in (*CLASSES, OTHER) if any(own in list_classes(panel) for panel in panels)],
-        "blocks": list({own["block"]: None for _, own in series}),
-        "refused": [
-            f"{panel['task']} · question {panel['question']}, {own['label']}: no curve: {own['refused']}"
-            for panel, own in series
-            if "refused" in own
+        "classes": [
+            budget_class
+            for budget_class in (*CLASSES, OTHER)
+            if any(budget_class in list_classes(panel) for panel in panels)
         ],
-        "runs": [own for panel in panels for own in panel.listed],
-        "unfinished": sum(bool(run.records) for run in found.unfinished),
-        "empty": sum(not run.records for run in found.unfinished),
+        "blocks": list({entry["block"]: None for _, entry in series}),
+        "refused": [
+            f"{panel['task']} · question {panel['question']}, {entry['label']}: no curve: {entry['refused']}"
+            for panel, entry in series
+            if "refused" in entry
+        ],
+        "runs": [entry for panel in panels for entry in panel.listed],
+        "unfinished": sum(bool(run.records) for run in loaded.unfinished),
+        "empty": sum(not run.records for run in loaded.unfinished),
         "damaged": [[shorten(name), shorten(reason, 300)] for name, reason in sorted(left_out.items())],
         "models": sorted(
             {f"{get_name(value, 'model')} {shorten(value['model'].get('identity') or '')}" for value in first}
         ),
         "machines": sorted({hardware for run in runs for hardware, _ in read_machines(run)}),
     }
-    return PageData(page, [own for panel in panels for own in panel.pairings])
+    return PageData(page, [pairing for panel in panels for pairing in panel.pairings])
 
 
 class Panel:
@@ -184,7 +188,7 @@ class Panel:
         except DATA_ERRORS as error:
             self.notes.append(f"There is no table of scores: {describe_error(error)}.")
             return None
-        places = {own["label"]: place for place, own in enumerate(series)}
+        places = {entry["label"]: place for place, entry in enumerate(series)}
         return {
             "about": describe_samples(block),
             "budgets": list(block.budgets),
@@ -198,17 +202,17 @@ class Panel:
         }
 
     def _build_series(self) -> list[dict[str, Any]]:
-        full_runs = [own for own in self.runs if own.full]
-        for own in full_runs:
-            self._add_listed(own, "full cache")
-            self._draft_grid(own, own, None, "full cache")
+        full_runs = [run for run in self.runs if run.full]
+        for run in full_runs:
+            self._add_listed(run, "full cache")
+            self._draft_grid(run, run, None, "full cache")
         groups = group_series(self.runs)
         tables = self._build_tables([run for _, _, runs in groups for run in runs], full_runs)
         series: list[dict[str, Any]] = []
         for label, _, runs in groups:
             place = len(series)
             ordered = [
-                own for own in sorted(runs, key=rank_budget) if self._add_run(own, tables[own.hash], place, label)
+                run for run in sorted(runs, key=rank_budget) if self._add_run(run, tables[run.hash], place, label)
             ]
             if ordered:
                 method = get_name(runs[0].value, "method")
@@ -263,8 +267,8 @@ class Panel:
 
         A subtask loses if the interval of its paired difference lies below 0.
         """
-        tasks = [own["task"] for own in self.tables["tasks"]]
-        for row in reversed([own for own in self.tables["rows"] if own["s"] == series]):
+        tasks = [column["task"] for column in self.tables["tasks"]]
+        for row in reversed([row for row in self.tables["rows"] if row["s"] == series]):
             lost = [
                 cell
                 for cell in self.tables["cells"]
@@ -281,13 +285,13 @@ class Panel:
 
     def _describe_progress(self, run: StoredRun) -> str:
         """Return how many of the panel's samples an unfinished run has answered."""
-        return f"{len(run.records)} of {max(len(own.records) for own in self.runs)} samples"
+        return f"{len(run.records)} of {max(len(run.records) for run in self.runs)} samples"
 
     def _add_table(self, rows: Sequence[TableRow], run: StoredRun, series: int, name: str) -> None:
         averages = [row for row in rows if row.kind == "average"][:1]
         means = averages + [row for row in rows if row.kind == "solvable"]
         order = means + [row for row in rows if row.kind == "subtask"]
-        cells, tasks = [], [own["task"] for own in self.tables["tasks"]]
+        cells, tasks = [], [column["task"] for column in self.tables["tasks"]]
         for row in order if len(order) > 2 else order[1:]:
             if row.interval:
                 task = shorten(f"{AVERAGE}{row.subtask}" if row in means else row.subtask)
@@ -298,9 +302,9 @@ class Panel:
         for row in averages:
             if row.interval:
                 held = fmean(one["resident_bytes"] for one in run.records.values() if find_failure(one) is None)
-                own: dict[str, Any] = {"s": series, "row": name, "held": row.held, "megabytes": held / 1e6}
-                own |= {"held_low": row.held_low, "held_high": row.held_high}
-                costs.append(own | describe_times(row, "") | describe_difference(row.interval))
+                cost: dict[str, Any] = {"s": series, "row": name, "held": row.held, "megabytes": held / 1e6}
+                cost |= {"held_low": row.held_low, "held_high": row.held_high}
+                costs.append(cost | describe_times(row, "") | describe_difference(row.interval))
                 full = [{"held": 1.0, "held_low": None, "held_high": None, "diff": 0.0, **describe_times(row, "_full")}]
         self.tables["rows"].append({"s": series, "order": len(self.tables["rows"]), "row": name})
         self.tables["tasks"] = [{"column": column, "task": task} for column, task in enumerate(tasks)]
@@ -321,9 +325,9 @@ class Panel:
                 key = make_sample_key(run, swept.full, swept.uids, swept.weights)
                 self.numbers[key] = point.score, point.interval
         self._add_points(swept, runs, series, self.tables)
-        for own in solvable:
-            self.solvable["average"] = shorten(own.average)
-            self._add_points(own, runs, series, self.solvable)
+        for solvable_series in solvable:
+            self.solvable["average"] = shorten(solvable_series.average)
+            self._add_points(solvable_series, runs, series, self.solvable)
         shown = {"average": shorten(swept.average), "left_out": swept.left_out, "samples": len(swept.uids)}
         return shown | {"unfinished": self._list_unfinished(swept, runs), "smallest": find_least_budget(swept)}
 
@@ -331,7 +335,7 @@ class Panel:
         """Return a line for each unfinished run of a curve."""
         skipped = dict(swept.skipped)
         lines = []
-        for run in (own for own in runs if not own.finished):
+        for run in (run for run in runs if not run.finished):
             reason = skipped.get(run.budget_name)
             end = f", left out: {shorten(reason)}" if reason else ""
             lines.append(f"{format_budget(run)} ({self._describe_progress(run)}{end})")
@@ -343,9 +347,9 @@ class Panel:
         named_budget = {run.budget_name: format_budget(run) for run in runs}
         *points, full = swept.points
         for point in points:
-            own = {"s": series, "budget": named_budget[point.budget], "share": point.share}
+            place = {"s": series, "budget": named_budget[point.budget], "share": point.share}
             change = describe_difference(point.interval) if point.interval else {}
-            tables["points"].append(own | change | describe_mean(point.score))
+            tables["points"].append(place | change | describe_mean(point.score))
         tables["full"].append({"s": series} | describe_mean(full.score))
 
     def _add_listed(self, run: StoredRun, label: str) -> None:
@@ -361,8 +365,8 @@ class Panel:
                 "samples": len(run.records),
                 "sources": shorten(str(run.value.get("sources") or "")),
                 "code": ", ".join(sorted({code for _, code in read_machines(run) if code})),
-                "of": None if run.finished else max(len(own.records) for own in self.runs),
-                "date": datetime.fromtimestamp(max(own.stat().st_mtime for own in written), UTC).strftime("%Y-%m-%d"),
+                "of": None if run.finished else max(len(run.records) for run in self.runs),
+                "date": datetime.fromtimestamp(max(file.stat().st_mtime for file in written), UTC).strftime("%Y-%m-%d"),
             }
         )
 
@@ -370,9 +374,9 @@ class Panel:
         """Add to each listed run the settings in which the runs of the panel differ."""
         names = list(find_differences(self.runs, ()))
         runs = {run.hash: run for run in self.runs}
-        for own in self.listed:
-            known = runs[own["hash"]].settings
-            own["settings"] = {name: shorten(json.dumps(known[name]), 60) for name in names if name in known}
+        for entry in self.listed:
+            known = runs[entry["hash"]].settings
+            entry["settings"] = {name: shorten(json.dumps(known[name]), 60) for name in names if name in known}
 
     def _draft_grid(self, run: StoredRun, full: StoredRun, series: int | None, name: str) -> None:
         """Collect scores by length and depth, if records have these."""
@@ -391,11 +395,11 @@ class Panel:
 
     def _finish_grids(self) -> None:
         """Compute the means of all grids at once."""
-        cells = [cell for _, _, own in self.grid_drafts for cell in own]
+        cells = [cell for _, _, drafts in self.grid_drafts for cell in drafts]
         means = iter(compute_means([([cell.values], None) for cell in cells]))
         changes = iter(compare_averages([([cell.paired], None) for cell in cells if cell.paired]))
-        for series, name, own in self.grid_drafts:
-            shown = [cell.describe(next(means), next(changes) if cell.paired else None) for cell in own]
+        for series, name, drafts in self.grid_drafts:
+            shown = [cell.describe(next(means), next(changes) if cell.paired else None) for cell in drafts]
             self.grids.append({"s": series, "row": name, "cells": shown})
 
 
@@ -419,9 +423,13 @@ class GridCell:
     def of(cls, length: float, depth: object, records: Sequence[dict], full: Mapping[str, dict]) -> "GridCell":
         """Collect the scores of records."""
         values = Values([record["score"] for record in records], list_groups(records))
-        both = [own for own in records if own["uid"] in full and find_failure(full[own["uid"]]) is None]
+        both = [record for record in records if record["uid"] in full and find_failure(full[record["uid"]]) is None]
         paired = (
-            PairedScores([full[own["uid"]]["score"] for own in both], [own["score"] for own in both], list_groups(both))
+            PairedScores(
+                [full[record["uid"]]["score"] for record in both],
+                [record["score"] for record in both],
+                list_groups(both),
+            )
             if both
             else None
         )
@@ -430,8 +438,8 @@ class GridCell:
     def describe(self, mean: Mean, change: PairedDifference | None) -> dict[str, Any]:
         """Return the cell as the page reads it."""
         ends = (change.difference, change.low, change.high) if change else (None, None, None)
-        found = {"length": self.length, "depth": self.depth} | describe_mean(mean)
-        return found | dict(zip(("diff", "diff_low", "diff_high"), ends, strict=True))
+        entry = {"length": self.length, "depth": self.depth} | describe_mean(mean)
+        return entry | dict(zip(("diff", "diff_low", "diff_high"), ends, strict=True))
 
 
 CLASSES = {"50\u202f%": 0.5, "25\u202f%": 0.25, "12.5\u202f%": 0.125, "6.25\u202f%": 0.0625}  # of budgets
@@ -442,11 +450,11 @@ TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
 
 def is_on_front(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Return whether a row is on the Pareto front of cost and loss. The full cache is one of the rows."""
-    own = (row[name], -row["diff"])
-    if own[0] is None:
+    pair = (row[name], -row["diff"])
+    if pair[0] is None:
         return False
     others = [(other[name], -other["diff"]) for other in rows if other[name] is not None]
-    return not any(other[0] <= own[0] and other[1] <= own[1] and other != own for other in others)
+    return not any(other[0] <= pair[0] and other[1] <= pair[1] and other != pair for other in others)
 
 
 def read_machines(run: StoredRun) -> list[tuple[str, str]]:
@@ -454,19 +462,21 @@ def read_machines(run: StoredRun) -> list[tuple[str, str]]:
 
     The revision is "" in older records.
     """
-    found = []
+    machines = []
     for path in sorted(run.folder.path.glob("machine*.json")):
         try:
-            own = json.loads(path.read_text())
-            parts = [own.get("gpu") or f"CPU {own.get('processor')}, {own.get('threads')} threads"]
-            parts += [f"Python {own.get('python')}"]
-            parts += [f"{key} {own['versions'][key]}" for key in ("torch", "transformers") if key in own["versions"]]
-            kind, _, code = str(own.get("code", "")).partition(" ")
+            machine = json.loads(path.read_text())
+            parts = [machine.get("gpu") or f"CPU {machine.get('processor')}, {machine.get('threads')} threads"]
+            parts += [f"Python {machine.get('python')}"]
+            parts += [
+                f"{key} {machine['versions'][key]}" for key in ("torch", "transformers") if key in machine["versions"]
+            ]
+            kind, _, code = str(machine.get("code", "")).partition(" ")
             code = f"{kind} {code[:10]}{' dirty' * code.endswith(' dirty')}" if kind else ""
-            found.append((shorten(", ".join(parts).replace(" 1 threads", " 1 thread")), shorten(code)))
+            machines.append((shorten(", ".join(parts).replace(" 1 threads", " 1 thread")), shorten(code)))
         except (OSError, *DATA_ERRORS):
-            found.append((f"{path.name} of {run.hash} cannot be read", ""))
-    return found
+            machines.append((f"{path.name} of {run.hash} cannot be read", ""))
+    return machines
 
 
 def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
@@ -476,21 +486,23 @@ def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
     most = float(scores[shares.argmax()])
     shown = {"measured": [low, high], "most": most / full if full else None}
     try:
-        own = swept.curve.smallest(KEEP)
+        smallest = swept.curve.smallest(KEEP)
     except ValueError as error:
         return shown | {"text": NOT_AVAILABLE, "interval": "", "order": None, "why": describe_error(error)}
-    said_so = format_smallest_share(own, low, high).replace("<=", "≤").replace("%", "\u202f%")
+    said_so = format_smallest_share(smallest, low, high).replace("<=", "≤").replace("%", "\u202f%")
     text, _, rest = said_so.partition(" [")
-    ends = [] if own.low is None else rest.partition("]")[0].split(", ")
+    ends = [] if smallest.low is None else rest.partition("]")[0].split(", ")
     interval = " to ".join(dict.fromkeys(ends))
-    order = low / 2 if own.value < 0 else own.value
-    clipped = [max(low, min(high, one)) if one is not None else None for one in (own.low, own.value, own.high)]
+    order = low / 2 if smallest.value < 0 else smallest.value
+    clipped = [
+        max(low, min(high, one)) if one is not None else None for one in (smallest.low, smallest.value, smallest.high)
+    ]
     return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": clipped}
 
 
 def classify_column(block: ScoreBlock, budget: str) -> str:
     """Return the class of a column of the matrix: that of the budget if it is a share, otherwise of the bytes held."""
-    cells = [own[budget] for own in block.rows.values() if budget in own] or [block.full]
+    cells = [cells[budget] for cells in block.rows.values() if budget in cells] or [block.full]
     asked = cells[0].run.value["budget"]
     held = [cell.held for cell in cells if cell.held is not None]
     return classify_share(fmean(held) if held and not isinstance(asked, float) else float(asked or 0))
@@ -498,7 +510,7 @@ def classify_column(block: ScoreBlock, budget: str) -> str:
 
 def classify_share(share: float) -> str:
     """Return the nearest budget class of a share by its logarithm, OTHER if none is within a factor of √2."""
-    nearest = min(CLASSES, key=lambda own: abs(log2(share / CLASSES[own]))) if share > 0 else OTHER
+    nearest = min(CLASSES, key=lambda name: abs(log2(share / CLASSES[name]))) if share > 0 else OTHER
     return nearest if nearest != OTHER and abs(log2(share / CLASSES[nearest])) <= 0.5 else OTHER
 
 
@@ -506,10 +518,12 @@ def describe_cell(cell: MatrixCell | None) -> dict[str, Any] | None:
     """Return the numbers of a cell of the matrix."""
     if cell is None:
         return None
-    own = cell.difference
-    found: dict[str, Any] = {"score": cell.score.value, "held": cell.held, "attended": cell.attended}
-    found |= {"limit": cell.at_limit, "best": cell.best, "tied": cell.tied}
-    return found | ({} if own is None else {"diff": own.difference, "low": own.low, "high": own.high})
+    difference = cell.difference
+    entry: dict[str, Any] = {"score": cell.score.value, "held": cell.held, "attended": cell.attended}
+    entry |= {"limit": cell.at_limit, "best": cell.best, "tied": cell.tied}
+    return entry | (
+        {} if difference is None else {"diff": difference.difference, "low": difference.low, "high": difference.high}
+    )
 
 
 def list_classes(panel: Panel) -> list[str]:
@@ -519,13 +533,13 @@ def list_classes(panel: Panel) -> list[str]:
 
 def describe_times(row: TableRow, side: str) -> dict[str, float | None]:
     """Return both times in ms with their 95 % intervals, of the method or (`side="_full"`) of the full cache."""
-    found: dict[str, float | None] = {}
+    times: dict[str, float | None] = {}
     for name in ("ttft", "tpot"):
         value, error = (getattr(row, f"{name}{side}{end}") for end in ("", "_error"))
         reach = None if error is None else float(ndtri(TAIL)) * error
         ends = (None, None) if reach is None else (max(value - reach, 0.0), value + reach)
-        found |= {name: value, f"{name}_low": ends[0], f"{name}_high": ends[1]}
-    return found
+        times |= {name: value, f"{name}_low": ends[0], f"{name}_high": ends[1]}
+    return times
 
 
 def list_groups(records: Sequence[dict]) -> list[str]:

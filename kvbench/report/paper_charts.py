@@ -98,14 +98,14 @@ def list_plots(spec: Select, table: PaperTable) -> list[Plot]:
         if not part.get("area") and not part.get("sum")
     }
     looks = choose_looks(methods, spec["chart"] == "bars")
-    found: dict[str, list[Row]] = {}
+    panels: dict[str, list[Row]] = {}
     for part, (_, cells) in zip(parts, table.rows, strict=False):  # rows that are not in the paper follow
         if part.get("sum"):
             continue
-        own = found.setdefault(name_panel(part), [])
+        rows = panels.setdefault(name_panel(part), [])
         numbers = [to_number(cell.measured) for cell in cells]
         if part.get("area"):
-            for row, number in zip(own[-len(cells) :], numbers, strict=True):
+            for row, number in zip(rows[-len(cells) :], numbers, strict=True):
                 row["area"] = number
             continue
         for column, cell, number in zip(columns, cells, numbers, strict=True):
@@ -113,14 +113,14 @@ def list_plots(spec: Select, table: PaperTable) -> list[Plot]:
             ends = {name: to_number(getattr(cell, name)) for name in ("low", "high", "published")}
             failure = "" if number is not None else cell.measured
             row = {**place, "value": number, **ends, "failure": failure, "area": None}
-            own.append(row | looks[name_series(part)])
-    return [Plot(title, rows) for title, rows in found.items()]
+            rows.append(row | looks[name_series(part)])
+    return [Plot(title, rows) for title, rows in panels.items()]
 
 
 def find_method(spec: Select, part: Select, columns: Sequence[Select]) -> str:
     """Return the method of a row, which chooses its look."""
-    own = [merge_parts(spec, part, column) for column in columns]
-    names = [(one.get("run") or one.get("measured") or {}).get("method") for one in own]
+    cells = [merge_parts(spec, part, column) for column in columns]
+    names = [(one.get("run") or one.get("measured") or {}).get("method") for one in cells]
     return str(next((name for name in names if name not in (None, "full")), "full"))
 
 
@@ -134,37 +134,37 @@ def choose_looks(methods: dict[str, str], shaded: bool) -> dict[str, Row]:
     """
     styles = choose_styles(list(methods.values()))
     looks: dict[str, Row] = {}
-    for at, (label, own) in enumerate(zip(methods, styles, strict=True)):
-        if own["shape"] == FULL_MARK:
-            own |= {"dash": charts.FULL_DASH}
+    for at, (label, style) in enumerate(zip(methods, styles, strict=True)):
+        if style["shape"] == FULL_MARK:
+            style |= {"dash": charts.FULL_DASH}
         if len(set(methods.values())) == 1:
-            own |= {"colour": PALETTE[at % len(PALETTE)]}
+            style |= {"colour": PALETTE[at % len(PALETTE)]}
         if shaded:
-            own |= {"colour": BARS[at % len(BARS)]}
-        looks[label] = {"label": label, "order": at, **own}
+            style |= {"colour": BARS[at % len(BARS)]}
+        looks[label] = {"label": label, "order": at, **style}
     return looks
 
 
 def make_key_entries(rows: Sequence[Row]) -> list[Row]:
     """Return the entries of the key, one for each series."""
-    found = {row["label"]: row for row in rows}
-    return sorted(found.values(), key=lambda row: row["order"])
+    entries = {row["label"]: row for row in rows}
+    return sorted(entries.values(), key=lambda row: row["order"])
 
 
 def draw_plots(spec: Select, plots: Sequence[Plot], total: float, key: Sequence[Row]) -> Drawing:
     """Return the drawing of a figure, at most `total` pixels wide unless one plot needs more."""
     beside = count_beside(len(plots), total)
     if spec["chart"] == "bars":
-        key = [{**own, "shape": own["shape"] and "square", "dash": None} for own in key]
-    own = spec.get("axes", {})
-    log = own.get("log", ())
+        key = [{**entry, "shape": entry["shape"] and "square", "dash": None} for entry in key]
+    labels = spec.get("axes", {})
+    log = labels.get("log", ())
     drawn = []
     for at, plot in enumerate(plots):
         first, lowest = at % beside == 0, at + beside >= len(plots)
-        titles = own.get("x", "") if lowest else None, own.get("y", "") if first else None
-        axes = Axes(*titles, own.get("value", ""), tuple([log] if isinstance(log, str) else log))
-        alike = [plot] if own.get("free") == "y" else plots
-        options = {"last": at == beside - 1, "ends": own.get("range"), "from_zero": is_cost_table(spec)}
+        titles = labels.get("x", "") if lowest else None, labels.get("y", "") if first else None
+        axes = Axes(*titles, labels.get("value", ""), tuple([log] if isinstance(log, str) else log))
+        alike = [plot] if labels.get("free") == "y" else plots
+        options = {"last": at == beside - 1, "ends": labels.get("range"), "from_zero": is_cost_table(spec)}
         chart = KINDS[spec["chart"]](plot, alike, axes, stacked=spec.get("stacked", False), **options)
         drawn.append((chart, plot.rows))
     height = LOW if len(plots) > MOST_PLOTS else HEIGHT
@@ -177,7 +177,7 @@ def draw_plots(spec: Select, plots: Sequence[Plot], total: float, key: Sequence[
 
 def place_columns(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.X:
     """Return the horizontal axis with a tick and a label for each column."""
-    labels = {row["x"]: row["column"] for own in plots for row in own.rows}
+    labels = {row["x"]: row["column"] for other in plots for row in other.rows}
     pairs = " : ".join(f"abs(datum.value - {x}) < {1e-6 * (abs(x) or 1)} ? '{label}'" for x, label in labels.items())
     shown = f"{pairs} : ''"
     scale = axes.scale("x", domain=find_domain(plots, "x"), nice=False, padding=8)
@@ -209,7 +209,7 @@ def make_values(plots: Sequence[Plot], axes: Axes, from_zero: bool) -> Row:
     """Return the vertical axis of values, which holds all measured and published values and, if asked, zero."""
     names = ("value", "low", "high", "published")
     known = [row[name] for plot in plots for row in plot.rows for name in names if row[name] is not None]
-    known = [own for own in known if own > 0 or "y" not in axes.log]
+    known = [value for value in known if value > 0 or "y" not in axes.log]
     from_zero = from_zero and "y" not in axes.log
     known += [0.0] if from_zero else []
     ends = [min(known), max(known)] if known else [0.0, 1.0]
@@ -262,13 +262,13 @@ def sum_stack(plots: Sequence[Plot], sign: int) -> float:
         for row in plot.rows:
             if row["value"] is not None and sign * row["value"] > 0:
                 stacks[plot.title, row["column"]] = stacks.get((plot.title, row["column"]), 0.0) + row["value"]
-    return sign * max((sign * own for own in stacks.values()), default=0.0)
+    return sign * max((sign * end for end in stacks.values()), default=0.0)
 
 
 def draw_sized(plot: Plot, plots: Sequence[Plot], axes: Axes, from_zero: bool, **_: Any) -> Chart:
     """Draw curves whose marks have areas in proportion to a second value."""
     y = make_values(plots, axes, from_zero)
-    most = max((row["area"] for own in plots for row in own.rows if row["area"] is not None), default=1.0)
+    most = max((row["area"] for other in plots for row in other.rows if row["area"] is not None), default=1.0)
     base = alt.Chart().encode(x=place_columns(plot, plots, axes), color=charts.COLOUR, detail="label:N")
     known = base.transform_filter("isValid(datum.value)")
     size = alt.Size(
@@ -296,7 +296,7 @@ def draw_grid(
     legend = alt.Legend(orient="right", gradientLength=110, tickCount=4, title=axes.value) if last else None
     rects = alt.Chart().mark_rect(stroke="#ffffff", strokeWidth=0.5).transform_filter("isValid(datum.value)")
     orders = {name: list(dict.fromkeys(row[name] for row in plot.rows)) for name in ("column", "label")}
-    across, down = (alt.Scale(domain=own) for own in orders.values())
+    across, down = (alt.Scale(domain=order) for order in orders.values())
     return rects.encode(
         x=alt.X("column:O", title=axes.x, scale=across, axis=place),
         y=alt.Y("label:O", title=axes.y, scale=down, axis=place),

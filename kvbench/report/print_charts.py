@@ -66,17 +66,17 @@ def draw_curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing 
     If all methods were run at one and the same budget, there is no curve to see. The drawing is then a row for each
     method, with a point and its interval.
     """
-    series = [own for own in panel["series"] if "smallest" in own]
+    series = [entry for entry in panel["series"] if "smallest" in entry]
     if not series:
         return None
-    budgets = {own["budget"] for own in panel["points"]}
-    names = [own["label"] for own in panel["series"]]
-    rows = [{"method": names[own["s"]], **own} for own in panel["points"]]
-    rows += [{"method": f"full cache, beside {names[own['s']]}", **own} for own in panel["full"]]
+    budgets = {point["budget"] for point in panel["points"]}
+    names = [entry["label"] for entry in panel["series"]]
+    rows = [{"method": names[point["s"]], **point} for point in panel["points"]]
+    rows += [{"method": f"full cache, beside {names[point['s']]}", **point} for point in panel["full"]]
     published = panel.get("published", [])  # the page has none
-    rows += [{"method": f"{names[own['s']]}, published in {own['table']}", **own} for own in published]
+    rows += [{"method": f"{names[score['s']]}, published in {score['table']}", **score} for score in published]
     hollow = [PUBLISHED_KEY] if published else []
-    samples, left = ({own[name] for own in series} for name in ("samples", "left_out"))
+    samples, left = ({entry[name] for entry in series} for name in ("samples", "left_out"))
     more = f" ({format_range(left)} not answered everywhere)" if any(left) else ""
     about = [series[0]["average"], f"{format_range(samples)} samples{more}"]
     if len(budgets) == 1:
@@ -115,9 +115,9 @@ def draw_tasks(panel: Mapping[str, Any], total: float) -> Drawing | None:
     """Return the drawing of differences by subtask; None if there are none."""
     if not panel["cells"]:
         return None
-    runs = {own["order"]: own["row"] for own in panel["rows"]}
-    names = {own["column"]: own["task"] for own in panel["tasks"]}
-    rows = [{"run": runs[own["order"]], "subtask": names[own["column"]], **own} for own in panel["cells"]]
+    runs = {row["order"]: row["row"] for row in panel["rows"]}
+    names = {column["column"]: column["task"] for column in panel["tasks"]}
+    rows = [{"run": runs[cell["order"]], "subtask": names[cell["column"]], **cell} for cell in panel["cells"]]
     height, published = 24 * len(runs), has_published(rows)
 
     def chart(width: float) -> alt.LayerChart:
@@ -135,30 +135,30 @@ def has_published(rows: Sequence[Mapping[str, Any]]) -> bool:
 def draw_grid(panel: Mapping[str, Any], total: float, change: bool = False) -> Drawing | None:
     """Return the drawing of scores, or with `change` of differences, by length and depth; None if there are none."""
     cells, seen = [], []
-    for own in panel["grids"]:
-        if change and own["s"] is None:
+    for grid in panel["grids"]:
+        if change and grid["s"] is None:
             continue  # the full cache's own
-        if (own["row"], own["cells"]) not in seen:
-            seen.append((own["row"], own["cells"]))
-            alike = sum(row == own["row"] for row, _ in seen)
-            name = own["row"] if alike == 1 else f"{own['row']} ({alike})"
-            for cell in own["cells"]:
+        if (grid["row"], grid["cells"]) not in seen:
+            seen.append((grid["row"], grid["cells"]))
+            alike = sum(row == grid["row"] for row, _ in seen)
+            name = grid["row"] if alike == 1 else f"{grid['row']} ({alike})"
+            for cell in grid["cells"]:
                 if not change or cell["diff"] is not None:
                     cells.append({"run": name, **cell, "published": cell.get("printed", (None, None))[change]})
     if not cells:
         return None
-    runs = list(dict.fromkeys(own["run"] for own in cells))
-    lengths, depths = (len({own[name] for own in cells}) for name in ("length", "depth"))
+    runs = list(dict.fromkeys(cell["run"] for cell in cells))
+    lengths, depths = (len({cell[name] for cell in cells}) for name in ("length", "depth"))
     least = max(76, 17 * lengths, min(LETTER * max(map(len, runs)), total - 130))
     beside = max(1, min(len(runs), int((total - 130) // (least + 12))))
-    whole = (own for own in range(beside, beside // 2, -1) if len(runs) % own == 0)  # avoids rows with gaps
+    whole = (columns for columns in range(beside, beside // 2, -1) if len(runs) % columns == 0)  # avoids rows with gaps
     beside = next(whole, ceil(len(runs) / ceil(len(runs) / beside)))
     height, published = max(60, min(200, 20 * depths)), has_published(cells)
 
     def chart(width: float) -> alt.FacetChart:
-        own = charts.chart_grid(make_legend(height), change, published).properties(width=width, height=height)
+        grid_chart = charts.chart_grid(make_legend(height), change, published).properties(width=width, height=height)
         header = alt.Header(title=None, labelLimit=width)
-        return own.facet(alt.Facet("run:N", sort=runs, header=header), columns=beside, spacing=12)
+        return grid_chart.facet(alt.Facet("run:N", sort=runs, header=header), columns=beside, spacing=12)
 
     key = [CIRCLE_KEY] if published else []
     return Drawing(cells, {"cells": cells}, chart, beside, (least, max(least, 220)), key)
@@ -166,20 +166,22 @@ def draw_grid(panel: Mapping[str, Any], total: float, change: bool = False) -> D
 
 def draw_cost(panel: Mapping[str, Any], total: float) -> Drawing | None:
     """Return the drawing of differences against costs; None if no cost is known."""
-    known = [name for name in charts.COSTS if any(own[name] is not None for own in panel["costs"])]
+    known = [name for name in charts.COSTS if any(row[name] is not None for row in panel["costs"])]
     if not known:
         return None
-    free = [{"run": "full cache", **own} for own in panel["free"]]
-    rows = [{"run": own["row"], **own} for own in panel["costs"]] + free
+    free = [{"run": "full cache", **row} for row in panel["free"]]
+    rows = [{"run": row["row"], **row} for row in panel["costs"]] + free
     beside = max(1, min(len(known), int(total // 200)))
 
     def chart(width: float) -> alt.ConcatChart:
-        own = [charts.chart_cost(name).properties(width=width, height=190) for name in known]
-        return alt.concat(*own, columns=beside, spacing=18)
+        charts_of_costs = [charts.chart_cost(name).properties(width=width, height=190) for name in known]
+        return alt.concat(*charts_of_costs, columns=beside, spacing=18)
 
     full = {"label": "full cache", "colour": FULL, "shape": "diamond", "dash": None}
-    used = {own["s"] for own in panel["costs"]}
-    return Drawing(rows, panel, chart, beside, (80, 320), [*(own for own in panel["series"] if own["s"] in used), full])
+    used = {row["s"] for row in panel["costs"]}
+    return Drawing(
+        rows, panel, chart, beside, (80, 320), [*(entry for entry in panel["series"] if entry["s"] in used), full]
+    )
 
 
 def make_legend(height: float) -> alt.Legend:
@@ -189,13 +191,13 @@ def make_legend(height: float) -> alt.Legend:
 
 def make_key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerChart:
     """Return a key of lines, marks and names, in as many columns as fit."""
-    column = min(width, 42 + LETTER * max(len(own["label"]) for own in entries))
+    column = min(width, 42 + LETTER * max(len(entry["label"]) for entry in entries))
     columns = max(1, int(width // column))
     places = [(at % columns * column, 8 + 17 * (at // columns)) for at in range(len(entries))]
     values = [
-        {name: own[name] for name in ("label", "colour", "shape", "dash")}
+        {name: entry[name] for name in ("label", "colour", "shape", "dash")}
         | {"x": x, "end": x + 24, "mid": x + 12, "y": y}
-        for own, (x, y) in zip(entries, places, strict=True)
+        for entry, (x, y) in zip(entries, places, strict=True)
     ]
 
     def at(name: str) -> alt.X:
@@ -247,8 +249,8 @@ def make_plots(drawing: Drawing, plot: float) -> alt.VConcatChart:
 def find_data_sets(spec: Any) -> set[str]:
     """Return the names of the data sets that a specification uses."""
     if isinstance(spec, dict):
-        own = {spec["data"]["name"]} if set(spec.get("data") or ()) == {"name"} else set()
-        return own.union(*map(find_data_sets, spec.values()))
+        names = {spec["data"]["name"]} if set(spec.get("data") or ()) == {"name"} else set()
+        return names.union(*map(find_data_sets, spec.values()))
     return set().union(*map(find_data_sets, spec)) if isinstance(spec, list) else set()
 
 
@@ -275,16 +277,16 @@ def render_svg(drawing: Drawing, total: float, title: alt.TitleParams | None) ->
 
 def read_size(text: str) -> tuple[float, float]:
     """Return the width and height of an SVG; ValueError if it states none."""
-    found = SIZE.search(text)
-    if found is None:
+    match = SIZE.search(text)
+    if match is None:
         raise ValueError("the SVG has no width and height")
-    return float(found[1]), float(found[2])
+    return float(match[1]), float(match[2])
 
 
 def renumber_names(text: str) -> str:
     """Count the names in an SVG from 0 again, because the converter goes on counting from figure to figure."""
-    names = {own: f"{index}" for index, own in enumerate(dict.fromkeys(own[2] for own in NAME.finditer(text)))}
-    return NAME.sub(lambda own: own[1] + names[own[2]], text)
+    names = {name: f"{index}" for index, name in enumerate(dict.fromkeys(match[2] for match in NAME.finditer(text)))}
+    return NAME.sub(lambda match: match[1] + names[match[2]], text)
 
 
 SIZE = re.compile(r' width="([0-9.]+)" height="([0-9.]+)"')

@@ -101,15 +101,15 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
         raise SettingError(f"{folder}: no results there; kvbench measured a")
     if machine is not None:
         require_choice("--machine", machine, machines)
-    found: dict[str, list[Path]] = {}
-    for path in sorted(path for own in machines.values() for path in own.glob("*.csv")):
-        found.setdefault(path.stem, []).append(path)
-    for tier, paths in found.items():
+    paths_by_tier: dict[str, list[Path]] = {}
+    for path in sorted(path for machine_folder in machines.values() for path in machine_folder.glob("*.csv")):
+        paths_by_tier.setdefault(path.stem, []).append(path)
+    for tier, paths in paths_by_tier.items():
         names = [path.parent.name for path in paths]
         if len(paths) > 1 and machine not in names:
             raise SettingError(f"--machine: tier {tier} was measured on several; choose one of {', '.join(names)}")
-        found[tier] = [path for path in paths if path.parent.name == machine] or paths
-    return {tier: found[tier][0] for tier in sorted(found)}
+        paths_by_tier[tier] = [path for path in paths if path.parent.name == machine] or paths
+    return {tier: paths_by_tier[tier][0] for tier in sorted(paths_by_tier)}
 
 
 def write_results_page(files: Mapping[str, Path], out: Path) -> list[Path]:
@@ -145,12 +145,12 @@ def format_page(tiers: Mapping[str, Sequence[Line]], sources: Sequence[str], pic
         sources: Folders of the lines, relative to the page's.
         pictures: Names of the pictures that there are.
     """
-    links = join_words([f"[{own.removeprefix('../')}]({own})" for own in sources], "and")
+    links = join_words([f"[{source.removeprefix('../')}]({source})" for source in sources], "and")
     parts = [HEAD.format(links=links), *describe_origin(tiers), ""]
     parts += ["## Which methods can be told apart", "", RANKS]
     compared = {}  # only within a tier, because others may have been measured with other kernels
-    for name, own in tiers.items():
-        for protocol, cells in split_protocols(own):
+    for name, lines in tiers.items():
+        for protocol, cells in split_protocols(lines):
             title = f"Tier {name}: {describe_protocol(protocol)}"
             compared[title] = cells
             shown = list_pictures(name, cells, pictures)
@@ -169,10 +169,10 @@ def format_page(tiers: Mapping[str, Sequence[Line]], sources: Sequence[str], pic
 
 def split_protocols(lines: Sequence[Line]) -> list[tuple[Protocol, list[Line]]]:
     """Return the lines of each protocol, in the order in which protocols begin."""
-    found: dict[Protocol, list[Line]] = {}
+    groups: dict[Protocol, list[Line]] = {}
     for line in lines:
-        found.setdefault(name_protocol(line), []).append(line)
-    return list(found.items())
+        groups.setdefault(name_protocol(line), []).append(line)
+    return list(groups.items())
 
 
 def name_protocol(line: Line) -> Protocol:
@@ -183,7 +183,7 @@ def name_protocol(line: Line) -> Protocol:
 def describe_protocol(protocol: Protocol) -> str:
     """Return the title of a protocol."""
     model, task, question, also = protocol
-    return ", ".join(own for own in (model, f"{task} {also}".strip(), f"question {question}") if own)
+    return ", ".join(part for part in (model, f"{task} {also}".strip(), f"question {question}") if part)
 
 
 def describe_origin(tiers: Mapping[str, Sequence[Line]]) -> list[str]:
@@ -196,32 +196,34 @@ def describe_origin(tiers: Mapping[str, Sequence[Line]]) -> list[str]:
         return name, title, len(lines), sum(line["n"] for line in lines), join_values(lines, "machine")
 
     columns = [
-        Column("tier", "", lambda own: own[0]),
-        Column("", "what", lambda own: own[1]),
-        Column("", "cells", lambda own: f"{own[2]:,}"),
-        Column("", "answers", lambda own: f"{own[3]:,}"),
-        Column("", "command", lambda own: f"python -m kvbench measured {own[0]}"),
-        Column("", "measured on", lambda own: own[4]),
+        Column("tier", "", lambda row: row[0]),
+        Column("", "what", lambda row: row[1]),
+        Column("", "cells", lambda row: f"{row[2]:,}"),
+        Column("", "answers", lambda row: f"{row[3]:,}"),
+        Column("", "command", lambda row: f"python -m kvbench measured {row[0]}"),
+        Column("", "measured on", lambda row: row[4]),
     ]
-    lines = [line for own in tiers.values() for line in own]
+    lines = [line for lines in tiers.values() for line in lines]
     dtype, torch, transformers, code = (join_values(lines, name) for name in ("dtype", "torch", "transformers", "code"))
     said = f"Measured in {dtype}, with torch {torch} and transformers {transformers}, by code {code}. "
     said += "conf/measured.yaml lists the sweeps."
-    warnings = dict.fromkeys(own for line in lines for own in SENTENCE.split(line["warnings"] or "") if own)
+    warnings = dict.fromkeys(
+        sentence for line in lines for sentence in SENTENCE.split(line["warnings"] or "") if sentence
+    )
     parts = said, describe_unfinished(tiers, known), describe_versions(tiers), " ".join(warnings)
-    notes = [f"\n{wrap(own)}" for own in parts if own]
+    notes = [f"\n{wrap(text)}" for text in parts if text]
     return [*format_markdown(columns, [*map(describe, tiers.items())]), *notes]
 
 
 def describe_unfinished(tiers: Mapping[str, Sequence[Line]], known: Mapping[str, Tier]) -> str:
     """Return which tiers have fewer cells than conf/measured.yaml lists; empty if none has."""
-    found = []
+    texts = []
     for name, lines in tiers.items():
         sweeps = known[name].list_sweeps(Path("results")) if name in known else []
-        planned, measured = sum(len(expand_cells(own)) for own in sweeps), len(list_methods(lines))
+        planned, measured = sum(len(expand_cells(sweep)) for sweep in sweeps), len(list_methods(lines))
         if measured < planned:
-            found.append(f"Tier {name} is not finished: {measured} of its {planned} cells of methods were measured.")
-    return " ".join(found)
+            texts.append(f"Tier {name} is not finished: {measured} of its {planned} cells of methods were measured.")
+    return " ".join(texts)
 
 
 def join_values(lines: Sequence[Line], name: str) -> str:
@@ -232,16 +234,16 @@ def join_values(lines: Sequence[Line], name: str) -> str:
 
 def describe_versions(tiers: Mapping[str, Sequence[Line]]) -> str:
     """Return what the full cache scores where tiers of a protocol have other code or GPUs; empty if it is the same."""
-    found = []
-    for protocol, cells in split_protocols([line for own in tiers.values() for line in own if is_full(line)]):
+    texts = []
+    for protocol, cells in split_protocols([line for lines in tiers.values() for line in lines if is_full(line)]):
         scores = sorted({line["score"] for line in cells})
         if len(scores) > 1 and len({(line["code"], line["machine"]) for line in cells}) > 1:
             bounds = f"{format_number(scores[0])} to {format_number(scores[-1])}"
-            found.append(f"{bounds} ({describe_protocol(protocol)})")
-    if not found:
+            texts.append(f"{bounds} ({describe_protocol(protocol)})")
+    if not texts:
         return ""
     return (
-        f"The full cache scores {join_words(found, 'and')}, depending on the tier. These tiers were measured with "
+        f"The full cache scores {join_words(texts, 'and')}, depending on the tier. These tiers were measured with "
         "different kernels or GPUs, which add up numbers of 16 bits in other orders, and a few answers change with "
         "that. All cells of a tier have the same kernels and GPU: compare a method with the cells of its own tier."
     )
@@ -291,7 +293,7 @@ def format_scores(cells: Sequence[Line]) -> list[str]:
         return []
     rows = arrange(methods)
     full = next(line for line in cells if is_full(line))
-    ordered = sorted(rows, key=lambda label: -sum(own["score"] for own in rows[label].values()) / len(rows[label]))
+    ordered = sorted(rows, key=lambda label: -sum(line["score"] for line in rows[label].values()) / len(rows[label]))
 
     rows[full["label"]] = dict.fromkeys(budgets, full)
 
@@ -342,13 +344,13 @@ def format_gains(compared: Mapping[str, Sequence[Line]], gain: str) -> list[str]
     """
     text: list[str] = []
     for title, cells in compared.items():
-        found = list_methods([line for line in cells if line[gain] is not None])
-        if not found:
+        changed = list_methods([line for line in cells if line[gain] is not None])
+        if not changed:
             continue
-        signs = count_signs(found, gain)
-        told = CHANGES[gain].format(count=len(found), less=signs[-1], more=signs[1], same=signs[0])
+        signs = count_signs(changed, gain)
+        told = CHANGES[gain].format(count=len(changed), less=signs[-1], more=signs[1], same=signs[0])
         said = f"**{title}.** {told}"
-        text += [wrap(said), "", *format_changes(found, gain), ""]
+        text += [wrap(said), "", *format_changes(changed, gain), ""]
     return text
 
 
@@ -369,7 +371,7 @@ def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
         return lambda label: format_change(rows[label][budget], gain) if budget in rows[label] else ""
 
     columns = [Column("method", "", lambda label: label)]
-    columns += [Column(format_budget(own), "", show(own)) for own in budgets]
+    columns += [Column(format_budget(budget), "", show(budget)) for budget in budgets]
     return format_markdown(columns, sorted(rows))
 
 
@@ -394,8 +396,8 @@ def format_bytes(compared: Mapping[str, Sequence[Line]]) -> list[str]:
         text += [wrap(said), ""]
 
         def name_fronts(line: Line, fronts: Mapping[str, Sequence[Line]] = fronts) -> str:
-            found = [name for name, front in fronts.items() if line in front]
-            return "both" if len(found) == len(fronts) else "".join(found)
+            fronts_of_line = [name for name, front in fronts.items() if line in front]
+            return "both" if len(fronts_of_line) == len(fronts) else "".join(fronts_of_line)
 
         columns = [
             Column("cell", "", lambda line: line["label"]),
@@ -433,11 +435,11 @@ def find_front(cells: Sequence[Line], count: Callable[[Line], float] = lambda li
 
 def count_signs(cells: Sequence[Line], gain: str) -> dict[int, int]:
     """Return how many changes are below 0, above 0, and neither, by their 95 % intervals: {-1: …, 1: …, 0: …}."""
-    found = {-1: 0, 0: 0, 1: 0}
+    signs = {-1: 0, 0: 0, 1: 0}
     for line in cells:
         low, high = line[f"{gain}_low"], line[f"{gain}_high"]
-        found[0 if low is None or low <= 0 <= high else 1 if low > 0 else -1] += 1
-    return found
+        signs[0 if low is None or low <= 0 <= high else 1 if low > 0 else -1] += 1
+    return signs
 
 
 def list_budgets(cells: Sequence[Line]) -> list[Any]:
@@ -518,14 +520,14 @@ def draw_pictures(tiers: Mapping[str, Sequence[Line]]) -> dict[str, str]:
     Returns:
         Name of a picture -> its SVG.
     """
-    found = {}
+    pictures = {}
     for tier, lines in tiers.items():
         for _, cells in split_protocols(lines):
             budgets = list_budgets(cells)
             shown = [None] if len(budgets) > WIDE else [*budgets, *([None] if any(map(is_decided, cells)) else [])]
             for budget in shown:
-                found[name_picture(tier, cells, budget)] = draw_picture(cells, budget)
-    return found
+                pictures[name_picture(tier, cells, budget)] = draw_picture(cells, budget)
+    return pictures
 
 
 def shorten_label(label: str) -> str:
@@ -540,9 +542,11 @@ def draw_picture(cells: Sequence[Line], budget: Any) -> str:
     labels = list(dict.fromkeys(line["label"] for line in chosen))
     if budget is None:  # curves of all variants would hide each other
         plain = [line for line in chosen if (line["allocator"], line["codec"]) == ("uniform", "raw")]
-        means = {label: [own["score"] for own in plain if own["label"] == label] for label in labels}
-        ordered = sorted((own for own in labels if means[own]), key=lambda own: -sum(means[own]) / len(means[own]))
-        labels = [own for own in labels if own in ordered[:MOST_CURVES]]
+        means = {label: [line["score"] for line in plain if line["label"] == label] for label in labels}
+        ordered = sorted(
+            (label for label in labels if means[label]), key=lambda label: -sum(means[label]) / len(means[label])
+        )
+        labels = [label for label in labels if label in ordered[:MOST_CURVES]]
         chosen = [line for line in plain if line["label"] in labels]
     methods = [next(line["method"] for line in chosen if line["label"] == label) for label in labels]
     shown = {"smallest": None, "samples": full["n"], "left_out": 0, "average": full["average"]}
@@ -560,10 +564,10 @@ def draw_picture(cells: Sequence[Line], budget: Any) -> str:
         for line in chosen
     ]  # fmt: skip
     whole = [
-        {"s": own["s"]} | {name: full[name] for name in ("score", "score_low", "score_high", "n")} for own in series
+        {"s": line["s"]} | {name: full[name] for name in ("score", "score_low", "score_high", "n")} for line in series
     ]
     panel = {"model": full["model"], "task": full["task"], "question": full["question"], "notes": []}
-    panel |= {"also": [own for own in [full["protocol"]] if own], "series": series, "points": points, "full": whole}
+    panel |= {"also": [text for text in [full["protocol"]] if text], "series": series, "points": points, "full": whole}
     pixels = 72 * INCHES["tasks"] / POINTS
     drawing = print_charts.draw_curve(panel, "bytes", pixels)
     assert drawing is not None  # every series has points

@@ -41,13 +41,13 @@ def format_side(record: dict) -> list:
 
 def format_strip(record: dict) -> list | None:
     """Return [percentages of the bins, tokens read, bins that contain a target]; None if the record lacks them."""
-    found, tokens, places = (record.get(name) for name in ("survived", "rows_seen", "evidence"))
-    if not (isinstance(found, str) and SURVIVED.fullmatch(found) and isinstance(tokens, int)):
+    survived, tokens, places = (record.get(name) for name in ("survived", "rows_seen", "evidence"))
+    if not (isinstance(survived, str) and SURVIVED.fullmatch(survived) and isinstance(tokens, int)):
         return None
     return [
-        found,
+        survived,
         tokens,
-        [own for own in (places if isinstance(places, list) else []) if own in range(len(found) // 2)],
+        [place for place in (places if isinstance(places, list) else []) if place in range(len(survived) // 2)],
     ]
 
 

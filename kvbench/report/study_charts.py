@@ -120,20 +120,22 @@ def arrange_plots(
 
     def chart(width: float) -> alt.ConcatChart:
         made = []
-        for index, (plot, (own, _), height) in enumerate(zip(plots, drawn, heights, strict=True)):
+        for index, (plot, (chart_of_plot, _), height) in enumerate(zip(plots, drawn, heights, strict=True)):
             size = {"width": width, "height": height(width)}
-            named = own.properties(**size, data=alt.NamedData(name=f"plot{index}"))
+            named = chart_of_plot.properties(**size, data=alt.NamedData(name=f"plot{index}"))
             made.append(named.properties(title=title_plot(plot.title, width)) if plot.title else named)
         return alt.concat(*made, columns=beside, spacing=12).resolve_scale(color="independent")
 
-    tables = {f"plot{index}": own for index, (_, own) in enumerate(drawn)}
+    tables = {f"plot{index}": rows for index, (_, rows) in enumerate(drawn)}
     return Drawing(rows, tables, chart, beside, reach, key, about)
 
 
 def count_beside(count: int, total: float) -> int:
     """Return how many plots stand beside each other, so that rows are full where possible."""
     most = max(1, min(count, int(total // (LEAST_PLOT + 55))))
-    return next((own for own in range(most, most // 2, -1) if count % own == 0), ceil(count / ceil(count / most)))
+    return next(
+        (columns for columns in range(most, most // 2, -1) if count % columns == 0), ceil(count / ceil(count / most))
+    )
 
 
 def title_plot(text: str, width: float) -> alt.TitleParams:
@@ -169,18 +171,20 @@ def split_lines(spec: Exhibit, lines: Sequence[Line]) -> tuple[list[Plot], list[
         lines = [line for line in lines if line.layer in shown]
     classes = ("series",) if "layer" in names or lines[0].x is None else COLOURED.get(spec["chart"], ("series",))
     looks = make_looks(spec, lines, classes)
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    rows_by_place: dict[tuple[Any, ...], list[Row]] = {}
     for line in lines:
         place = tuple(getattr(line, name) for name in names)
         row = {name: getattr(line, name) for name in DRAWN}
-        found.setdefault(place, []).append(row | looks[tuple(getattr(line, name) for name in classes)])
-    varying = [name for at, name in enumerate(names) if len({place[at] for place in found}) > 1]
+        rows_by_place.setdefault(place, []).append(row | looks[tuple(getattr(line, name) for name in classes)])
+    varying = [name for at, name in enumerate(names) if len({place[at] for place in rows_by_place}) > 1]
     plots = []
     quantities = list(dict.fromkeys(line.quantity for line in lines))
-    for place in sorted(found, key=lambda own: (quantities.index(own[0]), [(one is None, one) for one in own[1:]])):
+    for place in sorted(
+        rows_by_place, key=lambda place: (quantities.index(place[0]), [(one is None, one) for one in place[1:]])
+    ):
         values = dict(zip(names, place, strict=True))
         texts = [name_value(spec, name, values[name]) for name in varying]
-        plots.append(Plot(", ".join(filter(None, texts)), found[place]))
+        plots.append(Plot(", ".join(filter(None, texts)), rows_by_place[place]))
     return plots, about
 
 
@@ -204,22 +208,22 @@ def make_looks(spec: Exhibit, lines: Iterable[Line], names: Sequence[str]) -> di
     classes = list(dict.fromkeys(tuple(getattr(line, name) for name in names) for line in lines))
     dashes, palette = list(DASHES.values()), SHADES if spec["chart"] == "bars" else PALETTE
     return {
-        own: {
-            "label": ", ".join(filter(None, map(partial(name_value, spec), names, own))),
+        values: {
+            "label": ", ".join(filter(None, map(partial(name_value, spec), names, values))),
             "colour": palette[at % len(palette)],
             "shape": MARKS[at % len(MARKS)],
             "dash": dashes[at % len(dashes)],
             "order": at,
         }
-        for at, own in enumerate(classes)
+        for at, values in enumerate(classes)
     }
 
 
 def make_entries(kind: "Kind", plots: Iterable[Plot]) -> list[Row]:
     """Return the entries of the key: one for each class, if there are several."""
-    found = {row["label"]: row for plot in plots for row in plot.rows}
-    own = sorted(found.values(), key=lambda row: row["order"])
-    return [row | SHOWN[kind.shows] for row in own] if len(own) > 1 else []
+    entries = {row["label"]: row for plot in plots for row in plot.rows}
+    ordered = sorted(entries.values(), key=lambda row: row["order"])
+    return [row | SHOWN[kind.shows] for row in ordered] if len(ordered) > 1 else []
 
 
 @dataclass(frozen=True)
@@ -241,12 +245,12 @@ class Axes:
             first: Whether the plot stands first in its row.
             lowest: Whether no plot stands below it.
         """
-        own = spec.get("axes", {})
+        texts = spec.get("axes", {})
         quantity = name_value(spec, "quantity", plot.rows[0]["quantity"])
         kind = KINDS[spec["chart"]]
-        x, y = (own.get(name, quantity if usual is None else usual) for name, usual in (("x", kind.x), ("y", kind.y)))
-        log = own.get("log", ())
-        value = own.get("value", quantity)
+        x, y = (texts.get(name, quantity if usual is None else usual) for name, usual in (("x", kind.x), ("y", kind.y)))
+        log = texts.get("log", ())
+        value = texts.get("value", quantity)
         return cls(x if lowest else None, y if first else None, value, tuple([log] if isinstance(log, str) else log))
 
     def ticks(self, name: str) -> alt.Axis:
@@ -276,8 +280,8 @@ def ticks(count: int = 4, **options: Any) -> alt.Axis:
 def draw_histogram(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     """Draw shares by bin as outlines. Bins that are too small to be seen in all plots are cut off at both ends."""
     alike = list_alike(plot, plots)
-    top = max(row["value"] for own in alike for row in own.rows)
-    seen = [row["x"] for own in alike for row in list_outline(own) if row["value"] > top / (2 * HEIGHT)]
+    top = max(row["value"] for other in alike for row in other.rows)
+    seen = [row["x"] for other in alike for row in list_outline(other) if row["value"] > top / (2 * HEIGHT)]
     domain = [min(seen), max(seen)]
     rows = [row for row in list_outline(plot) if domain[0] <= row["x"] <= domain[1]]
     x = alt.X("x:Q", title=axes.x, scale=axes.scale("x", domain=domain, nice=False), axis=axes.ticks("x"))
@@ -288,18 +292,18 @@ def draw_histogram(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
 
 def list_alike(plot: Plot, plots: Sequence[Plot]) -> list[Plot]:
     """Return the plots of the same quantity, which share their scales."""
-    return [own for own in plots if own.rows[0]["quantity"] == plot.rows[0]["quantity"]]
+    return [other for other in plots if other.rows[0]["quantity"] == plot.rows[0]["quantity"]]
 
 
 def list_outline(plot: Plot) -> list[Row]:
     """Return two points for each bin, at its edges, which lie in the middle between the middles of bins."""
     rows = []
     for label in dict.fromkeys(row["label"] for row in plot.rows):
-        own = sorted((row for row in plot.rows if row["label"] == label), key=lambda row: row["x"])
-        inner = [(before["x"] + after["x"]) / 2 for before, after in zip(own, own[1:], strict=False)]
-        inner = inner or [own[0]["x"] + 0.5]
-        edges = [2 * own[0]["x"] - inner[0], *inner, 2 * own[-1]["x"] - inner[-1]]
-        for at, row in enumerate(own):
+        bins = sorted((row for row in plot.rows if row["label"] == label), key=lambda row: row["x"])
+        inner = [(before["x"] + after["x"]) / 2 for before, after in zip(bins, bins[1:], strict=False)]
+        inner = inner or [bins[0]["x"] + 0.5]
+        edges = [2 * bins[0]["x"] - inner[0], *inner, 2 * bins[-1]["x"] - inner[-1]]
+        for at, row in enumerate(bins):
             rows += [row | {"x": edges[at], "at": 2 * at}, row | {"x": edges[at + 1], "at": 2 * at + 1}]
     return rows
 
@@ -320,11 +324,11 @@ def draw_scatter(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     fields = {"x": "x", "y": "value"}
     rows = [row for row in plot.rows if all(row[fields[name]] > 0 for name in axes.log)]
     place = [plot.rows[0][name] for name in ("layer", "head")]
-    beside = [row for own in plots for row in own.rows if [row[name] for name in ("layer", "head")] == place]
+    beside = [row for other in plots for row in other.rows if [row[name] for name in ("layer", "head")] == place]
     ends = {
         axis: [row[name] for row in beside if axis not in axes.log or row[name] > 0] for axis, name in fields.items()
     }
-    x, y = (axes.scale(own, zero=False, nice=True, domain=[min(ends[own]), max(ends[own])]) for own in fields)
+    x, y = (axes.scale(axis, zero=False, nice=True, domain=[min(ends[axis]), max(ends[axis])]) for axis in fields)
     base = alt.Chart().encode(
         x=alt.X("x:Q", title=axes.x, scale=x, axis=axes.ticks("x")),
         y=alt.Y("value:Q", title=axes.y, scale=y, axis=axes.ticks("y")),
@@ -332,7 +336,7 @@ def draw_scatter(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     )
     single = [name for name, count in counts.items() if count == 1 and len(counts) > 1]
     many = base.transform_filter(
-        alt.FieldOneOfPredicate(field="label", oneOf=[own for own in counts if own not in single])
+        alt.FieldOneOfPredicate(field="label", oneOf=[label for label in counts if label not in single])
     )
     one = base.transform_filter(alt.FieldOneOfPredicate(field="label", oneOf=single))
     fill = alt.Fill("colour:N", scale=None, legend=None)
@@ -381,7 +385,7 @@ def make_colours(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.Color:
     if plot is alike[-1]:
         legend = alt.Legend(orient="right", gradientLength=110, titleLimit=110, tickCount=4, title=axes.value)
     if "value" in axes.log:
-        low = min((row["value"] for own in alike for row in own.rows if row["value"] > 0), default=high)
+        low = min((row["value"] for other in alike for row in other.rows if row["value"] > 0), default=high)
         scale = axes.scale("value", domain=[low, high], clamp=True, scheme=SEQUENCE, reverse=True)
     elif low < 0:
         scale = alt.Scale(domain=[-max(-low, high), max(-low, high)], range=OPPOSITES, interpolate="rgb")
@@ -404,7 +408,7 @@ def draw_map(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     rows = [row | {f"{name}_end": row[name] + 1.03 * steps[name] for name in steps} for row in plot.rows]
     rows = [{name: row[name] for name in ("x", "y", "x_end", "y_end", "value")} for row in rows]
     ends = {name: [min(row[name] for row in rows), max(row[f"{name}_end"] for row in rows)] for name in steps}
-    across, down = (alt.Scale(domain=own, nice=False) for own in (ends["x"], ends["y"][::-1]))
+    across, down = (alt.Scale(domain=limits, nice=False) for limits in (ends["x"], ends["y"][::-1]))
     x = alt.X("x:Q", title=axes.x, scale=across, axis=ticks(grid=False))
     y = alt.Y("y:Q", title=axes.y, scale=down, axis=ticks(grid=False))
     colour = make_colours(plot, plots, axes)
@@ -418,7 +422,7 @@ def draw_quantiles(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in sorted(plot.rows, key=lambda row: row["x"]):
         groups.setdefault((row[by], row["label"]), []).append(row)
-    rows = [make_quantile_row(own) for own in groups.values()]
+    rows = [make_quantile_row(quantiles) for quantiles in groups.values()]
     place = alt.Axis(labelAngle=0, domain=False, ticks=False, labelOverlap=True, grid=False)
     y: Row = {
         "title": axes.y,
@@ -438,13 +442,13 @@ def draw_quantiles(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:
     return chart, rows
 
 
-def make_quantile_row(own: Sequence[Row]) -> Row:
+def make_quantile_row(quantiles: Sequence[Row]) -> Row:
     """Return the ends of the bars of a layer and series, from its quantiles in ascending order."""
-    values = [row["value"] for row in own]
-    middle = min(own, key=lambda row: abs(row["x"] - 0.5))["value"]
+    values = [row["value"] for row in quantiles]
+    middle = min(quantiles, key=lambda row: abs(row["x"] - 0.5))["value"]
     inner = values[1:-1] or values
     ends = {"lowest": values[0], "highest": values[-1], "lower": inner[0], "higher": inner[-1], "median": middle}
-    return {name: own[0][name] for name in ("layer", "label", "colour", "shape", "order")} | ends
+    return {name: quantiles[0][name] for name in ("layer", "label", "colour", "shape", "order")} | ends
 
 
 def draw_bars(plot: Plot, plots: Sequence[Plot], axes: Axes) -> Drawn:

@@ -88,7 +88,7 @@ def find_style(method: str) -> dict[str, str]:
     if method in stated:
         return stated[method]
     number = int.from_bytes(sha256(method.encode("utf-8", "surrogatepass")).digest()[:4], "big")
-    taken = {(own["mark"], own["dash"]) for own in stated.values()}
+    taken = {(style["mark"], style["dash"]) for style in stated.values()}
     free = [pair for pair in PAIRS if pair not in taken] or PAIRS
     mark, dash = free[number % len(free)]
     return {"colour": list(COLOURS)[number // len(free) % len(COLOURS)], "mark": mark, "dash": dash}
@@ -114,23 +114,23 @@ def choose_styles(methods: Sequence[str]) -> list[dict[str, Any]]:
         SettingError: As in `read_style`.
     """
     styles = {method: find_style(method) for method in dict.fromkeys(methods) if method != "full"}
-    colours = {method: COLOURS[own["colour"]] for method, own in styles.items()} | {"full": FULL}
-    own_pair = {method: (own["mark"], own["dash"]) for method, own in styles.items()} | {"full": PAIRS[0]}
+    colours = {method: COLOURS[style["colour"]] for method, style in styles.items()} | {"full": FULL}
+    own_pair = {method: (style["mark"], style["dash"]) for method, style in styles.items()} | {"full": PAIRS[0]}
     known = list_choices("method")
     taken: set[tuple[str, str]] = set()
-    found: dict[int, dict[str, Any]] = {}
+    styles_by_place: dict[int, dict[str, Any]] = {}
     first = [methods.index(method) == place for place, method in enumerate(methods)]
     # known methods first, then others, then further variants: so that a method has its own pair wherever it can
     for place in sorted(range(len(methods)), key=lambda at: (not first[at], methods[at] not in known, at)):
         method = methods[place]
         if method == "full" and first[place]:
-            found[place] = {"colour": FULL, "shape": FULL_MARK, "dash": DASHES["solid"]}
+            styles_by_place[place] = {"colour": FULL, "shape": FULL_MARK, "dash": DASHES["solid"]}
             continue
         pairs = list_pairs(own_pair[method])
-        pair = next((own for own in pairs if own not in taken), pairs[place % len(pairs)])
+        pair = next((candidate for candidate in pairs if candidate not in taken), pairs[place % len(pairs)])
         taken.add(pair)
-        found[place] = {"colour": colours[method], "shape": pair[0], "dash": DASHES[pair[1]]}
-    return [found[place] for place in range(len(methods))]
+        styles_by_place[place] = {"colour": colours[method], "shape": pair[0], "dash": DASHES[pair[1]]}
+    return [styles_by_place[place] for place in range(len(methods))]
 
 
 def list_pairs(first: tuple[str, str]) -> list[tuple[str, str]]:
