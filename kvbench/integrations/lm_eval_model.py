@@ -147,10 +147,20 @@ class KVBenchLM(TemplateLM):
             checkpoint = Checkpoint(type(model).__name__, getattr(model, "name_or_path", ""))
             device = next(model.parameters()).device.type
         self.run = RunSpec(
-            checkpoint=checkpoint, groups=groups, budget=Budget(1.0 if method == "full" else budget, budget_of),
-            block_size=block_size, question=question, seed=seed, temperature=0.0, top_p=1.0, task=LmEvalTask(),
-            task_settings={}, device=device, dtype=dtype, max_batch=1,
-        )  # fmt: skip
+            checkpoint=checkpoint,
+            groups=groups,
+            budget=Budget(1.0 if method == "full" else budget, budget_of),
+            block_size=block_size,
+            question=question,
+            seed=seed,
+            temperature=0.0,
+            top_p=1.0,
+            task=LmEvalTask(),
+            task_settings={},
+            device=device,
+            dtype=dtype,
+            max_batch=1,
+        )
         check_budget(self.run.budget, method, groups["method"].get("budget_setting"))
         self.choice = self.run.choice()  # refuses what does not go together before weights are loaded
         config = checkpoint.config() if isinstance(model, str) else model.config
@@ -193,9 +203,12 @@ class KVBenchLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render messages with the model's template; an assistant's message at the end is continued."""
         return self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt, **TODAY,
-        )  # fmt: skip
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **TODAY,
+        )
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         raise SettingError("use_cache: it knows answers by the prompt alone and gives one method another's; null")
@@ -222,10 +235,16 @@ class KVBenchLM(TemplateLM):
             asked[uid] += 1
             prompt = self._shorten(uid, self._divide(request, text), settings["max_gen_toks"])
             sample = Sample(
-                f"{uid}/{asked[uid]}", request.task_name or "", text, "", "", (), settings["max_gen_toks"],
+                f"{uid}/{asked[uid]}",
+                request.task_name or "",
+                text,
+                "",
+                "",
+                (),
+                settings["max_gen_toks"],
                 group=_hash(prompt.context if self.run.question == "hidden" else prompt.ids),
                 until=tuple(end for end in settings["until"] if end),
-            )  # fmt: skip
+            )
             sampled = settings["do_sample"] and settings.get("temperature", 0.0) > 0
             chance = {"temperature": settings["temperature"], "top_p": settings.get("top_p", 1.0)} if sampled else {}
             self.reader.run = replace(self.run, **chance)

@@ -181,10 +181,17 @@ def send_run(subject: LoggedRun, settings: Mapping[str, Any]) -> None:
         config=dict(value),
         resume="allow",
         settings=wandb.Settings(
-            silent=True, console="off", disable_git=True, save_code=False, init_timeout=settings["seconds"],
-            x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True, x_save_requirements=False,
+            silent=True,
+            console="off",
+            disable_git=True,
+            save_code=False,
+            init_timeout=settings["seconds"],
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
         ),
-    )  # fmt: skip
+    )
     tables = {name: table for name, table in said.items() if isinstance(table, dict)}
     run.summary.update({name: entry for name, entry in said.items() if name not in tables})
     for name, table in tables.items():

@@ -153,9 +153,15 @@ class Dashboard:
             self.made_of = finished
             command = [sys.executable, "-P", "-m", "kvbench", "report", str(self.results.resolve())]
             self.maker = subprocess.Popen(
-                command, env=make_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-            )  # fmt: skip
+                command,
+                env=make_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
 
     def _read_sweep(self, folder: Path, times: SampleTimes) -> dict[str, Any]:
         """Return a sweep's progress as the page shows it."""

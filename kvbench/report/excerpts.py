@@ -93,9 +93,14 @@ def request_excerpts(requests: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     reason = "the process that makes prompts ended early"
     try:
         said = subprocess.run(
-            COMMAND, input="".join(json.dumps(request) + "\n" for request in requests).encode(), timeout=SECONDS,
-            env=make_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False,
-        ).stdout  # fmt: skip
+            COMMAND,
+            input="".join(json.dumps(request) + "\n" for request in requests).encode(),
+            timeout=SECONDS,
+            env=make_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        ).stdout
     except subprocess.TimeoutExpired as error:
         said, reason = error.stdout or b"", f"it would take more than {SECONDS:g} s"
     answers = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith(b"}\n")]

@@ -75,9 +75,10 @@ class Figure:
         )  # the converters treat a pixel as a point
         named = folder / self.name
         forms: dict[str, Callable[[], bytes]] = {
-            "svg": svg.encode, "pdf": lambda: vl_convert.svg_to_pdf(plain),
+            "svg": svg.encode,
+            "pdf": lambda: vl_convert.svg_to_pdf(plain),
             "png": lambda: vl_convert.svg_to_png(plain, ppi=PPI),
-        }  # fmt: skip
+        }
         for suffix, form in forms.items():
             path = Path(f"{named}.{suffix}")
             with name_file_in_errors(path):

@@ -556,13 +556,19 @@ def draw_picture(cells: Sequence[Line], budget: Any) -> str:
     ]
     points = [
         {
-            "s": labels.index(line["label"]), "budget": format_budget(line["budget"]), "share": line["bytes_held"],
-            "diff": line["difference"], "diff_low": line["low"], "diff_high": line["high"], "lost": line["lost"],
-            "gained": line["gained"], "same": line["n"] - line["lost"] - line["gained"],
+            "s": labels.index(line["label"]),
+            "budget": format_budget(line["budget"]),
+            "share": line["bytes_held"],
+            "diff": line["difference"],
+            "diff_low": line["low"],
+            "diff_high": line["high"],
+            "lost": line["lost"],
+            "gained": line["gained"],
+            "same": line["n"] - line["lost"] - line["gained"],
             **{name: line[name] for name in ("score", "score_low", "score_high", "n")},
         }
         for line in chosen
-    ]  # fmt: skip
+    ]
     whole = [
         {"s": line["s"]} | {name: full[name] for name in ("score", "score_low", "score_high", "n")} for line in series
     ]

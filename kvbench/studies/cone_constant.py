@@ -65,9 +65,11 @@ def find_cone_constants(residuals: Residuals, seed: int) -> ConeConstants:
     for head, undecided in enumerate(lower <= 0):
         if undecided.any():
             part = Residuals(
-                residuals.anchors[head, undecided][None], residuals.values[head][None],
-                residuals.norms[head, undecided][None], residuals.pool[head, undecided][None],
-            )  # fmt: skip
+                residuals.anchors[head, undecided][None],
+                residuals.values[head][None],
+                residuals.norms[head, undecided][None],
+                residuals.pool[head, undecided][None],
+            )
             lower[head, undecided] = lower[head, undecided].maximum(climb(part, seed)[0])
     return replace(constants, lower=lower)
 
@@ -134,10 +136,12 @@ def climb(residuals: Residuals, seed: int) -> Tensor:
     A step follows the mean of the directions, weighted towards those with the smallest u·r_i/‖r_i‖.
     """
     heads, queries, dimension = residuals.anchors.shape
-    many = Residuals(*(
-        tensor if tensor is residuals.values else tensor.repeat_interleave(STARTS, 1)
-        for tensor in (residuals.anchors, residuals.values, residuals.norms, residuals.pool)
-    ))  # fmt: skip
+    many = Residuals(
+        *(
+            tensor if tensor is residuals.values else tensor.repeat_interleave(STARTS, 1)
+            for tensor in (residuals.anchors, residuals.values, residuals.norms, residuals.pool)
+        )
+    )
     draw = torch.Generator().manual_seed(seed)
     units = normalize(torch.randn(heads, queries * STARTS, dimension, generator=draw), dim=-1).to(residuals.values)
     best = units.new_full(units.shape[:2], -1.0)

@@ -226,9 +226,17 @@ class DiagnosisPass:
             more = diagnosing - (prefill + answering + cell_run)
             machine = describe_machine(run.device).get("gpu", "cpu")
             yield [
-                cell.name, tokens, f"{prefill:.4g}", f"{prefill + answering:.4g}", f"{cell_run:.4g}",
-                f"{diagnosing:.4g}", f"{more / prefill:.3f}", peak(run.device) or "", machine, torch.__version__,
-            ]  # fmt: skip
+                cell.name,
+                tokens,
+                f"{prefill:.4g}",
+                f"{prefill + answering:.4g}",
+                f"{cell_run:.4g}",
+                f"{diagnosing:.4g}",
+                f"{more / prefill:.3f}",
+                peak(run.device) or "",
+                machine,
+                torch.__version__,
+            ]
 
     def _time_steps(self, cell: Cell, reading: Reading) -> tuple[float, ...]:
         """Return the seconds of the full cache's prefill, of its answer, of the cell's run, and of diagnosing."""

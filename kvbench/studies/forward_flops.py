@@ -50,8 +50,9 @@ class ForwardFlops(ClosedForm):
                     yield self.line(quantity, value, series=series, x=tokens)
             scores, projected = count_scores(layout, tokens)
             for claim, series, flops in (
-                ("small", "scores", scores), ("small_with_queries", "scores and queries", scores + projected),
-            ):  # fmt: skip
+                ("small", "scores", scores),
+                ("small_with_queries", "scores and queries", scores + projected),
+            ):
                 small[claim].append(flops / printed[TOTAL] <= CLAIMED)
                 yield self.line("overhead", flops / printed[TOTAL], series=f"{series}, printed", x=tokens)
                 yield self.line("overhead", flops / corrected[TOTAL], series=f"{series}, corrected", x=tokens)

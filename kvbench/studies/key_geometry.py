@@ -132,8 +132,10 @@ class KeyGeometry(LayerStudy):
             for layer, numbers in memories.items()
             for head in range(numbers["similarity"].shape[0])
         }
-        for series, (layer, head) in (("least", min(spread, key=spread.__getitem__)),
-                                      ("most", max(spread, key=spread.__getitem__))):  # fmt: skip
+        for series, (layer, head) in (
+            ("least", min(spread, key=spread.__getitem__)),
+            ("most", max(spread, key=spread.__getitem__)),
+        ):
             chosen = memories[layer]
             maps = {"similarity_64": chosen["similarity"][head], "attention_64": chosen["attention"][head].mean(0)}
             for quantity, values in maps.items():

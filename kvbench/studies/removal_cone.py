@@ -81,8 +81,9 @@ class RemovalCone(LayerStudy):
         ]
         memory.clear()
         memory |= {"weight": torch.cat([one.weight for one in looks]), "size": torch.cat([one.size for one in looks])}
-        anchors, norms, pool = (torch.stack([getattr(one, name) for one in looks])
-                                for name in ("anchors", "norms", "pool"))  # fmt: skip
+        anchors, norms, pool = (
+            torch.stack([getattr(one, name) for one in looks]) for name in ("anchors", "norms", "pool")
+        )
         wide = widen(values)
         memory["cone"] = find_cone_constants(Residuals(anchors, wide, norms.to(wide), pool), self.seed)
         draw = torch.Generator().manual_seed(self.seed)
@@ -96,8 +97,10 @@ class RemovalCone(LayerStudy):
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         every = list(memories.values())
         weight, size = (torch.cat([numbers[name] for numbers in every]).cpu() for name in ("weight", "size"))
-        lower, upper = (torch.cat([getattr(numbers["cone"], name).flatten() for numbers in every]).cpu()
-                        for name in ("lower", "upper"))  # fmt: skip
+        lower, upper = (
+            torch.cat([getattr(numbers["cone"], name).flatten() for numbers in every]).cpu()
+            for name in ("lower", "upper")
+        )
         factor = bound_factor(lower, weight, size)
         for layer, numbers in memories.items():
             inside = numbers["cone"].lower.flatten() > 0

@@ -38,9 +38,14 @@ def make_causal_mask(tokens: int, rows: int, device: torch.device) -> Tensor:
 
 
 def weigh_rows(
-    queries: Tensor, first: int, keys: Pieces, scaling: float, mass: Tensor | None = None,
-    places: Tensor | None = None, lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    queries: Tensor,
+    first: int,
+    keys: Pieces,
+    scaling: float,
+    mass: Tensor | None = None,
+    places: Tensor | None = None,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Return softmax(q·k·scaling + log mass) over the rows up to the query's position, and its log-sum-exps.
 
     Args:

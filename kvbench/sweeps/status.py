@@ -160,11 +160,15 @@ def write_cells(folder: Path, cells: Sequence[SweepCell]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
         {
-            "cell": cell.label, "refused": cell.refused, "overrides": list(cell.overrides),
-            "readings": list(cell.readings), "value": cell.run, "runs": cell.names,
+            "cell": cell.label,
+            "refused": cell.refused,
+            "overrides": list(cell.overrides),
+            "readings": list(cell.readings),
+            "value": cell.run,
+            "runs": cell.names,
         }
         for cell in cells
-    ]  # fmt: skip
+    ]
     with replace_file(folder / CELLS) as draft:
         draft.write_text(json.dumps(lines, indent=1) + "\n")
 

@@ -159,9 +159,15 @@ class DeltaTraining:
     """
 
     def __init__(
-        self, model: torch.nn.Module, width: int, recipe: DeltaRecipe, text: PackedText, out: Path, settings: Settings,
+        self,
+        model: torch.nn.Module,
+        width: int,
+        recipe: DeltaRecipe,
+        text: PackedText,
+        out: Path,
+        settings: Settings,
         state: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Draw compressors, or take those of an interrupted training.
 
         Args:

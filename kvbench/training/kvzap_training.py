@@ -349,9 +349,14 @@ def evaluate(networks: Sequence[Network], samples: Samples) -> HeldOut:
 
 
 def write_surrogates(
-    out: Path, networks: Sequence[Network], layers: Sequence[int], layout: Layout, about: Mapping[str, str],
-    recipe: KVzapRecipe, held_out: HeldOut,
-) -> None:  # fmt: skip
+    out: Path,
+    networks: Sequence[Network],
+    layers: Sequence[int],
+    layout: Layout,
+    about: Mapping[str, str],
+    recipe: KVzapRecipe,
+    held_out: HeldOut,
+) -> None:
     """Write the file of the surrogates. It has networks of zeros for layers with a sliding window.
 
     Args:

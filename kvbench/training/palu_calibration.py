@@ -110,9 +110,14 @@ def choose_recipe(layout: Layout, given: Mapping[str, Any]) -> PaluRecipe:
 
     length = min(given.get("length") or scale(64, 2048), layout.longest)
     chosen: dict[str, Any] = {
-        "removed": 0.5, "search": "fisher_uniform", "group": group, "sequences": scale(16, 256), "length": length,
-        "fisher_sequences": scale(16, 2048), "fisher_length": min(length, scale(64, 1024)),
-    } | {name: value for name, value in given.items() if value is not None}  # fmt: skip
+        "removed": 0.5,
+        "search": "fisher_uniform",
+        "group": group,
+        "sequences": scale(16, 256),
+        "length": length,
+        "fisher_sequences": scale(16, 2048),
+        "fisher_length": min(length, scale(64, 1024)),
+    } | {name: value for name, value in given.items() if value is not None}
     recipe = PaluRecipe(**chosen)
     recipe.check(layout)
     return recipe

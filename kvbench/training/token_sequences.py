@@ -159,9 +159,15 @@ def find_rows(name: str, subset: str | None, split: str, revision: str) -> Itera
 
 
 def pack_texts(
-    tokenizer: Any, texts: Iterator[str], length: int, wanted: int, least: int, *, between: str | None = None,
+    tokenizer: Any,
+    texts: Iterator[str],
+    length: int,
+    wanted: int,
+    least: int,
+    *,
+    between: str | None = None,
     what: str = "training text",
-) -> PackedText:  # fmt: skip
+) -> PackedText:
     """Join all texts, and cut the tokens into sequences. A rest that fills no sequence is dropped.
 
     Args:

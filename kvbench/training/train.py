@@ -270,10 +270,16 @@ class TrainingLog:
         if training.step % self.EVERY:
             return
         told = [(name, *sums) for name, *sums in zip(self.names, *self.told.tolist(), strict=True) if sums[1]]
-        line = {"step": training.step, "seconds": round(training.spent, 1), "tokens": training.tokens,
-                "length": made.ids.shape[1] - 1, "loss": round(loss.item(), 4), "ahead": round(looked.item(), 4),
-                "answers": {name: round(nats / tokens, 4) for name, nats, tokens, _, _ in told},
-                "scores": {name: round(100 * right / count, 1) for name, _, _, right, count in told}}  # fmt: skip
+        line = {
+            "step": training.step,
+            "seconds": round(training.spent, 1),
+            "tokens": training.tokens,
+            "length": made.ids.shape[1] - 1,
+            "loss": round(loss.item(), 4),
+            "ahead": round(looked.item(), 4),
+            "answers": {name: round(nats / tokens, 4) for name, nats, tokens, _, _ in told},
+            "scores": {name: round(100 * right / count, 1) for name, _, _, right, count in told},
+        }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.told.zero_()
@@ -331,9 +337,13 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
             training.save()
         for process in processes:
             process.terminate()
-    facts = training.counts() | {"compiling": round(begun - launched, 1), "workers": workers,
-              "device": torch.cuda.get_device_name() if device == "cuda" else device,
-              "torch": torch.__version__, "parameters": sum(p.numel() for p in training.model.weights)}  # fmt: skip
+    facts = training.counts() | {
+        "compiling": round(begun - launched, 1),
+        "workers": workers,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "torch": torch.__version__,
+        "parameters": sum(p.numel() for p in training.model.weights),
+    }
     (training.out / "train.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts), flush=True)
     return code
