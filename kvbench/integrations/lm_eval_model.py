@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lm_eval.api.instance import Instance
@@ -192,7 +192,7 @@ class KVBenchLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """Tokenize a text; special tokens are put in front unless the text, of a chat template, begins with them.
 
         None is appended.
@@ -210,7 +210,7 @@ class KVBenchLM(TemplateLM):
             **TODAY,
         )
 
-    def set_cache_hook(self, cache_hook: Any) -> None:
+    def set_cache_hook(self, cache_hook: object) -> None:
         raise SettingError("use_cache: it knows answers by the prompt alone and gives one method another's; null")
 
     def get_model_info(self) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class KVBenchLM(TemplateLM):
             scores.append(sum(self._score_window(*make_disjoint_window(window)) for window in windows))
         return scores
 
-    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> Any:
+    def _loglikelihood_tokens(self, requests: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError("`loglikelihood` reads contexts itself")
 
     def _score_window(self, context: list[int], target: list[int]) -> float:

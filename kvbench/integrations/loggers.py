@@ -1,16 +1,26 @@
 """Choose where runs are logged beside the store: a file of conf/logger/ and the class that its `_target_` names.
 
-A logger's class has `of(settings, results)`, which checks the settings and returns the logger; `finished(runs)` and
-`failed(runs, error)` log runs that are in the store. A class is imported only when its file is chosen.
+A logger's class has `of(settings, results)`, which checks the settings and returns a `Logger`. A class is imported only
+when its file is chosen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
 from kvbench.config.catalogue import load_class
+
+
+class Logger(Protocol):
+    """Logs runs that are in the store."""
+
+    def finished(self, runs: Sequence[Any]) -> None:
+        """Log finished runs, objects with a `value`."""
+
+    def failed(self, runs: Sequence[Any], error: BaseException) -> None:
+        """Log that the first unfinished one of the runs stopped with `error`."""
 
 
 class NoLogger:
@@ -21,11 +31,12 @@ class NoLogger:
         """There is no logger."""
 
 
-def make_logger(config: DictConfig) -> Any:
+def make_logger(config: DictConfig) -> Logger | None:
     """Return the logger that a configuration chooses, None for `logger=none`.
 
     Raises:
         SettingError: The logger cannot use its settings.
     """
     kind = load_class(f"logger={config.logger.name}", config.logger._target_)
-    return kind.of(config.logger, Path(config.results))
+    logger: Logger | None = kind.of(config.logger, Path(config.results))
+    return logger

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socket import socket
 from threading import Lock
 from typing import Any
 
@@ -279,7 +280,7 @@ class Server(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: socket | tuple[bytes, socket], client_address: object) -> None:
         """Print an error, unless the client closed the connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)

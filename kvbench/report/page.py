@@ -232,7 +232,7 @@ def content_security_policy() -> str:
     )
 
 
-def compact_json(value: Any, name: str = "") -> Any:
+def compact_json(value: object, name: str = "") -> Any:
     """Round floats to DIGITS places, and write tables with their names only once: {"names": […], "rows": [[…]]}."""
     if isinstance(value, float):
         return round(value, DIGITS)

@@ -14,7 +14,6 @@ of the table that are not in the paper are not drawn, nor are rows with `sum: tr
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import altair as alt
 
@@ -189,7 +188,7 @@ def place_columns(plot: Plot, plots: Sequence[Plot], axes: Axes) -> alt.X:
     )
 
 
-def draw_curves(plot: Plot, plots: Sequence[Plot], axes: Axes, from_zero: bool, **_: Any) -> Chart:
+def draw_curves(plot: Plot, plots: Sequence[Plot], axes: Axes, from_zero: bool, **_: object) -> Chart:
     """Draw curves with intervals, and published values as hollow marks."""
     y = make_values(plots, axes, from_zero)
     base = alt.Chart().encode(x=place_columns(plot, plots, axes), color=charts.COLOUR, detail="label:N")
@@ -229,7 +228,7 @@ def mark_published(base: alt.Chart, y: Row) -> alt.Chart:
     return mark.encode(y=alt.Y("published:Q", **y), shape=charts.SHAPE)
 
 
-def draw_bars(plot: Plot, plots: Sequence[Plot], axes: Axes, stacked: bool, **_: Any) -> Chart:
+def draw_bars(plot: Plot, plots: Sequence[Plot], axes: Axes, stacked: bool, **_: object) -> Chart:
     """Draw a bar for each column and row. A run that failed has its failure in the bar's place."""
     columns, orders = (list(dict.fromkeys(row[name] for row in plot.rows)) for name in ("column", "order"))
     angle = -40 if max(map(len, columns)) > LONG_NAME and len(columns) > 4 else 0
@@ -265,7 +264,7 @@ def sum_stack(plots: Sequence[Plot], sign: int) -> float:
     return sign * max((sign * end for end in stacks.values()), default=0.0)
 
 
-def draw_sized(plot: Plot, plots: Sequence[Plot], axes: Axes, from_zero: bool, **_: Any) -> Chart:
+def draw_sized(plot: Plot, plots: Sequence[Plot], axes: Axes, from_zero: bool, **_: object) -> Chart:
     """Draw curves whose marks have areas in proportion to a second value."""
     y = make_values(plots, axes, from_zero)
     most = max((row["area"] for other in plots for row in other.rows if row["area"] is not None), default=1.0)
@@ -288,7 +287,7 @@ def draw_sized(plot: Plot, plots: Sequence[Plot], axes: Axes, from_zero: bool, *
 
 
 def draw_grid(
-    plot: Plot, plots: Sequence[Plot], axes: Axes, last: bool, ends: Sequence[float] | None, **_: Any
+    plot: Plot, plots: Sequence[Plot], axes: Axes, last: bool, ends: Sequence[float] | None, **_: object
 ) -> Chart:
     """Draw the value by column and row in colours; a cell without a value stays empty."""
     place = alt.Axis(domain=False, ticks=False, grid=False, labelOverlap=True)

@@ -246,7 +246,7 @@ def make_plots(drawing: Drawing, plot: float) -> alt.VConcatChart:
     return figure.resolve_scale(color="independent", shape="independent", strokeDash="independent")
 
 
-def find_data_sets(spec: Any) -> set[str]:
+def find_data_sets(spec: object) -> set[str]:
     """Return the names of the data sets that a specification uses."""
     if isinstance(spec, dict):
         names = {spec["data"]["name"]} if set(spec.get("data") or ()) == {"name"} else set()

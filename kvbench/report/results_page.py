@@ -297,7 +297,7 @@ def format_scores(cells: Sequence[Line]) -> list[str]:
 
     rows[full["label"]] = dict.fromkeys(budgets, full)
 
-    def show(budget: Any, write: Callable[[Line], str]) -> Callable[[str], str]:
+    def show(budget: float | int | str | None, write: Callable[[Line], str]) -> Callable[[str], str]:
         return lambda label: write(rows[label][budget]) if budget in rows[label] else ""
 
     columns = [Column("method", "", lambda label: label)]
@@ -367,7 +367,7 @@ def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
     rows = arrange(cells)
     budgets = [*list_budgets(cells), *dict.fromkeys(line["budget"] for line in cells if is_decided(line))]
 
-    def show(budget: Any) -> Callable[[str], str]:
+    def show(budget: float | int | str | None) -> Callable[[str], str]:
         return lambda label: format_change(rows[label][budget], gain) if budget in rows[label] else ""
 
     columns = [Column("method", "", lambda label: label)]
@@ -506,7 +506,7 @@ def list_pictures(tier: str, cells: Sequence[Line], pictures: Mapping[str, str])
     return [name for name in names if name in pictures]
 
 
-def name_picture(tier: str, cells: Sequence[Line], budget: Any) -> str:
+def name_picture(tier: str, cells: Sequence[Line], budget: float | int | str | None) -> str:
     """Return the name of a picture: of one budget, or of a curve if `budget` is None."""
     parts = [tier, *map(make_slug, filter(None, name_protocol(cells[0])))]
     return "-".join(["measured", *parts, "curve" if budget is None else f"{budget:g}"])
@@ -535,7 +535,7 @@ def shorten_label(label: str) -> str:
     return label.removeprefix("full · ").replace("codec.path=", "").replace("codec.", "")
 
 
-def draw_picture(cells: Sequence[Line], budget: Any) -> str:
+def draw_picture(cells: Sequence[Line], budget: float | int | str | None) -> str:
     """Return the SVG of scores against bytes held, or at one budget."""
     full = next(line for line in cells if is_full(line))
     chosen = [line for line in list_methods(cells) if budget in (None, line["budget"])]

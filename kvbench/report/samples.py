@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from kvbench.analysis.paired import pair_records
 from kvbench.analysis.run_labels import shorten
@@ -104,7 +103,7 @@ def write_file(path: Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8")
 
 
-def to_embedded_json(value: Any) -> str:
+def to_embedded_json(value: object) -> str:
     """Return ASCII JSON without characters that have a meaning in HTML."""
     try:
         text = json.dumps(to_plain(value), separators=(",", ":"), allow_nan=False)

@@ -194,7 +194,7 @@ def pick_evenly(values: Sequence[int], count: int) -> list[int]:
     return [values[round(at * (len(values) - 1) / max(1, count - 1))] for at in range(count)]
 
 
-def name_value(spec: Exhibit, name: str, value: Any) -> str:
+def name_value(spec: Exhibit, name: str, value: object) -> str:
     """Return how a plot's title or a key names a value of a column."""
     if value in (None, ""):
         return ""

@@ -11,14 +11,14 @@ all splits of 1, …, 2n into two halves A and B, the alternating one has the la
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
 from kvbench.store.study_lines import Line
-from kvbench.studies.study import ClosedForm
+from kvbench.studies.study import ClosedForm, ModelConfig
 
 SIZES = tuple(range(2, 8))  # n; 7 has 1716 splits
 FUNCTIONS = 200
@@ -31,7 +31,7 @@ class AlternatingSplit(ClosedForm):
 
     name: ClassVar[str] = "alternating_split"
 
-    def compute(self, layout: Layout, config: Any) -> Iterable[Line]:
+    def compute(self, layout: Layout, config: ModelConfig) -> Iterable[Line]:
         draw = torch.Generator().manual_seed(self.seed)
         best: dict[str, list[Tensor]] = {"convex": [], "other": []}
         for size in SIZES:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
 
 import kvbench.studies
 from kvbench.interfaces.layout import Layout
@@ -32,7 +31,7 @@ def load_studies() -> dict[str, type[Study]]:
     return dict(sorted(studies.items()))
 
 
-def is_study(value: Any) -> bool:
+def is_study(value: object) -> bool:
     """Return whether a value is the class of a study, and not one of the interfaces."""
     return isinstance(value, type) and issubclass(value, KINDS) and value not in KINDS
 

@@ -38,9 +38,9 @@ class DeltaSizes(TrainingStudy):
 
     def compare(self, default: DeltaRecipe, trainings: Iterable[Training]) -> Iterable[Line]:
         for (quantity, _, size), training in zip(list_sizes(default), trainings, strict=True):
-            place = {"x": float(size), "n": training.held_out.tokens}
-            yield self.line(quantity, training.held_out.compressed, series="compressed", **place)
-            yield self.line(quantity, training.held_out.untouched, series="untouched", **place)
+            held_out, tokens = training.held_out, training.held_out.tokens
+            yield self.line(quantity, held_out.compressed, series="compressed", x=float(size), n=tokens)
+            yield self.line(quantity, held_out.untouched, series="untouched", x=float(size), n=tokens)
 
 
 def list_sizes(default: DeltaRecipe) -> list[tuple[str, str, int]]:

@@ -14,7 +14,7 @@ which the method computes with kvbench.kernels.expected_attention. For each head
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from kvbench.interfaces.layout import Layout
 from kvbench.kernels.expected_attention import expected_logits
 from kvbench.store.study_lines import Line
-from kvbench.studies.study import ClosedForm
+from kvbench.studies.study import ClosedForm, ModelConfig
 
 DIMENSIONS = (16, 64, 128)
 DRAWS = (1000, 10_000, 100_000)
@@ -38,7 +38,7 @@ class ExpectedExponential(ClosedForm):
 
     name: ClassVar[str] = "expected_exponential"
 
-    def compute(self, layout: Layout, config: Any) -> Iterable[Line]:
+    def compute(self, layout: Layout, config: ModelConfig) -> Iterable[Line]:
         draw = torch.Generator().manual_seed(self.seed)
         equal, covered = [], []
         for dimension in DIMENSIONS:

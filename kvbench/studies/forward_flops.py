@@ -20,13 +20,13 @@ paper.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from kvbench.interfaces.layout import Layout
 from kvbench.store.study_lines import Line
-from kvbench.studies.study import ClosedForm
+from kvbench.studies.study import ClosedForm, ModelConfig
 
 LENGTHS = tuple(1024 * 2**power for power in range(8))
 CLAIMED = 0.005
@@ -39,7 +39,7 @@ class ForwardFlops(ClosedForm):
 
     name: ClassVar[str] = "forward_flops"
 
-    def compute(self, layout: Layout, config: Any) -> Iterable[Line]:
+    def compute(self, layout: Layout, config: ModelConfig) -> Iterable[Line]:
         text = config.get_text_config(decoder=True)
         small: dict[str, list[bool]] = {"small": [], "small_with_queries": []}
         for tokens in LENGTHS:

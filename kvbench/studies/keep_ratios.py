@@ -18,7 +18,7 @@ recent tokens and compressors do not count.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -26,7 +26,7 @@ from kvbench.config.paths import PUBLISHED
 from kvbench.interfaces.layout import Layout
 from kvbench.papers.table_spec import read_published
 from kvbench.store.study_lines import Line
-from kvbench.studies.study import ClosedForm
+from kvbench.studies.study import ClosedForm, ModelConfig
 
 LAYERS = 32
 FULL = {30: 5, 20: 4}  # target in % -> full layers
@@ -43,7 +43,7 @@ class KeepRatios(ClosedForm):
 
     name: ClassVar[str] = "keep_ratios"
 
-    def compute(self, layout: Layout, config: Any) -> Iterable[Line]:
+    def compute(self, layout: Layout, config: ModelConfig) -> Iterable[Line]:
         shares = {
             (quantity, method, target): ratio for target in FULL for quantity, method, ratio in list_ratios(target)
         }

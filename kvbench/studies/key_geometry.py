@@ -27,7 +27,7 @@ Queries are looked at in `SAMPLED` random positions if the prompt has more; thei
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from kvbench.studies.alternating_split import ROUNDING, measure_gaps
 from kvbench.studies.study import (
     LayerStudy,
     Memory,
+    Part,
     count_bins,
     draw_positions,
     find_plane,
@@ -148,7 +149,7 @@ class KeyGeometry(LayerStudy):
                 for x, y in points.tolist():
                     yield self.line("plane", y, series=series, layer=layer, head=0, x=x)
 
-    def _list_map(self, quantity: str, values: Tensor, size: float, **place: Any) -> Iterator[Line]:
+    def _list_map(self, quantity: str, values: Tensor, size: float, **place: Unpack[Part]) -> Iterator[Line]:
         for i, row in enumerate(values.tolist()):
             for j, value in enumerate(row[: i + 1]):
                 yield self.line(quantity, value, x=j * size, y=i * size, **place)

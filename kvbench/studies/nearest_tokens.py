@@ -28,7 +28,7 @@ the vectors of equal tokens are equal.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import log10
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from kvbench.store.study_lines import Line
 from kvbench.studies.study import (
     LayerStudy,
     Memory,
+    Part,
     collect_unrotated_keys,
     count_bins,
     list_shares,
@@ -107,7 +108,7 @@ class NearestTokens(LayerStudy):
 
     def _list_layer(self, layer: int, numbers: Memory) -> Iterator[Line]:
         for series in ("all", "strided"):
-            place: dict[str, Any] = {"series": series, "layer": layer}
+            place: Part = {"series": series, "layer": layer}
             yield from list_shares(self, "cosine", numbers[f"cosine {series}"], -1, 1, **place)
             yield from list_shares(self, "distance", numbers[f"distance {series}"], 0, OCTAVES, **place)
         for series in ("kv", "residual"):

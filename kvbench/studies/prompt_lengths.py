@@ -10,11 +10,11 @@ A prompt is the benchmark's own text, whole and without a chat template. By subt
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from kvbench.interfaces.task import Sample
+from kvbench.interfaces.task import Sample, Tokenizer
 from kvbench.models.encoding import encode_text
 from kvbench.store.study_lines import Line
 from kvbench.studies.study import PromptStudy, count_bins, list_shares
@@ -30,7 +30,7 @@ class PromptLengths(PromptStudy):
 
     name: ClassVar[str] = "prompt_lengths"
 
-    def compute(self, samples: Sequence[Sample], tokenizer: Any) -> Iterable[Line]:
+    def compute(self, samples: Sequence[Sample], tokenizer: Tokenizer) -> Iterable[Line]:
         lengths: dict[str, list[int]] = {}
         for sample in samples:
             text = sample.context + sample.question + sample.answer_prefix

@@ -23,7 +23,7 @@ Theorem 1 says that DropKV's choice has F at most 1/[c*·(1-ε)·(1-kε)] times 
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from kvbench.interfaces.rows import Rows
 from kvbench.store.study_lines import Line
 from kvbench.studies.cone_constant import GAP, Residuals, find_cone_constants
 from kvbench.studies.study import (
+    Curve,
     LayerStudy,
     Memory,
     count_bins,
@@ -125,7 +126,7 @@ class RemovalCone(LayerStudy):
         yield self.claim("lemma", [numbers["lemma"] for numbers in every])
 
     def _list_quantiles(
-        self, quantity: str, values: Tensor, shares: tuple[float, ...] = UPPER, **place: Any
+        self, quantity: str, values: Tensor, shares: tuple[float, ...] = UPPER, **place: Unpack[Curve]
     ) -> Iterator[Line]:
         for share, value in zip(shares, find_quantiles(values, torch.tensor(shares).to(values)), strict=True):
             yield self.line(quantity, value, x=share, n=len(values), **place)

@@ -11,7 +11,7 @@ residual stream behind a layer, the last layer's output included, and ĥ the sam
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def read_states(context: GenerationContext, ids: Tensor) -> list[Tensor]:
     layers = list_decoder_layers(context.model)
     states: list[Tensor] = []
 
-    def take(module: Any, args: Any, output: Any) -> None:
+    def take(module: torch.nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         states.append((output[0] if isinstance(output, tuple) else output)[0])
 
     handles = [layer.register_forward_hook(take) for layer in layers]

@@ -14,7 +14,7 @@ A study is a class in a file of its own, whose name it has. There are five kinds
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
-from kvbench.interfaces.task import Sample
+from kvbench.interfaces.task import Sample, Tokenizer
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.store.study_lines import HOLDS, Line
 
@@ -32,6 +32,40 @@ SHOWN = 6  # layers that an exhibit of single heads shows
 
 Memory = dict[Any, Any]
 """What a study remembers while a prompt is read: of one layer, or of the prompt if it compares methods."""
+
+
+class Part(TypedDict, total=False):
+    """The fields of `Line` that say which part of a model a number is of."""
+
+    series: str
+    layer: int
+    head: int
+
+
+class Curve(Part, total=False):
+    """The fields of `Line` that the numbers along x have in common."""
+
+    y: float
+
+
+class Place(Curve, total=False):
+    """The fields of `Line` that say where a number belongs, and of how many tokens, pairs or samples it is."""
+
+    x: float
+    n: int
+
+
+class TextConfig(Protocol):
+    """The part of a decoder's configuration that studies read."""
+
+    vocab_size: int
+    intermediate_size: int
+
+
+class ModelConfig(Protocol):
+    """The part of a model's configuration, as transformers reads it, that studies use."""
+
+    def get_text_config(self, decoder: bool = ...) -> TextConfig: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +95,7 @@ class Study:
         """
         return self
 
-    def line(self, quantity: str, value: float | Tensor, **place: Any) -> Line:
+    def line(self, quantity: str, value: float | Tensor, **place: Unpack[Place]) -> Line:
         """Return a line of this study.
 
         Args:
@@ -133,7 +167,7 @@ class LayerStudy(Study):
 class PromptStudy(Study):
     """Looks at the samples of a task and at their tokens."""
 
-    def compute(self, samples: Sequence[Sample], tokenizer: Any) -> Iterable[Line]:
+    def compute(self, samples: Sequence[Sample], tokenizer: Tokenizer) -> Iterable[Line]:
         """Return the lines of all samples."""
         raise NotImplementedError
 
@@ -142,7 +176,7 @@ class PromptStudy(Study):
 class ClosedForm(Study):
     """Computes a formula, for the shape of a model if the formula depends on it."""
 
-    def compute(self, layout: Layout, config: Any) -> Iterable[Line]:
+    def compute(self, layout: Layout, config: ModelConfig) -> Iterable[Line]:
         """Return the lines.
 
         Args:
@@ -257,7 +291,9 @@ def count_bins(values: Tensor, low: float, high: float, bins: int) -> Tensor:
     return torch.bincount(place.long(), minlength=bins).double().cpu()
 
 
-def list_shares(study: Study, quantity: str, counts: Tensor, low: float, high: float, **place: Any) -> Iterator[Line]:
+def list_shares(
+    study: Study, quantity: str, counts: Tensor, low: float, high: float, **place: Unpack[Curve]
+) -> Iterator[Line]:
     """Yield a histogram as shares of all values: a line for each bin, whose `x` is the bin's middle."""
     total = float(counts.sum())
     width = (high - low) / len(counts)

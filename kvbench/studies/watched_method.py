@@ -33,23 +33,22 @@ def watch_method(
         is_watching: Asked for every block. If it says no, `look` is not called, and a method that does not look at
             blocks itself costs nothing.
     """
-    of: Any = type(method)
+    base = type(method)
 
     def overrides(watched: Method, *names: str) -> bool:
-        kind: Any = type(watched)
-        return overrides_any(kind if is_watching() else of, names)
+        kind: Any = type(watched) if is_watching() else base  # mypy says that the class cannot be hashed
+        return overrides_any(kind, names)
 
     def update(watched: Method, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         if is_watching():
             look(observation, rows)
-        changes: Mapping[str, Tensor] = of.update(watched, observation, rows, state)
-        return changes
+        return base.update(watched, observation, rows, state)
 
     hooks: dict[str, Callable[..., Any]] = {"overrides": overrides, "update": update}
     if look_at_reads is not None:
 
         def read(watched: Method, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
-            places: Tensor | None = of.read(watched, request, rows, state)
+            places = base.read(watched, request, rows, state)
             look_at_reads(request, places)
             return places
 

@@ -8,33 +8,33 @@ passes may still be too large.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 from kvbench.runs.devices import count_device_bytes
+from kvbench.runs.spec import RunSpec
 from kvbench.validation import SettingError
 
 
-def count_needed_bytes(run: Any) -> int:
-    """Bytes of weights and full cache."""
+def count_needed_bytes(run: RunSpec) -> int:
+    """Return the bytes of the weights and of the full cache."""
     from kvbench.models.loading import count_parameters
 
     config, shape, size = run.checkpoint.config(), run.checkpoint.layout(), run.torch_dtype.itemsize
     return size * (count_parameters(config) + 2 * shape.layers * shape.heads * shape.dim * (run.task.length or 0))
 
 
-def count_available_bytes(run: Any) -> int:
-    """Bytes that there are for them."""
+def count_available_bytes(run: RunSpec) -> int:
+    """Return the bytes of memory that the run's device has."""
     return count_device_bytes(run.device, run.checkpoint.device_map is not None)
 
 
-def select_largest(runs: Iterable[Any]) -> list[Any]:
+def select_largest(runs: Iterable[RunSpec]) -> list[RunSpec]:
     """Return one run for each model, length of prompts, dtype and device, without those that measure cost."""
     return list(
         {(run.checkpoint, run.task.length, run.dtype, run.device): run for run in runs if not run.measures}.values()
     )
 
 
-def check_capacity(preset: str, runs: Iterable[Any]) -> None:
+def check_capacity(preset: str, runs: Iterable[RunSpec]) -> None:
     """Raise a SettingError if a preset's runs need more memory than this machine has.
 
     Args:
@@ -48,7 +48,7 @@ def check_capacity(preset: str, runs: Iterable[Any]) -> None:
             raise SettingError(f"{what} for weights and full cache, {has}")
 
 
-def describe_memory(runs: Iterable[Any]) -> list[str]:
+def describe_memory(runs: Iterable[RunSpec]) -> list[str]:
     """Return a line for each model and length of prompts: the memory that it needs, and that this machine has."""
     lines = []
     for run in select_largest(runs):

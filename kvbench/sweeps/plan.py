@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from kvbench.config.compose import Composition, compose, expand_cells, expand_override, is_group, parse_override
 from kvbench.config.imports import sources_unchanging
-from kvbench.integrations.loggers import make_logger
+from kvbench.integrations.loggers import Logger, make_logger
 from kvbench.papers.experiment_key import CUT_SETTINGS
 from kvbench.papers.paper_runs import FULL, Settings, expand_preset, is_of_cache, list_rows, read_rows
 from kvbench.runs.checks import check_results, check_settings
@@ -117,7 +117,7 @@ class PlannedCell:
     composition: Composition
     cell: status.SweepCell
     run: RunSpec | None = None
-    log: Any = None
+    log: Logger | None = None
 
 
 @dataclass
@@ -343,7 +343,7 @@ def is_done(run: RunSpec, results: Path, counts: Callable[[Path], tuple[int, int
     return status.read_cell_state(results, names, counts).name == "done"
 
 
-def make_run(composition: Composition) -> tuple[RunSpec, Any]:
+def make_run(composition: Composition) -> tuple[RunSpec, Logger | None]:
     """Return the run that settings describe, checked, and its logger or None. This process will execute it.
 
     Raises:
@@ -358,7 +358,7 @@ def make_run(composition: Composition) -> tuple[RunSpec, Any]:
 
 def describe_run(
     composition: Composition, shared: SharedParts | None = None, executes: bool = False
-) -> tuple[RunSpec, Any]:
+) -> tuple[RunSpec, Logger | None]:
     """Return the run that settings describe, not checked yet, and its logger or None.
 
     This needs torch only if there may be a GPU.

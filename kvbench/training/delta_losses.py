@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.hooks import RemovableHandle
 
 from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.networks import Network
@@ -240,18 +241,19 @@ def replace_rows(model: torch.nn.Module, replace: Replace) -> Iterator[None]:
             handle.remove()
 
 
-def hook_layer(attention: Any, number: int, replace: Replace) -> list[Any]:
+def hook_layer(attention: Any, number: int, replace: Replace) -> list[RemovableHandle]:
     """Register the hooks of a layer and return their handles."""
     if hasattr(attention, "qkv_proj"):
         width = 2 * attention.config.num_key_value_heads * attention.head_dim
 
-        def replace_joint(module: Any, args: Any, output: Tensor) -> Tensor:
+        def replace_joint(module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             return torch.cat([output[..., :-width], replace(number, output[..., -width:])], -1)
 
         return [attention.qkv_proj.register_forward_hook(replace_joint)]
-    made: dict[Any, Tensor] = {}  # module -> its output, from the hook that runs first to the one that runs second
+    # module -> its output, from the hook that runs first to the one that runs second
+    made: dict[torch.nn.Module, Tensor] = {}
 
-    def replace_both(module: Any, args: Any, output: Tensor) -> Tensor:
+    def replace_both(module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if module not in made:
             sides = [attention.k_proj, attention.v_proj]
             rows = [output if side is module else side.forward(*args) for side in sides]  # forward calls no hook
@@ -275,7 +277,7 @@ def collect_rows(model: torch.nn.Module, ids: Tensor) -> list[Tensor]:
     return rows
 
 
-def compute_cross_entropy(model: Any, ids: Tensor) -> Tensor:
+def compute_cross_entropy(model: torch.nn.Module, ids: Tensor) -> Tensor:
     """Return the mean cross-entropy of the next token in nats, over all tokens (B, T) but the first."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ class ScoreRecorder(KVzip):
 
 
 def compute_head_scores(
-    model: torch.nn.Module, sequences: Sequence[Tensor], words: PromptEncoder, prefix: int = 0, **args: Any
+    model: torch.nn.Module, sequences: Sequence[Tensor], words: PromptEncoder, prefix: int = 0, **args: object
 ) -> Tensor:
     """Compute KVzip's head scores.
 

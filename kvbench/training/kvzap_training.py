@@ -39,6 +39,7 @@ from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.networks import Network
 from kvbench.interfaces.observation import Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.task import Tokenizer
 from kvbench.methods.kvzap import name_surrogate
 from kvbench.methods.kvzip import KVzip
 from kvbench.models.chat_template import make_prompt_encoder, split_template
@@ -146,7 +147,7 @@ class RepeatedTexts:
     """Encodes the request, and has the tokens between it and the repetition."""
 
 
-def divide_texts(sequences: Tensor, tokenizer: Any) -> RepeatedTexts:
+def divide_texts(sequences: Tensor, tokenizer: Tokenizer) -> RepeatedTexts:
     """Hold out the last texts, and find the tokens around a text.
 
     Args:
