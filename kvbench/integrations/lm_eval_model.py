@@ -360,7 +360,7 @@ class KVBenchLM(TemplateLM):
 
 
 def _score_tokens(logits: Tensor, target: Tensor, model: torch.nn.Module) -> tuple[float, bool]:
-    """Return log p of tokens (T,) under logits (T, vocab), and whether each token is the likeliest.
+    """Return log p of tokens (T,) under logits (T, vocab), and whether all of them are the likeliest.
 
     Raises:
         NumericalError: The logits of the model are not finite.

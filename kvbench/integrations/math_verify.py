@@ -158,7 +158,7 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
 
 
 def _differs(record: Mapping[str, Any], verdict: bool | str) -> bool:
-    """Whether math-verify judges otherwise than the score. No verdict differs from nothing."""
+    """Return whether math-verify judges otherwise than the score. A verdict such as "timeout" never does."""
     return isinstance(verdict, bool) and verdict != (record["score"] == 100)
 
 

@@ -13,10 +13,10 @@ import altair as alt
 from kvbench.report.style import FULL
 
 INK, MUTED, LINE = "#1a1a1a", "#5f6368", "#e8eaed"
-CELL_INK = "#111111"  # of numbers in a coloured cell, on a dark page too
+CELL_INK = "#111111"  # colour of numbers in coloured cells, also on a dark page
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 SHARES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1]
-LOSS = ["#a6381f", "#e08a63", "#f1f3f4", "#7ab0d4", "#1f5f99"]  # worse to better, also for colour-blind readers
+LOSS = ["#a6381f", "#e08a63", "#f1f3f4", "#7ab0d4", "#1f5f99"]  # worse to better; colour-blind readers see it too
 LOSSES = alt.Scale(domain=[-100, -40, 0, 40, 100], range=LOSS, interpolate="rgb", clamp=True)
 DARK, GAIN = "abs(datum.diff) > 65", "Difference"
 SCORE = ["#f2f4f7", "#bcd3e6", "#6fa3cc", "#2f6ea8", "#123f6d"]

@@ -41,8 +41,8 @@ from kvbench.sweeps.status import (
 )
 from kvbench.validation import SettingError
 
-SECONDS = 2.0  # between two looks
-TIMING_SECONDS = 15.0  # between two looks at how long samples take
+SECONDS = 2.0  # time between two requests of the page
+TIMING_SECONDS = 15.0  # time after which it is read again how long samples take
 PATIENCE = 10
 SWEEPS = 3  # that are shown
 PORT = 8765

@@ -19,9 +19,9 @@ from kvbench.validation import SettingError, format_value
 
 COMMAND = "python -m kvbench docs-tables"
 WRITTEN = "<!-- kvbench docs-tables writes this section. To write it by hand, delete this line. -->"
-OTHER = "| other"  # how a row begins that this module writes
+OTHER = "| other"  # rows that this module writes begin so
 FURTHER = "## Further methods"  # heading of the methods whose sections this module writes
-NEXT = {"method": "## Allocators", "allocator": "## Codecs", "codec": "## What a method costs"}  # what follows a group
+NEXT = {"method": "## Allocators", "allocator": "## Codecs", "codec": "## What a method costs"}  # group -> next heading
 SECTION = re.compile(rf"^### [^\n]+\n\n{re.escape(WRITTEN)}\n.*?(?=^##)", re.MULTILINE | re.DOTALL)
 UNLISTED = ("full",)  # the baseline, which no table lists
 

@@ -23,9 +23,9 @@ from kvbench.config.paths import make_environment
 from kvbench.report.panels import Pairing
 from kvbench.report.samples import escape_invisible, to_embedded_json, write_file
 
-FORMAT = 1  # of a file; another number after a change of what kvbench.runs.prompt_excerpts writes
-SAMPLES = 200  # of a panel, those that most runs lose first
-SECONDS = 60.0  # for the prompts of all panels
+FORMAT = 1  # format of the files; raise it when kvbench.runs.prompt_excerpts writes something else
+SAMPLES = 200  # samples shown of a panel; those that most runs lose come first
+SECONDS = 60.0  # time limit for the prompts of all panels
 PROMPT_HASH = re.compile("[0-9a-f]{16}")  # as kvbench.runs.prompt.Prompt.hash returns it
 COMMAND = [sys.executable, "-P", "-m", "kvbench", "prompt-excerpts"]
 

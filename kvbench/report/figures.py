@@ -70,9 +70,8 @@ class Figure:
         """Write the figure as SVG, PDF and PNG, and return a line about these and other files of the figure."""
         text, *size = print_charts.render_svg(self.drawing, self.pixels, self.title)
         sized = [f' width="{{0:.6g}}{unit}" height="{{1:.6g}}{unit}"'.format(*size) for unit in ("pt", "")]
-        svg, plain = (
-            SIZE.sub(size_text, text, count=1) for size_text in sized
-        )  # the converters treat a pixel as a point
+        # the converters treat a pixel as a point
+        svg, plain = (SIZE.sub(size_text, text, count=1) for size_text in sized)
         named = folder / self.name
         forms: dict[str, Callable[[], bytes]] = {
             "svg": svg.encode,

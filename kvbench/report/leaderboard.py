@@ -43,7 +43,7 @@ STYLE = (
     " td { white-space: nowrap; } .scroll p { margin-top: 8px; } pre { white-space: pre-wrap; }"
 )
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-DIGITS = 16  # of a digest, in names of files
+DIGITS = 16  # digits of a digest in a file's name
 APART, OTHERWISE = "≠", "≈"
 NOTHING = "–"
 LEGEND = (

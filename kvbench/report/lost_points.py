@@ -18,7 +18,7 @@ from kvbench.store.study_lines import StudyFolder
 
 Row = dict[str, Any]
 
-COMPARED = ("local_answer", "accumulated_answer", "dropped_answer", "recall")  # quantities beside scores
+COMPARED = ("local_answer", "accumulated_answer", "dropped_answer", "recall")  # drawn against scores
 MAPPED = ("local_answer", "local_prompt", "accumulated_answer", "accumulated_prompt", "dropped_answer", "recall")
 WIDTH, HEIGHT, ROW = 620, 260, 13  # pixels of a chart, and of a layer
 

@@ -16,8 +16,8 @@ import yaml
 from kvbench.config.compose import find_file, list_choices
 from kvbench.config.paths import FILES
 
-PRESET = re.compile(r"^  (\w+):.*?\}\s*(?:#\s*(.*))?$", re.MULTILINE)  # a preset in one line, and its comment
-EQUATION = "    "  # how a paragraph of a docstring begins that is an equation
+PRESET = re.compile(r"^  (\w+):.*?\}\s*(?:#\s*(.*))?$", re.MULTILINE)  # a line with a preset, and its comment
+EQUATION = "    "  # a paragraph of a docstring that begins so is an equation
 
 
 def describe_method(name: str) -> dict[str, Any] | None:

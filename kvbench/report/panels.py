@@ -443,7 +443,7 @@ class GridCell:
 
 
 CLASSES = {"50\u202f%": 0.5, "25\u202f%": 0.25, "12.5\u202f%": 0.125, "6.25\u202f%": 0.0625}  # of budgets
-AVERAGE = "Ø "  # how the name of an average begins
+AVERAGE = "Ø "  # the name of an average begins so
 OTHER = "other"  # the class of all other budgets
 TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
 

@@ -21,7 +21,7 @@ from kvbench.report.style import FULL
 
 POINTS = 0.7  # typographic points per pixel: letters of 11 pixels have 7.7 points
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # vl-convert contains the first
-LETTER = 5.9  # upper bound of a letter's mean width in pixels
+LETTER = 5.9  # pixels: letters of a text are not wider than this on average
 SUBTITLE = {"subtitleFontSize": 11, "subtitleColor": charts.MUTED, "subtitlePadding": 4}
 FULL_KEY = {"label": "full cache", "colour": FULL, "shape": "", "dash": charts.FULL_DASH}  # its entry in a key
 PUBLISHED_KEY = {"label": "hollow: published", "colour": charts.INK, "shape": "", "dash": None}

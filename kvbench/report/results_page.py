@@ -26,7 +26,7 @@ PAGE = "results.md"
 WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
 FEW = 3  # methods that a sentence names in any case
 MOST_CURVES = 12  # methods of a picture
-ALL = 0.995  # share of the full cache's bytes from which on a cell holds all of them
+ALL = 0.995  # a cell with at least this share of the full cache's bytes counts as holding all of them
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 Protocol = tuple[str, ...]
@@ -55,7 +55,7 @@ MORE = (
     "Scores are higher than without the {} in {{more}} of {{count}} cells, lower in {{less}}, and cannot be told from "
     "them in {{same}}."
 )
-CHANGES = {  # key of GAINS -> what it says of the numbers of cells, and of those that score less, more, or as much
+CHANGES = {  # key of GAINS -> sentence with the numbers of cells that score less, more, or the same
     "question_gain": "Scores fall in {less} of {count} cells when the cache is cut before the question is known, rise "
     "in {more}, and cannot be told from the others in {same}.",
     "allocator_gain": MORE.format("allocator"),

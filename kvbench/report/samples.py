@@ -107,6 +107,6 @@ def to_embedded_json(value: object) -> str:
     """Return ASCII JSON without characters that have a meaning in HTML."""
     try:
         text = json.dumps(to_plain(value), separators=(",", ":"), allow_nan=False)
-    except ValueError:  # NaN or an infinity, which become null
+    except ValueError:  # JSON has no NaN and no infinity; they become null
         text = json.dumps(to_json_value(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -44,11 +44,11 @@ PALETTE = [COLOURS[name] for name in ("blue", "vermilion", "green", "indigo", "o
 SEQUENCE: Final = "magma"  # lightness falls evenly from small to large values
 # From below 0 to above 0. The hue tells the sign; lightness falls all the way, so that a grey copy can be read, too.
 OPPOSITES = ["#fff1dc", "#f4b45f", "#a39da1", "#4a84bd", "#0d2f5e"]
-SHADES = ["#0d2f5e", "#3f76b0", "#8fb4d9", "#f4b45f", "#fde3bd"]  # of bars, from dark to light
+SHADES = ["#0d2f5e", "#3f76b0", "#8fb4d9", "#f4b45f", "#fde3bd"]  # colours of bars, from dark to light
 SHOWN: dict[str, Row] = {"dash": {"shape": ""}, "shape": {"dash": None}, "bar": {"shape": "square", "dash": None}}
 DRAWN = ("quantity", "value", "layer", "head", "x", "y", "low", "high")  # columns of a study's file
 CROWDED = ("heat_map", "quantiles")  # charts with a place for each head or layer
-COLOURED = {"curves": ("series", "layer")}  # chart -> columns that choose a colour; of others, the series
+COLOURED = {"curves": ("series", "layer")}  # chart -> columns that choose a colour; the series does in other charts
 
 
 @dataclass(frozen=True)

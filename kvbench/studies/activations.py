@@ -53,13 +53,13 @@ from kvbench.studies.study import (
 
 SINKS = 4  # first tokens that are left out, as in conf/method/expected_attention.yaml
 SAMPLED = 1024  # tokens
-BINS = 40  # of a histogram
-ENDS = 4.0  # of a histogram, in standard deviations
+BINS = 40  # bins of a histogram
+ENDS = 4.0  # ends of a histogram, in standard deviations
 FINE = 80  # bins that a density is estimated from
 LEAST_MODE = 0.1
-CLOSE = 0.05  # ours; with 1024 tokens 99 % of Gaussian channels are below 0.034, a uniform one is at about 0.06
+CLOSE = 0.05  # our choice: of 1024 tokens, 99 % of Gaussian channels have less than 0.034, a uniform one has 0.06
 NUMBERS = ("mean", "std", "skewness", "kurtosis", "modes", "distance")
-CLAIMED = {"normed hidden": "states", "queries": "queries"}  # kinds that claims are about, and their names there
+CLAIMED = {"normed hidden": "states", "queries": "queries"}  # kinds that claims are about -> their names in the claims
 
 
 @dataclass(frozen=True)

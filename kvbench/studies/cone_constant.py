@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-GAP = 1e-5  # largest difference of upper and lower bound of a value that counts as found
+GAP = 1e-5  # a value counts as known if its upper and lower bound differ by no more than this
 ROUNDING = 1e-12  # weights and coordinates below it are 0
 STEPS_PER_DIMENSION = 8  # limit of Wolfe's algorithm; random directions take about two
 STARTS = 4  # random starts where c* ≤ 0
@@ -123,7 +123,7 @@ def minimize_affine(gram: Tensor, used: Tensor) -> Tensor:
         (…, m); 0 for the other points.
     """
     both = used[..., None] & used[..., None, :]
-    # with 1 added to the products, which leaves the minimum where it is, the matrix is positive definite
+    # Adding 1 to the products makes the matrix positive definite and does not move the minimum.
     system = (gram + 1).masked_fill(~both, 0) + torch.diag_embed((~used).to(gram))
     factor, _ = torch.linalg.cholesky_ex(system)
     solution = torch.cholesky_solve(used.to(gram)[..., None], factor)[..., 0] * used

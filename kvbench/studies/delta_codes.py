@@ -42,7 +42,7 @@ from kvbench.validation import SettingError
 
 FIRST = 256  # tokens and channels of the map
 SQUARES = 32  # rows and columns of it
-BINS = 40  # of a histogram
+BINS = 40  # bins of a histogram
 ENDS = 4.0  # of the histogram
 PART = 0.1
 

@@ -168,7 +168,7 @@ class DiagnosisPass:
         prompt_lines: list[list[Line]] = []
         for entry in known.values():
             files = [folder / PROMPTS / f"{entry['files']}-{index}.csv" for index in range(len(self.read.prompts))]
-            if all(path.exists() for path in files):  # the means of a cell that was stopped would be of fewer prompts
+            if all(path.exists() for path in files):  # a cell that was stopped has fewer prompts than the others
                 prompt_lines += [read_lines(path, DIAGNOSIS) for path in files]
         write_text(folder / f"{DIAGNOSIS}.csv", format_lines(average_cells(prompt_lines)))
         return folder

@@ -33,9 +33,9 @@ from kvbench.kernels.rerotation import rotate
 from kvbench.store.study_lines import Line
 from kvbench.studies.study import LayerStudy, Memory, correlate, draw_positions, find_rotation, rank
 
-SINKS = 4  # first queries that do not count, and
-POSITIONS = 512  # future positions, T, at most those of the prompt: both as in conf/method/expected_attention.yaml
-PARTS = 5  # the first of so many parts of a prompt is what is known
+SINKS = 4  # the first queries, which are left out, as in conf/method/expected_attention.yaml
+POSITIONS = 512  # T, the number of future positions, as in that file; fewer if the prompt has fewer
+PARTS = 5  # the moments come from the first of so many parts of a prompt
 POINTS = 100  # keys of a scatter
 
 

@@ -52,13 +52,13 @@ from kvbench.studies.study import (
 )
 
 SAMPLED = 1024  # positions whose queries are looked at one by one
-BINS = 40  # of a histogram of cosines
+BINS = 40  # bins of a histogram of cosines
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 FIRST = 64  # tokens of the maps of KeyDiff's Figure 2
 POINTS = 100  # keys, and as many queries, of a scatter
 TOP = 0.05  # share of the keys that a scatter shows as the highest-scored ones
 SQUARES = 24  # rows and columns of a map of similarities
-CLOSE, STEP = 64, 8  # from the first of these distances on, one of so many is listed
+CLOSE, STEP = 64, 8  # beyond the distance CLOSE, only every STEP-th distance is listed
 DISTANCES = 256  # tokens: the largest distance of CentroidKV's Figure 3
 SPLIT = 7  # half of the tokens of which all splits are tried
 STARTS = 512  # random tokens whose similarity with those behind them is measured

@@ -51,7 +51,7 @@ REFERENCES, STRIDE = 4, 10
 FAR = 16  # tokens
 HIGH = 0.9
 NEAR = 0.1
-BINS = 40  # of a histogram
+BINS = 40  # bins of a histogram
 OCTAVES = 20  # of distances
 NORMS, ENDS = 2.0, 4.0  # ends of the histograms of norms and of values
 VALUES = 40  # singular values
@@ -140,7 +140,7 @@ def find_nearest(vectors: Tensor, stride: int, count: int) -> tuple[Tensor, Tens
     nearest, references = [], []
     for start in range(first, len(vectors), size):
         block, positions = vectors[start : start + size], every[start : start + size, None]
-        earlier = places[: -(-(start + len(block) - 1) // stride)]  # than the last token of the block
+        earlier = places[: -(-(start + len(block) - 1) // stride)]  # earlier than the last token of the block
         scores = (block @ candidates[: len(earlier)].mT).sub_(halves[: len(earlier)])
         scores.masked_fill_(earlier >= positions, -torch.inf)
         rounding = 64 * torch.finfo(scores.dtype).eps * block.square().sum(-1, keepdim=True)

@@ -40,7 +40,7 @@ from kvbench.training.token_sequences import read_text_files
 from kvbench.validation import SettingError
 
 UNLIMITED = 10**9  # tokens: more than any prompt has, so that no task shortens one
-LEAST_TOKENS = 128  # of a prompt: with fewer, windows and quarters of a prompt are empty
+LEAST_TOKENS = 128  # shortest prompt; windows and quarters of a shorter one would be empty
 
 
 @dataclass(frozen=True)
@@ -279,5 +279,5 @@ def average_lines(lines: Sequence[Line]) -> Line:
     groups = [str(index) for index in range(len(lines))]
     least, most = (0.0, 1.0) if lines[0].series == HOLDS else (-inf, inf)
     average = mean([Values(values, groups, least, most)])
-    low = None if average.low is None else max(least, average.low)  # rounding may end it at -0.0
+    low = None if average.low is None else max(least, average.low)  # rounding may make it -0.0
     return lines[0]._replace(value=average.value, n=total, low=low, high=average.high, prompts=len(lines))

@@ -32,7 +32,7 @@ from kvbench.kernels.accumulated_attention import accumulated_attention
 from kvbench.store.study_lines import Line
 from kvbench.studies.study import LayerStudy, Memory, correlate, draw_positions, rank, take_block, widen
 
-QUERIES = 32  # of each head, at random positions
+QUERIES = 32  # queries of each head, at random positions
 SLACK = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)  # quantiles of the slack of an inequality
 
 

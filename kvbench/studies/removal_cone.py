@@ -51,9 +51,9 @@ SMALL = 0.005  # the weight that the paper's Table 12 names
 QUANTILES, UPPER = (0.0, 0.05, 0.5, 0.95, 1.0), (0.5, 0.95, 1.0)
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 BINS = 40
-FEW = 20  # rows of which all subsets are enumerated
+FEW = 20  # number of rows whose subsets are all enumerated
 REMOVED = (10, 18)
-RATIOS = ("ratio_dropkv", "ratio_attention", "ratio_random")  # by who chooses the rows that go
+RATIOS = ("ratio_dropkv", "ratio_attention", "ratio_random")  # one for each way to choose the rows that are removed
 STRATA = ("random", "low attention", "near threshold", "rank disagreement")
 EXACT = 1e-8  # relative difference up to which an identity counts as true
 

@@ -340,5 +340,5 @@ def find_plane(points: Tensor) -> tuple[Tensor, Tensor]:
     centre = points.mean(0)
     _, axes = torch.linalg.eigh((points - centre).mT @ (points - centre))
     plane = axes[:, -2:].flip(-1)
-    signs = plane.gather(0, plane.abs().argmax(0)[None]).sign()  # those of eigenvectors are arbitrary
+    signs = plane.gather(0, plane.abs().argmax(0)[None]).sign()  # the sign of an eigenvector is arbitrary
     return centre, plane * signs

@@ -22,7 +22,7 @@ from kvbench.training.delta_losses import DeltaRecipe, check_layout, choose_reci
 from kvbench.training.delta_training import DeltaTraining, HeldOut, count_needed, load_state, name_log
 from kvbench.training.token_sequences import PackedText, pack_texts, read_text_files, write_essays, write_samples
 
-STEPS, LENGTH = 40, 256  # of a training: enough to see an order, far from the end of the authors' 20,000 steps
+STEPS, LENGTH = 40, 256  # enough to see an order; the authors train for 20,000 steps
 
 
 @dataclass(frozen=True)

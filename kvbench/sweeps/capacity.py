@@ -2,9 +2,9 @@
 
     bytes = parameters · size + 2 · layers · KV heads · dimensions · tokens · size
 
-of a model whose weights are not loaded, against the memory of the GPU (of all of them with model.device_map=auto), or
-of the machine. A sliding-window layer counts with all tokens. What a prefill needs besides is not counted, so what
-passes may still be too large.
+are compared with the memory of the GPU (of all GPUs with model.device_map=auto), or of the machine. The weights are not
+loaded for it. A sliding-window layer counts with all tokens. What a prefill needs besides is not counted, so that a
+preset that passes may still be too large.
 """
 
 from collections.abc import Iterable

@@ -350,7 +350,7 @@ def make_run(composition: Composition) -> tuple[RunSpec, Logger | None]:
         SettingError: It cannot be made.
     """
     run, log = describe_run(composition, executes=True)
-    if not run.measures:  # such a task has one process
+    if not run.measures:  # a run that measures cost has one process
         import_for_workers(composition, run.device)
     run.check()
     return run, log

@@ -252,7 +252,7 @@ def describe_plan(results: Path, cells: Sequence[SweepCell], states: Sequence[Ru
 
 
 def count_states(states: Sequence[RunState]) -> str:
-    """ "3 done, 1 refused"."""
+    """Return the number of cells in each state, such as "3 done, 1 refused"."""
     return ", ".join(f"{count} {name}" for name in STATES if (count := sum(state.name == name for state in states)))
 
 
@@ -310,9 +310,9 @@ class SampleTimes:
     """The seconds that samples took, from the records of a store that were made by one process on a GPU."""
 
     def __init__(self, results: Path) -> None:
-        self.seconds: dict[tuple[str, ...], list[tuple[float, float]]] = {}  # of a sample with and without its prefill
+        self.seconds: dict[tuple[str, ...], list[tuple[float, float]]] = {}  # with prefill, and without
         self.samples: dict[str, int] = {}  # protocol -> samples
-        for run in find_runs(results).runs:  # what is damaged is told by those who show its numbers
+        for run in find_runs(results).runs:  # the commands that show numbers report damaged runs
             try:
                 alike, same = list_timing_keys(run.value), comparison_key(run.value)
                 known = [

@@ -1,6 +1,6 @@
 """Check that all runs of a tier (kvbench.config.tiers) come from one kind of machine and one state of the code.
 
-Scores of others are not exactly comparable. A store that holds runs of the tier from elsewhere is refused before
+Scores of other runs are not exactly comparable. A store that holds runs of the tier from elsewhere is refused before
 anything runs.
 """
 

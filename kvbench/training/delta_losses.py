@@ -39,7 +39,7 @@ FULL_WIDTH = 1024  # the smallest 2·d_k for which the authors published compres
 KINDS = {"light": 3072, "full": 4096}  # kind of the networks -> the authors' inner width
 REMOVED = ("nothing", "reference")
 LOSSES = ("both", "mse", "ntp")
-ABLATIONS = ("kind", "remove", "loss")  # settings that files name where they are not the defaults
+ABLATIONS = ("kind", "remove", "loss")  # settings that files name only if they differ from the defaults
 Replace = Callable[[int, Tensor], Tensor]  # layer, kv (B, T, 2·d_k) -> what replaces it
 
 

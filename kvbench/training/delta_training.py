@@ -35,7 +35,7 @@ from kvbench.validation import SettingError, name_file_in_errors
 
 MOST_HELD_OUT = 16  # sequences that are never trained on
 SAVE_EVERY = 60.0  # seconds
-FILE_DTYPE = torch.bfloat16  # of the authors' files too
+FILE_DTYPE = torch.bfloat16  # as in the authors' files
 HEADERS = 12_000  # bytes of a state for the names and shapes of a layer's tensors, at most
 LINE = 128  # bytes of a line of the log, at most
 Settings = Mapping[str, str | int | float]
@@ -114,7 +114,7 @@ def load_state(out: Path, settings: Settings) -> dict[str, Any] | None:
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         begun = dict(state["settings"])
-    except Exception as error:  # whatever a damaged file raises
+    except Exception as error:  # a damaged file can raise any of them
         raise SettingError(f"--out={out}: {file.name} is damaged ({type(error).__name__}); delete it") from None
     compare_settings(out, begun, settings)
     return state
@@ -217,7 +217,7 @@ class DeltaTraining:
         with replace_file(name_state(self.out)) as draft, draft.open("wb") as file:
             try:
                 torch.save(state, file)
-            except RuntimeError as error:  # torch's own, which it raises while it handles that of the disk or Ctrl-C
+            except RuntimeError as error:  # torch raises it while it handles an error of the disk or Ctrl-C
                 raise (error.__context__ or error) from None
         self.saved = self.step
 

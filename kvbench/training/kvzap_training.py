@@ -49,7 +49,7 @@ from kvbench.training.recording import record_states, write_tensors
 from kvbench.validation import SettingError, is_number, require_int
 
 FULL_WIDTH = 4096  # the smallest width of hidden states for which the authors published surrogates
-ROOM = 64  # tokens beside the two texts
+ROOM = 64  # tokens that the prompt has beside the two texts
 LEAST = 4  # sequences without which there is no training
 
 

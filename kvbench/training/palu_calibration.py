@@ -39,7 +39,7 @@ from kvbench.validation import SettingError, is_number, require_choice, require_
 
 FULL_WIDTH = 512  # w of the authors' models
 SEARCHES = ("fisher_uniform", "fisher", "uniform")
-LEAST_TOKENS = 8  # tokens of the text for each number of a group, so that the moments have full rank
+LEAST_TOKENS = 8  # tokens of text for each dimension of a group, so that the moments have full rank
 FLOOR = 1e-12  # smallest share of the largest eigenvalue
 Shares = Mapping[Place, Sequence[float]]  # F of each group
 
@@ -200,7 +200,8 @@ def compute_fisher(
     model.requires_grad_(False)
     fisher, left = dict[Place, list[float]](), iter(squares)
     for layer in layers:
-        rows = torch.cat([next(left) for _ in weights[layer]])[-2 * width :]  # of Phi-3 without the queries
+        joined = torch.cat([next(left) for _ in weights[layer]])
+        rows = joined[-2 * width :]  # the joint matrix of Phi-3 begins with the queries
         means = (rows / len(sequences)).sqrt().view(2, groups, -1).double().mean(-1)
         if not means.isfinite().all():
             raise SettingError(f"--dtype: gradients of layer {layer} are not finite; use float32 and --ranks uniform")

@@ -114,7 +114,7 @@ def read_docstrings(packages: Sequence[str], seed: int) -> Iterator[str]:
     random.Random(f"kvbench calibration/{seed}").shuffle(files)
     for file in files:
         try:
-            with warnings.catch_warnings(action="ignore"):  # of invalid escapes in their strings
+            with warnings.catch_warnings(action="ignore"):  # their strings may have invalid escapes
                 tree = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError):  # some packages hold files for other versions of Python, for tests
             continue
