@@ -103,14 +103,14 @@ class DeltaCodes(LayerStudy):
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         shown = self.list_shown(list(memories))
-        for layer, numbers in memories.items():
+        for layer, memory in memories.items():
             for quantity in ("small", "token_ratio", "channel_ratio"):
-                yield self.line(quantity, numbers[quantity], layer=layer, n=numbers["count"])
+                yield self.line(quantity, memory[quantity], layer=layer, n=memory["count"])
             if layer in shown:
-                yield from list_shares(self, "codes", numbers["counts"], -ENDS, ENDS, layer=layer)
-            if first and "map" in numbers:
-                yield from self._list_map(numbers["map"], layer)
-        yield self.claim("near_zero", [torch.tensor([numbers["small"] > 0.5 for numbers in memories.values()])])
+                yield from list_shares(self, "codes", memory["counts"], -ENDS, ENDS, layer=layer)
+            if first and "map" in memory:
+                yield from self._list_map(memory["map"], layer)
+        yield self.claim("near_zero", [torch.tensor([memory["small"] > 0.5 for memory in memories.values()])])
 
     def _list_map(self, sizes: Tensor, layer: int) -> Iterator[Line]:
         tokens, channels = sizes.shape

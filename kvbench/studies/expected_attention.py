@@ -85,10 +85,10 @@ class ExpectedAttentionStudy(LayerStudy):
             memory["points"] = points[draw_positions(POINTS, known, self.seed).to(points.device)].cpu()
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
-        for layer, numbers in memories.items():
+        for layer, memory in memories.items():
             for quantity in ("pearson", "spearman"):
-                for head, value in enumerate(numbers[quantity].tolist()):
-                    yield self.line(quantity, value, layer=layer, head=head, n=numbers["count"])
-            for x, y in numbers["points"].tolist() if first and "points" in numbers else ():
-                yield self.line("heads", y, layer=layer, head=0, x=x, n=numbers["count"])
-        yield self.claim("correlated", [numbers["spearman"] > 0 for numbers in memories.values()])
+                for head, value in enumerate(memory[quantity].tolist()):
+                    yield self.line(quantity, value, layer=layer, head=head, n=memory["count"])
+            for x, y in memory["points"].tolist() if first and "points" in memory else ():
+                yield self.line("heads", y, layer=layer, head=0, x=x, n=memory["count"])
+        yield self.claim("correlated", [memory["spearman"] > 0 for memory in memories.values()])

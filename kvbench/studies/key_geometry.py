@@ -96,42 +96,42 @@ class KeyGeometry(LayerStudy):
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         shown = self.list_shown(list(memories))
-        for layer, numbers in memories.items():
-            yield from self._list_layer(layer, numbers, layer in shown)
+        for layer, memory in memories.items():
+            yield from self._list_layer(layer, memory, layer in shown)
         if first:
             yield from self._list_maps(memories)
         yield from self._list_distances(memories)
-        yield self.claim("opposite", [numbers["cosine_of_means"] < 0 for numbers in memories.values()])
-        yield self.claim("aligned", [numbers["cosine_of_top"] > 0 for numbers in memories.values()])
-        yield self.claim("convex", [numbers["convex"] for numbers in memories.values()])
-        yield self.claim("alternating", [numbers["split_gap"] <= ROUNDING for numbers in memories.values()])
+        yield self.claim("opposite", [memory["cosine_of_means"] < 0 for memory in memories.values()])
+        yield self.claim("aligned", [memory["cosine_of_top"] > 0 for memory in memories.values()])
+        yield self.claim("convex", [memory["convex"] for memory in memories.values()])
+        yield self.claim("alternating", [memory["split_gap"] <= ROUNDING for memory in memories.values()])
 
-    def _list_layer(self, layer: int, numbers: Memory, shown: bool) -> Iterator[Line]:
+    def _list_layer(self, layer: int, memory: Memory, shown: bool) -> Iterator[Line]:
         for quantity in ("cosine_of_means", "cosine_of_top"):
-            for head, value in enumerate(numbers[quantity].tolist()):
-                yield self.line(quantity, value, layer=layer, head=head, n=numbers["tokens"])
+            for head, value in enumerate(memory[quantity].tolist()):
+                yield self.line(quantity, value, layer=layer, head=head, n=memory["tokens"])
         for series in ("keys", "queries"):
             if shown:
-                counts = numbers[f"cosine_{series}"]
+                counts = memory[f"cosine_{series}"]
                 yield from list_shares(self, "cosine_to_mean", counts, -1, 1, series=series, layer=layer)
-            for share, value in zip(QUANTILES, numbers[f"norm_{series}"].tolist(), strict=True):
-                yield self.line("norm", value, series=series, layer=layer, x=share, n=numbers[f"count_{series}"])
+            for share, value in zip(QUANTILES, memory[f"norm_{series}"].tolist(), strict=True):
+                yield self.line("norm", value, series=series, layer=layer, x=share, n=memory[f"count_{series}"])
 
     def _list_distances(self, memories: Mapping[int, Memory]) -> Iterator[Line]:
         shown = self.list_shown(list(memories))
-        for layer, numbers in memories.items():
-            curve = numbers["at_distance"]
-            yield self.line("split_gap", numbers["split_gap"], layer=layer)
+        for layer, memory in memories.items():
+            curve = memory["at_distance"]
+            yield self.line("split_gap", memory["split_gap"], layer=layer)
             every = range(1, len(curve) + 1) if layer in shown else ()
             for x in (x for x in every if x < CLOSE or x % STEP == 0):
-                yield self.line("similarity_at", curve[x - 1], layer=layer, x=x, n=numbers["starts"])
+                yield self.line("similarity_at", curve[x - 1], layer=layer, x=x, n=memory["starts"])
 
     def _list_maps(self, memories: Mapping[int, Memory]) -> Iterator[Line]:
         """Yield what is shown of one prompt: maps and scatters."""
         spread = {
-            (layer, head): float(numbers["similarity"][head].mean())
-            for layer, numbers in memories.items()
-            for head in range(numbers["similarity"].shape[0])
+            (layer, head): float(memory["similarity"][head].mean())
+            for layer, memory in memories.items()
+            for head in range(memory["similarity"].shape[0])
         }
         for series, (layer, head) in (
             ("least", min(spread, key=spread.__getitem__)),
@@ -141,11 +141,11 @@ class KeyGeometry(LayerStudy):
             maps = {"similarity_64": chosen["similarity"][head], "attention_64": chosen["attention"][head].mean(0)}
             for quantity, values in maps.items():
                 yield from self._list_map(quantity, values, 1, series=series, layer=layer, head=head)
-        for layer, numbers in memories.items():
-            if "map" in numbers:
-                size = numbers["tokens"] / numbers["map"].shape[0]
-                yield from self._list_map("similarity_map", numbers["map"], size, layer=layer, head=0)
-            for series, points in numbers.get("plane", {}).items():
+        for layer, memory in memories.items():
+            if "map" in memory:
+                size = memory["tokens"] / memory["map"].shape[0]
+                yield from self._list_map("similarity_map", memory["map"], size, layer=layer, head=0)
+            for series, points in memory.get("plane", {}).items():
                 for x, y in points.tolist():
                     yield self.line("plane", y, series=series, layer=layer, head=0, x=x)
 

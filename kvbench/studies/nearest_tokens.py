@@ -92,31 +92,31 @@ class NearestTokens(LayerStudy):
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         shown = self.list_shown(list(memories))
-        for layer, numbers in memories.items():
+        for layer, memory in memories.items():
             for series in ("kv", "residual"):
                 for quantity, count in (("flatness", "tokens"), ("near_zero", "numbers")):
                     yield self.line(
-                        quantity, numbers[f"{quantity} {series}"], series=series, layer=layer, n=numbers[count]
+                        quantity, memory[f"{quantity} {series}"], series=series, layer=layer, n=memory[count]
                     )
             if layer in shown:
-                yield from self._list_layer(layer, numbers)
+                yield from self._list_layer(layer, memory)
         for quantity in ("far", "similar", "smaller"):
-            yield self.claim(quantity, [numbers[quantity] for numbers in memories.values()])
+            yield self.claim(quantity, [memory[quantity] for memory in memories.values()])
         for claim, quantity in (("flatter", "flatness"), ("peaked", "near_zero")):
-            more = [numbers[f"{quantity} residual"] > numbers[f"{quantity} kv"] for numbers in memories.values()]
+            more = [memory[f"{quantity} residual"] > memory[f"{quantity} kv"] for memory in memories.values()]
             yield self.claim(claim, [torch.tensor(more)])
 
-    def _list_layer(self, layer: int, numbers: Memory) -> Iterator[Line]:
+    def _list_layer(self, layer: int, memory: Memory) -> Iterator[Line]:
         for series in ("all", "strided"):
             place: Part = {"series": series, "layer": layer}
-            yield from list_shares(self, "cosine", numbers[f"cosine {series}"], -1, 1, **place)
-            yield from list_shares(self, "distance", numbers[f"distance {series}"], 0, OCTAVES, **place)
+            yield from list_shares(self, "cosine", memory[f"cosine {series}"], -1, 1, **place)
+            yield from list_shares(self, "distance", memory[f"distance {series}"], 0, OCTAVES, **place)
         for series in ("kv", "residual"):
             place = {"series": series, "layer": layer}
-            yield from list_shares(self, "norm", numbers[f"norm {series}"], 0, NORMS, **place)
-            yield from list_shares(self, "values", numbers[f"values {series}"], -ENDS, ENDS, **place)
-            for number, value in zip(numbers["numbered"].tolist(), numbers[f"spectrum {series}"].tolist(), strict=True):
-                yield self.line("spectrum", value, x=number, n=numbers["tokens"], **place)
+            yield from list_shares(self, "norm", memory[f"norm {series}"], 0, NORMS, **place)
+            yield from list_shares(self, "values", memory[f"values {series}"], -ENDS, ENDS, **place)
+            for number, value in zip(memory["numbered"].tolist(), memory[f"spectrum {series}"].tolist(), strict=True):
+                yield self.line("spectrum", value, x=number, n=memory["tokens"], **place)
 
 
 def find_nearest(vectors: Tensor, stride: int, count: int) -> tuple[Tensor, Tensor]:

@@ -73,15 +73,15 @@ class ReceivedAttention(LayerStudy):
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         for series in ("mean", "sum"):
-            means = torch.stack([numbers[series].mean() for numbers in memories.values()])
-            for layer, numbers, value in zip(memories, memories.values(), means, strict=True):
-                yield self.line("correlation", value, series=series, layer=layer, n=len(numbers[series]))
+            means = torch.stack([memory[series].mean() for memory in memories.values()])
+            for layer, memory, value in zip(memories, memories.values(), means, strict=True):
+                yield self.line("correlation", value, series=series, layer=layer, n=len(memory[series]))
             yield self.line("correlation_mean", means.mean(), series=series, n=len(means))
             yield self.line("correlation_deviation", means.std(correction=0), series=series, n=len(means))
-        premise = [numbers["premise"] for numbers in memories.values()]
+        premise = [memory["premise"] for memory in memories.values()]
         yield self.line("premise", torch.cat(premise).double().mean(), n=sum(map(len, premise)))
         for name in ("lemma", "theorem"):
-            slack = torch.cat([numbers[name] for numbers in memories.values()])
+            slack = torch.cat([memory[name] for memory in memories.values()])
             if len(slack) == 0:
                 continue  # no pair fulfils the theorem's premise
             yield self.claim(name, [slack >= -1e-6])  # rounding of float32 cosines

@@ -97,14 +97,14 @@ class RemovalCone(LayerStudy):
 
     def finish(self, memories: Mapping[int, Memory], first: bool) -> Iterable[Line]:
         every = list(memories.values())
-        weight, size = (torch.cat([numbers[name] for numbers in every]).cpu() for name in ("weight", "size"))
+        weight, size = (torch.cat([memory[name] for memory in every]).cpu() for name in ("weight", "size"))
         lower, upper = (
-            torch.cat([getattr(numbers["cone"], name).flatten() for numbers in every]).cpu()
+            torch.cat([getattr(memory["cone"], name).flatten() for memory in every]).cpu()
             for name in ("lower", "upper")
         )
         factor = bound_factor(lower, weight, size)
-        for layer, numbers in memories.items():
-            inside = numbers["cone"].lower.flatten() > 0
+        for layer, memory in memories.items():
+            inside = memory["cone"].lower.flatten() > 0
             yield self.line("cone_by_layer", inside.double().mean(), layer=layer, n=len(inside))
         yield from self._list_quantiles("weight", weight)
         yield from self._list_quantiles("cone", lower, QUANTILES)
@@ -118,12 +118,12 @@ class RemovalCone(LayerStudy):
             yield self.line("gap", (upper - lower)[inside].amax().clamp(min=0), n=int(inside.sum()))
         if (there := factor.isfinite()).any():
             yield from self._list_quantiles("factor", factor[there])
-        yield from self._list_ratios(torch.cat([numbers["ratio"] for numbers in every]).cpu())
+        yield from self._list_ratios(torch.cat([memory["ratio"] for memory in every]).cpu())
         yield self.claim("small_weight", [weight <= SMALL])
         yield self.claim("in_cone", [inside])
         yield self.claim("finite", [factor.isfinite()])
-        yield self.claim("within_bound", [numbers["within_bound"] for numbers in every])
-        yield self.claim("lemma", [numbers["lemma"] for numbers in every])
+        yield self.claim("within_bound", [memory["within_bound"] for memory in every])
+        yield self.claim("lemma", [memory["lemma"] for memory in every])
 
     def _list_quantiles(
         self, quantity: str, values: Tensor, shares: tuple[float, ...] = UPPER, **place: Unpack[Curve]
