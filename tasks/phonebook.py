@@ -67,8 +67,8 @@ PHONES = Book(
 
 def make_needle_book() -> Book:
     """Return RULER's multikey needles as entries: the embedded model has learned to look these up."""
-    own = load_wordings()
-    return Book(own.needle, ((10**6, 10**7 - 1),), own.niah.singular(), own.niah, new_tokens=16)
+    wordings = load_wordings()
+    return Book(wordings.needle, ((10**6, 10**7 - 1),), wordings.niah.singular(), wordings.niah, new_tokens=16)
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Phonebook:
 
     def score(self, sample: Sample, output: str) -> Graded:
         """Score the share of the numbers that the output holds; also whether it holds all."""
-        found = [_number(answer).search(output) is not None for answer in sample.answers]
-        return Graded(100 * sum(found) / len(found), output.strip(), {"all_numbers": all(found)})
+        hits = [_number(answer).search(output) is not None for answer in sample.answers]
+        return Graded(100 * sum(hits) / len(hits), output.strip(), {"all_numbers": all(hits)})
 
     def _sample(
         self, tokenizer: Tokenizer, template_tokens: int, longest: int, size: int, position: float | None, trial: int

@@ -54,10 +54,10 @@ def select_subtasks(given: object, path: str, names: Sequence[str], ending: str 
     if path in (MINIATURE, HUB) or not file.is_file() or file.suffix == ".zip":
         return resolve_subtasks("task.subtasks", given, names)
     stem = file.stem.removesuffix(ending)
-    found = [stem] if given == "all" and stem in names else resolve_subtasks("task.subtasks", given, names)
-    if len(found) > 1:
+    chosen = [stem] if given == "all" and stem in names else resolve_subtasks("task.subtasks", given, names)
+    if len(chosen) > 1:
         raise SettingError(f"task.path={path}: one file is one subtask's, named by task.subtasks or by the file")
-    return found
+    return chosen
 
 
 def find_file(setting: str, path: Path, names: Sequence[str]) -> Path:
@@ -116,13 +116,13 @@ def parse_whole(value: object) -> object:
 
 
 def check_rows(
-    setting: str, found: Iterable[tuple[str, Row]], columns: Columns, unique: str | None = None, what: str = "rows"
+    setting: str, located: Iterable[tuple[str, Row]], columns: Columns, unique: str | None = None, what: str = "rows"
 ) -> list[Row]:
     """Check rows and return them.
 
     Args:
         setting: The setting that messages name.
-        found: (where, row) for each row.
+        located: (where, row) for each row.
         columns: Columns that each row must have, and their types.
         unique: A column whose values must differ.
         what: What the rows are, for a message that there are none.
@@ -132,13 +132,13 @@ def check_rows(
     """
     kept: list[Row] = []
     seen: dict[Any, str] = {}
-    for where, row in found:
+    for where, row in located:
         for name, types in columns.items():
             if name not in row:
                 raise SettingError(f"{setting}: {where} has no column {name}")
             expected = types if isinstance(types, tuple) else (types,)
             if not isinstance(row[name], expected) or isinstance(row[name], bool) and bool not in expected:
-                names = " or ".join(own.__name__ for own in expected)
+                names = " or ".join(allowed.__name__ for allowed in expected)
                 raise SettingError(f"{setting}: {where}: {name} is {type(row[name]).__name__}, expected {names}")
         if unique is not None and (first := seen.setdefault(row[unique], where)) != where:
             raise SettingError(f"{setting}: {where}: {unique} {row[unique]!r} is that of {first}")
@@ -199,14 +199,14 @@ def try_fetch(setting: str, source: str, fetch: Callable[[], Any], instead: str 
         raise SettingError(f"{setting}=hub: {source} is out of reach ({reason}); {instead}") from error
 
 
-def hash_rows(path: str, found: Iterable[Row]) -> str:
+def hash_rows(path: str, rows: Iterable[Row]) -> str:
     """Hash rows in their order, wherever they are stored.
 
     The miniature's rows have another hash than a copy of them, because settings that are null may mean something else
     there.
     """
     digest = hashlib.sha256(MINIATURE.encode() if path == MINIATURE else b"")
-    for row in found:
+    for row in rows:
         digest.update(json.dumps(row, sort_keys=True, ensure_ascii=True, default=str).encode() + b"\n")
     return digest.hexdigest()[:16]
 
@@ -216,10 +216,12 @@ def _read_member(setting: str, path: Path, member: str) -> bytes:
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
         if member not in names:
-            found = [name for name in names if PurePosixPath(name).name == PurePosixPath(member).name]
-            if len(found) > 1:
-                raise SettingError(f"{setting}: {path.name} has {found[0]} and {found[1]}, expected one or {member}")
-            member = found[0] if found else member
+            same_named = [name for name in names if PurePosixPath(name).name == PurePosixPath(member).name]
+            if len(same_named) > 1:
+                raise SettingError(
+                    f"{setting}: {path.name} has {same_named[0]} and {same_named[1]}, expected one or {member}"
+                )
+            member = same_named[0] if same_named else member
         return archive.read(member)
 
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 DIGITS = r"\d{1,18}"  # an answer that loops writes longer numbers, which mean nothing
 BLANK = re.compile(r"[*_`$\\()\[\] \t]+")
 SIGNS = {"−": "-", "–": "-", "plus": "+", "minus": "-", "equals": "="}
-SIGN = re.compile("|".join(rf"\b{own}\b" if own.isalpha() else own for own in SIGNS), re.IGNORECASE)
+SIGN = re.compile("|".join(rf"\b{sign}\b" if sign.isalpha() else sign for sign in SIGNS), re.IGNORECASE)
 STEP = re.compile(rf"^[^a-z\n]*line ({DIGITS})\b(.*)$", re.IGNORECASE | re.MULTILINE)
 NAMED = re.compile(rf"\bline ({DIGITS})\b", re.IGNORECASE)
 SUM = re.compile(
@@ -68,11 +68,11 @@ def parse_answer(
         Each line with its sum, in the order of the answer; and the results of asked lines at the end, None for a line
         whose result is no whole number or is written differently.
     """
-    text = BLANK.sub(" ", SIGN.sub(lambda found: SIGNS[found[0].lower()], output))
+    text = BLANK.sub(" ", SIGN.sub(lambda match: SIGNS[match[0].lower()], output))
     edges = [*(heading.start() for heading in HEADING.finditer(text)), len(text)]
-    ends = [(begin, found) for begin, end in pairwise(edges) if (found := _results(text[begin:end], asked))]
-    begin, found = max(ends, key=lambda own: (len(own[1]), own[0]), default=(len(text), {}))
-    return list(_sums(text[:begin])), found
+    ends = [(begin, results) for begin, end in pairwise(edges) if (results := _results(text[begin:end], asked))]
+    begin, results = max(ends, key=lambda end: (len(end[1]), end[0]), default=(len(text), {}))
+    return list(_sums(text[:begin])), results
 
 
 def _sums(text: str) -> Iterator[tuple[int, WrittenSum]]:
@@ -84,11 +84,11 @@ def _sums(text: str) -> Iterator[tuple[int, WrittenSum]]:
 
 
 def _results(text: str, asked: Collection[int]) -> dict[int, int | None]:
-    found: dict[int, set[str]] = {}
+    texts: dict[int, set[str]] = {}
     for line, said in ITEM.findall(text):
         if int(line) in asked and (numbers := NUMBER.findall(said.rpartition("=")[2])):
-            found.setdefault(int(line), set()).add(numbers[0].lstrip("0"))
-    return {line: _only_number(own) for line, own in found.items()}
+            texts.setdefault(int(line), set()).add(numbers[0].lstrip("0"))
+    return {line: _only_number(numbers_of_line) for line, numbers_of_line in texts.items()}
 
 
 def _only_number(written: set[str]) -> int | None:

@@ -137,10 +137,10 @@ def draw_ledger(steps: int, recalled: int, early: float, largest: int, rng: rand
     for line in range(1, steps + 1):
         used = None
         if line > STARTS:
-            used = rng.choice([own for own in made if line <= last or own not in asked])
+            used = rng.choice([earlier for earlier in made if line <= last or earlier not in asked])
         left = rng.randint(LEAST, MOST) if used is None else made[used].result
         near = range(max(LEAST, left - largest), min(MOST, left + largest) + 1)
-        result = rng.choice([own for own in near if own != left])
+        result = rng.choice([number for number in near if number != left])
         made[line] = Step(used, left, "+" if result > left else "-", abs(result - left))
     return Ledger(made, tuple(asked))
 
@@ -217,26 +217,26 @@ class LedgerTask:
             ended: Whether the answer came to all asked results.
         """
         ledger = self._ledger(sample.meta["steps"], sample.uid)
-        sums, found = parse_answer(output, ledger.recalled)
-        own: dict[int, WrittenSum] = {}
+        sums, results = parse_answer(output, ledger.recalled)
+        by_line: dict[int, WrittenSum] = {}
         carried: dict[int, bool] = {}
         for line, written in sums:
             if step := ledger.steps.get(line):
                 named = written.line or step.line
-                before = None if named is None else own.get(named)
+                before = None if named is None else by_line.get(named)
                 carried |= {} if step.line is None else {line: before is not None and before.result == written.left}
-                own[line] = written
-        said = {line: written.result for line, written in own.items()}
+                by_line[line] = written
+        said = {line: written.result for line, written in by_line.items()}
         also = {
-            "recalled_own": _share(line in said and said[line] == found.get(line) for line in ledger.recalled),
+            "recalled_own": _share(line in said and said[line] == results.get(line) for line in ledger.recalled),
             "steps": _share(said.get(line) == step.result for line, step in ledger.steps.items()),
-            "holds": _share(written.holds for written in own.values()),
-            "read": _share(ledger.steps[line].matches(written) for line, written in own.items()),
+            "holds": _share(written.holds for written in by_line.values()),
+            "read": _share(ledger.steps[line].matches(written) for line, written in by_line.items()),
             "carried": _share(carried.values()),
-            "ended": len(found) == len(ledger.recalled),
+            "ended": len(results) == len(ledger.recalled),
         }
-        right = [found.get(line) == ledger.steps[line].result for line in ledger.recalled]
-        given = (f"line {line} is {result}" for line, result in found.items() if result is not None)
+        right = [results.get(line) == ledger.steps[line].result for line in ledger.recalled]
+        given = (f"line {line} is {result}" for line, result in results.items() if result is not None)
         return Graded(100 * sum(right) / len(right), ", ".join(given), also)
 
     def _steps(self) -> list[int]:
@@ -271,7 +271,7 @@ class LedgerTask:
         )
 
 
-def _share(found: Iterable[bool]) -> float | None:
+def _share(flags: Iterable[bool]) -> float | None:
     """Return the share in points; None for an empty list."""
-    listed = list(found)
+    listed = list(flags)
     return 100 * sum(listed) / len(listed) if listed else None

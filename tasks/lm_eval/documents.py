@@ -60,20 +60,20 @@ class Documents:
         task: lm-eval's Task.
         best: The metric's largest value.
         metric: The metric that is the score.
-        found: By uid, a sample and lm-eval's Instance.
+        by_uid: By uid, a sample and lm-eval's Instance.
     """
 
     name: str
     task: Any
     best: float
     metric: str
-    found: Mapping[str, tuple[Sample, Any]]
+    by_uid: Mapping[str, tuple[Sample, Any]]
 
     def score(self, uid: str, output: str) -> Graded:
         """Score an output: points of the metric, and of the task's other metrics that are means over documents."""
         from lm_eval.api.instance import Instance
 
-        asked = self.found[uid][1]
+        asked = self.by_uid[uid][1]
         answered = Instance(asked.request_type, asked.doc, asked.arguments, asked.idx, asked.metadata, [output])
         self.task._instances = [answered]
         with silence_output():
@@ -97,7 +97,7 @@ class Documents:
     def fingerprint(self) -> str:
         """Hash documents, prompts and generation settings."""
         digest = hashlib.sha256(self.name.encode())
-        for _, asked in self.found.values():
+        for _, asked in self.by_uid.values():
             digest.update(json.dumps([asked.doc, asked.arguments], sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
@@ -126,16 +126,16 @@ def read_documents(
     shots = wishes.num_fewshot if wishes.num_fewshot is not None else task.get_config("num_fewshot")
     task.set_config("num_fewshot", shots or 0)
     task.set_fewshot_seed(OTHER_SEED + wishes.seed)
-    found = {}
+    by_uid = {}
     with seed_generators(wishes.seed), silence_output():
         for index, document in enumerate(islice(task.eval_docs, wishes.limit)):
             with explain_errors(f"{setting}: document {index}", "lm-eval cannot read it"):
                 sample, asked = _sample(name, task, index, document, wishes, {**meta, "metric": metric})
             sample = replace(sample, uid=f"{prefix or name}/{index}")
-            found[sample.uid] = sample, asked
-    if not found:
+            by_uid[sample.uid] = sample, asked
+    if not by_uid:
         raise SettingError(f"{setting}: it has no documents")
-    return Documents(name, task, wishes.best, metric, found)
+    return Documents(name, task, wishes.best, metric, by_uid)
 
 
 def _sample(
@@ -153,7 +153,7 @@ def _sample(
     if (task.get_config("repeats") or 1) > 1:
         raise SettingError(f"{setting}: it asks for {task.get_config('repeats')} answers a document, one is graded")
     asked.arguments = (asked.args[0], {**asked.args[1], **(wishes.gen_kwargs or {})})
-    own = read_generation_settings(setting, asked.args[1], wishes.temperature, wishes.top_p)
+    generation = read_generation_settings(setting, asked.args[1], wishes.temperature, wishes.top_p)
     end = _find_context_end(text, document, wishes.context)
     if end is None and wishes.hidden:
         raise SettingError(
@@ -172,7 +172,7 @@ def _sample(
         group=f"{name}/{hashlib.sha256(context.encode()).hexdigest()[:16]}" if context else "",
         chat=wishes.apply_chat_template,
         meta=meta,
-        **own,
+        **generation,
     )
     return sample, asked
 
@@ -187,17 +187,17 @@ def read_generation_settings(
     """
     from lm_eval.models.utils import normalize_gen_kwargs
 
-    own = normalize_gen_kwargs(dict(given), MOST_TOKENS)
-    for key in own:
+    settings = normalize_gen_kwargs(dict(given), MOST_TOKENS)
+    for key in settings:
         require_choice(f"{setting}: generation setting", key, FOLLOWED)
-    wanted = (own.get("temperature", 0.0), own.get("top_p", 1.0))
-    if own["do_sample"] and wanted[0] > 0 and wanted != (temperature, top_p):
+    wanted = (settings.get("temperature", 0.0), settings.get("top_p", 1.0))
+    if settings["do_sample"] and wanted[0] > 0 and wanted != (temperature, top_p):
         raise SettingError(
             f"temperature={temperature}: {setting} samples at temperature={wanted[0]:g} top_p={wanted[1]:g}; set both "
             "so, or task.gen_kwargs={do_sample: false}"
         )
-    require_int(f"{setting}: max_gen_toks", own["max_gen_toks"], 1)
-    return {"max_new_tokens": own["max_gen_toks"], "until": tuple(end for end in own["until"] if end)}
+    require_int(f"{setting}: max_gen_toks", settings["max_gen_toks"], 1)
+    return {"max_new_tokens": settings["max_gen_toks"], "until": tuple(end for end in settings["until"] if end)}
 
 
 def _build_prompt(task: Any, document: Any, chat: bool) -> tuple[str, str]:

@@ -59,23 +59,23 @@ def find_tasks(names: Sequence[str], include_path: str | None) -> dict[str, tupl
     Raises:
         SettingError: A task does not exist, or a name is that of a group or a tag.
     """
-    found: dict[str, tuple[Path, Path]] = {}
+    paths: dict[str, tuple[Path, Path]] = {}
     kinds: dict[str, str] = {}
-    own = [] if include_path is None else [Path(include_path).expanduser()]
-    for folder in (*own, MINIATURES, PACKAGE):
-        if set(names) <= set(found):
+    include_folders = [] if include_path is None else [Path(include_path).expanduser()]
+    for folder in (*include_folders, MINIATURES, PACKAGE):
+        if set(names) <= set(paths):
             break
         for path in sorted(folder.rglob("*.yaml"), key=Path.as_posix):
             for kind, name in NAME.findall(path.read_text(encoding="utf-8", errors="replace")):
                 if kind == "task" and name in names:
-                    found.setdefault(name, (path, folder))
+                    paths.setdefault(name, (path, folder))
                 kinds.setdefault(name, kind)
     for name in names:
-        if name not in found and kinds.get(name, "task") != "task":
+        if name not in paths and kinds.get(name, "task") != "task":
             raise SettingError(f"task.tasks={name}: a {kinds[name]} of lm-eval; name the tasks that it has")
-        if name not in found:
+        if name not in paths:
             raise SettingError(f"task.tasks={name}: no such task in lm-eval or in task.include_path={include_path}")
-    return {name: found[name] for name in names}
+    return {name: paths[name] for name in names}
 
 
 def load_task(name: str, path: Path, folder: Path, metadata: Mapping[str, Any], seed: int) -> Any:
@@ -96,9 +96,9 @@ def load_task(name: str, path: Path, folder: Path, metadata: Mapping[str, Any], 
     """
     setting = f"task.tasks={name}"
     if folder == PACKAGE:
-        own = path.relative_to(PACKAGE).as_posix()
+        name_in_package = path.relative_to(PACKAGE).as_posix()
         for prefix, reason in REFUSED.items():
-            if own.startswith(f"{prefix}/"):
+            if name_in_package.startswith(f"{prefix}/"):
                 raise SettingError(f"{setting}: {reason}")
     with explain_errors(setting, "lm-eval cannot load it"), silence_output(), seed_generators(seed), use_hub():
         from lm_eval.tasks import TaskManager
@@ -132,17 +132,17 @@ def check_lines(setting: str, config: Mapping[str, Any]) -> None:
     for files in listed:
         for file in [files] if isinstance(files, str) else files:
             if file.endswith(".jsonl") and "://" not in file and "*" not in file:
-                found = list(read_rows(setting, Path(file)))
+                rows = list(read_rows(setting, Path(file)))
                 check_rows(
-                    setting, found, {name: _column_types(value) for name, value in found[0][1].items()} if found else {}
+                    setting, rows, {name: _column_types(value) for name, value in rows[0][1].items()} if rows else {}
                 )
 
 
 def _column_types(value: object) -> tuple[type, ...]:
     """Return the types that a column may have by its first value. None may follow any type, and any type None."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    own = (int, float) if number else (type(value),) if value is not None else (str, bool, int, float, list, dict)
-    return (*own, type(None))
+    types = (int, float) if number else (type(value),) if value is not None else (str, bool, int, float, list, dict)
+    return (*types, type(None))
 
 
 @contextmanager

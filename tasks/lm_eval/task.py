@@ -83,7 +83,7 @@ class LmEval:
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
         for documents in self._documents.values():
-            for sample, _ in documents.found.values():
+            for sample, _ in documents.by_uid.values():
                 yield sample
 
     def score(self, sample: Sample, output: str) -> Graded:
@@ -102,13 +102,13 @@ class LmEval:
             self.num_fewshot, self.gen_kwargs, self.apply_chat_template, self.context, self.question == "hidden",
             self.metric, self.best, self.temperature, self.top_p, self.seed, self.limit,
         )  # fmt: skip
-        found = {}
+        documents = {}
         for name, (path, folder) in self._places.items():
             task = load_task(name, path, folder, self.metadata or {}, self.seed)
             data = {MINIATURES: "miniature", PACKAGE: "hub"}.get(folder, "local")
-            found[name] = read_documents(name, task, wishes, {"data": data, "lm_eval": version("lm-eval")})
-        return found
+            documents[name] = read_documents(name, task, wishes, {"data": data, "lm_eval": version("lm-eval")})
+        return documents
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings alone, because functions of lm-eval's tasks cannot be pickled."""
-        return {own.name: getattr(self, own.name) for own in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -41,8 +41,8 @@ def require_jieba() -> None:
     except PackageNotFoundError:
         installed = None
     if installed != JIEBA:
-        found = "is missing" if installed is None else f"{installed} may cut other words"
-        raise SettingError(f"task=longbench: jieba cuts Chinese answers into words and {found}; install jieba=={JIEBA}")
+        state = "is missing" if installed is None else f"{installed} may cut other words"
+        raise SettingError(f"task=longbench: jieba cuts Chinese answers into words and {state}; install jieba=={JIEBA}")
 
 
 @cache
@@ -68,8 +68,8 @@ def load_punctuation() -> frozenset[str]:
     Raises:
         SettingError: The installed lm-eval has other ones than the tested one.
     """
-    found = read_strings("task=longbench", "longbench", _read_files, LM_EVAL_STRINGS)
-    return frozenset(string.punctuation + found["punctuation"])
+    strings = read_strings("task=longbench", "longbench", _read_files, LM_EVAL_STRINGS)
+    return frozenset(string.punctuation + strings["punctuation"])
 
 
 def _read_files(folder: Path) -> dict[str, str]:

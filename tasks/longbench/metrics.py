@@ -29,28 +29,28 @@ def qa_f1(output: str, reference: str, classes: Sequence[str] = ()) -> float:
     return bag_f1(_words(output), _words(reference))
 
 
-def bag_f1(found: Sequence[str], wanted: Sequence[str]) -> float:
+def bag_f1(words: Sequence[str], wanted: Sequence[str]) -> float:
     """Return the F1 of two bags of words."""
-    same = (Counter(found) & Counter(wanted)).total()
+    same = (Counter(words) & Counter(wanted)).total()
     if not same:
         return 0.0
-    precision, recall = same / len(found), same / len(wanted)
+    precision, recall = same / len(words), same / len(wanted)
     return 2 * precision * recall / (precision + recall)
 
 
 def rouge(output: str, reference: str, classes: Sequence[str] = (), steps: int = STEPS) -> float:
     """Return the summary-level ROUGE-L f of rouge 1.0.1; 0 without sentences or if a walk is longer than `steps`."""
-    found, wanted = _sentences(output), _sentences(reference)
-    if not found or not wanted:
+    sentences, wanted = _sentences(output), _sentences(reference)
+    if not sentences or not wanted:
         return 0.0
     union: set[str] = set()
     for one in wanted:
-        for other in found:
+        for other in sentences:
             common = _common(one, other, steps)
             if common is None:
                 return 0.0
             union |= common
-    precision = len(union) / len(set().union(*found))
+    precision = len(union) / len(set().union(*sentences))
     recall = len(union) / len(set().union(*wanted))
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
 
@@ -61,14 +61,14 @@ def classification_score(output: str, reference: str, classes: Sequence[str]) ->
     Classes that are part of the reference's name do not count. But upstream drops them from the list that it walks
     along, so that it skips the class after a dropped one; this function does the same.
     """
-    found = [name for name in classes if name in output]
+    named_classes = [name for name in classes if name in output]
     place = 0
-    while place < len(found):
-        name = found[place]
+    while place < len(named_classes):
+        name = named_classes[place]
         if name in reference and name != reference:
-            found.remove(name)
+            named_classes.remove(name)
         place += 1
-    return 1.0 / len(found) if reference in found else 0.0
+    return 1.0 / len(named_classes) if reference in named_classes else 0.0
 
 
 def count_score(output: str, reference: str, classes: Sequence[str] = ()) -> float:
@@ -84,8 +84,8 @@ def retrieval_score(output: str, reference: str, classes: Sequence[str] = ()) ->
 
 def find_paragraph(reference: str) -> str | None:
     """Find the number in "Paragraph 7" or "段落7"; None if there is none."""
-    found = re.search(r"(?:Paragraph |段落)(\d+)", reference)
-    return found[1] if found else None
+    match = re.search(r"(?:Paragraph |段落)(\d+)", reference)
+    return match[1] if match else None
 
 
 def code_sim(output: str, reference: str, classes: Sequence[str] = ()) -> float:

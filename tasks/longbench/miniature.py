@@ -57,7 +57,7 @@ def multi(inventor: Inventor) -> Iterator[Texts]:
     """Ask a question that needs two of ten passages."""
     for _ in range(ROWS):
         chains = [make_chain(inventor) for _ in range(5)]
-        pages = [page for own, _ in chains for page in own]
+        pages = [page for chain_pages, _ in chains for page in chain_pages]
         inventor.rng.shuffle(pages)
         question, answer = inventor.rng.choice(chains)[1][0]
         yield question, join_passages([f"{title}\n{' '.join(text)}" for title, text in pages]), [answer]
@@ -98,7 +98,7 @@ def types(inventor: Inventor) -> Iterator[Texts]:
     for _ in range(ROWS):
         shots = [(asked["question"], answer_type(asked["answers"][0]["text"])) for asked in make_questions(inventor)]
         *shown, (question, kind) = inventor.rng.sample(shots, 13)
-        examples = "\n".join(f"Question: {text}\nType: {own}" for text, own in shown)
+        examples = "\n".join(f"Question: {text}\nType: {label}" for text, label in shown)
         yield f"Question: {question}\nType:", examples, [kind]
 
 
@@ -125,7 +125,7 @@ def dialogues(inventor: Inventor) -> Iterator[Texts]:
             talk = f"{one}: Where shall we meet?\n{other}: {remark} Come to {place}.\n{one}: On {date}?\n{other}: Yes."
             shots.append((talk, f"{one} and {other} will meet in {place} on {date}."))
         *shown, (talk, summary) = shots
-        examples = "\n\n".join(f"Dialogue: {text}\nSummary: {own}" for text, own in shown)
+        examples = "\n\n".join(f"Dialogue: {text}\nSummary: {outcome}" for text, outcome in shown)
         yield f"Dialogue: {talk}\nSummary: ", examples, [summary]
 
 

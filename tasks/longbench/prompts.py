@@ -36,8 +36,8 @@ class PromptTemplate:
 
 def load_official_prompt(name: str) -> PromptTemplate:
     """Load the official prompt of a subtask, e.g. "repobench-p"."""
-    own = load_lm_eval_prompt(name)
-    return PromptTemplate(own.before, ("\n" if name in BLANK_LINE else "") + own.after + ENDS.get(name, ""))
+    template = load_lm_eval_prompt(name)
+    return PromptTemplate(template.before, ("\n" if name in BLANK_LINE else "") + template.after + ENDS.get(name, ""))
 
 
 def load_lm_eval_prompt(name: str) -> PromptTemplate:

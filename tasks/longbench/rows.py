@@ -51,28 +51,28 @@ def load_rows(path: str, subtasks: Iterable[Subtask], ending: str = "") -> dict[
         SettingError: Rows are missing or wrong. The message names the file, the line and the column.
     """
     if path == dataset_rows.MINIATURE:
-        return {own.name: check_rows(own, miniature.make_rows(own.name)) for own in subtasks}
+        return {subtask.name: check_rows(subtask, miniature.make_rows(subtask.name)) for subtask in subtasks}
     place = dataset_rows.fetch_hub_file("task.path", *HUB) if path == dataset_rows.HUB else Path(path).expanduser()
-    return {own.name: check_rows(own, find_rows(place, own.name + ending), ending) for own in subtasks}
+    return {subtask.name: check_rows(subtask, find_rows(place, subtask.name + ending), ending) for subtask in subtasks}
 
 
 def load_kvpress_rows(path: str, subtasks: Iterable[Subtask], ending: str = "") -> dict[str, list[dataset_rows.Row]]:
     """Load kvpress's rows of each subtask. Arguments and errors are those of `load_rows`."""
-    found = {}
-    for own in subtasks:
+    rows = {}
+    for subtask in subtasks:
         if path == dataset_rows.MINIATURE:
-            listed = make_kvpress_rows(own)
+            listed = make_kvpress_rows(subtask)
         else:
-            file = f"{own.name}{ending}/test-00000-of-00001.parquet"
+            file = f"{subtask.name}{ending}/test-00000-of-00001.parquet"
             if path == dataset_rows.HUB:
                 place = dataset_rows.fetch_hub_file("task.path", *KVPRESS_HUB, file)
             else:
-                names = (file, f"{own.name}{ending}.parquet", f"{own.name}{ending}.jsonl")
+                names = (file, f"{subtask.name}{ending}.parquet", f"{subtask.name}{ending}.jsonl")
                 place = dataset_rows.find_file("task.path", Path(path).expanduser(), names)
             read = dataset_rows.read_rows("task.path", place)
             listed = ((f"{place.parent.name}/{where}", row) for where, row in read)  # files of all tasks have one name
-        found[own.name] = check_rows(own, listed, ending, KVPRESS_COLUMNS)
-    return found
+        rows[subtask.name] = check_rows(subtask, listed, ending, KVPRESS_COLUMNS)
+    return rows
 
 
 def make_kvpress_rows(subtask: Subtask) -> Iterator[tuple[str, dataset_rows.Row]]:
@@ -101,7 +101,7 @@ def find_rows(path: Path, name: str) -> Iterator[tuple[str, dataset_rows.Row]]:
 
 def check_rows(
     subtask: Subtask,
-    found: Iterable[tuple[str, dataset_rows.Row]],
+    located: Iterable[tuple[str, dataset_rows.Row]],
     ending: str = "",
     columns: dataset_rows.Columns = COLUMNS,
 ) -> list[dataset_rows.Row]:
@@ -109,7 +109,7 @@ def check_rows(
     of_task = "dataset" if columns is COLUMNS else "task"
     listed = [
         (where, {**row, **{name: dataset_rows.parse_whole(row[name]) for name in WHOLE if name in row}})
-        for where, row in found
+        for where, row in located
     ]
     rows = dataset_rows.check_rows("task.path", listed, columns, unique="_id", what=f"rows of {subtask.name}")
     for where, row in listed:

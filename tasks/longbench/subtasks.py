@@ -69,8 +69,8 @@ ENGLISH = tuple(name for name in NAMES if name not in CHINESE)  # and code
 E_NAMES = tuple(name for name in ENGLISH if name not in NOT_IN_E)
 SETS = {"all": ENGLISH, "all21": NAMES, "chinese": CHINESE}  # what task.subtasks may say -> subtasks
 CATEGORIES = {
-    category: tuple(subtask for subtask in own if subtask.name in ENGLISH)
-    for category, own in groupby(SUBTASKS, lambda subtask: subtask.category)
+    category: tuple(subtask for subtask in members if subtask.name in ENGLISH)
+    for category, members in groupby(SUBTASKS, lambda subtask: subtask.category)
 }
 
 

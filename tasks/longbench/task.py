@@ -102,7 +102,7 @@ class LongBench:
         if file.is_file() and file.stem.removesuffix("_e") in NAMES and for_e != (self.variant == E):
             variant, other = ("null", E) if for_e else (E, "null")
             raise SettingError(f"task.variant={variant}: {file.name} is read with task.variant={other}")
-        if any(own.metric in (chinese.qa_f1, chinese.rouge) for own in self._chosen):
+        if any(subtask.metric in (chinese.qa_f1, chinese.rouge) for subtask in self._chosen):
             chinese.require_jieba()
         self.inventory()
 
@@ -126,9 +126,9 @@ class LongBench:
         if set(ENGLISH) <= set(names):
             means.setdefault(f"mean of {len(ENGLISH)} tasks", dict.fromkeys(ENGLISH, 1 / len(ENGLISH)))
             means[f"mean of {len(CATEGORIES)} categories"] = {
-                own.name: 1 / len(CATEGORIES) / len(whole) for whole in CATEGORIES.values() for own in whole
+                subtask.name: 1 / len(CATEGORIES) / len(whole) for whole in CATEGORIES.values() for subtask in whole
             }
-        groups = {category: [own.name for own in whole] for category, whole in CATEGORIES.items()} | {
+        groups = {category: [subtask.name for subtask in whole] for category, whole in CATEGORIES.items()} | {
             "Chinese": CHINESE
         }
         for group, whole_group in groups.items():
@@ -159,7 +159,7 @@ class LongBench:
             for part, subtask, rows in self._parts
             for row in rows[: self.limit]
         )
-        answer = max(self._new_tokens(own, row) for _, own, rows in self._parts for row in rows)
+        answer = max(self._new_tokens(subtask, row) for _, subtask, rows in self._parts for row in rows)
         if most + template_tokens + answer > longest:
             yield from self._check_fit(list(made), tokenizer, template_tokens, longest)
         else:
@@ -178,7 +178,7 @@ class LongBench:
         if self.protocol == KVPRESS and self.variant is None and extract is first_line:
             output = output.lstrip()
         answer = extract(output)
-        return Graded(100.0 * max(subtask.metric(answer, own, classes) for own in sample.answers), answer)
+        return Graded(100.0 * max(subtask.metric(answer, reference, classes) for reference in sample.answers), answer)
 
     @cached_property
     def _chosen(self) -> tuple[Subtask, ...]:
@@ -208,24 +208,24 @@ class LongBench:
     def _parts(self) -> list[tuple[str, Subtask, list[dataset_rows.Row]]]:
         """Each row of the table, with its subtask and its rows of the data."""
         if self.variant is None:
-            return [(own.name, own, self._rows[own.name]) for own in self._chosen]
-        found = []
-        for own in self._chosen:
+            return [(subtask.name, subtask, self._rows[subtask.name]) for subtask in self._chosen]
+        parts = []
+        for subtask in self._chosen:
             by_interval: dict[str, list[dataset_rows.Row]] = {interval: [] for interval in INTERVALS}
-            for row in self._rows[own.name]:
+            for row in self._rows[subtask.name]:
                 by_interval[find_interval(row["length"])].append(row)
-            found += [(f"{own.name}/{interval}", own, rows) for interval, rows in by_interval.items() if rows]
-        return found
+            parts += [(f"{subtask.name}/{interval}", subtask, rows) for interval, rows in by_interval.items() if rows]
+        return parts
 
     def _interval_means(self) -> dict[str, dict[str, float]]:
         names = [name for name, _, _ in self._parts]
         of_task = Counter(name.partition("/")[0] for name in names)
         shares = {name: 1 / len(of_task) / of_task[name.partition("/")[0]] for name in names}
-        found = {f"mean of {len(of_task)} tasks": shares}
+        means = {f"mean of {len(of_task)} tasks": shares}
         for interval in INTERVALS:
             if there := [name for name in names if name.endswith(f"/{interval}")]:
-                found[interval] = dict.fromkeys(there, 1 / len(there))
-        return found
+                means[interval] = dict.fromkeys(there, 1 / len(there))
+        return means
 
     @cached_property
     def _fingerprint(self) -> str:

@@ -142,8 +142,8 @@ class _Sum:
     term: str = ""
 
     def text(self) -> str:
-        own = [*self.terms, self.term]
-        signed = [term if term[:1] in ("+", "-") else f"+{term}" for term in own]
+        terms = [*self.terms, self.term]
+        signed = [term if term[:1] in ("+", "-") else f"+{term}" for term in terms]
         return self.before + ("".join(sorted(signed)) if self.terms else self.term)
 
 
@@ -174,7 +174,7 @@ def _normalize_once(text: str) -> str:
     for pattern, by in _RULES:
         text = pattern.sub(by, text)
     if not re.search(r"[(\[]|\\\{", text):
-        text = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
+        text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     for pattern, by in _SPACES:
         text = pattern.sub(by, text)
     if text.startswith("{") and _is_bracketed(text):
@@ -209,13 +209,13 @@ def _value(text: str) -> Fraction | None:
     """Read an integer, a decimal, one of these times a power of ten, a fraction or a mixed number; else None."""
     if _NUMBER.fullmatch(text):
         return Fraction(text)
-    if found := _POWER.fullmatch(text):
-        size = Fraction(found[2] or 1) * Fraction(10) ** int(found[3] or found[4])
-        return -size if found[1] else size
-    if not (found := _FRACTION.fullmatch(text)) or not Fraction(found[4]):
+    if power := _POWER.fullmatch(text):
+        size = Fraction(power[2] or 1) * Fraction(10) ** int(power[3] or power[4])
+        return -size if power[1] else size
+    if not (fraction := _FRACTION.fullmatch(text)) or not Fraction(fraction[4]):
         return None
-    size = Fraction(found[2] or 0) + Fraction(found[3]) / Fraction(found[4])
-    return -size if found[1] else size
+    size = Fraction(fraction[2] or 0) + Fraction(fraction[3]) / Fraction(fraction[4])
+    return -size if fraction[1] else size
 
 
 def _is_same_time(one: str, other: str) -> bool:
@@ -254,10 +254,10 @@ def _sort_terms(text: str) -> str:
 def _unordered(one: Sequence[str], other: Sequence[str], depth: int) -> bool:
     left = list(other)
     for item in one:
-        found = next((place for place, its in enumerate(left) if _equal(item, its, depth + 1)), None)
-        if found is None:
+        partner = next((place for place, its in enumerate(left) if _equal(item, its, depth + 1)), None)
+        if partner is None:
             return False
-        left.pop(found)
+        left.pop(partner)
     return not left
 
 
@@ -271,18 +271,18 @@ def _items(text: str, separator: str) -> list[str]:
 
 def _brackets(text: str) -> Sequence[tuple[int, int]]:
     """Return (place, depth after it) for every bracket; brackets of different kinds may close each other."""
-    depth, found = 0, []
+    depth, brackets = 0, []
     for place, char in enumerate(text):
         if char in "([{)]}":
             depth += 1 if char in "([{" else -1
-            found.append((place, depth))
-    return found
+            brackets.append((place, depth))
+    return brackets
 
 
 def _is_bracketed(text: str) -> bool:
     """Whether the text's first bracket is closed by its last character, and not before."""
-    found = _brackets(text)
-    return bool(found) and found[-1] == (len(text) - 1, 0) and all(depth > 0 for _, depth in found[:-1])
+    brackets = _brackets(text)
+    return bool(brackets) and brackets[-1] == (len(text) - 1, 0) and all(depth > 0 for _, depth in brackets[:-1])
 
 
 def _split(text: str, separator: str) -> list[str]:

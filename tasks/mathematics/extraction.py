@@ -38,15 +38,15 @@ def extract_boxed(output: str) -> str | None:
     """Return the content of the last box that is closed and not empty; None if there is none."""
     opened: list[int | None] = []  # for each open brace: where the content of its box begins
     last: tuple[int, int] | None = None
-    for found in _BRACE.finditer(output):
-        if found["bare"]:
-            last = found.span("bare")
-        elif found[0] == "}":
+    for brace in _BRACE.finditer(output):
+        if brace["bare"]:
+            last = brace.span("bare")
+        elif brace[0] == "}":
             start = opened.pop() if opened else None
-            if start is not None and (last is None or start > last[0]) and output[start : found.start()].strip():
-                last = start, found.start()
-        elif found[0].endswith("{") and found[0] != r"\{":
-            opened.append(found.end() if _BOX.fullmatch(found[0]) else None)
+            if start is not None and (last is None or start > last[0]) and output[start : brace.start()].strip():
+                last = start, brace.start()
+        elif brace[0].endswith("{") and brace[0] != r"\{":
+            opened.append(brace.end() if _BOX.fullmatch(brace[0]) else None)
     return output[slice(*last)].strip() if last else None
 
 
@@ -68,8 +68,8 @@ def extract_flexible(output: str) -> str | None:
 
 def extract_first_box(output: str) -> str | None:
     """Return the first box as kvpress reads it; None if there is none."""
-    _, found, rest = output.partition("boxed{")
-    return rest.partition("}")[0] if found else None
+    _, opening, rest = output.partition("boxed{")
+    return rest.partition("}")[0] if opening else None
 
 
 def _find_last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -22,8 +22,8 @@ def make_problems(name: str, integers: bool) -> Iterator[tuple[str, dict[str, An
         rng = random.Random(f"kvbench {name} miniature/{index}")
         paragraphs = make_article(Inventor(f"kvbench {name} miniature/{index}"))["paragraphs"]
         texts = [paragraph["context"] for paragraph in paragraphs]
-        asked = [(own["question"], own["answers"][0]["text"]) for each in paragraphs for own in each["qas"]]
-        (question, value), (_, other) = rng.sample([own for own in asked if own[0].startswith("How many")], 2)
+        asked = [(qa["question"], qa["answers"][0]["text"]) for each in paragraphs for qa in each["qas"]]
+        (question, value), (_, other) = rng.sample([pair for pair in asked if pair[0].startswith("How many")], 2)
         number, answer = int(value.replace(",", "")), ""
         if integers:
             answer = f"{number % 1000:03}"

@@ -74,15 +74,15 @@ def load_problems(name: str, path: str) -> list[dataset_rows.Row]:
     """
     source = SOURCES[name]
     if path == dataset_rows.MINIATURE:
-        found: Iterable[tuple[str, dataset_rows.Row]] = make_problems(name, source.integers)
+        located: Iterable[tuple[str, dataset_rows.Row]] = make_problems(name, source.integers)
     elif path == dataset_rows.HUB:
-        found = dataset_rows.read_hub_rows(SETTING, source.dataset, source.revision, None, source.split)
+        located = dataset_rows.read_hub_rows(SETTING, source.dataset, source.revision, None, source.split)
     else:
-        found = (
+        located = (
             row for file in _find_files(name, Path(path).expanduser()) for row in dataset_rows.read_rows(SETTING, file)
         )
     rows = dataset_rows.check_rows(
-        SETTING, _rename_columns(found, source.integers), {"id": str, "problem": str, "answer": str}, "id"
+        SETTING, _rename_columns(located, source.integers), {"id": str, "problem": str, "answer": str}, "id"
     )
     if path == dataset_rows.HUB and len(rows) != source.problems:
         raise SettingError(f"{SETTING}=hub: {source.dataset} has {len(rows)} problems, expected {source.problems}")
@@ -102,32 +102,32 @@ def _find_files(name: str, path: Path) -> list[Path]:
 
 
 def _rename_columns(
-    found: Iterable[tuple[str, dataset_rows.Row]], integers: bool
+    located: Iterable[tuple[str, dataset_rows.Row]], integers: bool
 ) -> Iterator[tuple[str, dataset_rows.Row]]:
     """Give columns one name each. Missing columns stay missing, and `check_rows` refuses the row."""
-    for where, row in found:
-        own = {name: row[column] for name, columns in NAMES.items() if (column := _find_column(columns, row))}
+    for where, row in located:
+        renamed = {name: row[column] for name, columns in NAMES.items() if (column := _find_column(columns, row))}
         for name in ("problem", "answer"):
-            if isinstance(own.get(name), str) and not own[name].strip():
+            if isinstance(renamed.get(name), str) and not renamed[name].strip():
                 raise SettingError(f"{SETTING}: {where}: {name} is empty")
-        if isinstance(own.get("problem"), str):
-            own.setdefault("id", hashlib.sha256(own["problem"].encode()).hexdigest()[:12])
-        if integers and isinstance(own.get("answer"), str):
-            own["answer"] = DEGREES.sub("", own["answer"])
-            if "." in own["answer"]:  # 070 stays as it is
-                own["answer"] = dataset_rows.parse_whole(own["answer"])
+        if isinstance(renamed.get("problem"), str):
+            renamed.setdefault("id", hashlib.sha256(renamed["problem"].encode()).hexdigest()[:12])
+        if integers and isinstance(renamed.get("answer"), str):
+            renamed["answer"] = DEGREES.sub("", renamed["answer"])
+            if "." in renamed["answer"]:  # 070 stays as it is
+                renamed["answer"] = dataset_rows.parse_whole(renamed["answer"])
         for name in ("id", "answer"):
-            value = own.get(name)
+            value = renamed.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 whole = dataset_rows.parse_whole(value)
-                own[name] = str(whole) if isinstance(whole, int) else value
-        if integers and isinstance(own.get("answer"), str) and not _is_aime_answer(own["answer"]):
+                renamed[name] = str(whole) if isinstance(whole, int) else value
+        if integers and isinstance(renamed.get("answer"), str) and not _is_aime_answer(renamed["answer"]):
             raise SettingError(
-                f"{SETTING}: {where}: answer is {own['answer']!r}, expected a whole number from 0 to 999"
+                f"{SETTING}: {where}: answer is {renamed['answer']!r}, expected a whole number from 0 to 999"
             )
         if not isinstance(row.get("answer_prefix", ""), str):
             raise SettingError(f"{SETTING}: {where}: answer_prefix is not a text")
-        yield where, own | {name: row[name] for name in EXTRA if name in row}
+        yield where, renamed | {name: row[name] for name in EXTRA if name in row}
 
 
 def _find_column(columns: Sequence[str], row: dataset_rows.Row) -> str | None:

@@ -116,15 +116,15 @@ class MathProblems:
             closed: Whether the output closes its thinking.
         """
         reference = sample.answers[0]
-        box, found, first = extract_boxed(output), extract_flexible(output), extract_first_box(output)
+        box, flexible, first = extract_boxed(output), extract_flexible(output), extract_first_box(output)
         right = {"boxed": box is not None and is_same_answer(box, reference)}
         right["flexible"] = (
-            right["boxed"] if box is not None else found is not None and is_same_answer(found, reference)
+            right["boxed"] if box is not None else flexible is not None and is_same_answer(flexible, reference)
         )
         right["exact"], right["first_box"] = box == reference.strip(), first == reference
         extract = self.extract or ("flexible" if self.path == dataset_rows.MINIATURE else "boxed")
-        also = {name: 100.0 * own for name, own in right.items()}
-        answer = box if extract == "boxed" else found
+        also = {name: 100.0 * is_right for name, is_right in right.items()}
+        answer = box if extract == "boxed" else flexible
         return Graded(also[extract], answer or "", also | {"closed": CLOSED in output})
 
     @cached_property

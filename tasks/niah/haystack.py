@@ -44,7 +44,7 @@ class Haystack:
     @cached_property
     def words(self) -> list[tuple[int, int]]:
         """Where each word begins and ends, in characters."""
-        return [found.span() for found in re.finditer(r"\S+", self.text)]
+        return [word.span() for word in re.finditer(r"\S+", self.text)]
 
     @cached_property
     def ends(self) -> list[int]:
@@ -92,9 +92,9 @@ class Passage:
     def tokens(self, words: int) -> int:
         """Count the tokens of the first `words` words. The count is exact if no token spans a blank between words."""
         while len(self.until) <= words:
-            own = self.first + len(self.until) - 1
-            gap = self.haystack.gap(own) if len(self.until) > 1 else ""
-            self.until.append(self.until[-1] + self.count(gap + self.haystack.piece(own, own + 1)))
+            word = self.first + len(self.until) - 1
+            gap = self.haystack.gap(word) if len(self.until) > 1 else ""
+            self.until.append(self.until[-1] + self.count(gap + self.haystack.piece(word, word + 1)))
         return self.until[words]
 
     def words(self, tokens: int) -> int:

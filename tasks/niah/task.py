@@ -114,10 +114,10 @@ class Niah:
 
     def score(self, sample: Sample, output: str) -> Graded:
         """Score the recall of the keywords; also `rouge1` (F of the needle times 10) and whether all are there."""
-        found, asked = set(_stems(output)), set(_stems(" ".join(sample.answers)))
-        recall = 100 * len(asked & found) / len(asked)
+        stems, asked = set(_stems(output)), set(_stems(" ".join(sample.answers)))
+        recall = 100 * len(asked & stems) / len(asked)
         rouge = _scorer().score(sample.meta["needle"], output)["rouge1"].fmeasure
-        return Graded(recall, output.strip(), {"rouge1": 10 * rouge, "all_keywords": asked <= found})
+        return Graded(recall, output.strip(), {"rouge1": 10 * rouge, "all_keywords": asked <= stems})
 
     def _sample(
         self, count: Callable[[str], int], tokenizer: Tokenizer, reserve: int, length: int, depth: float, trial: int
@@ -179,10 +179,10 @@ class Niah:
     def _check_keywords(self) -> None:
         if not _texts(self.keywords) or not self.keywords:
             raise SettingError(f"task.keywords={self.keywords}: a list of words of the needle")
-        own = set(_stems(_named(self.needle)))
+        needle_stems = set(_stems(_named(self.needle)))
         for keyword in self.keywords:
             stems = set(_stems(_named(keyword)))
-            if not stems or not stems <= own:
+            if not stems or not stems <= needle_stems:
                 raise SettingError(
                     f"task.keywords={list(self.keywords)}: words of the needle, which {keyword!r} is not"
                 )

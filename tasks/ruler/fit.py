@@ -61,14 +61,14 @@ def search_size(cost: Callable[[int], int], length: int, room: int, step: int) -
 
 def bisect_units(cost: Callable[[int], int], room: int, step: int, most: int) -> int:
     """Bisect from `step` to `most` (or 2 * step, if that is more); return the last units that fitted, else `step`."""
-    low, high, found = step, max(most, 2 * step), step
+    low, high, fitted = step, max(most, 2 * step), step
     while low <= high:
         middle = (low + high) // 2
         if cost(middle) <= room:
-            found, low = middle, middle + 1
+            fitted, low = middle, middle + 1
         else:
             high = middle - 1
-    return found
+    return fitted
 
 
 def step_down(units: int, step: int, floor: int) -> Iterator[int]:

@@ -29,7 +29,7 @@ RENAMED = {
     **{"vt": "ruler_vt", "cwe": "ruler_cwe", "fwe": "ruler_fwe"},
     **{"qa_1": "ruler_qa_squad", "qa_2": "ruler_qa_hotpot"},
 }  # kvpress's name of a task -> task=ruler's
-PUBLISHED = {RENAMED.get(name, name): name for name in (*(own for own in SUBTASKS if own[:4] == "niah"), *RENAMED)}
+PUBLISHED = {RENAMED.get(name, name): name for name in (*(name for name in SUBTASKS if name[:4] == "niah"), *RENAMED)}
 ROWS, LENGTH = 4, 1024  # of each of the miniature's subtasks; the length that decides parameters of cwe and fwe
 
 
@@ -81,8 +81,8 @@ class RulerKvpress:
     def score(self, sample: Sample, output: str) -> Graded:
         """Score by the share of the references in the output, in qa by whether any is."""
         answer = re.sub(r"[\x00-\x1f]", "", output.strip()).strip()
-        found = [reference.lower() in answer.lower() for reference in sample.answers]
-        share = any(found) if _is_qa(sample.subtask) else sum(found) / len(found)
+        hits = [reference.lower() in answer.lower() for reference in sample.answers]
+        share = any(hits) if _is_qa(sample.subtask) else sum(hits) / len(hits)
         return Graded(100.0 * share, answer)
 
     def reference(self, sample: Sample) -> str:
@@ -94,10 +94,10 @@ class RulerKvpress:
         """The rows of each chosen subtask."""
         chosen = resolve_subtasks("task.subtasks", self.subtasks, SUBTASKS)
         rows = check_rows(find_rows(self.path, self.data_dir))
-        found = {name: [row for row in rows if row["task"] == PUBLISHED[name]] for name in chosen}
-        if missing := [name for name, own in found.items() if not own]:
+        by_subtask = {name: [row for row in rows if row["task"] == PUBLISHED[name]] for name in chosen}
+        if missing := [name for name, of_subtask in by_subtask.items() if not of_subtask]:
             raise SettingError(f"task.path: no rows of {', '.join(PUBLISHED[name] for name in missing)}")
-        return found
+        return by_subtask
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -127,11 +127,11 @@ def find_rows(path: str, data_dir: int) -> Iterator[tuple[str, dataset_rows.Row]
             yield from dataset_rows.read_rows("task.path", file)
 
 
-def check_rows(found: Iterator[tuple[str, dataset_rows.Row]]) -> list[dataset_rows.Row]:
+def check_rows(located: Iterator[tuple[str, dataset_rows.Row]]) -> list[dataset_rows.Row]:
     """Check rows and return them; a SettingError names row and column."""
     limit = "max_new_tokens"
     listed = [
-        (where, {**row, limit: dataset_rows.parse_whole(row[limit])} if limit in row else row) for where, row in found
+        (where, {**row, limit: dataset_rows.parse_whole(row[limit])} if limit in row else row) for where, row in located
     ]
     rows = dataset_rows.check_rows("task.path", listed, COLUMNS)
     for where, row in listed:

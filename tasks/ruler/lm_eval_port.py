@@ -219,7 +219,7 @@ class RulerLmEval:
         count = self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
         for name in self._names():
             self._documents[name] = self._read(name, tokenizer, count)
-            for sample, _ in self._documents[name].found.values():
+            for sample, _ in self._documents[name].by_uid.values():
                 yield sample
 
     def score(self, sample: Sample, output: str) -> Graded:
@@ -256,11 +256,13 @@ class RulerLmEval:
                 )
             config = load_yaml(PACKAGE / "ruler" / f"{port.file or name}.yaml", resolve_func=False)
             grade = getattr(common_utils, config["process_results"].rpartition(".")[2])
-            listed = Dataset.from_list([{**own, "context": find_context(own["input"])} for own in documents])
+            listed = Dataset.from_list(
+                [{**document, "context": find_context(document["input"])} for document in documents]
+            )
             config |= {
                 "task": name,
                 "custom_dataset": lambda **_: {"test": listed},
-                "process_results": lambda own, outputs: {METRIC: grade(own, outputs)[str(self.length)]},
+                "process_results": lambda document, outputs: {METRIC: grade(document, outputs)[str(self.length)]},
                 "metric_list": [{"metric": METRIC, "aggregation": "mean", "higher_is_better": True}],
             }
             task = ConfigurableTask(config=config)
@@ -275,7 +277,7 @@ class RulerLmEval:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the settings alone, because functions of lm-eval's tasks cannot be pickled."""
-        return {own.name: getattr(self, own.name) for own in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def find_context(text: str) -> str:

@@ -122,8 +122,8 @@ class NiahFamily(Family):
         """Return each needle's depth in per cent of the haystack and, for an essay, how its sentences were found."""
         essay = self.haystack == "essay"
         depths = draws["places"] if essay else [round(100 * p / draws["units"]) for p in draws["places"]]
-        own = {"haystack": texts.haystack if essay else "none", "depths": depths}
-        return own | {"sentences": texts.sentences.partition(":")[0]} if essay else own
+        described = {"haystack": texts.haystack if essay else "none", "depths": depths}
+        return described | {"sentences": texts.sentences.partition(":")[0]} if essay else described
 
 
 NIAH = (

@@ -27,15 +27,15 @@ class QuestionFamily(Family):
         chosen = self._set(texts)
         number = fixed.get("index", rng.randrange(len(chosen.questions))) % len(chosen.questions)
         question, every = chosen.questions[number], len(chosen.documents)
-        own, related = list(question.documents), list(question.related)
+        needed, related = list(question.documents), list(question.related)
         if units >= every:
             order = [i % every for i in range(units)]
-        elif units - len(own) <= len(related):
-            order = own + rng.sample(related, units - len(own))
+        elif units - len(needed) <= len(related):
+            order = needed + rng.sample(related, units - len(needed))
         else:
-            known = {*own, *related}
+            known = {*needed, *related}
             drawn = rng.sample(range(every), units)  # at most len(known) of these are left out
-            order = own + related + [i for i in drawn if i not in known][: units - len(own) - len(related)]
+            order = needed + related + [i for i in drawn if i not in known][: units - len(needed) - len(related)]
         rng.shuffle(order)
         return {"question": number, "documents": order}
 

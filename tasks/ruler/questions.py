@@ -64,13 +64,13 @@ def load_questions(path: str | None) -> tuple[QuestionSet, QuestionSet, str]:
         squad, hotpot = _parse_squad(synthetic_qa.make_squad()), _parse_hotpot(synthetic_qa.make_hotpot())
         return _shuffle(squad), _shuffle(hotpot), "generated"
     if path == "hub":
-        found = [download_file("task.qa_path", url) for url in (SQUAD, HOTPOT)]
+        sources = [download_file("task.qa_path", url) for url in (SQUAD, HOTPOT)]
     else:
-        found = [_find_one(path, names) for names in (SQUAD_FILES, HOTPOT_FILES)]
-    raw = [read_source("task.qa_path", path, file) for file in found]
+        sources = [_find_one(path, names) for names in (SQUAD_FILES, HOTPOT_FILES)]
+    raw = [read_source("task.qa_path", path, file) for file in sources]
     parsers: tuple[Callable[[Any], QuestionSet], ...] = (_parse_squad, _parse_hotpot)
     sets = []
-    for file, content, parse in zip(found, raw, parsers, strict=True):
+    for file, content, parse in zip(sources, raw, parsers, strict=True):
         try:
             sets.append(parse(json.loads(content)))
         except (ValueError, TypeError, KeyError) as error:
@@ -86,11 +86,11 @@ def _parse_squad(data: dict) -> QuestionSet:
     number = {document: i for i, document in enumerate(documents)}
     questions = []
     for article in data["data"]:
-        all_own = [number[p["context"]] for p in article["paragraphs"]]
-        for own, paragraph in zip(all_own, article["paragraphs"], strict=True):
-            related = tuple(i for i in all_own if i != own)
+        positions = [number[p["context"]] for p in article["paragraphs"]]
+        for position, paragraph in zip(positions, article["paragraphs"], strict=True):
+            related = tuple(i for i in positions if i != position)
             questions += [
-                Question(q["question"], tuple(a["text"] for a in q["answers"]), (own,), related)
+                Question(q["question"], tuple(a["text"] for a in q["answers"]), (position,), related)
                 for q in paragraph["qas"]
                 if not q["is_impossible"]
             ]
@@ -100,13 +100,13 @@ def _parse_squad(data: dict) -> QuestionSet:
 def _parse_hotpot(data: list) -> QuestionSet:
     """Parse as upstream's read_hotpotqa: a question's ten documents, gold and distractors, are in every prompt."""
     pages = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
-    documents = sorted({page for own in pages for page in own})
+    documents = sorted({page for entry_pages in pages for page in entry_pages})
     number = {document: i for i, document in enumerate(documents)}
     return QuestionSet(
         tuple(documents),
         tuple(
-            Question(entry["question"], (entry["answer"],), tuple(number[page] for page in own))
-            for entry, own in zip(data, pages, strict=True)
+            Question(entry["question"], (entry["answer"],), tuple(number[page] for page in entry_pages))
+            for entry, entry_pages in zip(data, pages, strict=True)
         ),
     )
 

@@ -137,7 +137,7 @@ class Ruler:
         sources = sorted([*folder.glob("*.py"), *map((folder.parent / "common").joinpath, GENERATORS)])
         made_of = (self.fingerprint(), hash_tokenizer(tokenizer), *(file.read_text("utf-8") for file in sources))
         chat = bool(getattr(tokenizer, "chat_template", None))
-        needs, found = {}, []
+        needs, makers = {}, []
         for family in map(_find_family, self._chosen()):
             reserved = template_tokens * (family.turns if chat else 1)
             key = hash_parts(family.name, str(self.length), self.fit, str(self.seed), str(reserved), *made_of)
@@ -146,16 +146,16 @@ class Ruler:
             # What is in the cache fits. Upstream's sizes come from a long search, so one sample stands for the others.
             tried = 0 if path and path.is_file() else 1 if self.fit == UPSTREAM else count
             needs[family.name] = max(map_in_threads(least, range(tried)), default=0) + reserved + family.new_tokens
-            found.append((family.name, path, make))
+            makers.append((family.name, path, make))
         require_length("task.length", self.length, self.length, needs, self._why)
-        for name, path, make in found:
+        for name, path, make in makers:
             yield from read_or_make(path, f"{name}/{self.length}", count, make)
 
     def score(self, sample: Sample, output: str) -> Graded:
         """Score by string_match_all, the share of the references in the output, or string_match_part, any of them."""
         answer = re.sub(r"[\x00-\x1f]", "\n", output.strip()).strip()
-        found = [reference.lower() in answer.lower() for reference in sample.answers]
-        share = any(found) if _find_family(sample.subtask).any_answer else sum(found) / len(found)
+        hits = [reference.lower() in answer.lower() for reference in sample.answers]
+        share = any(hits) if _find_family(sample.subtask).any_answer else sum(hits) / len(hits)
         return Graded(100.0 * share, answer)
 
     def reference(self, sample: Sample) -> str:
@@ -234,8 +234,8 @@ class Ruler:
             def cost(units: int) -> int:
                 if units > family.most(texts):
                     return self.length + 1
-                own = rng if family.redraws else self._generator(family, "fit")
-                draws = family.draw(units, own, texts, self.length, index=0, **fixed)
+                generator = rng if family.redraws else self._generator(family, "fit")
+                draws = family.draw(units, generator, texts, self.length, index=0, **fixed)
                 return reserved + tokens(family.sized(draws, texts))
 
             return family.size(cost, self.length, self.length - family.new_tokens - shown), fixed
@@ -245,8 +245,8 @@ class Ruler:
             (first, fixed), step, shortest = chosen(), family.increment(self.length), sys.maxsize
             rng = self._generator(family, index)
             for units in step_down(first, step, family.floor(texts, index)):
-                own = rng if family.redraws else self._generator(family, index)
-                draws = family.draw(units, own, texts, self.length, index=index, **fixed)
+                generator = rng if family.redraws else self._generator(family, index)
+                draws = family.draw(units, generator, texts, self.length, index=index, **fixed)
                 shortest = min(shortest, tokens(family.render(draws, texts).prompt))
                 if shortest <= room:
                     break

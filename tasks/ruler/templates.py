@@ -91,16 +91,16 @@ def load_wordings() -> Wordings:
     Raises:
         SettingError: The installed lm-eval has other strings than the tested one.
     """
-    found = read_strings("task=ruler", "ruler", _read_files, LM_EVAL_STRINGS)
+    strings = read_strings("task=ruler", "ruler", _read_files, LM_EVAL_STRINGS)
     return Wordings(
-        niah=Wording(found["niah"], " " + found["niah_prefix"]),
-        vt=Wording(found["vt"], found["vt_prefix"].replace("assgined", "assigned")),
-        cwe=Wording(found["cwe"], found["cwe_prefix"]),
-        fwe=Wording(found["fwe"], found["fwe_prefix"]),
-        qa=Wording(found["qa"], " " + found["qa_prefix"]),
-        needle=found["needle"],
-        noise=found["noise"],
-        document=found["document"],
+        niah=Wording(strings["niah"], " " + strings["niah_prefix"]),
+        vt=Wording(strings["vt"], strings["vt_prefix"].replace("assgined", "assigned")),
+        cwe=Wording(strings["cwe"], strings["cwe_prefix"]),
+        fwe=Wording(strings["fwe"], strings["fwe_prefix"]),
+        qa=Wording(strings["qa"], " " + strings["qa_prefix"]),
+        needle=strings["needle"],
+        noise=strings["noise"],
+        document=strings["document"],
     )
 
 

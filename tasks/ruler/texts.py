@@ -60,9 +60,9 @@ class RulerTexts:
         if self.sentences == "regex":
             closed = [i for i, word in enumerate(self.words[:-1], 1) if ends_sentence(word)]
             return self.words, list(range(len(self.words) + 1)), [*closed, len(self.words)]
-        found = load_punkt()
-        assert found is not None  # `sentences` says that Punkt was there
-        split, _ = found
+        punkt = load_punkt()
+        assert punkt is not None  # `sentences` says that Punkt was there
+        split, _ = punkt
         ends = iter(split(" ".join([*self.words, self.words[0]])))  # the essay may be repeated
         pieces: list[str] = []
         before, closed, place, end = [0], [], 0, next(ends)
@@ -96,8 +96,8 @@ class RulerTexts:
     @cached_property
     def fingerprint(self) -> str:
         """Hash all texts."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return hashlib.sha256(json.dumps(own, default=asdict).encode()).hexdigest()
+        texts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return hashlib.sha256(json.dumps(texts, default=asdict).encode()).hexdigest()
 
 
 @cache
@@ -118,8 +118,8 @@ def load_texts(haystack_path: str | None = None, qa_path: str | None = None) -> 
     squad, hotpot, qa = load_questions(qa_path)
     pool = tuple(sorted({*nouns, *adjectives, *verbs}))
     # The regular expression finds all sentences of generated prose. Its prompts are thus the same on every machine.
-    found = None if haystack_path is None else load_punkt()
-    sentences = f"punkt:{found[1]}" if found else "regex"
+    punkt = None if haystack_path is None else load_punkt()
+    sentences = f"punkt:{punkt[1]}" if punkt else "regex"
     return RulerTexts(nouns, adjectives, pool, tuple(words), squad, hotpot, haystack, qa, sentences)
 
 

@@ -28,8 +28,8 @@ def contains_label(output: str, answers: tuple[str, ...]) -> Graded:
 
 def share_found(output: str, answers: tuple[str, ...]) -> Graded:
     """Score vt: the share of the references that the output contains in any case, rounded to two decimals."""
-    found = sum(reference.lower() in output.lower() for reference in answers)
-    return _grade(round(found / len(answers), 2), output)
+    hits = sum(reference.lower() in output.lower() for reference in answers)
+    return _grade(round(hits / len(answers), 2), output)
 
 
 def contains_any(output: str, answers: tuple[str, ...]) -> Graded:
@@ -84,18 +84,18 @@ def choice_score(output: str, answers: tuple[str, ...]) -> Graded:
 def first_number(output: str, answers: tuple[str, ...]) -> Graded:
     """Score mf: whether the output's first number is the label. Its decimals do not count if the label is whole."""
     [label] = answers
-    found = NUMBER.search(output)
-    if found is None:
+    number = NUMBER.search(output)
+    if number is None:
         return _grade(False, "")
-    value = float(found[0])
+    value = float(number[0])
     right = int(value) == int(label) if label.lstrip("-").isdigit() else value == float(label)
-    return _grade(right, found[0])
+    return _grade(right, number[0])
 
 
 def first_digits(output: str, answers: tuple[str, ...]) -> Graded:
     """Score needles: whether the output's first digits are the label."""
-    found = re.search("[0-9]+", output)
-    digits = found[0] if found else ""
+    match = re.search("[0-9]+", output)
+    digits = match[0] if match else ""
     return _grade(digits == answers[0], digits)
 
 

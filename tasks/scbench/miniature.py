@@ -57,7 +57,7 @@ def _kv(rng: random.Random, turns: int, pairs: int = 16) -> dict[str, Any]:
 def _prefix_suffix(rng: random.Random, turns: int, count: int = 16) -> dict[str, Any]:
     lines = [f"{rng.getrandbits(96):024x}" for _ in range(count)]
     asked = [
-        (f"Which line begins with {own[:6]} and ends in {own[-6:]}? Line:", own) for own in rng.sample(lines, turns)
+        (f"Which line begins with {line[:6]} and ends in {line[-6:]}? Line:", line) for line in rng.sample(lines, turns)
     ]
     return _row("\n".join(lines), asked)
 
@@ -65,14 +65,14 @@ def _prefix_suffix(rng: random.Random, turns: int, count: int = 16) -> dict[str,
 def _vt(rng: random.Random, turns: int, noise: int = 4) -> dict[str, Any]:
     chains = [draw_chain(5, HOPS + 1, rng) for _ in range(turns)]
     lines = [load_wordings().noise] * noise
-    for own in chains:
-        lines += [f"VAR {own['names'][0]} = {own['value']}"]
-        lines += [f"VAR {new} = VAR {old} " for old, new in zip(own["names"], own["names"][1:], strict=False)]
+    for chain in chains:
+        lines += [f"VAR {chain['names'][0]} = {chain['value']}"]
+        lines += [f"VAR {new} = VAR {old} " for old, new in zip(chain["names"], chain["names"][1:], strict=False)]
         lines += [load_wordings().noise] * noise
     form, asked = load_wordings().vt, []
-    for own in chains:
-        slots = {"query": own["value"], "num_v": len(own["names"])}
-        asked.append((form.render("", (), **slots).question.lstrip() + form.prefix.format(**slots), own["names"]))
+    for chain in chains:
+        slots = {"query": chain["value"], "num_v": len(chain["names"])}
+        asked.append((form.render("", (), **slots).question.lstrip() + form.prefix.format(**slots), chain["names"]))
     return _row(form.render("\n".join(lines), (), query=chains[0]["value"], num_v=HOPS + 1).context, asked)
 
 

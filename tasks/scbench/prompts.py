@@ -140,7 +140,7 @@ def load_forms() -> tuple[TaskForm, ...]:
 def hash_prompts() -> str:
     """Hash every prompt string and token limit, and the punctuation of the Chinese metric."""
     plain = [
-        [form.name, asdict(form.wording), [[task, own.new_tokens] for task, own in form.metrics.items()]]
+        [form.name, asdict(form.wording), [[task, metric.new_tokens] for task, metric in form.metrics.items()]]
         for form in load_forms()
     ]
     return hashlib.sha256(json.dumps([plain, metrics.chinese_punctuation()]).encode()).hexdigest()[:16]
@@ -156,10 +156,10 @@ def _read_files(folder: Path) -> dict[str, str]:
 
 def _find_description(text: str) -> str:
     """Find the `description` in the text of a task's YAML file."""
-    found = re.search(r"^description: (\".*\")$", text, re.MULTILINE)
-    if found is None:
+    description = re.search(r"^description: (\".*\")$", text, re.MULTILINE)
+    if description is None:
         raise LookupError("no description of infinitebench_kv_retrieval")
-    return json.loads(found[1])
+    return json.loads(description[1])
 
 
 def _find_book_heading(utils: ast.Module) -> str:

@@ -78,12 +78,12 @@ def load_rows(path: str, form: TaskForm) -> tuple[list[Row], list[Session]]:
         SettingError: Rows are missing or wrong. The message names the file, the line and the column.
     """
     if path == MINIATURE:
-        found: Iterable[tuple[str, Row]] = ((f"{form.name} row {i}", row) for i, row in enumerate(make_rows(form.name)))
+        rows: Iterable[tuple[str, Row]] = ((f"{form.name} row {i}", row) for i, row in enumerate(make_rows(form.name)))
     elif path == HUB:
-        found = read_hub_rows(SETTING, DATASET, REVISION, form.name, "test")
+        rows = read_hub_rows(SETTING, DATASET, REVISION, form.name, "test")
     else:
-        found = read_rows(SETTING, find_file(SETTING, Path(path).expanduser(), list_files(form.name)))
-    located = [(where, unwrap_answers(row, form)) for where, row in found]
+        rows = read_rows(SETTING, find_file(SETTING, Path(path).expanduser(), list_files(form.name)))
+    located = [(where, unwrap_answers(row, form)) for where, row in rows]
     columns: Columns = {"context": list if form.numbers else str, "multi_turns": list}
     plain = check_rows(SETTING, located, columns, what=f"rows of {form.name}")
     seen: dict[str, str] = {}
@@ -122,24 +122,24 @@ def parse_session(where: str, row: Row, form: TaskForm) -> Session:
 def _parse_turn(where: str, turn: Any, form: TaskForm) -> Turn:
     if not isinstance(turn, dict):
         raise SettingError(f"{SETTING}: {where} is {type(turn).__name__}, expected an object with input and answer")
-    [own] = check_rows(SETTING, [(where, turn)], {"input": str, "answer": form.answer, **_more(form)})
-    answer, slots, task = own["answer"], {"input": own["input"]}, None
+    [checked] = check_rows(SETTING, [(where, turn)], {"input": str, "answer": form.answer, **_more(form)})
+    answer, slots, task = checked["answer"], {"input": checked["input"]}, None
     answers = check_texts(SETTING, where, "answer", answer) if isinstance(answer, list) else (str(answer),)
     if "" in answers:
         raise SettingError(f"{SETTING}: {where}: answer is empty")
     if form.choices:
-        options = check_texts(SETTING, where, "options", own["options"])
+        options = check_texts(SETTING, where, "options", checked["options"])
         if len(options) != 4 or answer not in options:
             raise SettingError(f"{SETTING}: {where}: options are not four with the answer among them")
         slots |= dict(zip("ABCD", options, strict=True))
         answers = (answer, "ABCD"[options.index(answer)])
     if form.numbers:
-        asked = ASKED.search(own["input"])
+        asked = ASKED.search(checked["input"])
         if asked is None:
             raise SettingError(f"{SETTING}: {where}: input has no `The ... is`")
         slots["prefix"] = f"What is {asked[0].lower()[:-3]}?"
     if len(form.metrics) > 1:
-        task = own["task"]
+        task = checked["task"]
         if task not in form.metrics:
             raise SettingError(f"{SETTING}: {where}: task is {task!r}, expected {' or '.join(map(str, form.metrics))}")
     return Turn(slots, answers, str(answer), task)

@@ -88,14 +88,16 @@ class SCBench:
                 for index, turn in enumerate(session.turns):
                     counts, name = tasks.setdefault(form.name, {}), self._subtask(form, turn, index)
                     counts[name] = counts.get(name, 0) + 1
-        means = {name: dict.fromkeys(rows, 1 / len(rows)) for name, rows in tasks.items()}
-        found = {"mean of tasks": _mean(list(means.values()))}
-        if set(DELTAKV) <= set(means):
-            found["DeltaKV's four"] = _mean([means[name] for name in DELTAKV])
+        by_task = {name: dict.fromkeys(rows, 1 / len(rows)) for name, rows in tasks.items()}
+        means = {"mean of tasks": _mean(list(by_task.values()))}
+        if set(DELTAKV) <= set(by_task):
+            means["DeltaKV's four"] = _mean([by_task[name] for name in DELTAKV])
             chosen = [tasks[name] for name in DELTAKV]
-            by_samples = [{row: count / sum(own.values()) for row, count in own.items()} for own in chosen]
-            found["DeltaKV's four, by samples"] = _mean(by_samples)
-        return found | {name: rows for name, rows in means.items() if len(rows) > 1}
+            by_samples = [
+                {row: count / sum(task_counts.values()) for row, count in task_counts.items()} for task_counts in chosen
+            ]
+            means["DeltaKV's four, by samples"] = _mean(by_samples)
+        return means | {name: rows for name, rows in by_task.items() if len(rows) > 1}
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
         """Yield the samples task by task, row by row and turn by turn."""
@@ -119,13 +121,15 @@ class SCBench:
     @cached_property
     def _loaded(self) -> list[tuple[TaskForm, list[data.Row], list[data.Session]]]:
         """Each chosen task with all its rows and the sessions that are asked."""
-        found, chosen = [], select_subtasks(self.subtasks, self.path, NAMES)
+        loaded, chosen = [], select_subtasks(self.subtasks, self.path, NAMES)
         for form in load_forms():
             if form.name in chosen:
                 rows, sessions = data.load_rows(self.path, form)
-                cut = [data.Session(own.context, own.turns[: self.max_turns]) for own in sessions[: self.limit]]
-                found.append((form, rows, cut))
-        return found
+                cut = [
+                    data.Session(session.context, session.turns[: self.max_turns]) for session in sessions[: self.limit]
+                ]
+                loaded.append((form, rows, cut))
+        return loaded
 
     def _subtask(self, form: TaskForm, turn: data.Turn, index: int) -> str:
         part = [PARTS[turn.task]] if turn.task else []
@@ -133,8 +137,8 @@ class SCBench:
 
     def _turns(self, row: str, form: TaskForm, session: data.Session, chat: bool, tokenizer: Tokenizer) -> list[dict]:
         """Return the fields of each sample of a row, without the context."""
-        wording, found = form.wording, []
-        own, conversing = self.answers == "own", self.mode == "multi_turn"
+        wording, samples = form.wording, []
+        from_model, conversing = self.answers == "own", self.mode == "multi_turn"
         for index, turn in enumerate(session.turns):
             prefilled = ""
             if not conversing:
@@ -142,12 +146,12 @@ class SCBench:
             elif index == 0:
                 question = "\n\n" + wording.asked.format(**turn.slots)
             else:
-                as_first = form.choices and (chat or own)
+                as_first = form.choices and (chat or from_model)
                 question = (wording.asked if as_first else wording.later or wording.asked).format(**turn.slots)
                 prefilled = wording.prefilled if chat else ""
                 if not chat:
-                    question = ((tokenizer.eos_token or "\n\n") if own else "\n\n") + question
-            found.append(
+                    question = ((tokenizer.eos_token or "\n\n") if from_model else "\n\n") + question
+            samples.append(
                 {
                     "uid": f"{row}/turn{index + 1}",
                     "subtask": self._subtask(form, turn, index),
@@ -158,10 +162,10 @@ class SCBench:
                     "group": row,
                     "meta": {"data": name_source(self.path), "task": turn.task, "turn": index + 1},
                     "conversation": row if conversing else "",
-                    "said": turn.golden if conversing and not own else None,
+                    "said": turn.golden if conversing and not from_model else None,
                 }
             )
-        return found
+        return samples
 
     def _fit(
         self, form: TaskForm, session: data.Session, turns: list[dict], tokenizer: Tokenizer, template: int, most: int
@@ -200,4 +204,4 @@ class SCBench:
 
 def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
     """Return the mean of several averages."""
-    return {name: weight / len(rows) for own in rows for name, weight in own.items()}
+    return {name: weight / len(rows) for average in rows for name, weight in average.items()}

@@ -31,7 +31,7 @@ def _documents(subtask: str, units: int) -> Dataset:
     made = []
     for index in range(COUNT):
         drawn = draw_sample(subtask, units, random.Random(f"miniature/{subtask}/{index}"), texts, LENGTH, index=index)
-        own = render_sample(subtask, drawn, texts)
-        made.append({"context": own.context, "question": own.question, "answer_prefix": own.answer_prefix,
-                     "answers": list(own.answers)})  # fmt: skip
+        prompt = render_sample(subtask, drawn, texts)
+        made.append({"context": prompt.context, "question": prompt.question, "answer_prefix": prompt.answer_prefix,
+                     "answers": list(prompt.answers)})  # fmt: skip
     return Dataset.from_list(made)
