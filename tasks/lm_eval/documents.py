@@ -6,11 +6,11 @@ lm-eval builds the prompt (`fewshot_context`), the generation settings (`constru
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.tasks.lm_eval.loader import OTHER_SEED, check_output, explain_errors, seed_generators, silence_output
@@ -18,6 +18,52 @@ from kvbench.validation import SettingError, require_choice, require_int
 
 MOST_TOKENS = 256  # lm-eval's default of max_gen_toks (lm_eval/defaults.py)
 FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
+
+
+class MetricFilter(Protocol):
+    """A filter of lm-eval: what is done to an output before the metrics of the filter's name."""
+
+    name: str
+
+
+class LmEvalTask(Protocol):
+    """The part of lm-eval's Task that is used. lm-eval itself is imported late, because that takes seconds."""
+
+    OUTPUT_TYPE: str | None
+    eval_docs: Iterable[object]
+    task_name: str
+    _instances: Sequence[object]
+    _filters: Sequence[MetricFilter]
+
+    def get_config(self, key: str) -> Any: ...
+
+    def set_config(self, key: str, value: object) -> None: ...
+
+    def set_fewshot_seed(self, seed: int) -> None: ...
+
+    def doc_to_prefix(self, doc: object) -> str | None: ...
+
+    def doc_to_target(self, doc: object) -> object: ...
+
+    def fewshot_context(
+        self,
+        doc: object,
+        num_fewshot: int,
+        *,
+        apply_chat_template: bool = ...,
+        chat_template: Callable[..., str] | None = ...,
+        gen_prefix: str | None = ...,
+    ) -> object: ...
+
+    def construct_requests(self, doc: object, ctx: str, *, metadata: tuple[str, int, int]) -> Any: ...
+
+    def apply_filters(self) -> object: ...
+
+    def process_results(self, doc: object, results: list[object]) -> Mapping[str, object]: ...
+
+    def aggregation(self) -> Mapping[str, Callable[..., float]]: ...
+
+    def higher_is_better(self) -> Mapping[str, bool]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +110,7 @@ class Documents:
     """
 
     name: str
-    task: Any
+    task: LmEvalTask
     best: float
     metric: str
     by_uid: Mapping[str, tuple[Sample, Any]]
@@ -103,7 +149,7 @@ class Documents:
 
 
 def read_documents(
-    name: str, task: Any, wishes: DocumentSettings, meta: Mapping[str, Any], prefix: str | None = None
+    name: str, task: LmEvalTask, wishes: DocumentSettings, meta: Mapping[str, Any], prefix: str | None = None
 ) -> Documents:
     """Read a task's documents.
 
@@ -139,7 +185,7 @@ def read_documents(
 
 
 def _sample(
-    name: str, task: Any, index: int, document: Any, wishes: DocumentSettings, meta: Mapping[str, Any]
+    name: str, task: LmEvalTask, index: int, document: object, wishes: DocumentSettings, meta: Mapping[str, Any]
 ) -> tuple[Sample, Any]:
     setting = f"task.tasks={name}"
     text, prefix = _build_prompt(task, document, wishes.apply_chat_template)
@@ -200,7 +246,7 @@ def read_generation_settings(
     return {"max_new_tokens": settings["max_gen_toks"], "until": tuple(end for end in settings["until"] if end)}
 
 
-def _build_prompt(task: Any, document: Any, chat: bool) -> tuple[str, str]:
+def _build_prompt(task: LmEvalTask, document: object, chat: bool) -> tuple[str, str]:
     """Build the prompt and the answer prefix.
 
     With a chat template, the prompt is the text that lm-eval gives to the template. A description, which lm-eval makes
@@ -224,7 +270,7 @@ def _build_prompt(task: Any, document: Any, chat: bool) -> tuple[str, str]:
     return "".join(turn["content"] for turn in messages if turn["role"] != "assistant"), prefix
 
 
-def _find_context_end(text: str, document: Any, column: str) -> int | None:
+def _find_context_end(text: str, document: object, column: str) -> int | None:
     """Find where the document's context ends in its prompt. It may stand behind few-shot examples."""
     value = document.get(column) if isinstance(document, Mapping) else None
     if not isinstance(value, str) or not value.strip():
@@ -233,7 +279,7 @@ def _find_context_end(text: str, document: Any, column: str) -> int | None:
     return None if place < 0 else place + len(value)
 
 
-def _choose_metric(setting: str, task: Any, wanted: str | None) -> str:
+def _choose_metric(setting: str, task: LmEvalTask, wanted: str | None) -> str:
     """Choose the metric that is the score: the wanted one, else the task's first."""
     higher = task.higher_is_better()
     names = [
@@ -250,7 +296,7 @@ def _choose_metric(setting: str, task: Any, wanted: str | None) -> str:
     return wanted or names[0]
 
 
-def _list_mean_metrics(task: Any) -> list[str]:
+def _list_mean_metrics(task: LmEvalTask) -> list[str]:
     """List the metrics that are means over documents; other metrics do not score a single document."""
     from lm_eval.api.metrics import mean
 

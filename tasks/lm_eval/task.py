@@ -99,9 +99,18 @@ class LmEval:
     @cached_property
     def _documents(self) -> dict[str, Documents]:
         wishes = DocumentSettings(
-            self.num_fewshot, self.gen_kwargs, self.apply_chat_template, self.context, self.question == "hidden",
-            self.metric, self.best, self.temperature, self.top_p, self.seed, self.limit,
-        )  # fmt: skip
+            self.num_fewshot,
+            self.gen_kwargs,
+            self.apply_chat_template,
+            self.context,
+            self.question == "hidden",
+            self.metric,
+            self.best,
+            self.temperature,
+            self.top_p,
+            self.seed,
+            self.limit,
+        )
         documents = {}
         for name, (path, folder) in self._places.items():
             task = load_task(name, path, folder, self.metadata or {}, self.seed)

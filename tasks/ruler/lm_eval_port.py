@@ -56,39 +56,56 @@ class PortedSubtask:
 
     file: str
     module: str
-    make: Callable[[ModuleType, Any, int, int], list[dict]]
-    least: Callable[[ModuleType, Any, int], int] | None = None
+    make: Callable[[ModuleType, Tokenizer, int, int], list[dict]]
+    least: Callable[[ModuleType, Tokenizer, int], int] | None = None
     needs: str = ""
     fetch: Callable[[], None] = lambda: None
     data: Callable[[ModuleType], Any] = lambda _: None
 
 
 def _niah(haystack: str, keys: str, values: str, **more: int) -> PortedSubtask:
-    def make(niah: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
+    def make(niah: ModuleType, tokenizer: Tokenizer, length: int, count: int) -> list[dict]:
         return niah.generate_samples(
-            niah.get_haystack(type_haystack=haystack), max_seq_length=length, template=niah.TEMPLATE,
-            type_haystack=haystack, type_needle_k=keys, type_needle_v=values, num_samples=count, TOKENIZER=tokenizer,
+            niah.get_haystack(type_haystack=haystack),
+            max_seq_length=length,
+            template=niah.TEMPLATE,
+            type_haystack=haystack,
+            type_needle_k=keys,
+            type_needle_v=values,
+            num_samples=count,
+            TOKENIZER=tokenizer,
             **more,
-        )  # fmt: skip
+        )
 
-    def least(niah: ModuleType, tokenizer: Any, length: int) -> int:
+    def least(niah: ModuleType, tokenizer: Tokenizer, length: int) -> int:
         from lm_eval.tasks.ruler.prepare_niah import generate_input_output  # downloads unless `_module` imported it
 
         queries, per_key = more.get("num_needle_q", 1), more.get("num_needle_v", 1)
         keyed = max(more.get("num_needle_k", 1), queries)
         text, *_ = generate_input_output(
-            keyed * per_key, niah.get_haystack(type_haystack=haystack), type_haystack=haystack, num_needle_k=keyed,
-            type_needle_k=keys, num_needle_v=per_key, type_needle_v=values, template=niah.TEMPLATE,
+            keyed * per_key,
+            niah.get_haystack(type_haystack=haystack),
+            type_haystack=haystack,
+            num_needle_k=keyed,
+            type_needle_k=keys,
+            num_needle_v=per_key,
+            type_needle_v=values,
+            template=niah.TEMPLATE,
             num_needle_q=queries,
-        )  # fmt: skip
+        )
         return _tokens(tokenizer, text) + 128 + MARGIN
 
     if haystack != "essay":
         return PortedSubtask("", "niah_utils", make, least)
     return PortedSubtask(
-        "", "niah_utils", make, least, needs=f"{ESSAYS} and nltk's punkt_tab", fetch=_fetch_essays,
+        "",
+        "niah_utils",
+        make,
+        least,
+        needs=f"{ESSAYS} and nltk's punkt_tab",
+        fetch=_fetch_essays,
         data=lambda niah: niah.get_haystack(type_haystack="essay"),
-    )  # fmt: skip
+    )
 
 
 def _fetch_essays() -> None:
@@ -104,46 +121,46 @@ def _fetch_essays() -> None:
         nltk.download("punkt_tab", quiet=True, raise_on_error=True)
 
 
-def _vt(vt: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
+def _vt(vt: ModuleType, tokenizer: Tokenizer, length: int, count: int) -> list[dict]:
     example = vt.sys_vartrack_w_noise_random(tokenizer=tokenizer, num_samples=1, max_seq_length=500, incremental=5)[0]
     return vt.sys_vartrack_w_noise_random(
         tokenizer=tokenizer, num_samples=count, max_seq_length=length, icl_example=example
     )
 
 
-def _vt_least(vt: ModuleType, tokenizer: Any, length: int) -> int:
+def _vt_least(vt: ModuleType, tokenizer: Tokenizer, length: int) -> int:
     if _tokens(tokenizer, vt.generate_input_output(5, 1, 4, is_icl=True)[0]) + 30 + MARGIN > 500:
         raise SettingError("task.subtasks=ruler_vt: with this tokenizer lm-eval's example never fits its 500 tokens")
     return _tokens(tokenizer, vt.generate_input_output(10, 1, 4)[0]) + 30 + 500 + MARGIN
 
 
-def _cwe(cwe: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
+def _cwe(cwe: ModuleType, tokenizer: Tokenizer, length: int, count: int) -> list[dict]:
     return cwe.sys_word_pair_random(num_samples=count, max_seq_length=length, tokenizer=tokenizer)
 
 
-def _cwe_least(cwe: ModuleType, tokenizer: Any, length: int) -> int:
+def _cwe_least(cwe: ModuleType, tokenizer: Tokenizer, length: int) -> int:
     example, text, _ = cwe.generate_input_output(10, length)
     return _tokens(tokenizer, example + text) + 120 + 2 * MARGIN
 
 
-def _fwe(fwe: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
+def _fwe(fwe: ModuleType, tokenizer: Tokenizer, length: int, count: int) -> list[dict]:
     return fwe.sys_kwext(tokenizer=tokenizer, max_seq_length=length, num_samples=count)
 
 
-def _fwe_least(fwe: ModuleType, tokenizer: Any, length: int) -> int:
+def _fwe_least(fwe: ModuleType, tokenizer: Tokenizer, length: int) -> int:
     return max(250, _tokens(tokenizer, fwe.TEMPLATE + " abcdef" * 40))  # 5 coded words, the fourth of them once
 
 
 def _qa(reader: str) -> Callable[..., list[dict]]:
-    def make(qa: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
+    def make(qa: ModuleType, tokenizer: Tokenizer, length: int, count: int) -> list[dict]:
         questions, documents = getattr(qa, reader)()
         return qa.generate_samples(tokenizer, documents, questions, max_seq_length=length, num_samples=count)
 
     return make
 
 
-def _tokens(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text).input_ids)
+def _tokens(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text))
 
 
 MARGIN = 32  # tokens by which two draws of the same size may differ
@@ -228,7 +245,7 @@ class RulerLmEval:
     def _names(self) -> list[str]:
         return resolve_subtasks("task.subtasks", self.subtasks, tuple(PORTS), {"offline": OFFLINE})
 
-    def _check_length(self, tokenizer: Any) -> None:
+    def _check_length(self, tokenizer: Tokenizer) -> None:
         """Raise a SettingError that names all subtasks that do not fit into the length, and those that do."""
         needs = {}
         for name in self._names():
@@ -239,7 +256,7 @@ class RulerLmEval:
                 needs[name] = least(_module(port.module), tokenizer, self.length)
         require_length("task.length", self.length, self.length, needs, "with this tokenizer")
 
-    def _read(self, name: str, tokenizer: Any, count: int) -> Documents:
+    def _read(self, name: str, tokenizer: Tokenizer, count: int) -> Documents:
         """Load lm-eval's task of a subtask, over documents that its module makes for the tokenizer."""
         from datasets import Dataset
         from lm_eval.api.task import ConfigurableTask

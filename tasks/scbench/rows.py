@@ -119,7 +119,7 @@ def parse_session(where: str, row: Row, form: TaskForm) -> Session:
     return Session(str(row["context"]), tuple(turns))
 
 
-def _parse_turn(where: str, turn: Any, form: TaskForm) -> Turn:
+def _parse_turn(where: str, turn: object, form: TaskForm) -> Turn:
     if not isinstance(turn, dict):
         raise SettingError(f"{SETTING}: {where} is {type(turn).__name__}, expected an object with input and answer")
     [checked] = check_rows(SETTING, [(where, turn)], {"input": str, "answer": form.answer, **_more(form)})

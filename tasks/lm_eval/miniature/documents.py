@@ -32,6 +32,12 @@ def _documents(subtask: str, units: int) -> Dataset:
     for index in range(COUNT):
         drawn = draw_sample(subtask, units, random.Random(f"miniature/{subtask}/{index}"), texts, LENGTH, index=index)
         prompt = render_sample(subtask, drawn, texts)
-        made.append({"context": prompt.context, "question": prompt.question, "answer_prefix": prompt.answer_prefix,
-                     "answers": list(prompt.answers)})  # fmt: skip
+        made.append(
+            {
+                "context": prompt.context,
+                "question": prompt.question,
+                "answer_prefix": prompt.answer_prefix,
+                "answers": list(prompt.answers),
+            }
+        )
     return Dataset.from_list(made)
