@@ -65,15 +65,15 @@ def fit_protected(marks: Mapping[str, Tensor | None], present: Tensor, quota: in
     else:
         room = quota - ORDER.scored if quota > ORDER.scored else quota
     for kind, stays in ORDER.protected:
-        if (own := marks.get(kind)) is None:
+        if (claims := marks.get(kind)) is None:
             continue
-        own = own & present if claimed is None else own & present & ~claimed
-        ranks = count_marks(own)
+        claims = claims & present if claimed is None else claims & present & ~claimed
+        ranks = count_marks(claims)
         surplus = ranks[..., -1:] - room
-        fit = own & (ranks <= room if stays == FIRST else ranks > surplus)
+        fit = claims & (ranks <= room if stays == FIRST else ranks > surplus)
         given_up[kind] = surplus.clamp(min=0)
         room = room - fit.sum(-1, keepdim=True, dtype=torch.int32)
-        kept, claimed = (fit, own) if kept is None or claimed is None else (kept | fit, claimed | own)
+        kept, claimed = (fit, claims) if kept is None or claimed is None else (kept | fit, claimed | claims)
     return Protection(torch.zeros_like(present) if kept is None else kept, given_up)
 
 

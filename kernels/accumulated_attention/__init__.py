@@ -46,5 +46,5 @@ def accumulated_attention(
         from kvbench.kernels.accumulated_attention.triton import accumulated_attention_triton
 
         return accumulated_attention_triton(queries, keys, mass, lse, scaling, group == "mean")
-    found = accumulated_attention_reference(queries, keys, mass, lse, scaling)
-    return found if group is None else found.mean(2)
+    sums = accumulated_attention_reference(queries, keys, mass, lse, scaling)
+    return sums if group is None else sums.mean(2)

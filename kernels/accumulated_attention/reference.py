@@ -10,9 +10,9 @@ def accumulated_attention_reference(queries: Tensor, keys: Tensor, mass: Tensor,
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     grouped, keys = queries.reshape(batch, heads, -1, tokens, dim).to(mass.dtype), keys.to(mass.dtype)
-    sums = lse.view(batch, heads, -1, tokens, 1).to(mass.dtype)
+    logsums = lse.view(batch, heads, -1, tokens, 1).to(mass.dtype)
     bias = mass.log()[:, :, None, None]
-    found = mass.new_zeros(batch, heads, query_heads // heads, rows)
+    sums = mass.new_zeros(batch, heads, query_heads // heads, rows)
     step = max(1, CHUNK // (batch * query_heads * rows))
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
@@ -20,5 +20,5 @@ def accumulated_attention_reference(queries: Tensor, keys: Tensor, mass: Tensor,
         logits = grouped[..., start:stop, :] @ keys[:, :, None, :end].mT * scaling + bias[..., :end]
         later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., past:].masked_fill_(later, -torch.inf)
-        found[..., :end] += (logits - sums[..., start:stop, :]).exp_().sum(-2)
-    return found
+        sums[..., :end] += (logits - logsums[..., start:stop, :]).exp_().sum(-2)
+    return sums

@@ -18,11 +18,11 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def over_queries(
-    found, key, queries, lse, begin, end, tokens, row, past, scale, stride_t, stride_d, stride_l,
+    acc, key, queries, lse, begin, end, tokens, row, past, scale, stride_t, stride_d, stride_l,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, MAXIMUM: tl.constexpr, DIAGONAL: tl.constexpr,
     UNIT: tl.constexpr, CAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the queries from `begin` to `end` of one head to `found` (BLOCK_T, BLOCK_N).
+    """Add the queries from `begin` to `end` of one head to `acc` (BLOCK_T, BLOCK_N).
 
     DIAGONAL: some of the queries do not see all rows.
     """
@@ -42,15 +42,15 @@ def over_queries(
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale - total[:, None]
         if DIAGONAL:
             logits = tl.where(row[None, :] <= past + token[:, None], logits, float("-inf"))
-        found = tl.maximum(found, logits) if MAXIMUM else found + tl.exp2(logits)
-    return found
+        acc = tl.maximum(acc, logits) if MAXIMUM else acc + tl.exp2(logits)
+    return acc
 
 
 @triton.jit
-def store(out, found, mass, row, rows, stride, share, MAXIMUM: tl.constexpr, HAS_MASS: tl.constexpr):
+def store(out, acc, mass, row, rows, stride, share, MAXIMUM: tl.constexpr, HAS_MASS: tl.constexpr):
     """Weight a tile's columns. Rows of mass 0 get 0, whatever they hold."""
     held = row < rows
-    value = tl.exp2(tl.max(found, 0)) if MAXIMUM else tl.sum(found, 0) * share
+    value = tl.exp2(tl.max(acc, 0)) if MAXIMUM else tl.sum(acc, 0) * share
     if HAS_MASS:
         weight = tl.load(mass + row.to(tl.int64) * stride, mask=held, other=0.0).to(tl.float32)
         value = tl.where(weight > 0, value * weight, 0.0)
@@ -82,26 +82,26 @@ def columns_kernel(
     begin = tl.maximum(first - past, 0) // BLOCK_T * BLOCK_T
     middle = tl.cdiv(tl.maximum(tl.minimum(first + BLOCK_N - 1 - past, tokens), 0), BLOCK_T) * BLOCK_T
     mass += sample * m_b + head * m_h
-    found = tl.full((BLOCK_T, BLOCK_N), float("-inf") if MAXIMUM else 0.0, tl.float32)
+    acc = tl.full((BLOCK_T, BLOCK_N), float("-inf") if MAXIMUM else 0.0, tl.float32)
     for member in range(GROUP):
         asking = head * GROUP + member
-        own, sums = queries + sample * q_b + asking * q_h, lse + sample * l_b + asking * l_h
+        head_queries, sums = queries + sample * q_b + asking * q_h, lse + sample * l_b + asking * l_h
         if not TOGETHER:
-            found = tl.full((BLOCK_T, BLOCK_N), float("-inf") if MAXIMUM else 0.0, tl.float32)
-        found = over_queries(
-            found, key, own, sums, begin, middle, tokens, row, past, scale, q_t, q_d, l_t,
+            acc = tl.full((BLOCK_T, BLOCK_N), float("-inf") if MAXIMUM else 0.0, tl.float32)
+        acc = over_queries(
+            acc, key, head_queries, sums, begin, middle, tokens, row, past, scale, q_t, q_d, l_t,
             DIM, BLOCK_D, BLOCK_T, MAXIMUM, True, UNIT, CAST, PRECISION,
         )  # fmt: skip
-        found = over_queries(
-            found, key, own, sums, middle, tokens, tokens, row, past, scale, q_t, q_d, l_t,
+        acc = over_queries(
+            acc, key, head_queries, sums, middle, tokens, tokens, row, past, scale, q_t, q_d, l_t,
             DIM, BLOCK_D, BLOCK_T, MAXIMUM, False, UNIT, CAST, PRECISION,
         )  # fmt: skip
         if not TOGETHER:
             column = out + (sample * heads * GROUP + asking) * rows
-            store(column, found, mass, row, rows, m_n, 1.0, MAXIMUM, HAS_MASS)
+            store(column, acc, mass, row, rows, m_n, 1.0, MAXIMUM, HAS_MASS)
     if TOGETHER:
         column = out + (sample * heads + head) * rows
-        store(column, found, mass, row, rows, m_n, 1.0 / GROUP, MAXIMUM, HAS_MASS)
+        store(column, acc, mass, row, rows, m_n, 1.0 / GROUP, MAXIMUM, HAS_MASS)
 
 
 def blocks(dtype: torch.dtype, dim: int, tokens: int) -> dict[str, int]:
@@ -126,12 +126,12 @@ def columns(
     group = query_heads // heads
     shape = (batch, heads, rows) if together else (batch, heads, group, rows)
     out = torch.empty(shape, dtype=torch.float32, device=queries.device)
-    own = blocks(queries.dtype, dim, tokens)
-    columns_kernel[(triton.cdiv(rows, own["BLOCK_N"]), batch * heads)](
+    sizes = blocks(queries.dtype, dim, tokens)
+    columns_kernel[(triton.cdiv(rows, sizes["BLOCK_N"]), batch * heads)](
         queries, keys, lse if mass is None else mass, lse, out, tokens, rows, heads, scaling * LOG2E,
         *queries.stride(), *keys.stride(), *((0, 0, 0) if mass is None else mass.stride()), *lse.stride(),
         GROUP=group, TOGETHER=together, MAXIMUM=maximum, HAS_MASS=mass is not None, UNIT=unit,
-        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), PRECISION="ieee", **own,
+        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), PRECISION="ieee", **sizes,
     )  # fmt: skip
     return out
 

@@ -32,8 +32,8 @@ def attend_sdpa(
         bias = _bias(batch, heads, groups, tokens, start, stop, mass, look, rows, queries)
         some = grouped[..., start:stop, :].reshape(batch, heads, -1, dim)
         with avoid_plans(queries):
-            found = scaled_dot_product_attention(some, keys, values, attn_mask=bias, scale=scaling)
-        outputs[..., start:stop, :] = found.view(batch, heads, groups, stop - start, dim)
+            output = scaled_dot_product_attention(some, keys, values, attn_mask=bias, scale=scaling)
+        outputs[..., start:stop, :] = output.view(batch, heads, groups, stop - start, dim)
     return outputs.view_as(queries)
 
 

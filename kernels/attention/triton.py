@@ -34,7 +34,7 @@ def add_tile(logits, v, m, norm, acc):
 
 
 @triton.jit
-def _tile(
+def attend_tile(
     q, m, norm, acc, keys, values, mass, stride_k, stride_v, row, stop, limit, offset, columns, dim,
     scale, MASS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
     LARGEST: tl.constexpr = False, asking=None, largest=None,
@@ -88,10 +88,10 @@ def _few(
     index = tl.program_id(2) * M + tl.arange(0, M)
     t = index % tokens
     asking = index < group * tokens
-    own = h * group + index // tokens
+    query_head = h * group + index // tokens
     where = asking[:, None] & (columns < dim)[None]
     q = tl.load(
-        queries + b.to(tl.int64) * sq_b + own[:, None].to(tl.int64) * sq_h + t[:, None].to(tl.int64) * sq_t
+        queries + b.to(tl.int64) * sq_b + query_head[:, None].to(tl.int64) * sq_h + t[:, None].to(tl.int64) * sq_t
         + columns[None], mask=where, other=0.0,
     )  # fmt: skip
     if CAST:
@@ -109,7 +109,7 @@ def _few(
         start = tl.load(starts + head)
         stop = tl.minimum(high, length)
         for first in range(low, stop, N):
-            m, norm, acc = _tile(
+            m, norm, acc = attend_tile(
                 q, m, norm, acc, held_keys + start * dim, held_values + start * dim, held_mass, dim, dim,
                 first + tl.arange(0, N), stop, t, start, columns, dim, scale, MASS, False, WHOLE, CAST,
             )  # fmt: skip
@@ -117,13 +117,13 @@ def _few(
     values = tail_values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
     limit = tail - tokens + t
     for first in range(tl.maximum(low - length, 0), high - length, N):
-        m, norm, acc = _tile(
+        m, norm, acc = attend_tile(
             q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
             first + tl.arange(0, N), high - length, limit, 0, columns, dim, scale,
             False, True, WHOLE, CAST, LARGEST, asking, largest + head.to(tl.int64) * room,
         )  # fmt: skip
     if SINGLE:
-        place = (b.to(tl.int64) * query_heads + own) * tokens + t
+        place = (b.to(tl.int64) * query_heads + query_head) * tokens + t
         tl.store(outputs + place[:, None] * dim + columns[None], acc / norm[:, None], mask=where)
         if LSE:
             tl.store(lse + place, (m + tl.log2(norm)) / LOG2E, mask=asking)
@@ -135,7 +135,7 @@ def _few(
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
-def _combine(
+def combine_splits(
     part_acc, part_max, part_norm, outputs, lse, tokens, group, splits, dim,
     LSE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -166,12 +166,12 @@ def _many(
 ):  # fmt: skip
     """Attend with M queries of one query head to the rows that they see. The last queries see most and come first."""
     block, query_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    b, own = query_head // query_heads, query_head % query_heads
-    h = own // (query_heads // heads)
+    b, head_of_sample = query_head // query_heads, query_head % query_heads
+    h = head_of_sample // (query_heads // heads)
     columns, t = tl.arange(0, D), block * M + tl.arange(0, M)
     where = (t < tokens)[:, None] & (columns < dim)[None]
     q = tl.load(
-        queries + b.to(tl.int64) * sq_b + own.to(tl.int64) * sq_h + t[:, None].to(tl.int64) * sq_t + columns[None],
+        queries + b.to(tl.int64) * sq_b + head_of_sample.to(tl.int64) * sq_h + t[:, None].to(tl.int64) * sq_t + columns[None],
         mask=where, other=0.0,
     )  # fmt: skip
     if CAST:
@@ -183,7 +183,7 @@ def _many(
     if HELD:
         start, length = tl.load(starts + b * heads + h), tl.load(lengths + b * heads + h).to(tl.int32)
         for first in range(0, length, N):
-            m, norm, acc = _tile(
+            m, norm, acc = attend_tile(
                 q, m, norm, acc, held_keys + start * dim, held_values + start * dim, held_mass, dim, dim,
                 first + tl.arange(0, N), length, t, start, columns, dim, scale, MASS, False, WHOLE, CAST,
             )  # fmt: skip
@@ -191,12 +191,12 @@ def _many(
     values = tail_values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
     whole = (tail - tokens + block * M + 1) // N * N  # all queries see the rows before this one
     for first in range(0, whole, N):
-        m, norm, acc = _tile(
+        m, norm, acc = attend_tile(
             q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
             first + tl.arange(0, N), whole, limit, 0, columns, dim, scale, False, False, WHOLE, CAST,
         )  # fmt: skip
     for first in range(whole, tl.minimum(tail, tail - tokens + (block + 1) * M), N):
-        m, norm, acc = _tile(
+        m, norm, acc = attend_tile(
             q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
             first + tl.arange(0, N), tail, limit, 0, columns, dim, scale, False, True, WHOLE, CAST,
         )  # fmt: skip
@@ -264,14 +264,14 @@ def attend_triton(
     if most > 1 and samples < batch and batch * needed > SCRATCH:
         some = max(1, SCRATCH // needed)
         for low in range(0, batch, some):
-            own, lines = slice(low, low + some), slice(low * heads, (low + some) * heads)
+            chunk, lines = slice(low, low + some), slice(low * heads, (low + some) * heads)
             cut = held and (*held[:3], held[3][lines], held[4][lines])
-            outputs[own], found = attend_triton(
-                queries[own], cut, keys[own], values[own], scaling, longest, tail, lse, step,
-                None if largest is None else largest[own],
+            outputs[chunk], part_sums = attend_triton(
+                queries[chunk], cut, keys[chunk], values[chunk], scaling, longest, tail, lse, step,
+                None if largest is None else largest[chunk],
             )  # fmt: skip
-            if found is not None:
-                sums[own] = found
+            if part_sums is not None:
+                sums[chunk] = part_sums
         return outputs, sums if lse else None
     parts = [outputs, outputs, outputs]
     if most > 1:  # not by `splits`, which follows from lengths: each constant is compiled
@@ -286,7 +286,7 @@ def attend_triton(
         num_warps=8 if rows == 128 else 4, num_stages=2 if exact else 3,
     )  # fmt: skip
     if most > 1:
-        _combine[(batch * query_heads * tokens,)](
+        combine_splits[(batch * query_heads * tokens,)](
             *parts, outputs, sums, tokens, group, splits, dim,
             LSE=lse, S=SPLITS[most > SPLITS[0]], D=sizes["D"], num_warps=4,
         )  # fmt: skip

@@ -82,8 +82,8 @@ def moments_kernel(
     x, y = upright(queries, cos, sin, member, end, q_t, q_d, c_t, c_d, s_t, s_d, DIM, HALF, BLOCK_C)
     x_shift, y_shift = tl.sum(x, 0) / few, tl.sum(y, 0) / few
     x_total, y_total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32), tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    own = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    cross, others = own, own
+    square = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
+    cross, others = square, square
     for start in range(0, end, BLOCK_T):
         token = start + member
         here = (token < end)[:, None]
@@ -100,9 +100,9 @@ def moments_kernel(
             if QUARTERS:  # a program computes one quarter, otherwise all
                 quarter = tl.program_id(2)
                 left, right = tl.where(quarter == 2, right, left), tl.where(quarter == 0, left, right)
-                own = outer(left, right, own, PRECISION)
+                square = outer(left, right, square, PRECISION)
             else:
-                own = outer(left, left, own, PRECISION)
+                square = outer(left, left, square, PRECISION)
                 cross = outer(left, right, cross, PRECISION)
                 others = outer(right, right, others, PRECISION)
     low, high, pair = halves(DIM, HALF, BLOCK_C)
@@ -118,10 +118,10 @@ def moments_kernel(
             quarter = tl.program_id(2)
             row, column = tl.where(quarter == 2, high, low), tl.where(quarter == 0, low, high)
             held, all_held = tl.where(quarter == 2, more, there), tl.where(quarter == 0, there, more)
-            store_block(scatters, row, column, held, all_held, own, DIM)
-            store_block(scatters, column, row, all_held & (quarter == 1), held, tl.trans(own), DIM)
+            store_block(scatters, row, column, held, all_held, square, DIM)
+            store_block(scatters, column, row, all_held & (quarter == 1), held, tl.trans(square), DIM)
         else:
-            store_block(scatters, low, low, there, there, own, DIM)
+            store_block(scatters, low, low, there, there, square, DIM)
             store_block(scatters, low, high, there, more, cross, DIM)
             store_block(scatters, high, low, more, there, tl.trans(cross), DIM)
             store_block(scatters, high, high, more, more, others, DIM)
@@ -141,26 +141,29 @@ def join_kernel(
     """Join the parts of a head's mean and scatter, ROWS at a time. Each part has a shift of its own."""
     which, heads = tl.program_id(0), tl.num_programs(0)
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    own, all_own = row < DIM, column < DIM
-    base, all_base = tl.load(shifts + which * DIM + row, mask=own), tl.load(shifts + which * DIM + column, mask=all_own)
+    held_rows, held_columns = row < DIM, column < DIM
+    base, all_base = (
+        tl.load(shifts + which * DIM + row, mask=held_rows),
+        tl.load(shifts + which * DIM + column, mask=held_columns),
+    )
     middle, all_middle = tl.zeros((ROWS,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
     for split in range(splits):
         at, count = (split * heads + which).to(tl.int64) * DIM, tl.minimum(per, tokens - split * per).to(tl.float32)
-        apart = tl.load(shifts + at + row, mask=own, other=0.0) - base
-        middle += apart * count + tl.load(sums + at + row, mask=own, other=0.0)
-        apart = tl.load(shifts + at + column, mask=all_own, other=0.0) - all_base
-        all_middle += apart * count + tl.load(sums + at + column, mask=all_own, other=0.0)
+        apart = tl.load(shifts + at + row, mask=held_rows, other=0.0) - base
+        middle += apart * count + tl.load(sums + at + row, mask=held_rows, other=0.0)
+        apart = tl.load(shifts + at + column, mask=held_columns, other=0.0) - all_base
+        all_middle += apart * count + tl.load(sums + at + column, mask=held_columns, other=0.0)
     middle, all_middle = base + middle / tokens, all_base + all_middle / tokens
-    tl.store(mean + which * DIM + row, middle, mask=own)
+    tl.store(mean + which * DIM + row, middle, mask=held_rows)
     if SCATTER:
-        here = own[:, None] & all_own[None, :]
+        here = held_rows[:, None] & held_columns[None, :]
         total = tl.zeros((ROWS, BLOCK_D), tl.float32)
         for split in range(splits):
             at, count = (split * heads + which).to(tl.int64) * DIM, tl.minimum(per, tokens - split * per).to(tl.float32)
-            inside = tl.load(sums + at + row, mask=own, other=0.0)
-            all_inside = tl.load(sums + at + column, mask=all_own, other=0.0)
-            away = tl.load(shifts + at + row, mask=own, other=0.0) + inside / count - middle
-            all_away = tl.load(shifts + at + column, mask=all_own, other=0.0) + all_inside / count - all_middle
+            inside = tl.load(sums + at + row, mask=held_rows, other=0.0)
+            all_inside = tl.load(sums + at + column, mask=held_columns, other=0.0)
+            away = tl.load(shifts + at + row, mask=held_rows, other=0.0) + inside / count - middle
+            all_away = tl.load(shifts + at + column, mask=held_columns, other=0.0) + all_inside / count - all_middle
             square = scatters + at * DIM
             part = tl.load(square + row[:, None] * DIM + column[None, :], mask=here, other=0.0)
             turned = tl.load(square + column[None, :] * DIM + row[:, None], mask=here, other=0.0)
@@ -172,10 +175,10 @@ def join_kernel(
 
 def moments_triton(queries: Tensor, scatter: bool, turn: tuple[Tensor, Tensor] | None) -> Moments:
     batch, heads, tokens, dim = queries.shape
-    own = query_tiles(queries.dtype, dim)
-    quarters = 3 if scatter and own["QUARTERS"] else 1
-    splits = max(1, min(QUERY_PROGRAMS // (batch * heads * quarters), triton.cdiv(tokens, 4 * own["BLOCK_T"])))
-    per = triton.cdiv(triton.cdiv(tokens, splits), own["BLOCK_T"]) * own["BLOCK_T"]
+    tiles = query_tiles(queries.dtype, dim)
+    quarters = 3 if scatter and tiles["QUARTERS"] else 1
+    splits = max(1, min(QUERY_PROGRAMS // (batch * heads * quarters), triton.cdiv(tokens, 4 * tiles["BLOCK_T"])))
+    per = triton.cdiv(triton.cdiv(tokens, splits), tiles["BLOCK_T"]) * tiles["BLOCK_T"]
     splits = triton.cdiv(tokens, per)
     new: dict[str, Any] = dict(dtype=torch.float32, device=queries.device)
     sums, shifts = (torch.empty(splits, batch, heads, dim, **new) for _ in range(2))
@@ -188,7 +191,7 @@ def moments_triton(queries: Tensor, scatter: bool, turn: tuple[Tensor, Tensor] |
     moments_kernel[(batch * heads, splits, quarters)](
         queries, cos, sin, sums, shifts, scatters, tokens, per, heads, *queries.stride(), *cos.stride(), *sin.stride(),
         SCATTER=scatter, HALF=0 if turn is None else cos.shape[1], DIM=dim, ROUND=queries.dtype == torch.bfloat16,
-        CAST=is_interpreting(), PRECISION=PRECISION[queries.dtype], **own,
+        CAST=is_interpreting(), PRECISION=PRECISION[queries.dtype], **tiles,
     )  # fmt: skip
     join_kernel[(batch * heads, triton.cdiv(dim, 16))](
         sums, shifts, scatters, mean, made, tokens, per, splits,
@@ -337,8 +340,8 @@ def logits_triton(
     batch, heads, rows, dim = keys.shape
     query_heads = mean.shape[1]
     mean = mean.contiguous()
-    own = key_tiles(keys.dtype, dim)
-    tile = own["BLOCK_N"]
+    tiles = key_tiles(keys.dtype, dim)
+    tile = tiles["BLOCK_N"]
     per = tile * max(1, rows * batch * query_heads // (tile * KEY_PROGRAMS))
     parts = triton.cdiv(rows, per)
     new: dict[str, Any] = dict(dtype=torch.float32, device=keys.device)
@@ -348,7 +351,7 @@ def logits_triton(
         keys, mean if mass is None else mass, mean, mean if covariance is None else covariance.contiguous(), logits,
         tops, totals, scaling, rows, per, heads, *keys.stride(), *((0, 0, 0) if mass is None else mass.stride()),
         GROUP=query_heads // heads, QUADRATIC=covariance is not None, HAS_MASS=mass is not None, DIM=dim,
-        SPLIT=keys.dtype == torch.bfloat16, CAST=is_interpreting(), PRECISION=PRECISION[keys.dtype], **own,
+        SPLIT=keys.dtype == torch.bfloat16, CAST=is_interpreting(), PRECISION=PRECISION[keys.dtype], **tiles,
     )  # fmt: skip
     return logits, tops, totals
 

@@ -19,8 +19,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def rms_norm_linear_reference(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], residual: Tensor | None
 ) -> list[Tensor]:
-    found = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    return found if residual is None else [residual + found[0]]
+    products = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return products if residual is None else [residual + products[0]]
 
 
 def gated_product_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:

@@ -18,20 +18,20 @@ def _inverse(x, columns, epsilon, K: tl.constexpr):
     total = tl.zeros([K], tl.float32)
     for first in range(0, columns, K):
         at = first + tl.arange(0, K)
-        own = tl.load(x + at, mask=at < columns, other=0.0).to(tl.float32)
-        total += own * own
+        part = tl.load(x + at, mask=at < columns, other=0.0).to(tl.float32)
+        total += part * part
     return 1.0 / tl.sqrt(tl.sum(total, 0) / columns + epsilon)
 
 
 @triton.jit
 def _some(x, inverse, scale, at, here, NORM: tl.constexpr):
     """Return a part of the normed row in float32, after rounding to the weight's dtype and to x's dtype."""
-    own = tl.load(x + at, mask=here, other=0.0)
+    part = tl.load(x + at, mask=here, other=0.0)
     if NORM:
         weight = tl.load(scale + at, mask=here, other=0.0)
-        normed = (own.to(tl.float32) * inverse).to(weight.dtype)
-        own = (normed.to(tl.float32) * weight.to(tl.float32)).to(own.dtype)
-    return own.to(tl.float32)
+        normed = (part.to(tl.float32) * inverse).to(weight.dtype)
+        part = (normed.to(tl.float32) * weight.to(tl.float32)).to(part.dtype)
+    return part.to(tl.float32)
 
 
 @triton.jit
@@ -60,17 +60,17 @@ def _project(
     for first in tl.range(0, columns, K, num_stages=STAGES):
         at = first + tl.arange(0, K)
         here = at < columns
-        own = _some(x, inverse, scale, at, here, NORM)
+        part = _some(x, inverse, scale, at, here, NORM)
         where = there[:, None] & here[None]
         w = tl.load(weight + row[:, None].to(tl.int64) * columns + at[None], mask=where, other=0.0)
-        total += w.to(tl.float32) * own[None]
-    found = tl.sum(total, 1)
+        total += w.to(tl.float32) * part[None]
+    sums = tl.sum(total, 1)
     if BIAS:
-        found += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
+        sums += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
     if RESIDUAL:
-        found = found.to(out.dtype.element_ty).to(tl.float32)
-        found += tl.load(residual + row, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + before + row, found, mask=there)
+        sums = sums.to(out.dtype.element_ty).to(tl.float32)
+        sums += tl.load(residual + row, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + before + row, sums, mask=there)
 
 
 @triton.jit
@@ -99,10 +99,10 @@ def _gated(
     for first in tl.range(0, columns, K, num_stages=STAGES):
         at = first + tl.arange(0, K)
         here = at < columns
-        own = _some(x, inverse, scale, at, here, True)
+        part = _some(x, inverse, scale, at, here, True)
         where, offset = there[:, None] & here[None], row[:, None].to(tl.int64) * columns + at[None]
-        one += tl.load(gate + offset, mask=where, other=0.0).to(tl.float32) * own[None]
-        two += tl.load(up + offset, mask=where, other=0.0).to(tl.float32) * own[None]
+        one += tl.load(gate + offset, mask=where, other=0.0).to(tl.float32) * part[None]
+        two += tl.load(up + offset, mask=where, other=0.0).to(tl.float32) * part[None]
     tl.store(out + row, _activate(tl.sum(one, 1), tl.sum(two, 1), out.dtype.element_ty, GELU), mask=there)
 
 
@@ -122,10 +122,10 @@ def _normed(x, scale, residual, out, columns, epsilon, RESIDUAL: tl.constexpr, K
     for first in range(0, columns, K):
         at = first + tl.arange(0, K)
         here = at < columns
-        found = _some(x + row, inverse, scale, at, here, True)
+        normed = _some(x + row, inverse, scale, at, here, True)
         if RESIDUAL:
-            found += tl.load(residual + row + at, mask=here, other=0.0).to(tl.float32)
-        tl.store(out + row + at, found, mask=here)
+            normed += tl.load(residual + row + at, mask=here, other=0.0).to(tl.float32)
+        tl.store(out + row + at, normed, mask=here)
 
 
 def rms_norm_linear_triton(

@@ -17,22 +17,22 @@ def append_joined_reference(
         for part in layer.parts
         for sample in range(len(part.tail_keys))
     ]
-    found = [
+    rotated = [
         append_reference(
             queries[sample, None], keys[sample, None], values[sample, None], cos[place:], sin[place:], *tail, step,
             None, None, None, norms,
         )
         for sample, (tail, place) in enumerate(zip(tails, places.tolist(), strict=True))
     ]  # fmt: skip
-    return torch.cat(found)
+    return torch.cat(rotated)
 
 
 def attend_joined_reference(queries: Tensor, layer: JoinedLayer, scaling: float, step: Tensor) -> Tensor:
-    own = queries.split([len(part.tail_keys) for part in layer.parts])
+    by_part = queries.split([len(part.tail_keys) for part in layer.parts])
     return torch.cat([
         attend_ragged(
             some, part.held, part.tail_keys, part.tail_values, scaling,
             tail=part.tail + 1, step=step, implementation="reference",
         )[0]
-        for some, part in zip(own, layer.parts, strict=True)
+        for some, part in zip(by_part, layer.parts, strict=True)
     ])  # fmt: skip

@@ -128,7 +128,7 @@ def join_parts(parts: Sequence[Part]) -> JoinedLayer:
     )
     return JoinedLayer(
         tuple(parts), table.to(device), torch.cat(starts), torch.cat(lengths),
-        torch.cat([torch.ones(plain, device=device), *(own.float() for own in masses)]) if masses else None,
+        torch.cat([torch.ones(plain, device=device), *(mass.float() for mass in masses)]) if masses else None,
         programs.to(device), align,
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ def check_parts(parts: Sequence[Part]) -> None:
             fits = fits and held.starts.shape == held.lengths.shape == (batch * heads,)
             if not fits or (held.mass is not None and held.mass.shape != held.keys.shape[:1]):
                 raise ValueError(f"join: held rows {tuple(held.keys.shape)} of {held.lengths.numel()} heads")
-        if any((own.dtype, own.device) != (like.dtype, like.device) for own in tensors):
+        if any((tensor.dtype, tensor.device) != (like.dtype, like.device) for tensor in tensors):
             raise ValueError(f"join: rows are {like.dtype} on {like.device} in one part and not in another")
-        if any(own.stride()[-2:] != (dim, 1) for own in tensors):
+        if any(tensor.stride()[-2:] != (dim, 1) for tensor in tensors):
             raise ValueError("join: the rows of a head do not lie one behind the other")

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E, _tile
+from kvbench.kernels.attention.triton import LOG2E, attend_tile
 from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.joined_rows.rows import JoinedLayer
 from kvbench.kernels.rope_append.triton import rotate_head
@@ -30,16 +30,16 @@ def _append_joined(
     there = column < dim
     if number < query_heads:
         source = queries + b * s_q + number * dim
-        found = rotate_head(source, query_norm, cos, sin, at, column, turning, dim, epsilon, out, NORM)
-        tl.store(out + (b * query_heads + number) * dim + column, found, mask=there)
+        turned = rotate_head(source, query_norm, cos, sin, at, column, turning, dim, epsilon, out, NORM)
+        tl.store(out + (b * query_heads + number) * dim + column, turned, mask=there)
     else:
         h = (number - query_heads) % heads
         line = table + (b * heads + h) * COLUMNS
         row = (tl.load(line + TAIL) + since) * dim
         if number < query_heads + heads:
             source = keys + b * s_k + h * dim
-            found = rotate_head(source, key_norm, cos, sin, at, column, turning, dim, epsilon, out, NORM)
-            tl.store(tail_keys + tl.load(line + TAIL_KEYS) + row + column, found, mask=there)
+            turned = rotate_head(source, key_norm, cos, sin, at, column, turning, dim, epsilon, out, NORM)
+            tl.store(tail_keys + tl.load(line + TAIL_KEYS) + row + column, turned, mask=there)
         else:
             value = tl.load(values + b * s_v + h * dim + column, mask=there)
             tl.store(tail_values + tl.load(line + TAIL_VALUES) + row + column, value, mask=there)
@@ -77,14 +77,14 @@ def _attend_joined(
     first_mass = tl.load(line + FIRST_MASS)
     first_mass = tl.where(first_mass < 0, 0, first_mass + start)  # the first of all are ones
     for first in range(low, stop, N):
-        m, norm, acc = _tile(
+        m, norm, acc = attend_tile(
             q, m, norm, acc, held_keys, held_values, mass, dim, dim, first + tl.arange(0, N), stop, index,
             first_mass, columns, dim, scale, MASS, False, WHOLE, CAST,
         )  # fmt: skip
     tail_keys = keys + tl.multiple_of(tl.load(line + TAIL_KEYS), ALIGN)
     tail_values = values + tl.multiple_of(tl.load(line + TAIL_VALUES), ALIGN)
     for first in range(tl.maximum(low - length, 0), high - length, N):
-        m, norm, acc = _tile(
+        m, norm, acc = attend_tile(
             q, m, norm, acc, tail_keys, tail_values, mass, dim, dim, first + tl.arange(0, N), high - length, index,
             0, columns, dim, scale, False, False, WHOLE, CAST,
         )  # fmt: skip
@@ -143,16 +143,20 @@ def attend_joined_triton(queries: Tensor, layer: JoinedLayer, scaling: float, st
     samples, heads, dim = layer.shape
     query_heads, tails, count = queries.shape[1], layer.parts[0], len(layer.programs)
     group, exact, wide = query_heads // heads, queries.dtype == torch.float32, max(16, triton.next_power_of_2(dim))
-    own = 16 if group <= 16 else 32 if exact else 64  # queries of a program
+    queries_each = 16 if group <= 16 else 32 if exact else 64  # queries of a program
     outputs = torch.empty(samples, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
-    found = [torch.empty(count, group, *more, dtype=torch.float32, device=queries.device) for more in ((dim,), (), ())]
-    _attend_joined[count, triton.cdiv(group, own)](
+    partials = [
+        torch.empty(count, group, *more, dtype=torch.float32, device=queries.device) for more in ((dim,), (), ())
+    ]
+    _attend_joined[count, triton.cdiv(group, queries_each)](
         queries.contiguous(), tails.tail_keys, tails.tail_values, layer.table, layer.starts, layer.lengths,
-        layer.table if layer.mass is None else layer.mass, layer.programs, step, *found, group, dim,
+        layer.table if layer.mass is None else layer.mass, layer.programs, step, *partials, group, dim,
         scaling * LOG2E.value,
-        MASS=layer.mass is not None, ALIGN=layer.align, M=own, N=32 if exact or wide > 128 else 64, D=wide,
+        MASS=layer.mass is not None, ALIGN=layer.align, M=queries_each, N=32 if exact or wide > 128 else 64, D=wide,
         WHOLE=dim in (16, 32, 64, 128, 256), CAST=is_interpreting() and queries.dtype == torch.bfloat16,
         num_warps=4, num_stages=2 if exact else 3,
     )  # fmt: skip
-    _combine_joined[(samples * query_heads,)](*found, layer.table, outputs, group, dim, S=AT_ONCE, D=wide, num_warps=4)
+    _combine_joined[(samples * query_heads,)](
+        *partials, layer.table, outputs, group, dim, S=AT_ONCE, D=wide, num_warps=4
+    )
     return outputs

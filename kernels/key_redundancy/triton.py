@@ -63,13 +63,13 @@ def repeats_kernel(
             latest = tl.where(hit, other[:, None], latest)
         newest = tl.where(newest < 0, tl.max(latest, 0), newest)
         end = begin
-    found = (newest >= 0) & (newest < rows)
-    there = found[:, None] & inside
+    repeats = (newest >= 0) & (newest < rows)
+    there = repeats[:, None] & inside
     key = tl.load(place, mask=there, other=0.0)  # again, so that the loop need not hold it in registers
     twin = tl.load(keys + newest.to(tl.int64)[:, None] * k_n + channel[None, :] * k_d, mask=there, other=0.0)
     cosine = tl.sum(key.to(tl.float32) * twin.to(tl.float32), 1)
-    cosine = tl.where(found, cosine * share * tl.load(inverse + newest, mask=found, other=0.0), 0.0)
-    tl.atomic_add(repeated + newest, (cosine * ONE).to(tl.int64), mask=found, sem="relaxed")
+    cosine = tl.where(repeats, cosine * share * tl.load(inverse + newest, mask=repeats, other=0.0), 0.0)
+    tl.atomic_add(repeated + newest, (cosine * ONE).to(tl.int64), mask=repeats, sem="relaxed")
 
 
 def tiles(dtype: torch.dtype, dim: int) -> dict[str, int]:
@@ -88,10 +88,10 @@ def key_redundancy_triton(keys: Tensor, present: Tensor, similar: float) -> Tens
     lengths = norms_triton(keys)
     inverse = lengths.clamp(min=UNIT).reciprocal().masked_fill(~present, 0)
     repeated = torch.zeros(batch, heads, rows, dtype=torch.int64, device=keys.device)
-    own = tiles(keys.dtype, dim)
-    repeats_kernel[(triton.cdiv(rows, own["BLOCK_N"]), batch * heads)](
+    sizes = tiles(keys.dtype, dim)
+    repeats_kernel[(triton.cdiv(rows, sizes["BLOCK_N"]), batch * heads)](
         keys, inverse, repeated, rows, heads, similar, *keys.stride(),
-        ONE=ONE, SPAN=SPAN, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), **own,
+        ONE=ONE, SPAN=SPAN, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), **sizes,
     )  # fmt: skip
     middle = anchor_triton(keys, present.float(), True)  # the mean of all k/‖k‖
     left_out = (lengths * inverse).square() + repeated.float() / ONE

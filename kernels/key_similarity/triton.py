@@ -80,14 +80,14 @@ def tile(dim: int) -> dict[str, int]:
 
 def anchor_triton(keys: Tensor, mass: Tensor, normalised: bool) -> Tensor:
     batch, heads, rows, dim = keys.shape
-    own = tile(dim)
-    per = max(4 * own["BLOCK_N"], triton.next_power_of_2(triton.cdiv(rows * batch * heads, PROGRAMS)))
+    sizes = tile(dim)
+    per = max(4 * sizes["BLOCK_N"], triton.next_power_of_2(triton.cdiv(rows * batch * heads, PROGRAMS)))
     splits = triton.cdiv(rows, per)
     sums = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=keys.device)
     weights = torch.empty(batch, heads, splits, 1, dtype=torch.float32, device=keys.device)
     sums_kernel[(splits, batch * heads)](
         keys, mass, sums, weights, rows, per, heads, *keys.stride(), *mass.stride(),
-        NORMALISED=normalised, UNIT=UNIT, DIM=dim, **own,
+        NORMALISED=normalised, UNIT=UNIT, DIM=dim, **sizes,
     )  # fmt: skip
     return sums.sum(2) / weights.sum(2)
 
@@ -95,9 +95,9 @@ def anchor_triton(keys: Tensor, mass: Tensor, normalised: bool) -> Tensor:
 def similarity_triton(keys: Tensor, anchor: Tensor, metric: str) -> Tensor:
     batch, heads, rows, dim = keys.shape
     out = torch.empty(batch, heads, rows, dtype=torch.float32, device=keys.device)
-    own = tile(dim)
-    compare_kernel[(triton.cdiv(rows, own["BLOCK_N"]), batch * heads)](
-        keys, anchor, out, rows, heads, *keys.stride(), *anchor.stride(), METRIC=metric, COSINE=COSINE, DIM=dim, **own
+    sizes = tile(dim)
+    compare_kernel[(triton.cdiv(rows, sizes["BLOCK_N"]), batch * heads)](
+        keys, anchor, out, rows, heads, *keys.stride(), *anchor.stride(), METRIC=metric, COSINE=COSINE, DIM=dim, **sizes
     )
     return out
 

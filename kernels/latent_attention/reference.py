@@ -15,8 +15,8 @@ def append_latents_reference(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, rows: LatentRows, step: Tensor,
     norm: tuple[Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
-    for side, own in ((rows.keys, keys), (rows.values, values)):
-        for group, x in enumerate(own.chunk(rows.groups, 1)):
+    for side, numbers in ((rows.keys, keys), (rows.values, values)):
+        for group, x in enumerate(numbers.chunk(rows.groups, 1)):
             less = x if side.bias is None else x - side.bias[group]
             latents, rounding = linear(less, side.down[group]), side.rounding
             rounded = (latents,) if rounding is None else round_latents(latents, rounding.bits, rounding.clip)
@@ -71,9 +71,9 @@ def read_side(rows: LatentRows, side: Side, group: int, b: int, step: int) -> Te
     start, rank = int(rows.starts[group, b]), side.ranks[group]
     here, new = slice(start, start + int(rows.counts[group, b])), slice(step + 1)
     latents = torch.cat([side.latents[group][here], side.more[group, b, new, : side.pitch(rank)]])
-    if (own := side.rounding) is not None:
-        steps = torch.cat([own.steps[group][here, 0], own.more_steps[group, b, new]])
-        zeros = torch.cat([own.zeros[group][here, 0], own.more_zeros[group, b, new]])
-        latents = restore_latents((latents, steps[:, None], zeros[:, None]), own.bits, side.up[group].dtype)
+    if (rounding := side.rounding) is not None:
+        steps = torch.cat([rounding.steps[group][here, 0], rounding.more_steps[group, b, new]])
+        zeros = torch.cat([rounding.zeros[group][here, 0], rounding.more_zeros[group, b, new]])
+        latents = restore_latents((latents, steps[:, None], zeros[:, None]), rounding.bits, side.up[group].dtype)
     made = linear(latents, side.up[group], None if side.bias is None else side.bias[group])
     return made.unflatten(1, (rows.heads // rows.groups, rows.dim)).transpose(0, 1)

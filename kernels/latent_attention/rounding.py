@@ -20,7 +20,7 @@ def round_latents(latents: Tensor, bits: int, clip: float) -> tuple[Tensor, Tens
         The codes, (n, r·bits/8) uint8, s (n, 1) float16 and z (n, 1) uint8. A byte holds one bit of eight codes.
     """
     x = latents.to(torch.promote_types(latents.dtype, torch.float32))
-    low, high = (clip * own for own in x.aminmax(dim=-1, keepdim=True))
+    low, high = (clip * bound for bound in x.aminmax(dim=-1, keepdim=True))
     largest = 2**bits - 1
     scale = ((high - low).clamp(min=LEAST) / largest).clamp(max=LARGEST).half()
     step = scale.to(x.dtype)

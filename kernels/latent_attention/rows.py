@@ -35,9 +35,9 @@ class Rounding:
         """Raise a ValueError if shapes or dtypes do not fit groups of so many rows and the memory for further ones."""
         kinds = ((self.steps, self.more_steps, torch.float16), (self.zeros, self.more_zeros, torch.uint8))
         for parts, more, dtype in kinds:
-            shapes = [tuple(own.shape) for own in parts] == [(count, 1) for count in rows]
-            if not shapes or more.shape != room or any(own.dtype != dtype for own in (*parts, more)):
-                raise ValueError(f"latent rows: {[tuple(own.shape) for own in (*parts, more)]} of s or z")
+            shapes = [tuple(tensor.shape) for tensor in parts] == [(count, 1) for count in rows]
+            if not shapes or more.shape != room or any(tensor.dtype != dtype for tensor in (*parts, more)):
+                raise ValueError(f"latent rows: {[tuple(tensor.shape) for tensor in (*parts, more)]} of s or z")
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Side:
     @property
     def ranks(self) -> list[int]:
         """The rank of each group."""
-        return [len(own) for own in self.down]
+        return [len(matrix) for matrix in self.down]
 
     @property
     def own_tensors(self) -> tuple[Tensor, ...]:
         """The memory for further rows: of their latents, and if these are rounded of s and z."""
-        own = self.rounding
-        return (self.more,) if own is None else (self.more, own.more_steps, own.more_zeros)
+        rounding = self.rounding
+        return (self.more,) if rounding is None else (self.more, rounding.more_steps, rounding.more_zeros)
 
     def write(self, group: int, step: Tensor, latents: Sequence[Tensor]) -> None:
         """Write the latents of a token of all samples behind the rows of a group.
@@ -102,15 +102,17 @@ class Side:
 
     def list_more(self, read: int) -> list[tuple[Tensor, ...]]:
         """Return the latents of each group's first `read` further rows, flat: numbers, or codes, s and z."""
-        own = [x[:, :read, : self.pitch(rank)].flatten(0, 1) for x, rank in zip(self.more, self.ranks, strict=True)]
+        latents = [x[:, :read, : self.pitch(rank)].flatten(0, 1) for x, rank in zip(self.more, self.ranks, strict=True)]
         return list(
-            zip(own, *([x[:, :read].flatten()[:, None] for x in part] for part in self.own_tensors[1:]), strict=True)
+            zip(
+                latents, *([x[:, :read].flatten()[:, None] for x in part] for part in self.own_tensors[1:]), strict=True
+            )
         )
 
     def check(self, groups: int, width: int) -> None:
         """Raise a ValueError if shapes do not fit."""
-        own = [*self.down, *self.up, *(self.bias or ())]  # of the model's numbers
-        parts = [*self.latents, *own]
+        factors = [*self.down, *self.up, *(self.bias or ())]  # of the model's numbers
+        parts = [*self.latents, *factors]
         shapes = [
             *((len(x), self.pitch(rank)) for x, rank in zip(self.latents, self.ranks, strict=True)),
             *((rank, width) for rank in self.ranks), *((width, rank) for rank in self.ranks),
@@ -127,8 +129,8 @@ class Side:
             parts += [*self.rounding.steps, *self.rounding.zeros]
         parts.append(self.more)
         odd = any(not x.is_contiguous() or (x.is_cuda and x.data_ptr() % ALIGNED) for x in parts)
-        stored = torch.uint8 if self.bits else own[0].dtype
-        alike = all(x.dtype == stored for x in (*self.latents, self.more)) and len({x.dtype for x in own}) == 1
+        stored = torch.uint8 if self.bits else factors[0].dtype
+        alike = all(x.dtype == stored for x in (*self.latents, self.more)) and len({x.dtype for x in factors}) == 1
         if odd or not alike:
             raise ValueError(f"latent rows: contiguous parts of one dtype, at addresses that {ALIGNED} divides")
 
@@ -188,7 +190,7 @@ class LatentRows:
             *([side.down if side.rounding is None else getattr(side.rounding, name) for side in sides]
               for name in ("steps", "zeros")),
         ]  # fmt: skip
-        addresses = [own.data_ptr() for table in tables for side in table for own in side]
+        addresses = [tensor.data_ptr() for table in tables for side in table for tensor in side]
         object.__setattr__(self, "addresses", torch.tensor(addresses, dtype=torch.int64, device=device))
 
     @property

@@ -103,8 +103,8 @@ def _round(
     b, number = tl.program_id(0), tl.program_id(1)
     is_value, group = number >= groups, number % groups
     rank, line = tl.load(ranks + number), (group * tl.num_programs(0) + b).to(tl.int64)
-    eight, own = tl.arange(0, R // EIGHT), tl.arange(0, EIGHT)
-    latent = eight[:, None] * EIGHT + own[None]
+    eight, within = tl.arange(0, R // EIGHT), tl.arange(0, EIGHT)
+    latent = eight[:, None] * EIGHT + within[None]
     known = latent < rank
     x = tl.load(keys + line * RK + latent, mask=known & (is_value == 0), other=0.0).to(tl.float32)
     x += tl.load(values + line * RV + latent, mask=known & is_value, other=0.0).to(tl.float32)
@@ -121,7 +121,7 @@ def _round(
     code = tl.minimum(tl.maximum((share + EVEN) - EVEN + zero, 0.0), most).to(tl.int32)
     line = line * room + tl.load(step)
     for bit in tl.static_range(BITS):
-        byte = tl.sum((code >> bit & 1) << own[None], 1).to(tl.uint8)
+        byte = tl.sum((code >> bit & 1) << within[None], 1).to(tl.uint8)
         at = eight * BITS + bit
         here = eight < rank // EIGHT
         tl.store(more_keys + line * (RK * BITS // EIGHT) + at, byte, mask=here & (is_value == 0))
@@ -195,12 +195,12 @@ def _load_codes(
 
 @triton.jit
 def _load_columns(
-    up, heads, rank, first, dim, turning, own,
+    up, heads, rank, first, dim, turning, first_head,
     R: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Return U's rows of some heads as columns, (R, HEADS·DP), from a latent on. Channels of a pair are neighbours."""
     column, latent = tl.arange(0, HEADS * DP), first + tl.arange(0, R)
-    pair, head = column % DP // 2, own + column // DP
+    pair, head = column % DP // 2, first_head + column // DP
     one, two = _find_pair(pair, turning, dim)
     channel = head * dim + tl.where(column % 2 == 0, one, two)
     where = (latent < rank)[:, None] & ((pair < dim // 2) & (head < heads))[None]
@@ -243,7 +243,7 @@ def _split_pairs(word, like):
 
 @triton.jit
 def _turn_and_ask(
-    k, bias, key_norm, word, like, q, heads, dim, turning, epsilon, own, part,
+    k, bias, key_norm, word, like, q, heads, dim, turning, epsilon, first_head, part,
     NORM: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Return the products of keys (N, HEADS·DP), which are normed and rotated first, with queries, (N, M)."""
@@ -251,7 +251,7 @@ def _turn_and_ask(
     low, high = _find_pair(pair, turning, dim)
     x, y = tl.split(tl.reshape(k, [N, HEADS, DP // 2, 2]))
     if BIAS:
-        head = own + tl.arange(0, HEADS)
+        head = first_head + tl.arange(0, HEADS)
         where = (head < heads)[:, None] & (pair < dim // 2)[None] & (part == 0)  # the bias counts once
         x += tl.load(bias + head[:, None] * dim + low[None], mask=where, other=0.0).to(tl.float32)[None]
         y += tl.load(bias + head[:, None] * dim + high[None], mask=where, other=0.0).to(tl.float32)[None]
@@ -280,7 +280,7 @@ def _find_pitches(held_tiles, room, queries, N: tl.constexpr, BY_ROW: tl.constex
 
 @triton.jit
 def _store_logits(
-    found, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
+    logits, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
     N: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     """Store the logits of a tile, of which the first `left` rows exist."""
@@ -288,9 +288,9 @@ def _store_logits(
     if MARKS:
         marked = (here & (is_new == 0))[:, None] & asking[None]
         holds = tl.load(mark + line[:, None] * heads + (query // each)[None], mask=marked, other=1)
-        found = tl.where(holds != 0, found, float("-inf"))
-    found = tl.where(here[:, None], found, float("-inf"))
-    tl.store(into + line[:, None] * row_pitch + query[None] * query_pitch, found, mask=asking[None])
+        logits = tl.where(holds != 0, logits, float("-inf"))
+    logits = tl.where(here[:, None], logits, float("-inf"))
+    tl.store(into + line[:, None] * row_pitch + query[None] * query_pitch, logits, mask=asking[None])
 
 
 @triton.jit(do_not_specialize=["seen", "room", "held_tiles", "splits"])
@@ -311,7 +311,7 @@ def _weigh(
     """
     programs = tl.cdiv(heads, HEADS)
     place, split, part = tl.program_id(0) // programs, tl.program_id(1), tl.program_id(2)
-    own = tl.program_id(0) % programs * HEADS  # the first head
+    first_head = tl.program_id(0) % programs * HEADS  # the first head
     b, group = place // groups, place % groups
     places_total = tl.num_programs(0) // programs
     index = group * (places_total // groups) + b
@@ -320,14 +320,14 @@ def _weigh(
     up = _point(addresses, 2 * groups + group, queries)
     # the queries (HEADS·DP, M), zero outside their own head
     column, query = tl.arange(0, HEADS * DP), tl.arange(0, M)
-    pair, head = column % DP // 2, own + column // DP
+    pair, head = column % DP // 2, first_head + column // DP
     one, two = _find_pair(pair, turning, dim)
     channel = tl.where(column % 2 == 0, one, two)
     there = (pair < dim // 2) & (head < heads)
-    asking = (query < HEADS * each) & (own + query // each < heads)
+    asking = (query < HEADS * each) & (first_head + query // each < heads)
     mine = (column // DP)[:, None] == (query // each)[None]
     q = tl.load(
-        queries + ((place * heads + own) * each + query)[None] * dim + channel[:, None],
+        queries + ((place * heads + first_head) * each + query)[None] * dim + channel[:, None],
         mask=mine & asking[None] & there[:, None], other=0.0,
     )  # fmt: skip
     if CAST:
@@ -335,7 +335,7 @@ def _weigh(
     bias = _point(addresses, 6 * groups + group, queries)
     pair = tl.arange(0, DP // 2)
     if KEEP:
-        u = _load_columns(up, heads, rank, part * R, dim, turning, own, R, DP, HEADS, CAST)
+        u = _load_columns(up, heads, rank, part * R, dim, turning, first_head, R, DP, HEADS, CAST)
         if BITS:
             sums = tl.sum(u.to(tl.float32), 0)
     start = tl.load(starts + index)
@@ -346,7 +346,7 @@ def _weigh(
     if PLACES:
         first_place = tl.load(places + index)
     row_pitch, query_pitch, place_size = _find_pitches(held_tiles, room, heads * each, N, BY_ROW)
-    logits += (part * places_total + place) * place_size + own * each * query_pitch
+    logits += (part * places_total + place) * place_size + first_head * each * query_pitch
     tiles = tl.cdiv(count, N)
     total = tl.cdiv(tl.maximum(tiles + tl.cdiv(since + 1, N) - split, 0), splits)
     line = tl.arange(0, N)
@@ -370,7 +370,7 @@ def _weigh(
         steps = tl.where(is_new, more_steps, held_steps) + first
         zeros = tl.where(is_new, more_zeros, held_zeros) + first
         into = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * row_pitch
-        mark = marks + (first_place + first) * heads + own
+        mark = marks + (first_place + first) * heads + first_head
         if KEEP:
             k = _multiply(
                 source, queries, line, pitch, here, rank, part * R, u, tl.zeros([N, HEADS * DP], tl.float32),
@@ -379,29 +379,29 @@ def _weigh(
             if BITS:
                 k = _restore(k, sums, steps, zeros, line, here)
             if left > 0 if AHEAD else True:  # always; reads of the next tile are issued before code under a condition
-                found = _turn_and_ask(
-                    k, bias, key_norm, word, queries, q, heads, dim, turning, epsilon, own, part,
+                products = _turn_and_ask(
+                    k, bias, key_norm, word, queries, q, heads, dim, turning, epsilon, first_head, part,
                     NORM, BIAS, N, DP, HEADS,
                 )  # fmt: skip
                 _store_logits(
-                    found * scale, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
+                    products * scale, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
                     N, MARKS,
                 )  # fmt: skip
         else:
             k, sums = tl.zeros([N, HEADS * DP], tl.float32), tl.zeros([HEADS * DP], tl.float32)
             for latent in range(0, rank, R):
-                some = _load_columns(up, heads, rank, latent, dim, turning, own, R, DP, HEADS, CAST)
+                some = _load_columns(up, heads, rank, latent, dim, turning, first_head, R, DP, HEADS, CAST)
                 k = _multiply(source, queries, line, pitch, here, rank, latent, some, k, N, R, BITS, EIGHT, CAST)
                 if BITS:
                     sums += tl.sum(some.to(tl.float32), 0)
             if BITS:
                 k = _restore(k, sums, steps, zeros, line, here)
-            found = _turn_and_ask(
-                k, bias, key_norm, word, queries, q, heads, dim, turning, epsilon, own, part,
+            products = _turn_and_ask(
+                k, bias, key_norm, word, queries, q, heads, dim, turning, epsilon, first_head, part,
                 NORM, BIAS, N, DP, HEADS,
             )  # fmt: skip
             _store_logits(
-                found * scale, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
+                products * scale, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
                 N, MARKS,
             )  # fmt: skip
     if total < 0:  # never; a product that outlasts the loop may be waited for late
@@ -444,13 +444,13 @@ def _sum(
         h = _load_latents(source, like, line, pitch, here, rank, 0, N, R, BITS, EIGHT)
         if BITS:
             h = _restore(h.to(tl.float32), tl.full([R], 1.0, tl.float32), steps, zeros, line, here).to(h.dtype)
-        own = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * row_pitch
+        logits_at = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * row_pitch
         where = asking[:, None] & here[None]
-        own += line[None] * row_pitch + query[:, None] * query_pitch
-        found = tl.load(own, mask=where, other=float("-inf"))
+        logits_at += line[None] * row_pitch + query[:, None] * query_pitch
+        tile_logits = tl.load(logits_at, mask=where, other=float("-inf"))
         for part in tl.static_range(1, PARTS):
-            found += tl.load(own + part * tl.num_programs(0) * place_size, mask=where, other=0.0)
-        m, norm, acc = add_tile(found, h.to(tl.float32) if CAST else h, m, norm, acc)
+            tile_logits += tl.load(logits_at + part * tl.num_programs(0) * place_size, mask=where, other=0.0)
+        m, norm, acc = add_tile(tile_logits, h.to(tl.float32) if CAST else h, m, norm, acc)
     part = ((place * splits + split) * queries + query).to(tl.int64)
     tl.store(part_acc + part[:, None] * R + latent[None], acc, mask=asking[:, None])
     tl.store(part_max + part, m, mask=asking)
@@ -489,11 +489,11 @@ def _join(
     up = _point(addresses, 3 * groups + group, outputs)
     where = (channel < dim)[:, None] & (latent < rank)[None]
     matrix = tl.load(up + row[:, None] * rank + latent[None], mask=where, other=0.0).to(tl.float32)
-    found = tl.sum(matrix * (acc / total)[None], 1)
+    output = tl.sum(matrix * (acc / total)[None], 1)
     if BIAS:
         bias = _point(addresses, 7 * groups + group, outputs)
-        found += tl.load(bias + row, mask=channel < dim, other=0.0).to(tl.float32)
-    tl.store(outputs + head.to(tl.int64) * dim + channel, found, mask=channel < dim)
+        output += tl.load(bias + row, mask=channel < dim, other=0.0).to(tl.float32)
+    tl.store(outputs + head.to(tl.int64) * dim + channel, output, mask=channel < dim)
 
 
 def append_latents_triton(

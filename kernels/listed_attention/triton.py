@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E, SPLITS, _combine, add_tile
+from kvbench.kernels.attention.triton import LOG2E, SPLITS, add_tile, combine_splits
 from kvbench.kernels.dispatch import is_interpreting
 
 PROGRAMS = 264  # most programs that the rows are split into
@@ -17,18 +17,18 @@ PROGRAMS = 264  # most programs that the rows are split into
 @triton.jit(do_not_specialize=["listed", "after", "splits"])
 def _listed(
     queries, keys, values, blocks, last, outputs, counts, step, part_acc, part_max, part_norm,
-    query_heads, group, lists, listed, after, splits, own, dim, scale,
+    query_heads, group, lists, listed, after, splits, queries_each, dim, scale,
     sq_b, sq_h, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
     SIZE: tl.constexpr, TAIL: tl.constexpr, COUNT: tl.constexpr, SINGLE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     CAST: tl.constexpr,
 ):  # fmt: skip
     line, split = tl.program_id(0), tl.program_id(1)
-    first_query = line * own
+    first_query = line * queries_each
     b, first_head = (first_query // query_heads).to(tl.int64), first_query % query_heads
     h = (first_head // group).to(tl.int64)
     columns, member = tl.arange(0, D), tl.arange(0, M)
-    asking = member < own
+    asking = member < queries_each
     where = asking[:, None] & (columns < dim)[None]
     at = queries + b * sq_b + (first_head + member)[:, None].to(tl.int64) * sq_h + columns[None]
     q = tl.load(at, mask=where, other=0.0)
@@ -66,12 +66,12 @@ def _listed(
         logits = tl.where(here[None], logits, float("-inf"))
         m, norm, acc = add_tile(logits, v, m, norm, acc)
     if COUNT:
-        tl.atomic_add(counts + tl.load(step), (tl.sum(seen) * own).to(tl.int64))
+        tl.atomic_add(counts + tl.load(step), (tl.sum(seen) * queries_each).to(tl.int64))
     if SINGLE:
         place = (first_query + member).to(tl.int64)
         tl.store(outputs + place[:, None] * dim + columns[None], acc / norm[:, None], mask=where)
     else:
-        part = ((line * splits + split) * own + member).to(tl.int64)
+        part = ((line * splits + split) * queries_each + member).to(tl.int64)
         tl.store(part_acc + part[:, None] * dim + columns[None], acc, mask=where)
         tl.store(part_max + part, m, mask=asking)
         tl.store(part_norm + part, norm, mask=asking)
@@ -83,8 +83,8 @@ def attend_listed_triton(
 ) -> Tensor:  # fmt: skip
     batch, query_heads, _, dim = queries.shape
     group, (lists, listed) = query_heads // keys.shape[1], blocks.shape[1:]
-    own = 1 if lists == query_heads else group
-    lines = batch * query_heads // own
+    queries_each = 1 if lists == query_heads else group
+    lines = batch * query_heads // queries_each
     queries, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
     wide, exact = max(16, triton.next_power_of_2(dim)), queries.dtype == torch.float32
     tile = 32 if exact else 64 if wide > 128 else 128  # chosen by trial on an H200
@@ -95,21 +95,21 @@ def attend_listed_triton(
     parts = [outputs, outputs, outputs]
     if most > 1:  # not by `splits`, which follows from lengths: each constant is compiled
         parts = [
-            torch.empty(lines, splits, own, *more, dtype=torch.float32, device=queries.device)
+            torch.empty(lines, splits, queries_each, *more, dtype=torch.float32, device=queries.device)
             for more in ((dim,), (), ())
         ]
     counted, step = (last, last) if counts is None else counts
     _listed[lines, splits](
         queries, keys, values, blocks.contiguous(), last, outputs, counted, step, *parts,
-        query_heads, group, lists, listed, after or 0, splits, own, dim, scaling * LOG2E.value,
+        query_heads, group, lists, listed, after or 0, splits, queries_each, dim, scaling * LOG2E.value,
         *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         SIZE=size, TAIL=after is not None, COUNT=counts is not None, SINGLE=most == 1,
-        M=max(16, triton.next_power_of_2(own)), N=tile, D=wide,
+        M=max(16, triton.next_power_of_2(queries_each)), N=tile, D=wide,
         CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=4, num_stages=2,
     )  # fmt: skip
     if most > 1:
-        _combine[(batch * query_heads,)](
-            *parts, outputs, outputs, 1, own, splits, dim,
+        combine_splits[(batch * query_heads,)](
+            *parts, outputs, outputs, 1, queries_each, splits, dim,
             LSE=False, S=SPLITS[most > SPLITS[0]], D=wide, num_warps=4,
         )  # fmt: skip
     return outputs

@@ -13,7 +13,7 @@ def max_attention_reference(
     heads, rows = keys.shape[1:3]
     dtype = torch.promote_types(queries.dtype, torch.float32)
     grouped, keys = queries.reshape(batch, heads, -1, tokens, dim).to(dtype), keys.to(dtype)
-    found = torch.zeros(batch, heads, grouped.shape[2], rows, dtype=dtype, device=keys.device)
+    largest = torch.zeros(batch, heads, grouped.shape[2], rows, dtype=dtype, device=keys.device)
     step = max(1, CHUNK // (batch * query_heads * rows))
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
@@ -24,5 +24,5 @@ def max_attention_reference(
         p = logits.softmax(-1)
         if weight is not None:
             p *= weight[:, None, None, start:stop, None]
-        found[..., :end] = torch.maximum(found[..., :end], p.amax(3))
-    return found.amax(2) if together else found
+        largest[..., :end] = torch.maximum(largest[..., :end], p.amax(3))
+    return largest.amax(2) if together else largest

@@ -53,16 +53,16 @@ def lse_kernel(
     query = tl.load(place, mask=(token < tokens)[:, None] & (channel < DIM)[None, :], other=0.0)
     if CAST:
         query = query.to(tl.float32)
-    own = keys + sample * k_b + head // group * k_h
+    head_keys = keys + sample * k_b + head // group * k_h
     past = rows - tokens
     top, total = tl.full((BLOCK_T,), float("-inf"), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
     middle = (first + past + 1) // BLOCK_N * BLOCK_N  # all queries of the tile see the rows before this one
     top, total = over_rows(
-        top, total, query, own, 0, middle, rows, past + token, scale, k_n, k_d,
+        top, total, query, head_keys, 0, middle, rows, past + token, scale, k_n, k_d,
         DIM, BLOCK_D, BLOCK_N, False, CAST, PRECISION,
     )  # fmt: skip
     top, total = over_rows(
-        top, total, query, own, middle, tl.minimum(first + BLOCK_T + past, rows), rows, past + token, scale, k_n, k_d,
+        top, total, query, head_keys, middle, tl.minimum(first + BLOCK_T + past, rows), rows, past + token, scale, k_n, k_d,
         DIM, BLOCK_D, BLOCK_N, True, CAST, PRECISION,
     )  # fmt: skip
     at = out + tl.program_id(1).to(tl.int64) * tokens + token
@@ -82,11 +82,11 @@ def lse(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     out = torch.empty(batch, query_heads, tokens, dtype=torch.float32, device=queries.device)
-    own = tiles(queries.dtype, dim, tokens)
-    lse_kernel[(triton.cdiv(tokens, own["BLOCK_T"]), batch * query_heads)](
+    sizes = tiles(queries.dtype, dim, tokens)
+    lse_kernel[(triton.cdiv(tokens, sizes["BLOCK_T"]), batch * query_heads)](
         queries, keys, out, tokens, rows, query_heads, query_heads // heads, scaling * LOG2E,
         *queries.stride(), *keys.stride(),
-        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), PRECISION="ieee", **own,
+        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), PRECISION="ieee", **sizes,
     )  # fmt: skip
     return out
 

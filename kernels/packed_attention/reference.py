@@ -42,8 +42,8 @@ def append_packed_reference(
 
 
 def write(groups: Groups, b: int, h: int, into: slice, new: Groups) -> None:
-    for part, own in zip(groups, new, strict=True):
-        part[b, h, into] = own
+    for part, quantized in zip(groups, new, strict=True):
+        part[b, h, into] = quantized
 
 
 def attend_packed_reference(queries: Tensor, rows: PackedRows, scaling: float, step: Tensor) -> Tensor:
@@ -59,11 +59,11 @@ def pad_packed(rows: PackedRows, step: int, dtype: torch.dtype) -> tuple[Tensor,
     for b in range(batch):
         for h in range(heads):
             held = int(rows.lengths[b, h])
-            now, own = held + step, slice(longest - held - step - 1, longest)
+            now, places = held + step, slice(longest - held - step - 1, longest)
             (old_keys, old_values), (past_keys, past_values) = (count_packed(n, rows.residual) for n in (held, now))
             first, more = int(rows.key_starts[b, h]), (past_keys - old_keys) // rows.group
             slots = torch.arange(past_keys, now + 1, device=keys.device) % ring
-            keys[b, h, own] = torch.cat([
+            keys[b, h, places] = torch.cat([
                 *(read(part, rows, dtype).mT.flatten(0, 1) for part in (
                     take(rows.held_keys, slice(first, first + old_keys // rows.group)),
                     Groups(*(part[b, h, :more] for part in rows.more_keys)),
@@ -72,15 +72,15 @@ def pad_packed(rows: PackedRows, step: int, dtype: torch.dtype) -> tuple[Tensor,
             ])  # fmt: skip
             first, more = int(rows.value_starts[b, h]), past_values - old_values
             slots = torch.arange(past_values, now + 1, device=keys.device) % ring
-            values[b, h, own] = torch.cat([
+            values[b, h, places] = torch.cat([
                 read(take(rows.held_values, slice(first, first + old_values)), rows, dtype),
                 read(Groups(*(part[b, h, :more] for part in rows.more_values)), rows, dtype),
                 rows.ring_values[b, h, slots].to(dtype),
             ])  # fmt: skip
-            mass[b, h, own] = 1
+            mass[b, h, places] = 1
             if rows.mass is not None:
                 first = int(rows.starts[b, h])
-                mass[b, h, own.start : own.start + held] = rows.mass[first : first + held].to(mass.dtype)
+                mass[b, h, places.start : places.start + held] = rows.mass[first : first + held].to(mass.dtype)
     return keys, values, mass
 
 

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E, _combine, add_tile
+from kvbench.kernels.attention.triton import LOG2E, add_tile, combine_splits
 from kvbench.kernels.packed_attention.rows import PackedRows
 from kvbench.kernels.quantize.triton import round_tile
 from kvbench.kernels.rope_append.triton import rotate_head
 
 WARPS = 1056  # most warps that rows are split over: 8 on each of 132 multiprocessors, by their registers
-SPLITS = 256  # most programs of one head, which `_combine` reads at once
+SPLITS = 256  # most programs of one head, which `combine_splits` reads at once
 LEAST = 16  # programs of a head that share its tiles, if only an answer will fill them
 RAWS = 4  # most programs of one head that read rows with raw values
 UNITS = 8  # words of a channel in a tile of keys, as many as the matrix units take columns
@@ -45,8 +45,8 @@ def _append(
     SIZE: tl.constexpr = GROUP // PER  # bytes of a group
     if index < query_heads:
         source = queries + b.to(tl.int64) * s_q + index * DIM
-        found = rotate_head(source, query_norm, cos, sin, since, column, turning, DIM, epsilon, out, NORM)
-        tl.store(out + (b.to(tl.int64) * query_heads + index) * DIM + column, found, mask=there)
+        head_row = rotate_head(source, query_norm, cos, sin, since, column, turning, DIM, epsilon, out, NORM)
+        tl.store(out + (b.to(tl.int64) * query_heads + index) * DIM + column, head_row, mask=there)
     else:
         kind, rest = (index - query_heads) // heads, (index - query_heads) % heads
         h, number = rest, 0
@@ -62,21 +62,21 @@ def _append(
         element = byte[:, None] * PER + part[None]
         if kind == 0:
             source = keys + b.to(tl.int64) * s_k + h * DIM
-            found = rotate_head(source, key_norm, cos, sin, since, column, turning, DIM, epsilon, out, NORM)
-            tl.store(ring_keys + (head * RING + slot) * DIM + column, found, mask=there)
+            head_row = rotate_head(source, key_norm, cos, sin, since, column, turning, DIM, epsilon, out, NORM)
+            tl.store(ring_keys + (head * RING + slot) * DIM + column, head_row, mask=there)
         elif kind == 1:
-            found = tl.load(values + b.to(tl.int64) * s_v + h * DIM + column, mask=there)
-            tl.store(ring_values + (head * RING + slot) * DIM + column, found, mask=there)
+            head_row = tl.load(values + b.to(tl.int64) * s_v + h * DIM + column, mask=there)
+            tl.store(ring_values + (head * RING + slot) * DIM + column, head_row, mask=there)
         elif kind == 2:
             if (since > 0) & (now > RESIDUAL):
                 row = now - RESIDUAL - 1
                 group = tl.arange(0, GROUPS)
                 real = group < DIM // GROUP
-                own = (element < GROUP)[None]
+                in_group = (element < GROUP)[None]
                 at = group[:, None, None] * GROUP + element[None]
-                here = real[:, None, None] & own
+                here = real[:, None, None] & in_group
                 numbers = tl.load(ring_values + (head * RING + row % RING) * DIM + at, mask=here, other=0.0)
-                scale, zero, codes = round_tile(numbers.to(tl.float32), own, part, BITS)
+                scale, zero, codes = round_tile(numbers.to(tl.float32), in_group, part, BITS)
                 line = head * value_room + row - tl.maximum(held - RESIDUAL, 0)
                 into = value_codes + line * (DIM // PER) + group[:, None] * SIZE + byte[None]
                 tl.store(into, codes, mask=real[:, None] & (byte < SIZE)[None])
@@ -85,11 +85,11 @@ def _append(
         else:
             if (since > 0) & (now % RESIDUAL == 0):
                 first = now - RESIDUAL + number * GROUP
-                own = (element < GROUP)[None]
+                in_group = (element < GROUP)[None]
                 at = ((first + element) % RING * DIM)[None] + column[:, None, None]
-                here = there[:, None, None] & own
+                here = there[:, None, None] & in_group
                 numbers = tl.load(ring_keys + head * RING * DIM + at, mask=here, other=0.0)
-                scale, zero, codes = round_tile(numbers.to(tl.float32), own, part, BITS)
+                scale, zero, codes = round_tile(numbers.to(tl.float32), in_group, part, BITS)
                 line = (head * key_room + (first - (held - held % RESIDUAL)) // GROUP) * DIM + column
                 into = key_codes + line[:, None] * SIZE + byte[None]
                 tl.store(into, codes, mask=there[:, None] & (byte < SIZE)[None])
@@ -123,8 +123,8 @@ def _values(
     steps, least = tl.load(scale + at, mask=where, other=0.0), tl.load(zero + at, mask=where, other=0.0)
     halves = words[:, None, :] >> tl.load(shifts + tl.arange(0, HALVES) * PART)[None, :, None]
     shift = tl.load(shifts + tl.arange(0, PART))[None, None, :, None]
-    found = _expand(halves[:, :, None, :], steps[:, None, None, :], least[:, None, None, :], shift, like, BITS)
-    return tl.reshape(found, [row.shape[0], PER * WORDS])
+    values = _expand(halves[:, :, None, :], steps[:, None, None, :], least[:, None, None, :], shift, like, BITS)
+    return tl.reshape(values, [row.shape[0], PER * WORDS])
 
 
 @triton.jit
@@ -168,12 +168,12 @@ def _tile(
     """
     PER: tl.constexpr = HALVES * PART
     IN: tl.constexpr = GROUP // PER  # words of a group
-    own, column = tl.arange(0, UNITS), tl.arange(0, D)
+    word, column = tl.arange(0, UNITS), tl.arange(0, D)
     if UNITS % IN == 0:  # then a tile begins with a group, which tells the compiler which words are neighbours
-        group, within = first // GROUP + own // IN, own % IN
+        group, within = first // GROUP + word // IN, word % IN
     else:
-        group, within = (first // PER + own) // IN, (first // PER + own) % IN
-    unit = first // PER + own
+        group, within = (first // PER + word) // IN, (first // PER + word) % IN
+    unit = first // PER + word
     where = (column < DIM)[:, None] & (unit * PER < high)[None]
     at = (group * DIM)[None] + column[:, None]
     words = tl.load(key_codes + at * IN + within[None], mask=where, other=0).to(tl.int32)
@@ -336,7 +336,7 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
     raws = max(1, min(RAWS, splits // 16))
     # not by the room for an answer: a longer plan would add the same numbers in another order
     packed = max(LEAST, triton.cdiv(rows.longest, UNITS * per))  # tiles of a head; each program reads as many
-    most = splits  # `_combine` is compiled for it, whatever the lengths
+    most = splits  # `combine_splits` is compiled for it, whatever the lengths
     splits = raws + triton.cdiv(packed, triton.cdiv(packed, splits - raws))
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     parts = [
@@ -356,7 +356,7 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
         MASS=rows.mass is not None, BITS=rows.bits, GROUP=rows.group, RESIDUAL=rows.residual, RING=ring, DIM=dim,
         M=queries_each, CAST=triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16, **shape,
     )  # fmt: skip
-    _combine[(batch * query_heads,)](
+    combine_splits[(batch * query_heads,)](
         *parts, outputs, outputs, 1, group, splits, dim,
         LSE=False, S=triton.next_power_of_2(most), D=shape["D"], num_warps=4 if most <= 128 else 8,
     )  # fmt: skip

@@ -17,8 +17,8 @@ def page_bounds_reference(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
 
 def update_page_bounds_reference(keys: Tensor, low: Tensor, high: Tensor, last: Tensor, page: int) -> None:
     number = int(last) // page
-    own = keys[:, :, number * page : int(last) + 1]
-    low[:, :, number], high[:, :, number] = own.amin(2), own.amax(2)
+    rows = keys[:, :, number * page : int(last) + 1]
+    low[:, :, number], high[:, :, number] = rows.amin(2), rows.amax(2)
 
 
 def page_upper_bounds_reference(

@@ -23,9 +23,9 @@ def _bounds(
     least = tl.full((PAGES, D), float("inf"), tl.float32)
     most = tl.full((PAGES, D), float("-inf"), tl.float32)
     for first in range(0, page, ROWS):
-        own = first + tl.arange(0, ROWS)
-        row = number[:, None] * page + own[None]
-        here = ((row < rows) & (own < page)[None])[:, :, None] & (column < dim)[None, None]
+        in_page = first + tl.arange(0, ROWS)
+        row = number[:, None] * page + in_page[None]
+        here = ((row < rows) & (in_page < page)[None])[:, :, None] & (column < dim)[None, None]
         at = row[:, :, None].to(tl.int64) * k_n + column[None, None] * k_d
         k = tl.load(keys + at, mask=here, other=0.0).to(tl.float32)
         least = tl.minimum(least, tl.min(tl.where(here, k, float("inf")), 1))
@@ -40,11 +40,11 @@ def page_bounds_triton(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
     batch, heads, rows, dim = keys.shape
     pages, wide = triton.cdiv(rows, page), triton.next_power_of_2(dim)
     low, high = (keys.new_empty(batch, heads, pages, dim) for _ in range(2))
-    own = min(triton.next_power_of_2(page), max(1, ELEMENTS // wide))
-    several = max(1, ELEMENTS // wide // own)
+    rows_each = min(triton.next_power_of_2(page), max(1, ELEMENTS // wide))
+    several = max(1, ELEMENTS // wide // rows_each)
     if batch * heads:
         _bounds[triton.cdiv(pages, several), batch * heads](
-            keys, low, high, rows, heads, pages, page, dim, *keys.stride(), PAGES=several, ROWS=own, D=wide
+            keys, low, high, rows, heads, pages, page, dim, *keys.stride(), PAGES=several, ROWS=rows_each, D=wide
         )
     return low, high
 

@@ -130,7 +130,7 @@ def choose_by_codes(
     first: int,
     stop: Tensor,
     last: Tensor,
-    found: Tensor,
+    rows: Tensor,
     *,
     counted: tuple[Tensor, int] | None = None,
     implementation: str | None = None,
@@ -146,7 +146,7 @@ def choose_by_codes(
         first: See `code_scores`.
         stop: See `code_scores`. At most `last`.
         last: The newest row, a whole number without dimensions, from `first` to first + n - 1.
-        found: Gets the rows, ascending, (B, H, k) int64; of equal scores the lower row comes first. The lists of all
+        rows: Gets the rows, ascending, (B, H, k) int64; of equal scores the lower row comes first. The lists of all
             heads lie at equal distances. With fewer than k candidates, rows that are none follow.
         counted: `count_pairs` of the codes of the rows from `first` on and before a number, which is at most `stop` and
             at least first + k, and that number. The kernel is faster with them.
@@ -158,22 +158,20 @@ def choose_by_codes(
     check_codebook("choose_by_codes", queries[:, :, None], codes, codebook)
     check_codebook("choose_by_codes", keys, codes, codebook)
     fits = keys.shape[1] == codes.shape[1] and queries.shape[1] % codes.shape[1] == 0 and first >= 0
-    lists = (
-        found.dtype == torch.int64 and found.shape[:2] == codes.shape[:2] and found.shape[2] <= first + codes.shape[3]
-    )
-    lists = lists and found.stride(2) == 1 and found.stride(0) == found.shape[1] * found.stride(1)
+    lists = rows.dtype == torch.int64 and rows.shape[:2] == codes.shape[:2] and rows.shape[2] <= first + codes.shape[3]
+    lists = lists and rows.stride(2) == 1 and rows.stride(0) == rows.shape[1] * rows.stride(1)
     if counted is not None:
         wide = find_width(codebook.shape[3])
-        lists = lists and counted[1] >= first + found.shape[2] and codes.shape[2] == 2
+        lists = lists and counted[1] >= first + rows.shape[2] and codes.shape[2] == 2
         lists = lists and counted[0].shape == (*codes.shape[:2], wide * wide) and counted[0].dtype == torch.int32
         lists = lists and counted[0].is_contiguous() and codes.shape[3] < 2 * COUNTABLE
         lists = lists and wide * wide * round_up(queries.shape[1] // codes.shape[1]) <= HELD
     if not fits or not lists or codes.stride(3) != 1:
         raise ValueError(
             f"choose_by_codes: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, codes {tuple(codes.shape)} "
-            f"of the rows from {first} on, lists {tuple(found.shape)} {found.dtype}"
+            f"of the rows from {first} on, lists {tuple(rows.shape)} {rows.dtype}"
         )
-    given = queries, keys, codes, codebook, scaling, first, stop, last, found
+    given = queries, keys, codes, codebook, scaling, first, stop, last, rows
     if choose_implementation("choose_by_codes", implementation, queries) == "reference":
         choose_by_codes_reference(*given)
         return

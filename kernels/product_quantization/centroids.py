@@ -60,15 +60,15 @@ def find_nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     each = centroids[..., 0].numel()  # distances of a point of each part
     norms = centroids.square().sum(-1, keepdim=True)
     behind = torch.arange(count - 1, -1, -1, dtype=points.dtype, device=points.device)[:, None]  # centroids behind each
-    pieces, found = split_points(points, centroids), []
+    pieces, nearest = split_points(points, centroids), []
     room = points.new_empty(each * pieces[0].shape[1])
     for some in pieces:
         nearness = room[: each * some.shape[1]].view(len(points), count, some.shape[1])
         torch.baddbmm(norms, centroids, some.mT, beta=-1, alpha=2, out=nearness)  # faster than (…, n, K)
         largest = nearness.amax(1)
         last = nearness.eq_(largest[:, None]).mul_(behind).amax(1)  # in place, because memory is slower than arithmetic
-        found.append(((count - 1 - last).to(torch.uint8), largest))
-    codes, largest = (torch.cat(own, -1).view(shape) for own in zip(*found, strict=True))
+        nearest.append(((count - 1 - last).to(torch.uint8), largest))
+    codes, largest = (torch.cat(parts, -1).view(shape) for parts in zip(*nearest, strict=True))
     return codes, largest
 
 

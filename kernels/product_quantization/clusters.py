@@ -102,7 +102,7 @@ def _find_farthest(distances, rows, before, place, SEARCH: tl.constexpr):
 
     Distances are in descending order, and of equal ones the first row comes first.
     """
-    most, found = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    most, farthest = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     for start in range(0, rows, SEARCH):
         row = start + tl.arange(0, SEARCH)
         distance = tl.load(distances + row, mask=row < rows, other=float("-inf"))
@@ -110,9 +110,9 @@ def _find_farthest(distances, rows, before, place, SEARCH: tl.constexpr):
         distance = tl.where(behind, distance, float("-inf"))
         largest = tl.max(distance, 0)
         first = tl.min(tl.where(distance == largest, row, rows), 0)
-        found = tl.where(largest > most, first, found)
+        farthest = tl.where(largest > most, first, farthest)
         most = tl.maximum(most, largest)
-    return most, found
+    return most, farthest
 
 
 @triton.jit(do_not_specialize=["rows", "count", "heads", "spans", "k_b", "k_h"])
@@ -148,8 +148,8 @@ def _move(
         distance, row = _find_farthest(distances + line * rows, rows, distance, row, SEARCH)
         mine = tl.sum(tl.where((order == index + 1) & (empty == 1), all_codes, 0))
         point = tl.load(keys + row.to(tl.int64) * k_n + column * k_d, mask=column < size, other=0.0)
-        own = (column < size) & (mine // SHARE == share)
-        tl.store(centroids + mine * size + column, point.to(tl.float32), mask=own)
+        moves = (column < size) & (mine // SHARE == share)
+        tl.store(centroids + mine * size + column, point.to(tl.float32), mask=moves)
 
 
 def choose_sizes(count: int, size: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.product_quantization.centroids import find_width, round_up
-from kvbench.kernels.row_selection.triton import _number, _wait
+from kvbench.kernels.row_selection.triton import score_to_number, wait_for_programs
 
 LOG2E = 1.4426950408889634
 CENTROIDS = 64  # that a program multiplies or compares
@@ -25,11 +25,11 @@ COUNTED = 21  # bits of a number of rows. Three such numbers are added up as one
 
 
 @triton.jit
-def _find_nearest(key, codebook, count, size, stride, N: tl.constexpr, E: tl.constexpr):
+def find_nearest_centroid(key, codebook, count, size, stride, N: tl.constexpr, E: tl.constexpr):
     """Return the centroid of codebook (count, size) nearest to a key (size,), the first of equally near ones."""
     column = tl.arange(0, E)
     key = tl.load(key + column * stride, mask=column < size, other=0.0).to(tl.float32)
-    best, found = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    best, best_code = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     for begin in range(0, count, N):
         code = begin + tl.arange(0, N)
         here = (code < count)[:, None] & (column < size)[None]
@@ -37,9 +37,9 @@ def _find_nearest(key, codebook, count, size, stride, N: tl.constexpr, E: tl.con
         nearness = tl.where(code < count, tl.sum(centroid * (2 * key[None] - centroid), 1), float("-inf"))
         largest = tl.max(nearness, 0)
         nearest = tl.min(tl.where(nearness == largest, code, 256), 0)
-        found = tl.where(largest > best, nearest, found)
+        best_code = tl.where(largest > best, nearest, best_code)
         best = tl.maximum(best, largest)
-    return found.to(tl.uint8)
+    return best_code.to(tl.uint8)
 
 
 @triton.jit
@@ -124,20 +124,20 @@ def _rank_pairs(
     if part > 0:
         newest, book = tl.load(last).to(tl.int64), codebook + (part - 1) * count * size
         key = keys + b * k_b + h * k_h + newest * k_n + (part - 1) * size * k_d
-        nearest = _find_nearest(key, book, count, size, k_d, CENTROIDS, E)
+        nearest = find_nearest_centroid(key, book, count, size, k_d, CENTROIDS, E)
         tl.store(codes + (part - 1) * c_m + newest - first, nearest)
     else:
         tl.store(arrived + line, 0)
         pair, code, member = tl.arange(0, WIDE * WIDE), tl.arange(0, WIDE), tl.arange(0, M)
         rows = tl.load(counts + line * WIDE * WIDE + pair)
         stop_row = tl.load(stop).to(tl.int32)
-        own = totals + line * WIDE * WIDE
-        tl.store(own + pair, rows)
+        head_totals = totals + line * WIDE * WIDE
+        tl.store(head_totals + pair, rows)
         tl.debug_barrier()
         for begin in range(counted, stop_row, N):
             row = begin + tl.arange(0, N)
             here = row < stop_row
-            tl.atomic_add(own + _load_pairs(codes, row, here, first, c_m, WIDE), 1, mask=here, sem="relaxed")
+            tl.atomic_add(head_totals + _load_pairs(codes, row, here, first, c_m, WIDE), 1, mask=here, sem="relaxed")
         at = queries + b * q_b + (h * group + member)[:, None] * q_h + column[None] * q_d
         asking = (member < group)[:, None] & there
         one, two = tl.load(at, mask=asking, other=0.0), tl.load(at + size * q_d, mask=asking, other=0.0)
@@ -145,17 +145,17 @@ def _rank_pairs(
         more = _multiply(two, codebook + count * size, code, column, there, count, size, scale, G, M, CAST)
         logits = tl.reshape(logits + more[None], [WIDE * WIDE, G])
         tl.debug_barrier()
-        rows = tl.load(own + pair, cache_modifier=".cg")
+        rows = tl.load(head_totals + pair, cache_modifier=".cg")
         logits = tl.where((rows > 0)[:, None] & (tl.arange(0, G) < group)[None], logits, float("-inf"))
         most = tl.max(logits, 0)
         most = tl.where(most == float("-inf"), 0.0, most)
         total = tl.sum(rows.to(tl.float32)[:, None] * tl.exp2(logits - most[None]), 0)
         whole = most + tl.log2(tl.where(total > 0, total, 1.0))
-        numbers = tl.where(rows > 0, _number(tl.sum(tl.exp2(logits - whole[None]), 1)), 0)
+        numbers = tl.where(rows > 0, score_to_number(tl.sum(tl.exp2(logits - whole[None]), 1)), 0)
         low = _find_last(numbers, rows, k, COUNTED, NEAR, STEPS)
         above = tl.sum(tl.where(numbers > low, rows, 0))
-        found = tl.where(numbers > low, 2, tl.where(numbers == low, 1, 0))
-        tl.store(classes + line * WIDE * WIDE + pair, found.to(tl.uint8))
+        pair_classes = tl.where(numbers > low, 2, tl.where(numbers == low, 1, 0))
+        tl.store(classes + line * WIDE * WIDE + pair, pair_classes.to(tl.uint8))
         tl.store(rooms + line, k - above)
 
 
@@ -173,18 +173,18 @@ def _load_classes(classes, row, pair, end):
 
 
 @triton.jit
-def _write_rows(found, row, own, equal, room, place):
+def _write_rows(rows, row, row_classes, equal, room, place):
     """Write the rows that stay, and return how many rows of class 1 there were so far, and the place behind."""
-    equals = (own == 1).to(tl.int32)
-    stays = (own == 2) | ((equals == 1) & (equal + tl.cumsum(equals, 0) <= room))
+    equals = (row_classes == 1).to(tl.int32)
+    stays = (row_classes == 2) | ((equals == 1) & (equal + tl.cumsum(equals, 0) <= room))
     kept = stays.to(tl.int32)
-    tl.store(found + place + tl.cumsum(kept, 0) - 1, row.to(tl.int64), mask=stays)
+    tl.store(rows + place + tl.cumsum(kept, 0) - 1, row.to(tl.int64), mask=stays)
     return equal + tl.sum(equals), place + tl.sum(kept)
 
 
 @triton.jit(do_not_specialize=["heads", "first", "per_split", "splits", "line", "c_b", "c_h", "c_m"])
 def _list_pairs(
-    codes, classes, rooms, arrived, tallies, stop, found, heads, first, per_split, splits, line, c_b, c_h, c_m,
+    codes, classes, rooms, arrived, tallies, stop, rows, heads, first, per_split, splits, line, c_b, c_h, c_m,
     WIDE: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, ONE: tl.constexpr, AHEAD: tl.constexpr,
     BEGIN: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
@@ -208,8 +208,8 @@ def _list_pairs(
         tl.extra.cuda.gdc_wait()
     room = tl.load(rooms + head)
     if ONE:
-        own = _load_classes(classes, row, pair, end)
-        above, equal = tl.sum((own == 2).to(tl.int32)), tl.sum((own == 1).to(tl.int32))
+        row_classes = _load_classes(classes, row, pair, end)
+        above, equal = tl.sum((row_classes == 2).to(tl.int32)), tl.sum((row_classes == 1).to(tl.int32))
     elif BEGIN == 0:
         for start in range(begin, end, TILE):
             row, pair = _load_tile(codes, start, end, first, c_m, WIDE, TILE)
@@ -220,7 +220,7 @@ def _list_pairs(
         tl.store(tallies + 2 * split, above)
         tl.store(tallies + 2 * split + 1, equal)
     if BEGIN == 0 and END == 2:
-        _wait(arrived + head, splits)
+        wait_for_programs(arrived + head, splits)
     if END == 2:
         other = tl.arange(0, MOST)
         earlier = other < split
@@ -228,17 +228,17 @@ def _list_pairs(
         equal = tl.sum(tl.load(tallies + 2 * other + 1, mask=earlier, other=0, cache_modifier=".cg"))
         place = head.to(tl.int64) * line + above + tl.minimum(equal, room)
         if ONE:
-            _write_rows(found, row, own, equal, room, place)
+            _write_rows(rows, row, row_classes, equal, room, place)
         else:
             for start in range(begin, end, TILE):
                 row, pair = _load_tile(codes, start, end, first, c_m, WIDE, TILE)
-                own = _load_classes(classes, row, pair, end)
-                equal, place = _write_rows(found, row, own, equal, room, place)
+                row_classes = _load_classes(classes, row, pair, end)
+                equal, place = _write_rows(rows, row, row_classes, equal, room, place)
 
 
 def list_by_pairs(
     queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
-    last: Tensor, found: Tensor, counts: Tensor, counted: int,
+    last: Tensor, rows: Tensor, counts: Tensor, counted: int,
 ) -> None:  # fmt: skip
     """List the k candidates with the largest scores, of which there are at least k, and find the newest row's codes.
 
@@ -251,7 +251,7 @@ def list_by_pairs(
         first: As of `choose_by_codes`.
         stop: As of `choose_by_codes`, at least `counted`.
         last: As of `choose_by_codes`.
-        found: As of `choose_by_codes`.
+        rows: As of `choose_by_codes`.
         counts: `count_pairs` of the codes of the rows from `first` to `counted`.
         counted: The row after the last one in `counts`, at least first + k.
     """
@@ -267,17 +267,17 @@ def list_by_pairs(
     ahead = nvidia and torch.cuda.get_device_capability(device) >= (9, 0)  # programmatic dependent launch
     _rank_pairs[3, lines](
         queries, codebook.contiguous(), keys, codes, counts, torch.empty_like(counts), stop, last, classes, rooms,
-        arrived, heads, group, count, size, first, counted, found.shape[2], scaling * LOG2E, *queries.stride(),
+        arrived, heads, group, count, size, first, counted, rows.shape[2], scaling * LOG2E, *queries.stride(),
         *keys.stride(), *strides,
         WIDE=wide, G=grouped, M=max(16, grouped), E=max(16, round_up(size)), N=MORE, CENTROIDS=CENTROIDS,
         COUNTED=COUNTED, NEAR=NEAR, STEPS=STEPS, CAST=is_interpreting() and queries.dtype == torch.bfloat16,
         AHEAD=ahead, num_warps=8 if wide * wide * grouped > 4096 else 4,
     )  # fmt: skip
-    given = codes, classes, rooms, arrived, tallies, stop, found, heads, first, per_split, splits
+    given = codes, classes, rooms, arrived, tallies, stop, rows, heads, first, per_split, splits
     apart = is_interpreting() and splits > 1  # programs run one after the other there and cannot wait
     for begin, end in ((0, 1), (1, 2)) if apart else ((0, 2),):
         _list_pairs[splits, lines](
-            *given, found.stride(1), *strides,
+            *given, rows.stride(1), *strides,
             WIDE=wide, MOST=MOST, TILE=TILE, ONE=per_split == TILE, AHEAD=ahead, BEGIN=begin, END=end,
             num_warps=8, **({"launch_pdl": True} if ahead else {}),
         )  # fmt: skip

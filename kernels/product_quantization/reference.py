@@ -15,10 +15,10 @@ def code_scores_reference(
     asking = cut_keys(queries.unflatten(1, (heads, -1)), parts)  # (B, H, m, G, d/m)
     tables = codebook.to(asking.dtype) @ asking.mT * scaling  # (B, H, m, K, G)
     absent = torch.arange(first, first + codes.shape[3], device=codes.device) >= stop
-    own = codes.masked_fill(absent, 0)
+    candidates = codes.masked_fill(absent, 0)
     starts = torch.arange(0, batch * heads * count, count, device=codes.device).view(batch, heads, 1)
-    found = [embedding(own[:, :, part] + starts, tables[:, :, part].flatten(0, 2)) for part in range(parts)]
-    logits = sum(found[1:], found[0]).masked_fill(absent[:, None], -torch.inf)  # (B, H, n, G)
+    products = [embedding(candidates[:, :, part] + starts, tables[:, :, part].flatten(0, 2)) for part in range(parts)]
+    logits = sum(products[1:], products[0]).masked_fill(absent[:, None], -torch.inf)  # (B, H, n, G)
     scores = (logits - logits.logsumexp(2, keepdim=True)).exp().sum(-1)
     return pad(scores.masked_fill(absent, -torch.inf), (first, 0), value=-torch.inf)
 
@@ -30,13 +30,13 @@ def encode_reference(keys: Tensor, codebook: Tensor) -> Tensor:
 
 def choose_by_codes_reference(
     queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
-    last: Tensor, found: Tensor,
+    last: Tensor, rows: Tensor,
 ) -> None:  # fmt: skip
     at = last.long().view(1)
     codes.index_copy_(3, at - first, encode_reference(keys.index_select(2, at), codebook))
-    if found.numel():
+    if rows.numel():
         scores = code_scores_reference(queries, codes, codebook, scaling, first, stop)
-        found.copy_(top_k_indices(scores, found.shape[2], implementation="reference"))
+        rows.copy_(top_k_indices(scores, rows.shape[2], implementation="reference"))
 
 
 def find_centroids_reference(keys: Tensor, centroids: Tensor, iterations: int) -> Tensor:
@@ -76,7 +76,7 @@ def multiply_members(points: Tensor, codes: Tensor, count: int) -> tuple[Tensor,
     numbers = torch.arange(count, device=codes.device)[:, None]
     sums, sizes = points.new_zeros(len(points), count, points.shape[2]), points.new_zeros(len(points), count, 1)
     pieces = split_points(points, sums)
-    for some, own in zip(pieces, codes.split([piece.shape[1] for piece in pieces], 1), strict=True):
-        members = (own[:, None] == numbers).to(points.dtype)
+    for some, some_codes in zip(pieces, codes.split([piece.shape[1] for piece in pieces], 1), strict=True):
+        members = (some_codes[:, None] == numbers).to(points.dtype)
         sums, sizes = torch.baddbmm(sums, members, some), sizes + members.sum(-1, keepdim=True)
     return sums, sizes

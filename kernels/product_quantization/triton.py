@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
-from kvbench.kernels.product_quantization.pairs import CENTROIDS, LOG2E, _find_nearest, list_by_pairs
+from kvbench.kernels.product_quantization.pairs import CENTROIDS, LOG2E, find_nearest_centroid, list_by_pairs
 from kvbench.kernels.row_selection.triton import LINE, SINGLE, clear_work, count_first_digits, list_top
 
 SPAN = 2048  # rows of a program, unless the group is large. Sums are in this order whatever the batch is
@@ -36,10 +36,11 @@ def _products(
     line, part = tl.program_id(1), tl.program_id(2)
     b, h = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
     if ENCODE and tl.program_id(0) == 0:
-        newest, own = tl.load(last).to(tl.int64), codebook + (line * parts + part).to(tl.int64) * count * size
+        newest, book = tl.load(last).to(tl.int64), codebook + (line * parts + part).to(tl.int64) * count * size
         key = keys + b * k_b + h * k_h + newest * k_n + part * size * k_d
         tl.store(
-            codes + b * c_b + h * c_h + part * c_m + newest - first, _find_nearest(key, own, count, size, k_d, N, E)
+            codes + b * c_b + h * c_h + part * c_m + newest - first,
+            find_nearest_centroid(key, book, count, size, k_d, N, E),
         )
     code, column, member = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, E), tl.arange(0, M)
     wide = (column < size)[None]
@@ -114,10 +115,10 @@ def _scores(
     for begin in range(0, spans, SPANS):
         other = begin + tl.arange(0, SPANS)
         at, there = (line * spans + other).to(tl.int64)[:, None] * G + member[None], (other < spans)[:, None]
-        own = tl.load(sums + at, mask=there, other=float("-inf"))
-        new = tl.maximum(most, tl.max(own, 0))
+        span_sums = tl.load(sums + at, mask=there, other=float("-inf"))
+        new = tl.maximum(most, tl.max(span_sums, 0))
         safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp2(most - safe) + tl.sum(tl.exp2(own - safe[None]), 0)
+        total = total * tl.exp2(most - safe) + tl.sum(tl.exp2(span_sums - safe[None]), 0)
         most = new
     whole = _add_logarithm(most, total, 0.0)
     row, last = span * N + tl.arange(0, N), tl.minimum(tl.load(stop), rows).to(tl.int32)
@@ -187,15 +188,15 @@ def multiply(
 
 def choose_by_codes_triton(
     queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
-    last: Tensor, found: Tensor, counted: tuple[Tensor, int] | None,
+    last: Tensor, rows: Tensor, counted: tuple[Tensor, int] | None,
 ) -> None:  # fmt: skip
-    rows = first + codes.shape[3]
-    if counted is not None and found.numel():
-        list_by_pairs(queries, keys, codes, codebook, scaling, first, stop, last, found, *counted)
+    all_rows = first + codes.shape[3]
+    if counted is not None and rows.numel():
+        list_by_pairs(queries, keys, codes, codebook, scaling, first, stop, last, rows, *counted)
         return
     lines, work = codes[:, :, 0, 0].numel(), None
-    if rows > SINGLE:
+    if all_rows > SINGLE:
         work = torch.empty(lines, LINE.value, dtype=torch.int32, device=codes.device)
     scores = code_scores_triton(queries, codes, codebook, scaling, first, stop, (keys, last), work)
-    if found.numel():
-        list_top(scores, found, counted=work)
+    if rows.numel():
+        list_top(scores, rows, counted=work)

@@ -25,13 +25,13 @@ def _place(middle, groups, tiles, ROWS: tl.constexpr):
 
 
 @triton.jit
-def round_tile(values, own, part, BITS: tl.constexpr, SCALES: tl.constexpr = tl.float16):
-    """Quantize a tile of groups, (ROWS, BYTES, PER): `own` says which numbers exist, `part` are the codes of a byte.
+def round_tile(values, real, part, BITS: tl.constexpr, SCALES: tl.constexpr = tl.float16):
+    """Quantize a tile of groups, (ROWS, BYTES, PER): `real` says which numbers exist, `part` are the codes of a byte.
 
     Returns scale and zero (ROWS,) in the dtype SCALES, and the bytes (ROWS, BYTES).
     """
-    low = tl.min(tl.min(tl.where(own, values, float("inf")), 2), 1)
-    high = tl.max(tl.max(tl.where(own, values, float("-inf")), 2), 1)
+    low = tl.min(tl.min(tl.where(real, values, float("inf")), 2), 1)
+    high = tl.max(tl.max(tl.where(real, values, float("-inf")), 2), 1)
     step = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, 2.0**BITS - 1, tl.float32)), LARGEST).to(SCALES)
     least = tl.minimum(tl.maximum(low, -LARGEST), LARGEST).to(SCALES)
     size = tl.where(step == 0, float("inf"), step.to(tl.float32))[:, None, None]  # in a constant group all codes are 0
@@ -53,8 +53,8 @@ def _pack(
     here = real[:, None, None] & (element < group)[None]
     at = outer * x_a + row[:, None, None].to(tl.int64) * x_b + (number * group + element)[None].to(tl.int64) * x_n
     values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
-    own = (element < group)[None]
-    step, least, packed = round_tile(values, own, part, BITS, scale.dtype.element_ty)
+    in_group = (element < group)[None]
+    step, least, packed = round_tile(values, in_group, part, BITS, scale.dtype.element_ty)
     line = outer * middle + row
     bytes_ = group // PER
     out = (line * groups + number)[:, None] * bytes_ + byte[None]

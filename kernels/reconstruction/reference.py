@@ -18,8 +18,8 @@ def find_compressed(listed: Tensor, rows: ReferencedRows, step: Tensor) -> Tenso
 def take(parts: list[Tensor], index: Tensor, where: Tensor) -> Tensor:
     """Return entries (B, n, …) of the parts (B, m, …) joined, by index (B, n); zeros where `where` (B, n) is false."""
     whole, batch = torch.cat(parts, 1), torch.arange(len(index), device=index.device)[:, None]
-    found = whole[batch, index.where(where, 0)] if whole.shape[1] else whole.new_zeros(*index.shape, *whole.shape[2:])
-    return found.where(where.view(*where.shape, *[1] * (found.dim() - 2)), 0)
+    entries = whole[batch, index.where(where, 0)] if whole.shape[1] else whole.new_zeros(*index.shape, *whole.shape[2:])
+    return entries.where(where.view(*where.shape, *[1] * (entries.dim() - 2)), 0)
 
 
 def take_codes_reference(listed: Tensor, codes: Tensor, more: Tensor, rows: ReferencedRows, step: Tensor) -> Tensor:
@@ -39,8 +39,8 @@ def rebuild_reference(listed: Tensor, decoded: Tensor | None, rows: ReferencedRo
         known, more = rows.references.long(), rows.more_references.long()
         numbers = take([known, more], listed - rows.sinks, compressed)
         where = compressed[..., None].expand_as(numbers).flatten(1)
-        found = take([rows.bases, rows.more_bases], numbers.flatten(1), where)
-        kv = kv + found.unflatten(1, numbers.shape[1:]).mean(2)
+        base_rows = take([rows.bases, rows.more_bases], numbers.flatten(1), where)
+        kv = kv + base_rows.unflatten(1, numbers.shape[1:]).mean(2)
     return kv if decoded is None else (kv + decoded).where(compressed[..., None], kv)
 
 

@@ -42,14 +42,16 @@ class ReferencedRows:
         return self.compressed + self.block * max(0, waiting // self.block - 1)
 
     def __post_init__(self) -> None:
-        shapes = [own.shape for own in (self.bases, self.more_bases, self.raw)]
-        if any((own[0], own[2]) != (shapes[0][0], shapes[0][2]) for own in shapes):
-            raise ValueError(f"referenced rows: bases, more bases and raw rows {[tuple(own) for own in shapes]}")
+        shapes = [tensor.shape for tensor in (self.bases, self.more_bases, self.raw)]
+        if any((shape[0], shape[2]) != (shapes[0][0], shapes[0][2]) for shape in shapes):
+            raise ValueError(f"referenced rows: bases, more bases and raw rows {[tuple(shape) for shape in shapes]}")
         if (self.references is None) != (self.more_references is None) or self.block < 1:
             raise ValueError(f"referenced rows: blocks of {self.block} rows, references of some rows only")
-        own = self.references
-        if own is not None and (own.shape[:2] != (shapes[0][0], self.compressed) or own.is_floating_point()):
-            raise ValueError(f"referenced rows: references {tuple(own.shape)} of {self.compressed} rows")
+        references = self.references
+        if references is not None and (
+            references.shape[:2] != (shapes[0][0], self.compressed) or references.is_floating_point()
+        ):
+            raise ValueError(f"referenced rows: references {tuple(references.shape)} of {self.compressed} rows")
 
 
 @dataclass(frozen=True)
@@ -69,5 +71,5 @@ class Expansion:
     def __post_init__(self) -> None:
         fits = self.keys.shape[:2] == self.inner.shape[:2] and self.keys.dim() == self.inner.dim() == 3
         if not fits or self.weight.shape != (self.keys.shape[2], self.inner.shape[2]):
-            shapes = [tuple(own.shape) for own in (self.keys, self.inner, self.weight)]
+            shapes = [tuple(tensor.shape) for tensor in (self.keys, self.inner, self.weight)]
             raise ValueError(f"expansion: keys, numbers and matrix {shapes}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.kernels.attention.triton import LOG2E
 from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
-from kvbench.kernels.row_selection.triton import _number, _score
+from kvbench.kernels.row_selection.triton import number_to_score, score_to_number
 
 ROWS = 16  # listed rows of a program that gathers codes
 TILE = 32  # listed rows of which a program makes keys
@@ -68,12 +68,12 @@ def _take(
     old = row - sinks
     stored, there = (entry < listed_count) & (old >= 0) & (row < stop), (column < width)[None]
     at = (b * compressed + old)[:, None] * width + column[None]
-    found = tl.load(codes + at, mask=(stored & (old < compressed))[:, None] & there, other=0)
+    taken = tl.load(codes + at, mask=(stored & (old < compressed))[:, None] & there, other=0)
     at = (b * room + old - compressed)[:, None] * width + column[None]
     others = tl.load(more + at, mask=(stored & (old >= compressed))[:, None] & there, other=0)
-    found = tl.where((old < compressed)[:, None], found, others)
+    taken = tl.where((old < compressed)[:, None], taken, others)
     into = (b * listed_count + entry)[:, None] * width + column[None]
-    tl.store(out + into, found, mask=(entry < listed_count)[:, None] & there)
+    tl.store(out + into, taken, mask=(entry < listed_count)[:, None] & there)
 
 
 @triton.jit
@@ -189,19 +189,19 @@ def _weigh(
         qy = tl.load(query[:, None] + second[None], mask=asking[:, None] & there[None], other=0.0)
         if CAST:
             qx, qy, kx, ky = qx.to(tl.float32), qy.to(tl.float32), kx.to(tl.float32), ky.to(tl.float32)
-        own = tl.dot(qy, ky.T, tl.dot(qx, kx.T, input_precision="ieee"), input_precision="ieee")
+        head_logits = tl.dot(qy, ky.T, tl.dot(qx, kx.T, input_precision="ieee"), input_precision="ieee")
         if REST:
             qz = tl.load(query[:, None] + rest[None], mask=asking[:, None] & others[None], other=0.0)
             kz = z.to(raw.dtype.element_ty)
             if CAST:
                 qz, kz = qz.to(tl.float32), kz.to(tl.float32)
-            own = tl.dot(qz, kz.T, own, input_precision="ieee")
-        own = tl.where(exists[None], own * factor, float("-inf"))
+            head_logits = tl.dot(qz, kz.T, head_logits, input_precision="ieee")
+        head_logits = tl.where(exists[None], head_logits * factor, float("-inf"))
         asked = head * group + member
         into = logits + (b * entries + entry[None]) * query_heads + asked[:, None]
-        tl.store(into, own, mask=asking[:, None] & (entry < entries)[None])
+        tl.store(into, head_logits, mask=asking[:, None] & (entry < entries)[None])
         into = counted + (b * (places + 2) + places) * query_heads + asked
-        tl.atomic_max(into, tl.max(_number(own).to(tl.int64), 1), mask=asking, sem="relaxed")
+        tl.atomic_max(into, tl.max(score_to_number(head_logits).to(tl.int64), 1), mask=asking, sem="relaxed")
     if COUNT and tl.program_id(1) == 0:
         tl.atomic_add(counts + tl.load(number), (tl.sum(exists.to(tl.int32)) * query_heads).to(tl.int64))
 
@@ -229,7 +229,7 @@ def _spread(
     head, entries, places = tl.arange(0, M), listed_count + 1, base_count + base_room + raw_room
     asking = head < query_heads
     counted += b * (places + 2) * query_heads
-    most = _score(tl.load(counted + places * query_heads + head, mask=asking, other=2**31).to(tl.uint32))
+    most = number_to_score(tl.load(counted + places * query_heads + head, mask=asking, other=2**31).to(tl.uint32))
     logits += b * entries * query_heads
     listed += b * listed_count
     if part < parts:
@@ -344,9 +344,9 @@ def _gather(
         part, query = (split - splits) // group, head * group + (split - splits) % group
         column, ranges = part * Z + tl.arange(0, Z), tl.arange(0, S)
         here = (ranges < spread)[:, None] & (column < numbers)[None]
-        own = part_sum + ((b * spread + ranges) * query_heads + query)[:, None] * numbers + column[None]
-        found = tl.sum(tl.load(own, mask=here, other=0.0), 0)
-        tl.store(sums + (b * query_heads + query) * numbers + column, found, mask=column < numbers)
+        sums_at = part_sum + ((b * spread + ranges) * query_heads + query)[:, None] * numbers + column[None]
+        total_of_codes = tl.sum(tl.load(sums_at, mask=here, other=0.0), 0)
+        tl.store(sums + (b * query_heads + query) * numbers + column, total_of_codes, mask=column < numbers)
 
 
 @triton.jit(do_not_specialize=["entries", "places", "splits"])
@@ -420,16 +420,16 @@ def attend_compressed_triton(
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=raw.device)
     (attended, number), (scale, epsilon) = counts or (step, step), norm or (raw, 0.0)
     kinds = dict(NEAREST=nearest, CAST=is_interpreting() and raw.dtype == torch.bfloat16)
-    run, own = dict(num_warps=4, num_stages=3), max(16, of_group)
+    run, padded_group = dict(num_warps=4, num_stages=3), max(16, of_group)
     more_needed = raw.dtype == torch.float32 or norm is not None or turning < dim or dim > 128
-    more_needed |= own > 16 or nearest > 8
+    more_needed |= padded_group > 16 or nearest > 8
     limit = {} if more_needed else {"maxnreg": REGISTERS}
     _weigh[triton.cdiv(count + 1, TILE), triton.cdiv(heads, HEADS), batch](
         queries.contiguous(), listed, decoded, known, more, bases, rows.more_bases, raw, cos.contiguous(),
         sin.contiguous(), scale, step, logits, counted, attended, number,
         *sizes, heads, group, dim, scaling * LOG2E.value, epsilon,
         **kinds, DECODED=numbers > 0, NORM=norm is not None, REST=turning < dim, COUNT=counts is not None,
-        HEADS=HEADS, M=own, N=TILE, HALF=turning // 2, H=max(16, triton.next_power_of_2(turning // 2)),
+        HEADS=HEADS, M=padded_group, N=TILE, HALF=turning // 2, H=max(16, triton.next_power_of_2(turning // 2)),
         R=max(16, triton.next_power_of_2(dim - turning)), num_warps=4, num_stages=1, **limit,
     )  # fmt: skip
     _spread[parts + triton.cdiv(count + 1, spread * LISTED * SHARE), spread, batch](
@@ -440,7 +440,7 @@ def attend_compressed_triton(
     _gather[batch * heads, gathered + parts * group](
         counted, part_sum, bases, rows.more_bases, raw, part_out, part_total, sums,
         count + 1, rooms[0], rooms[1], rooms[3], of_bases, gathered, spread, numbers, heads, group,
-        **kinds, DIM=dim, M=own, G=of_group, N=tile, D=max(16, triton.next_power_of_2(dim)), Z=part, S=RANGES, **run,
+        **kinds, DIM=dim, M=padded_group, G=of_group, N=tile, D=max(16, triton.next_power_of_2(dim)), Z=part, S=RANGES, **run,
     )  # fmt: skip
     _finish[batch * query_heads, triton.cdiv(dim, CHANNELS)](
         part_out, part_total, counted, sums, weight, outputs, count + 1, places, gathered, numbers,

@@ -23,8 +23,8 @@ def _rotate(
     here, turned = (row < rows) & (column < dim), (row < rows) & (column < turning)
     other = tl.where(column < half, column + half, tl.where(column < turning, column - half, column))
     x += b * x_b + h * x_h + row * x_n
-    own = tl.load(x + column, mask=here, other=0.0)
-    y, z = own.to(tl.float32), tl.load(x + other, mask=here, other=0.0).to(tl.float32)
+    stored = tl.load(x + column, mask=here, other=0.0)
+    y, z = stored.to(tl.float32), tl.load(x + other, mask=here, other=0.0).to(tl.float32)
     z = tl.where(column < half, -z, z)
     c = tl.load(cos + place * turning + column, mask=turned, other=1.0).to(tl.float32)  # the same for both channels
     s = tl.load(sin + place * turning + column, mask=turned, other=0.0).to(tl.float32)
@@ -32,8 +32,8 @@ def _rotate(
     plain, partner = (y * c - z * s) / length, (z * c + y * s) / length
     c = tl.load(cos + slot * turning + column, mask=turned, other=1.0).to(tl.float32)
     s = tl.load(sin + slot * turning + column, mask=turned, other=0.0).to(tl.float32)
-    found = tl.where(turned, (plain * c + partner * s).to(out.dtype.element_ty), own)
-    tl.store(out + (head * rows + row) * dim + column, found, mask=here)
+    rotated = tl.where(turned, (plain * c + partner * s).to(out.dtype.element_ty), stored)
+    tl.store(out + (head * rows + row) * dim + column, rotated, mask=here)
 
 
 def rotate_rows_triton(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, slots: Tensor) -> Tensor:

@@ -71,14 +71,14 @@ def _append(
         if is_key:
             source = keys + token.to(tl.int64) * s_k + h * dim
             scale = key_norm
-        found = rotate_head(source, scale, cos, sin, at, column, turning, dim, epsilon, out, NORM)
+        rotated = rotate_head(source, scale, cos, sin, at, column, turning, dim, epsilon, out, NORM)
         if is_key:
             if not ROTATE:  # as projected
-                found = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
+                rotated = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
             place = tail_keys + b * sk_b + h.to(tl.int64) * sk_h + row.to(tl.int64) * sk_n
-            tl.store(place + column, found, mask=there)
+            tl.store(place + column, rotated, mask=there)
         else:
-            tl.store(out + ((b * query_heads + h) * tokens + t) * dim + column, found, mask=there)
+            tl.store(out + ((b * query_heads + h) * tokens + t) * dim + column, rotated, mask=there)
 
 
 def append_triton(
@@ -87,7 +87,7 @@ def append_triton(
     norms: tuple[Tensor, Tensor, float] | None, rotates_keys: bool,
 ) -> Tensor:  # fmt: skip
     (batch, heads), dim = tail_keys.shape[:2] if starts is None else starts.shape, tail_keys.shape[-1]
-    into = [own.stride()[:3] if starts is None else (0, 0, own.stride(0)) for own in (tail_keys, tail_values)]
+    into = [memory.stride()[:3] if starts is None else (0, 0, memory.stride(0)) for memory in (tail_keys, tail_values)]
     tokens, query_heads = len(keys) // batch, queries.shape[1] // dim
     out = torch.empty(batch, query_heads, tokens, dim, dtype=queries.dtype, device=queries.device)
     query_norm, key_norm, epsilon = norms or (queries, keys, 0.0)

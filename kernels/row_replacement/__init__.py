@@ -56,18 +56,18 @@ def replace_row(
         ValueError: Shapes or dtypes do not fit.
     """
     tables = places, ranks, order
-    whole = all(own.shape == scores.shape and own.is_contiguous() for own in tables) and scores.shape[-1] > 1
+    whole = all(table.shape == scores.shape and table.is_contiguous() for table in tables) and scores.shape[-1] > 1
     counters = (free, *tally) if growth is None else (free, *tally, growth[0])
-    whole = whole and all(own.shape == scores.shape[:2] and own.is_contiguous() for own in counters)
+    whole = whole and all(counter.shape == scores.shape[:2] and counter.is_contiguous() for counter in counters)
     if growth is not None:
         whole = whole and growth[2].shape == scores.shape and growth[2].is_contiguous()
     if scores.dim() != 3 or not whole:
-        shapes = ", ".join(str(tuple(own.shape)) for own in (scores, *tables, free, tally, *(growth or ())))
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (scores, *tables, free, tally, *(growth or ())))
         raise ValueError(f"replace_row: scores, places, ranks, order, free, tally, growth {shapes}")
     whole_numbers = ranks, order, free, tally, *(growth or ())[:2]
-    if invalid.dtype != torch.bool or any(own.dtype != torch.int64 for own in whole_numbers):
-        found = ", ".join(str(own.dtype) for own in (*whole_numbers, invalid))
-        raise ValueError(f"replace_row: ranks, order, free, tally, growth, invalid {found}")
+    if invalid.dtype != torch.bool or any(tensor.dtype != torch.int64 for tensor in whole_numbers):
+        dtypes = ", ".join(str(tensor.dtype) for tensor in (*whole_numbers, invalid))
+        raise ValueError(f"replace_row: ranks, order, free, tally, growth, invalid {dtypes}")
     given = scores, sinks, recents, *tables, free, position, invalid, tally, growth
     if choose_implementation("replace_row", implementation, scores) == "reference":
         replace_row_reference(*given, never=NEVER)

@@ -19,10 +19,10 @@ def replace_row_reference(
     cut, leaves, held = quotas < never, used > quotas, rank < used
     invalid |= (scores.isnan() & held & cut).any()
 
-    def by_rank(own: Tensor) -> Tensor:
-        return own.expand_as(scores).gather(-1, order)
+    def by_rank(values: Tensor) -> Tensor:
+        return values.expand_as(scores).gather(-1, order)
 
-    marks = {kind: None if own is None else by_rank(own) for kind, own in ((SINKS, sinks), (RECENTS, recents))}
+    marks = {kind: None if marked is None else by_rank(marked) for kind, marked in ((SINKS, sinks), (RECENTS, recents))}
     protection = fit_protected(marks, held, quotas)
     for number, kind in enumerate((SINKS, RECENTS), 1):
         if kind in protection.given_up:

@@ -18,15 +18,15 @@ TILE = 2048  # rows that a program reads together
 @triton.jit
 def _count(mask, other, places, rows, low, high, OTHER: tl.constexpr, TILE: tl.constexpr):
     """Count the marked rows with positions from `low` to `high`, without those that `other` marks (OTHER)."""
-    found = tl.zeros((), tl.int32)
+    count = tl.zeros((), tl.int32)
     for first in range(0, rows, TILE):
         row = first + tl.arange(0, TILE)
         place = tl.load(places + row, mask=row < rows, other=-1).to(tl.int32)
         marked = tl.load(mask + row, mask=row < rows, other=0).to(tl.int32)
         if OTHER:
             marked &= 1 - tl.load(other + row, mask=row < rows, other=0).to(tl.int32)
-        found += tl.sum(tl.where((place >= low) & (place <= high), marked, 0))
-    return found
+        count += tl.sum(tl.where((place >= low) & (place <= high), marked, 0))
+    return count
 
 
 @triton.jit
@@ -118,10 +118,10 @@ def _replace(
         best = tl.min(score, 0)
         lateness = place if EARLIEST else now - place  # of equal scores, the row with the largest one leaves
         latest = tl.max(tl.where(may & (score == best), lateness, -1), 0)
-        own = may & (lateness == latest)
+        leaving = may & (lateness == latest)
         better = (best < least) | ((best == least) & (latest > victim))
-        slot = tl.where(better, tl.max(tl.where(own, row, 0), 0), slot)
-        rank = tl.where(better, tl.max(tl.where(own, number, 0), 0), rank)
+        slot = tl.where(better, tl.max(tl.where(leaving, row, 0), 0), slot)
+        rank = tl.where(better, tl.max(tl.where(leaving, number, 0), 0), rank)
         victim, least = tl.where(better, latest, victim), tl.where(better, best, least)
     if wrong > 0:
         tl.store(invalid, 1)

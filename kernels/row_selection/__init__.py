@@ -26,8 +26,8 @@ def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | No
     """
     wrong = not isinstance(quotas, int) and (quotas.shape != scores.shape[:2] or quotas.is_floating_point())
     if scores.dim() != 3 or wrong:
-        own = quotas if isinstance(quotas, int) else f"{tuple(quotas.shape)} {quotas.dtype}"
-        raise ValueError(f"top_k_mask: scores {tuple(scores.shape)}, quotas {own}")
+        given = quotas if isinstance(quotas, int) else f"{tuple(quotas.shape)} {quotas.dtype}"
+        raise ValueError(f"top_k_mask: scores {tuple(scores.shape)}, quotas {given}")
     if choose_implementation("top_k_mask", implementation, scores) == "reference":
         return top_k_mask_reference(scores, quotas)
     from kvbench.kernels.row_selection.triton import top_k_mask_triton
@@ -70,15 +70,15 @@ def top_k_indices(
 
         return top_k_indices_triton(scores, k, flat, counts, into)
     if into is not None:
-        found = top_k_indices(scores, k, counts=counts, implementation=implementation)
-        return into.copy_(torch.where(found < 0, into, found))
+        index = top_k_indices(scores, k, counts=counts, implementation=implementation)
+        return into.copy_(torch.where(index < 0, into, index))
     if counts is not None:
-        found = top_k_indices(scores, k, implementation=implementation)
-        taken = top_k_mask(scores.gather(2, found), counts, implementation=implementation)
-        return found.masked_fill(~taken, -1)
+        index = top_k_indices(scores, k, implementation=implementation)
+        taken = top_k_mask(scores.gather(2, index), counts, implementation=implementation)
+        return index.masked_fill(~taken, -1)
     kept = top_k_mask(scores, k, implementation=implementation)
-    found = kept_indices(kept, k * scores[..., 0].numel(), implementation=implementation)
-    return found if flat else (found % scores.shape[2]).view(*scores.shape[:2], k)
+    index = kept_indices(kept, k * scores[..., 0].numel(), implementation=implementation)
+    return index if flat else (index % scores.shape[2]).view(*scores.shape[:2], k)
 
 
 @announced

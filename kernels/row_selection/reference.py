@@ -26,9 +26,9 @@ def gather_rows_reference(
             return rows.flatten(0, 2).index_select(0, index)
         return rows[torch.unravel_index(index, rows.shape[:3])]
 
-    found = some(keys), some(values)
+    gathered = some(keys), some(values)
     if into is None:
-        return found
-    for part, rows in zip(into, found, strict=True):
+        return gathered
+    for part, rows in zip(into, gathered, strict=True):
         part.copy_(rows.view(part.shape))
     return into

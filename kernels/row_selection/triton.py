@@ -31,7 +31,7 @@ LEAST, MOST = tl.constexpr(0x007FFFFF), tl.constexpr(0xFF7FFFFF)  # numbers of -
 
 
 @triton.jit
-def _number(scores):
+def score_to_number(scores):
     """Map scores to unsigned numbers in the same order. 0.0 and -0.0 are equal, and NaN is the largest."""
     x = scores.to(tl.float32)
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
@@ -40,7 +40,7 @@ def _number(scores):
 
 
 @triton.jit
-def _score(number):
+def number_to_score(number):
     """Return the score of a number."""
     bits = number ^ tl.where(number >> 31 == 1, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
     return bits.to(tl.float32, bitcast=True)
@@ -64,7 +64,7 @@ def clear_work(work):
 @triton.jit
 def count_first_digits(scores, here, work):
     """Count the first digits of scores (N,) of a head in its `work`, which was cleared."""
-    _count_digits(_number(scores), here, 24, work)
+    _count_digits(score_to_number(scores), here, 24, work)
 
 
 @triton.jit
@@ -97,11 +97,11 @@ def _load_head(scores, first, rows, stride, TILE: tl.constexpr):
     """Return some row numbers of a head (TILE,), which of them there are, and the numbers of their scores."""
     row = first + tl.arange(0, TILE)
     here = row < rows
-    return row, here, _number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0))
+    return row, here, score_to_number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0))
 
 
 @triton.jit
-def _wait(arrived, splits):
+def wait_for_programs(arrived, splits):
     """Wait until all programs of a head are here. What they wrote before can be read then."""
     tl.debug_barrier()
     if splits > 1:
@@ -143,7 +143,7 @@ def _choose(
         room = tl.load(known + 2 * (BEGIN - 1) + 1).to(tl.int32)
     for phase in tl.static_range(BEGIN, END):
         if phase > BEGIN:
-            _wait(work + 3 * 256 + phase, SPLITS)
+            wait_for_programs(work + 3 * 256 + phase, SPLITS)
         if phase > 0 and phase < 4:
             digits = tl.load(work + (phase - 1) * 256 + bins, cache_modifier=".cg")
             start, room = _find_digit(digits, start, room)
@@ -167,14 +167,14 @@ def _choose(
             tl.store(tallies + split * 257 + 256, above)
         else:
             other = tl.arange(0, SPLITS)
-            found = tl.load(tallies + other[:, None] * 257 + bins[None], cache_modifier=".cg")
-            start, room = _find_digit(tl.sum(found, 0), start, room)
+            all_tallies = tl.load(tallies + other[:, None] * 257 + bins[None], cache_modifier=".cg")
+            start, room = _find_digit(tl.sum(all_tallies, 0), start, room)
             is_it, earlier = bins == (start & 255).to(tl.int32), other < split
-            equal = tl.sum(tl.where(earlier, tl.sum(tl.where(is_it[None], found, 0), 1), 0))
+            equal = tl.sum(tl.where(earlier, tl.sum(tl.where(is_it[None], all_tallies, 0), 1), 0))
             place, base = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
             if LIST:  # after the rows that earlier splits write
                 above = tl.load(tallies + other * 257 + 256, cache_modifier=".cg")
-                above += tl.sum(tl.where((bins > (start & 255).to(tl.int32))[None], found, 0), 1)
+                above += tl.sum(tl.where((bins > (start & 255).to(tl.int32))[None], all_tallies, 0), 1)
                 place += head.to(tl.int64) * line + tl.sum(tl.where(earlier, above, 0)) + tl.minimum(equal, room)
                 base += head.to(tl.int64) * rows if FLAT else 0
             marks = chosen + head.to(tl.int64) * rows
@@ -224,8 +224,10 @@ def choose_by_digits(
         first, work = 0, torch.zeros(lines, LINE.value, dtype=torch.int32, device=device)
     tallies = torch.empty(lines, splits, 257, dtype=torch.int32, device=device)
     known = torch.empty(lines, PHASES.value, 2, dtype=torch.int64, device=device)
-    own, each = (None, quotas) if isinstance(quotas, int) else (quotas.contiguous(), rows if most is None else most)
-    given = scores, own, each, work, tallies, known, chosen, rows, heads, *scores.stride(), per_split, line
+    head_quotas, each = (
+        (None, quotas) if isinstance(quotas, int) else (quotas.contiguous(), rows if most is None else most)
+    )
+    given = scores, head_quotas, each, work, tallies, known, chosen, rows, heads, *scores.stride(), per_split, line
     apart, tile = is_interpreting() and splits > 1, HEAD if rows > HEAD // 2 else HEAD // 2
     for begin, end in [(n, n + 1) for n in range(first, PHASES.value)] if apart else [(first, PHASES.value)]:
         _choose[splits, lines](
@@ -245,7 +247,7 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor | int) -> Tensor:
 def _load_numbers(scores, row, rows, stride):
     """Return the numbers of scores; 0, which no score becomes, where there is none."""
     here = row < rows
-    return tl.where(here, _number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0)), 0)
+    return tl.where(here, score_to_number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0)), 0)
 
 
 @triton.jit
@@ -255,7 +257,7 @@ def _reach(first, second, number):
 
 
 @triton.jit
-def _write_top(found, numbers, row, low, tied, room, place):
+def _write_top(index, numbers, row, low, tied, room, place):
     """Write the indices of the numbers that reach `low`; if `tied`, only `room` of those that equal it.
 
     Returns:
@@ -267,13 +269,13 @@ def _write_top(found, numbers, row, low, tied, room, place):
         stays = (numbers > low) | ((equals == 1) & (tl.cumsum(equals, 0) <= room))
         room -= tl.sum(equals)
     kept = stays.to(tl.int32)
-    tl.store(found + place + tl.cumsum(kept, 0) - 1, row.to(tl.int64), mask=stays)
+    tl.store(index + place + tl.cumsum(kept, 0) - 1, row.to(tl.int64), mask=stays)
     return room, place + tl.sum(kept)
 
 
 @triton.jit(do_not_specialize=["rows", "k", "heads", "line", "s_b", "s_h"])
 def _list_top(
-    scores, found, rows, k, heads, line, s_b, s_h, s_n, FLAT: tl.constexpr, TILE: tl.constexpr, MORE: tl.constexpr
+    scores, index, rows, k, heads, line, s_b, s_h, s_n, FLAT: tl.constexpr, TILE: tl.constexpr, MORE: tl.constexpr
 ):
     """Write the indices of a head's k largest scores: find a number that k scores reach, then list them.
 
@@ -297,8 +299,11 @@ def _list_top(
     while (low < high) & (reached != k):
         share = tl.log(reached.to(tl.float32) / k) / tl.log(reached.to(tl.float32) / beyond)
         share = tl.where(guesses % 3 == 2, 0.5, tl.minimum(tl.maximum(share, 0.03), 0.97))
-        below, above = _score(tl.minimum(tl.maximum(low, LEAST + 1), MOST)), _score(tl.minimum(high, MOST))  # finite
-        middle = _number(below * (1 - share) + above * share)
+        below, above = (
+            number_to_score(tl.minimum(tl.maximum(low, LEAST + 1), MOST)),
+            number_to_score(tl.minimum(high, MOST)),
+        )  # finite
+        middle = score_to_number(below * (1 - share) + above * share)
         middle = tl.where(guesses < GUESSES, middle, high - (high - low) // 2)
         middle = tl.minimum(tl.maximum(middle, low + 1), high)
         count = _reach(first, second, middle)
@@ -311,12 +316,12 @@ def _list_top(
         equal = tl.sum((first == low).to(tl.int32)) + tl.sum((second == low).to(tl.int32))
         room = k - (reached - equal)
     place, base = head.to(tl.int64) * line, head.to(tl.int64) * rows if FLAT else 0
-    room, place = _write_top(found, first, base + row, low, tied, room, place)
-    _write_top(found, second, base + later, low, tied, room, place)
+    room, place = _write_top(index, first, base + row, low, tied, room, place)
+    _write_top(index, second, base + later, low, tied, room, place)
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "line", "s_b", "s_h"])
-def _list_few(scores, found, rows, heads, line, s_b, s_h, s_n, K: tl.constexpr, FLAT: tl.constexpr, TILE: tl.constexpr):
+def _list_few(scores, index, rows, heads, line, s_b, s_h, s_n, K: tl.constexpr, FLAT: tl.constexpr, TILE: tl.constexpr):
     """Write the indices of a head's K largest scores (`_list_top`): take the largest one K times.
 
     A key holds the number of a score in its high bits and 2^20 - 1 - row in its low bits. So no two keys are equal, and
@@ -331,43 +336,43 @@ def _list_few(scores, found, rows, heads, line, s_b, s_h, s_n, K: tl.constexpr, 
         last = tl.max(tl.where(key < last, key, 0), 0)
     kept = (key >= last).to(tl.int32)
     place, base = head.to(tl.int64) * line, head.to(tl.int64) * rows if FLAT else 0
-    tl.store(found + place + tl.cumsum(kept, 0) - 1, base + row.to(tl.int64), mask=kept == 1)
+    tl.store(index + place + tl.cumsum(kept, 0) - 1, base + row.to(tl.int64), mask=kept == 1)
 
 
 def top_k_indices_triton(scores: Tensor, k: int, flat: bool, counts: Tensor | None, into: Tensor | None) -> Tensor:
-    found = into
-    if found is None:
-        found = torch.empty(*scores.shape[:2], k, dtype=torch.int64, device=scores.device)
-        found = found if counts is None else found.fill_(-1)
+    index = into
+    if index is None:
+        index = torch.empty(*scores.shape[:2], k, dtype=torch.int64, device=scores.device)
+        index = index if counts is None else index.fill_(-1)
     if counts is not None:
-        choose_by_digits(scores, counts, found, found.stride(1), most=k, LIST=True, FLAT=False)
-        return found
-    list_top(scores, found, flat)
-    return found.flatten() if flat else found
+        choose_by_digits(scores, counts, index, index.stride(1), most=k, LIST=True, FLAT=False)
+        return index
+    list_top(scores, index, flat)
+    return index.flatten() if flat else index
 
 
-def list_top(scores: Tensor, found: Tensor, flat: bool = False, counted: Tensor | None = None) -> None:
+def list_top(scores: Tensor, index: Tensor, flat: bool = False, counted: Tensor | None = None) -> None:
     """Write the indices of each head's k largest scores, ascending.
 
     Args:
         scores: (B, H, n)
-        found: Gets the indices, (B, H, k). The lists of all heads lie at equal distances.
+        index: Gets the indices, (B, H, k). The lists of all heads lie at equal distances.
         flat: Whether the rows of all heads are counted together.
         counted: See `choose_by_digits`. Used only if no program can hold the scores of a head (SINGLE).
     """
-    (batch, heads, rows), (k, line) = scores.shape, (found.shape[2], found.stride(1))
+    (batch, heads, rows), (k, line) = scores.shape, (index.shape[2], index.stride(1))
     if rows > SINGLE:
-        choose_by_digits(scores, k, found, line, counted, LIST=True, FLAT=flat)
+        choose_by_digits(scores, k, index, line, counted, LIST=True, FLAT=flat)
         return
     if k <= FEW and rows <= SIZES[-1][0]:
         tile = max(HELD, triton.next_power_of_2(rows))
         _list_few[batch * heads,](
-            scores, found, rows, heads, line, *scores.stride(), K=k, FLAT=flat, TILE=tile, num_warps=tile // HELD
+            scores, index, rows, heads, line, *scores.stride(), K=k, FLAT=flat, TILE=tile, num_warps=tile // HELD
         )
         return
     tile, more = next(sizes for sizes in SIZES if rows <= sum(sizes))
     _list_top[batch * heads,](
-        scores, found, rows, k, heads, line, *scores.stride(), FLAT=flat, TILE=tile, MORE=more, num_warps=8
+        scores, index, rows, k, heads, line, *scores.stride(), FLAT=flat, TILE=tile, MORE=more, num_warps=8
     )
 
 
@@ -383,11 +388,11 @@ def _join_heads(
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
         at = products + head[:, None].to(tl.int64) * stride_h + row[None].to(tl.int64) * stride_n
-        own = tl.load(at, mask=(head < heads)[:, None] & here[None], other=float("-inf"))
-        best = tl.maximum(best, tl.max(_number(own), 0))
+        some = tl.load(at, mask=(head < heads)[:, None] & here[None], other=float("-inf"))
+        best = tl.maximum(best, tl.max(score_to_number(some), 0))
     if WINDOW:
         best = tl.where((row >= tl.load(window)) & (row < tl.load(window + 1)), best, LEAST)
-    tl.store(out + b.to(tl.int64) * rows + row, _score(best), mask=here)
+    tl.store(out + b.to(tl.int64) * rows + row, number_to_score(best), mask=here)
     _count_digits(best, here, 24, work + b * LINE)
 
 

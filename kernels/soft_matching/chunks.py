@@ -19,5 +19,5 @@ def even_rows(rows: int, chunk: int | None, device: torch.device) -> torch.Tenso
     chunk = chunk or rows
     if chunk % 2 == 0 or rows <= chunk:
         return torch.arange(0, rows, 2, device=device)
-    edge, own = torch.arange(even_count(rows, chunk), device=device), (chunk + 1) // 2
-    return edge // own * chunk + edge % own * 2
+    edge, evens = torch.arange(even_count(rows, chunk), device=device), (chunk + 1) // 2
+    return edge // evens * chunk + edge % evens * 2

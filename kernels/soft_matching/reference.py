@@ -20,8 +20,8 @@ def match_reference(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     if odd.shape[-2] == 0:  # a single row
         return keys.new_full((batch, heads, rows), -torch.inf), keys.new_zeros(batch, heads, rows, dtype=torch.int64)
     step = max(1, CHUNK // (batch * heads * chunks * odd.shape[-2]))
-    found = [(some @ odd.mT).masked_fill_(absent, -torch.inf).max(-1) for some in even.split(step, dim=-2)]
-    best, partner = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
+    matches = [(some @ odd.mT).masked_fill_(absent, -torch.inf).max(-1) for some in even.split(step, dim=-2)]
+    best, partner = (torch.cat(parts, -1) for parts in zip(*matches, strict=True))
     partner = partner * 2 + 1 + index[:, :1]
     real = index[:, 0::2].flatten() < rows
     return best.flatten(2)[..., real], partner.flatten(2)[..., real]
@@ -32,10 +32,10 @@ class JoinedReference:
 
     def __init__(self, mass: Tensor, chosen: Tensor, partner: Tensor, chunk: int | None, count: int) -> None:
         rows = mass.shape[2]
-        own = torch.arange(rows, device=mass.device).expand_as(mass)
+        itself = torch.arange(rows, device=mass.device).expand_as(mass)
         even = even_rows(rows, chunk, mass.device).expand_as(partner)
-        self.mass, self.into = mass, own.scatter(2, even, torch.where(chosen, partner, even))
-        self.index = (self.into == own).flatten().nonzero()[:, 0]
+        self.mass, self.into = mass, itself.scatter(2, even, torch.where(chosen, partner, even))
+        self.index = (self.into == itself).flatten().nonzero()[:, 0]
         self.shape = (*mass.shape[:2], rows - count)
         self.total = torch.zeros_like(mass).scatter_add(2, self.into, mass)
 

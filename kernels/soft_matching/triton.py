@@ -71,9 +71,9 @@ def match_triton(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     edges, wide = even_count(rows, chunk), max(16, triton.next_power_of_2(dim))
     similar = torch.empty(batch, heads, edges, dtype=torch.float32, device=keys.device)
     partner = torch.empty(batch, heads, edges, dtype=torch.int64, device=keys.device)
-    own = (chunk + 1) // 2
+    evens = (chunk + 1) // 2
     part = min(wide, 32) if keys.dtype == torch.float32 else wide  # longer products in float32 compile slowly
-    tiles = triton.cdiv(own, TILE)
+    tiles = triton.cdiv(evens, TILE)
     if batch * heads:
         _match[triton.cdiv(rows, chunk) * tiles, batch * heads](
             keys, similar, partner, rows, heads, chunk, tiles, edges, dim, *keys.stride(),
@@ -100,15 +100,15 @@ def _link(chosen, partner, chain, stays, rows, chunk, tiles, edges, TILE: tl.con
     joins = tl.load(chosen + edge, mask=(row < stop) & (local % 2 == 0), other=0) != 0
     into = tl.where(joins, tl.load(partner + edge, mask=joins, other=0).to(tl.int32), row)
     limit = tl.where(joins, edge, chunk)
-    found = tl.full((TILE,), -1, tl.int32)
+    previous = tl.full((TILE,), -1, tl.int32)
     for at in range(0, (stop - first + 1) // 2, TILE):
         other = at + tl.arange(0, TILE)
         comes = tl.load(chosen + other, mask=first + 2 * other < stop, other=0) != 0
         target = tl.load(partner + other, mask=comes, other=-1).to(tl.int32)
         same = (target[None] == into[:, None]) & (other[None] < limit[:, None])
-        found = tl.maximum(found, tl.max(tl.where(same, first + 2 * other[None], -1), 1))
+        previous = tl.maximum(previous, tl.max(tl.where(same, first + 2 * other[None], -1), 1))
     out = line.to(tl.int64) * rows + row
-    tl.store(chain + out, found, mask=row < stop)
+    tl.store(chain + out, previous, mask=row < stop)
     tl.store(stays + out, (joins == 0).to(tl.uint8), mask=row < stop)
 
 

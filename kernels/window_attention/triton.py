@@ -114,9 +114,9 @@ def logits(
     """Compute x of the rows, (N, M). It is LOWEST where a query does not see a row, whatever the row holds."""
     x = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
     if MASS:
-        own = tl.load(mass + row.to(tl.int64) * stride_row, mask=row < rows, other=0.0)
-        seen = (own > 0)[:, None]
-        x += tl.log2(tl.where(own > 0, own, 1.0))[:, None]
+        weight = tl.load(mass + row.to(tl.int64) * stride_row, mask=row < rows, other=0.0)
+        seen = (weight > 0)[:, None]
+        x += tl.log2(tl.where(weight > 0, weight, 1.0))[:, None]
     else:
         seen = (row < rows)[:, None]
     if CAUSAL:
@@ -156,10 +156,10 @@ def gather_sums(
 @triton.jit
 def hold(x, held, row, rows, group, N: tl.constexpr, GT: tl.constexpr, WT: tl.constexpr):
     """Write the x (N, M) of each head's first query to `held` (GT, n)."""
-    own = tl.arange(0, GT)
+    member = tl.arange(0, GT)
     x = tl.where((tl.arange(0, WT) == 0)[None, None, :], tl.reshape(x, (N, GT, WT)), 0.0)
-    there = (row < rows)[:, None] & (own < group)[None, :]
-    tl.store(held + own.to(tl.int64)[None, :] * rows + row[:, None], tl.sum(x, 2), mask=there)
+    there = (row < rows)[:, None] & (member < group)[None, :]
+    tl.store(held + member.to(tl.int64)[None, :] * rows + row[:, None], tl.sum(x, 2), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows", "span", "m_batch", "m_head"])
@@ -181,7 +181,7 @@ def partial_kernel(
     k_start, m_start = keys + batch * k_batch + head * k_head, mass + batch * m_batch + head * m_head
     first, last = split * span, tl.minimum(split * span + span, rows)
     free = unbound(first, last, rows, tokens, N)
-    x_start, own = held + (pair.to(tl.int64) * group + tile * GT) * rows, group - tile * GT
+    x_start, left = held + (pair.to(tl.int64) * group + tile * GT) * rows, group - tile * GT
     packs = tl.num_programs(1) * count
     at = (split * packs + pair * count + tile).to(tl.int64) * (GT * WT) + tl.arange(0, GT * WT)
     broken = True
@@ -195,7 +195,7 @@ def partial_kernel(
             top = tl.maximum(top, logits(k, q, m_start, row, rows, tokens, m_row, scale, WT, MASS, True))
         high = tl.max(top, 0)
         total = gather_sums(
-            k_start, q, m_start, x_start, high, first, free, last, rows, tokens, own, k_row, m_row, scale,
+            k_start, q, m_start, x_start, high, first, free, last, rows, tokens, left, k_row, m_row, scale,
             N, D, DIM, GT, WT, MASS, HOLD, CAST,
         )  # fmt: skip
         tl.store(maxima + at, high)
@@ -268,16 +268,16 @@ def reduce_kernel(
     q = load_queries(q_start, tile, tokens, group, q_head, q_token, GT, WT, D, DIM, CAST)
     k_start, m_start = keys + batch * k_batch + head * k_head, mass + batch * m_batch + head * m_head
     own_top, own_share = load_sums(top, share, pair * count + tile, GT * WT)
-    own = tile * GT + tl.arange(0, GT)
-    out = (pair.to(tl.int64) * group + own) * rows
+    member = tile * GT + tl.arange(0, GT)
+    out = (pair.to(tl.int64) * group + member) * rows
     first, last = split * span, tl.minimum(split * span + span, rows)
     free = unbound(first, last, rows, tokens, N)
     reduce_rows(
-        k_start, q, m_start, own_top, own_share, mean, variance, entropy, out, own < group, first, free, rows, tokens,
+        k_start, q, m_start, own_top, own_share, mean, variance, entropy, out, member < group, first, free, rows, tokens,
         k_row, m_row, scale, GT, WT, N, D, DIM, MASS, MEAN, VARIANCE, ENTROPY, False, CAST,
     )  # fmt: skip
     reduce_rows(
-        k_start, q, m_start, own_top, own_share, mean, variance, entropy, out, own < group, free, last, rows, tokens,
+        k_start, q, m_start, own_top, own_share, mean, variance, entropy, out, member < group, free, last, rows, tokens,
         k_row, m_row, scale, GT, WT, N, D, DIM, MASS, MEAN, VARIANCE, ENTROPY, True, CAST,
     )  # fmt: skip
 
@@ -288,9 +288,9 @@ def share_kernel(held, top, share, group, rows, count, GT: tl.constexpr, WT: tl.
     pair, head = tl.program_id(1) // group, tl.program_id(1) % group
     at = (pair * count + head // GT).to(tl.int64) * (GT * WT) + head % GT * WT
     row = tl.program_id(0) * N + tl.arange(0, N)
-    own = held + tl.program_id(1).to(tl.int64) * rows + row
-    p = tl.exp2(tl.load(own, mask=row < rows, other=LOWEST) - tl.load(top + at)) * tl.load(share + at)
-    tl.store(own, p, mask=row < rows)
+    x_at = held + tl.program_id(1).to(tl.int64) * rows + row
+    p = tl.exp2(tl.load(x_at, mask=row < rows, other=LOWEST) - tl.load(top + at)) * tl.load(share + at)
+    tl.store(x_at, p, mask=row < rows)
 
 
 def strides(queries: Tensor, keys: Tensor, mass: Tensor | None) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ def pool_kernel(
     pair, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     result = tl.zeros((N,), tl.float32)
     for first in range(0, 1 if BEFORE else group):
-        own = tl.full((N,), float("-inf") if LARGEST else 0.0, tl.float32)
+        pool = tl.full((N,), float("-inf") if LARGEST else 0.0, tl.float32)
         for offset in tl.static_range(KERNEL):
             near = row + (offset - KERNEL // 2)
             inside = (near >= 0) & (near < rows)
@@ -34,10 +34,10 @@ def pool_kernel(
                 for member in range(1, group):
                     score += tl.load(scores + (pair * group + member) * rows + near, mask=shown, other=0.0)
             if LARGEST:
-                own = tl.maximum(own, tl.where(inside, score, float("-inf")), propagate_nan=tl.PropagateNan.ALL)
+                pool = tl.maximum(pool, tl.where(inside, score, float("-inf")), propagate_nan=tl.PropagateNan.ALL)
             else:
-                own += score
-        result += own
+                pool += score
+        result += pool
     place = row
     if ORDER:
         place = tl.load(order + pair * rows + row, mask=row < rows, other=0).to(tl.int32)

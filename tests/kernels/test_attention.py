@@ -294,6 +294,6 @@ def ahead_of_time(kind, dtype, dim):
 
 
 def ahead():
-    for kind in ("_few", "_many", "_combine"):
+    for kind in ("_few", "_many", "combine_splits"):
         for dim in (64, 128):
             yield ahead_of_time(kind, "bf16", dim)
