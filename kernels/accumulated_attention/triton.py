@@ -18,10 +18,28 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def over_queries(
-    acc, key, queries, lse, begin, end, tokens, row, past, scale, stride_t, stride_d, stride_l,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, MAXIMUM: tl.constexpr, DIAGONAL: tl.constexpr,
-    UNIT: tl.constexpr, CAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    acc,
+    key,
+    queries,
+    lse,
+    begin,
+    end,
+    tokens,
+    row,
+    past,
+    scale,
+    stride_t,
+    stride_d,
+    stride_l,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    UNIT: tl.constexpr,
+    CAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Add the queries from `begin` to `end` of one head to `acc` (BLOCK_T, BLOCK_N).
 
     DIAGONAL: some of the queries do not see all rows.
@@ -59,12 +77,41 @@ def store(out, acc, mass, row, rows, stride, share, MAXIMUM: tl.constexpr, HAS_M
 
 @triton.jit(do_not_specialize=["tokens", "rows", "m_b", "m_h", "l_b", "l_h"])
 def columns_kernel(
-    queries, keys, mass, lse, out, tokens, rows, heads, scale,
-    q_b, q_h, q_t, q_d, k_b, k_h, k_n, k_d, m_b, m_h, m_n, l_b, l_h, l_t,
-    GROUP: tl.constexpr, TOGETHER: tl.constexpr, MAXIMUM: tl.constexpr, HAS_MASS: tl.constexpr, UNIT: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    CAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    mass,
+    lse,
+    out,
+    tokens,
+    rows,
+    heads,
+    scale,
+    q_b,
+    q_h,
+    q_t,
+    q_d,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    m_b,
+    m_h,
+    m_n,
+    l_b,
+    l_h,
+    l_t,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    HAS_MASS: tl.constexpr,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    CAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Reduce all queries for one tile of rows.
 
     TOGETHER: one column for the group (the mean of sums, or the largest of maxima), otherwise one per query head. UNIT
@@ -89,13 +136,51 @@ def columns_kernel(
         if not TOGETHER:
             acc = tl.full((BLOCK_T, BLOCK_N), float("-inf") if MAXIMUM else 0.0, tl.float32)
         acc = over_queries(
-            acc, key, head_queries, sums, begin, middle, tokens, row, past, scale, q_t, q_d, l_t,
-            DIM, BLOCK_D, BLOCK_T, MAXIMUM, True, UNIT, CAST, PRECISION,
-        )  # fmt: skip
+            acc,
+            key,
+            head_queries,
+            sums,
+            begin,
+            middle,
+            tokens,
+            row,
+            past,
+            scale,
+            q_t,
+            q_d,
+            l_t,
+            DIM,
+            BLOCK_D,
+            BLOCK_T,
+            MAXIMUM,
+            True,
+            UNIT,
+            CAST,
+            PRECISION,
+        )
         acc = over_queries(
-            acc, key, head_queries, sums, middle, tokens, tokens, row, past, scale, q_t, q_d, l_t,
-            DIM, BLOCK_D, BLOCK_T, MAXIMUM, False, UNIT, CAST, PRECISION,
-        )  # fmt: skip
+            acc,
+            key,
+            head_queries,
+            sums,
+            middle,
+            tokens,
+            tokens,
+            row,
+            past,
+            scale,
+            q_t,
+            q_d,
+            l_t,
+            DIM,
+            BLOCK_D,
+            BLOCK_T,
+            MAXIMUM,
+            False,
+            UNIT,
+            CAST,
+            PRECISION,
+        )
         if not TOGETHER:
             column = out + (sample * heads * GROUP + asking) * rows
             store(column, acc, mass, row, rows, m_n, 1.0, MAXIMUM, HAS_MASS)
@@ -117,9 +202,15 @@ def blocks(dtype: torch.dtype, dim: int, tokens: int) -> dict[str, int]:
 
 
 def columns(
-    queries: Tensor, keys: Tensor, mass: Tensor | None, lse: Tensor, scaling: float, together: bool, maximum: bool,
+    queries: Tensor,
+    keys: Tensor,
+    mass: Tensor | None,
+    lse: Tensor,
+    scaling: float,
+    together: bool,
+    maximum: bool,
     unit: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return (B, H, n) if `together`, otherwise (B, H, G, n), float32. `lse` times `unit` is in units of log 2."""
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
@@ -128,11 +219,30 @@ def columns(
     out = torch.empty(shape, dtype=torch.float32, device=queries.device)
     sizes = blocks(queries.dtype, dim, tokens)
     columns_kernel[(triton.cdiv(rows, sizes["BLOCK_N"]), batch * heads)](
-        queries, keys, lse if mass is None else mass, lse, out, tokens, rows, heads, scaling * LOG2E,
-        *queries.stride(), *keys.stride(), *((0, 0, 0) if mass is None else mass.stride()), *lse.stride(),
-        GROUP=group, TOGETHER=together, MAXIMUM=maximum, HAS_MASS=mass is not None, UNIT=unit,
-        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), PRECISION="ieee", **sizes,
-    )  # fmt: skip
+        queries,
+        keys,
+        lse if mass is None else mass,
+        lse,
+        out,
+        tokens,
+        rows,
+        heads,
+        scaling * LOG2E,
+        *queries.stride(),
+        *keys.stride(),
+        *((0, 0, 0) if mass is None else mass.stride()),
+        *lse.stride(),
+        GROUP=group,
+        TOGETHER=together,
+        MAXIMUM=maximum,
+        HAS_MASS=mass is not None,
+        UNIT=unit,
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        CAST=is_interpreting(),
+        PRECISION="ieee",
+        **sizes,
+    )
     return out
 
 

@@ -43,9 +43,14 @@ def find_largest(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def pad_ragged(
-    held_keys: Tensor, held_values: Tensor, mass: Tensor | None, starts: Tensor, lengths: Tensor,
-    keys: Tensor, values: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    held_keys: Tensor,
+    held_values: Tensor,
+    mass: Tensor | None,
+    starts: Tensor,
+    lengths: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Pad ragged rows and the tail behind them to keys and values (B, H, n, d) and mass (B, H, n), absent rows left."""
     batch, heads, tail, dim = keys.shape
     longest = int(lengths.max())

@@ -81,9 +81,17 @@ def attend_cudnn(
 
 
 def _bias(
-    batch: int, heads: int, groups: int, tokens: int, start: int, stop: int,
-    mass: Tensor | None, look: Tensor | None, rows: int, like: Tensor,
-) -> Tensor | None:  # fmt: skip
+    batch: int,
+    heads: int,
+    groups: int,
+    tokens: int,
+    start: int,
+    stop: int,
+    mass: Tensor | None,
+    look: Tensor | None,
+    rows: int,
+    like: Tensor,
+) -> Tensor | None:
     """Return the log mass, -inf where a query does not see a row: (B or 1, H or 1, groups·(stop - start), rows)."""
     if mass is None and look is None:
         if tokens == 1:

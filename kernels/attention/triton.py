@@ -35,10 +35,30 @@ def add_tile(logits, v, m, norm, acc):
 
 @triton.jit
 def attend_tile(
-    q, m, norm, acc, keys, values, mass, stride_k, stride_v, row, stop, limit, offset, columns, dim,
-    scale, MASS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
-    LARGEST: tl.constexpr = False, asking=None, largest=None,
-):  # fmt: skip
+    q,
+    m,
+    norm,
+    acc,
+    keys,
+    values,
+    mass,
+    stride_k,
+    stride_v,
+    row,
+    stop,
+    limit,
+    offset,
+    columns,
+    dim,
+    scale,
+    MASS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CAST: tl.constexpr,
+    LARGEST: tl.constexpr = False,
+    asking=None,
+    largest=None,
+):
     """Process one tile of rows.
 
     `row` (N,) are the rows' indices; those before `stop` exist. With MASKED a query sees rows up to `limit` (M,).
@@ -67,14 +87,50 @@ def attend_tile(
 
 @triton.jit(do_not_specialize=["tokens", "tail", "splits", "room"])
 def _few(
-    queries, held_keys, held_values, held_mass, starts, lengths, tail_keys, tail_values, step, largest,
-    outputs, lse, part_acc, part_max, part_norm,
-    query_heads, heads, tokens, tail, splits, room, dim, scale,
-    sq_b, sq_h, sq_t, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-    HELD: tl.constexpr, MASS: tl.constexpr, STEP: tl.constexpr, SINGLE: tl.constexpr, LSE: tl.constexpr,
+    queries,
+    held_keys,
+    held_values,
+    held_mass,
+    starts,
+    lengths,
+    tail_keys,
+    tail_values,
+    step,
+    largest,
+    outputs,
+    lse,
+    part_acc,
+    part_max,
+    part_norm,
+    query_heads,
+    heads,
+    tokens,
+    tail,
+    splits,
+    room,
+    dim,
+    scale,
+    sq_b,
+    sq_h,
+    sq_t,
+    sk_b,
+    sk_h,
+    sk_n,
+    sv_b,
+    sv_h,
+    sv_n,
+    HELD: tl.constexpr,
+    MASS: tl.constexpr,
+    STEP: tl.constexpr,
+    SINGLE: tl.constexpr,
+    LSE: tl.constexpr,
     LARGEST: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Attend with M queries of one KV head to one of `splits` ranges of its rows.
 
     The queries are in the order (query head of the group, token).
@@ -91,9 +147,14 @@ def _few(
     query_head = h * group + index // tokens
     where = asking[:, None] & (columns < dim)[None]
     q = tl.load(
-        queries + b.to(tl.int64) * sq_b + query_head[:, None].to(tl.int64) * sq_h + t[:, None].to(tl.int64) * sq_t
-        + columns[None], mask=where, other=0.0,
-    )  # fmt: skip
+        queries
+        + b.to(tl.int64) * sq_b
+        + query_head[:, None].to(tl.int64) * sq_h
+        + t[:, None].to(tl.int64) * sq_t
+        + columns[None],
+        mask=where,
+        other=0.0,
+    )
     if CAST:
         q = q.to(tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
@@ -110,18 +171,56 @@ def _few(
         stop = tl.minimum(high, length)
         for first in range(low, stop, N):
             m, norm, acc = attend_tile(
-                q, m, norm, acc, held_keys + start * dim, held_values + start * dim, held_mass, dim, dim,
-                first + tl.arange(0, N), stop, t, start, columns, dim, scale, MASS, False, WHOLE, CAST,
-            )  # fmt: skip
+                q,
+                m,
+                norm,
+                acc,
+                held_keys + start * dim,
+                held_values + start * dim,
+                held_mass,
+                dim,
+                dim,
+                first + tl.arange(0, N),
+                stop,
+                t,
+                start,
+                columns,
+                dim,
+                scale,
+                MASS,
+                False,
+                WHOLE,
+                CAST,
+            )
     keys = tail_keys + b.to(tl.int64) * sk_b + h.to(tl.int64) * sk_h
     values = tail_values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
     limit = tail - tokens + t
     for first in range(tl.maximum(low - length, 0), high - length, N):
         m, norm, acc = attend_tile(
-            q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
-            first + tl.arange(0, N), high - length, limit, 0, columns, dim, scale,
-            False, True, WHOLE, CAST, LARGEST, asking, largest + head.to(tl.int64) * room,
-        )  # fmt: skip
+            q,
+            m,
+            norm,
+            acc,
+            keys,
+            values,
+            held_mass,
+            sk_n,
+            sv_n,
+            first + tl.arange(0, N),
+            high - length,
+            limit,
+            0,
+            columns,
+            dim,
+            scale,
+            False,
+            True,
+            WHOLE,
+            CAST,
+            LARGEST,
+            asking,
+            largest + head.to(tl.int64) * room,
+        )
     if SINGLE:
         place = (b.to(tl.int64) * query_heads + query_head) * tokens + t
         tl.store(outputs + place[:, None] * dim + columns[None], acc / norm[:, None], mask=where)
@@ -136,9 +235,19 @@ def _few(
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def combine_splits(
-    part_acc, part_max, part_norm, outputs, lse, tokens, group, splits, dim,
-    LSE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    part_acc,
+    part_max,
+    part_norm,
+    outputs,
+    lse,
+    tokens,
+    group,
+    splits,
+    dim,
+    LSE: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+):
     """Join the splits of one query. There is a program for each (sample, query head, token)."""
     place = tl.program_id(0).to(tl.int64)
     head, rest = place // (group * tokens), place % (group * tokens)
@@ -158,12 +267,40 @@ def combine_splits(
 
 @triton.jit(do_not_specialize=["tokens", "tail"])
 def _many(
-    queries, held_keys, held_values, held_mass, starts, lengths, tail_keys, tail_values,
-    outputs, lse, query_heads, heads, tokens, tail, dim, scale,
-    sq_b, sq_h, sq_t, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-    HELD: tl.constexpr, MASS: tl.constexpr, LSE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    queries,
+    held_keys,
+    held_values,
+    held_mass,
+    starts,
+    lengths,
+    tail_keys,
+    tail_values,
+    outputs,
+    lse,
+    query_heads,
+    heads,
+    tokens,
+    tail,
+    dim,
+    scale,
+    sq_b,
+    sq_h,
+    sq_t,
+    sk_b,
+    sk_h,
+    sk_n,
+    sv_b,
+    sv_h,
+    sv_n,
+    HELD: tl.constexpr,
+    MASS: tl.constexpr,
+    LSE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Attend with M queries of one query head to the rows that they see. The last queries see most and come first."""
     block, query_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     b, head_of_sample = query_head // query_heads, query_head % query_heads
@@ -171,9 +308,14 @@ def _many(
     columns, t = tl.arange(0, D), block * M + tl.arange(0, M)
     where = (t < tokens)[:, None] & (columns < dim)[None]
     q = tl.load(
-        queries + b.to(tl.int64) * sq_b + head_of_sample.to(tl.int64) * sq_h + t[:, None].to(tl.int64) * sq_t + columns[None],
-        mask=where, other=0.0,
-    )  # fmt: skip
+        queries
+        + b.to(tl.int64) * sq_b
+        + head_of_sample.to(tl.int64) * sq_h
+        + t[:, None].to(tl.int64) * sq_t
+        + columns[None],
+        mask=where,
+        other=0.0,
+    )
     if CAST:
         q = q.to(tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
@@ -184,22 +326,76 @@ def _many(
         start, length = tl.load(starts + b * heads + h), tl.load(lengths + b * heads + h).to(tl.int32)
         for first in range(0, length, N):
             m, norm, acc = attend_tile(
-                q, m, norm, acc, held_keys + start * dim, held_values + start * dim, held_mass, dim, dim,
-                first + tl.arange(0, N), length, t, start, columns, dim, scale, MASS, False, WHOLE, CAST,
-            )  # fmt: skip
+                q,
+                m,
+                norm,
+                acc,
+                held_keys + start * dim,
+                held_values + start * dim,
+                held_mass,
+                dim,
+                dim,
+                first + tl.arange(0, N),
+                length,
+                t,
+                start,
+                columns,
+                dim,
+                scale,
+                MASS,
+                False,
+                WHOLE,
+                CAST,
+            )
     keys = tail_keys + b.to(tl.int64) * sk_b + h.to(tl.int64) * sk_h
     values = tail_values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
     whole = (tail - tokens + block * M + 1) // N * N  # all queries see the rows before this one
     for first in range(0, whole, N):
         m, norm, acc = attend_tile(
-            q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
-            first + tl.arange(0, N), whole, limit, 0, columns, dim, scale, False, False, WHOLE, CAST,
-        )  # fmt: skip
+            q,
+            m,
+            norm,
+            acc,
+            keys,
+            values,
+            held_mass,
+            sk_n,
+            sv_n,
+            first + tl.arange(0, N),
+            whole,
+            limit,
+            0,
+            columns,
+            dim,
+            scale,
+            False,
+            False,
+            WHOLE,
+            CAST,
+        )
     for first in range(whole, tl.minimum(tail, tail - tokens + (block + 1) * M), N):
         m, norm, acc = attend_tile(
-            q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
-            first + tl.arange(0, N), tail, limit, 0, columns, dim, scale, False, True, WHOLE, CAST,
-        )  # fmt: skip
+            q,
+            m,
+            norm,
+            acc,
+            keys,
+            values,
+            held_mass,
+            sk_n,
+            sv_n,
+            first + tl.arange(0, N),
+            tail,
+            limit,
+            0,
+            columns,
+            dim,
+            scale,
+            False,
+            True,
+            WHOLE,
+            CAST,
+        )
     place = query_head.to(tl.int64) * tokens + t
     tl.store(outputs + place[:, None] * dim + columns[None], acc / norm[:, None], mask=where)
     if LSE:
@@ -238,10 +434,13 @@ def attend_triton(
     held_keys, held_values, mass, starts, lengths = held or (keys, values, None, keys, keys)
     exact = queries.dtype == torch.float32
     sizes = {
-        "D": max(16, triton.next_power_of_2(dim)), "WHOLE": dim in (16, 32, 64, 128, 256), "HELD": held is not None,
-        "MASS": mass is not None, "LSE": lse,
+        "D": max(16, triton.next_power_of_2(dim)),
+        "WHOLE": dim in (16, 32, 64, 128, 256),
+        "HELD": held is not None,
+        "MASS": mass is not None,
+        "LSE": lse,
         "CAST": triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16,
-    }  # fmt: skip
+    }
     strides = (*queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     scale, mass = scaling * LOG2E.value, held_keys if mass is None else mass
     given = (queries, held_keys, held_values, mass, starts, lengths, keys, values)
@@ -250,9 +449,22 @@ def attend_triton(
         rows = 64 if exact or sizes["D"] > 128 else 128
         grid = (triton.cdiv(tokens, rows), batch * query_heads)
         _many[grid](
-            *given, outputs, sums, query_heads, heads, tokens, tail, dim, scale, *strides,
-            M=rows, N=32 if exact else 64, **sizes, num_warps=4 if exact else 8, num_stages=2 if exact else 3,
-        )  # fmt: skip
+            *given,
+            outputs,
+            sums,
+            query_heads,
+            heads,
+            tokens,
+            tail,
+            dim,
+            scale,
+            *strides,
+            M=rows,
+            N=32 if exact else 64,
+            **sizes,
+            num_warps=4 if exact else 8,
+            num_stages=2 if exact else 3,
+        )
         return outputs, sums if lse else None
     widest = count_together(queries)
     rows = 16 if group * tokens <= 16 else min(64, widest) if group * tokens <= 64 else widest
@@ -267,9 +479,17 @@ def attend_triton(
             chunk, lines = slice(low, low + some), slice(low * heads, (low + some) * heads)
             cut = held and (*held[:3], held[3][lines], held[4][lines])
             outputs[chunk], part_sums = attend_triton(
-                queries[chunk], cut, keys[chunk], values[chunk], scaling, longest, tail, lse, step,
+                queries[chunk],
+                cut,
+                keys[chunk],
+                values[chunk],
+                scaling,
+                longest,
+                tail,
+                lse,
+                step,
                 None if largest is None else largest[chunk],
-            )  # fmt: skip
+            )
             if part_sums is not None:
                 sums[chunk] = part_sums
         return outputs, sums if lse else None
@@ -280,14 +500,42 @@ def attend_triton(
             for more in ((dim,), (), ())
         ]
     _few[batch * heads, splits, tiles](
-        *given, step, outputs if largest is None else largest, outputs, sums, *parts, query_heads, heads, tokens, tail,
-        splits, keys.shape[2], dim, scale, *strides,
-        STEP=step is not None, SINGLE=most == 1, LARGEST=largest is not None, M=rows, N=block, **sizes,
-        num_warps=8 if rows == 128 else 4, num_stages=2 if exact else 3,
-    )  # fmt: skip
+        *given,
+        step,
+        outputs if largest is None else largest,
+        outputs,
+        sums,
+        *parts,
+        query_heads,
+        heads,
+        tokens,
+        tail,
+        splits,
+        keys.shape[2],
+        dim,
+        scale,
+        *strides,
+        STEP=step is not None,
+        SINGLE=most == 1,
+        LARGEST=largest is not None,
+        M=rows,
+        N=block,
+        **sizes,
+        num_warps=8 if rows == 128 else 4,
+        num_stages=2 if exact else 3,
+    )
     if most > 1:
         combine_splits[(batch * query_heads * tokens,)](
-            *parts, outputs, sums, tokens, group, splits, dim,
-            LSE=lse, S=SPLITS[most > SPLITS[0]], D=sizes["D"], num_warps=4,
-        )  # fmt: skip
+            *parts,
+            outputs,
+            sums,
+            tokens,
+            group,
+            splits,
+            dim,
+            LSE=lse,
+            S=SPLITS[most > SPLITS[0]],
+            D=sizes["D"],
+            num_warps=4,
+        )
     return outputs, sums if lse else None

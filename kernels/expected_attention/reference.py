@@ -44,9 +44,14 @@ def logits_reference(mean: Tensor, covariance: Tensor | None, keys: Tensor, scal
 
 
 def scores_reference(
-    mean: Tensor, covariance: Tensor | None, keys: Tensor, mass: Tensor, scaling: float, values: Tensor | None,
+    mean: Tensor,
+    covariance: Tensor | None,
+    keys: Tensor,
+    mass: Tensor,
+    scaling: float,
+    values: Tensor | None,
     epsilon: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     logits = logits_reference(mean, covariance, keys, scaling).unflatten(1, (keys.shape[1], -1))
     scores = (logits + mass.log()[:, :, None]).softmax(-1).mean(2)
     if values is not None:

@@ -63,10 +63,33 @@ def outer(x, y, total, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "per"])
 def moments_kernel(
-    queries, cos, sin, sums, shifts, scatters, tokens, per, heads, q_b, q_h, q_t, q_d, c_t, c_d, s_t, s_d,
-    SCATTER: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
-    QUARTERS: tl.constexpr, ROUND: tl.constexpr, CAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    queries,
+    cos,
+    sin,
+    sums,
+    shifts,
+    scatters,
+    tokens,
+    per,
+    heads,
+    q_b,
+    q_h,
+    q_t,
+    q_d,
+    c_t,
+    c_d,
+    s_t,
+    s_d,
+    SCATTER: tl.constexpr,
+    HALF: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    QUARTERS: tl.constexpr,
+    ROUND: tl.constexpr,
+    CAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute Σ(q - c) and Σ(q - c)(q - c)ᵀ over `per` queries of a head, where c is the mean of the first few.
 
     With ROUND each factor is rounded to bfloat16.
@@ -135,9 +158,19 @@ def store_block(square, row, column, held, all_held, block, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "per", "splits"])
 def join_kernel(
-    sums, shifts, scatters, mean, scatter, tokens, per, splits,
-    SCATTER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    sums,
+    shifts,
+    scatters,
+    mean,
+    scatter,
+    tokens,
+    per,
+    splits,
+    SCATTER: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Join the parts of a head's mean and scatter, ROWS at a time. Each part has a shift of its own."""
     which, heads = tl.program_id(0), tl.num_programs(0)
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -189,14 +222,40 @@ def moments_triton(queries: Tensor, scatter: bool, turn: tuple[Tensor, Tensor] |
         whole = made
     cos, sin = (queries[0, 0],) * 2 if turn is None else turn
     moments_kernel[(batch * heads, splits, quarters)](
-        queries, cos, sin, sums, shifts, scatters, tokens, per, heads, *queries.stride(), *cos.stride(), *sin.stride(),
-        SCATTER=scatter, HALF=0 if turn is None else cos.shape[1], DIM=dim, ROUND=queries.dtype == torch.bfloat16,
-        CAST=is_interpreting(), PRECISION=PRECISION[queries.dtype], **tiles,
-    )  # fmt: skip
+        queries,
+        cos,
+        sin,
+        sums,
+        shifts,
+        scatters,
+        tokens,
+        per,
+        heads,
+        *queries.stride(),
+        *cos.stride(),
+        *sin.stride(),
+        SCATTER=scatter,
+        HALF=0 if turn is None else cos.shape[1],
+        DIM=dim,
+        ROUND=queries.dtype == torch.bfloat16,
+        CAST=is_interpreting(),
+        PRECISION=PRECISION[queries.dtype],
+        **tiles,
+    )
     join_kernel[(batch * heads, triton.cdiv(dim, 16))](
-        sums, shifts, scatters, mean, made, tokens, per, splits,
-        SCATTER=scatter, DIM=dim, ROWS=16, BLOCK_D=triton.next_power_of_2(dim),
-    )  # fmt: skip
+        sums,
+        shifts,
+        scatters,
+        mean,
+        made,
+        tokens,
+        per,
+        splits,
+        SCATTER=scatter,
+        DIM=dim,
+        ROWS=16,
+        BLOCK_D=triton.next_power_of_2(dim),
+    )
     return Moments(tokens, mean, whole)
 
 
@@ -231,10 +290,34 @@ def times(key, high, low, side, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "per", "m_b", "m_h"])
 def logits_kernel(
-    keys, mass, mean, covariance, logits, tops, totals, scale, rows, per, heads, k_b, k_h, k_n, k_d, m_b, m_h, m_n,
-    GROUP: tl.constexpr, QUADRATIC: tl.constexpr, HAS_MASS: tl.constexpr, DIM: tl.constexpr, C: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, CAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    keys,
+    mass,
+    mean,
+    covariance,
+    logits,
+    tops,
+    totals,
+    scale,
+    rows,
+    per,
+    heads,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    m_b,
+    m_h,
+    m_n,
+    GROUP: tl.constexpr,
+    QUADRATIC: tl.constexpr,
+    HAS_MASS: tl.constexpr,
+    DIM: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute s·k·μ + s²·kᵀΣk/2 + log mass for `per` rows and one query head, and its part of the softmax.
 
     That part is the maximum and the sum of exponentials relative to it. The query head's Σ stays in the program.
@@ -305,10 +388,30 @@ def logits_kernel(
 
 @triton.jit(do_not_specialize=["rows", "parts", "m_b", "m_h"])
 def scores_kernel(
-    logits, tops, totals, mass, values, out, rows, parts, heads, epsilon, m_b, m_h, m_n, v_b, v_h, v_n, v_d,
-    GROUP: tl.constexpr, WEIGHED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    logits,
+    tops,
+    totals,
+    mass,
+    values,
+    out,
+    rows,
+    parts,
+    heads,
+    epsilon,
+    m_b,
+    m_h,
+    m_n,
+    v_b,
+    v_h,
+    v_n,
+    v_d,
+    GROUP: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
-):  # fmt: skip
+):
     """Compute the mean probability p over the group for BLOCK_N rows of a head; with WEIGHED, (p + ε)·‖v‖."""
     first, which = (tl.program_id(0) * BLOCK_N).to(tl.int64), tl.program_id(1)
     sample, head = (which // heads).to(tl.int64), (which % heads).to(tl.int64)
@@ -348,11 +451,28 @@ def logits_triton(
     logits = torch.empty(batch, query_heads, rows, **new)
     tops, totals = (torch.empty(batch, query_heads, parts, **new) for _ in range(2))
     logits_kernel[(query_heads // heads, parts, batch * heads)](
-        keys, mean if mass is None else mass, mean, mean if covariance is None else covariance.contiguous(), logits,
-        tops, totals, scaling, rows, per, heads, *keys.stride(), *((0, 0, 0) if mass is None else mass.stride()),
-        GROUP=query_heads // heads, QUADRATIC=covariance is not None, HAS_MASS=mass is not None, DIM=dim,
-        SPLIT=keys.dtype == torch.bfloat16, CAST=is_interpreting(), PRECISION=PRECISION[keys.dtype], **tiles,
-    )  # fmt: skip
+        keys,
+        mean if mass is None else mass,
+        mean,
+        mean if covariance is None else covariance.contiguous(),
+        logits,
+        tops,
+        totals,
+        scaling,
+        rows,
+        per,
+        heads,
+        *keys.stride(),
+        *((0, 0, 0) if mass is None else mass.stride()),
+        GROUP=query_heads // heads,
+        QUADRATIC=covariance is not None,
+        HAS_MASS=mass is not None,
+        DIM=dim,
+        SPLIT=keys.dtype == torch.bfloat16,
+        CAST=is_interpreting(),
+        PRECISION=PRECISION[keys.dtype],
+        **tiles,
+    )
     return logits, tops, totals
 
 
@@ -372,9 +492,14 @@ def key_tiles(dtype: torch.dtype, dim: int) -> dict[str, int]:
 
 
 def scores_triton(
-    mean: Tensor, covariance: Tensor | None, keys: Tensor, mass: Tensor, scaling: float, values: Tensor | None,
+    mean: Tensor,
+    covariance: Tensor | None,
+    keys: Tensor,
+    mass: Tensor,
+    scaling: float,
+    values: Tensor | None,
     epsilon: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     batch, heads, rows, _ = keys.shape
     logits, tops, totals = logits_triton(mean, covariance, keys, mass, scaling)
     out = torch.empty(batch, heads, rows, dtype=torch.float32, device=keys.device)
@@ -382,8 +507,24 @@ def scores_triton(
     dim, wide = values.shape[3], triton.next_power_of_2(values.shape[3])
     tile = max(16, 8192 // wide)
     scores_kernel[(triton.cdiv(rows, tile), batch * heads)](
-        logits, tops, totals, mass, values, out, rows, tops.shape[2], heads, epsilon, *mass.stride(), *values.stride(),
-        GROUP=mean.shape[1] // heads, WEIGHED=weighed, DIM=dim, BLOCK_D=wide, BLOCK_N=tile,
-        BLOCK_P=triton.next_power_of_2(most_parts(batch * mean.shape[1])), num_warps=4,
-    )  # fmt: skip
+        logits,
+        tops,
+        totals,
+        mass,
+        values,
+        out,
+        rows,
+        tops.shape[2],
+        heads,
+        epsilon,
+        *mass.stride(),
+        *values.stride(),
+        GROUP=mean.shape[1] // heads,
+        WEIGHED=weighed,
+        DIM=dim,
+        BLOCK_D=wide,
+        BLOCK_N=tile,
+        BLOCK_P=triton.next_power_of_2(most_parts(batch * mean.shape[1])),
+        num_warps=4,
+    )
     return out

@@ -36,10 +36,29 @@ def _some(x, inverse, scale, at, here, NORM: tl.constexpr):
 
 @triton.jit
 def _project(
-    x, scale, w0, w1, w2, b0, b1, b2, residual, out, columns, n0, n1, n2, epsilon,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHTS: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    scale,
+    w0,
+    w1,
+    w2,
+    b0,
+    b1,
+    b2,
+    residual,
+    out,
+    columns,
+    n0,
+    n1,
+    n2,
+    epsilon,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Compute N outputs of one of up to three weights."""
     block = tl.program_id(0)
     weight, bias, rows, before = w0, b0, n0, 0
@@ -88,9 +107,19 @@ def _activate(gate, up, DTYPE: tl.constexpr, GELU: tl.constexpr):
 
 @triton.jit
 def _gated(
-    x, scale, gate, up, out, columns, rows, epsilon,
-    GELU: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    scale,
+    gate,
+    up,
+    out,
+    columns,
+    rows,
+    epsilon,
+    GELU: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Compute N outputs, from the same rows of both weights."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     there = row < rows
@@ -129,28 +158,58 @@ def _normed(x, scale, residual, out, columns, epsilon, RESIDUAL: tl.constexpr, K
 
 
 def rms_norm_linear_triton(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], norm: tuple[Tensor, float] | None,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    norm: tuple[Tensor, float] | None,
     residual: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     sizes = [len(weight) for weight in weights]
     out = torch.empty(1, sum(sizes), dtype=x.dtype, device=x.device)
     scale, epsilon = norm or (x, 0.0)
     none = [None] * (3 - len(weights))
     _project[(sum(triton.cdiv(size, ROWS) for size in sizes),)](
-        x, scale, *weights, *none, *(biases if any(b is not None for b in biases) else [None] * len(weights)), *none,
-        residual, out, x.shape[1], *sizes, *[0] * len(none), epsilon,
-        NORM=norm is not None, BIAS=any(b is not None for b in biases), RESIDUAL=residual is not None,
-        WEIGHTS=len(weights), N=ROWS, K=COLUMNS, STAGES=STAGES, num_warps=4,
-    )  # fmt: skip
+        x,
+        scale,
+        *weights,
+        *none,
+        *(biases if any(b is not None for b in biases) else [None] * len(weights)),
+        *none,
+        residual,
+        out,
+        x.shape[1],
+        *sizes,
+        *[0] * len(none),
+        epsilon,
+        NORM=norm is not None,
+        BIAS=any(b is not None for b in biases),
+        RESIDUAL=residual is not None,
+        WEIGHTS=len(weights),
+        N=ROWS,
+        K=COLUMNS,
+        STAGES=STAGES,
+        num_warps=4,
+    )
     return list(out.split(sizes, 1))
 
 
 def rms_norm_glu_triton(x: Tensor, gate: Tensor, up: Tensor, norm: tuple[Tensor, float], activation: str) -> Tensor:
     out = torch.empty(1, len(gate), dtype=x.dtype, device=x.device)
     _gated[(triton.cdiv(len(gate), ROWS),)](
-        x, norm[0], gate, up, out, x.shape[1], len(gate), norm[1],
-        GELU=activation == "gelu_tanh", N=ROWS, K=COLUMNS, STAGES=STAGES, num_warps=4,
-    )  # fmt: skip
+        x,
+        norm[0],
+        gate,
+        up,
+        out,
+        x.shape[1],
+        len(gate),
+        norm[1],
+        GELU=activation == "gelu_tanh",
+        N=ROWS,
+        K=COLUMNS,
+        STAGES=STAGES,
+        num_warps=4,
+    )
     return out
 
 

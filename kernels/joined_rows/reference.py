@@ -9,9 +9,16 @@ from kvbench.kernels.rope_append.reference import append_reference
 
 
 def append_joined_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, places: Tensor, layer: JoinedLayer,
-    step: Tensor, norms: tuple[Tensor, Tensor, float] | None,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    places: Tensor,
+    layer: JoinedLayer,
+    step: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> Tensor:
     tails = [
         (part.tail_keys[sample, None], part.tail_values[sample, None], part.tail)
         for part in layer.parts
@@ -19,20 +26,37 @@ def append_joined_reference(
     ]
     rotated = [
         append_reference(
-            queries[sample, None], keys[sample, None], values[sample, None], cos[place:], sin[place:], *tail, step,
-            None, None, None, norms,
+            queries[sample, None],
+            keys[sample, None],
+            values[sample, None],
+            cos[place:],
+            sin[place:],
+            *tail,
+            step,
+            None,
+            None,
+            None,
+            norms,
         )
         for sample, (tail, place) in enumerate(zip(tails, places.tolist(), strict=True))
-    ]  # fmt: skip
+    ]
     return torch.cat(rotated)
 
 
 def attend_joined_reference(queries: Tensor, layer: JoinedLayer, scaling: float, step: Tensor) -> Tensor:
     by_part = queries.split([len(part.tail_keys) for part in layer.parts])
-    return torch.cat([
-        attend_ragged(
-            some, part.held, part.tail_keys, part.tail_values, scaling,
-            tail=part.tail + 1, step=step, implementation="reference",
-        )[0]
-        for some, part in zip(by_part, layer.parts, strict=True)
-    ])  # fmt: skip
+    return torch.cat(
+        [
+            attend_ragged(
+                some,
+                part.held,
+                part.tail_keys,
+                part.tail_values,
+                scaling,
+                tail=part.tail + 1,
+                step=step,
+                implementation="reference",
+            )[0]
+            for some, part in zip(by_part, layer.parts, strict=True)
+        ]
+    )

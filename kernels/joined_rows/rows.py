@@ -127,10 +127,14 @@ def join_parts(parts: Sequence[Part]) -> JoinedLayer:
         strict=True,
     )
     return JoinedLayer(
-        tuple(parts), table.to(device), torch.cat(starts), torch.cat(lengths),
+        tuple(parts),
+        table.to(device),
+        torch.cat(starts),
+        torch.cat(lengths),
         torch.cat([torch.ones(plain, device=device), *(mass.float() for mass in masses)]) if masses else None,
-        programs.to(device), align,
-    )  # fmt: skip
+        programs.to(device),
+        align,
+    )
 
 
 def measure_distance(anchor: Tensor, rows: Tensor) -> int:

@@ -19,9 +19,30 @@ AT_ONCE = 32  # programs of a head whose results are joined at once
 
 @triton.jit
 def _append_joined(
-    queries, keys, values, cos, sin, places, query_norm, key_norm, tail_keys, tail_values, out, table, step,
-    heads, query_heads, dim, turning, epsilon, s_q, s_k, s_v, NORM: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    values,
+    cos,
+    sin,
+    places,
+    query_norm,
+    key_norm,
+    tail_keys,
+    tail_values,
+    out,
+    table,
+    step,
+    heads,
+    query_heads,
+    dim,
+    turning,
+    epsilon,
+    s_q,
+    s_k,
+    s_v,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+):
     """Rotate or write one head of one sample. A sample has programs for its queries, its keys and its values."""
     b, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     since = tl.load(step)
@@ -47,11 +68,29 @@ def _append_joined(
 
 @triton.jit
 def _attend_joined(
-    queries, keys, values, table, starts, lengths, mass, programs, step, part_acc, part_max, part_norm,
-    group, dim, scale,
-    MASS: tl.constexpr, ALIGN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr,
+    queries,
+    keys,
+    values,
+    table,
+    starts,
+    lengths,
+    mass,
+    programs,
+    step,
+    part_acc,
+    part_max,
+    part_norm,
+    group,
+    dim,
+    scale,
+    MASS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    WHOLE: tl.constexpr,
     CAST: tl.constexpr,
-):  # fmt: skip
+):
     """Attend with M queries of one KV head to one of the ranges of its rows."""
     program = tl.program_id(0).to(tl.int64)
     head = tl.load(programs + program)
@@ -78,16 +117,52 @@ def _attend_joined(
     first_mass = tl.where(first_mass < 0, 0, first_mass + start)  # the first of all are ones
     for first in range(low, stop, N):
         m, norm, acc = attend_tile(
-            q, m, norm, acc, held_keys, held_values, mass, dim, dim, first + tl.arange(0, N), stop, index,
-            first_mass, columns, dim, scale, MASS, False, WHOLE, CAST,
-        )  # fmt: skip
+            q,
+            m,
+            norm,
+            acc,
+            held_keys,
+            held_values,
+            mass,
+            dim,
+            dim,
+            first + tl.arange(0, N),
+            stop,
+            index,
+            first_mass,
+            columns,
+            dim,
+            scale,
+            MASS,
+            False,
+            WHOLE,
+            CAST,
+        )
     tail_keys = keys + tl.multiple_of(tl.load(line + TAIL_KEYS), ALIGN)
     tail_values = values + tl.multiple_of(tl.load(line + TAIL_VALUES), ALIGN)
     for first in range(tl.maximum(low - length, 0), high - length, N):
         m, norm, acc = attend_tile(
-            q, m, norm, acc, tail_keys, tail_values, mass, dim, dim, first + tl.arange(0, N), high - length, index,
-            0, columns, dim, scale, False, False, WHOLE, CAST,
-        )  # fmt: skip
+            q,
+            m,
+            norm,
+            acc,
+            tail_keys,
+            tail_values,
+            mass,
+            dim,
+            dim,
+            first + tl.arange(0, N),
+            high - length,
+            index,
+            0,
+            columns,
+            dim,
+            scale,
+            False,
+            False,
+            WHOLE,
+            CAST,
+        )
     part = program * group + index
     tl.store(part_acc + part[:, None] * dim + columns[None], acc, mask=where)
     tl.store(part_max + part, m, mask=asking)
@@ -95,9 +170,7 @@ def _attend_joined(
 
 
 @triton.jit
-def _combine_joined(
-    part_acc, part_max, part_norm, table, outputs, group, dim, S: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+def _combine_joined(part_acc, part_max, part_norm, table, outputs, group, dim, S: tl.constexpr, D: tl.constexpr):
     """Join what the programs of one head found for one query, S programs at once."""
     place = tl.program_id(0).to(tl.int64)
     line = table + place // group * COLUMNS
@@ -123,19 +196,46 @@ def _combine_joined(
 
 
 def append_joined_triton(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, places: Tensor, layer: JoinedLayer,
-    step: Tensor, norms: tuple[Tensor, Tensor, float] | None,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    places: Tensor,
+    layer: JoinedLayer,
+    step: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> Tensor:
     samples, heads, dim = layer.shape
     query_heads, tails = queries.shape[1] // dim, layer.parts[0]
     out = torch.empty(samples, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     query_norm, key_norm, epsilon = norms or (queries, keys, 0.0)
     _append_joined[(samples, query_heads + 2 * heads)](
-        queries, keys, values, cos, sin, places, query_norm, key_norm, tails.tail_keys, tails.tail_values, out,
-        layer.table, step, heads, query_heads, dim, cos.shape[1], epsilon,
-        queries.stride(0), keys.stride(0), values.stride(0),
-        NORM=norms is not None, D=triton.next_power_of_2(dim), num_warps=1 if dim <= 64 else 2,
-    )  # fmt: skip
+        queries,
+        keys,
+        values,
+        cos,
+        sin,
+        places,
+        query_norm,
+        key_norm,
+        tails.tail_keys,
+        tails.tail_values,
+        out,
+        layer.table,
+        step,
+        heads,
+        query_heads,
+        dim,
+        cos.shape[1],
+        epsilon,
+        queries.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        NORM=norms is not None,
+        D=triton.next_power_of_2(dim),
+        num_warps=1 if dim <= 64 else 2,
+    )
     return out
 
 
@@ -149,13 +249,29 @@ def attend_joined_triton(queries: Tensor, layer: JoinedLayer, scaling: float, st
         torch.empty(count, group, *more, dtype=torch.float32, device=queries.device) for more in ((dim,), (), ())
     ]
     _attend_joined[count, triton.cdiv(group, queries_each)](
-        queries.contiguous(), tails.tail_keys, tails.tail_values, layer.table, layer.starts, layer.lengths,
-        layer.table if layer.mass is None else layer.mass, layer.programs, step, *partials, group, dim,
+        queries.contiguous(),
+        tails.tail_keys,
+        tails.tail_values,
+        layer.table,
+        layer.starts,
+        layer.lengths,
+        layer.table if layer.mass is None else layer.mass,
+        layer.programs,
+        step,
+        *partials,
+        group,
+        dim,
         scaling * LOG2E.value,
-        MASS=layer.mass is not None, ALIGN=layer.align, M=queries_each, N=32 if exact or wide > 128 else 64, D=wide,
-        WHOLE=dim in (16, 32, 64, 128, 256), CAST=is_interpreting() and queries.dtype == torch.bfloat16,
-        num_warps=4, num_stages=2 if exact else 3,
-    )  # fmt: skip
+        MASS=layer.mass is not None,
+        ALIGN=layer.align,
+        M=queries_each,
+        N=32 if exact or wide > 128 else 64,
+        D=wide,
+        WHOLE=dim in (16, 32, 64, 128, 256),
+        CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+        num_warps=4,
+        num_stages=2 if exact else 3,
+    )
     _combine_joined[(samples * query_heads,)](
         *partials, layer.table, outputs, group, dim, S=AT_ONCE, D=wide, num_warps=4
     )

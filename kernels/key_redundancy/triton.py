@@ -25,10 +25,24 @@ SPAN = 1024  # rows that are compared with a tile before it is asked whether it 
 
 @triton.jit(do_not_specialize=["rows"])
 def repeats_kernel(
-    keys, inverse, repeated, rows, heads, similar, k_b, k_h, k_n, k_d,
-    ONE: tl.constexpr, SPAN: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    keys,
+    inverse,
+    repeated,
+    rows,
+    heads,
+    similar,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    ONE: tl.constexpr,
+    SPAN: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Add to `repeated` (B, H, n) int64 of the newest j with c_{i,j} > similar, for BLOCK_N rows i, their c_{i,j}.
 
     `inverse` (B, H, n) has 1/‖k‖, and 0 for absent rows.
@@ -90,9 +104,20 @@ def key_redundancy_triton(keys: Tensor, present: Tensor, similar: float) -> Tens
     repeated = torch.zeros(batch, heads, rows, dtype=torch.int64, device=keys.device)
     sizes = tiles(keys.dtype, dim)
     repeats_kernel[(triton.cdiv(rows, sizes["BLOCK_N"]), batch * heads)](
-        keys, inverse, repeated, rows, heads, similar, *keys.stride(),
-        ONE=ONE, SPAN=SPAN, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), **sizes,
-    )  # fmt: skip
+        keys,
+        inverse,
+        repeated,
+        rows,
+        heads,
+        similar,
+        *keys.stride(),
+        ONE=ONE,
+        SPAN=SPAN,
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        CAST=is_interpreting(),
+        **sizes,
+    )
     middle = anchor_triton(keys, present.float(), True)  # the mean of all k/‖k‖
     left_out = (lengths * inverse).square() + repeated.float() / ONE
     mean = similarity_triton(keys, middle, "dot") * inverse - left_out / present.sum(-1, keepdim=True)

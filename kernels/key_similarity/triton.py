@@ -16,9 +16,26 @@ TILE = 4096  # number of elements of a tile
 
 @triton.jit(do_not_specialize=["rows", "per", "m_b", "m_h"])
 def sums_kernel(
-    keys, mass, sums, weights, rows, per, heads, k_b, k_h, k_n, k_d, m_b, m_h, m_n,
-    NORMALISED: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    keys,
+    mass,
+    sums,
+    weights,
+    rows,
+    per,
+    heads,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    m_b,
+    m_h,
+    m_n,
+    NORMALISED: tl.constexpr,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Compute Σ m·k or Σ m·k/‖k‖, and Σ m, over `per` rows of a head. Rows of a tile are added only at the end."""
     split, which = tl.program_id(0), tl.program_id(1)
     sample, head = (which // heads).to(tl.int64), (which % heads).to(tl.int64)
@@ -46,9 +63,24 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def compare_kernel(
-    keys, anchor, out, rows, heads, k_b, k_h, k_n, k_d, a_b, a_h, a_d,
-    METRIC: tl.constexpr, COSINE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    keys,
+    anchor,
+    out,
+    rows,
+    heads,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    a_b,
+    a_h,
+    a_d,
+    METRIC: tl.constexpr,
+    COSINE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Compute a METRIC for BLOCK_N rows of a head: cosine, dot, euclidean, or norm, which reads no anchor."""
     first, which = tl.program_id(0) * BLOCK_N, tl.program_id(1)
     sample, head = (which // heads).to(tl.int64), (which % heads).to(tl.int64)
@@ -86,9 +118,20 @@ def anchor_triton(keys: Tensor, mass: Tensor, normalised: bool) -> Tensor:
     sums = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=keys.device)
     weights = torch.empty(batch, heads, splits, 1, dtype=torch.float32, device=keys.device)
     sums_kernel[(splits, batch * heads)](
-        keys, mass, sums, weights, rows, per, heads, *keys.stride(), *mass.stride(),
-        NORMALISED=normalised, UNIT=UNIT, DIM=dim, **sizes,
-    )  # fmt: skip
+        keys,
+        mass,
+        sums,
+        weights,
+        rows,
+        per,
+        heads,
+        *keys.stride(),
+        *mass.stride(),
+        NORMALISED=normalised,
+        UNIT=UNIT,
+        DIM=dim,
+        **sizes,
+    )
     return sums.sum(2) / weights.sum(2)
 
 

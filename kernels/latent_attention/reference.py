@@ -12,9 +12,15 @@ from kvbench.kernels.rerotation.reference import rotate_reference
 
 
 def append_latents_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, rows: LatentRows, step: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: LatentRows,
+    step: Tensor,
     norm: tuple[Tensor, float] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     for side, numbers in ((rows.keys, keys), (rows.values, values)):
         for group, x in enumerate(numbers.chunk(rows.groups, 1)):
             less = x if side.bias is None else x - side.bias[group]
@@ -29,9 +35,8 @@ def append_latents_reference(
 
 
 def attend_latents_reference(
-    queries: Tensor, pairs: Tensor, rows: LatentRows, scaling: float, step: Tensor,
-    norm: tuple[Tensor, float] | None,
-) -> Tensor:  # fmt: skip
+    queries: Tensor, pairs: Tensor, rows: LatentRows, scaling: float, step: Tensor, norm: tuple[Tensor, float] | None
+) -> Tensor:
     cos, sin = (part.repeat(1, 2) for part in pairs.unbind(-1))
     return attend_reference(queries, *pad_rows(rows, int(step), cos, sin, norm), scaling, None, False)[0]
 

@@ -115,9 +115,10 @@ class Side:
         parts = [*self.latents, *factors]
         shapes = [
             *((len(x), self.pitch(rank)) for x, rank in zip(self.latents, self.ranks, strict=True)),
-            *((rank, width) for rank in self.ranks), *((width, rank) for rank in self.ranks),
+            *((rank, width) for rank in self.ranks),
+            *((width, rank) for rank in self.ranks),
             *([(width,)] * groups if self.bias else ()),
-        ]  # fmt: skip
+        ]
         if len(self.ranks) != groups or [tuple(x.shape) for x in parts] != shapes:
             raise ValueError(f"latent rows: {[tuple(x.shape) for x in parts]} of {groups} groups of {width} numbers")
         if self.more.shape[::3] != (groups, self.pitch(self.largest_rank)):
@@ -187,9 +188,11 @@ class LatentRows:
         sides = self.keys, self.values
         tables = [
             *([getattr(side, name) or side.down for side in sides] for name in ("latents", "up", "down", "bias")),
-            *([side.down if side.rounding is None else getattr(side.rounding, name) for side in sides]
-              for name in ("steps", "zeros")),
-        ]  # fmt: skip
+            *(
+                [side.down if side.rounding is None else getattr(side.rounding, name) for side in sides]
+                for name in ("steps", "zeros")
+            ),
+        ]
         addresses = [tensor.data_ptr() for table in tables for side in table for tensor in side]
         object.__setattr__(self, "addresses", torch.tensor(addresses, dtype=torch.int64, device=device))
 

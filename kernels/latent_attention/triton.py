@@ -50,11 +50,40 @@ def _point(addresses, index, like):
 
 @triton.jit(do_not_specialize=["seen", "room"])
 def _append(
-    queries, keys, values, cos, sin, query_norm, out, step, addresses, ranks, more_keys, more_values,
-    seen, room, groups, query_heads, width, turning, dim, epsilon, s_q, s_k, s_v,
-    NORM: tl.constexpr, KEY_BIAS: tl.constexpr, VALUE_BIAS: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
-    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROUNDED: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    values,
+    cos,
+    sin,
+    query_norm,
+    out,
+    step,
+    addresses,
+    ranks,
+    more_keys,
+    more_values,
+    seen,
+    room,
+    groups,
+    query_heads,
+    width,
+    turning,
+    dim,
+    epsilon,
+    s_q,
+    s_k,
+    s_v,
+    NORM: tl.constexpr,
+    KEY_BIAS: tl.constexpr,
+    VALUE_BIAS: tl.constexpr,
+    RK: tl.constexpr,
+    RV: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
     """Rotate one query head of one token, or make some latents of its keys or values of one group.
 
     With ROUNDED the memory has room for the latents of one token, which `_round` reads.
@@ -94,11 +123,29 @@ def _append(
 
 @triton.jit(do_not_specialize=["room"])
 def _round(
-    keys, values, step, ranks, more_keys, more_values, key_steps, value_steps, key_zeros, value_zeros,
-    room, groups, key_clip, value_clip,
-    RK: tl.constexpr, RV: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr,
-    LEAST: tl.constexpr, LARGEST: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    keys,
+    values,
+    step,
+    ranks,
+    more_keys,
+    more_values,
+    key_steps,
+    value_steps,
+    key_zeros,
+    value_zeros,
+    room,
+    groups,
+    key_clip,
+    value_clip,
+    RK: tl.constexpr,
+    RV: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    EIGHT: tl.constexpr,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Round the latents of a token's keys or values of a group, (G, B, RK) and (G, B, RV), and store their codes."""
     b, number = tl.program_id(0), tl.program_id(1)
     is_value, group = number >= groups, number % groups
@@ -134,9 +181,21 @@ def _round(
 
 @triton.jit
 def _find_rows(
-    addresses, start, group, groups, side, index, room, rank, more, more_steps, more_zeros,
-    PITCH: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr,
-):  # fmt: skip
+    addresses,
+    start,
+    group,
+    groups,
+    side,
+    index,
+    room,
+    rank,
+    more,
+    more_steps,
+    more_zeros,
+    PITCH: tl.constexpr,
+    BITS: tl.constexpr,
+    EIGHT: tl.constexpr,
+):
     """Return where latents, s and z of a sample's held rows begin and where those of appended ones, for keys (`side` 0)
     or values (1), and the size of a held row's latents. PITCH is the size of an appended row's.
     """
@@ -156,9 +215,18 @@ def _list_factors(bits, eight):
 
 @triton.jit
 def _load_latents(
-    source, like, line, pitch, here, rank, first, N: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr,
+    source,
+    like,
+    line,
+    pitch,
+    here,
+    rank,
+    first,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
     EIGHT: tl.constexpr,
-):  # fmt: skip
+):
     """Return R latents of the N rows at `line`, from a latent on, (N, R), or their codes as numbers of `like`'s type.
 
     They are zero where there is no row (`here`) or no latent.
@@ -174,7 +242,7 @@ def _load_latents(
 @triton.jit
 def _load_codes(
     source, line, pitch, here, rank, first, N: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr
-):  # fmt: skip
+):
     """Return the codes of R latents, (N, R) float32. Of eight codes, byte b has the bits of weight 2^b."""
     eight = first // EIGHT + tl.arange(0, R // EIGHT)
     where = here[:, None] & (eight < rank // EIGHT)[None]
@@ -195,9 +263,18 @@ def _load_codes(
 
 @triton.jit
 def _load_columns(
-    up, heads, rank, first, dim, turning, first_head,
-    R: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    up,
+    heads,
+    rank,
+    first,
+    dim,
+    turning,
+    first_head,
+    R: tl.constexpr,
+    DP: tl.constexpr,
+    HEADS: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Return U's rows of some heads as columns, (R, HEADS·DP), from a latent on. Channels of a pair are neighbours."""
     column, latent = tl.arange(0, HEADS * DP), first + tl.arange(0, R)
     pair, head = column % DP // 2, first_head + column // DP
@@ -210,9 +287,21 @@ def _load_columns(
 
 @triton.jit
 def _multiply(
-    source, like, line, pitch, here, rank, first, u, k,
-    N: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    source,
+    like,
+    line,
+    pitch,
+    here,
+    rank,
+    first,
+    u,
+    k,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    EIGHT: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Add the product of some latents of rows (`_load_latents`) with their columns u to k."""
     h = _load_latents(source, like, line, pitch, here, rank, first, N, R, BITS, EIGHT)
     return tl.dot(h.to(tl.float32) if CAST else h, u, k, input_precision="ieee")
@@ -243,9 +332,24 @@ def _split_pairs(word, like):
 
 @triton.jit
 def _turn_and_ask(
-    k, bias, key_norm, word, like, q, heads, dim, turning, epsilon, first_head, part,
-    NORM: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+    k,
+    bias,
+    key_norm,
+    word,
+    like,
+    q,
+    heads,
+    dim,
+    turning,
+    epsilon,
+    first_head,
+    part,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    N: tl.constexpr,
+    DP: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     """Return the products of keys (N, HEADS·DP), which are normed and rotated first, with queries, (N, M)."""
     pair = tl.arange(0, DP // 2)
     low, high = _find_pair(pair, turning, dim)
@@ -280,9 +384,21 @@ def _find_pitches(held_tiles, room, queries, N: tl.constexpr, BY_ROW: tl.constex
 
 @triton.jit
 def _store_logits(
-    logits, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
-    N: tl.constexpr, MARKS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    into,
+    mark,
+    line,
+    left,
+    query,
+    asking,
+    heads,
+    each,
+    is_new,
+    row_pitch,
+    query_pitch,
+    N: tl.constexpr,
+    MARKS: tl.constexpr,
+):
     """Store the logits of a tile, of which the first `left` rows exist."""
     here = line < left
     if MARKS:
@@ -295,13 +411,51 @@ def _store_logits(
 
 @triton.jit(do_not_specialize=["seen", "room", "held_tiles", "splits"])
 def _weigh(
-    queries, angles, key_norm, step, addresses, ranks, counts, starts, positions, places, marks, more_keys,
-    more_steps, more_zeros, logits, seen, room, held_tiles, splits, groups, heads, each, dim, turning, epsilon, scale,
-    NORM: tl.constexpr, BIAS: tl.constexpr, PLACES: tl.constexpr, MARKS: tl.constexpr, KEEP: tl.constexpr,
-    UNIT: tl.constexpr, R: tl.constexpr, RK: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, BITS: tl.constexpr, EIGHT: tl.constexpr, BY_ROW: tl.constexpr, CAST: tl.constexpr,
-    STILL: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+    queries,
+    angles,
+    key_norm,
+    step,
+    addresses,
+    ranks,
+    counts,
+    starts,
+    positions,
+    places,
+    marks,
+    more_keys,
+    more_steps,
+    more_zeros,
+    logits,
+    seen,
+    room,
+    held_tiles,
+    splits,
+    groups,
+    heads,
+    each,
+    dim,
+    turning,
+    epsilon,
+    scale,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLACES: tl.constexpr,
+    MARKS: tl.constexpr,
+    KEEP: tl.constexpr,
+    UNIT: tl.constexpr,
+    R: tl.constexpr,
+    RK: tl.constexpr,
+    DP: tl.constexpr,
+    HEADS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    EIGHT: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    CAST: tl.constexpr,
+    STILL: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
     """Compute what some latents add to the logits of some KV heads of a group, for every `splits`-th tile of its rows.
 
     `heads` is the number of KV heads of a group, `each` that of the queries of a KV head. Logits are in base 2. Rows
@@ -328,8 +482,9 @@ def _weigh(
     mine = (column // DP)[:, None] == (query // each)[None]
     q = tl.load(
         queries + ((place * heads + first_head) * each + query)[None] * dim + channel[:, None],
-        mask=mine & asking[None] & there[:, None], other=0.0,
-    )  # fmt: skip
+        mask=mine & asking[None] & there[:, None],
+        other=0.0,
+    )
     if CAST:
         q = q.to(tl.float32)
     bias = _point(addresses, 6 * groups + group, queries)
@@ -341,7 +496,7 @@ def _weigh(
     start = tl.load(starts + index)
     held, appended, held_steps, more_steps, held_zeros, more_zeros, size = _find_rows(
         addresses, start, group, groups, 0, index, room, rank, more_keys, more_steps, more_zeros, RK, BITS, EIGHT
-    )  # fmt: skip
+    )
     first_place = start
     if PLACES:
         first_place = tl.load(places + index)
@@ -373,20 +528,59 @@ def _weigh(
         mark = marks + (first_place + first) * heads + first_head
         if KEEP:
             k = _multiply(
-                source, queries, line, pitch, here, rank, part * R, u, tl.zeros([N, HEADS * DP], tl.float32),
-                N, R, BITS, EIGHT, CAST,
-            )  # fmt: skip
+                source,
+                queries,
+                line,
+                pitch,
+                here,
+                rank,
+                part * R,
+                u,
+                tl.zeros([N, HEADS * DP], tl.float32),
+                N,
+                R,
+                BITS,
+                EIGHT,
+                CAST,
+            )
             if BITS:
                 k = _restore(k, sums, steps, zeros, line, here)
             if left > 0 if AHEAD else True:  # always; reads of the next tile are issued before code under a condition
                 products = _turn_and_ask(
-                    k, bias, key_norm, word, queries, q, heads, dim, turning, epsilon, first_head, part,
-                    NORM, BIAS, N, DP, HEADS,
-                )  # fmt: skip
+                    k,
+                    bias,
+                    key_norm,
+                    word,
+                    queries,
+                    q,
+                    heads,
+                    dim,
+                    turning,
+                    epsilon,
+                    first_head,
+                    part,
+                    NORM,
+                    BIAS,
+                    N,
+                    DP,
+                    HEADS,
+                )
                 _store_logits(
-                    products * scale, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
-                    N, MARKS,
-                )  # fmt: skip
+                    products * scale,
+                    into,
+                    mark,
+                    line,
+                    left,
+                    query,
+                    asking,
+                    heads,
+                    each,
+                    is_new,
+                    row_pitch,
+                    query_pitch,
+                    N,
+                    MARKS,
+                )
         else:
             k, sums = tl.zeros([N, HEADS * DP], tl.float32), tl.zeros([HEADS * DP], tl.float32)
             for latent in range(0, rank, R):
@@ -397,24 +591,75 @@ def _weigh(
             if BITS:
                 k = _restore(k, sums, steps, zeros, line, here)
             products = _turn_and_ask(
-                k, bias, key_norm, word, queries, q, heads, dim, turning, epsilon, first_head, part,
-                NORM, BIAS, N, DP, HEADS,
-            )  # fmt: skip
+                k,
+                bias,
+                key_norm,
+                word,
+                queries,
+                q,
+                heads,
+                dim,
+                turning,
+                epsilon,
+                first_head,
+                part,
+                NORM,
+                BIAS,
+                N,
+                DP,
+                HEADS,
+            )
             _store_logits(
-                products * scale, into, mark, line, left, query, asking, heads, each, is_new, row_pitch, query_pitch,
-                N, MARKS,
-            )  # fmt: skip
+                products * scale,
+                into,
+                mark,
+                line,
+                left,
+                query,
+                asking,
+                heads,
+                each,
+                is_new,
+                row_pitch,
+                query_pitch,
+                N,
+                MARKS,
+            )
     if total < 0:  # never; a product that outlasts the loop may be waited for late
         tl.store(logits + line, tl.sum(k, 1))
 
 
 @triton.jit(do_not_specialize=["room", "held_tiles", "splits"])
 def _sum(
-    logits, step, addresses, ranks, counts, starts, like, more_values, more_steps, more_zeros,
-    part_acc, part_max, part_norm, room, held_tiles, splits, groups, queries,
-    UNIT: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BITS: tl.constexpr, EIGHT: tl.constexpr, BY_ROW: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    logits,
+    step,
+    addresses,
+    ranks,
+    counts,
+    starts,
+    like,
+    more_values,
+    more_steps,
+    more_zeros,
+    part_acc,
+    part_max,
+    part_norm,
+    room,
+    held_tiles,
+    splits,
+    groups,
+    queries,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+    R: tl.constexpr,
+    RV: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    EIGHT: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Sum the latents of the values of every `splits`-th tile of a group's rows, weighed by the softmax of M logits."""
     place, split = tl.program_id(0), tl.program_id(1)
     b, group = place // groups, place % groups
@@ -422,9 +667,21 @@ def _sum(
     since, count = tl.load(step), tl.load(counts + index).to(tl.int32)
     rank = tl.multiple_of(tl.load(ranks + groups + group), [UNIT])
     held, appended, held_steps, more_steps, held_zeros, more_zeros, row = _find_rows(
-        addresses, tl.load(starts + index), group, groups, 1, index, room, rank, more_values, more_steps, more_zeros,
-        RV, BITS, EIGHT,
-    )  # fmt: skip
+        addresses,
+        tl.load(starts + index),
+        group,
+        groups,
+        1,
+        index,
+        room,
+        rank,
+        more_values,
+        more_steps,
+        more_zeros,
+        RV,
+        BITS,
+        EIGHT,
+    )
     row_pitch, query_pitch, place_size = _find_pitches(held_tiles, room, queries, N, BY_ROW)
     logits += place * place_size
     query, latent, line = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, R), tl.arange(0, N)
@@ -459,9 +716,22 @@ def _sum(
 
 @triton.jit(do_not_specialize=["splits"])
 def _join(
-    part_acc, part_max, part_norm, addresses, ranks, outputs, splits, groups, heads, each, dim,
-    BIAS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr,
-):  # fmt: skip
+    part_acc,
+    part_max,
+    part_norm,
+    addresses,
+    ranks,
+    outputs,
+    splits,
+    groups,
+    heads,
+    each,
+    dim,
+    BIAS: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    JOINED: tl.constexpr,
+):
     """Join the sums of one query and map them to some channels of its output."""
     head, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     queries = heads * each
@@ -483,7 +753,7 @@ def _join(
         total += tl.sum(weight * tl.load(part_norm + part, mask=split < splits, other=0.0), 0)
         some = tl.load(
             part_acc + part[:, None].to(tl.int64) * R + latent[None], mask=(split < splits)[:, None], other=0.0
-        )  # fmt: skip
+        )
         acc += tl.sum(some * weight[:, None], 0)
     row = query // each * dim + channel
     up = _point(addresses, 3 * groups + group, outputs)
@@ -497,9 +767,15 @@ def _join(
 
 
 def append_latents_triton(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, rows: LatentRows, step: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: LatentRows,
+    step: Tensor,
     norm: tuple[Tensor, float] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     dim, width = rows.dim, len(rows.keys.up[0])
     query_heads = queries.shape[1] // dim
     out = torch.empty(rows.batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
@@ -509,21 +785,62 @@ def append_latents_triton(
     blocks = triton.cdiv(most, BLOCK)
     made = [queries.new_empty(rows.groups, rows.batch, 1, side.largest_rank) if bits else side.more for side in sides]
     _append[(rows.batch, query_heads + 2 * rows.groups * blocks)](
-        queries, keys, values, cos, sin, weight, out, step, rows.addresses, rows.ranks, *made,
-        rows.seen, rows.room, rows.groups, query_heads, width, cos.shape[1], dim, epsilon,
-        queries.stride(0), keys.stride(0), values.stride(0),
-        NORM=norm is not None, KEY_BIAS=rows.keys.bias is not None, VALUE_BIAS=rows.values.bias is not None,
-        RK=made[0].shape[3], RV=made[1].shape[3], D=triton.next_power_of_2(dim),
-        W=min(256, triton.next_power_of_2(width)), BLOCK=BLOCK, BLOCKS=blocks, ROUNDED=bits > 0, num_warps=4,
-    )  # fmt: skip
+        queries,
+        keys,
+        values,
+        cos,
+        sin,
+        weight,
+        out,
+        step,
+        rows.addresses,
+        rows.ranks,
+        *made,
+        rows.seen,
+        rows.room,
+        rows.groups,
+        query_heads,
+        width,
+        cos.shape[1],
+        dim,
+        epsilon,
+        queries.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        NORM=norm is not None,
+        KEY_BIAS=rows.keys.bias is not None,
+        VALUE_BIAS=rows.values.bias is not None,
+        RK=made[0].shape[3],
+        RV=made[1].shape[3],
+        D=triton.next_power_of_2(dim),
+        W=min(256, triton.next_power_of_2(width)),
+        BLOCK=BLOCK,
+        BLOCKS=blocks,
+        ROUNDED=bits > 0,
+        num_warps=4,
+    )
     if bits:
         more, steps, zeros = zip(*map(list_memory, sides), strict=True)
         _round[(rows.batch, 2 * rows.groups)](
-            *made, step, rows.ranks, *more, *steps, *zeros, rows.room, rows.groups,
+            *made,
+            step,
+            rows.ranks,
+            *more,
+            *steps,
+            *zeros,
+            rows.room,
+            rows.groups,
             *(side.rounding.clip for side in sides if side.rounding),
-            RK=made[0].shape[3], RV=made[1].shape[3], R=max(2 * EIGHT, triton.next_power_of_2(most)), BITS=bits,
-            EIGHT=EIGHT, LEAST=LEAST, LARGEST=LARGEST, EVEN=EVEN, num_warps=4,
-        )  # fmt: skip
+            RK=made[0].shape[3],
+            RV=made[1].shape[3],
+            R=max(2 * EIGHT, triton.next_power_of_2(most)),
+            BITS=bits,
+            EIGHT=EIGHT,
+            LEAST=LEAST,
+            LARGEST=LARGEST,
+            EVEN=EVEN,
+            num_warps=4,
+        )
     return out
 
 
@@ -533,9 +850,8 @@ def list_memory(side: Side) -> tuple[Tensor, ...]:
 
 
 def attend_latents_triton(
-    queries: Tensor, pairs: Tensor, rows: LatentRows, scaling: float, step: Tensor,
-    norm: tuple[Tensor, float] | None,
-) -> Tensor:  # fmt: skip
+    queries: Tensor, pairs: Tensor, rows: LatentRows, scaling: float, step: Tensor, norm: tuple[Tensor, float] | None
+) -> Tensor:
     batch, query_heads, _, dim = queries.shape
     groups, heads = rows.groups, rows.heads // rows.groups
     each = query_heads // rows.heads
@@ -555,15 +871,43 @@ def attend_latents_triton(
     by_row = heads * each >= BY_ROW
     # the parts of a tile's latents lie apart in the grid: a multiprocessor is likely to run both, which share angles
     _weigh[programs, splits, terms](
-        queries.contiguous(), words, weight, step, rows.addresses, rows.ranks, rows.counts, rows.starts,
-        rows.counts if rows.positions is None else rows.positions, rows.places,
-        rows.counts if rows.marks is None else rows.marks.view(torch.int8), *list_memory(rows.keys), logits,
-        rows.seen, rows.room, held_tiles, splits, groups, heads, each, dim, turning, epsilon,
+        queries.contiguous(),
+        words,
+        weight,
+        step,
+        rows.addresses,
+        rows.ranks,
+        rows.counts,
+        rows.starts,
+        rows.counts if rows.positions is None else rows.positions,
+        rows.places,
+        rows.counts if rows.marks is None else rows.marks.view(torch.int8),
+        *list_memory(rows.keys),
+        logits,
+        rows.seen,
+        rows.room,
+        held_tiles,
+        splits,
+        groups,
+        heads,
+        each,
+        dim,
+        turning,
+        epsilon,
         scaling * LOG2E.value,
-        NORM=norm is not None, BIAS=rows.keys.bias is not None, PLACES=rows.positions is not None,
-        MARKS=rows.marks is not None, UNIT=find_unit(rows.keys), RK=rows.keys.more.shape[3], BITS=rows.keys.bits,
-        EIGHT=EIGHT, BY_ROW=by_row, CAST=cast, STILL=still, **shape,
-    )  # fmt: skip
+        NORM=norm is not None,
+        BIAS=rows.keys.bias is not None,
+        PLACES=rows.positions is not None,
+        MARKS=rows.marks is not None,
+        UNIT=find_unit(rows.keys),
+        RK=rows.keys.more.shape[3],
+        BITS=rows.keys.bits,
+        EIGHT=EIGHT,
+        BY_ROW=by_row,
+        CAST=cast,
+        STILL=still,
+        **shape,
+    )
     rank = triton.next_power_of_2(max(16, rows.values.largest_rank))
     some = min(ASKING, triton.next_power_of_2(max(16, heads * each)))
     turns = triton.cdiv(heads * each, some)
@@ -573,17 +917,49 @@ def attend_latents_triton(
         for more in ((rank,), (), ())
     ]
     _sum[batch * groups, splits, turns](
-        logits, step, rows.addresses, rows.ranks, rows.counts, rows.starts, queries, *list_memory(rows.values), *parts,
-        rows.room, held_tiles, splits, groups, heads * each,
-        UNIT=find_unit(rows.values), PARTS=terms, R=rank, RV=rows.values.more.shape[3], M=some, N=size,
-        BITS=rows.values.bits, EIGHT=EIGHT, BY_ROW=by_row, CAST=cast,
+        logits,
+        step,
+        rows.addresses,
+        rows.ranks,
+        rows.counts,
+        rows.starts,
+        queries,
+        *list_memory(rows.values),
+        *parts,
+        rows.room,
+        held_tiles,
+        splits,
+        groups,
+        heads * each,
+        UNIT=find_unit(rows.values),
+        PARTS=terms,
+        R=rank,
+        RV=rows.values.more.shape[3],
+        M=some,
+        N=size,
+        BITS=rows.values.bits,
+        EIGHT=EIGHT,
+        BY_ROW=by_row,
+        CAST=cast,
         **choose_stages(rank, some, exact, rows.values.bits),
-    )  # fmt: skip
+    )
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     _join[batch * query_heads, triton.cdiv(dim, BLOCK)](
-        *parts, rows.addresses, rows.ranks, outputs, splits, groups, heads, each, dim,
-        BIAS=rows.values.bias is not None, R=rank, BLOCK=BLOCK, JOINED=max(1, JOINED // rank), num_warps=4,
-    )  # fmt: skip
+        *parts,
+        rows.addresses,
+        rows.ranks,
+        outputs,
+        splits,
+        groups,
+        heads,
+        each,
+        dim,
+        BIAS=rows.values.bias is not None,
+        R=rank,
+        BLOCK=BLOCK,
+        JOINED=max(1, JOINED // rank),
+        num_warps=4,
+    )
     return outputs
 
 
@@ -627,12 +1003,17 @@ def choose_shape(
     kept = not exact and 2 * taken * wide * latents <= KEPT
     narrow = kept and latents <= NARROW and not normed and not bits
     return {
-        "KEEP": kept, "PARTS": triton.cdiv(rank, latents) if kept else 1,
-        "R": latents if kept else 16 if exact else 64, "DP": wide, "HEADS": taken,
-        "M": max(16, triton.next_power_of_2(taken * each)), "N": 32 if exact else ROWS,
+        "KEEP": kept,
+        "PARTS": triton.cdiv(rank, latents) if kept else 1,
+        "R": latents if kept else 16 if exact else 64,
+        "DP": wide,
+        "HEADS": taken,
+        "M": max(16, triton.next_power_of_2(taken * each)),
+        "N": 32 if exact else ROWS,
         "AHEAD": not narrow,
-        "num_warps": 4, "num_stages": 2 if latents <= 256 and not exact else 1,
-    } | ({"maxnreg": REGISTERS} if narrow else {})  # fmt: skip
+        "num_warps": 4,
+        "num_stages": 2 if latents <= 256 and not exact else 1,
+    } | ({"maxnreg": REGISTERS} if narrow else {})
 
 
 def choose_stages(rank: int, queries: int, exact: bool, bits: int = 0) -> dict[str, int]:

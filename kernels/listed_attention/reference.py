@@ -7,9 +7,16 @@ from kvbench.kernels.attention.reference import attend_reference
 
 
 def attend_listed_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, size: int, last: Tensor, scaling: float,
-    after: int | None, counts: tuple[Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor,
+    size: int,
+    last: Tensor,
+    scaling: float,
+    after: int | None,
+    counts: tuple[Tensor, Tensor] | None,
+) -> Tensor:
     held = int(last) + 1
     look = mark_rows(blocks, size, held, after).repeat_interleave(queries.shape[1] // blocks.shape[1], 1)
     if counts is not None:

@@ -16,13 +16,43 @@ PROGRAMS = 264  # most programs that the rows are split into
 
 @triton.jit(do_not_specialize=["listed", "after", "splits"])
 def _listed(
-    queries, keys, values, blocks, last, outputs, counts, step, part_acc, part_max, part_norm,
-    query_heads, group, lists, listed, after, splits, queries_each, dim, scale,
-    sq_b, sq_h, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-    SIZE: tl.constexpr, TAIL: tl.constexpr, COUNT: tl.constexpr, SINGLE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    queries,
+    keys,
+    values,
+    blocks,
+    last,
+    outputs,
+    counts,
+    step,
+    part_acc,
+    part_max,
+    part_norm,
+    query_heads,
+    group,
+    lists,
+    listed,
+    after,
+    splits,
+    queries_each,
+    dim,
+    scale,
+    sq_b,
+    sq_h,
+    sk_b,
+    sk_h,
+    sk_n,
+    sv_b,
+    sv_h,
+    sv_n,
+    SIZE: tl.constexpr,
+    TAIL: tl.constexpr,
+    COUNT: tl.constexpr,
+    SINGLE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
     CAST: tl.constexpr,
-):  # fmt: skip
+):
     line, split = tl.program_id(0), tl.program_id(1)
     first_query = line * queries_each
     b, first_head = (first_query // query_heads).to(tl.int64), first_query % query_heads
@@ -78,9 +108,16 @@ def _listed(
 
 
 def attend_listed_triton(
-    queries: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, size: int, last: Tensor, scaling: float,
-    after: int | None, counts: tuple[Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor,
+    size: int,
+    last: Tensor,
+    scaling: float,
+    after: int | None,
+    counts: tuple[Tensor, Tensor] | None,
+) -> Tensor:
     batch, query_heads, _, dim = queries.shape
     group, (lists, listed) = query_heads // keys.shape[1], blocks.shape[1:]
     queries_each = 1 if lists == query_heads else group
@@ -100,16 +137,50 @@ def attend_listed_triton(
         ]
     counted, step = (last, last) if counts is None else counts
     _listed[lines, splits](
-        queries, keys, values, blocks.contiguous(), last, outputs, counted, step, *parts,
-        query_heads, group, lists, listed, after or 0, splits, queries_each, dim, scaling * LOG2E.value,
-        *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        SIZE=size, TAIL=after is not None, COUNT=counts is not None, SINGLE=most == 1,
-        M=max(16, triton.next_power_of_2(queries_each)), N=tile, D=wide,
-        CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=4, num_stages=2,
-    )  # fmt: skip
+        queries,
+        keys,
+        values,
+        blocks.contiguous(),
+        last,
+        outputs,
+        counted,
+        step,
+        *parts,
+        query_heads,
+        group,
+        lists,
+        listed,
+        after or 0,
+        splits,
+        queries_each,
+        dim,
+        scaling * LOG2E.value,
+        *queries.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        SIZE=size,
+        TAIL=after is not None,
+        COUNT=counts is not None,
+        SINGLE=most == 1,
+        M=max(16, triton.next_power_of_2(queries_each)),
+        N=tile,
+        D=wide,
+        CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+        num_warps=4,
+        num_stages=2,
+    )
     if most > 1:
         combine_splits[(batch * query_heads,)](
-            *parts, outputs, outputs, 1, queries_each, splits, dim,
-            LSE=False, S=SPLITS[most > SPLITS[0]], D=wide, num_warps=4,
-        )  # fmt: skip
+            *parts,
+            outputs,
+            outputs,
+            1,
+            queries_each,
+            splits,
+            dim,
+            LSE=False,
+            S=SPLITS[most > SPLITS[0]],
+            D=wide,
+            num_warps=4,
+        )
     return outputs

@@ -16,10 +16,24 @@ from kvbench.kernels.dispatch import is_interpreting
 
 @triton.jit
 def over_rows(
-    top, total, query, keys, begin, end, rows, last, scale, stride_n, stride_d,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CAST: tl.constexpr,
+    top,
+    total,
+    query,
+    keys,
+    begin,
+    end,
+    rows,
+    last,
+    scale,
+    stride_n,
+    stride_d,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    CAST: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Add the rows from `begin` to `end` to the running maximum and sum of exponentials.
 
     `last` is the last row that a query sees.
@@ -42,10 +56,29 @@ def over_rows(
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def lse_kernel(
-    queries, keys, out, tokens, rows, query_heads, group, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_n, k_d,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, CAST: tl.constexpr,
+    queries,
+    keys,
+    out,
+    tokens,
+    rows,
+    query_heads,
+    group,
+    scale,
+    q_b,
+    q_h,
+    q_t,
+    q_d,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    CAST: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_T  # late queries see most rows, so they start first
     sample, head = (tl.program_id(1) // query_heads).to(tl.int64), (tl.program_id(1) % query_heads).to(tl.int64)
     token, channel = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
@@ -58,13 +91,43 @@ def lse_kernel(
     top, total = tl.full((BLOCK_T,), float("-inf"), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
     middle = (first + past + 1) // BLOCK_N * BLOCK_N  # all queries of the tile see the rows before this one
     top, total = over_rows(
-        top, total, query, head_keys, 0, middle, rows, past + token, scale, k_n, k_d,
-        DIM, BLOCK_D, BLOCK_N, False, CAST, PRECISION,
-    )  # fmt: skip
+        top,
+        total,
+        query,
+        head_keys,
+        0,
+        middle,
+        rows,
+        past + token,
+        scale,
+        k_n,
+        k_d,
+        DIM,
+        BLOCK_D,
+        BLOCK_N,
+        False,
+        CAST,
+        PRECISION,
+    )
     top, total = over_rows(
-        top, total, query, head_keys, middle, tl.minimum(first + BLOCK_T + past, rows), rows, past + token, scale, k_n, k_d,
-        DIM, BLOCK_D, BLOCK_N, True, CAST, PRECISION,
-    )  # fmt: skip
+        top,
+        total,
+        query,
+        head_keys,
+        middle,
+        tl.minimum(first + BLOCK_T + past, rows),
+        rows,
+        past + token,
+        scale,
+        k_n,
+        k_d,
+        DIM,
+        BLOCK_D,
+        BLOCK_N,
+        True,
+        CAST,
+        PRECISION,
+    )
     at = out + tl.program_id(1).to(tl.int64) * tokens + token
     tl.store(at, top + tl.log2(total), mask=token < tokens)
 
@@ -84,10 +147,22 @@ def lse(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     out = torch.empty(batch, query_heads, tokens, dtype=torch.float32, device=queries.device)
     sizes = tiles(queries.dtype, dim, tokens)
     lse_kernel[(triton.cdiv(tokens, sizes["BLOCK_T"]), batch * query_heads)](
-        queries, keys, out, tokens, rows, query_heads, query_heads // heads, scaling * LOG2E,
-        *queries.stride(), *keys.stride(),
-        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), PRECISION="ieee", **sizes,
-    )  # fmt: skip
+        queries,
+        keys,
+        out,
+        tokens,
+        rows,
+        query_heads,
+        query_heads // heads,
+        scaling * LOG2E,
+        *queries.stride(),
+        *keys.stride(),
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        CAST=is_interpreting(),
+        PRECISION="ieee",
+        **sizes,
+    )
     return out
 
 

@@ -10,9 +10,26 @@ from kvbench.kernels.dispatch import is_interpreting
 
 @triton.jit(do_not_specialize=["rows"])
 def _largest(
-    queries, keys, out, rows, heads, group, dim, scale, q_b, q_h, q_d, k_b, k_h, k_n, k_d,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    out,
+    rows,
+    heads,
+    group,
+    dim,
+    scale,
+    q_b,
+    q_h,
+    q_d,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    CAST: tl.constexpr,
+):
     b = tl.program_id(1).to(tl.int64)
     row, column, member = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D), tl.arange(0, M)
     keys += b * k_b
@@ -41,8 +58,21 @@ def max_logits_triton(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     tile = 32 if queries.dtype == torch.float32 or wide > 128 else 64
     if out.numel():
         _largest[triton.cdiv(rows, tile), batch](
-            queries, keys, out, rows, heads, group, dim, scaling, *queries.stride(), *keys.stride(),
-            M=max(16, triton.next_power_of_2(group)), N=tile, D=wide,
-            CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=4, num_stages=3,
-        )  # fmt: skip
+            queries,
+            keys,
+            out,
+            rows,
+            heads,
+            group,
+            dim,
+            scaling,
+            *queries.stride(),
+            *keys.stride(),
+            M=max(16, triton.next_power_of_2(group)),
+            N=tile,
+            D=wide,
+            CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+            num_warps=4,
+            num_stages=3,
+        )
     return out

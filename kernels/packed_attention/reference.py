@@ -15,9 +15,15 @@ def count_packed(rows: int, residual: int) -> tuple[int, int]:
 
 
 def append_packed_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, rows: PackedRows, step: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: PackedRows,
+    step: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     batch, heads, ring, dim = rows.ring_keys.shape
     queries, keys, values = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms)
     for b in range(batch):
@@ -63,20 +69,27 @@ def pad_packed(rows: PackedRows, step: int, dtype: torch.dtype) -> tuple[Tensor,
             (old_keys, old_values), (past_keys, past_values) = (count_packed(n, rows.residual) for n in (held, now))
             first, more = int(rows.key_starts[b, h]), (past_keys - old_keys) // rows.group
             slots = torch.arange(past_keys, now + 1, device=keys.device) % ring
-            keys[b, h, places] = torch.cat([
-                *(read(part, rows, dtype).mT.flatten(0, 1) for part in (
-                    take(rows.held_keys, slice(first, first + old_keys // rows.group)),
-                    Groups(*(part[b, h, :more] for part in rows.more_keys)),
-                )),
-                rows.ring_keys[b, h, slots].to(dtype),
-            ])  # fmt: skip
+            keys[b, h, places] = torch.cat(
+                [
+                    *(
+                        read(part, rows, dtype).mT.flatten(0, 1)
+                        for part in (
+                            take(rows.held_keys, slice(first, first + old_keys // rows.group)),
+                            Groups(*(part[b, h, :more] for part in rows.more_keys)),
+                        )
+                    ),
+                    rows.ring_keys[b, h, slots].to(dtype),
+                ]
+            )
             first, more = int(rows.value_starts[b, h]), past_values - old_values
             slots = torch.arange(past_values, now + 1, device=keys.device) % ring
-            values[b, h, places] = torch.cat([
-                read(take(rows.held_values, slice(first, first + old_values)), rows, dtype),
-                read(Groups(*(part[b, h, :more] for part in rows.more_values)), rows, dtype),
-                rows.ring_values[b, h, slots].to(dtype),
-            ])  # fmt: skip
+            values[b, h, places] = torch.cat(
+                [
+                    read(take(rows.held_values, slice(first, first + old_values)), rows, dtype),
+                    read(Groups(*(part[b, h, :more] for part in rows.more_values)), rows, dtype),
+                    rows.ring_values[b, h, slots].to(dtype),
+                ]
+            )
             mass[b, h, places] = 1
             if rows.mass is not None:
                 first = int(rows.starts[b, h])

@@ -26,12 +26,43 @@ ROWS = 16  # rows of a tile of raw rows
 
 @triton.jit(do_not_specialize=["key_room", "value_room"])
 def _append(
-    queries, keys, values, cos, sin, query_norm, key_norm, out, step, lengths, ring_keys, ring_values,
-    key_codes, key_scale, key_zero, value_codes, value_scale, value_zero,
-    heads, query_heads, turning, epsilon, s_q, s_k, s_v, key_room, value_room,
-    NORM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr, RING: tl.constexpr,
-    DIM: tl.constexpr, D: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    values,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    out,
+    step,
+    lengths,
+    ring_keys,
+    ring_values,
+    key_codes,
+    key_scale,
+    key_zero,
+    value_codes,
+    value_scale,
+    value_zero,
+    heads,
+    query_heads,
+    turning,
+    epsilon,
+    s_q,
+    s_k,
+    s_v,
+    key_room,
+    value_room,
+    NORM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    RING: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """Rotate or write one head of one token, or quantize a group of keys or the row of values that is due.
 
     A sample has programs for its query heads, the heads of its new keys, those of its new values, the rows of values
@@ -111,9 +142,20 @@ def _expand(words, scale, zero, shift, like, BITS: tl.constexpr):
 
 @triton.jit
 def _values(
-    row, here, codes, scale, zero, shifts, like, BITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    WORDS: tl.constexpr, HALVES: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+    row,
+    here,
+    codes,
+    scale,
+    zero,
+    shifts,
+    like,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    WORDS: tl.constexpr,
+    HALVES: tl.constexpr,
+    PART: tl.constexpr,
+):
     """Return quantized values of the rows (N,), with the channels in the order of `_channels`."""
     PER: tl.constexpr = HALVES * PART
     word = tl.arange(0, WORDS)
@@ -156,12 +198,39 @@ def _update(q, m, norm, acc, k, v, here, weight, scale, MASS: tl.constexpr, CAST
 
 @triton.jit
 def _tile(
-    q, m, norm, acc, first, low, high, key_codes, key_scale, key_zero, value_codes, value_scale, value_zero,
-    head, held, mass, shifts, like, scale,
-    RAW: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RING: tl.constexpr,
-    DIM: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, HALVES: tl.constexpr, PART: tl.constexpr,
-    UNITS: tl.constexpr, CODES: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    q,
+    m,
+    norm,
+    acc,
+    first,
+    low,
+    high,
+    key_codes,
+    key_scale,
+    key_zero,
+    value_codes,
+    value_scale,
+    value_zero,
+    head,
+    held,
+    mass,
+    shifts,
+    like,
+    scale,
+    RAW: tl.constexpr,
+    MASS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    RING: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    WORDS: tl.constexpr,
+    HALVES: tl.constexpr,
+    PART: tl.constexpr,
+    UNITS: tl.constexpr,
+    CODES: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Process the tile of rows from `first` on, of which those from `low` to `high` exist.
 
     Pointers to keys and values are those of row 0. With RAW the values are not quantized and lie in a ring.
@@ -191,7 +260,7 @@ def _tile(
         else:
             v = _values(
                 row, here, value_codes, value_scale, value_zero, shifts, like, BITS, GROUP, DIM, WORDS, HALVES, PART
-            )  # fmt: skip
+            )
         weight = norm
         if MASS:
             weight = tl.load(mass + row, mask=here & (row < held), other=1).to(tl.float32)
@@ -207,15 +276,53 @@ def _tiles(low, high, GROUP: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splits", "raws", "key_room", "value_room"])
 def _attend(
-    queries, step, lengths, mass, starts, shifts, key_codes, key_scale, key_zero, key_starts,
-    value_codes, value_scale, value_zero, value_starts,
-    more_key_codes, more_key_scale, more_key_zero, more_value_codes, more_value_scale, more_value_zero,
-    ring_keys, ring_values, part_acc, part_max, part_norm,
-    group, splits, raws, key_room, value_room, scale,
-    MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr, RING: tl.constexpr,
-    DIM: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, HALVES: tl.constexpr, PART: tl.constexpr,
-    UNITS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    queries,
+    step,
+    lengths,
+    mass,
+    starts,
+    shifts,
+    key_codes,
+    key_scale,
+    key_zero,
+    key_starts,
+    value_codes,
+    value_scale,
+    value_zero,
+    value_starts,
+    more_key_codes,
+    more_key_scale,
+    more_key_zero,
+    more_value_codes,
+    more_value_scale,
+    more_value_zero,
+    ring_keys,
+    ring_values,
+    part_acc,
+    part_max,
+    part_norm,
+    group,
+    splits,
+    raws,
+    key_room,
+    value_room,
+    scale,
+    MASS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    RING: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    WORDS: tl.constexpr,
+    HALVES: tl.constexpr,
+    PART: tl.constexpr,
+    UNITS: tl.constexpr,
+    CODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Attend with M queries of one KV head to some of its rows.
 
     The first `raws` programs of a head take the tiles of rows with raw values in turn, and the others those of
@@ -264,14 +371,39 @@ def _attend(
             high = tl.where(more_keys, past_values, tl.where(more_values, middle, old_values))
             turn = tile - tl.where(more_keys, two, tl.where(more_values, one, 0))
             m, norm, acc = _tile(
-                q, m, norm, acc, low // GROUP * GROUP + turn * TILE, low, high,
-                tl.where(more_keys, more_key_codes, key_codes), tl.where(more_keys, more_key_scale, key_scale),
-                tl.where(more_keys, more_key_zero, key_zero), tl.where(more_values, more_value_codes, value_codes),
+                q,
+                m,
+                norm,
+                acc,
+                low // GROUP * GROUP + turn * TILE,
+                low,
+                high,
+                tl.where(more_keys, more_key_codes, key_codes),
+                tl.where(more_keys, more_key_scale, key_scale),
+                tl.where(more_keys, more_key_zero, key_zero),
+                tl.where(more_values, more_value_codes, value_codes),
                 tl.where(more_values, more_value_scale, value_scale),
                 tl.where(more_values, more_value_zero, value_zero),
-                head, held, mass, shifts, queries, scale,
-                False, MASS, BITS, GROUP, RING, DIM, D, WORDS, HALVES, PART, UNITS, CODES, CAST,
-            )  # fmt: skip
+                head,
+                held,
+                mass,
+                shifts,
+                queries,
+                scale,
+                False,
+                MASS,
+                BITS,
+                GROUP,
+                RING,
+                DIM,
+                D,
+                WORDS,
+                HALVES,
+                PART,
+                UNITS,
+                CODES,
+                CAST,
+            )
     else:
         one = _tiles(past_values, old_keys, GROUP, TILE)  # keys are held
         middle = tl.maximum(old_keys, past_values)
@@ -279,13 +411,39 @@ def _attend(
             more_keys = tile >= one
             low = tl.where(more_keys, middle, past_values)
             m, norm, acc = _tile(
-                q, m, norm, acc, low // GROUP * GROUP + (tile - tl.where(more_keys, one, 0)) * TILE, low,
+                q,
+                m,
+                norm,
+                acc,
+                low // GROUP * GROUP + (tile - tl.where(more_keys, one, 0)) * TILE,
+                low,
                 tl.where(more_keys, past_keys, old_keys),
-                tl.where(more_keys, more_key_codes, key_codes), tl.where(more_keys, more_key_scale, key_scale),
-                tl.where(more_keys, more_key_zero, key_zero), ring_values, ring_values, ring_values,
-                head, held, mass, shifts, queries, scale,
-                True, MASS, BITS, GROUP, RING, DIM, D, WORDS, HALVES, PART, UNITS, CODES, CAST,
-            )  # fmt: skip
+                tl.where(more_keys, more_key_codes, key_codes),
+                tl.where(more_keys, more_key_scale, key_scale),
+                tl.where(more_keys, more_key_zero, key_zero),
+                ring_values,
+                ring_values,
+                ring_values,
+                head,
+                held,
+                mass,
+                shifts,
+                queries,
+                scale,
+                True,
+                MASS,
+                BITS,
+                GROUP,
+                RING,
+                DIM,
+                D,
+                WORDS,
+                HALVES,
+                PART,
+                UNITS,
+                CODES,
+                CAST,
+            )
         for first in range(past_keys + split * ROWS, now + 1, raws * ROWS):
             row = first + tl.arange(0, ROWS)
             here = row <= now
@@ -304,22 +462,54 @@ def _attend(
 
 
 def append_packed_triton(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, rows: PackedRows, step: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: PackedRows,
+    step: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     batch, heads, ring, dim = rows.ring_keys.shape
     query_heads = queries.shape[1] // dim
     out = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     query_norm, key_norm, epsilon = norms or (queries, keys, 0.0)
     _append[(batch, query_heads + heads * (3 + rows.residual // rows.group))](
-        queries, keys, values, cos, sin, query_norm, key_norm, out, step, rows.lengths, rows.ring_keys,
-        rows.ring_values, *rows.more_keys, *rows.more_values, heads, query_heads, cos.shape[1], epsilon,
-        queries.stride(0), keys.stride(0), values.stride(0), rows.more_keys.codes.shape[2],
+        queries,
+        keys,
+        values,
+        cos,
+        sin,
+        query_norm,
+        key_norm,
+        out,
+        step,
+        rows.lengths,
+        rows.ring_keys,
+        rows.ring_values,
+        *rows.more_keys,
+        *rows.more_values,
+        heads,
+        query_heads,
+        cos.shape[1],
+        epsilon,
+        queries.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        rows.more_keys.codes.shape[2],
         rows.more_values.codes.shape[2],
-        NORM=norms is not None, BITS=rows.bits, GROUP=rows.group, RESIDUAL=rows.residual, RING=ring, DIM=dim,
-        D=triton.next_power_of_2(dim), BYTES=triton.next_power_of_2(rows.group * rows.bits // 8),
-        GROUPS=triton.next_power_of_2(dim // rows.group), num_warps=2,
-    )  # fmt: skip
+        NORM=norms is not None,
+        BITS=rows.bits,
+        GROUP=rows.group,
+        RESIDUAL=rows.residual,
+        RING=ring,
+        DIM=dim,
+        D=triton.next_power_of_2(dim),
+        BYTES=triton.next_power_of_2(rows.group * rows.bits // 8),
+        GROUPS=triton.next_power_of_2(dim // rows.group),
+        num_warps=2,
+    )
     return out
 
 
@@ -348,18 +538,50 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
         for groups in (rows.held_keys, rows.held_values, rows.more_keys, rows.more_values)
     )
     _attend[batch * heads, splits, tiles](
-        queries.contiguous(), step, rows.lengths, rows.starts if rows.mass is None else rows.mass, rows.starts,
-        list_shifts(rows.bits, queries.device), *held_keys, rows.key_starts, *held_values, rows.value_starts,
-        *more_keys, *more_values,
-        rows.ring_keys, rows.ring_values, *parts, group, splits, raws, more_keys[0].shape[2], more_values[0].shape[2],
+        queries.contiguous(),
+        step,
+        rows.lengths,
+        rows.starts if rows.mass is None else rows.mass,
+        rows.starts,
+        list_shifts(rows.bits, queries.device),
+        *held_keys,
+        rows.key_starts,
+        *held_values,
+        rows.value_starts,
+        *more_keys,
+        *more_values,
+        rows.ring_keys,
+        rows.ring_values,
+        *parts,
+        group,
+        splits,
+        raws,
+        more_keys[0].shape[2],
+        more_values[0].shape[2],
         scaling * LOG2E.value,
-        MASS=rows.mass is not None, BITS=rows.bits, GROUP=rows.group, RESIDUAL=rows.residual, RING=ring, DIM=dim,
-        M=queries_each, CAST=triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16, **shape,
-    )  # fmt: skip
+        MASS=rows.mass is not None,
+        BITS=rows.bits,
+        GROUP=rows.group,
+        RESIDUAL=rows.residual,
+        RING=ring,
+        DIM=dim,
+        M=queries_each,
+        CAST=triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16,
+        **shape,
+    )
     combine_splits[(batch * query_heads,)](
-        *parts, outputs, outputs, 1, group, splits, dim,
-        LSE=False, S=triton.next_power_of_2(most), D=shape["D"], num_warps=4 if most <= 128 else 8,
-    )  # fmt: skip
+        *parts,
+        outputs,
+        outputs,
+        1,
+        group,
+        splits,
+        dim,
+        LSE=False,
+        S=triton.next_power_of_2(most),
+        D=shape["D"],
+        num_warps=4 if most <= 128 else 8,
+    )
     return outputs
 
 
@@ -381,7 +603,13 @@ def choose_shape(dim: int, bits: int, word: torch.dtype, exact: bool) -> dict[st
     """
     size = word.itemsize * 8
     return {
-        "D": max(16, triton.next_power_of_2(dim)), "WORDS": triton.next_power_of_2(dim * bits // size),
-        "HALVES": max(1, size // 16), "PART": min(size, 16) // bits, "UNITS": UNITS, "CODES": min(size // bits, CODES),
-        "ROWS": ROWS, "num_warps": 1 if dim <= 128 and not exact else 4, "num_stages": 1,
-    }  # fmt: skip
+        "D": max(16, triton.next_power_of_2(dim)),
+        "WORDS": triton.next_power_of_2(dim * bits // size),
+        "HALVES": max(1, size // 16),
+        "PART": min(size, 16) // bits,
+        "UNITS": UNITS,
+        "CODES": min(size // bits, CODES),
+        "ROWS": ROWS,
+        "num_warps": 1 if dim <= 128 and not exact else 4,
+        "num_stages": 1,
+    }

@@ -13,9 +13,22 @@ BYTES = 32768  # bytes of each bound that a program holds
 
 @triton.jit(do_not_specialize=["rows", "heads", "pages", "page"])
 def _bounds(
-    keys, low, high, rows, heads, pages, page, dim, k_b, k_h, k_n, k_d,
-    PAGES: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    keys,
+    low,
+    high,
+    rows,
+    heads,
+    pages,
+    page,
+    dim,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    PAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     line = tl.program_id(1)
     keys += (line // heads).to(tl.int64) * k_b + (line % heads).to(tl.int64) * k_h
     number = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
@@ -50,9 +63,7 @@ def page_bounds_triton(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit(do_not_specialize=["heads", "pages", "page"])
-def _newest(
-    keys, low, high, last, heads, pages, page, dim, k_b, k_h, k_n, k_d, ROWS: tl.constexpr, D: tl.constexpr
-):  # fmt: skip
+def _newest(keys, low, high, last, heads, pages, page, dim, k_b, k_h, k_n, k_d, ROWS: tl.constexpr, D: tl.constexpr):
     line = tl.program_id(0)
     newest = tl.load(last).to(tl.int32)
     number = newest // page
@@ -82,10 +93,33 @@ def update_page_bounds_triton(keys: Tensor, low: Tensor, high: Tensor, last: Ten
 
 @triton.jit(do_not_specialize=["group", "pages", "heads"])
 def _upper(
-    queries, low, high, above, newest, group, pages, dim, heads, q_b, q_h, q_d, l_b, l_h, l_n, l_d, h_b, h_h, h_n, h_d,
-    NEWEST: tl.constexpr, FORCE: tl.constexpr, PAGES: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    queries,
+    low,
+    high,
+    above,
+    newest,
+    group,
+    pages,
+    dim,
+    heads,
+    q_b,
+    q_h,
+    q_d,
+    l_b,
+    l_h,
+    l_n,
+    l_d,
+    h_b,
+    h_h,
+    h_n,
+    h_d,
+    NEWEST: tl.constexpr,
+    FORCE: tl.constexpr,
+    PAGES: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
     CAST: tl.constexpr,
-):  # fmt: skip
+):
     line = tl.program_id(1)
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
     number, column, member = tl.program_id(0) * PAGES + tl.arange(0, PAGES), tl.arange(0, D), tl.arange(0, M)
@@ -119,9 +153,24 @@ def page_upper_bounds_triton(
     above = torch.empty(*queries.shape[:2], pages, dtype=torch.float32, device=queries.device)
     if above.numel():
         _upper[triton.cdiv(pages, several), batch * heads](
-            queries, low, high, above, above if newest is None else newest, group, pages, dim, heads,
-            *queries.stride(), *low.stride(), *high.stride(),
-            NEWEST=newest is not None, FORCE=force_newest, PAGES=several, M=max(16, triton.next_power_of_2(group)),
-            D=wide, CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=2,
-        )  # fmt: skip
+            queries,
+            low,
+            high,
+            above,
+            above if newest is None else newest,
+            group,
+            pages,
+            dim,
+            heads,
+            *queries.stride(),
+            *low.stride(),
+            *high.stride(),
+            NEWEST=newest is not None,
+            FORCE=force_newest,
+            PAGES=several,
+            M=max(16, triton.next_power_of_2(group)),
+            D=wide,
+            CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+            num_warps=2,
+        )
     return above

@@ -37,10 +37,29 @@ def _cut(centroid, CAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "count", "heads", "k_b", "k_h"])
 def _assign(
-    keys, centroids, codes, distances, sums, sizes, rows, count, size, heads, parts, k_b, k_h, k_n, k_d,
-    K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, CAST: tl.constexpr,
+    keys,
+    centroids,
+    codes,
+    distances,
+    sums,
+    sizes,
+    rows,
+    count,
+    size,
+    heads,
+    parts,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    SPAN: tl.constexpr,
+    PIECES: tl.constexpr,
+    CAST: tl.constexpr,
     SUM: tl.constexpr,
-):  # fmt: skip
+):
     """Write the codes of a span of rows, (B·H·m, n); of equally near centroids the first one counts.
 
     SUM: write, in place of codes, the squared distances of the rows to their centroids, (B·H·m, n), and the sums of the
@@ -117,9 +136,27 @@ def _find_farthest(distances, rows, before, place, SEARCH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "count", "heads", "spans", "k_b", "k_h"])
 def _move(
-    keys, centroids, distances, sums, sizes, rows, count, size, heads, parts, spans, k_b, k_h, k_n, k_d,
-    K: tl.constexpr, E: tl.constexpr, SHARE: tl.constexpr, SPANS: tl.constexpr, SEARCH: tl.constexpr,
-):  # fmt: skip
+    keys,
+    centroids,
+    distances,
+    sums,
+    sizes,
+    rows,
+    count,
+    size,
+    heads,
+    parts,
+    spans,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    SHARE: tl.constexpr,
+    SPANS: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
     """Move SHARE centroids of a part to the means of their rows, and those without rows to the farthest rows."""
     share, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lines, all_codes, column = tl.num_programs(1), tl.arange(0, K), tl.arange(0, E)
@@ -156,9 +193,12 @@ def choose_sizes(count: int, size: int) -> dict[str, int]:
     """Return the numbers of centroids and of rows of a program, and how many warps it has."""
     wide = max(16, triton.next_power_of_2(count))
     return {
-        "K": wide, "E": max(16, triton.next_power_of_2(size)), "N": 64, "SPAN": SPAN,
+        "K": wide,
+        "E": max(16, triton.next_power_of_2(size)),
+        "N": 64,
+        "SPAN": SPAN,
         "num_warps": 4 if wide <= 64 else 8,
-    }  # fmt: skip
+    }
 
 
 def encode_triton(keys: Tensor, codebook: Tensor) -> Tensor:
@@ -166,9 +206,23 @@ def encode_triton(keys: Tensor, codebook: Tensor) -> Tensor:
     codes = torch.empty(batch, heads, parts, keys.shape[2], dtype=torch.uint8, device=keys.device)
     is_short = keys.dtype == torch.bfloat16
     _assign[triton.cdiv(keys.shape[2], SPAN), batch * heads * parts](
-        keys, codebook.contiguous(), codes, None, None, None, keys.shape[2], count, size, heads, parts, *keys.stride(),
-        **choose_sizes(count, size), PIECES=int(is_short), CAST=is_short and is_interpreting(), SUM=False,
-    )  # fmt: skip
+        keys,
+        codebook.contiguous(),
+        codes,
+        None,
+        None,
+        None,
+        keys.shape[2],
+        count,
+        size,
+        heads,
+        parts,
+        *keys.stride(),
+        **choose_sizes(count, size),
+        PIECES=int(is_short),
+        CAST=is_short and is_interpreting(),
+        SUM=False,
+    )
     return codes
 
 
@@ -182,11 +236,41 @@ def find_centroids_triton(keys: Tensor, centroids: Tensor, iterations: int) -> T
     is_short = keys.dtype == torch.bfloat16
     for _ in range(iterations):
         _assign[spans, lines](
-            keys, centroids, None, distances, sums, numbers, rows, count, size, heads, parts, *keys.stride(),
-            **sizes, PIECES=3 * is_short, CAST=is_short and is_interpreting(), SUM=True,
-        )  # fmt: skip
+            keys,
+            centroids,
+            None,
+            distances,
+            sums,
+            numbers,
+            rows,
+            count,
+            size,
+            heads,
+            parts,
+            *keys.stride(),
+            **sizes,
+            PIECES=3 * is_short,
+            CAST=is_short and is_interpreting(),
+            SUM=True,
+        )
         _move[triton.cdiv(count, SHARE), lines](
-            keys, centroids, distances, sums, numbers, rows, count, size, heads, parts, spans, *keys.stride(),
-            K=sizes["K"], E=sizes["E"], SHARE=SHARE, SPANS=SPANS, SEARCH=SEARCH, num_warps=4,
-        )  # fmt: skip
+            keys,
+            centroids,
+            distances,
+            sums,
+            numbers,
+            rows,
+            count,
+            size,
+            heads,
+            parts,
+            spans,
+            *keys.stride(),
+            K=sizes["K"],
+            E=sizes["E"],
+            SHARE=SHARE,
+            SPANS=SPANS,
+            SEARCH=SEARCH,
+            num_warps=4,
+        )
     return centroids

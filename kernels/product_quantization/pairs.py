@@ -89,7 +89,7 @@ def _find_last(numbers, rows, k, COUNTED: tl.constexpr, NEAR: tl.constexpr, STEP
 @triton.jit
 def _multiply(
     query, codebook, code, column, there, count, size, scale, G: tl.constexpr, M: tl.constexpr, CAST: tl.constexpr
-):  # fmt: skip
+):
     """Return logits (W, G) in base 2 of the centroids `code` (W,) for queries (M, E). Those from G on are 0."""
     where = (code < count)[:, None] & there
     centroid = tl.load(codebook + code[:, None] * size + column[None], mask=where, other=0.0)
@@ -101,11 +101,47 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["heads", "count", "first", "counted", "k", "c_b", "c_h", "c_m", "k_b", "k_h"])
 def _rank_pairs(
-    queries, codebook, keys, codes, counts, totals, stop, last, classes, rooms, arrived,
-    heads, group, count, size, first, counted, k, scale, q_b, q_h, q_d, k_b, k_h, k_n, k_d, c_b, c_h, c_m,
-    WIDE: tl.constexpr, G: tl.constexpr, M: tl.constexpr, E: tl.constexpr, N: tl.constexpr, CENTROIDS: tl.constexpr,
-    COUNTED: tl.constexpr, NEAR: tl.constexpr, STEPS: tl.constexpr, CAST: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+    queries,
+    codebook,
+    keys,
+    codes,
+    counts,
+    totals,
+    stop,
+    last,
+    classes,
+    rooms,
+    arrived,
+    heads,
+    group,
+    count,
+    size,
+    first,
+    counted,
+    k,
+    scale,
+    q_b,
+    q_h,
+    q_d,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    c_b,
+    c_h,
+    c_m,
+    WIDE: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    CENTROIDS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    NEAR: tl.constexpr,
+    STEPS: tl.constexpr,
+    CAST: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
     """Write the class of each pair of a head (B·H, W·W), and for how many rows of class 1 there is room.
 
     A pair is of class 2 if its score is above that of the k-th row, of class 1 if it is that score, otherwise of class
@@ -184,10 +220,29 @@ def _write_rows(rows, row, row_classes, equal, room, place):
 
 @triton.jit(do_not_specialize=["heads", "first", "per_split", "splits", "line", "c_b", "c_h", "c_m"])
 def _list_pairs(
-    codes, classes, rooms, arrived, tallies, stop, rows, heads, first, per_split, splits, line, c_b, c_h, c_m,
-    WIDE: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, ONE: tl.constexpr, AHEAD: tl.constexpr,
-    BEGIN: tl.constexpr, END: tl.constexpr,
-):  # fmt: skip
+    codes,
+    classes,
+    rooms,
+    arrived,
+    tallies,
+    stop,
+    rows,
+    heads,
+    first,
+    per_split,
+    splits,
+    line,
+    c_b,
+    c_h,
+    c_m,
+    WIDE: tl.constexpr,
+    MOST: tl.constexpr,
+    TILE: tl.constexpr,
+    ONE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BEGIN: tl.constexpr,
+    END: tl.constexpr,
+):
     """Write the rows of class 2, and the first ones of class 1 that there is room for, each head's `line` places behind
     those of the head before.
 
@@ -237,9 +292,18 @@ def _list_pairs(
 
 
 def list_by_pairs(
-    queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
-    last: Tensor, rows: Tensor, counts: Tensor, counted: int,
-) -> None:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scaling: float,
+    first: int,
+    stop: Tensor,
+    last: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    counted: int,
+) -> None:
     """List the k candidates with the largest scores, of which there are at least k, and find the newest row's codes.
 
     Args:
@@ -266,18 +330,55 @@ def list_by_pairs(
     nvidia = torch.version.hip is None and not is_interpreting()
     ahead = nvidia and torch.cuda.get_device_capability(device) >= (9, 0)  # programmatic dependent launch
     _rank_pairs[3, lines](
-        queries, codebook.contiguous(), keys, codes, counts, torch.empty_like(counts), stop, last, classes, rooms,
-        arrived, heads, group, count, size, first, counted, rows.shape[2], scaling * LOG2E, *queries.stride(),
-        *keys.stride(), *strides,
-        WIDE=wide, G=grouped, M=max(16, grouped), E=max(16, round_up(size)), N=MORE, CENTROIDS=CENTROIDS,
-        COUNTED=COUNTED, NEAR=NEAR, STEPS=STEPS, CAST=is_interpreting() and queries.dtype == torch.bfloat16,
-        AHEAD=ahead, num_warps=8 if wide * wide * grouped > 4096 else 4,
-    )  # fmt: skip
+        queries,
+        codebook.contiguous(),
+        keys,
+        codes,
+        counts,
+        torch.empty_like(counts),
+        stop,
+        last,
+        classes,
+        rooms,
+        arrived,
+        heads,
+        group,
+        count,
+        size,
+        first,
+        counted,
+        rows.shape[2],
+        scaling * LOG2E,
+        *queries.stride(),
+        *keys.stride(),
+        *strides,
+        WIDE=wide,
+        G=grouped,
+        M=max(16, grouped),
+        E=max(16, round_up(size)),
+        N=MORE,
+        CENTROIDS=CENTROIDS,
+        COUNTED=COUNTED,
+        NEAR=NEAR,
+        STEPS=STEPS,
+        CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+        AHEAD=ahead,
+        num_warps=8 if wide * wide * grouped > 4096 else 4,
+    )
     given = codes, classes, rooms, arrived, tallies, stop, rows, heads, first, per_split, splits
     apart = is_interpreting() and splits > 1  # programs run one after the other there and cannot wait
     for begin, end in ((0, 1), (1, 2)) if apart else ((0, 2),):
         _list_pairs[splits, lines](
-            *given, rows.stride(1), *strides,
-            WIDE=wide, MOST=MOST, TILE=TILE, ONE=per_split == TILE, AHEAD=ahead, BEGIN=begin, END=end,
-            num_warps=8, **({"launch_pdl": True} if ahead else {}),
-        )  # fmt: skip
+            *given,
+            rows.stride(1),
+            *strides,
+            WIDE=wide,
+            MOST=MOST,
+            TILE=TILE,
+            ONE=per_split == TILE,
+            AHEAD=ahead,
+            BEGIN=begin,
+            END=end,
+            num_warps=8,
+            **({"launch_pdl": True} if ahead else {}),
+        )

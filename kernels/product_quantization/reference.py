@@ -29,9 +29,16 @@ def encode_reference(keys: Tensor, codebook: Tensor) -> Tensor:
 
 
 def choose_by_codes_reference(
-    queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
-    last: Tensor, rows: Tensor,
-) -> None:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scaling: float,
+    first: int,
+    stop: Tensor,
+    last: Tensor,
+    rows: Tensor,
+) -> None:
     at = last.long().view(1)
     codes.index_copy_(3, at - first, encode_reference(keys.index_select(2, at), codebook))
     if rows.numel():

@@ -25,10 +25,36 @@ SPANS = tl.constexpr(64)  # whose sums are joined at once
 
 @triton.jit(do_not_specialize=["count", "heads", "first", "k_b", "k_h", "c_b", "c_h", "c_m"])
 def _products(
-    queries, codebook, tables, keys, codes, last, heads, group, parts, count, size, first, scale, q_b, q_h, q_d,
-    k_b, k_h, k_n, k_d, c_b, c_h, c_m,
-    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, G: tl.constexpr, CAST: tl.constexpr, ENCODE: tl.constexpr,
-):  # fmt: skip
+    queries,
+    codebook,
+    tables,
+    keys,
+    codes,
+    last,
+    heads,
+    group,
+    parts,
+    count,
+    size,
+    first,
+    scale,
+    q_b,
+    q_h,
+    q_d,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    c_b,
+    c_h,
+    c_m,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    E: tl.constexpr,
+    G: tl.constexpr,
+    CAST: tl.constexpr,
+    ENCODE: tl.constexpr,
+):
     """Multiply a group's queries with N centroids of a part, into tables (B, H, m, K, G) of logits in base 2.
 
     ENCODE: the first program of a part also finds the code of row `last` of the keys.
@@ -57,9 +83,7 @@ def _products(
 
 
 @triton.jit
-def _load_logits(
-    codes, tables, row, first, stop, line, count, group, c_m, PARTS: tl.constexpr, G: tl.constexpr
-):  # fmt: skip
+def _load_logits(codes, tables, row, first, stop, line, count, group, c_m, PARTS: tl.constexpr, G: tl.constexpr):
     """Return the logits of rows in base 2, (N, G); -inf for rows that are no candidates and beyond the group.
 
     `codes` points to the codes of row `first` of the head number `line`.
@@ -80,9 +104,24 @@ def _add_logarithm(most, total, otherwise):
 
 @triton.jit(do_not_specialize=["heads", "count", "first", "rows", "c_b", "c_h", "c_m"])
 def _sums(
-    codes, tables, stop, sums, work, heads, count, group, first, rows, c_b, c_h, c_m,
-    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
+    codes,
+    tables,
+    stop,
+    sums,
+    work,
+    heads,
+    count,
+    group,
+    first,
+    rows,
+    c_b,
+    c_h,
+    c_m,
+    PARTS: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    COUNT: tl.constexpr,
+):
     """Compute the logarithm of the sum of 2^logit over a span of rows, (B·H, spans, G), in base 2.
 
     COUNT: the first program of a head also clears its work, for `_scores`.
@@ -101,9 +140,25 @@ def _sums(
 
 @triton.jit(do_not_specialize=["heads", "count", "first", "rows", "c_b", "c_h", "c_m"])
 def _scores(
-    codes, tables, stop, sums, scores, work, heads, count, group, first, rows, c_b, c_h, c_m,
-    PARTS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
+    codes,
+    tables,
+    stop,
+    sums,
+    scores,
+    work,
+    heads,
+    count,
+    group,
+    first,
+    rows,
+    c_b,
+    c_h,
+    c_m,
+    PARTS: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    COUNT: tl.constexpr,
+):
     """Join the sums of all spans, SPANS at once, and write the scores of a span.
 
     COUNT: their first digits are counted in the head's work.
@@ -131,9 +186,15 @@ def _scores(
 
 
 def code_scores_triton(
-    queries: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
-    newest: tuple[Tensor, Tensor] | None = None, work: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scaling: float,
+    first: int,
+    stop: Tensor,
+    newest: tuple[Tensor, Tensor] | None = None,
+    work: Tensor | None = None,
+) -> Tensor:
     """Return scores.
 
     Args:
@@ -165,9 +226,14 @@ def code_scores_triton(
 
 
 def multiply(
-    queries: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
+    queries: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scaling: float,
+    first: int,
+    stop: Tensor,
     newest: tuple[Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the logits of all centroids in base 2, (B·H, m, K, G), with G rounded up to a power of two.
 
     Arguments are those of `code_scores_triton`.
@@ -178,18 +244,45 @@ def multiply(
     tables = torch.empty(lines, parts, count, wide, dtype=torch.float32, device=codes.device)
     keys, last = (queries[..., None], stop) if newest is None else newest
     _products[triton.cdiv(count, CENTROIDS), lines, parts](
-        queries, codebook.contiguous(), tables, keys, codes, last, heads, group, parts, count, size, first,
-        scaling * LOG2E, *queries.stride(), *keys.stride(), *codes.stride()[:3],
-        M=max(16, wide), N=CENTROIDS, E=max(16, triton.next_power_of_2(size)), G=wide,
-        CAST=is_interpreting() and queries.dtype == torch.bfloat16, ENCODE=newest is not None, num_warps=4,
-    )  # fmt: skip
+        queries,
+        codebook.contiguous(),
+        tables,
+        keys,
+        codes,
+        last,
+        heads,
+        group,
+        parts,
+        count,
+        size,
+        first,
+        scaling * LOG2E,
+        *queries.stride(),
+        *keys.stride(),
+        *codes.stride()[:3],
+        M=max(16, wide),
+        N=CENTROIDS,
+        E=max(16, triton.next_power_of_2(size)),
+        G=wide,
+        CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+        ENCODE=newest is not None,
+        num_warps=4,
+    )
     return tables
 
 
 def choose_by_codes_triton(
-    queries: Tensor, keys: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor,
-    last: Tensor, rows: Tensor, counted: tuple[Tensor, int] | None,
-) -> None:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scaling: float,
+    first: int,
+    stop: Tensor,
+    last: Tensor,
+    rows: Tensor,
+    counted: tuple[Tensor, int] | None,
+) -> None:
     all_rows = first + codes.shape[3]
     if counted is not None and rows.numel():
         list_by_pairs(queries, keys, codes, codebook, scaling, first, stop, last, rows, *counted)

@@ -8,9 +8,23 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["rows"])
 def _norms(
-    values, weight, out, rows, heads, group, dim, hidden, sv_b, sv_h, sv_n, sw,
-    N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    values,
+    weight,
+    out,
+    rows,
+    heads,
+    group,
+    dim,
+    hidden,
+    sv_b,
+    sv_h,
+    sv_n,
+    sw,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Process N rows of one KV head with all query heads of its group, M projected channels at a time."""
     block, head = tl.program_id(0), tl.program_id(1)
     b, h = head // heads, head % heads
@@ -40,8 +54,21 @@ def projected_norms_triton(values: Tensor, weight: Tensor, query_heads: int) -> 
     wide = values.dtype == torch.float32 or size > 128
     tile = 32 if wide else 128
     _norms[(triton.cdiv(rows, tile), batch * heads)](
-        values, weight, out, rows, heads, query_heads // heads, dim, len(weight), *values.stride()[:3],
-        weight.stride(0), N=tile, M=tile, D=size, num_warps=4 if wide else 8, num_stages=2 if wide else 3,
+        values,
+        weight,
+        out,
+        rows,
+        heads,
+        query_heads // heads,
+        dim,
+        len(weight),
+        *values.stride()[:3],
+        weight.stride(0),
+        N=tile,
+        M=tile,
+        D=size,
+        num_warps=4 if wide else 8,
+        num_stages=2 if wide else 3,
         CAST=triton.knobs.runtime.interpret and values.dtype == torch.bfloat16,
-    )  # fmt: skip
+    )
     return out

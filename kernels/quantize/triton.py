@@ -43,9 +43,21 @@ def round_tile(values, real, part, BITS: tl.constexpr, SCALES: tl.constexpr = tl
 
 @triton.jit(do_not_specialize=["middle", "groups", "tiles"])
 def _pack(
-    x, codes, scale, zero, middle, groups, group, tiles, x_a, x_b, x_n,
-    BITS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    scale,
+    zero,
+    middle,
+    groups,
+    group,
+    tiles,
+    x_a,
+    x_b,
+    x_n,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+):
     outer, row, real, number = _place(middle, groups, tiles, ROWS)
     PER: tl.constexpr = 8 // BITS
     byte, part = tl.arange(0, BYTES), tl.arange(0, PER)
@@ -65,9 +77,21 @@ def _pack(
 
 @triton.jit(do_not_specialize=["middle", "groups", "tiles"])
 def _unpack(
-    codes, scale, zero, out, middle, groups, group, tiles, o_a, o_b, o_n,
-    BITS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    codes,
+    scale,
+    zero,
+    out,
+    middle,
+    groups,
+    group,
+    tiles,
+    o_a,
+    o_b,
+    o_n,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     outer, row, real, number = _place(middle, groups, tiles, ROWS)
     PER: tl.constexpr = 8 // BITS
     element = tl.arange(0, GROUP)
@@ -102,9 +126,19 @@ def quantize_triton(x: Tensor, bits: int, group: int, scales: torch.dtype) -> tu
     if x.numel():
         programs, tiles, rows = grid(outer, middle, groups, triton.next_power_of_2(group))
         _pack[programs,](
-            flat, codes, scale, zero, middle, groups, group, tiles, *flat.stride(),
-            BITS=bits, ROWS=rows, BYTES=triton.next_power_of_2(group * bits // 8),
-        )  # fmt: skip
+            flat,
+            codes,
+            scale,
+            zero,
+            middle,
+            groups,
+            group,
+            tiles,
+            *flat.stride(),
+            BITS=bits,
+            ROWS=rows,
+            BYTES=triton.next_power_of_2(group * bits // 8),
+        )
     return codes, scale, zero
 
 
@@ -123,5 +157,5 @@ def dequantize_triton(
         programs, tiles, rows = grid(outer, middle, groups, wide)
         _unpack[programs,](
             codes, scale, zero, flat, middle, groups, group, tiles, *flat.stride(), BITS=bits, ROWS=rows, GROUP=wide
-        )  # fmt: skip
+        )
     return flat.view(*codes.shape[:-1], size)

@@ -45,9 +45,17 @@ def rebuild_reference(listed: Tensor, decoded: Tensor | None, rows: ReferencedRo
 
 
 def attend_compressed_reference(
-    queries: Tensor, listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, cos: Tensor, sin: Tensor,
-    step: Tensor, scaling: float, norm: tuple[Tensor, float] | None, counts: tuple[Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    listed: Tensor,
+    expansion: Expansion | None,
+    rows: ReferencedRows,
+    cos: Tensor,
+    sin: Tensor,
+    step: Tensor,
+    scaling: float,
+    norm: tuple[Tensor, float] | None,
+    counts: tuple[Tensor, Tensor] | None,
+) -> Tensor:
     now, (query_heads, _, dim) = rows.seen + int(step), queries.shape[1:]
     heads, look = rows.raw.shape[2] // (2 * dim), pad(listed < now, (0, 1), value=True)
     listed, decoded = pad(listed, (0, 1), value=now), None

@@ -58,9 +58,21 @@ def _find_stop(step, seen, sinks, compressed, block):
 
 @triton.jit(do_not_specialize=["listed_count", "seen", "compressed", "room"])
 def _take(
-    listed, codes, more, out, step, listed_count, seen, sinks, compressed, block, room, width,
-    ROWS: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
+    listed,
+    codes,
+    more,
+    out,
+    step,
+    listed_count,
+    seen,
+    sinks,
+    compressed,
+    block,
+    room,
+    width,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+):
     b = tl.program_id(1).to(tl.int64)
     entry, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, W)
     row = tl.load(listed + b * listed_count + entry, mask=entry < listed_count, other=0).to(tl.int32)
@@ -118,14 +130,50 @@ def _list(listed, entry, listed_count, seen, sinks, compressed, block, step):
 
 @triton.jit(do_not_specialize=SIZES)
 def _weigh(
-    queries, listed, decoded, references, more_references, bases, more_bases, raw, cos, sin, scale, step,
-    logits, counted, counts, number,
-    listed_count, seen, sinks, compressed, block, raw_from, base_count, base_room, reference_room, raw_room,
-    heads, group, dim, factor, epsilon,
-    NEAREST: tl.constexpr, DECODED: tl.constexpr, NORM: tl.constexpr, REST: tl.constexpr, COUNT: tl.constexpr,
-    CAST: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr,
+    queries,
+    listed,
+    decoded,
+    references,
+    more_references,
+    bases,
+    more_bases,
+    raw,
+    cos,
+    sin,
+    scale,
+    step,
+    logits,
+    counted,
+    counts,
+    number,
+    listed_count,
+    seen,
+    sinks,
+    compressed,
+    block,
+    raw_from,
+    base_count,
+    base_room,
+    reference_room,
+    raw_room,
+    heads,
+    group,
+    dim,
+    factor,
+    epsilon,
+    NEAREST: tl.constexpr,
+    DECODED: tl.constexpr,
+    NORM: tl.constexpr,
+    REST: tl.constexpr,
+    COUNT: tl.constexpr,
+    CAST: tl.constexpr,
+    HEADS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HALF: tl.constexpr,
+    H: tl.constexpr,
     R: tl.constexpr,
-):  # fmt: skip
+):
     """Make some heads of the keys of N listed rows, and their logits in base 2 with these heads' queries.
 
     A head has the channels that turn, in two halves, and perhaps others.
@@ -215,12 +263,37 @@ def _count(counted, place, query_heads, head, units, here):
 
 @triton.jit(do_not_specialize=SIZES)
 def _spread(
-    listed, logits, references, more_references, inner, step, counted, part_sum,
-    listed_count, seen, sinks, compressed, block, raw_from, base_count, base_room, reference_room, raw_room,
-    splits, parts, inner_width, numbers, query_heads,
-    NEAREST: tl.constexpr, CAST: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, L: tl.constexpr, Z: tl.constexpr, SHARE: tl.constexpr,
-):  # fmt: skip
+    listed,
+    logits,
+    references,
+    more_references,
+    inner,
+    step,
+    counted,
+    part_sum,
+    listed_count,
+    seen,
+    sinks,
+    compressed,
+    block,
+    raw_from,
+    base_count,
+    base_room,
+    reference_room,
+    raw_room,
+    splits,
+    parts,
+    inner_width,
+    numbers,
+    query_heads,
+    NEAREST: tl.constexpr,
+    CAST: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    L: tl.constexpr,
+    Z: tl.constexpr,
+    SHARE: tl.constexpr,
+):
     """Sum codes, or add weights of rows to those of their bases, in a range of the list.
 
     This is done for all queries of a sample. Each of the first `parts` programs of a range sums some numbers of a code.
@@ -273,10 +346,24 @@ def _spread(
 
 @triton.jit
 def _add_places(
-    acc, total, counted, values, low, high, factor, asked, query_heads, width,
-    CHECK: tl.constexpr, CAST: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    acc,
+    total,
+    counted,
+    values,
+    low,
+    high,
+    factor,
+    asked,
+    query_heads,
+    width,
+    CHECK: tl.constexpr,
+    CAST: tl.constexpr,
+    DIM: tl.constexpr,
+    M: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
     D: tl.constexpr,
-):  # fmt: skip
+):
     """Add the weighed values (N, D) of a range of places to the sums (M, D) of G queries, and the weights to theirs."""
     columns = tl.arange(0, D)
     for start in range(low, high, N):
@@ -299,11 +386,34 @@ def _add_places(
 
 @triton.jit(do_not_specialize=["entries", "base_count", "base_room", "raw_room", "own_splits", "splits", "spread"])
 def _gather(
-    counted, part_sum, bases, more_bases, raw, part_out, part_total, sums,
-    entries, base_count, base_room, raw_room, own_splits, splits, spread, numbers, heads, group,
-    NEAREST: tl.constexpr, CAST: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, Z: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
+    counted,
+    part_sum,
+    bases,
+    more_bases,
+    raw,
+    part_out,
+    part_total,
+    sums,
+    entries,
+    base_count,
+    base_room,
+    raw_room,
+    own_splits,
+    splits,
+    spread,
+    numbers,
+    heads,
+    group,
+    NEAREST: tl.constexpr,
+    CAST: tl.constexpr,
+    DIM: tl.constexpr,
+    M: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    Z: tl.constexpr,
+    S: tl.constexpr,
+):
     """Sum a range of the bases, or of further bases and the rows that are not compressed, for the queries of a KV head.
 
     Further programs join the sums of codes.
@@ -319,10 +429,24 @@ def _gather(
         if split < own_splits:
             share = tl.cdiv(base_count, own_splits)
             acc, total = _add_places(
-                acc, total, counted, bases + b * base_count * width + values, split * share,
-                tl.minimum((split + 1) * share, base_count), factor, asked, query_heads, width,
-                False, CAST, DIM, M, G, N, D,
-            )  # fmt: skip
+                acc,
+                total,
+                counted,
+                bases + b * base_count * width + values,
+                split * share,
+                tl.minimum((split + 1) * share, base_count),
+                factor,
+                asked,
+                query_heads,
+                width,
+                False,
+                CAST,
+                DIM,
+                M,
+                G,
+                N,
+                D,
+            )
         else:
             first, all_others = split - own_splits, splits - own_splits
             for is_raw in tl.static_range(2):
@@ -331,10 +455,24 @@ def _gather(
                 source = raw if is_raw else more_bases
                 share = tl.cdiv(room, all_others)
                 acc, total = _add_places(
-                    acc, total, counted + before * query_heads, source + b * room * width + values, first * share,
-                    tl.minimum((first + 1) * share, room), factor, asked, query_heads, width,
-                    True, CAST, DIM, M, G, N, D,
-                )  # fmt: skip
+                    acc,
+                    total,
+                    counted + before * query_heads,
+                    source + b * room * width + values,
+                    first * share,
+                    tl.minimum((first + 1) * share, room),
+                    factor,
+                    asked,
+                    query_heads,
+                    width,
+                    True,
+                    CAST,
+                    DIM,
+                    M,
+                    G,
+                    N,
+                    D,
+                )
         into = part_total + (line * splits + split) * group + member
         tl.store(into, tl.sum(total, 1), mask=member < group)
         member = tl.arange(0, M)
@@ -351,9 +489,25 @@ def _gather(
 
 @triton.jit(do_not_specialize=["entries", "places", "splits"])
 def _finish(
-    part_out, part_total, counted, sums, weight, outputs, entries, places, splits, numbers, query_heads, group, dim,
-    NEAREST: tl.constexpr, DECODED: tl.constexpr, C: tl.constexpr, Z: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
+    part_out,
+    part_total,
+    counted,
+    sums,
+    weight,
+    outputs,
+    entries,
+    places,
+    splits,
+    numbers,
+    query_heads,
+    group,
+    dim,
+    NEAREST: tl.constexpr,
+    DECODED: tl.constexpr,
+    C: tl.constexpr,
+    Z: tl.constexpr,
+    S: tl.constexpr,
+):
     """Join the sums of a query, and add f_d's last product of the summed codes."""
     index = tl.program_id(0)
     b, query = (index // query_heads).to(tl.int64), index % query_heads
@@ -379,17 +533,37 @@ def take_codes_triton(listed: Tensor, codes: Tensor, more: Tensor, rows: Referen
     batch, count = listed.shape
     out = torch.empty(batch, count, codes.shape[2], dtype=codes.dtype, device=codes.device)
     _take[triton.cdiv(count, ROWS), batch](
-        listed.contiguous(), codes.contiguous(), more, out, step, count, rows.seen, rows.sinks, rows.compressed,
-        rows.block, more.shape[1], codes.shape[2], ROWS=ROWS, W=triton.next_power_of_2(codes.shape[2]),
-    )  # fmt: skip
+        listed.contiguous(),
+        codes.contiguous(),
+        more,
+        out,
+        step,
+        count,
+        rows.seen,
+        rows.sinks,
+        rows.compressed,
+        rows.block,
+        more.shape[1],
+        codes.shape[2],
+        ROWS=ROWS,
+        W=triton.next_power_of_2(codes.shape[2]),
+    )
     return out
 
 
 def attend_compressed_triton(
-    queries: Tensor, listed: Tensor, expansion: Expansion | None, rows: ReferencedRows, cos: Tensor, sin: Tensor,
-    step: Tensor, scaling: float, norm: tuple[Tensor, float] | None, counts: tuple[Tensor, Tensor] | None,
+    queries: Tensor,
+    listed: Tensor,
+    expansion: Expansion | None,
+    rows: ReferencedRows,
+    cos: Tensor,
+    sin: Tensor,
+    step: Tensor,
+    scaling: float,
+    norm: tuple[Tensor, float] | None,
+    counts: tuple[Tensor, Tensor] | None,
     counted: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     (batch, query_heads, _, dim), (_, count), raw = queries.shape, listed.shape, rows.raw
     heads, turning = raw.shape[2] // (2 * dim), cos.shape[1]
     group, listed, bases = query_heads // heads, listed.contiguous(), rows.bases.contiguous()
@@ -425,26 +599,114 @@ def attend_compressed_triton(
     more_needed |= padded_group > 16 or nearest > 8
     limit = {} if more_needed else {"maxnreg": REGISTERS}
     _weigh[triton.cdiv(count + 1, TILE), triton.cdiv(heads, HEADS), batch](
-        queries.contiguous(), listed, decoded, known, more, bases, rows.more_bases, raw, cos.contiguous(),
-        sin.contiguous(), scale, step, logits, counted, attended, number,
-        *sizes, heads, group, dim, scaling * LOG2E.value, epsilon,
-        **kinds, DECODED=numbers > 0, NORM=norm is not None, REST=turning < dim, COUNT=counts is not None,
-        HEADS=HEADS, M=padded_group, N=TILE, HALF=turning // 2, H=max(16, triton.next_power_of_2(turning // 2)),
-        R=max(16, triton.next_power_of_2(dim - turning)), num_warps=4, num_stages=1, **limit,
-    )  # fmt: skip
+        queries.contiguous(),
+        listed,
+        decoded,
+        known,
+        more,
+        bases,
+        rows.more_bases,
+        raw,
+        cos.contiguous(),
+        sin.contiguous(),
+        scale,
+        step,
+        logits,
+        counted,
+        attended,
+        number,
+        *sizes,
+        heads,
+        group,
+        dim,
+        scaling * LOG2E.value,
+        epsilon,
+        **kinds,
+        DECODED=numbers > 0,
+        NORM=norm is not None,
+        REST=turning < dim,
+        COUNT=counts is not None,
+        HEADS=HEADS,
+        M=padded_group,
+        N=TILE,
+        HALF=turning // 2,
+        H=max(16, triton.next_power_of_2(turning // 2)),
+        R=max(16, triton.next_power_of_2(dim - turning)),
+        num_warps=4,
+        num_stages=1,
+        **limit,
+    )
     _spread[parts + triton.cdiv(count + 1, spread * LISTED * SHARE), spread, batch](
-        listed, logits, known, more, inner, step, counted, part_sum,
-        *sizes, spread, parts, inner.stride(1), numbers, query_heads,
-        **kinds, M=max(16, triton.next_power_of_2(query_heads)), N=LISTED, L=ADDED, Z=part, SHARE=SHARE, **run,
-    )  # fmt: skip
+        listed,
+        logits,
+        known,
+        more,
+        inner,
+        step,
+        counted,
+        part_sum,
+        *sizes,
+        spread,
+        parts,
+        inner.stride(1),
+        numbers,
+        query_heads,
+        **kinds,
+        M=max(16, triton.next_power_of_2(query_heads)),
+        N=LISTED,
+        L=ADDED,
+        Z=part,
+        SHARE=SHARE,
+        **run,
+    )
     _gather[batch * heads, gathered + parts * group](
-        counted, part_sum, bases, rows.more_bases, raw, part_out, part_total, sums,
-        count + 1, rooms[0], rooms[1], rooms[3], of_bases, gathered, spread, numbers, heads, group,
-        **kinds, DIM=dim, M=padded_group, G=of_group, N=tile, D=max(16, triton.next_power_of_2(dim)), Z=part, S=RANGES, **run,
-    )  # fmt: skip
+        counted,
+        part_sum,
+        bases,
+        rows.more_bases,
+        raw,
+        part_out,
+        part_total,
+        sums,
+        count + 1,
+        rooms[0],
+        rooms[1],
+        rooms[3],
+        of_bases,
+        gathered,
+        spread,
+        numbers,
+        heads,
+        group,
+        **kinds,
+        DIM=dim,
+        M=padded_group,
+        G=of_group,
+        N=tile,
+        D=max(16, triton.next_power_of_2(dim)),
+        Z=part,
+        S=RANGES,
+        **run,
+    )
     _finish[batch * query_heads, triton.cdiv(dim, CHANNELS)](
-        part_out, part_total, counted, sums, weight, outputs, count + 1, places, gathered, numbers,
-        query_heads, group, dim,
-        NEAREST=nearest, DECODED=numbers > 0, C=CHANNELS, Z=min(512, of_code), S=SPLITS + OTHERS, num_warps=4,
-    )  # fmt: skip
+        part_out,
+        part_total,
+        counted,
+        sums,
+        weight,
+        outputs,
+        count + 1,
+        places,
+        gathered,
+        numbers,
+        query_heads,
+        group,
+        dim,
+        NEAREST=nearest,
+        DECODED=numbers > 0,
+        C=CHANNELS,
+        Z=min(512, of_code),
+        S=SPLITS + OTHERS,
+        num_warps=4,
+    )
     return outputs

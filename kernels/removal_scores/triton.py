@@ -38,9 +38,20 @@ def rounded(p):
 
 @triton.jit
 def by_differences(
-    v_start, a_start, row, tile, rows, tokens, group, v_row, a_head, a_token,
-    GT: tl.constexpr, WT: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
+    v_start,
+    a_start,
+    row,
+    tile,
+    rows,
+    tokens,
+    group,
+    v_row,
+    a_head,
+    a_token,
+    GT: tl.constexpr,
+    WT: tl.constexpr,
+    DIM: tl.constexpr,
+):
     """Return ‖a - v‖² (N, M), summed column by column. In the padding a is 0."""
     m = tl.arange(0, GT * WT)
     head, token = tile * GT + m // WT, m % WT
@@ -60,11 +71,40 @@ def by_differences(
 
 @triton.jit
 def score_rows(
-    q, a, lengths, k_start, v_start, a_start, mass, top, share, out, scale, epsilon, tile, group, tokens,
-    first, last, rows, k_row, v_row, m_row, a_head, a_token,
-    GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
-    REMOVAL: tl.constexpr, ROUNDED: tl.constexpr, CAUSAL: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    q,
+    a,
+    lengths,
+    k_start,
+    v_start,
+    a_start,
+    mass,
+    top,
+    share,
+    out,
+    scale,
+    epsilon,
+    tile,
+    group,
+    tokens,
+    first,
+    last,
+    rows,
+    k_row,
+    v_row,
+    m_row,
+    a_head,
+    a_token,
+    GT: tl.constexpr,
+    WT: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    MASS: tl.constexpr,
+    REMOVAL: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Compute the scores of the rows from `first` to `last`, N at a time."""
     for start in range(first, last, N):
         row = start + tl.arange(0, N)
@@ -81,7 +121,7 @@ def score_rows(
             if tl.max(p) > LARGE:
                 distances = by_differences(
                     v_start, a_start, row, tile, rows, tokens, group, v_row, a_head, a_token, GT, WT, DIM
-                )  # fmt: skip
+                )
             weights = p / (1.0 - p + epsilon)
             terms = weights * weights * distances
         else:
@@ -93,13 +133,47 @@ def score_rows(
 
 @triton.jit(do_not_specialize=["tokens", "rows", "span", "m_batch", "m_head"])
 def score_kernel(
-    queries, keys, mass, values, outputs, top, share, scores,
-    scale, epsilon, heads, group, tokens, rows, span, count,
-    q_batch, q_head, q_token, k_batch, k_head, k_row, m_batch, m_head, m_row,
-    v_batch, v_head, v_row, a_batch, a_head, a_token,
-    GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
-    MASS: tl.constexpr, REMOVAL: tl.constexpr, ROUNDED: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    mass,
+    values,
+    outputs,
+    top,
+    share,
+    scores,
+    scale,
+    epsilon,
+    heads,
+    group,
+    tokens,
+    rows,
+    span,
+    count,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_row,
+    m_batch,
+    m_head,
+    m_row,
+    v_batch,
+    v_head,
+    v_row,
+    a_batch,
+    a_head,
+    a_token,
+    GT: tl.constexpr,
+    WT: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    MASS: tl.constexpr,
+    REMOVAL: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Compute scores (count, B, H, n) of a tile of queries over `span` rows: DropKV's with REMOVAL, else AnDPro's."""
     tile, split, pair = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
@@ -115,15 +189,75 @@ def score_kernel(
     first, last = split * span, tl.minimum(split * span + span, rows)
     free = unbound(first, last, rows, tokens, N)
     score_rows(
-        q, a, lengths, k_start, v_start, a_start, m_start, own_top, own_share, out, scale, epsilon, tile, group, tokens,
-        first, free, rows, k_row, v_row, m_row, a_head, a_token,
-        GT, WT, N, D, DIM, MASS, REMOVAL, ROUNDED, False, CAST,
-    )  # fmt: skip
+        q,
+        a,
+        lengths,
+        k_start,
+        v_start,
+        a_start,
+        m_start,
+        own_top,
+        own_share,
+        out,
+        scale,
+        epsilon,
+        tile,
+        group,
+        tokens,
+        first,
+        free,
+        rows,
+        k_row,
+        v_row,
+        m_row,
+        a_head,
+        a_token,
+        GT,
+        WT,
+        N,
+        D,
+        DIM,
+        MASS,
+        REMOVAL,
+        ROUNDED,
+        False,
+        CAST,
+    )
     score_rows(
-        q, a, lengths, k_start, v_start, a_start, m_start, own_top, own_share, out, scale, epsilon, tile, group, tokens,
-        free, last, rows, k_row, v_row, m_row, a_head, a_token,
-        GT, WT, N, D, DIM, MASS, REMOVAL, ROUNDED, True, CAST,
-    )  # fmt: skip
+        q,
+        a,
+        lengths,
+        k_start,
+        v_start,
+        a_start,
+        m_start,
+        own_top,
+        own_share,
+        out,
+        scale,
+        epsilon,
+        tile,
+        group,
+        tokens,
+        free,
+        last,
+        rows,
+        k_row,
+        v_row,
+        m_row,
+        a_head,
+        a_token,
+        GT,
+        WT,
+        N,
+        D,
+        DIM,
+        MASS,
+        REMOVAL,
+        ROUNDED,
+        True,
+        CAST,
+    )
 
 
 def score_triton(
@@ -145,11 +279,35 @@ def score_triton(
     span, splits = spans(rows, batch * heads * cut.count, cut)
     scores = torch.empty(cut.count, batch, heads, rows, dtype=torch.float32, device=keys.device)
     score_kernel[(splits * cut.count, batch * heads)](
-        queries, keys, keys if mass is None else mass, values, outputs, top, share, scores,
-        scaling * LOG2E, epsilon or 0.0, heads, group, tokens, rows, span, cut.count,
-        *strides(queries, keys, mass), *values.stride()[:3], *outputs.stride()[:3],
-        GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim,
-        MASS=mass is not None, REMOVAL=epsilon is not None, ROUNDED=rounding, CAST=is_interpreting(),
-        num_warps=cut.warps, num_stages=cut.stages,
-    )  # fmt: skip
+        queries,
+        keys,
+        keys if mass is None else mass,
+        values,
+        outputs,
+        top,
+        share,
+        scores,
+        scaling * LOG2E,
+        epsilon or 0.0,
+        heads,
+        group,
+        tokens,
+        rows,
+        span,
+        cut.count,
+        *strides(queries, keys, mass),
+        *values.stride()[:3],
+        *outputs.stride()[:3],
+        GT=cut.heads,
+        WT=cut.width,
+        N=cut.rows,
+        D=cut.depth,
+        DIM=dim,
+        MASS=mass is not None,
+        REMOVAL=epsilon is not None,
+        ROUNDED=rounding,
+        CAST=is_interpreting(),
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+    )
     return scores.sum(0) if cut.count > 1 else scores[0]

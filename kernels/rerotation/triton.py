@@ -10,9 +10,28 @@ ROWS = 16  # rows of a program
 
 @triton.jit(do_not_specialize=["rows", "heads", "p_b", "p_h", "s_b", "s_h"])
 def _rotate(
-    x, cos, sin, places, slots, out, rows, heads, dim, turning, x_b, x_h, x_n, p_b, p_h, p_n, s_b, s_h, s_n,
-    ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    x,
+    cos,
+    sin,
+    places,
+    slots,
+    out,
+    rows,
+    heads,
+    dim,
+    turning,
+    x_b,
+    x_h,
+    x_n,
+    p_b,
+    p_h,
+    p_n,
+    s_b,
+    s_h,
+    s_n,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     place = tl.load(places + b * p_b + h * p_h + row * p_n, mask=row < rows, other=0).to(tl.int64)
@@ -43,7 +62,20 @@ def rotate_rows_triton(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, slot
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         _rotate[triton.cdiv(rows, ROWS), batch * heads](
-            x, cos.contiguous(), sin.contiguous(), places, slots, out, rows, heads, dim, cos.shape[1],
-            *x.stride()[:3], *places.stride(), *slots.stride(), ROWS=ROWS, D=triton.next_power_of_2(dim),
-        )  # fmt: skip
+            x,
+            cos.contiguous(),
+            sin.contiguous(),
+            places,
+            slots,
+            out,
+            rows,
+            heads,
+            dim,
+            cos.shape[1],
+            *x.stride()[:3],
+            *places.stride(),
+            *slots.stride(),
+            ROWS=ROWS,
+            D=triton.next_power_of_2(dim),
+        )
     return out

@@ -8,10 +8,21 @@ from kvbench.kernels.rerotation.reference import rotate_reference
 
 
 def append_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
-    tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None, offsets: Tensor | None,
-    norms: tuple[Tensor, Tensor, float] | None, rotates_keys: bool = True,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    tail: int,
+    step: Tensor,
+    slots: Tensor | None,
+    starts: Tensor | None,
+    offsets: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None,
+    rotates_keys: bool = True,
+) -> Tensor:
     batch, dim = len(tail_keys) if starts is None else len(starts), tail_keys.shape[-1]
     plain = keys.view(batch, -1, keys.shape[1] // dim, dim).transpose(1, 2)
     queries, keys, values = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms, offsets)
@@ -30,9 +41,17 @@ def append_reference(
 
 
 def rotate_projected(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, batch: int, dim: int, step: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None, offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    batch: int,
+    dim: int,
+    step: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys, normed and rotated, and values by head: (B, heads, T, d) each."""
     tokens = len(keys) // batch
     places = step + torch.arange(tokens, device=step.device)

@@ -13,9 +13,7 @@ def _rounded(x, like):
 
 
 @triton.jit
-def rotate_head(
-    source, scale, cos, sin, at, column, turning, dim, epsilon, like, NORM: tl.constexpr,
-):  # fmt: skip
+def rotate_head(source, scale, cos, sin, at, column, turning, dim, epsilon, like, NORM: tl.constexpr):
     """Norm and rotate one head of one token, (D,) at `source`, by row `at` of cos and sin, in the dtype of `like`.
 
     The normed head is rounded to the dtype of its weight `scale` first.
@@ -40,11 +38,43 @@ def rotate_head(
 
 @triton.jit(do_not_specialize=["tail", "tokens"])
 def _append(
-    queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step, slots, starts, offsets,
-    tail, tokens, heads, query_heads, dim, turning, epsilon, s_q, s_k, s_v, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-    NORM: tl.constexpr, SLOTS: tl.constexpr, STARTS: tl.constexpr, OFFSETS: tl.constexpr, ROTATE: tl.constexpr,
+    queries,
+    keys,
+    values,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    tail_keys,
+    tail_values,
+    out,
+    step,
+    slots,
+    starts,
+    offsets,
+    tail,
+    tokens,
+    heads,
+    query_heads,
+    dim,
+    turning,
+    epsilon,
+    s_q,
+    s_k,
+    s_v,
+    sk_b,
+    sk_h,
+    sk_n,
+    sv_b,
+    sv_h,
+    sv_n,
+    NORM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STARTS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    ROTATE: tl.constexpr,
     D: tl.constexpr,
-):  # fmt: skip
+):
     token, head = tl.program_id(0), tl.program_id(1)
     b, t = (token // tokens).to(tl.int64), token % tokens
     first = tl.load(step)
@@ -82,22 +112,59 @@ def _append(
 
 
 def append_triton(
-    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
-    tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None, offsets: Tensor | None,
-    norms: tuple[Tensor, Tensor, float] | None, rotates_keys: bool,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    tail: int,
+    step: Tensor,
+    slots: Tensor | None,
+    starts: Tensor | None,
+    offsets: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None,
+    rotates_keys: bool,
+) -> Tensor:
     (batch, heads), dim = tail_keys.shape[:2] if starts is None else starts.shape, tail_keys.shape[-1]
     into = [memory.stride()[:3] if starts is None else (0, 0, memory.stride(0)) for memory in (tail_keys, tail_values)]
     tokens, query_heads = len(keys) // batch, queries.shape[1] // dim
     out = torch.empty(batch, query_heads, tokens, dim, dtype=queries.dtype, device=queries.device)
     query_norm, key_norm, epsilon = norms or (queries, keys, 0.0)
     _append[(len(keys), query_heads + 2 * heads)](
-        queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step,
-        step if slots is None else slots, step if starts is None else starts,
+        queries,
+        keys,
+        values,
+        cos,
+        sin,
+        query_norm,
+        key_norm,
+        tail_keys,
+        tail_values,
+        out,
+        step,
+        step if slots is None else slots,
+        step if starts is None else starts,
         step if offsets is None else offsets,
-        tail, tokens, heads, query_heads, dim, cos.shape[1], epsilon,
-        queries.stride(0), keys.stride(0), values.stride(0), *into[0], *into[1],
-        NORM=norms is not None, SLOTS=slots is not None, STARTS=starts is not None, OFFSETS=offsets is not None,
-        ROTATE=rotates_keys, D=triton.next_power_of_2(dim), num_warps=1 if dim <= 64 else 2,
-    )  # fmt: skip
+        tail,
+        tokens,
+        heads,
+        query_heads,
+        dim,
+        cos.shape[1],
+        epsilon,
+        queries.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        *into[0],
+        *into[1],
+        NORM=norms is not None,
+        SLOTS=slots is not None,
+        STARTS=starts is not None,
+        OFFSETS=offsets is not None,
+        ROTATE=rotates_keys,
+        D=triton.next_power_of_2(dim),
+        num_warps=1 if dim <= 64 else 2,
+    )
     return out

@@ -8,10 +8,19 @@ from kvbench.kernels.cut_order import RECENTS, SINKS, fit_protected, rank_scores
 
 
 def replace_row_reference(
-    scores: Tensor, sinks: Tensor | None, recents: Tensor | None, places: Tensor, ranks: Tensor, order: Tensor,
-    free: Tensor, position: Tensor, invalid: Tensor, tally: Tensor, growth: tuple[Tensor, Tensor, Tensor] | None,
+    scores: Tensor,
+    sinks: Tensor | None,
+    recents: Tensor | None,
+    places: Tensor,
+    ranks: Tensor,
+    order: Tensor,
+    free: Tensor,
+    position: Tensor,
+    invalid: Tensor,
+    tally: Tensor,
+    growth: tuple[Tensor, Tensor, Tensor] | None,
     never: int,
-) -> None:  # fmt: skip
+) -> None:
     slots, rank = scores.shape[-1], torch.arange(scores.shape[-1], device=scores.device)
     used, quotas = torch.full_like(free, slots)[..., None], torch.full_like(free, slots - 1)[..., None]
     if growth is not None:

@@ -58,12 +58,40 @@ def _protect(mask, other, places, rows, now, room, most, NEWEST: tl.constexpr, O
 
 @triton.jit(do_not_specialize=["rows", "heads", "never", "s_b", "s_h", "q_b", "q_h", "p_b"])
 def _replace(
-    scores, first_kind, second_kind, places, ranks, order, free, position, invalid, tally, first_most, second_most,
-    lengths, quotas, mass,
-    rows, heads, never, s_b, s_h, s_n, q_b, q_h, p_b,
-    FIRST_KIND: tl.constexpr, SECOND_KIND: tl.constexpr, FIRST_NEWEST: tl.constexpr, SECOND_NEWEST: tl.constexpr,
-    SCORED: tl.constexpr, LARGEST: tl.constexpr, EARLIEST: tl.constexpr, GROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    scores,
+    first_kind,
+    second_kind,
+    places,
+    ranks,
+    order,
+    free,
+    position,
+    invalid,
+    tally,
+    first_most,
+    second_most,
+    lengths,
+    quotas,
+    mass,
+    rows,
+    heads,
+    never,
+    s_b,
+    s_h,
+    s_n,
+    q_b,
+    q_h,
+    p_b,
+    FIRST_KIND: tl.constexpr,
+    SECOND_KIND: tl.constexpr,
+    FIRST_NEWEST: tl.constexpr,
+    SECOND_NEWEST: tl.constexpr,
+    SCORED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EARLIEST: tl.constexpr,
+    GROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     head = tl.program_id(0).to(tl.int64)
     scores += head // heads * s_b + head % heads * s_h
     first_kind += head * rows
@@ -142,10 +170,19 @@ def _replace(
 
 
 def replace_row_triton(
-    scores: Tensor, sinks: Tensor | None, recents: Tensor | None, places: Tensor, ranks: Tensor, order: Tensor,
-    free: Tensor, position: Tensor, invalid: Tensor, tally: Tensor, growth: tuple[Tensor, Tensor, Tensor] | None,
+    scores: Tensor,
+    sinks: Tensor | None,
+    recents: Tensor | None,
+    places: Tensor,
+    ranks: Tensor,
+    order: Tensor,
+    free: Tensor,
+    position: Tensor,
+    invalid: Tensor,
+    tally: Tensor,
+    growth: tuple[Tensor, Tensor, Tensor] | None,
     never: int,
-) -> None:  # fmt: skip
+) -> None:
     rules, given = cut_order.ORDER, {SINKS: (sinks, tally[1]), RECENTS: (recents, tally[2])}
     (first, first_most), (second, second_most) = (given[kind] for kind, _ in rules.protected)
     masks = [
@@ -155,10 +192,34 @@ def replace_row_triton(
     lengths, quotas, mass = growth or (free, free, places)
     quotas, position = quotas.expand_as(free), position.expand(len(scores), 1, 1)
     _replace[scores.shape[0] * scores.shape[1],](
-        scores, *masks, places, ranks, order, free, position, invalid.view(torch.uint8), tally[0], first_most,
-        second_most, lengths, quotas, mass,
-        scores.shape[-1], scores.shape[1], never, *scores.stride(), *quotas.stride(), position.stride(0),
-        FIRST_KIND=first is not None, SECOND_KIND=second is not None, FIRST_NEWEST=newest[0], SECOND_NEWEST=newest[1],
-        SCORED=rules.scored, LARGEST=rules.largest, EARLIEST=rules.earliest, GROWS=growth is not None, TILE=TILE,
+        scores,
+        *masks,
+        places,
+        ranks,
+        order,
+        free,
+        position,
+        invalid.view(torch.uint8),
+        tally[0],
+        first_most,
+        second_most,
+        lengths,
+        quotas,
+        mass,
+        scores.shape[-1],
+        scores.shape[1],
+        never,
+        *scores.stride(),
+        *quotas.stride(),
+        position.stride(0),
+        FIRST_KIND=first is not None,
+        SECOND_KIND=second is not None,
+        FIRST_NEWEST=newest[0],
+        SECOND_NEWEST=newest[1],
+        SCORED=rules.scored,
+        LARGEST=rules.largest,
+        EARLIEST=rules.earliest,
+        GROWS=growth is not None,
+        TILE=TILE,
         num_warps=8,
-    )  # fmt: skip
+    )

@@ -164,9 +164,13 @@ def kept_indices(kept: Tensor, total: int | None = None, *, implementation: str 
 
 @announced
 def gather_rows(
-    index: Tensor, keys: Tensor, values: Tensor, *, into: tuple[Tensor, Tensor] | None = None,
+    index: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    into: tuple[Tensor, Tensor] | None = None,
     implementation: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Gather the keys and values of some rows.
 
     Args:
@@ -186,9 +190,11 @@ def gather_rows(
         raise ValueError(f"gather_rows: {tuple(index.shape)} of keys {tuple(keys.shape)}, values {tuple(values.shape)}")
     if into is not None and not (
         into[0].shape == into[1].shape == (*keys.shape[:2], len(index) // keys[..., 0, 0].numel(), keys.shape[3])
-        and into[0].stride() == into[1].stride() and into[0].stride(3) == 1 and into[0].stride(2) == keys.shape[3]
+        and into[0].stride() == into[1].stride()
+        and into[0].stride(3) == 1
+        and into[0].stride(2) == keys.shape[3]
         and into[0].stride(0) == keys.shape[1] * into[0].stride(1)
-    ):  # fmt: skip
+    ):
         raise ValueError(f"gather_rows: {len(index)} rows into {tuple(into[0].shape)}, {tuple(into[1].shape)}")
     if choose_implementation("gather_rows", implementation, keys) == "reference":
         return gather_rows_reference(index, keys, values, into)

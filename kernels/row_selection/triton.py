@@ -113,10 +113,28 @@ def wait_for_programs(arrived, splits):
 
 @triton.jit(do_not_specialize=["each", "rows", "heads", "per_split", "line", "stride_b", "stride_h"])
 def _choose(
-    scores, quotas, each, work, tallies, known, chosen, rows, heads, stride_b, stride_h, stride_n, per_split, line,
-    LIST: tl.constexpr, FLAT: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, ONE: tl.constexpr,
-    BEGIN: tl.constexpr, END: tl.constexpr,
-):  # fmt: skip
+    scores,
+    quotas,
+    each,
+    work,
+    tallies,
+    known,
+    chosen,
+    rows,
+    heads,
+    stride_b,
+    stride_h,
+    stride_n,
+    per_split,
+    line,
+    LIST: tl.constexpr,
+    FLAT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    ONE: tl.constexpr,
+    BEGIN: tl.constexpr,
+    END: tl.constexpr,
+):
     """Choose the rows above the quota-th largest number, and the first rows that equal it, as many as fit the quota.
 
     They are marked in `chosen` (B·H, n). LIST: their indices are written there, each head's `line` places behind those
@@ -203,9 +221,14 @@ def split_rows(rows: int) -> tuple[int, int]:
 
 
 def choose_by_digits(
-    scores: Tensor, quotas: Tensor | int, chosen: Tensor, line: int = 0, counted: Tensor | None = None,
-    most: int | None = None, **more: bool,
-) -> None:  # fmt: skip
+    scores: Tensor,
+    quotas: Tensor | int,
+    chosen: Tensor,
+    line: int = 0,
+    counted: Tensor | None = None,
+    most: int | None = None,
+    **more: bool,
+) -> None:
     """Choose the quota-th largest scores of each head.
 
     Args:
@@ -231,9 +254,15 @@ def choose_by_digits(
     apart, tile = is_interpreting() and splits > 1, HEAD if rows > HEAD // 2 else HEAD // 2
     for begin, end in [(n, n + 1) for n in range(first, PHASES.value)] if apart else [(first, PHASES.value)]:
         _choose[splits, lines](
-            *given, **more, SPLITS=splits, TILE=tile, ONE=per_split == HEAD, BEGIN=begin, END=end,
+            *given,
+            **more,
+            SPLITS=splits,
+            TILE=tile,
+            ONE=per_split == HEAD,
+            BEGIN=begin,
+            END=end,
             num_warps=tile // SCORES,
-        )  # fmt: skip
+        )
 
 
 def top_k_mask_triton(scores: Tensor, quotas: Tensor | int) -> Tensor:
@@ -378,9 +407,19 @@ def list_top(scores: Tensor, index: Tensor, flat: bool = False, counted: Tensor 
 
 @triton.jit(do_not_specialize=["rows", "heads", "stride_b", "stride_h"])
 def _join_heads(
-    products, window, out, work, rows, heads, stride_b, stride_h, stride_n,
-    WINDOW: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+    products,
+    window,
+    out,
+    work,
+    rows,
+    heads,
+    stride_b,
+    stride_h,
+    stride_n,
+    WINDOW: tl.constexpr,
+    N: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     """Find the largest of all heads' products with some rows, and count the first digits."""
     b, row = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
     best, here = tl.zeros((N,), tl.uint32), row < rows
@@ -403,9 +442,18 @@ def top_k_of_heads_triton(
     scores = torch.empty(batch, 1, rows, dtype=torch.float32, device=products.device)
     work = torch.zeros(batch, LINE.value, dtype=torch.int32, device=products.device)
     _join_heads[triton.cdiv(rows, JOINED), batch](
-        products, None if window is None else window.contiguous(), scores, work, rows, heads, *products.stride(),
-        WINDOW=window is not None, N=JOINED, HEADS=HEADS, num_warps=4,
-    )  # fmt: skip
+        products,
+        None if window is None else window.contiguous(),
+        scores,
+        work,
+        rows,
+        heads,
+        *products.stride(),
+        WINDOW=window is not None,
+        N=JOINED,
+        HEADS=HEADS,
+        num_warps=4,
+    )
     if counts is None:
         list_top(scores, into, counted=work)
     else:
@@ -448,10 +496,28 @@ def kept_indices_triton(kept: Tensor, total: int | None) -> Tensor:
 
 @triton.jit(do_not_specialize=["total", "heads", "rows", "each"])
 def _copy(
-    index, keys, values, new_keys, new_values, total, heads, rows, dim, each, new_h,
-    k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
-    ROWS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
+    index,
+    keys,
+    values,
+    new_keys,
+    new_values,
+    total,
+    heads,
+    rows,
+    dim,
+    each,
+    new_h,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    v_b,
+    v_h,
+    v_n,
+    v_d,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
     slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = tl.load(index + slot, mask=slot < total, other=0)
     head, row = place // rows, place % rows
@@ -473,8 +539,19 @@ def gather_rows_triton(
     each, new_h = (total, 0) if into is None else (into[0].shape[2], into[0].stride(1))
     if total:
         _copy[triton.cdiv(total, ROWS),](
-            index.contiguous(), keys, values, *new, total, heads, rows, dim, each, new_h, *keys.stride(),
+            index.contiguous(),
+            keys,
+            values,
+            *new,
+            total,
+            heads,
+            rows,
+            dim,
+            each,
+            new_h,
+            *keys.stride(),
             *values.stride(),
-            ROWS=ROWS, DIM=triton.next_power_of_2(dim),
-        )  # fmt: skip
+            ROWS=ROWS,
+            DIM=triton.next_power_of_2(dim),
+        )
     return new

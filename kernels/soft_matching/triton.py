@@ -19,9 +19,25 @@ TILE = 64  # even rows of a tile, and odd rows that they are compared with at on
 
 @triton.jit(do_not_specialize=["rows", "heads", "chunk", "tiles", "edges"])
 def _match(
-    keys, similar, partner, rows, heads, chunk, tiles, edges, dim, k_b, k_h, k_n, k_d,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    keys,
+    similar,
+    partner,
+    rows,
+    heads,
+    chunk,
+    tiles,
+    edges,
+    dim,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    CAST: tl.constexpr,
+):
     number, tile, line = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
     first = number * chunk
     stop = tl.minimum(first + chunk, rows)
@@ -76,9 +92,24 @@ def match_triton(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     tiles = triton.cdiv(evens, TILE)
     if batch * heads:
         _match[triton.cdiv(rows, chunk) * tiles, batch * heads](
-            keys, similar, partner, rows, heads, chunk, tiles, edges, dim, *keys.stride(),
-            M=TILE, N=TILE, D=wide, K=part, CAST=is_interpreting(), num_warps=4, num_stages=1,
-        )  # fmt: skip
+            keys,
+            similar,
+            partner,
+            rows,
+            heads,
+            chunk,
+            tiles,
+            edges,
+            dim,
+            *keys.stride(),
+            M=TILE,
+            N=TILE,
+            D=wide,
+            K=part,
+            CAST=is_interpreting(),
+            num_warps=4,
+            num_stages=1,
+        )
     return similar, partner
 
 
@@ -114,9 +145,25 @@ def _link(chosen, partner, chain, stays, rows, chunk, tiles, edges, TILE: tl.con
 
 @triton.jit(do_not_specialize=["total", "rows", "heads", "m_b", "m_h"])
 def _centroids(
-    index, old, mass, chain, new, new_mass, total, rows, heads, dim, x_b, x_h, x_n, m_b, m_h, m_n,
-    ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    index,
+    old,
+    mass,
+    chain,
+    new,
+    new_mass,
+    total,
+    rows,
+    heads,
+    dim,
+    x_b,
+    x_h,
+    x_n,
+    m_b,
+    m_h,
+    m_n,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = slot < total
     place = tl.load(index + slot, mask=real, other=0)
@@ -154,9 +201,16 @@ class JoinedTriton:
         tiles = triton.cdiv(chunk, TILE)
         if stays.numel():
             _link[triton.cdiv(rows, chunk) * tiles, batch * heads](
-                chosen.contiguous().view(torch.uint8), partner.contiguous(), self.chain, stays.view(torch.uint8),
-                rows, chunk, tiles, chosen.shape[2], TILE=TILE,
-            )  # fmt: skip
+                chosen.contiguous().view(torch.uint8),
+                partner.contiguous(),
+                self.chain,
+                stays.view(torch.uint8),
+                rows,
+                chunk,
+                tiles,
+                chosen.shape[2],
+                TILE=TILE,
+            )
         self.index = kept_indices(stays, batch * heads * (rows - count))
 
     def centroids(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +221,19 @@ class JoinedTriton:
         size = max(4, min(64, 2048 // wide))
         if total:
             _centroids[triton.cdiv(total, size),](
-                self.index, rows, self.mass, self.chain, new, mass, total, rows.shape[2], rows.shape[1], dim,
-                *rows.stride()[:3], *self.mass.stride(), ROWS=size, D=wide,
-            )  # fmt: skip
+                self.index,
+                rows,
+                self.mass,
+                self.chain,
+                new,
+                mass,
+                total,
+                rows.shape[2],
+                rows.shape[1],
+                dim,
+                *rows.stride()[:3],
+                *self.mass.stride(),
+                ROWS=size,
+                D=wide,
+            )
         return new, mass

@@ -77,9 +77,18 @@ def spans(rows: int, packs: int, cut: Tiles) -> tuple[int, int]:
 
 @triton.jit
 def load_queries(
-    start, tile, tokens, group, stride_head, stride_token,
-    GT: tl.constexpr, WT: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    start,
+    tile,
+    tokens,
+    group,
+    stride_head,
+    stride_token,
+    GT: tl.constexpr,
+    WT: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Load the queries of a tile, (M, D), zeros in the padding. `start` points to the KV head's first query."""
     m = tl.arange(0, GT * WT)
     head, token, column = tile * GT + m // WT, m % WT, tl.arange(0, D)
@@ -127,10 +136,29 @@ def logits(
 
 @triton.jit
 def gather_sums(
-    k_start, q, mass, held, top, first, free, last, rows, tokens, group, stride_row, stride_mass, scale,
-    N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, GT: tl.constexpr, WT: tl.constexpr,
-    MASS: tl.constexpr, HOLD: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    k_start,
+    q,
+    mass,
+    held,
+    top,
+    first,
+    free,
+    last,
+    rows,
+    tokens,
+    group,
+    stride_row,
+    stride_mass,
+    scale,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    GT: tl.constexpr,
+    WT: tl.constexpr,
+    MASS: tl.constexpr,
+    HOLD: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Return Σ 2^(x - top) over the rows from `first` to `last`, (M,). All queries see the rows before `free`.
 
     The sums of each element of a tile are joined at the end. HOLD: the first query's x is written to `held` (GT, n).
@@ -164,11 +192,38 @@ def hold(x, held, row, rows, group, N: tl.constexpr, GT: tl.constexpr, WT: tl.co
 
 @triton.jit(do_not_specialize=["tokens", "rows", "span", "m_batch", "m_head"])
 def partial_kernel(
-    queries, keys, mass, maxima, sums, held, scale, heads, group, tokens, rows, span, count,
-    q_batch, q_head, q_token, k_batch, k_head, k_row, m_batch, m_head, m_row,
-    GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
-    MASS: tl.constexpr, HOLD: tl.constexpr, AGAIN: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    mass,
+    maxima,
+    sums,
+    held,
+    scale,
+    heads,
+    group,
+    tokens,
+    rows,
+    span,
+    count,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_row,
+    m_batch,
+    m_head,
+    m_row,
+    GT: tl.constexpr,
+    WT: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    MASS: tl.constexpr,
+    HOLD: tl.constexpr,
+    AGAIN: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Compute the maxima and sums (splits, B·H·count, M) float32 of a tile of queries over `span` rows.
 
     HOLD: x of a single query is written to `held` (B, H, G, n). The maximum is that of the first tile. AGAIN: it is
@@ -195,16 +250,37 @@ def partial_kernel(
             top = tl.maximum(top, logits(k, q, m_start, row, rows, tokens, m_row, scale, WT, MASS, True))
         high = tl.max(top, 0)
         total = gather_sums(
-            k_start, q, m_start, x_start, high, first, free, last, rows, tokens, left, k_row, m_row, scale,
-            N, D, DIM, GT, WT, MASS, HOLD, CAST,
-        )  # fmt: skip
+            k_start,
+            q,
+            m_start,
+            x_start,
+            high,
+            first,
+            free,
+            last,
+            rows,
+            tokens,
+            left,
+            k_row,
+            m_row,
+            scale,
+            N,
+            D,
+            DIM,
+            GT,
+            WT,
+            MASS,
+            HOLD,
+            CAST,
+        )
         tl.store(maxima + at, high)
         tl.store(sums + at, total)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
-def join_kernel(maxima, sums, top, share, tokens, group, count, splits,
-                GT: tl.constexpr, WT: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+def join_kernel(
+    maxima, sums, top, share, tokens, group, count, splits, GT: tl.constexpr, WT: tl.constexpr, SPLITS: tl.constexpr
+):
     """Compute each query's maximum of x and 1 / Σ 2^(x - maximum), (B·H·count, M) each.
 
     The latter is 0 for padding and for a query that sees no row.
@@ -230,11 +306,35 @@ def load_sums(top, share, pack, M: tl.constexpr):
 
 @triton.jit
 def reduce_rows(
-    k_start, q, mass, top, share, mean, variance, entropy, out, real, first, last, rows, tokens,
-    stride_row, stride_mass, scale,
-    GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
-    MEAN: tl.constexpr, VARIANCE: tl.constexpr, ENTROPY: tl.constexpr, CAUSAL: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    k_start,
+    q,
+    mass,
+    top,
+    share,
+    mean,
+    variance,
+    entropy,
+    out,
+    real,
+    first,
+    last,
+    rows,
+    tokens,
+    stride_row,
+    stride_mass,
+    scale,
+    GT: tl.constexpr,
+    WT: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    MASS: tl.constexpr,
+    MEAN: tl.constexpr,
+    VARIANCE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Write the statistics of the rows from `first` to `last` to `out` (GT,) + row, for the heads that are `real`."""
     for start in range(first, last, N):
         row = start + tl.arange(0, N)
@@ -255,12 +355,41 @@ def reduce_rows(
 
 @triton.jit(do_not_specialize=["tokens", "rows", "span", "m_batch", "m_head"])
 def reduce_kernel(
-    queries, keys, mass, top, share, mean, variance, entropy,
-    scale, heads, group, tokens, rows, span, count,
-    q_batch, q_head, q_token, k_batch, k_head, k_row, m_batch, m_head, m_row,
-    GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
-    MASS: tl.constexpr, MEAN: tl.constexpr, VARIANCE: tl.constexpr, ENTROPY: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    mass,
+    top,
+    share,
+    mean,
+    variance,
+    entropy,
+    scale,
+    heads,
+    group,
+    tokens,
+    rows,
+    span,
+    count,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_row,
+    m_batch,
+    m_head,
+    m_row,
+    GT: tl.constexpr,
+    WT: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    MASS: tl.constexpr,
+    MEAN: tl.constexpr,
+    VARIANCE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Compute the chosen statistics, (B, H, G, n) float32 each, of a tile of queries over `span` rows."""
     tile, split, pair = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
@@ -273,13 +402,65 @@ def reduce_kernel(
     first, last = split * span, tl.minimum(split * span + span, rows)
     free = unbound(first, last, rows, tokens, N)
     reduce_rows(
-        k_start, q, m_start, own_top, own_share, mean, variance, entropy, out, member < group, first, free, rows, tokens,
-        k_row, m_row, scale, GT, WT, N, D, DIM, MASS, MEAN, VARIANCE, ENTROPY, False, CAST,
-    )  # fmt: skip
+        k_start,
+        q,
+        m_start,
+        own_top,
+        own_share,
+        mean,
+        variance,
+        entropy,
+        out,
+        member < group,
+        first,
+        free,
+        rows,
+        tokens,
+        k_row,
+        m_row,
+        scale,
+        GT,
+        WT,
+        N,
+        D,
+        DIM,
+        MASS,
+        MEAN,
+        VARIANCE,
+        ENTROPY,
+        False,
+        CAST,
+    )
     reduce_rows(
-        k_start, q, m_start, own_top, own_share, mean, variance, entropy, out, member < group, free, last, rows, tokens,
-        k_row, m_row, scale, GT, WT, N, D, DIM, MASS, MEAN, VARIANCE, ENTROPY, True, CAST,
-    )  # fmt: skip
+        k_start,
+        q,
+        m_start,
+        own_top,
+        own_share,
+        mean,
+        variance,
+        entropy,
+        out,
+        member < group,
+        free,
+        last,
+        rows,
+        tokens,
+        k_row,
+        m_row,
+        scale,
+        GT,
+        WT,
+        N,
+        D,
+        DIM,
+        MASS,
+        MEAN,
+        VARIANCE,
+        ENTROPY,
+        True,
+        CAST,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -312,16 +493,46 @@ def query_sums(
     maxima, sums = torch.empty(2, splits, packs, cut.queries, dtype=torch.float32, device=keys.device)
     for again in (False, True):
         partial_kernel[(splits * cut.count, batch * heads)](
-            queries, keys, keys if mass is None else mass, maxima, sums, maxima if held is None else held,
-            scaling * LOG2E, heads, group, tokens, rows, span, cut.count, *strides(queries, keys, mass),
-            GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim, MASS=mass is not None,
-            HOLD=held is not None and not again, AGAIN=again, CAST=is_interpreting(), **cut.options,
-        )  # fmt: skip
+            queries,
+            keys,
+            keys if mass is None else mass,
+            maxima,
+            sums,
+            maxima if held is None else held,
+            scaling * LOG2E,
+            heads,
+            group,
+            tokens,
+            rows,
+            span,
+            cut.count,
+            *strides(queries, keys, mass),
+            GT=cut.heads,
+            WT=cut.width,
+            N=cut.rows,
+            D=cut.depth,
+            DIM=dim,
+            MASS=mass is not None,
+            HOLD=held is not None and not again,
+            AGAIN=again,
+            CAST=is_interpreting(),
+            **cut.options,
+        )
     top, share = torch.empty(2, packs, cut.queries, dtype=torch.float32, device=keys.device)
     join_kernel[(packs,)](
-        maxima, sums, top, share, tokens, group, cut.count, splits,
-        GT=cut.heads, WT=cut.width, SPLITS=triton.next_power_of_2(most_splits(packs, cut)), num_warps=8,
-    )  # fmt: skip
+        maxima,
+        sums,
+        top,
+        share,
+        tokens,
+        group,
+        cut.count,
+        splits,
+        GT=cut.heads,
+        WT=cut.width,
+        SPLITS=triton.next_power_of_2(most_splits(packs, cut)),
+        num_warps=8,
+    )
     return top, share
 
 
@@ -346,11 +557,30 @@ def window_statistics_triton(
     top, share = query_sums(queries, keys, mass, scaling)
     span, splits = spans(rows, batch * heads * cut.count, cut)
     reduce_kernel[(splits * cut.count, batch * heads)](
-        queries, keys, keys if mass is None else mass, top, share,
+        queries,
+        keys,
+        keys if mass is None else mass,
+        top,
+        share,
         *(made.get(name, top) for name in ("mean", "variance", "entropy")),
-        scaling * LOG2E, heads, group, tokens, rows, span, cut.count, *strides(queries, keys, mass),
-        GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim,
-        MASS=mass is not None, MEAN="mean" in made, VARIANCE="variance" in made, ENTROPY="entropy" in made,
-        CAST=is_interpreting(), **cut.options,
-    )  # fmt: skip
+        scaling * LOG2E,
+        heads,
+        group,
+        tokens,
+        rows,
+        span,
+        cut.count,
+        *strides(queries, keys, mass),
+        GT=cut.heads,
+        WT=cut.width,
+        N=cut.rows,
+        D=cut.depth,
+        DIM=dim,
+        MASS=mass is not None,
+        MEAN="mean" in made,
+        VARIANCE="variance" in made,
+        ENTROPY="entropy" in made,
+        CAST=is_interpreting(),
+        **cut.options,
+    )
     return tuple(made[name] for name in of)

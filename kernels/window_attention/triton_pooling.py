@@ -8,10 +8,19 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["rows"])
 def pool_kernel(
-    scores, hidden, order, pooled, group, rows,
-    N: tl.constexpr, KERNEL: tl.constexpr, LARGEST: tl.constexpr, BEFORE: tl.constexpr,
-    HIDDEN: tl.constexpr, ORDER: tl.constexpr,
-):  # fmt: skip
+    scores,
+    hidden,
+    order,
+    pooled,
+    group,
+    rows,
+    N: tl.constexpr,
+    KERNEL: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BEFORE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ORDER: tl.constexpr,
+):
     """Pool scores (B·H, G, n) to (B·H, n), N rows per program.
 
     LARGEST: pools take the maximum, otherwise the average. The group's mean is a sum of pools or, with BEFORE, a pool
@@ -52,9 +61,17 @@ def pool_group_triton(
     batch, heads, group, rows = scores.shape
     pooled = scores.new_empty(batch, heads, rows, dtype=torch.float32)
     pool_kernel[(triton.cdiv(rows, 512), batch * heads)](
-        scores.contiguous(), pooled if hidden is None else hidden.contiguous().view(torch.uint8),
-        pooled if order is None else order, pooled, group, rows,
-        N=512, KERNEL=kernel, LARGEST=largest, BEFORE=before, HIDDEN=hidden is not None,
+        scores.contiguous(),
+        pooled if hidden is None else hidden.contiguous().view(torch.uint8),
+        pooled if order is None else order,
+        pooled,
+        group,
+        rows,
+        N=512,
+        KERNEL=kernel,
+        LARGEST=largest,
+        BEFORE=before,
+        HIDDEN=hidden is not None,
         ORDER=order is not None,
-    )  # fmt: skip
+    )
     return pooled
