@@ -51,13 +51,14 @@ def over_queries(
         token = start + member
         here = token < tokens
         mask = here[:, None] if DIM == BLOCK_D else here[:, None] & (channel < DIM)[None, :]
+        # (BLOCK_T, BLOCK_D)
         query = tl.load(queries + member[:, None] * stride_t + channel[None, :] * stride_d, mask=mask, other=0.0)
-        total = tl.load(lse + member * stride_l, mask=here, other=float("inf")) * UNIT
+        total = tl.load(lse + member * stride_l, mask=here, other=float("inf")) * UNIT  # (BLOCK_T,)
         queries += BLOCK_T * stride_t
         lse += BLOCK_T * stride_l
         if CAST:
             query = query.to(tl.float32)
-        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale - total[:, None]
+        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale - total[:, None]  # (BLOCK_T, BLOCK_N)
         if DIAGONAL:
             logits = tl.where(row[None, :] <= past + token[:, None], logits, float("-inf"))
         acc = tl.maximum(acc, logits) if MAXIMUM else acc + tl.exp2(logits)
@@ -70,7 +71,7 @@ def store(out, acc, mass, row, rows, stride, share, MAXIMUM: tl.constexpr, HAS_M
     held = row < rows
     value = tl.exp2(tl.max(acc, 0)) if MAXIMUM else tl.sum(acc, 0) * share
     if HAS_MASS:
-        weight = tl.load(mass + row.to(tl.int64) * stride, mask=held, other=0.0).to(tl.float32)
+        weight = tl.load(mass + row.to(tl.int64) * stride, mask=held, other=0.0).to(tl.float32)  # (BLOCK_N,)
         value = tl.where(weight > 0, value * weight, 0.0)
     tl.store(out + row, value, mask=held)
 
@@ -122,7 +123,7 @@ def columns_kernel(
     row, channel = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     held = row < rows
     place = keys + sample * k_b + head * k_h + row.to(tl.int64)[:, None] * k_n + channel[None, :] * k_d
-    key = tl.load(place, mask=held[:, None] & (channel < DIM)[None, :], other=0.0)
+    key = tl.load(place, mask=held[:, None] & (channel < DIM)[None, :], other=0.0)  # (BLOCK_N, BLOCK_D)
     if CAST:
         key = key.to(tl.float32)
     past = rows - tokens

@@ -29,7 +29,7 @@ def add_tile(logits, v, m, norm, acc):
     p = tl.exp2(logits - safe[:, None])
     shrink = tl.exp2(m - safe)
     norm = norm * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")  # (M, D)
     return new, norm, acc
 
 
@@ -67,16 +67,16 @@ def attend_tile(
     """
     here = row < stop
     where = here[:, None] if WHOLE else here[:, None] & (columns < dim)[None]
-    k = tl.load(keys + row[:, None].to(tl.int64) * stride_k + columns[None], mask=where, other=0.0)
-    v = tl.load(values + row[:, None].to(tl.int64) * stride_v + columns[None], mask=where, other=0.0)
+    k = tl.load(keys + row[:, None].to(tl.int64) * stride_k + columns[None], mask=where, other=0.0)  # (N, D)
+    v = tl.load(values + row[:, None].to(tl.int64) * stride_v + columns[None], mask=where, other=0.0)  # (N, D)
     if CAST:
         k, v = k.to(tl.float32), v.to(tl.float32)
-    logits = tl.dot(q, k.T, input_precision="ieee")  # for float32 inputs; other products are exact anyway
+    logits = tl.dot(q, k.T, input_precision="ieee")  # (M, N); for float32 inputs; other products are exact anyway
     if LARGEST:
         tl.store(largest + row, tl.max(tl.where(asking[:, None], logits, float("-inf")), 0), mask=here)
     logits *= scale
     if MASS:
-        weight = tl.load(mass + offset + row, mask=here, other=1).to(tl.float32)
+        weight = tl.load(mass + offset + row, mask=here, other=1).to(tl.float32)  # (N,)
         logits += tl.log2(weight)[None]
     if MASKED:
         logits = tl.where(here[None] & (row[None] <= limit[:, None]), logits, float("-inf"))
@@ -154,7 +154,7 @@ def _few(
         + columns[None],
         mask=where,
         other=0.0,
-    )
+    )  # (M, D)
     if CAST:
         q = q.to(tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
@@ -253,10 +253,10 @@ def combine_splits(
     head, rest = place // (group * tokens), place % (group * tokens)
     split, columns = tl.arange(0, S), tl.arange(0, D)
     index = (head * splits + split) * group * tokens + rest
-    m = tl.load(part_max + index, mask=split < splits, other=float("-inf"))
-    norm = tl.load(part_norm + index, mask=split < splits, other=0.0)
+    m = tl.load(part_max + index, mask=split < splits, other=float("-inf"))  # (S,)
+    norm = tl.load(part_norm + index, mask=split < splits, other=0.0)  # (S,)
     where = (split < splits)[:, None] & (columns < dim)[None]
-    acc = tl.load(part_acc + index[:, None] * dim + columns[None], mask=where, other=0.0)
+    acc = tl.load(part_acc + index[:, None] * dim + columns[None], mask=where, other=0.0)  # (S, D)
     most = tl.max(m, 0)
     weight = tl.exp2(m - most)
     total = tl.sum(weight * norm, 0)
@@ -315,7 +315,7 @@ def _many(
         + columns[None],
         mask=where,
         other=0.0,
-    )
+    )  # (M, D)
     if CAST:
         q = q.to(tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)

@@ -34,11 +34,15 @@ def upright(
         mask, other = here, here
     else:
         mask, other = here & (pair < (DIM + 1) // 2)[None, :], here & (pair < DIM // 2)[None, :]
+    # (BLOCK_T, BLOCK_C)
     x = tl.load(queries + token[:, None] * q_t + first[None, :] * q_d, mask=mask, other=0.0).to(tl.float32)
+    # (BLOCK_T, BLOCK_C)
     y = tl.load(queries + token[:, None] * q_t + second[None, :] * q_d, mask=other, other=0.0).to(tl.float32)
     if HALF > 0:
         turns = here if HALF == C else here & (pair < HALF)[None, :]
+        # (BLOCK_T, BLOCK_C)
         c = tl.load(cos + token[:, None] * c_t + pair[None, :] * c_d, mask=turns, other=1.0).to(tl.float32)
+        # (BLOCK_T, BLOCK_C)
         s = tl.load(sin + token[:, None] * s_t + pair[None, :] * s_d, mask=turns, other=0.0).to(tl.float32)
         scale = 1.0 / (c * c + s * s)
         c, s = c * scale, s * scale  # x and y stay, because a product rounded later would differ from the shift's
@@ -58,7 +62,7 @@ def halves(DIM: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def outer(x, y, total, PRECISION: tl.constexpr):
     """Return total + xᵀy."""
-    return tl.dot(tl.trans(x), y, total, input_precision=PRECISION)
+    return tl.dot(tl.trans(x), y, total, input_precision=PRECISION)  # (BLOCK_C, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["tokens", "per"])
@@ -178,14 +182,14 @@ def join_kernel(
     base, all_base = (
         tl.load(shifts + which * DIM + row, mask=held_rows),
         tl.load(shifts + which * DIM + column, mask=held_columns),
-    )
+    )  # (ROWS,), (BLOCK_D,)
     middle, all_middle = tl.zeros((ROWS,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
     for split in range(splits):
         at, count = (split * heads + which).to(tl.int64) * DIM, tl.minimum(per, tokens - split * per).to(tl.float32)
-        apart = tl.load(shifts + at + row, mask=held_rows, other=0.0) - base
-        middle += apart * count + tl.load(sums + at + row, mask=held_rows, other=0.0)
-        apart = tl.load(shifts + at + column, mask=held_columns, other=0.0) - all_base
-        all_middle += apart * count + tl.load(sums + at + column, mask=held_columns, other=0.0)
+        apart = tl.load(shifts + at + row, mask=held_rows, other=0.0) - base  # (ROWS,)
+        middle += apart * count + tl.load(sums + at + row, mask=held_rows, other=0.0)  # (ROWS,)
+        apart = tl.load(shifts + at + column, mask=held_columns, other=0.0) - all_base  # (BLOCK_D,)
+        all_middle += apart * count + tl.load(sums + at + column, mask=held_columns, other=0.0)  # (BLOCK_D,)
     middle, all_middle = base + middle / tokens, all_base + all_middle / tokens
     tl.store(mean + which * DIM + row, middle, mask=held_rows)
     if SCATTER:
@@ -193,13 +197,14 @@ def join_kernel(
         total = tl.zeros((ROWS, BLOCK_D), tl.float32)
         for split in range(splits):
             at, count = (split * heads + which).to(tl.int64) * DIM, tl.minimum(per, tokens - split * per).to(tl.float32)
-            inside = tl.load(sums + at + row, mask=held_rows, other=0.0)
-            all_inside = tl.load(sums + at + column, mask=held_columns, other=0.0)
-            away = tl.load(shifts + at + row, mask=held_rows, other=0.0) + inside / count - middle
+            inside = tl.load(sums + at + row, mask=held_rows, other=0.0)  # (ROWS,)
+            all_inside = tl.load(sums + at + column, mask=held_columns, other=0.0)  # (BLOCK_D,)
+            away = tl.load(shifts + at + row, mask=held_rows, other=0.0) + inside / count - middle  # (ROWS,)
+            # (BLOCK_D,)
             all_away = tl.load(shifts + at + column, mask=held_columns, other=0.0) + all_inside / count - all_middle
             square = scatters + at * DIM
-            part = tl.load(square + row[:, None] * DIM + column[None, :], mask=here, other=0.0)
-            turned = tl.load(square + column[None, :] * DIM + row[:, None], mask=here, other=0.0)
+            part = tl.load(square + row[:, None] * DIM + column[None, :], mask=here, other=0.0)  # (ROWS, BLOCK_D)
+            turned = tl.load(square + column[None, :] * DIM + row[:, None], mask=here, other=0.0)  # (ROWS, BLOCK_D)
             total += (part + turned) / 2
             total -= (inside[:, None] * all_inside[None, :]) / count
             total += (away[:, None] * all_away[None, :]) * count
@@ -269,7 +274,7 @@ def query_tiles(dtype: torch.dtype, dim: int) -> dict[str, int]:
 def load_square(covariance, rows, columns, scale, DIM: tl.constexpr, SPLIT: tl.constexpr, CAST: tl.constexpr):
     """Return a block of scale·Σ as high and low bfloat16 with SPLIT, otherwise the block itself, twice."""
     inside = (rows < DIM)[:, None] & (columns < DIM)[None, :]
-    whole = tl.load(covariance + rows[:, None] * DIM + columns[None, :], mask=inside, other=0.0) * scale
+    whole = tl.load(covariance + rows[:, None] * DIM + columns[None, :], mask=inside, other=0.0) * scale  # (C, C)
     high, low = whole, whole
     if SPLIT:
         high = whole.to(tl.bfloat16)
@@ -282,9 +287,9 @@ def load_square(covariance, rows, columns, scale, DIM: tl.constexpr, SPLIT: tl.c
 @triton.jit
 def times(key, high, low, side, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     """Return side + key·(high + low)."""
-    side = tl.dot(key, high, side, input_precision=PRECISION)
+    side = tl.dot(key, high, side, input_precision=PRECISION)  # (BLOCK_N, C)
     if SPLIT:
-        side = tl.dot(key, low, side, input_precision=PRECISION)
+        side = tl.dot(key, low, side, input_precision=PRECISION)  # (BLOCK_N, C)
     return side
 
 
@@ -332,8 +337,8 @@ def logits_kernel(
     logits += asking * rows + first
     end = tl.minimum(per, rows - part * per)
     member, low, high = tl.arange(0, BLOCK_N), tl.arange(0, C), C + tl.arange(0, C)
-    low_mean = tl.load(mean + asking * DIM + low, mask=low < DIM, other=0.0) * scale
-    high_mean = tl.load(mean + asking * DIM + high, mask=high < DIM, other=0.0) * scale
+    low_mean = tl.load(mean + asking * DIM + low, mask=low < DIM, other=0.0) * scale  # (C,)
+    high_mean = tl.load(mean + asking * DIM + high, mask=high < DIM, other=0.0) * scale  # (C,)
     half = scale * scale / 2
     if QUADRATIC:
         covariance += asking * DIM * DIM
@@ -347,10 +352,12 @@ def logits_kernel(
         held = row < end
         place = keys + row[:, None] * k_n
         if DIM == 2 * C:
-            k = tl.load(place + low[None, :] * k_d, mask=held[:, None], other=0.0)
-            m = tl.load(place + high[None, :] * k_d, mask=held[:, None], other=0.0)
+            k = tl.load(place + low[None, :] * k_d, mask=held[:, None], other=0.0)  # (BLOCK_N, C)
+            m = tl.load(place + high[None, :] * k_d, mask=held[:, None], other=0.0)  # (BLOCK_N, C)
         else:
+            # (BLOCK_N, C)
             k = tl.load(place + low[None, :] * k_d, mask=held[:, None] & (low < DIM)[None, :], other=0.0)
+            # (BLOCK_N, C)
             m = tl.load(place + high[None, :] * k_d, mask=held[:, None] & (high < DIM)[None, :], other=0.0)
         one, other = tl.zeros((BLOCK_N, C), tl.float32), tl.zeros((BLOCK_N, C), tl.float32)
         if QUADRATIC:
@@ -370,7 +377,7 @@ def logits_kernel(
         value += tl.sum((other + high_mean[None, :]) * m.to(tl.float32), 1)
         there = held
         if HAS_MASS:
-            weight = tl.load(mass + row * m_n, mask=held, other=0.0).to(tl.float32)
+            weight = tl.load(mass + row * m_n, mask=held, other=0.0).to(tl.float32)  # (BLOCK_N,)
             there = weight > 0
             value += tl.log(tl.where(there, weight, 1.0))
         value = tl.where(there, value, float("-inf"))
@@ -420,19 +427,20 @@ def scores_kernel(
     score = tl.zeros((BLOCK_N,), tl.float32)
     for other in range(GROUP):
         asking = which.to(tl.int64) * GROUP + other
-        maxima = tl.load(tops + asking * parts + part, mask=part < parts, other=float("-inf"))
-        sums = tl.load(totals + asking * parts + part, mask=part < parts, other=0.0)
+        maxima = tl.load(tops + asking * parts + part, mask=part < parts, other=float("-inf"))  # (BLOCK_P,)
+        sums = tl.load(totals + asking * parts + part, mask=part < parts, other=0.0)  # (BLOCK_P,)
         top = tl.max(maxima, 0)
         top = tl.where(top == float("-inf"), 0.0, top)
-        logit = tl.load(logits + asking * rows + first + member, mask=held, other=0.0)
+        logit = tl.load(logits + asking * rows + first + member, mask=held, other=0.0)  # (BLOCK_N,)
         score += tl.exp(logit - top) / tl.maximum(tl.sum(sums * tl.exp(maxima - top), 0), 1e-30)  # 0 if there is no row
     score = score / GROUP
     if WEIGHED:
         channel = tl.arange(0, BLOCK_D)
         place = values + sample * v_b + head * v_h + first * v_n + member[:, None] * v_n + channel[None, :] * v_d
+        # (BLOCK_N, BLOCK_D)
         value = tl.load(place, mask=held[:, None] & (channel < DIM)[None, :], other=0.0).to(tl.float32)
         score = (score + epsilon) * tl.sqrt(tl.sum(value * value, 1))
-    weight = tl.load(mass + sample * m_b + head * m_h + (first + member) * m_n, mask=held, other=0.0)
+    weight = tl.load(mass + sample * m_b + head * m_h + (first + member) * m_n, mask=held, other=0.0)  # (BLOCK_N,)
     tl.store(out + which.to(tl.int64) * rows + first + member, tl.where(weight > 0, score, 0.0), mask=held)
 
 

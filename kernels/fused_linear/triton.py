@@ -18,7 +18,7 @@ def _inverse(x, columns, epsilon, K: tl.constexpr):
     total = tl.zeros([K], tl.float32)
     for first in range(0, columns, K):
         at = first + tl.arange(0, K)
-        part = tl.load(x + at, mask=at < columns, other=0.0).to(tl.float32)
+        part = tl.load(x + at, mask=at < columns, other=0.0).to(tl.float32)  # (K,)
         total += part * part
     return 1.0 / tl.sqrt(tl.sum(total, 0) / columns + epsilon)
 
@@ -26,9 +26,9 @@ def _inverse(x, columns, epsilon, K: tl.constexpr):
 @triton.jit
 def _some(x, inverse, scale, at, here, NORM: tl.constexpr):
     """Return a part of the normed row in float32, after rounding to the weight's dtype and to x's dtype."""
-    part = tl.load(x + at, mask=here, other=0.0)
+    part = tl.load(x + at, mask=here, other=0.0)  # (K,)
     if NORM:
-        weight = tl.load(scale + at, mask=here, other=0.0)
+        weight = tl.load(scale + at, mask=here, other=0.0)  # (K,)
         normed = (part.to(tl.float32) * inverse).to(weight.dtype)
         part = (normed.to(tl.float32) * weight.to(tl.float32)).to(part.dtype)
     return part.to(tl.float32)
@@ -81,14 +81,14 @@ def _project(
         here = at < columns
         part = _some(x, inverse, scale, at, here, NORM)
         where = there[:, None] & here[None]
-        w = tl.load(weight + row[:, None].to(tl.int64) * columns + at[None], mask=where, other=0.0)
+        w = tl.load(weight + row[:, None].to(tl.int64) * columns + at[None], mask=where, other=0.0)  # (N, K)
         total += w.to(tl.float32) * part[None]
     sums = tl.sum(total, 1)
     if BIAS:
-        sums += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
+        sums += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)  # (N,)
     if RESIDUAL:
         sums = sums.to(out.dtype.element_ty).to(tl.float32)
-        sums += tl.load(residual + row, mask=there, other=0.0).to(tl.float32)
+        sums += tl.load(residual + row, mask=there, other=0.0).to(tl.float32)  # (N,)
     tl.store(out + before + row, sums, mask=there)
 
 
@@ -130,8 +130,8 @@ def _gated(
         here = at < columns
         part = _some(x, inverse, scale, at, here, True)
         where, offset = there[:, None] & here[None], row[:, None].to(tl.int64) * columns + at[None]
-        one += tl.load(gate + offset, mask=where, other=0.0).to(tl.float32) * part[None]
-        two += tl.load(up + offset, mask=where, other=0.0).to(tl.float32) * part[None]
+        one += tl.load(gate + offset, mask=where, other=0.0).to(tl.float32) * part[None]  # (N, K)
+        two += tl.load(up + offset, mask=where, other=0.0).to(tl.float32) * part[None]  # (N, K)
     tl.store(out + row, _activate(tl.sum(one, 1), tl.sum(two, 1), out.dtype.element_ty, GELU), mask=there)
 
 
@@ -139,8 +139,8 @@ def _gated(
 def _product(gate, up, out, count, GELU: tl.constexpr, N: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     here = at < count
-    one = tl.load(gate + at, mask=here, other=0.0).to(tl.float32)
-    two = tl.load(up + at, mask=here, other=0.0).to(tl.float32)
+    one = tl.load(gate + at, mask=here, other=0.0).to(tl.float32)  # (N,)
+    two = tl.load(up + at, mask=here, other=0.0).to(tl.float32)  # (N,)
     tl.store(out + at, _activate(one, two, out.dtype.element_ty, GELU), mask=here)
 
 
@@ -153,7 +153,7 @@ def _normed(x, scale, residual, out, columns, epsilon, RESIDUAL: tl.constexpr, K
         here = at < columns
         normed = _some(x + row, inverse, scale, at, here, True)
         if RESIDUAL:
-            normed += tl.load(residual + row + at, mask=here, other=0.0).to(tl.float32)
+            normed += tl.load(residual + row + at, mask=here, other=0.0).to(tl.float32)  # (K,)
         tl.store(out + row + at, normed, mask=here)
 
 

@@ -62,7 +62,7 @@ def _append_joined(
             turned = rotate_head(source, key_norm, cos, sin, at, column, turning, dim, epsilon, out, NORM)
             tl.store(tail_keys + tl.load(line + TAIL_KEYS) + row + column, turned, mask=there)
         else:
-            value = tl.load(values + b * s_v + h * dim + column, mask=there)
+            value = tl.load(values + b * s_v + h * dim + column, mask=there)  # (D,)
             tl.store(tail_values + tl.load(line + TAIL_VALUES) + row + column, value, mask=there)
 
 
@@ -99,7 +99,7 @@ def _attend_joined(
     index = tl.program_id(1) * M + tl.arange(0, M)
     asking = index < group
     where = asking[:, None] & (columns < dim)[None]
-    q = tl.load(queries + (head * group + index)[:, None] * dim + columns[None], mask=where, other=0.0)
+    q = tl.load(queries + (head * group + index)[:, None] * dim + columns[None], mask=where, other=0.0)  # (M, D)
     if CAST:
         q = q.to(tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
@@ -183,10 +183,10 @@ def _combine_joined(part_acc, part_max, part_norm, table, outputs, group, dim, S
         program = begin + tl.arange(0, S)
         here = program < count
         part = (before + program) * group + place % group
-        m = tl.load(part_max + part, mask=here, other=float("-inf"))
-        norm = tl.load(part_norm + part, mask=here, other=0.0)
+        m = tl.load(part_max + part, mask=here, other=float("-inf"))  # (S,)
+        norm = tl.load(part_norm + part, mask=here, other=0.0)  # (S,)
         where = here[:, None] & (columns < dim)[None]
-        some = tl.load(part_acc + part[:, None] * dim + columns[None], mask=where, other=0.0)
+        some = tl.load(part_acc + part[:, None] * dim + columns[None], mask=where, other=0.0)  # (S, D)
         new = tl.maximum(most, tl.max(m, 0))  # finite, because a head's first program has rows
         weight, shrink = tl.exp2(m - new), tl.exp2(most - new)
         total = total * shrink + tl.sum(weight * norm, 0)

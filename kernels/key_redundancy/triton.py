@@ -53,10 +53,10 @@ def repeats_kernel(
     inverse += tl.program_id(1).to(tl.int64) * rows
     repeated += tl.program_id(1).to(tl.int64) * rows
     inside = (channel < DIM)[None, :]
-    share = tl.load(inverse + row, mask=row < rows, other=0.0)
+    share = tl.load(inverse + row, mask=row < rows, other=0.0)  # (BLOCK_N,)
     searches = share > 0
     place = keys + row.to(tl.int64)[:, None] * k_n + channel[None, :] * k_d
-    key = tl.load(place, mask=searches[:, None] & inside, other=0.0)
+    key = tl.load(place, mask=searches[:, None] & inside, other=0.0)  # (BLOCK_N, BLOCK_D)
     if CAST:
         key = key.to(tl.float32)
     least = similar / tl.where(searches, share, 1.0)  # what k_i·k_j/‖k_j‖ must exceed
@@ -68,21 +68,23 @@ def repeats_kernel(
         for start in range(begin, end, BLOCK_M):
             other = start + tl.arange(0, BLOCK_M)
             at = keys + other.to(tl.int64)[:, None] * k_n + channel[None, :] * k_d
-            others = tl.load(at, mask=(other < rows)[:, None] & inside, other=0.0)
+            others = tl.load(at, mask=(other < rows)[:, None] & inside, other=0.0)  # (BLOCK_M, BLOCK_D)
             if CAST:
                 others = others.to(tl.float32)
-            product = tl.dot(others, tl.trans(key), input_precision="ieee")
-            product *= tl.load(inverse + other, mask=other < rows, other=0.0)[:, None]
+            product = tl.dot(others, tl.trans(key), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            product *= tl.load(inverse + other, mask=other < rows, other=0.0)[:, None]  # (BLOCK_M,)
             hit = (product > least[None, :]) & (other[:, None] != row[None, :])
             latest = tl.where(hit, other[:, None], latest)
         newest = tl.where(newest < 0, tl.max(latest, 0), newest)
         end = begin
     repeats = (newest >= 0) & (newest < rows)
     there = repeats[:, None] & inside
+    # (BLOCK_N, BLOCK_D)
     key = tl.load(place, mask=there, other=0.0)  # again, so that the loop need not hold it in registers
+    # (BLOCK_N, BLOCK_D)
     twin = tl.load(keys + newest.to(tl.int64)[:, None] * k_n + channel[None, :] * k_d, mask=there, other=0.0)
     cosine = tl.sum(key.to(tl.float32) * twin.to(tl.float32), 1)
-    cosine = tl.where(repeats, cosine * share * tl.load(inverse + newest, mask=repeats, other=0.0), 0.0)
+    cosine = tl.where(repeats, cosine * share * tl.load(inverse + newest, mask=repeats, other=0.0), 0.0)  # (BLOCK_N,)
     tl.atomic_add(repeated + newest, (cosine * ONE).to(tl.int64), mask=repeats, sem="relaxed")
 
 

@@ -47,9 +47,10 @@ def sums_kernel(
     total, counted = tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, end, BLOCK_N):
         row = start + member
-        weight = tl.load(mass + row * m_n, mask=row < end, other=0.0).to(tl.float32)
+        weight = tl.load(mass + row * m_n, mask=row < end, other=0.0).to(tl.float32)  # (BLOCK_N,)
         there = (weight > 0)[:, None] & (channel < DIM)[None, :]
         place = keys + row[:, None] * k_n + channel[None, :] * k_d
+        # (BLOCK_N, BLOCK_D)
         key = tl.load(place, mask=(row < end)[:, None] & (channel < DIM)[None, :], other=0.0).to(tl.float32)
         key = tl.where(there, key, 0.0)
         counted += weight
@@ -88,11 +89,11 @@ def compare_kernel(
     held, inside = first + member < rows, channel < DIM
     keys += sample * k_b + head * k_h + first.to(tl.int64) * k_n
     place = keys + member[:, None] * k_n + channel[None, :] * k_d
-    key = tl.load(place, mask=held[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    key = tl.load(place, mask=held[:, None] & inside[None, :], other=0.0).to(tl.float32)  # (BLOCK_N, BLOCK_D)
     if METRIC == "norm":
         value = tl.sqrt(tl.sum(key * key, 1))
     else:
-        to = tl.load(anchor + sample * a_b + head * a_h + channel * a_d, mask=inside, other=0.0)
+        to = tl.load(anchor + sample * a_b + head * a_h + channel * a_d, mask=inside, other=0.0)  # (BLOCK_D,)
         if METRIC == "euclidean":
             apart = to[None, :] - key
             value = -tl.sqrt(tl.sum(apart * apart, 1))

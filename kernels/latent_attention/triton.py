@@ -106,12 +106,13 @@ def _append(
         total = tl.zeros([BLOCK], tl.float32)
         for first in range(0, width, W):
             part = first + tl.arange(0, W)
-            x = tl.load(source + part, mask=part < width, other=0.0).to(tl.float32)
+            x = tl.load(source + part, mask=part < width, other=0.0).to(tl.float32)  # (W,)
             if KEY_BIAS or VALUE_BIAS:
                 has = (is_value & VALUE_BIAS) | ((is_value == 0) & KEY_BIAS)
-                x -= tl.load(bias + part, mask=has & (part < width), other=0.0).to(tl.float32)
+                x -= tl.load(bias + part, mask=has & (part < width), other=0.0).to(tl.float32)  # (W,)
                 x = x.to(keys.dtype.element_ty).to(tl.float32)
             where = (latent < rank)[:, None] & (part < width)[None]
+            # (BLOCK, W)
             matrix = tl.load(down + latent[:, None] * width + part[None], mask=where, other=0.0).to(tl.float32)
             total += tl.sum(matrix * x[None], 1)
         line = group * tl.num_programs(0) + b
@@ -153,8 +154,9 @@ def _round(
     eight, within = tl.arange(0, R // EIGHT), tl.arange(0, EIGHT)
     latent = eight[:, None] * EIGHT + within[None]
     known = latent < rank
+    # (R // EIGHT, EIGHT)
     x = tl.load(keys + line * RK + latent, mask=known & (is_value == 0), other=0.0).to(tl.float32)
-    x += tl.load(values + line * RV + latent, mask=known & is_value, other=0.0).to(tl.float32)
+    x += tl.load(values + line * RV + latent, mask=known & is_value, other=0.0).to(tl.float32)  # (R // EIGHT, EIGHT)
     clip = tl.where(is_value, value_clip, key_clip)
     low = clip * tl.min(tl.min(tl.where(known, x, float("inf")), 1), 0)
     high = clip * tl.max(tl.max(tl.where(known, x, float("-inf")), 1), 0)
@@ -236,7 +238,7 @@ def _load_latents(
     else:
         latent = first + tl.arange(0, R)
         where = here[:, None] & (latent < rank)[None]
-        return tl.load(source + (line * pitch)[:, None] + latent[None], mask=where, other=0.0)
+        return tl.load(source + (line * pitch)[:, None] + latent[None], mask=where, other=0.0)  # (N, R)
 
 
 @triton.jit
@@ -250,9 +252,10 @@ def _load_codes(
         at = source + (line * pitch)[:, None] + (eight * BITS)[None]
         word = tl.zeros([N, R // EIGHT], tl.uint32)
         for byte in tl.static_range(BITS):
-            word |= tl.load(at + byte, mask=where, other=0).to(tl.uint32) << (EIGHT * byte)
+            word |= tl.load(at + byte, mask=where, other=0).to(tl.uint32) << (EIGHT * byte)  # (N, R // EIGHT)
     else:
         words = source.to(tl.pointer_type(tl.uint32 if BITS == 4 else tl.uint16))
+        # (N, R // EIGHT)
         word = tl.load(words + (line * (pitch // BITS))[:, None] + eight[None], mask=where, other=0).to(tl.uint32)
     ones: tl.constexpr = 0x01010101 >> (EIGHT * (4 - BITS))
     gather: tl.constexpr = _list_factors(BITS, EIGHT)  # brings the bits of a code, one in each byte, together
@@ -281,7 +284,7 @@ def _load_columns(
     one, two = _find_pair(pair, turning, dim)
     channel = head * dim + tl.where(column % 2 == 0, one, two)
     where = (latent < rank)[:, None] & ((pair < dim // 2) & (head < heads))[None]
-    u = tl.load(up + channel[None] * rank + latent[:, None], mask=where, other=0.0)
+    u = tl.load(up + channel[None] * rank + latent[:, None], mask=where, other=0.0)  # (R, HEADS * DP)
     return u.to(tl.float32) if CAST else u
 
 
@@ -304,14 +307,14 @@ def _multiply(
 ):
     """Add the product of some latents of rows (`_load_latents`) with their columns u to k."""
     h = _load_latents(source, like, line, pitch, here, rank, first, N, R, BITS, EIGHT)
-    return tl.dot(h.to(tl.float32) if CAST else h, u, k, input_precision="ieee")
+    return tl.dot(h.to(tl.float32) if CAST else h, u, k, input_precision="ieee")  # (N, HEADS * DP)
 
 
 @triton.jit
 def _restore(k, total, steps, zeros, line, here):
     """Return what rows are whose codes' products with U are k (N, W), if `total` (W,) are the sums of U's columns."""
-    unit = tl.load(steps + line, mask=here, other=0.0).to(tl.float32)
-    zero = tl.load(zeros + line, mask=here, other=0).to(tl.float32)
+    unit = tl.load(steps + line, mask=here, other=0.0).to(tl.float32)  # (N,)
+    zero = tl.load(zeros + line, mask=here, other=0).to(tl.float32)  # (N,)
     return (k - zero[:, None] * total[None]) * unit[:, None]
 
 
@@ -357,15 +360,18 @@ def _turn_and_ask(
     if BIAS:
         head = first_head + tl.arange(0, HEADS)
         where = (head < heads)[:, None] & (pair < dim // 2)[None] & (part == 0)  # the bias counts once
+        # (HEADS, DP // 2)
         x += tl.load(bias + head[:, None] * dim + low[None], mask=where, other=0.0).to(tl.float32)[None]
+        # (HEADS, DP // 2)
         y += tl.load(bias + head[:, None] * dim + high[None], mask=where, other=0.0).to(tl.float32)[None]
     if NORM:
         inverse = (1.0 / tl.sqrt(tl.sum(x * x + y * y, 2) / dim + epsilon))[:, :, None]
-        x *= inverse * tl.load(key_norm + low, mask=pair < dim // 2, other=0.0).to(tl.float32)[None, None]
+        x *= inverse * tl.load(key_norm + low, mask=pair < dim // 2, other=0.0).to(tl.float32)[None, None]  # (DP // 2,)
+        # (DP // 2,)
         y *= inverse * tl.load(key_norm + high, mask=pair < dim // 2, other=0.0).to(tl.float32)[None, None]
     c, s = _split_pairs(word[:, None], like)
     k = tl.reshape(tl.join(x * c - y * s, y * c + x * s), [N, HEADS * DP])
-    return tl.dot(k.to(q.dtype), q, input_precision="ieee")
+    return tl.dot(k.to(q.dtype), q, input_precision="ieee")  # (N, M)
 
 
 @triton.jit
@@ -403,7 +409,7 @@ def _store_logits(
     here = line < left
     if MARKS:
         marked = (here & (is_new == 0))[:, None] & asking[None]
-        holds = tl.load(mark + line[:, None] * heads + (query // each)[None], mask=marked, other=1)
+        holds = tl.load(mark + line[:, None] * heads + (query // each)[None], mask=marked, other=1)  # (N, M)
         logits = tl.where(holds != 0, logits, float("-inf"))
     logits = tl.where(here[:, None], logits, float("-inf"))
     tl.store(into + line[:, None] * row_pitch + query[None] * query_pitch, logits, mask=asking[None])
@@ -484,7 +490,7 @@ def _weigh(
         queries + ((place * heads + first_head) * each + query)[None] * dim + channel[:, None],
         mask=mine & asking[None] & there[:, None],
         other=0.0,
-    )
+    )  # (HEADS * DP, M)
     if CAST:
         q = q.to(tl.float32)
     bias = _point(addresses, 6 * groups + group, queries)
@@ -514,10 +520,10 @@ def _weigh(
         here = line < left
         at = first + line  # the positions
         if PLACES:
-            at = tl.load(positions + first_place + at, mask=here & (is_new == 0), other=0)
+            at = tl.load(positions + first_place + at, mask=here & (is_new == 0), other=0)  # (N,)
         at = tl.where(is_new, seen + first + line, at)
         turns = here[:, None] & ((pair < turning // 2)[None] if STILL else True)
-        word = tl.load(angles + at[:, None] * (turning // 2) + pair[None], mask=turns, other=0)
+        word = tl.load(angles + at[:, None] * (turning // 2) + pair[None], mask=turns, other=0)  # (N, DP // 2)
         if STILL:
             word = tl.where(pair[None] < turning // 2, word, STILL)
         pitch = tl.multiple_of(tl.where(is_new, RK, size), [UNIT])
@@ -704,9 +710,9 @@ def _sum(
         logits_at = logits + (tl.where(is_new, held_tiles * N, 0) + first).to(tl.int64) * row_pitch
         where = asking[:, None] & here[None]
         logits_at += line[None] * row_pitch + query[:, None] * query_pitch
-        tile_logits = tl.load(logits_at, mask=where, other=float("-inf"))
+        tile_logits = tl.load(logits_at, mask=where, other=float("-inf"))  # (M, N)
         for part in tl.static_range(1, PARTS):
-            tile_logits += tl.load(logits_at + part * tl.num_programs(0) * place_size, mask=where, other=0.0)
+            tile_logits += tl.load(logits_at + part * tl.num_programs(0) * place_size, mask=where, other=0.0)  # (M, N)
         m, norm, acc = add_tile(tile_logits, h.to(tl.float32) if CAST else h, m, norm, acc)
     part = ((place * splits + split) * queries + query).to(tl.int64)
     tl.store(part_acc + part[:, None] * R + latent[None], acc, mask=asking[:, None])
@@ -743,26 +749,27 @@ def _join(
     for first in range(0, splits, JOINED):
         split = first + tl.arange(0, JOINED)
         part = (place * splits + split) * queries + query
+        # (JOINED,)
         top = tl.maximum(top, tl.max(tl.load(part_max + part, mask=split < splits, other=float("-inf")), 0))
     total = 0.0
     acc = tl.zeros([R], tl.float32)
     for first in range(0, splits, JOINED):
         split = first + tl.arange(0, JOINED)
         part = (place * splits + split) * queries + query
-        weight = tl.exp2(tl.load(part_max + part, mask=split < splits, other=float("-inf")) - top)
-        total += tl.sum(weight * tl.load(part_norm + part, mask=split < splits, other=0.0), 0)
+        weight = tl.exp2(tl.load(part_max + part, mask=split < splits, other=float("-inf")) - top)  # (JOINED,)
+        total += tl.sum(weight * tl.load(part_norm + part, mask=split < splits, other=0.0), 0)  # (JOINED,)
         some = tl.load(
             part_acc + part[:, None].to(tl.int64) * R + latent[None], mask=(split < splits)[:, None], other=0.0
-        )
+        )  # (JOINED, R)
         acc += tl.sum(some * weight[:, None], 0)
     row = query // each * dim + channel
     up = _point(addresses, 3 * groups + group, outputs)
     where = (channel < dim)[:, None] & (latent < rank)[None]
-    matrix = tl.load(up + row[:, None] * rank + latent[None], mask=where, other=0.0).to(tl.float32)
+    matrix = tl.load(up + row[:, None] * rank + latent[None], mask=where, other=0.0).to(tl.float32)  # (BLOCK, R)
     output = tl.sum(matrix * (acc / total)[None], 1)
     if BIAS:
         bias = _point(addresses, 7 * groups + group, outputs)
-        output += tl.load(bias + row, mask=channel < dim, other=0.0).to(tl.float32)
+        output += tl.load(bias + row, mask=channel < dim, other=0.0).to(tl.float32)  # (BLOCK,)
     tl.store(outputs + head.to(tl.int64) * dim + channel, output, mask=channel < dim)
 
 

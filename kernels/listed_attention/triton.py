@@ -61,7 +61,7 @@ def _listed(
     asking = member < queries_each
     where = asking[:, None] & (columns < dim)[None]
     at = queries + b * sq_b + (first_head + member)[:, None].to(tl.int64) * sq_h + columns[None]
-    q = tl.load(at, mask=where, other=0.0)
+    q = tl.load(at, mask=where, other=0.0)  # (M, D)
     if CAST:
         q = q.to(tl.float32)
     newest = tl.load(last).to(tl.int32)
@@ -80,7 +80,7 @@ def _listed(
     seen = tl.zeros([N], tl.int32)
     for begin in range(split * share, high, N):
         item = begin + tl.arange(0, N)
-        block = tl.load(blocks + item // SIZE, mask=item < tl.minimum(total, high), other=0).to(tl.int32)
+        block = tl.load(blocks + item // SIZE, mask=item < tl.minimum(total, high), other=0).to(tl.int32)  # (N,)
         row = block * SIZE + item % SIZE
         if TAIL:
             row = tl.where(item < total, row, after + item - total)
@@ -88,11 +88,11 @@ def _listed(
         if COUNT:
             seen += here.to(tl.int32)
         there = here[:, None] & (columns < dim)[None]
-        k = tl.load(keys + row[:, None].to(tl.int64) * sk_n + columns[None], mask=there, other=0.0)
-        v = tl.load(values + row[:, None].to(tl.int64) * sv_n + columns[None], mask=there, other=0.0)
+        k = tl.load(keys + row[:, None].to(tl.int64) * sk_n + columns[None], mask=there, other=0.0)  # (N, D)
+        v = tl.load(values + row[:, None].to(tl.int64) * sv_n + columns[None], mask=there, other=0.0)  # (N, D)
         if CAST:
             k, v = k.to(tl.float32), v.to(tl.float32)
-        logits = tl.dot(q, k.T, input_precision="ieee") * scale
+        logits = tl.dot(q, k.T, input_precision="ieee") * scale  # (M, N)
         logits = tl.where(here[None], logits, float("-inf"))
         m, norm, acc = add_tile(logits, v, m, norm, acc)
     if COUNT:

@@ -42,10 +42,10 @@ def over_rows(
     for start in range(begin, end, BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
         place = keys + row.to(tl.int64)[:, None] * stride_n + channel[None, :] * stride_d
-        key = tl.load(place, mask=(row < rows)[:, None] & (channel < DIM)[None, :], other=0.0)
+        key = tl.load(place, mask=(row < rows)[:, None] & (channel < DIM)[None, :], other=0.0)  # (BLOCK_N, BLOCK_D)
         if CAST:
             key = key.to(tl.float32)
-        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # (BLOCK_T, BLOCK_N)
         if DIAGONAL:
             logits = tl.where(row[None, :] <= last[:, None], logits, float("-inf"))
         new = tl.maximum(top, tl.max(logits, 1))
@@ -83,7 +83,7 @@ def lse_kernel(
     sample, head = (tl.program_id(1) // query_heads).to(tl.int64), (tl.program_id(1) % query_heads).to(tl.int64)
     token, channel = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     place = queries + sample * q_b + head * q_h + token.to(tl.int64)[:, None] * q_t + channel[None, :] * q_d
-    query = tl.load(place, mask=(token < tokens)[:, None] & (channel < DIM)[None, :], other=0.0)
+    query = tl.load(place, mask=(token < tokens)[:, None] & (channel < DIM)[None, :], other=0.0)  # (BLOCK_T, BLOCK_D)
     if CAST:
         query = query.to(tl.float32)
     head_keys = keys + sample * k_b + head // group * k_h

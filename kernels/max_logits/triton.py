@@ -38,13 +38,13 @@ def _largest(
     asking = (member < group)[:, None] & (column < dim)[None]
     for head in range(heads):
         at = queries + b * q_b + (head * group + member)[:, None].to(tl.int64) * q_h + column[None] * q_d
-        query = tl.load(at, mask=asking, other=0.0)
+        query = tl.load(at, mask=asking, other=0.0)  # (M, D)
         at = row[:, None].to(tl.int64) * k_n + column[None] * k_d
-        key = tl.load(keys + at, mask=here, other=0.0)
+        key = tl.load(keys + at, mask=here, other=0.0)  # (N, D)
         keys += k_h
         if CAST:
             query, key = query.to(tl.float32), key.to(tl.float32)
-        logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale  # (M, N)
         logits = tl.where((member < group)[:, None], logits, float("-inf"))
         best = tl.maximum(best, tl.max(logits, 0))
     tl.store(out + b * rows + row, best, mask=row < rows)

@@ -96,7 +96,7 @@ def _append(
             head_row = rotate_head(source, key_norm, cos, sin, since, column, turning, DIM, epsilon, out, NORM)
             tl.store(ring_keys + (head * RING + slot) * DIM + column, head_row, mask=there)
         elif kind == 1:
-            head_row = tl.load(values + b.to(tl.int64) * s_v + h * DIM + column, mask=there)
+            head_row = tl.load(values + b.to(tl.int64) * s_v + h * DIM + column, mask=there)  # (D,)
             tl.store(ring_values + (head * RING + slot) * DIM + column, head_row, mask=there)
         elif kind == 2:
             if (since > 0) & (now > RESIDUAL):
@@ -106,6 +106,7 @@ def _append(
                 in_group = (element < GROUP)[None]
                 at = group[:, None, None] * GROUP + element[None]
                 here = real[:, None, None] & in_group
+                # (GROUPS, BYTES, PER)
                 numbers = tl.load(ring_values + (head * RING + row % RING) * DIM + at, mask=here, other=0.0)
                 scale, zero, codes = round_tile(numbers.to(tl.float32), in_group, part, BITS)
                 line = head * value_room + row - tl.maximum(held - RESIDUAL, 0)
@@ -119,7 +120,7 @@ def _append(
                 in_group = (element < GROUP)[None]
                 at = ((first + element) % RING * DIM)[None] + column[:, None, None]
                 here = there[:, None, None] & in_group
-                numbers = tl.load(ring_keys + head * RING * DIM + at, mask=here, other=0.0)
+                numbers = tl.load(ring_keys + head * RING * DIM + at, mask=here, other=0.0)  # (D, BYTES, PER)
                 scale, zero, codes = round_tile(numbers.to(tl.float32), in_group, part, BITS)
                 line = (head * key_room + (first - (held - held % RESIDUAL)) // GROUP) * DIM + column
                 into = key_codes + line[:, None] * SIZE + byte[None]
@@ -160,11 +161,11 @@ def _values(
     PER: tl.constexpr = HALVES * PART
     word = tl.arange(0, WORDS)
     where = here[:, None] & (word < DIM // PER)[None]
-    words = tl.load(codes + (row * (DIM // PER))[:, None] + word[None], mask=where, other=0).to(tl.int32)
+    words = tl.load(codes + (row * (DIM // PER))[:, None] + word[None], mask=where, other=0).to(tl.int32)  # (N, WORDS)
     at = (row * (DIM // GROUP))[:, None] + (word * PER // GROUP)[None]
-    steps, least = tl.load(scale + at, mask=where, other=0.0), tl.load(zero + at, mask=where, other=0.0)
-    halves = words[:, None, :] >> tl.load(shifts + tl.arange(0, HALVES) * PART)[None, :, None]
-    shift = tl.load(shifts + tl.arange(0, PART))[None, None, :, None]
+    steps, least = tl.load(scale + at, mask=where, other=0.0), tl.load(zero + at, mask=where, other=0.0)  # (N, WORDS)
+    halves = words[:, None, :] >> tl.load(shifts + tl.arange(0, HALVES) * PART)[None, :, None]  # (HALVES,)
+    shift = tl.load(shifts + tl.arange(0, PART))[None, None, :, None]  # (PART,)
     values = _expand(halves[:, :, None, :], steps[:, None, None, :], least[:, None, None, :], shift, like, BITS)
     return tl.reshape(values, [row.shape[0], PER * WORDS])
 
@@ -181,7 +182,7 @@ def _ring_values(row, here, head, ring, RING: tl.constexpr, DIM: tl.constexpr, P
     """Return raw values of the rows (N,), with the channels in the order of `_channels`."""
     channel, known = _channels(DIM, PER, WORDS)
     at = ((head * RING + row % RING) * DIM)[:, None] + channel[None]
-    return tl.load(ring + at, mask=here[:, None] & known[None], other=0.0)
+    return tl.load(ring + at, mask=here[:, None] & known[None], other=0.0)  # (N, PER * WORDS)
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def _update(q, m, norm, acc, k, v, here, weight, scale, MASS: tl.constexpr, CAST
     """Process keys (D, N) and values (N, …) of N rows, of which those `here` exist, with an online softmax."""
     if CAST:
         k, v = k.to(tl.float32), v.to(tl.float32)
-    logits = tl.dot(q, k, input_precision="ieee") * scale
+    logits = tl.dot(q, k, input_precision="ieee") * scale  # (M, N)
     if MASS:
         logits += tl.log2(weight)[None]
     logits = tl.where(here[None], logits, float("-inf"))
@@ -245,12 +246,13 @@ def _tile(
     unit = first // PER + word
     where = (column < DIM)[:, None] & (unit * PER < high)[None]
     at = (group * DIM)[None] + column[:, None]
-    words = tl.load(key_codes + at * IN + within[None], mask=where, other=0).to(tl.int32)
+    words = tl.load(key_codes + at * IN + within[None], mask=where, other=0).to(tl.int32)  # (D, UNITS)
+    # (D, UNITS)
     steps, least = tl.load(key_scale + at, mask=where, other=0.0), tl.load(key_zero + at, mask=where, other=0.0)
     some = tl.arange(0, CODES)
-    shift = tl.load(shifts + some)[None, :, None]
+    shift = tl.load(shifts + some)[None, :, None]  # (CODES,)
     for turn in range(PER // CODES):
-        begun = words >> tl.load(shifts + turn * CODES + tl.zeros([1, 1], tl.int32))
+        begun = words >> tl.load(shifts + turn * CODES + tl.zeros([1, 1], tl.int32))  # (1, 1)
         k = _expand(begun[:, None, :], steps[:, None, :], least[:, None, :], shift, like, BITS)
         k = tl.reshape(k, [D, CODES * UNITS])
         row = tl.reshape((unit * PER)[None] + (turn * CODES + some)[:, None], [CODES * UNITS])
@@ -263,7 +265,7 @@ def _tile(
             )
         weight = norm
         if MASS:
-            weight = tl.load(mass + row, mask=here & (row < held), other=1).to(tl.float32)
+            weight = tl.load(mass + row, mask=here & (row < held), other=1).to(tl.float32)  # (CODES * UNITS,)
         m, norm, acc = _update(q, m, norm, acc, k, v, here, weight, scale, MASS, CAST)
     return m, norm, acc
 
@@ -333,7 +335,7 @@ def _attend(
     index = tl.program_id(2) * M + tl.arange(0, M)
     asking = index < group
     where = asking[:, None] & (column < DIM)[None]
-    q = tl.load(queries + (head * group + index)[:, None] * DIM + column[None], mask=where, other=0.0)
+    q = tl.load(queries + (head * group + index)[:, None] * DIM + column[None], mask=where, other=0.0)  # (M, D)
     if CAST:
         q = q.to(tl.float32)
     PER: tl.constexpr = HALVES * PART
@@ -448,11 +450,12 @@ def _attend(
             row = first + tl.arange(0, ROWS)
             here = row <= now
             there = (column < DIM)[:, None] & here[None]
+            # (D, ROWS)
             k = tl.load(ring_keys + ((head * RING + row % RING) * DIM)[None] + column[:, None], mask=there, other=0.0)
             v = _ring_values(row, here, head, ring_values, RING, DIM, PER, WORDS)
             weight = norm
             if MASS:
-                weight = tl.load(mass + row, mask=row < held, other=1).to(tl.float32)
+                weight = tl.load(mass + row, mask=row < held, other=1).to(tl.float32)  # (ROWS,)
             m, norm, acc = _update(q, m, norm, acc, k, v, here, weight, scale, MASS, CAST)
     channel, known = _channels(DIM, PER, WORDS)
     part = (head * splits + split) * group + index

@@ -40,7 +40,7 @@ def _bounds(
         row = number[:, None] * page + in_page[None]
         here = ((row < rows) & (in_page < page)[None])[:, :, None] & (column < dim)[None, None]
         at = row[:, :, None].to(tl.int64) * k_n + column[None, None] * k_d
-        k = tl.load(keys + at, mask=here, other=0.0).to(tl.float32)
+        k = tl.load(keys + at, mask=here, other=0.0).to(tl.float32)  # (PAGES, ROWS, D)
         least = tl.minimum(least, tl.min(tl.where(here, k, float("inf")), 1))
         most = tl.maximum(most, tl.max(tl.where(here, k, float("-inf")), 1))
     out = (line.to(tl.int64) * pages + number)[:, None] * dim + column[None]
@@ -75,7 +75,7 @@ def _newest(keys, low, high, last, heads, pages, page, dim, k_b, k_h, k_n, k_d, 
         row = first + tl.arange(0, ROWS)
         here = (row <= newest)[:, None] & (column < dim)[None]
         at = row[:, None].to(tl.int64) * k_n + column[None] * k_d
-        k = tl.load(keys + at, mask=here, other=0.0).to(tl.float32)
+        k = tl.load(keys + at, mask=here, other=0.0).to(tl.float32)  # (ROWS, D)
         least = tl.minimum(least, tl.min(tl.where(here, k, float("inf")), 0))
         most = tl.maximum(most, tl.max(tl.where(here, k, float("-inf")), 0))
     out = (line.to(tl.int64) * pages + number) * dim + column
@@ -126,15 +126,17 @@ def _upper(
     wide = (column < dim)[None]
     here = (number < pages)[:, None] & wide
     page, asking = number[:, None].to(tl.int64), (member < group)[:, None]
+    # (PAGES, D)
     least = tl.load(low + batch * l_b + head * l_h + page * l_n + column[None] * l_d, mask=here, other=0.0)
+    # (PAGES, D)
     most = tl.load(high + batch * h_b + head * h_h + page * h_n + column[None] * h_d, mask=here, other=0.0)
     at = batch * q_b + (head * group + member)[:, None] * q_h + column[None] * q_d
-    query = tl.load(queries + at, mask=asking & wide, other=0.0)
+    query = tl.load(queries + at, mask=asking & wide, other=0.0)  # (M, D)
     if CAST:
         query, least, most = query.to(tl.float32), least.to(tl.float32), most.to(tl.float32)
     zero = tl.zeros_like(query)
-    bound = tl.dot(tl.where(query > 0, query, zero), tl.trans(most), input_precision="ieee")
-    bound = tl.dot(tl.where(query > 0, zero, query), tl.trans(least), bound, input_precision="ieee")
+    bound = tl.dot(tl.where(query > 0, query, zero), tl.trans(most), input_precision="ieee")  # (M, PAGES)
+    bound = tl.dot(tl.where(query > 0, zero, query), tl.trans(least), bound, input_precision="ieee")  # (M, PAGES)
     if NEWEST:
         last = tl.load(newest)
         bound = tl.where((number <= last)[None], bound, float("-inf"))

@@ -71,7 +71,7 @@ def _assign(
     code, column = tl.arange(0, K), tl.arange(0, E)
     there = (code < count)[:, None] & (column < size)[None]
     place = code[:, None] * size + column[None]
-    centroid = tl.load(centroids + line * count * size + place, mask=there, other=0.0).to(tl.float32)
+    centroid = tl.load(centroids + line * count * size + place, mask=there, other=0.0).to(tl.float32)  # (K, E)
     norm = tl.where(code < count, tl.sum(centroid * centroid, 1), float("inf"))
     total, number = tl.zeros((K, E), tl.float32), tl.zeros((K,), tl.int32)
     members = tl.zeros((N, K if K <= FEW else 1), tl.int32)
@@ -81,16 +81,16 @@ def _assign(
         row = start + tl.arange(0, N)
         here = row < rows
         at = row.to(tl.int64)[:, None] * k_n + column[None] * k_d
-        point = tl.load(keys + at, mask=here[:, None] & (column < size)[None], other=0.0)
+        point = tl.load(keys + at, mask=here[:, None] & (column < size)[None], other=0.0)  # (N, E)
         product = tl.zeros((N, K), tl.float32)
         if PIECES == 0:
-            product = tl.dot(point.to(tl.float32), tl.trans(centroid), product, input_precision="ieee")
+            product = tl.dot(point.to(tl.float32), tl.trans(centroid), product, input_precision="ieee")  # (N, K)
         else:
             exact = point.to(high.dtype)
             if PIECES == 3:
-                product = tl.dot(exact, tl.trans(low), product, input_precision="ieee")
-                product = tl.dot(exact, tl.trans(middle), product, input_precision="ieee")
-            product = tl.dot(exact, tl.trans(high), product, input_precision="ieee")
+                product = tl.dot(exact, tl.trans(low), product, input_precision="ieee")  # (N, K)
+                product = tl.dot(exact, tl.trans(middle), product, input_precision="ieee")  # (N, K)
+            product = tl.dot(exact, tl.trans(high), product, input_precision="ieee")  # (N, K)
         nearness = 2 * product - norm[None]
         largest = tl.max(nearness, 1)
         nearest = tl.min(tl.where(nearness == largest[:, None], code[None], count - 1), 1)
@@ -99,9 +99,9 @@ def _assign(
             tl.store(distances + line * rows + row, tl.sum(wide * wide, 1) - largest, mask=here)
             member = (nearest[:, None] == code[None]) & here[:, None]
             if PIECES == 0 or CAST:
-                total = tl.dot(tl.trans(member.to(tl.float32)), wide, total, input_precision="ieee")
+                total = tl.dot(tl.trans(member.to(tl.float32)), wide, total, input_precision="ieee")  # (K, E)
             else:
-                total = tl.dot(tl.trans(member.to(point.dtype)), point, total)
+                total = tl.dot(tl.trans(member.to(point.dtype)), point, total)  # (K, E)
             if K <= FEW:
                 members += member.to(tl.int32)
             else:
@@ -124,7 +124,7 @@ def _find_farthest(distances, rows, before, place, SEARCH: tl.constexpr):
     most, farthest = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     for start in range(0, rows, SEARCH):
         row = start + tl.arange(0, SEARCH)
-        distance = tl.load(distances + row, mask=row < rows, other=float("-inf"))
+        distance = tl.load(distances + row, mask=row < rows, other=float("-inf"))  # (SEARCH,)
         behind = (distance < before) | ((distance == before) & (row > place))
         distance = tl.where(behind, distance, float("-inf"))
         largest = tl.max(distance, 0)
@@ -168,10 +168,11 @@ def _move(
         base, there = span.to(tl.int64) * lines + line, span < spans
         here = there[:, None] & (code < count)[None]
         at = (base[:, None] * count + code[None])[:, :, None] * size + column[None, None]
+        # (SPANS, SHARE, E)
         total += tl.sum(tl.load(sums + at, mask=here[:, :, None] & (column < size)[None, None], other=0.0), 0)
-        number += tl.sum(tl.load(sizes + base[:, None] * count + code[None], mask=here, other=0), 0)
+        number += tl.sum(tl.load(sizes + base[:, None] * count + code[None], mask=here, other=0), 0)  # (SPANS, SHARE)
         at = base[:, None] * count + all_codes[None]
-        each += tl.sum(tl.load(sizes + at, mask=there[:, None] & (all_codes < count)[None], other=0), 0)
+        each += tl.sum(tl.load(sizes + at, mask=there[:, None] & (all_codes < count)[None], other=0), 0)  # (SPANS, K)
     centroids += line * count * size
     mean = total / tl.maximum(number, 1).to(tl.float32)[:, None]
     kept = ((code < count) & (number > 0))[:, None] & (column < size)[None]
@@ -184,7 +185,7 @@ def _move(
     for index in range(0, tl.sum(empty)):
         distance, row = _find_farthest(distances + line * rows, rows, distance, row, SEARCH)
         mine = tl.sum(tl.where((order == index + 1) & (empty == 1), all_codes, 0))
-        point = tl.load(keys + row.to(tl.int64) * k_n + column * k_d, mask=column < size, other=0.0)
+        point = tl.load(keys + row.to(tl.int64) * k_n + column * k_d, mask=column < size, other=0.0)  # (E,)
         moves = (column < size) & (mine // SHARE == share)
         tl.store(centroids + mine * size + column, point.to(tl.float32), mask=moves)
 

@@ -28,11 +28,12 @@ COUNTED = 21  # bits of a number of rows. Three such numbers are added up as one
 def find_nearest_centroid(key, codebook, count, size, stride, N: tl.constexpr, E: tl.constexpr):
     """Return the centroid of codebook (count, size) nearest to a key (size,), the first of equally near ones."""
     column = tl.arange(0, E)
-    key = tl.load(key + column * stride, mask=column < size, other=0.0).to(tl.float32)
+    key = tl.load(key + column * stride, mask=column < size, other=0.0).to(tl.float32)  # (E,)
     best, best_code = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     for begin in range(0, count, N):
         code = begin + tl.arange(0, N)
         here = (code < count)[:, None] & (column < size)[None]
+        # (N, E)
         centroid = tl.load(codebook + code[:, None] * size + column[None], mask=here, other=0.0).to(tl.float32)
         nearness = tl.where(code < count, tl.sum(centroid * (2 * key[None] - centroid), 1), float("-inf"))
         largest = tl.max(nearness, 0)
@@ -45,8 +46,8 @@ def find_nearest_centroid(key, codebook, count, size, stride, N: tl.constexpr, E
 @triton.jit
 def _load_pairs(codes, row, here, first, c_m, WIDE: tl.constexpr):
     """Return the pairs of rows (N,); 0 for those that are not `here`. `codes` points to those of row `first`."""
-    one = tl.load(codes + (row - first), mask=here, other=0).to(tl.int32)
-    return one * WIDE + tl.load(codes + c_m + (row - first), mask=here, other=0).to(tl.int32)
+    one = tl.load(codes + (row - first), mask=here, other=0).to(tl.int32)  # (N,)
+    return one * WIDE + tl.load(codes + c_m + (row - first), mask=here, other=0).to(tl.int32)  # (N,)
 
 
 @triton.jit
@@ -92,10 +93,10 @@ def _multiply(
 ):
     """Return logits (W, G) in base 2 of the centroids `code` (W,) for queries (M, E). Those from G on are 0."""
     where = (code < count)[:, None] & there
-    centroid = tl.load(codebook + code[:, None] * size + column[None], mask=where, other=0.0)
+    centroid = tl.load(codebook + code[:, None] * size + column[None], mask=where, other=0.0)  # (W, E)
     if CAST:
         query, centroid = query.to(tl.float32), centroid.to(tl.float32)
-    product = tl.dot(centroid, tl.trans(query), input_precision="ieee") * scale
+    product = tl.dot(centroid, tl.trans(query), input_precision="ieee") * scale  # (W, M)
     return tl.sum(tl.reshape(product, [code.shape[0], M // G, G]), 1)
 
 
@@ -165,7 +166,7 @@ def _rank_pairs(
     else:
         tl.store(arrived + line, 0)
         pair, code, member = tl.arange(0, WIDE * WIDE), tl.arange(0, WIDE), tl.arange(0, M)
-        rows = tl.load(counts + line * WIDE * WIDE + pair)
+        rows = tl.load(counts + line * WIDE * WIDE + pair)  # (WIDE * WIDE,)
         stop_row = tl.load(stop).to(tl.int32)
         head_totals = totals + line * WIDE * WIDE
         tl.store(head_totals + pair, rows)
@@ -176,12 +177,12 @@ def _rank_pairs(
             tl.atomic_add(head_totals + _load_pairs(codes, row, here, first, c_m, WIDE), 1, mask=here, sem="relaxed")
         at = queries + b * q_b + (h * group + member)[:, None] * q_h + column[None] * q_d
         asking = (member < group)[:, None] & there
-        one, two = tl.load(at, mask=asking, other=0.0), tl.load(at + size * q_d, mask=asking, other=0.0)
+        one, two = tl.load(at, mask=asking, other=0.0), tl.load(at + size * q_d, mask=asking, other=0.0)  # (M, E)
         logits = _multiply(one, codebook, code, column, there, count, size, scale, G, M, CAST)[:, None]
         more = _multiply(two, codebook + count * size, code, column, there, count, size, scale, G, M, CAST)
         logits = tl.reshape(logits + more[None], [WIDE * WIDE, G])
         tl.debug_barrier()
-        rows = tl.load(head_totals + pair, cache_modifier=".cg")
+        rows = tl.load(head_totals + pair, cache_modifier=".cg")  # (WIDE * WIDE,)
         logits = tl.where((rows > 0)[:, None] & (tl.arange(0, G) < group)[None], logits, float("-inf"))
         most = tl.max(logits, 0)
         most = tl.where(most == float("-inf"), 0.0, most)
@@ -205,7 +206,7 @@ def _load_tile(codes, start, end, first, c_m, WIDE: tl.constexpr, TILE: tl.const
 @triton.jit
 def _load_classes(classes, row, pair, end):
     """Return the classes of rows; 0 from row `end` on."""
-    return tl.load(classes + pair, mask=row < end, other=0).to(tl.int32)
+    return tl.load(classes + pair, mask=row < end, other=0).to(tl.int32)  # (TILE,)
 
 
 @triton.jit
@@ -279,8 +280,8 @@ def _list_pairs(
     if END == 2:
         other = tl.arange(0, MOST)
         earlier = other < split
-        above = tl.sum(tl.load(tallies + 2 * other, mask=earlier, other=0, cache_modifier=".cg"))
-        equal = tl.sum(tl.load(tallies + 2 * other + 1, mask=earlier, other=0, cache_modifier=".cg"))
+        above = tl.sum(tl.load(tallies + 2 * other, mask=earlier, other=0, cache_modifier=".cg"))  # (MOST,)
+        equal = tl.sum(tl.load(tallies + 2 * other + 1, mask=earlier, other=0, cache_modifier=".cg"))  # (MOST,)
         place = head.to(tl.int64) * line + above + tl.minimum(equal, room)
         if ONE:
             _write_rows(rows, row, row_classes, equal, room, place)

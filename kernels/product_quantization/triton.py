@@ -71,13 +71,13 @@ def _products(
     code, column, member = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, E), tl.arange(0, M)
     wide = (column < size)[None]
     at = b * q_b + (h * group + member)[:, None] * q_h + (part * size + column)[None] * q_d
-    query = tl.load(queries + at, mask=(member < group)[:, None] & wide, other=0.0)
+    query = tl.load(queries + at, mask=(member < group)[:, None] & wide, other=0.0)  # (M, E)
     line = (line * parts + part).to(tl.int64) * count
     at = (line + code)[:, None] * size + column[None]
-    centroid = tl.load(codebook + at, mask=(code < count)[:, None] & wide, other=0.0)
+    centroid = tl.load(codebook + at, mask=(code < count)[:, None] & wide, other=0.0)  # (N, E)
     if CAST:
         query, centroid = query.to(tl.float32), centroid.to(tl.float32)
-    product = tl.dot(centroid, tl.trans(query), input_precision="ieee") * scale
+    product = tl.dot(centroid, tl.trans(query), input_precision="ieee") * scale  # (N, M)
     there = (code < count)[:, None] & (member < G)[None]
     tl.store(tables + (line + code)[:, None] * G + member[None], product, mask=there)
 
@@ -91,8 +91,8 @@ def _load_logits(codes, tables, row, first, stop, line, count, group, c_m, PARTS
     here, member = (row >= first) & (row < stop), tl.arange(0, G)
     logits = tl.zeros((row.shape[0], G), tl.float32)
     for part in tl.static_range(PARTS):
-        code = tl.load(codes + part * c_m + (row - first), mask=here, other=0).to(tl.int32)
-        logits += tl.load(tables + ((line * PARTS + part) * count + code)[:, None] * G + member[None])
+        code = tl.load(codes + part * c_m + (row - first), mask=here, other=0).to(tl.int32)  # (N,)
+        logits += tl.load(tables + ((line * PARTS + part) * count + code)[:, None] * G + member[None])  # (N, G)
     return tl.where(here[:, None] & (member < group)[None], logits, float("-inf"))
 
 
@@ -170,7 +170,7 @@ def _scores(
     for begin in range(0, spans, SPANS):
         other = begin + tl.arange(0, SPANS)
         at, there = (line * spans + other).to(tl.int64)[:, None] * G + member[None], (other < spans)[:, None]
-        span_sums = tl.load(sums + at, mask=there, other=float("-inf"))
+        span_sums = tl.load(sums + at, mask=there, other=float("-inf"))  # (SPANS, G)
         new = tl.maximum(most, tl.max(span_sums, 0))
         safe = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp2(most - safe) + tl.sum(tl.exp2(span_sums - safe[None]), 0)

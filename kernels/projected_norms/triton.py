@@ -31,7 +31,7 @@ def _norms(
     row, column = block * N + tl.arange(0, N), tl.arange(0, D)
     start = values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
     where = (row < rows)[:, None] & (column < dim)[None]
-    v = tl.load(start + row[:, None].to(tl.int64) * sv_n + column[None], mask=where, other=0.0)
+    v = tl.load(start + row[:, None].to(tl.int64) * sv_n + column[None], mask=where, other=0.0)  # (N, D)
     if CAST:
         v = v.to(tl.float32)
     total = tl.zeros([N, M], tl.float32)
@@ -39,10 +39,10 @@ def _norms(
         for first in range(0, hidden, M):
             channel = first + tl.arange(0, M)
             place = weight + channel[:, None].to(tl.int64) * sw + query_head * dim + column[None]
-            w = tl.load(place, mask=(channel < hidden)[:, None] & (column < dim)[None], other=0.0)
+            w = tl.load(place, mask=(channel < hidden)[:, None] & (column < dim)[None], other=0.0)  # (M, D)
             if CAST:
                 w = w.to(tl.float32)
-            total += tl.abs(tl.dot(v, w.T, input_precision="ieee"))
+            total += tl.abs(tl.dot(v, w.T, input_precision="ieee"))  # (N, M)
     tl.store(out + head.to(tl.int64) * rows + row, tl.sum(total, 1) / group, mask=row < rows)
 
 

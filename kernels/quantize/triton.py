@@ -64,7 +64,7 @@ def _pack(
     element = byte[:, None] * PER + part[None]
     here = real[:, None, None] & (element < group)[None]
     at = outer * x_a + row[:, None, None].to(tl.int64) * x_b + (number * group + element)[None].to(tl.int64) * x_n
-    values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)  # (ROWS, BYTES, PER)
     in_group = (element < group)[None]
     step, least, packed = round_tile(values, in_group, part, BITS, scale.dtype.element_ty)
     line = outer * middle + row
@@ -97,10 +97,11 @@ def _unpack(
     element = tl.arange(0, GROUP)
     here = real[:, None] & (element < group)[None]
     line = (outer * middle + row) * groups + number
+    # (ROWS, GROUP)
     packed = tl.load(codes + line[:, None] * (group // PER) + (element // PER)[None], mask=here, other=0)
     code = (packed.to(tl.int32) >> (element % PER * BITS)[None]) & (2**BITS - 1)
-    step = tl.load(scale + line, mask=real, other=0.0).to(tl.float32)[:, None]
-    least = tl.load(zero + line, mask=real, other=0.0).to(tl.float32)[:, None]
+    step = tl.load(scale + line, mask=real, other=0.0).to(tl.float32)[:, None]  # (ROWS,)
+    least = tl.load(zero + line, mask=real, other=0.0).to(tl.float32)[:, None]  # (ROWS,)
     at = outer * o_a + row[:, None].to(tl.int64) * o_b + (number * group + element)[None].to(tl.int64) * o_n
     tl.store(out + at, (code.to(tl.float32) * step + least).to(out.dtype.element_ty), mask=here)
 

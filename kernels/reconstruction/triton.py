@@ -75,14 +75,14 @@ def _take(
 ):
     b = tl.program_id(1).to(tl.int64)
     entry, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, W)
-    row = tl.load(listed + b * listed_count + entry, mask=entry < listed_count, other=0).to(tl.int32)
+    row = tl.load(listed + b * listed_count + entry, mask=entry < listed_count, other=0).to(tl.int32)  # (ROWS,)
     stop, _ = _find_stop(step, seen, sinks, compressed, block)
     old = row - sinks
     stored, there = (entry < listed_count) & (old >= 0) & (row < stop), (column < width)[None]
     at = (b * compressed + old)[:, None] * width + column[None]
-    taken = tl.load(codes + at, mask=(stored & (old < compressed))[:, None] & there, other=0)
+    taken = tl.load(codes + at, mask=(stored & (old < compressed))[:, None] & there, other=0)  # (ROWS, W)
     at = (b * room + old - compressed)[:, None] * width + column[None]
-    others = tl.load(more + at, mask=(stored & (old >= compressed))[:, None] & there, other=0)
+    others = tl.load(more + at, mask=(stored & (old >= compressed))[:, None] & there, other=0)  # (ROWS, W)
     taken = tl.where((old < compressed)[:, None], taken, others)
     into = (b * listed_count + entry)[:, None] * width + column[None]
     tl.store(out + into, taken, mask=(entry < listed_count)[:, None] & there)
@@ -92,20 +92,20 @@ def _take(
 def _refer(references, more_references, at, compressed, stored, NEAREST: tl.constexpr):
     """Return the base that the reference at each index `at` is the number of; 0 for rows that are not compressed."""
     known, first = at < compressed * NEAREST, more_references - compressed.to(tl.int64) * NEAREST
-    base = tl.load(references + at, mask=stored & known, other=0).to(tl.int32)
-    return base + tl.load(first + at, mask=stored & (known == 0), other=0).to(tl.int32)
+    base = tl.load(references + at, mask=stored & known, other=0).to(tl.int32)  # (N,)
+    return base + tl.load(first + at, mask=stored & (known == 0), other=0).to(tl.int32)  # (N,)
 
 
 @triton.jit
 def _read(at, here, column, there):
     """Return some columns (D,) of the rows at the pointers `at` (ROWS,) in float32, zeros where `here` is false."""
-    return tl.load(at[:, None] + column[None], mask=here[:, None] & there[None], other=0.0).to(tl.float32)
+    return tl.load(at[:, None] + column[None], mask=here[:, None] & there[None], other=0.0).to(tl.float32)  # (N, C)
 
 
 @triton.jit
 def _normed(x, column, there, inverse, scale, like):
     """Multiply some columns by the inverse of their head's root mean square and by the norm's weight."""
-    weight = tl.load(scale + column, mask=there, other=0.0).to(tl.float32)[None]
+    weight = tl.load(scale + column, mask=there, other=0.0).to(tl.float32)[None]  # (C,)
     return _rounded(_rounded(x * inverse, scale) * weight, like)
 
 
@@ -122,7 +122,7 @@ def _list(listed, entry, listed_count, seen, sinks, compressed, block, step):
     The token's own row is the last entry. Rows that do not exist are 0.
     """
     stop, now = _find_stop(step, seen, sinks, compressed, block)
-    row = tl.load(listed + entry, mask=entry < listed_count, other=0).to(tl.int32)
+    row = tl.load(listed + entry, mask=entry < listed_count, other=0).to(tl.int32)  # (N,)
     row = tl.where(entry == listed_count, now, row)
     exists = ((entry < listed_count) & (row < now)) | (entry == listed_count)
     return tl.where(exists, row, 0), exists, exists & (row >= sinks) & (row < stop)
@@ -192,8 +192,8 @@ def _weigh(
     listed += b * listed_count
     row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
     angle, plain = row[:, None] * turning + first[None], exists & (stored == 0)
-    cosine = tl.load(cos + angle, mask=there[None], other=1.0).to(raw.dtype.element_ty)
-    sine = tl.load(sin + angle, mask=there[None], other=0.0).to(raw.dtype.element_ty)
+    cosine = tl.load(cos + angle, mask=there[None], other=1.0).to(raw.dtype.element_ty)  # (N, H)
+    sine = tl.load(sin + angle, mask=there[None], other=0.0).to(raw.dtype.element_ty)  # (N, H)
     raw_at = tl.where(row < raw_from, own_bases, own_raw) + row.to(tl.int64) * width
     decoded_at = decoded + (b * listed_count + entry) * (width // 2)
     bases_at = tl.tuple([])  # of each reference
@@ -233,17 +233,17 @@ def _weigh(
         c, s = cosine.to(tl.float32), sine.to(tl.float32)
         kx, ky = _turn(x, -y, c, s, raw).to(raw.dtype.element_ty), _turn(y, x, c, s, raw).to(raw.dtype.element_ty)
         query = queries + ((b * heads + head) * group + member) * dim
-        qx = tl.load(query[:, None] + first[None], mask=asking[:, None] & there[None], other=0.0)
-        qy = tl.load(query[:, None] + second[None], mask=asking[:, None] & there[None], other=0.0)
+        qx = tl.load(query[:, None] + first[None], mask=asking[:, None] & there[None], other=0.0)  # (M, H)
+        qy = tl.load(query[:, None] + second[None], mask=asking[:, None] & there[None], other=0.0)  # (M, H)
         if CAST:
             qx, qy, kx, ky = qx.to(tl.float32), qy.to(tl.float32), kx.to(tl.float32), ky.to(tl.float32)
-        head_logits = tl.dot(qy, ky.T, tl.dot(qx, kx.T, input_precision="ieee"), input_precision="ieee")
+        head_logits = tl.dot(qy, ky.T, tl.dot(qx, kx.T, input_precision="ieee"), input_precision="ieee")  # (M, N)
         if REST:
-            qz = tl.load(query[:, None] + rest[None], mask=asking[:, None] & others[None], other=0.0)
+            qz = tl.load(query[:, None] + rest[None], mask=asking[:, None] & others[None], other=0.0)  # (M, R)
             kz = z.to(raw.dtype.element_ty)
             if CAST:
                 qz, kz = qz.to(tl.float32), kz.to(tl.float32)
-            head_logits = tl.dot(qz, kz.T, head_logits, input_precision="ieee")
+            head_logits = tl.dot(qz, kz.T, head_logits, input_precision="ieee")  # (M, N)
         head_logits = tl.where(exists[None], head_logits * factor, float("-inf"))
         asked = head * group + member
         into = logits + (b * entries + entry[None]) * query_heads + asked[:, None]
@@ -302,6 +302,7 @@ def _spread(
     head, entries, places = tl.arange(0, M), listed_count + 1, base_count + base_room + raw_room
     asking = head < query_heads
     counted += b * (places + 2) * query_heads
+    # (M,)
     most = number_to_score(tl.load(counted + places * query_heads + head, mask=asking, other=2**31).to(tl.uint32))
     logits += b * entries * query_heads
     listed += b * listed_count
@@ -312,14 +313,15 @@ def _spread(
         for start in range(split * share, tl.minimum((split + 1) * share, entries), L):
             entry = start + tl.arange(0, L)
             at = logits + entry[None].to(tl.int64) * query_heads + head[:, None]
-            p = tl.load(at, mask=(entry < entries)[None] & asking[:, None], other=float("-inf"))
+            p = tl.load(at, mask=(entry < entries)[None] & asking[:, None], other=float("-inf"))  # (M, L)
             _, _, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
             p = tl.where(stored[None], tl.exp2(p - most[:, None]), 0.0)
             at = inner + (b * listed_count + entry) * inner_width
+            # (L, Z)
             z = tl.load(at[:, None] + column[None], mask=(entry < listed_count)[:, None] & there[None], other=0.0)
             if CAST:
                 z = z.to(tl.float32)
-            acc = tl.dot(p.to(z.dtype), z, acc, input_precision="ieee")
+            acc = tl.dot(p.to(z.dtype), z, acc, input_precision="ieee")  # (M, Z)
         into = part_sum + ((b * splits + split) * query_heads + head)[:, None] * numbers + column[None]
         tl.store(into, acc, mask=asking[:, None] & there[None])
     else:
@@ -329,7 +331,7 @@ def _spread(
         for start in range(first, tl.minimum(first + N * SHARE, entries), N):
             entry = start + tl.arange(0, N)
             at = logits + entry[:, None].to(tl.int64) * query_heads + head[None]
-            p = tl.load(at, mask=(entry < entries)[:, None] & asking[None], other=float("-inf"))
+            p = tl.load(at, mask=(entry < entries)[:, None] & asking[None], other=float("-inf"))  # (N, M)
             row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
             p = tl.exp2(p - most[None])
             units = (tl.where(p <= 1.0, p, 0.0) * UNIT).to(tl.int64)
@@ -370,17 +372,17 @@ def _add_places(
         place = start + tl.arange(0, N)
         here = place < high
         at = counted + place[None].to(tl.int64) * query_heads + asked[:, None]
-        units = tl.load(at, mask=here[None] & (asked < query_heads)[:, None], other=0)
+        units = tl.load(at, mask=here[None] & (asked < query_heads)[:, None], other=0)  # (G, N)
         if CHECK:  # memory for further rows may hold anything
             here &= tl.max(units, 0) > 0
         at = values + place[:, None].to(tl.int64) * width + columns[None]
-        v = tl.load(at, mask=here[:, None] & _below(columns, DIM, D)[None], other=0.0)
+        v = tl.load(at, mask=here[:, None] & _below(columns, DIM, D)[None], other=0.0)  # (N, D)
         if CAST:
             v = v.to(tl.float32)
         total += units
         p = (units.to(tl.float32) * factor).to(v.dtype)
         p = tl.reshape(tl.broadcast_to(p[None], (M // G, G, N)), (M, N))  # as many rows as matrix units take
-        acc = tl.dot(p, v, acc, input_precision="ieee")
+        acc = tl.dot(p, v, acc, input_precision="ieee")  # (M, D)
     return acc, total
 
 
@@ -483,7 +485,7 @@ def _gather(
         column, ranges = part * Z + tl.arange(0, Z), tl.arange(0, S)
         here = (ranges < spread)[:, None] & (column < numbers)[None]
         sums_at = part_sum + ((b * spread + ranges) * query_heads + query)[:, None] * numbers + column[None]
-        total_of_codes = tl.sum(tl.load(sums_at, mask=here, other=0.0), 0)
+        total_of_codes = tl.sum(tl.load(sums_at, mask=here, other=0.0), 0)  # (S, Z)
         tl.store(sums + (b * query_heads + query) * numbers + column, total_of_codes, mask=column < numbers)
 
 
@@ -514,16 +516,18 @@ def _finish(
     column, ranges = tl.program_id(1) * C + tl.arange(0, C), tl.arange(0, S)
     here, parts = column < dim, (index // group * splits + ranges) * group + query % group
     counted += (b * (places + 2) + places) * query_heads + query
+    # (S,)
     total = tl.sum(tl.load(part_total + parts, mask=ranges < splits, other=0), 0) + tl.load(counted + query_heads)
     total = total.to(tl.float32) / (UNIT * max(NEAREST, 1))  # the sum of all weights, of which the largest is 1
     parts = part_out + parts[:, None] * dim + column[None]
+    # (S, C)
     out = tl.sum(tl.load(parts, mask=(ranges < splits)[:, None] & here[None], other=0.0), 0) * (entries / RAISED)
     if DECODED:
         for first in range(0, numbers, Z):
             z = first + tl.arange(0, Z)
-            summed = tl.load(sums + index * numbers + z, mask=z < numbers, other=0.0)
+            summed = tl.load(sums + index * numbers + z, mask=z < numbers, other=0.0)  # (Z,)
             at = weight + (query // group * dim + column)[:, None] * numbers + z[None]
-            matrix = tl.load(at, mask=here[:, None] & (z < numbers)[None], other=0.0)
+            matrix = tl.load(at, mask=here[:, None] & (z < numbers)[None], other=0.0)  # (C, Z)
             out += tl.sum(matrix.to(tl.float32) * summed[None], 1)
     out = tl.where(total > 0, out / tl.maximum(total, 1), float("nan"))  # all weights are 0 if a logit is not a number
     tl.store(outputs + index * dim + column, out, mask=here)

@@ -62,8 +62,8 @@ def by_differences(
     for start in range(0, DIM, STEP):
         for column in tl.static_range(STEP):
             inside = start + column < DIM
-            v = tl.load(v_at + start + column, mask=(row < rows) & inside, other=0.0).to(tl.float32)
-            a = tl.load(a_at + start + column, mask=there & inside, other=0.0).to(tl.float32)
+            v = tl.load(v_at + start + column, mask=(row < rows) & inside, other=0.0).to(tl.float32)  # (N,)
+            a = tl.load(a_at + start + column, mask=there & inside, other=0.0).to(tl.float32)  # (GT * WT,)
             away = v[:, None] - a[None, :]
             distances += away * away
     return distances
@@ -112,7 +112,7 @@ def score_rows(
         v = load_rows(v_start, row, rows, v_row, D, DIM, CAST)
         x = logits(k, q, mass, row, rows, tokens, m_row, scale, WT, MASS, CAUSAL)
         p = tl.minimum(tl.exp2(x - top[None, :]) * share[None, :], 1.0)
-        along = tl.dot(v, tl.trans(a), input_precision="ieee")
+        along = tl.dot(v, tl.trans(a), input_precision="ieee")  # (N, GT * WT)
         if REMOVAL:
             if ROUNDED:
                 p = rounded(p)

@@ -34,23 +34,24 @@ def _rotate(
 ):
     row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    place = tl.load(places + b * p_b + h * p_h + row * p_n, mask=row < rows, other=0).to(tl.int64)
+    place = tl.load(places + b * p_b + h * p_h + row * p_n, mask=row < rows, other=0).to(tl.int64)  # (ROWS,)
     place = tl.maximum(place, 0)[:, None]
-    slot = tl.load(slots + b * s_b + h * s_h + row * s_n, mask=row < rows, other=0).to(tl.int64)[:, None]
+    slot = tl.load(slots + b * s_b + h * s_h + row * s_n, mask=row < rows, other=0).to(tl.int64)[:, None]  # (ROWS,)
     row, column = row[:, None], tl.arange(0, D)[None]
     half = turning // 2
     here, turned = (row < rows) & (column < dim), (row < rows) & (column < turning)
     other = tl.where(column < half, column + half, tl.where(column < turning, column - half, column))
     x += b * x_b + h * x_h + row * x_n
-    stored = tl.load(x + column, mask=here, other=0.0)
-    y, z = stored.to(tl.float32), tl.load(x + other, mask=here, other=0.0).to(tl.float32)
+    stored = tl.load(x + column, mask=here, other=0.0)  # (ROWS, D)
+    y, z = stored.to(tl.float32), tl.load(x + other, mask=here, other=0.0).to(tl.float32)  # (ROWS, D)
     z = tl.where(column < half, -z, z)
+    # (ROWS, D)
     c = tl.load(cos + place * turning + column, mask=turned, other=1.0).to(tl.float32)  # the same for both channels
-    s = tl.load(sin + place * turning + column, mask=turned, other=0.0).to(tl.float32)
+    s = tl.load(sin + place * turning + column, mask=turned, other=0.0).to(tl.float32)  # (ROWS, D)
     length = c * c + s * s
     plain, partner = (y * c - z * s) / length, (z * c + y * s) / length
-    c = tl.load(cos + slot * turning + column, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + slot * turning + column, mask=turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + slot * turning + column, mask=turned, other=1.0).to(tl.float32)  # (ROWS, D)
+    s = tl.load(sin + slot * turning + column, mask=turned, other=0.0).to(tl.float32)  # (ROWS, D)
     rotated = tl.where(turned, (plain * c + partner * s).to(out.dtype.element_ty), stored)
     tl.store(out + (head * rows + row) * dim + column, rotated, mask=here)
 

@@ -21,17 +21,17 @@ def rotate_head(source, scale, cos, sin, at, column, turning, dim, epsilon, like
     there = column < dim
     half = turning // 2
     other = tl.where(column < half, column + half, tl.where(column < turning, column - half, column))
-    x = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
-    y = tl.load(source + other, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(source + column, mask=there, other=0.0).to(tl.float32)  # (D,)
+    y = tl.load(source + other, mask=there, other=0.0).to(tl.float32)  # (D,)
     if NORM:
         inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / dim + epsilon)
-        one = tl.load(scale + column, mask=there, other=0.0).to(tl.float32)
-        two = tl.load(scale + other, mask=there, other=0.0).to(tl.float32)
+        one = tl.load(scale + column, mask=there, other=0.0).to(tl.float32)  # (D,)
+        two = tl.load(scale + other, mask=there, other=0.0).to(tl.float32)  # (D,)
         x = _rounded(_rounded(x * inverse, scale) * one, like)
         y = _rounded(_rounded(y * inverse, scale) * two, like)
     angle = at * turning + column
-    c = _rounded(tl.load(cos + angle, mask=column < turning, other=1.0).to(tl.float32), like)
-    s = _rounded(tl.load(sin + angle, mask=column < turning, other=0.0).to(tl.float32), like)
+    c = _rounded(tl.load(cos + angle, mask=column < turning, other=1.0).to(tl.float32), like)  # (D,)
+    s = _rounded(tl.load(sin + angle, mask=column < turning, other=0.0).to(tl.float32), like)  # (D,)
     y = tl.where(column < half, -y, y)
     return _rounded(x * c, like) + _rounded(y * s, like)
 
@@ -90,7 +90,7 @@ def _append(
             row += tl.load(starts + b * heads + (head - query_heads) % heads).to(tl.int32)
     if head >= query_heads + heads:
         h = head - query_heads - heads
-        value = tl.load(values + token.to(tl.int64) * s_v + h * dim + column, mask=there)
+        value = tl.load(values + token.to(tl.int64) * s_v + h * dim + column, mask=there)  # (D,)
         into = tail_values + b * sv_b + h.to(tl.int64) * sv_h + row.to(tl.int64) * sv_n
         tl.store(into + column, value, mask=there)
     else:
@@ -104,7 +104,7 @@ def _append(
         rotated = rotate_head(source, scale, cos, sin, at, column, turning, dim, epsilon, out, NORM)
         if is_key:
             if not ROTATE:  # as projected
-                rotated = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
+                rotated = tl.load(source + column, mask=there, other=0.0).to(tl.float32)  # (D,)
             place = tail_keys + b * sk_b + h.to(tl.int64) * sk_h + row.to(tl.int64) * sk_n
             tl.store(place + column, rotated, mask=there)
         else:

@@ -21,10 +21,10 @@ def _count(mask, other, places, rows, low, high, OTHER: tl.constexpr, TILE: tl.c
     count = tl.zeros((), tl.int32)
     for first in range(0, rows, TILE):
         row = first + tl.arange(0, TILE)
-        place = tl.load(places + row, mask=row < rows, other=-1).to(tl.int32)
-        marked = tl.load(mask + row, mask=row < rows, other=0).to(tl.int32)
+        place = tl.load(places + row, mask=row < rows, other=-1).to(tl.int32)  # (TILE,)
+        marked = tl.load(mask + row, mask=row < rows, other=0).to(tl.int32)  # (TILE,)
         if OTHER:
-            marked &= 1 - tl.load(other + row, mask=row < rows, other=0).to(tl.int32)
+            marked &= 1 - tl.load(other + row, mask=row < rows, other=0).to(tl.int32)  # (TILE,)
         count += tl.sum(tl.where((place >= low) & (place <= high), marked, 0))
     return count
 
@@ -126,16 +126,16 @@ def _replace(
     for first in range(0, looked, TILE):
         row = first + tl.arange(0, TILE)
         here = row < looked
-        score = tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0).to(tl.float32)
-        number = tl.load(ranks + row, mask=here, other=0).to(tl.int32)
-        place = tl.load(places + row, mask=here, other=-1).to(tl.int32)
+        score = tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0).to(tl.float32)  # (TILE,)
+        number = tl.load(ranks + row, mask=here, other=0).to(tl.int32)  # (TILE,)
+        place = tl.load(places + row, mask=here, other=-1).to(tl.int32)  # (TILE,)
         wrong += tl.sum((score != score).to(tl.int32))
         may = here
         if FIRST_KIND:
-            one = tl.load(first_kind + row, mask=here, other=0) != 0
+            one = tl.load(first_kind + row, mask=here, other=0) != 0  # (TILE,)
             may &= ~one | (place < first_begin) | (place > first_end)
         if SECOND_KIND:
-            two = tl.load(second_kind + row, mask=here, other=0) != 0
+            two = tl.load(second_kind + row, mask=here, other=0) != 0  # (TILE,)
             if FIRST_KIND:
                 two &= ~one
             may &= ~two | (place < second_begin) | (place > second_end)
@@ -163,7 +163,7 @@ def _replace(
     tl.store(places + slot, (now + 1).to(tl.int64))
     for first in range(0, renamed, TILE):
         row = first + tl.arange(0, TILE)
-        number = tl.load(ranks + row, mask=row < renamed, other=0).to(tl.int32)
+        number = tl.load(ranks + row, mask=row < renamed, other=0).to(tl.int32)  # (TILE,)
         number = tl.where(row == slot, renamed - 1, tl.where(number > rank, number - 1, number))
         tl.store(ranks + row, number.to(tl.int64), mask=row < renamed)
         tl.store(order + number, row.to(tl.int64), mask=row < renamed)

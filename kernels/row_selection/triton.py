@@ -97,7 +97,7 @@ def _load_head(scores, first, rows, stride, TILE: tl.constexpr):
     """Return some row numbers of a head (TILE,), which of them there are, and the numbers of their scores."""
     row = first + tl.arange(0, TILE)
     here = row < rows
-    return row, here, score_to_number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0))
+    return row, here, score_to_number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0))  # (TILE,)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _choose(
         if phase > BEGIN:
             wait_for_programs(work + 3 * 256 + phase, SPLITS)
         if phase > 0 and phase < 4:
-            digits = tl.load(work + (phase - 1) * 256 + bins, cache_modifier=".cg")
+            digits = tl.load(work + (phase - 1) * 256 + bins, cache_modifier=".cg")  # (256,)
             start, room = _find_digit(digits, start, room)
         if phase < 3:
             for first in range(begin, stop, TILE):
@@ -185,13 +185,13 @@ def _choose(
             tl.store(tallies + split * 257 + 256, above)
         else:
             other = tl.arange(0, SPLITS)
-            all_tallies = tl.load(tallies + other[:, None] * 257 + bins[None], cache_modifier=".cg")
+            all_tallies = tl.load(tallies + other[:, None] * 257 + bins[None], cache_modifier=".cg")  # (SPLITS, 256)
             start, room = _find_digit(tl.sum(all_tallies, 0), start, room)
             is_it, earlier = bins == (start & 255).to(tl.int32), other < split
             equal = tl.sum(tl.where(earlier, tl.sum(tl.where(is_it[None], all_tallies, 0), 1), 0))
             place, base = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
             if LIST:  # after the rows that earlier splits write
-                above = tl.load(tallies + other * 257 + 256, cache_modifier=".cg")
+                above = tl.load(tallies + other * 257 + 256, cache_modifier=".cg")  # (SPLITS,)
                 above += tl.sum(tl.where((bins > (start & 255).to(tl.int32))[None], all_tallies, 0), 1)
                 place += head.to(tl.int64) * line + tl.sum(tl.where(earlier, above, 0)) + tl.minimum(equal, room)
                 base += head.to(tl.int64) * rows if FLAT else 0
@@ -276,6 +276,7 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor | int) -> Tensor:
 def _load_numbers(scores, row, rows, stride):
     """Return the numbers of scores; 0, which no score becomes, where there is none."""
     here = row < rows
+    # (TILE,)
     return tl.where(here, score_to_number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0)), 0)
 
 
@@ -427,7 +428,7 @@ def _join_heads(
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
         at = products + head[:, None].to(tl.int64) * stride_h + row[None].to(tl.int64) * stride_n
-        some = tl.load(at, mask=(head < heads)[:, None] & here[None], other=float("-inf"))
+        some = tl.load(at, mask=(head < heads)[:, None] & here[None], other=float("-inf"))  # (HEADS, N)
         best = tl.maximum(best, tl.max(score_to_number(some), 0))
     if WINDOW:
         best = tl.where((row >= tl.load(window)) & (row < tl.load(window + 1)), best, LEAST)
@@ -465,7 +466,7 @@ def top_k_of_heads_triton(
 def _count_marks(marks, counts, size, TILE: tl.constexpr):
     tile = tl.program_id(0)
     place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    tl.store(counts + tile, tl.sum(tl.load(marks + place, mask=place < size, other=0).to(tl.int32)))
+    tl.store(counts + tile, tl.sum(tl.load(marks + place, mask=place < size, other=0).to(tl.int32)))  # (TILE,)
 
 
 @triton.jit(do_not_specialize=["size", "total"])
@@ -474,9 +475,9 @@ def _write_places(marks, counts, places, size, total, TILE: tl.constexpr):
     before = tl.zeros((), tl.int64)
     for first in range(0, tile, 1024):
         other = first + tl.arange(0, 1024)
-        before += tl.sum(tl.load(counts + other, mask=other < tile, other=0).to(tl.int64))
+        before += tl.sum(tl.load(counts + other, mask=other < tile, other=0).to(tl.int64))  # (1024,)
     place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    mark = tl.load(marks + place, mask=place < size, other=0).to(tl.int32)
+    mark = tl.load(marks + place, mask=place < size, other=0).to(tl.int32)  # (TILE,)
     slot = before + tl.cumsum(mark, 0) - 1
     tl.store(places + slot, place, mask=(mark == 1) & (slot < total))
 
@@ -519,7 +520,7 @@ def _copy(
     DIM: tl.constexpr,
 ):
     slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.load(index + slot, mask=slot < total, other=0)
+    place = tl.load(index + slot, mask=slot < total, other=0)  # (ROWS,)
     head, row = place // rows, place % rows
     batch, head = head // heads, head % heads
     column = tl.arange(0, DIM)[None]
@@ -527,8 +528,8 @@ def _copy(
     out = (slot // each * new_h + slot % each * dim)[:, None] + column
     k = (batch * k_b + head * k_h + row * k_n)[:, None] + column * k_d
     v = (batch * v_b + head * v_h + row * v_n)[:, None] + column * v_d
-    tl.store(new_keys + out, tl.load(keys + k, mask=here), mask=here)
-    tl.store(new_values + out, tl.load(values + v, mask=here), mask=here)
+    tl.store(new_keys + out, tl.load(keys + k, mask=here), mask=here)  # (ROWS, DIM)
+    tl.store(new_values + out, tl.load(values + v, mask=here), mask=here)  # (ROWS, DIM)
 
 
 def gather_rows_triton(

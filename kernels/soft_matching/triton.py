@@ -49,7 +49,7 @@ def _match(
     length = tl.full((M,), 1.0, tl.float32)
     column = tl.arange(0, K)[None]
     at_a = even[:, None].to(tl.int64) * k_n
-    a = tl.load(keys + at_a + column * k_d, mask=here[:, None] & (column < dim), other=0.0)
+    a = tl.load(keys + at_a + column * k_d, mask=here[:, None] & (column < dim), other=0.0)  # (M, K)
     for start in range(0, (stop - first) // 2, N):
         odd = first + 1 + 2 * (start + tl.arange(0, N))
         there = odd < stop
@@ -60,13 +60,13 @@ def _match(
             column = part + tl.arange(0, K)[None]
             at_b = odd[:, None].to(tl.int64) * k_n
             if K < D:
-                a = tl.load(keys + at_a + column * k_d, mask=here[:, None] & (column < dim), other=0.0)
-            b = tl.load(keys + at_b + column * k_d, mask=there[:, None] & (column < dim), other=0.0)
+                a = tl.load(keys + at_a + column * k_d, mask=here[:, None] & (column < dim), other=0.0)  # (M, K)
+            b = tl.load(keys + at_b + column * k_d, mask=there[:, None] & (column < dim), other=0.0)  # (N, K)
             a32, b32 = a.to(tl.float32), b.to(tl.float32)
             if CAST:
-                products = tl.dot(a32, tl.trans(b32), products)
+                products = tl.dot(a32, tl.trans(b32), products)  # (M, N)
             else:
-                products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
+                products = tl.dot(a, tl.trans(b), products, input_precision="ieee")  # (M, N)
             a_squares += tl.sum(a32 * a32, 1)
             b_squares += tl.sum(b32 * b32, 1)
         length = tl.maximum(tl.sqrt(a_squares), 1e-12)
@@ -128,14 +128,14 @@ def _link(chosen, partner, chain, stays, rows, chunk, tiles, edges, TILE: tl.con
     partner += start
     local = tile * TILE + tl.arange(0, TILE)
     row, edge = first + local, local // 2
-    joins = tl.load(chosen + edge, mask=(row < stop) & (local % 2 == 0), other=0) != 0
-    into = tl.where(joins, tl.load(partner + edge, mask=joins, other=0).to(tl.int32), row)
+    joins = tl.load(chosen + edge, mask=(row < stop) & (local % 2 == 0), other=0) != 0  # (TILE,)
+    into = tl.where(joins, tl.load(partner + edge, mask=joins, other=0).to(tl.int32), row)  # (TILE,)
     limit = tl.where(joins, edge, chunk)
     previous = tl.full((TILE,), -1, tl.int32)
     for at in range(0, (stop - first + 1) // 2, TILE):
         other = at + tl.arange(0, TILE)
-        comes = tl.load(chosen + other, mask=first + 2 * other < stop, other=0) != 0
-        target = tl.load(partner + other, mask=comes, other=-1).to(tl.int32)
+        comes = tl.load(chosen + other, mask=first + 2 * other < stop, other=0) != 0  # (TILE,)
+        target = tl.load(partner + other, mask=comes, other=-1).to(tl.int32)  # (TILE,)
         same = (target[None] == into[:, None]) & (other[None] < limit[:, None])
         previous = tl.maximum(previous, tl.max(tl.where(same, first + 2 * other[None], -1), 1))
     out = line.to(tl.int64) * rows + row
@@ -166,25 +166,25 @@ def _centroids(
 ):
     slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = slot < total
-    place = tl.load(index + slot, mask=real, other=0)
+    place = tl.load(index + slot, mask=real, other=0)  # (ROWS,)
     line, row = place // rows, place % rows
     old += ((line // heads) * x_b + (line % heads) * x_h)[:, None] + tl.arange(0, D)[None]
     mass += (line // heads) * m_b + (line % heads) * m_h
     chain += line * rows
     wide = (tl.arange(0, D) < dim)[None]
-    x = tl.load(old + row[:, None] * x_n, mask=real[:, None] & wide, other=0.0)
-    before = tl.load(mass + row * m_n, mask=real, other=0.0)
+    x = tl.load(old + row[:, None] * x_n, mask=real[:, None] & wide, other=0.0)  # (ROWS, D)
+    before = tl.load(mass + row * m_n, mask=real, other=0.0)  # (ROWS,)
     after = before
     summed = before[:, None] * tl.where((before > 0)[:, None], x.to(tl.float32), 0.0)
-    other = tl.load(chain + row, mask=real, other=-1)
+    other = tl.load(chain + row, mask=real, other=-1)  # (ROWS,)
     while tl.max(other) >= 0:
-        weight = tl.load(mass + other.to(tl.int64) * m_n, mask=other >= 0, other=0.0)
+        weight = tl.load(mass + other.to(tl.int64) * m_n, mask=other >= 0, other=0.0)  # (ROWS,)
         here = (weight > 0)[:, None] & wide
         summed += weight[:, None] * tl.load(old + other[:, None].to(tl.int64) * x_n, mask=here, other=0.0).to(
             tl.float32
-        )
+        )  # (ROWS, D)
         after += weight
-        other = tl.load(chain + other, mask=other >= 0, other=-1)
+        other = tl.load(chain + other, mask=other >= 0, other=-1)  # (ROWS,)
     mean = (summed / tl.maximum(after, 1.0)[:, None]).to(x.dtype)
     out = slot[:, None] * dim + tl.arange(0, D)[None]
     tl.store(new + out, tl.where((after > before)[:, None], mean, x), mask=real[:, None] & wide)

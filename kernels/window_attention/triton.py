@@ -94,7 +94,7 @@ def load_queries(
     head, token, column = tile * GT + m // WT, m % WT, tl.arange(0, D)
     there = ((head < group) & (token < tokens))[:, None] & (column < DIM)[None, :]
     at = head.to(tl.int64) * stride_head + token.to(tl.int64) * stride_token
-    q = tl.load(start + at[:, None] + column[None, :], mask=there, other=0.0)
+    q = tl.load(start + at[:, None] + column[None, :], mask=there, other=0.0)  # (GT * WT, D)
     return q.to(tl.float32) if CAST else q
 
 
@@ -104,9 +104,9 @@ def load_rows(start, row, rows, stride_row, D: tl.constexpr, DIM: tl.constexpr, 
     column = tl.arange(0, D)
     at = start + row.to(tl.int64)[:, None] * stride_row + column[None, :]
     if DIM == D:
-        x = tl.load(at, mask=(row < rows)[:, None], other=0.0)
+        x = tl.load(at, mask=(row < rows)[:, None], other=0.0)  # (N, D)
     else:
-        x = tl.load(at, mask=(row < rows)[:, None] & (column < DIM)[None, :], other=0.0)
+        x = tl.load(at, mask=(row < rows)[:, None] & (column < DIM)[None, :], other=0.0)  # (N, D)
     return x.to(tl.float32) if CAST else x
 
 
@@ -121,9 +121,9 @@ def logits(
     k, q, mass, row, rows, tokens, stride_row, scale, WT: tl.constexpr, MASS: tl.constexpr, CAUSAL: tl.constexpr
 ):
     """Compute x of the rows, (N, M). It is LOWEST where a query does not see a row, whatever the row holds."""
-    x = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+    x = tl.dot(k, tl.trans(q), input_precision="ieee") * scale  # (N, GT * WT)
     if MASS:
-        weight = tl.load(mass + row.to(tl.int64) * stride_row, mask=row < rows, other=0.0)
+        weight = tl.load(mass + row.to(tl.int64) * stride_row, mask=row < rows, other=0.0)  # (N,)
         seen = (weight > 0)[:, None]
         x += tl.log2(tl.where(weight > 0, weight, 1.0))[:, None]
     else:
@@ -241,7 +241,7 @@ def partial_kernel(
     at = (split * packs + pair * count + tile).to(tl.int64) * (GT * WT) + tl.arange(0, GT * WT)
     broken = True
     if AGAIN:
-        broken = tl.max(tl.load(sums + at)) > MOST
+        broken = tl.max(tl.load(sums + at)) > MOST  # (GT * WT,)
     if broken:
         top = tl.full((N, GT * WT), LOWEST, tl.float32)
         for start in range(first, last if AGAIN else first + N, N):
@@ -288,8 +288,8 @@ def join_kernel(
     pack, m, split = tl.program_id(0), tl.arange(0, GT * WT), tl.arange(0, SPLITS)
     at = (split * tl.num_programs(0) + pack).to(tl.int64)[:, None] * (GT * WT) + m[None, :]
     there = (split < splits)[:, None]
-    high = tl.load(maxima + at, mask=there, other=LOWEST)
-    total = tl.load(sums + at, mask=there, other=0.0)
+    high = tl.load(maxima + at, mask=there, other=LOWEST)  # (SPLITS, GT * WT)
+    total = tl.load(sums + at, mask=there, other=0.0)  # (SPLITS, GT * WT)
     most = tl.max(high, 0)
     total = tl.sum(total * tl.exp2(high - most[None, :]), 0)
     valid = (pack % count * GT + m // WT < group) & (m % WT < tokens) & (most > LOWEST)
@@ -301,7 +301,7 @@ def join_kernel(
 def load_sums(top, share, pack, M: tl.constexpr):
     """Load both for a tile of queries, (M,) each."""
     at = pack.to(tl.int64) * M + tl.arange(0, M)
-    return tl.load(top + at), tl.load(share + at)
+    return tl.load(top + at), tl.load(share + at)  # (M,)
 
 
 @triton.jit
@@ -470,7 +470,7 @@ def share_kernel(held, top, share, group, rows, count, GT: tl.constexpr, WT: tl.
     at = (pair * count + head // GT).to(tl.int64) * (GT * WT) + head % GT * WT
     row = tl.program_id(0) * N + tl.arange(0, N)
     x_at = held + tl.program_id(1).to(tl.int64) * rows + row
-    p = tl.exp2(tl.load(x_at, mask=row < rows, other=LOWEST) - tl.load(top + at)) * tl.load(share + at)
+    p = tl.exp2(tl.load(x_at, mask=row < rows, other=LOWEST) - tl.load(top + at)) * tl.load(share + at)  # (N,)
     tl.store(x_at, p, mask=row < rows)
 
 

@@ -34,14 +34,14 @@ def pool_kernel(
             near = row + (offset - KERNEL // 2)
             inside = (near >= 0) & (near < rows)
             if ORDER:
-                near = tl.load(order + pair * rows + near, mask=inside, other=0)
+                near = tl.load(order + pair * rows + near, mask=inside, other=0)  # (N,)
             shown = inside
             if HIDDEN:
-                shown = inside & (tl.load(hidden + pair * rows + near, mask=inside, other=1) == 0)
-            score = tl.load(scores + (pair * group + first) * rows + near, mask=shown, other=0.0)
+                shown = inside & (tl.load(hidden + pair * rows + near, mask=inside, other=1) == 0)  # (N,)
+            score = tl.load(scores + (pair * group + first) * rows + near, mask=shown, other=0.0)  # (N,)
             if BEFORE:
                 for member in range(1, group):
-                    score += tl.load(scores + (pair * group + member) * rows + near, mask=shown, other=0.0)
+                    score += tl.load(scores + (pair * group + member) * rows + near, mask=shown, other=0.0)  # (N,)
             if LARGEST:
                 pool = tl.maximum(pool, tl.where(inside, score, float("-inf")), propagate_nan=tl.PropagateNan.ALL)
             else:
@@ -49,9 +49,9 @@ def pool_kernel(
         result += pool
     place = row
     if ORDER:
-        place = tl.load(order + pair * rows + row, mask=row < rows, other=0).to(tl.int32)
+        place = tl.load(order + pair * rows + row, mask=row < rows, other=0).to(tl.int32)  # (N,)
     if HIDDEN:
-        result = tl.where(tl.load(hidden + pair * rows + place, mask=row < rows, other=1) == 0, result, 0.0)
+        result = tl.where(tl.load(hidden + pair * rows + place, mask=row < rows, other=1) == 0, result, 0.0)  # (N,)
     tl.store(pooled + pair * rows + place, result / (group if LARGEST else group * KERNEL), mask=row < rows)
 
 
