@@ -392,7 +392,7 @@ def ahead():
         for kernel in (own._sums, own._scores):
             yield list_kernel(kernel, kinds, sizes, num_warps=8)
     numbers = dict.fromkeys(("counts", "totals", "rooms", "arrived", "tallies"), "*i32")
-    kinds = whole | numbers | {"classes": "*u8", "found": "*i64"}
+    kinds = whole | numbers | {"classes": "*u8", "rows": "*i64"}
     vectors = dict.fromkeys(("queries", "codebook", "keys"), "*bf16")
     for wide, group, early in ((64, 4, True), (16, 1, True), (64, 8, True), (64, 4, False)):
         sizes = {"WIDE": wide, "G": group, "M": 16, "E": 64, "N": pairs.MORE, "CENTROIDS": pairs.CENTROIDS}

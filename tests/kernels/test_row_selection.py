@@ -263,7 +263,7 @@ def ahead():
     joined = {"products": "*fp32", "window": "*i64", "out": "*fp32", "work": "*i32"}
     for window in (False, True):
         yield list_kernel(own._join_heads, joined, {"WINDOW": window, "N": own.JOINED, "HEADS": own.HEADS})
-    top = {"scores": "*fp32", "found": "*i64"}
+    top = {"scores": "*fp32", "index": "*i64"}
     for flat in (False, True):
         sizes = dict(zip(("TILE", "MORE"), own.SIZES[-1], strict=True))
         yield list_kernel(own._list_top, top, {"FLAT": flat, **sizes}, num_warps=8)
