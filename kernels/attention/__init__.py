@@ -180,7 +180,7 @@ def choose_cudnn(queries: Tensor, held: RaggedRows | None, keys: Tensor, tail: i
     """Return "cudnn" if cuDNN supports the rows and saves more time than its plan takes, otherwise None."""
     batch, query_heads, tokens, dim = queries.shape
     earlier = tail - tokens + (0 if held is None else held.longest)
-    if 4 * query_heads * dim * tokens * (earlier + tokens / 2) < PLANNED:  # whatever the batch: README.md
+    if 4 * query_heads * dim * tokens * (earlier + tokens / 2) < PLANNED:  # of one sample: README.md
         return None
     plain = step is None and (held is None or (held.even and held.mass is None))
-    return "cudnn" if plain and earlier != 1 and cudnn_serves(queries, keys) else None  # it refuses a single row
+    return "cudnn" if plain and earlier != 1 and cudnn_serves(queries, keys) else None  # cuDNN refuses a single row

@@ -444,7 +444,7 @@ def attend_triton(
     strides = (*queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     scale, mass = scaling * LOG2E.value, held_keys if mass is None else mass
     given = (queries, held_keys, held_values, mass, starts, lengths, keys, values)
-    block_of_prompt = group * tokens > FEW  # is rounded alike whatever the batch: what a method keeps hangs on it
+    block_of_prompt = group * tokens > FEW  # rounded alike in any batch, because methods select rows by it
     if block_of_prompt and largest is None and query_heads * triton.cdiv(tokens, 128) >= ENOUGH:
         rows = 64 if exact or sizes["D"] > 128 else 128
         grid = (triton.cdiv(tokens, rows), batch * query_heads)
@@ -494,7 +494,7 @@ def attend_triton(
                 sums[chunk] = part_sums
         return outputs, sums if lse else None
     parts = [outputs, outputs, outputs]
-    if most > 1:  # not by `splits`, which follows from lengths: each constant is compiled
+    if most > 1:  # not `splits`: it follows from lengths, and each value of a constant is compiled
         parts = [
             torch.empty(batch * heads, splits, group * tokens, *more, dtype=torch.float32, device=queries.device)
             for more in ((dim,), (), ())

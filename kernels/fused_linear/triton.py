@@ -9,7 +9,7 @@ from torch import Tensor
 
 ROWS = 8  # outputs of a program; these three were chosen by trial on an H200
 COLUMNS = 512  # columns of the weights that are read at once
-STAGES = 3  # such parts that are loaded ahead
+STAGES = 3  # such parts that are being loaded at a time
 
 
 @triton.jit

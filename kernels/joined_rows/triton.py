@@ -114,7 +114,7 @@ def _attend_joined(
     held_keys = keys + tl.multiple_of(tl.load(line + HELD_KEYS), ALIGN) + start * dim
     held_values = values + tl.multiple_of(tl.load(line + HELD_VALUES), ALIGN) + start * dim
     first_mass = tl.load(line + FIRST_MASS)
-    first_mass = tl.where(first_mass < 0, 0, first_mass + start)  # the first of all are ones
+    first_mass = tl.where(first_mass < 0, 0, first_mass + start)  # the first masses are ones, for rows without a mass
     for first in range(low, stop, N):
         m, norm, acc = attend_tile(
             q,

@@ -20,7 +20,7 @@ from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.key_similarity.triton import UNIT, anchor_triton, norms_triton, similarity_triton
 
 ONE = 2**32  # a cosine of 1 as a whole number
-SPAN = 1024  # rows that are compared with a tile before it is asked whether it goes on
+SPAN = 1024  # rows that are compared with a tile before the program checks whether it can stop
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -18,11 +18,11 @@ from kvbench.kernels.quantize.triton import EVEN
 from kvbench.kernels.rope_append.triton import rotate_head
 
 CORES = 132  # multiprocessors that the rows are split over
-LATENTS = 128  # most latents of a row that a program makes keys of; of codes of 4 bits it may be twice as many
+LATENTS = 128  # most latents of a row that a program multiplies with U at once; twice as many if codes have 4 bits
 KEPT = 128 * 1024  # most bytes of U that a program keeps in shared memory
-SMALL = 64 * 1024  # most with which a multiprocessor runs two programs
-NARROW = 64  # most latents of a row with which a multiprocessor runs further programs
-REGISTERS = 168  # of a thread that computes logits of so few latents: three programs
+SMALL = 64 * 1024  # most of these bytes if a multiprocessor is to run two programs
+NARROW = 64  # most latents of a row if a multiprocessor is to run further programs
+REGISTERS = 168  # registers of a thread with at most NARROW latents; then three programs fit a multiprocessor
 BY_ROW = 16  # least queries of a group whose logits are stored row by row
 WIDE = 256  # most channels of the keys that a program makes at once
 ROWS = 64  # rows of a tile, as many as the matrix units take at least
@@ -166,7 +166,7 @@ def _round(
     zero = tl.minimum(tl.maximum(tl.div_rn(-low, unit), 0.0), most)
     zero = (zero + EVEN) - EVEN
     share = tl.div_rn(x, tl.broadcast_to(unit, x.shape))
-    share = tl.minimum(tl.maximum(share, -2 * most), 2 * most)  # farther off than any code
+    share = tl.minimum(tl.maximum(share, -2 * most), 2 * most)  # farther away than any code
     code = tl.minimum(tl.maximum((share + EVEN) - EVEN + zero, 0.0), most).to(tl.int32)
     line = line * room + tl.load(step)
     for bit in tl.static_range(BITS):
@@ -551,7 +551,7 @@ def _weigh(
             )
             if BITS:
                 k = _restore(k, sums, steps, zeros, line, here)
-            if left > 0 if AHEAD else True:  # always; reads of the next tile are issued before code under a condition
+            if left > 0 if AHEAD else True:  # always true; the compiler reads the next tile before a condition
                 products = _turn_and_ask(
                     k,
                     bias,
@@ -631,7 +631,7 @@ def _weigh(
                 N,
                 MARKS,
             )
-    if total < 0:  # never; a product that outlasts the loop may be waited for late
+    if total < 0:  # never true; but a product that is used behind the loop may be waited for later
         tl.store(logits + line, tl.sum(k, 1))
 
 

@@ -130,7 +130,7 @@ def attend_listed_triton(
     splits = min(most, triton.cdiv(longest, 2 * tile))
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     parts = [outputs, outputs, outputs]
-    if most > 1:  # not by `splits`, which follows from lengths: each constant is compiled
+    if most > 1:  # not `splits`: it follows from lengths, and each value of a constant is compiled
         parts = [
             torch.empty(lines, splits, queries_each, *more, dtype=torch.float32, device=queries.device)
             for more in ((dim,), (), ())

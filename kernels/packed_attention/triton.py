@@ -17,10 +17,10 @@ from kvbench.kernels.rope_append.triton import rotate_head
 
 WARPS = 1056  # most warps that rows are split over: 8 on each of 132 multiprocessors, by their registers
 SPLITS = 256  # most programs of one head, which `combine_splits` reads at once
-LEAST = 16  # programs of a head that share its tiles, if only an answer will fill them
+LEAST = 16  # least tiles of a head that the plan counts, because an answer may fill them
 RAWS = 4  # most programs of one head that read rows with raw values
 UNITS = 8  # words of a channel in a tile of keys, as many as the matrix units take columns
-CODES = 4  # codes of each of these words that are taken apart at once, which makes 32 rows
+CODES = 4  # codes of each of these words that are unpacked at once, so that a tile has 32 rows
 ROWS = 16  # rows of a tile of raw rows
 
 
@@ -527,9 +527,9 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
     tiles = triton.cdiv(group, queries_each)
     splits = max(2, min(WARPS // (shape["num_warps"] * batch * heads * tiles), SPLITS * 128 // max(128, shape["D"])))
     raws = max(1, min(RAWS, splits // 16))
-    # not by the room for an answer: a longer plan would add the same numbers in another order
+    # the plan ignores the room for an answer, because with more room it would add the same numbers in another order
     packed = max(LEAST, triton.cdiv(rows.longest, UNITS * per))  # tiles of a head; each program reads as many
-    most = splits  # `combine_splits` is compiled for it, whatever the lengths
+    most = splits  # `combine_splits` is compiled for this number, which does not depend on lengths
     splits = raws + triton.cdiv(packed, triton.cdiv(packed, splits - raws))
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     parts = [

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-DISTANCES = 1 << 20  # that are computed together: as many as a CPU's cache holds
-MOST_DISTANCES = 1 << 25  # on a GPU
-PAIRED = 64  # most centroids of a part, of which pairs are counted
+DISTANCES = 1 << 20  # distances that are computed together; as many as a CPU's cache holds
+MOST_DISTANCES = 1 << 25  # the same on a GPU
+PAIRED = 64  # most centroids of a part whose pairs are counted
 HELD = 32768  # most logits of pairs that a program of `pairs` holds
-MOST_NUMBERS = 8192  # of the centroids of a part, that programs of `clusters` hold beside the rows
-COUNTABLE = 1 << 20  # most rows whose pairs are counted: three numbers of rows, also of later ones, fit 63 bits
+MOST_NUMBERS = 8192  # most numbers of a part's centroids that a program of `clusters` can hold beside the rows
+COUNTABLE = 1 << 20  # most rows whose pairs are counted; then three counts, with those of later rows, fit 63 bits
 
 
 def cut_keys(keys: Tensor, parts: int) -> Tensor:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
 
-SPAN = 2048  # rows of a program, whose sums are in this order whatever the batch is
+SPAN = 2048  # rows of a program; it does not depend on the batch, so that sums are always in the same order
 SHARE = 16  # centroids that a program moves
-SPANS = 8  # whose sums are added up at once
-FEW = tl.constexpr(64)  # centroids, whose members a program counts at the end. More would not fit its registers
+SPANS = 8  # spans whose sums are added up at once
+FEW = tl.constexpr(64)  # most centroids whose members a program counts at the end; more would not fit its registers
 SEARCH = 4096  # distances that are searched at once
 
 

@@ -15,11 +15,11 @@ from kvbench.kernels.product_quantization.centroids import find_width, round_up
 from kvbench.kernels.row_selection.triton import score_to_number, wait_for_programs
 
 LOG2E = 1.4426950408889634
-CENTROIDS = 64  # that a program multiplies or compares
+CENTROIDS = 64  # centroids that a program multiplies or compares at once
 MORE = 256  # further rows whose pairs are counted at once
-TILE = 4096  # rows of which a program looks up the pairs at once
+TILE = 4096  # rows whose pairs a program looks up at once
 MOST = 64  # programs that list the rows of a head
-NEAR = 1 << 18  # distance of bounds that are near
+NEAR = 1 << 18  # bounds at most this far apart are near
 STEPS = 12  # most numbers between near bounds that are looked at one by one
 COUNTED = 21  # bits of a number of rows. Three such numbers are added up as one
 
@@ -367,7 +367,7 @@ def list_by_pairs(
         num_warps=8 if wide * wide * grouped > 4096 else 4,
     )
     given = codes, classes, rooms, arrived, tallies, stop, rows, heads, first, per_split, splits
-    apart = is_interpreting() and splits > 1  # programs run one after the other there and cannot wait
+    apart = is_interpreting() and splits > 1  # the interpreter runs programs one after the other, so they cannot wait
     for begin, end in ((0, 1), (1, 2)) if apart else ((0, 2),):
         _list_pairs[splits, lines](
             *given,

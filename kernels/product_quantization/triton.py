@@ -18,9 +18,9 @@ from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.product_quantization.pairs import CENTROIDS, LOG2E, find_nearest_centroid, list_by_pairs
 from kvbench.kernels.row_selection.triton import LINE, SINGLE, clear_work, count_first_digits, list_top
 
-SPAN = 2048  # rows of a program, unless the group is large. Sums are in this order whatever the batch is
+SPAN = 2048  # rows of a program, unless the group is large; it does not depend on the batch (order of sums)
 LOGITS = 16384  # most logits that a program holds
-SPANS = tl.constexpr(64)  # whose sums are joined at once
+SPANS = tl.constexpr(64)  # spans whose sums are joined at once
 
 
 @triton.jit(do_not_specialize=["count", "heads", "first", "k_b", "k_h", "c_b", "c_h", "c_m"])

@@ -16,21 +16,21 @@ from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 from kvbench.kernels.row_selection.triton import number_to_score, score_to_number
 
 ROWS = 16  # listed rows of a program that gathers codes
-TILE = 32  # listed rows of which a program makes keys
-REGISTERS = 128  # of a thread that does so, where no more are needed: a multiprocessor holds four programs
-HEADS = 4  # heads of these keys
+TILE = 32  # listed rows whose keys a program makes
+REGISTERS = 128  # registers of a thread that makes keys, if it needs no more; then four programs fit a multiprocessor
+HEADS = 4  # heads whose keys a program makes
 LISTED = 4  # listed rows whose weights are counted at once
-SHARE = 4  # times that a program does so
+SHARE = 4  # times that a program counts LISTED rows
 ADDED = 32  # codes that are added to a sum at once
 PLACES = 64  # bases that are added to a sum at once, in 16 bits
 RANGES = 128  # most ranges of the list whose sums are joined
 SPLITS, OTHERS = 28, 4  # most ranges of bases, and of other places, whose sums are joined
 NUMBERS = 128  # most numbers of a code that a program sums
-CHANNELS = 32  # of an output that a program writes
-UNIT = tl.constexpr(2.0**32)  # parts of the largest weight that weights of bases are counted in
-RAISED = tl.constexpr(2.0**14)  # what the weights of a product are scaled to add up to at most, so that float16 can
-# hold them and, of 2^17 rows, weights down to 2^-21 of the largest
-SIZES = [  # what varies from prompt to prompt
+CHANNELS = 32  # channels of an output that a program writes
+UNIT = tl.constexpr(2.0**32)  # the largest weight, as a whole number; weights of bases are counted in such parts of it
+RAISED = tl.constexpr(2.0**14)  # the weights of a product are scaled to add up to at most this. float16 can hold them
+# then, and among 2^17 rows also weights down to 2^-21 of the largest
+SIZES = [  # arguments that vary from prompt to prompt
     *("listed_count", "seen", "compressed", "raw_from", "splits"),
     *("base_count", "base_room", "reference_room", "raw_room"),
 ]

@@ -26,7 +26,7 @@ from kvbench.kernels.window_attention.triton import (
 )
 
 LARGE = tl.constexpr(0.25)  # if p is larger, distances are summed by differences
-STEP = tl.constexpr(8)  # columns that are summed at once then
+STEP = tl.constexpr(8)  # columns of the differences that are summed at once
 
 
 @triton.jit

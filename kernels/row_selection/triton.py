@@ -21,12 +21,12 @@ JOINED, HEADS = 1024, 8  # rows and heads whose products are joined at once
 SIZES = ((256, 256), (4096, 256), (8192, 512), (16384, 1024))  # scores of a head that one program may hold: powers of
 # two, and some more, because a prompt of 2^17 tokens and its answer have more pages. Few sizes, as each is compiled
 SINGLE = sum(SIZES[-1])
-FEW = 8  # scores that are found one after the other if a head lists no more
-HELD = 1024  # scores of a warp that finds them
+FEW = 8  # most scores of a head that are taken one after the other
+HELD = 1024  # scores of a warp that takes them one after the other
 ROWS = 32  # rows that a program copies
 PHASES = tl.constexpr(5)
 LINE = tl.constexpr(3 * 256 + 8)  # numbers that the programs of a head share: counts of three digits, and of programs
-GUESSES = tl.constexpr(24)  # after so many, the numbers between are halved, which ends after 32 more
+GUESSES = tl.constexpr(24)  # after so many guesses, bisection follows, which ends after 32 more
 LEAST, MOST = tl.constexpr(0x007FFFFF), tl.constexpr(0xFF7FFFFF)  # numbers of -inf and of the largest finite score
 
 
@@ -153,7 +153,7 @@ def _choose(
     known += head * PHASES * 2
     tallies += head.to(tl.int64) * SPLITS * 257
     begin, stop = split * per_split, min((split + 1) * per_split, rows)
-    row, here, number = _load_head(scores, begin, rows, stride_n, TILE)  # the first ones
+    row, here, number = _load_head(scores, begin, rows, stride_n, TILE)  # of the first tile
     bins = tl.arange(0, 256)
     start, room = tl.full((), 0, tl.uint32), tl.minimum(tl.maximum(quota, 0), rows).to(tl.int32)
     if BEGIN > 1:
@@ -276,7 +276,7 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor | int) -> Tensor:
 def _load_numbers(scores, row, rows, stride):
     """Return the numbers of scores; 0, which no score becomes, where there is none."""
     here = row < rows
-    # (TILE,)
+    # (N,)
     return tl.where(here, score_to_number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0)), 0)
 
 
