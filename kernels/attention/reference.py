@@ -51,7 +51,7 @@ def pad_ragged(
     keys: Tensor,
     values: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad ragged rows and the tail behind them to keys and values (B, H, n, d) and mass (B, H, n), absent rows left."""
+    """Pad ragged rows and their tails to keys and values (B, H, n, d) and mass (B, H, n), absent rows on the left."""
     batch, heads, tail, dim = keys.shape
     longest = int(lengths.max())
     dtype = torch.promote_types(keys.dtype, torch.float32)

@@ -134,7 +134,7 @@ def attend_windowed(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
 
 
 def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, seen: Tensor) -> Tensor:
-    """Attend with queries (B, Hq, T, d) to those of the keys and values (B, H, n, d) that `seen` (T, n) names."""
+    """Attend with queries (B, Hq, T, d) to the keys and values (B, H, n, d) of the rows that `seen` (T, n) marks."""
     with avoid_plans(queries):
         return scaled_dot_product_attention(
             queries, keys, values, attn_mask=seen, scale=scaling, enable_gqa=keys.shape[1] != queries.shape[1]

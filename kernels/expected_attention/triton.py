@@ -485,12 +485,12 @@ def logits_triton(
 
 
 def most_parts(heads: int) -> int:
-    """Return the most parts that the rows of so many query heads are read in, whatever their number."""
+    """Return the largest number of parts in which the rows of so many query heads are read."""
     return triton.cdiv(2 * KEY_PROGRAMS, heads)
 
 
 def key_tiles(dtype: torch.dtype, dim: int) -> dict[str, int]:
-    """Choose the rows of a tile, beside three quarters of Σ of C by C channels each."""
+    """Choose the rows of a tile. A program also holds three quarters of Σ, C by C numbers each."""
     half = max(16, triton.next_power_of_2(dim) // 2)
     if dtype == torch.bfloat16:
         if half > 64:

@@ -43,7 +43,7 @@ def repeats_kernel(
     BLOCK_M: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Add to `repeated` (B, H, n) int64 of the newest j with c_{i,j} > similar, for BLOCK_N rows i, their c_{i,j}.
+    """Find the newest j with c_{i,j} > similar for BLOCK_N rows i, and add c_{i,j} to `repeated` (B, H, n) int64 at j.
 
     `inverse` (B, H, n) has 1/‖k‖, and 0 for absent rows.
     """

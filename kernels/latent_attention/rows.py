@@ -83,7 +83,7 @@ class Side:
 
     @property
     def own_tensors(self) -> tuple[Tensor, ...]:
-        """The memory for further rows: of their latents, and if these are rounded of s and z."""
+        """The memory for further rows: their latents, and s and z if the latents are rounded."""
         rounding = self.rounding
         return (self.more,) if rounding is None else (self.more, rounding.more_steps, rounding.more_zeros)
 

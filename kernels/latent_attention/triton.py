@@ -44,7 +44,7 @@ def _find_pair(pair, turning, dim):
 
 @triton.jit
 def _point(addresses, index, like):
-    """Return the pointer that stands in a table of addresses, which are multiples of 16, to numbers as of `like`."""
+    """Read a pointer to numbers of `like`'s type from a table of addresses, which are multiples of 16."""
     return tl.multiple_of(tl.load(addresses + index).to(like.dtype), [16])
 
 
@@ -198,8 +198,10 @@ def _find_rows(
     BITS: tl.constexpr,
     EIGHT: tl.constexpr,
 ):
-    """Return where latents, s and z of a sample's held rows begin and where those of appended ones, for keys (`side` 0)
-    or values (1), and the size of a held row's latents. PITCH is the size of an appended row's.
+    """Find the latents, s and z of a sample's held and appended rows, for keys (`side` 0) or values (1).
+
+    Returns pointers to the first latent, s and z of the held and of the appended rows, and the size of a held row's
+    latents. PITCH is the size of an appended row's latents.
     """
     size = rank * BITS // EIGHT if BITS else rank
     first = index.to(tl.int64) * room
@@ -229,7 +231,7 @@ def _load_latents(
     BITS: tl.constexpr,
     EIGHT: tl.constexpr,
 ):
-    """Return R latents of the N rows at `line`, from a latent on, (N, R), or their codes as numbers of `like`'s type.
+    """Load R latents of the N rows at `line`, from number `first` on, (N, R), or their codes in the type of `like`.
 
     They are zero where there is no row (`here`) or no latent.
     """
@@ -278,7 +280,7 @@ def _load_columns(
     HEADS: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Return U's rows of some heads as columns, (R, HEADS·DP), from a latent on. Channels of a pair are neighbours."""
+    """Load U's rows of some heads as columns, (R, HEADS·DP), from latent `first` on. A pair is two neighbours."""
     column, latent = tl.arange(0, HEADS * DP), first + tl.arange(0, R)
     pair, head = column % DP // 2, first_head + column // DP
     one, two = _find_pair(pair, turning, dim)
@@ -312,7 +314,7 @@ def _multiply(
 
 @triton.jit
 def _restore(k, total, steps, zeros, line, here):
-    """Return what rows are whose codes' products with U are k (N, W), if `total` (W,) are the sums of U's columns."""
+    """Return rows (N, W) from k, the products of their codes with U. `total` (W,) are the sums of U's columns."""
     unit = tl.load(steps + line, mask=here, other=0.0).to(tl.float32)  # (N,)
     zero = tl.load(zeros + line, mask=here, other=0).to(tl.float32)  # (N,)
     return (k - zero[:, None] * total[None]) * unit[:, None]
@@ -376,7 +378,7 @@ def _turn_and_ask(
 
 @triton.jit
 def _find_pitches(held_tiles, room, queries, N: tl.constexpr, BY_ROW: tl.constexpr):
-    """Return how far apart the logits of rows lie, how far those of queries, and how many a group has in all.
+    """Return the distance between the logits of two rows, that of two queries, and the number of a group's logits.
 
     They are stored row by row (BY_ROW) or query by query.
     """
@@ -852,7 +854,7 @@ def append_latents_triton(
 
 
 def list_memory(side: Side) -> tuple[Tensor, ...]:
-    """Return the memory for further latents, s and z. Without rounding the first stands for all; only it is read."""
+    """Return the memory for further latents, s and z. Without rounding it is three times that of the latents."""
     return side.own_tensors if side.bits else side.own_tensors * 3
 
 
@@ -976,7 +978,7 @@ def view_words(pairs: Tensor) -> Tensor:
 
 
 def split_rows(programs: int, tiles: int, each: int) -> int:
-    """Return in how many parts rows of `tiles` tiles are split for so many programs, `each` on a multiprocessor."""
+    """Return into how many parts `tiles` tiles are split for so many programs, `each` of them on a multiprocessor."""
     return max(1, min(each * CORES // programs, tiles))
 
 

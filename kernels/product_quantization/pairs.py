@@ -67,7 +67,7 @@ def _narrow(numbers, rows, k, low, high, COUNTED: tl.constexpr):
 
 @triton.jit
 def _find_last(numbers, rows, k, COUNTED: tl.constexpr, NEAR: tl.constexpr, STEPS: tl.constexpr):
-    """Return the number of the k-th row if `rows` rows have each of the numbers, and rows are in descending order.
+    """Return the number of the k-th row in descending order. `rows` says how many rows have each of the numbers.
 
     Between near bounds there are mostly few pairs, so the largest ones are looked at one by one before the bounds are
     narrowed further.

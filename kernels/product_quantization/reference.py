@@ -79,7 +79,7 @@ def add_members(points: Tensor, codes: Tensor, count: int) -> tuple[Tensor, Tens
 
 
 def multiply_members(points: Tensor, codes: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Do the same by products with ones and zeros, whose order is fixed on a GPU too."""
+    """Do the same as `add_members` by products with ones and zeros, whose order is fixed on a GPU too."""
     numbers = torch.arange(count, device=codes.device)[:, None]
     sums, sizes = points.new_zeros(len(points), count, points.shape[2]), points.new_zeros(len(points), count, 1)
     pieces = split_points(points, sums)

@@ -59,9 +59,8 @@ def reserve_weights(rows: ReferencedRows, query_heads: int, *, implementation: s
         Zeros, (B, …, Hq) int64. The reference needs none.
     """
     chosen = choose_implementation("attend_compressed", implementation, rows.raw)
-    places = (
-        count_places(rows) + 2 if chosen == "triton" else 0
-    )  # two more: the largest weight, and the sum of the rows without a base
+    # two more: the largest weight, and the sum of the rows without a base
+    places = count_places(rows) + 2 if chosen == "triton" else 0
     return torch.zeros(len(rows.raw), places, query_heads, dtype=torch.int64, device=rows.raw.device)
 
 

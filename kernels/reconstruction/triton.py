@@ -90,7 +90,7 @@ def _take(
 
 @triton.jit
 def _refer(references, more_references, at, compressed, stored, NEAREST: tl.constexpr):
-    """Return the base that the reference at each index `at` is the number of; 0 for rows that are not compressed."""
+    """Load the references at the indices `at`, which are numbers of bases; 0 for rows that are not compressed."""
     known, first = at < compressed * NEAREST, more_references - compressed.to(tl.int64) * NEAREST
     base = tl.load(references + at, mask=stored & known, other=0).to(tl.int32)  # (N,)
     return base + tl.load(first + at, mask=stored & (known == 0), other=0).to(tl.int32)  # (N,)
@@ -99,7 +99,7 @@ def _refer(references, more_references, at, compressed, stored, NEAREST: tl.cons
 @triton.jit
 def _read(at, here, column, there):
     """Return some columns (D,) of the rows at the pointers `at` (ROWS,) in float32, zeros where `here` is false."""
-    return tl.load(at[:, None] + column[None], mask=here[:, None] & there[None], other=0.0).to(tl.float32)  # (N, C)
+    return tl.load(at[:, None] + column[None], mask=here[:, None] & there[None], other=0.0).to(tl.float32)  # (ROWS, D)
 
 
 @triton.jit
@@ -256,7 +256,7 @@ def _weigh(
 
 @triton.jit
 def _count(counted, place, query_heads, head, units, here):
-    """Add weights (N, M) to those of a place of each row, in whole numbers, so that the order does not matter."""
+    """Add the weights (N, M) of rows to those of their places, as whole numbers, so that the order does not matter."""
     at = counted + place[:, None].to(tl.int64) * query_heads + head[None]
     tl.atomic_add(at, units, mask=here[:, None] & (head < query_heads)[None], sem="relaxed")
 

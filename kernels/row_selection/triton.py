@@ -78,7 +78,7 @@ def _load_quota(quotas, each, head):
 
 @triton.jit
 def _find_digit(digits, start, room):
-    """Return the first digits of the quota-th largest number with one more, and how many rows that begin so still fit.
+    """Return one more of the quota-th largest number's first digits, and how many rows that begin with them still fit.
 
     Args:
         digits: How many of the numbers that begin with `start` have which digit next, (256,).
@@ -274,7 +274,7 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor | int) -> Tensor:
 
 @triton.jit
 def _load_numbers(scores, row, rows, stride):
-    """Return the numbers of scores; 0, which no score becomes, where there is none."""
+    """Return the numbers of scores, and 0 where there is no score. No score has the number 0."""
     here = row < rows
     # (N,)
     return tl.where(here, score_to_number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0)), 0)

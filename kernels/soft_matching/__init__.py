@@ -58,7 +58,7 @@ def match(keys: Tensor, chunk: int | None, *, implementation: str | None = None)
 
 
 class AnnouncedRows:
-    """Rows whose launches are announced (`announce_launches`), and the reference's, which are right."""
+    """Rows by announced launches (`announce_launches`), and those of the reference, whose values are right."""
 
     def __init__(self, launched: JoinedRows, exact: JoinedRows) -> None:
         self.launched, self.exact, self.index = launched, exact, exact.index

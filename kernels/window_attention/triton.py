@@ -64,7 +64,7 @@ def tiles(group: int, tokens: int, dim: int, dtype: torch.dtype, products: int =
 
 
 def most_splits(packs: int, cut: Tiles) -> int:
-    """Return the most programs for each of `packs`, whatever the number of rows."""
+    """Return the largest number of programs for each of `packs`, for any number of rows."""
     return max(1, min(SPLITS, triton.cdiv(PROGRAMS // (2 if cut.queries > 64 else 1), packs)))
 
 
@@ -299,7 +299,7 @@ def join_kernel(
 
 @triton.jit
 def load_sums(top, share, pack, M: tl.constexpr):
-    """Load both for a tile of queries, (M,) each."""
+    """Load the maxima and shares of a tile of queries, (M,) each."""
     at = pack.to(tl.int64) * M + tl.arange(0, M)
     return tl.load(top + at), tl.load(share + at)  # (M,)
 
