@@ -24,7 +24,7 @@ STEP = re.compile(rf"^[^a-z\n]*line ({DIGITS})\b(.*)$", re.IGNORECASE | re.MULTI
 NAMED = re.compile(rf"\bline ({DIGITS})\b", re.IGNORECASE)
 SUM = re.compile(
     rf"(?<![\d.])(?<!line )({DIGITS}) ?([+-]) ?({DIGITS}) ?= ?(-?{DIGITS})(?!\d|\.\d| ?[+-] ?\d)", re.IGNORECASE
-)  # a sum of values and not of a line's number, whose result does not begin another sum
+)  # a sum of values: no number of a line, and its result does not begin another sum
 HEADING = re.compile(r"\bresults\b", re.IGNORECASE)
 ITEM = re.compile(rf"\bline ({DIGITS})\b(.*?)(?=\bline\b|$)", re.IGNORECASE | re.MULTILINE)
 WHOLE = re.compile(rf"-?{DIGITS}$")

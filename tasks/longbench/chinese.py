@@ -53,7 +53,7 @@ def load_cutter() -> Callable[[str], Iterable[str]]:
     """
     require_jieba()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its regular expressions, and of pkg_resources
+        warnings.simplefilter("ignore")  # warnings about its regular expressions and pkg_resources
         import jieba
     cutter = jieba.Tokenizer()
     cutter.FREQ, cutter.total = cutter.gen_pfdict(cutter.get_dict_file())

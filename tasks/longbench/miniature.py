@@ -15,8 +15,8 @@ from kvbench.tasks.common import synthetic_prose
 from kvbench.tasks.common.synthetic_qa import Inventor, make_article, make_chain
 from kvbench.tasks.longbench.subtasks import CHINESE
 
-ROWS = 4  # of each subtask
-CLASSES = {"person": "Name of a person", "name": "Name", "date": "Date", "count": "Number"}  # one contains another
+ROWS = 4  # rows of each subtask
+CLASSES = {"person": "Name of a person", "name": "Name", "date": "Date", "count": "Number"}  # "Name" is in another
 GOODS = {"农产品": ("大米", "苹果", "茶叶"), "工业品": ("钢管", "水泥", "电线"), "文化用品": ("图书", "毛笔", "地图")}
 ALL_CLASSES = {"trec": list(CLASSES.values()), "lsht": list(GOODS)}
 

@@ -36,7 +36,7 @@ KVPRESS_COLUMNS = {
     **kvpress_rows.COLUMNS,
 }
 WHOLE = ("length", "max_new_tokens")
-MORE_TOKENS = 20  # that kvpress's rows allow an answer beyond the official limit
+MORE_TOKENS = 20  # tokens that kvpress's rows allow an answer beyond the official limit
 
 
 def load_rows(path: str, subtasks: Iterable[Subtask], ending: str = "") -> dict[str, list[dataset_rows.Row]]:

@@ -63,9 +63,9 @@ SUBTASKS = (
 )
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
 NOT_IN_E = ("narrativeqa", "musique", "qmsum")
-INTERVALS = {"0-4k": 4000, "4-8k": 8000, "8k+": math.inf}  # of LongBench-E -> the `length` where each ends
+INTERVALS = {"0-4k": 4000, "4-8k": 8000, "8k+": math.inf}  # interval of LongBench-E -> the `length` where it ends
 NAMES = tuple(subtask.name for subtask in SUBTASKS)
-ENGLISH = tuple(name for name in NAMES if name not in CHINESE)  # and code
+ENGLISH = tuple(name for name in NAMES if name not in CHINESE)  # English and code
 E_NAMES = tuple(name for name in ENGLISH if name not in NOT_IN_E)
 SETS = {"all": ENGLISH, "all21": NAMES, "chinese": CHINESE}  # what task.subtasks may say -> subtasks
 CATEGORIES = {

@@ -30,7 +30,7 @@ RENAMED = {
     **{"qa_1": "ruler_qa_squad", "qa_2": "ruler_qa_hotpot"},
 }  # kvpress's name of a task -> task=ruler's
 PUBLISHED = {RENAMED.get(name, name): name for name in (*(name for name in SUBTASKS if name[:4] == "niah"), *RENAMED)}
-ROWS, LENGTH = 4, 1024  # of each of the miniature's subtasks; the length that decides parameters of cwe and fwe
+ROWS, LENGTH = 4, 1024  # rows of each subtask of the miniature; the length that decides parameters of cwe and fwe
 
 
 @dataclass(frozen=True)

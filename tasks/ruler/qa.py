@@ -34,7 +34,7 @@ class QuestionFamily(Family):
             order = needed + rng.sample(related, units - len(needed))
         else:
             known = {*needed, *related}
-            drawn = rng.sample(range(every), units)  # at most len(known) of these are left out
+            drawn = rng.sample(range(every), units)  # at most len(known) of them are in `known`
             order = needed + related + [i for i in drawn if i not in known][: units - len(needed) - len(related)]
         rng.shuffle(order)
         return {"question": number, "documents": order}
