@@ -185,21 +185,21 @@ def _weigh(
     asking = member < group
     references += b * compressed * NEAREST
     more_references += b * reference_room * NEAREST
-    own_bases = bases + b * base_count * width
+    sample_bases = bases + b * base_count * width
     further = more_bases + (b * base_room - base_count) * width
-    own_raw = raw + (b * raw_room - raw_from) * width
+    sample_raw = raw + (b * raw_room - raw_from) * width
     entry = tl.program_id(0) * N + tl.arange(0, N)
     listed += b * listed_count
     row, exists, stored = _list(listed, entry, listed_count, seen, sinks, compressed, block, step)
     angle, plain = row[:, None] * turning + first[None], exists & (stored == 0)
     cosine = tl.load(cos + angle, mask=there[None], other=1.0).to(raw.dtype.element_ty)  # (N, H)
     sine = tl.load(sin + angle, mask=there[None], other=0.0).to(raw.dtype.element_ty)  # (N, H)
-    raw_at = tl.where(row < raw_from, own_bases, own_raw) + row.to(tl.int64) * width
+    raw_at = tl.where(row < raw_from, sample_bases, sample_raw) + row.to(tl.int64) * width
     decoded_at = decoded + (b * listed_count + entry) * (width // 2)
     bases_at = tl.tuple([])  # of each reference
     for nearest in tl.static_range(NEAREST):
         base = _refer(references, more_references, (row - sinks) * NEAREST + nearest, compressed, stored, NEAREST)
-        bases_at += (tl.where(base < base_count, own_bases, further) + base.to(tl.int64) * width,)
+        bases_at += (tl.where(base < base_count, sample_bases, further) + base.to(tl.int64) * width,)
     share, any_plain = tl.where(stored, 1.0 / max(NEAREST, 1), 1.0)[:, None], tl.max(plain.to(tl.int32), 0) > 0
     begin = tl.program_id(1) * HEADS
     for head in range(begin, tl.minimum(begin + HEADS, heads)):

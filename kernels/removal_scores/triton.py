@@ -184,7 +184,7 @@ def score_kernel(
     lengths = tl.sum(a.to(tl.float32) * a.to(tl.float32), 1)
     k_start, m_start = keys + batch * k_batch + head * k_head, mass + batch * m_batch + head * m_head
     v_start = values + batch * v_batch + head * v_head
-    own_top, own_share = load_sums(top, share, pair * count + tile, GT * WT)
+    tile_top, tile_share = load_sums(top, share, pair * count + tile, GT * WT)
     out = scores + (tile * tl.num_programs(1) + pair).to(tl.int64) * rows
     first, last = split * span, tl.minimum(split * span + span, rows)
     free = unbound(first, last, rows, tokens, N)
@@ -196,8 +196,8 @@ def score_kernel(
         v_start,
         a_start,
         m_start,
-        own_top,
-        own_share,
+        tile_top,
+        tile_share,
         out,
         scale,
         epsilon,
@@ -231,8 +231,8 @@ def score_kernel(
         v_start,
         a_start,
         m_start,
-        own_top,
-        own_share,
+        tile_top,
+        tile_share,
         out,
         scale,
         epsilon,

@@ -396,7 +396,7 @@ def reduce_kernel(
     q_start = queries + batch * q_batch + head * group * q_head
     q = load_queries(q_start, tile, tokens, group, q_head, q_token, GT, WT, D, DIM, CAST)
     k_start, m_start = keys + batch * k_batch + head * k_head, mass + batch * m_batch + head * m_head
-    own_top, own_share = load_sums(top, share, pair * count + tile, GT * WT)
+    tile_top, tile_share = load_sums(top, share, pair * count + tile, GT * WT)
     member = tile * GT + tl.arange(0, GT)
     out = (pair.to(tl.int64) * group + member) * rows
     first, last = split * span, tl.minimum(split * span + span, rows)
@@ -405,8 +405,8 @@ def reduce_kernel(
         k_start,
         q,
         m_start,
-        own_top,
-        own_share,
+        tile_top,
+        tile_share,
         mean,
         variance,
         entropy,
@@ -435,8 +435,8 @@ def reduce_kernel(
         k_start,
         q,
         m_start,
-        own_top,
-        own_share,
+        tile_top,
+        tile_share,
         mean,
         variance,
         entropy,
