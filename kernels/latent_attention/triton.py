@@ -473,7 +473,7 @@ def _weigh(
     """
     programs = tl.cdiv(heads, HEADS)
     place, split, part = tl.program_id(0) // programs, tl.program_id(1), tl.program_id(2)
-    first_head = tl.program_id(0) % programs * HEADS  # the first head
+    first_head = tl.program_id(0) % programs * HEADS
     b, group = place // groups, place % groups
     places_total = tl.num_programs(0) // programs
     index = group * (places_total // groups) + b
