@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -46,7 +46,7 @@ class AnDPro(Method):
     anchor: str = setting(choices=("output", "droppable"))
     """The anchor: the attention output (paper), or its part from the rows that may be dropped (code)."""
 
-    capturable = True
+    captured = Captured()
 
     def chunks(self, rows: Rows) -> Tensor:
         """Return the chunk of each row, counted from the head's first row, (B, H, n); -1 for absent rows."""

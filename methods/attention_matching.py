@@ -37,8 +37,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.repeating import Repeating
 from kvbench.interfaces.rows import Rows
@@ -70,8 +68,11 @@ class AttentionMatching(Repeating):
     ridge: float = setting(minimum=1e-10)
     """How much values are drawn to the rows' own, λ/‖X‖²."""
 
-    merges = True
     weighs_rows = True
+    refusals = {
+        "decoding": "has queries of the prompt only; use method.decoding=false",
+        "cascading_allocator": "has fitted rows of layers that it cuts again; use allocator=uniform, ada or pyramid",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,18 +82,6 @@ class AttentionMatching(Repeating):
     @property
     def needs_extra_reads(self) -> bool:
         return self.reference == "repeat"
-
-    @property
-    def one_block(self) -> bool:
-        return self.reference == "repeat"
-
-    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
-        if self.decoding:
-            return f"method.decoding=true: {self.name} has queries of the prompt only; use method.decoding=false"
-        if allocator.cascades:
-            fitted = f"allocator={allocator.name}: it cuts layers again, and {self.name} has fitted their rows by then"
-            return f"{fitted}; use allocator=uniform, ada or pyramid"
-        return super().refuses(allocator, codec)
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Remember the reference queries, of as many tokens as there is room for.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.interfaces.method import Method, find_rows_without_votes
+from kvbench.interfaces.method import Captured, Method, find_rows_without_votes
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -39,8 +39,7 @@ class Cake(Method):
     gamma: float = setting(minimum=0)
     """Weight of the variance, γ."""
 
-    capturable = True
-    order_free = True
+    captured = Captured(order_free=True)
 
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.window

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -45,9 +45,8 @@ class CentroidKV(Method):
     r: float = setting(above=0, maximum=1)
     """Share of a round's pairs that are merged at most."""
 
-    scores = False
     merges = True
-    capturable = True
+    captured = Captured()
 
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         if quota == 1:  # the only row must be free to stand for all others

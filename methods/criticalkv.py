@@ -23,7 +23,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.composite import Composite
+from kvbench.interfaces.captured import Captured
+from kvbench.interfaces.composite import Composite, ask_base
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -48,15 +49,11 @@ class CriticalKV(Composite):
             raise SettingError(f"method.base={self.base.name}: values would count twice; use it without its value norm")
 
     @property
-    def capturable(self) -> bool:
-        return self.base.capturable
-
-    @property
-    def sets_head_quotas(self) -> bool:
-        return self.base.sets_head_quotas
-
-    def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
-        return self.base.head_quotas(quota, observation, state)
+    def captured(self) -> Captured | None:
+        hooks = self.base.captured
+        if hooks is None:
+            return None
+        return Captured(capture_state=ask_base(hooks.capture_state), release_state=ask_base(hooks.release_state))
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Return the base method's columns, and n_j of every row."""

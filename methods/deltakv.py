@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader, Watcher
 from kvbench.interfaces.rows import Rows
@@ -52,10 +52,6 @@ class DeltaKV(Method):
     """Newest rows that are always attended to, the token's own included."""
     smoothing: float = setting(minimum=0, below=1)
     """Share of a candidate's last score in its next one, a."""
-
-    scores = False
-    attends_subset = True
-    reads_packed = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,6 +121,8 @@ class DeltaKV(Method):
             return None
         observers = self.find_observation_layers(answer.layers) & {*answer.all_layers}
         return ObservationReader(self, answer, sorted(observers)) if observers <= {*answer.keys} else None
+
+    captured = Captured(row_reader=row_reader, reads_packed=True)
 
 
 def count_chosen(candidates: int, quota: int, fraction: Fraction | None) -> int:

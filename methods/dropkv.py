@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -37,8 +37,7 @@ class DropKV(Method):
     p_dtype: str = setting(choices=("bf16", "fp32"))
     """Whether p is rounded to bfloat16 (as in the published code) or not."""
 
-    capturable = True
-    order_free = True
+    captured = Captured(order_free=True)
 
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.window

@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
+from kvbench.interfaces.tensor_files import ModelFile
 from kvbench.validation import SettingError, require_int
 
 
@@ -78,10 +79,7 @@ class DuoAttention(Method):
     pattern: Pattern = field(init=False, repr=False, compare=False)
     """The pattern that was read from `path`."""
 
-    sets_head_quotas = True
-    streams = True
-    capturable = True
-    order_free = True
+    captured = Captured(order_free=True, streams=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,8 +89,8 @@ class DuoAttention(Method):
         object.__setattr__(self, "pattern", replace(own, sinks=sinks, recent=recent))
 
     @property
-    def weights_bytes(self) -> int:
-        return 8 * sum(map(len, self.pattern.alpha))
+    def file(self) -> ModelFile:
+        return ModelFile(str(self.path), 8 * sum(map(len, self.pattern.alpha)))
 
     def check(self, layout: Layout) -> None:
         found = (len(self.pattern.alpha), len(self.pattern.alpha[0]))

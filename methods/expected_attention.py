@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State, StateCapture
 from kvbench.interfaces.query_ring import make_ring, share_among_layers
 from kvbench.interfaces.rows import Rows
@@ -58,8 +58,6 @@ class ExpectedAttention(Method):
     """Number of queries (text) or passes (buffer) that are remembered for cuts while decoding."""
     decode_queries: str = setting(choices=("text", "buffer"))
     """Which queries a cut while decoding uses."""
-
-    capturable = True
 
     @property
     def weighs_values(self) -> bool:
@@ -126,6 +124,8 @@ class ExpectedAttention(Method):
             return
         passes = min(ring.count, since or ring.count)
         state.layer |= {"recent": ring.last(seen, passes), "passes": (1,) * passes, "emptied": since == 0}
+
+    captured = Captured(capture_state=capture_state, release_state=release_state)
 
     def steps(self, tokens: int, quota: int | None) -> int:
         """Count one step per token with decode_queries=text.

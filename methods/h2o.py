@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -40,9 +40,8 @@ class H2O(Method):
     gqa: str = setting(choices=("mean", "max"))
     """How the votes of the group's query heads are combined."""
 
-    wants_lse = True
-    capturable = True
-    order_free = True
+    wants = ("lse",)
+    captured = Captured(order_free=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +52,7 @@ class H2O(Method):
         """Return the votes so far: one column for the group with gqa=mean, one per query head of the group with max."""
         if observation.decoding and not self.decoding:
             return rows.columns
-        assert observation.lse is not None  # the method sets `wants_lse`
+        assert observation.lse is not None  # the method wants it
         group = "mean" if self.gqa == "mean" else None
         found = accumulated_attention(
             observation.queries, rows.keys, rows.mass, observation.lse, observation.scaling, group=group

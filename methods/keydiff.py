@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -36,8 +36,7 @@ class KeyDiff(Method):
     recent: float = setting(minimum=0, below=1)
     """Share of the quota that always goes to the newest rows (0.2 in the paper's Math-500 runs)."""
 
-    capturable = True
-    order_free = True
+    captured = Captured(order_free=True)
 
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         return None if self.recent == 0 else rows.places >= observation.tokens - exact_share(self.recent, quota)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -27,8 +27,7 @@ class Knorm(Method):
     skip_layers: tuple[int, ...] = setting()
     """Layers that are never cut. Their rows come on top of the budget and are measured."""
 
-    capturable = True
-    order_free = True
+    captured = Captured(order_free=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

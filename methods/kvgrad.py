@@ -31,13 +31,13 @@ from kvbench.interfaces.rows import mass_dtype
 class KVgrad(RepeatScores):
     """Score rows by how much they move the final hidden states while the model repeats the prompt."""
 
-    wants_gradient = True
+    wants = ("gradient",)
     weighs_values = True
 
     def objective(self, hidden: Tensor) -> Tensor:
         return hidden.to(mass_dtype(hidden)).square().sum()
 
     def weigh(self, observation: Observation) -> Tensor:
-        assert observation.gradient is not None  # `wants_gradient`
+        assert observation.gradient is not None  # the method wants it
         found = observation.gradient.to(mass_dtype(observation.queries)).norm(dim=-1)
         return found.clamp(min=torch.finfo(found.dtype).tiny)  # a weight must be positive

@@ -20,8 +20,8 @@ scores of many rows are equal.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from kvbench.interfaces.networks import LayerWeights, Network, describe_network,
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
-from kvbench.interfaces.tensor_files import Header, Shape, find_weights, read_header, read_weights, require_finite
+from kvbench.interfaces.tensor_files import ModelFile, Shape, find_weights, read_header, read_weights, require_finite
 from kvbench.validation import SettingError
 
 ENTRY = re.compile(r"layers\.(?P<layer>\d+)(?P<matrix>\.[02])?\.(?P<what>weight|bias)")
@@ -50,7 +50,7 @@ class KVzap(Method):
     recent: int = setting(minimum=0)
     """Number of newest rows that always stay."""
 
-    wants_normed_hidden = True
+    wants = ("normed_hidden",)
     weighs_values = True
 
     def __post_init__(self) -> None:
@@ -68,10 +68,6 @@ class KVzap(Method):
         about = find_file(self.path).stat()
         return load_once(str(self.path), about.st_mtime_ns, about.st_size)
 
-    @property
-    def weights_bytes(self) -> int:
-        return self.file.header.bytes
-
     def check(self, layout: Layout) -> None:
         if self.file.fits != (needed := (layout.layers, layout.hidden, layout.heads)):
             raise SettingError(
@@ -80,19 +76,12 @@ class KVzap(Method):
             )
         require_finite(find_file(self.path), f"method.path={self.path}", "surrogates")
 
-    def check_identity(self, identify: Callable[[], str]) -> None:
-        trained_for = self.file.header.identity
-        if trained_for is not None and trained_for != (own := identify()):
-            raise SettingError(
-                f"method.path={self.path}: the surrogates were trained for the model {trained_for}, this one is {own}"
-            )
-
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Score the rows of the block."""
         if observation.decoding and not self.decoding:
             return rows.columns
         hidden, like = observation.normed_hidden, rows.mass
-        assert hidden is not None  # `wants_normed_hidden`
+        assert hidden is not None  # the method wants it
         found = self.surrogates.like(observation.layer, like).apply(hidden.to(like.dtype)).mT  # (B, H, T)
         old = rows.columns.get(SCORE, torch.zeros_like(like))[..., : -found.shape[2]]
         return {SCORE: torch.cat([old, found], -1)}
@@ -105,15 +94,13 @@ class KVzap(Method):
 
 
 @dataclass(frozen=True)
-class SurrogateFile:
+class SurrogateFile(ModelFile):
     """What a file of surrogates says about itself, without its weights."""
 
-    kind: str
+    kind: str = field(kw_only=True)
     """linear or mlp_gelu."""
-    fits: tuple[int, int, int]
+    fits: tuple[int, int, int] = field(kw_only=True)
     """Layers, width of the hidden states, and KV heads of the model that it fits."""
-    header: Header
-    """The file's header."""
 
 
 def find_file(path: object) -> Path:
@@ -147,7 +134,8 @@ def peek_surrogates(path: object) -> SurrogateFile:
         if found[layer] != found[0]:
             raise SettingError(f"{where}: the surrogate of layer {layer} has other shapes than that of layer 0")
     kind, hidden, heads = describe_network(f"{where}: layer 0", found[0])
-    return SurrogateFile(kind, (len(found), hidden, heads), header)
+    fits = len(found), hidden, heads
+    return SurrogateFile(str(path), header.bytes, header.identity, kind=kind, fits=fits)
 
 
 def read_surrogates(path: object) -> dict[int, Network]:

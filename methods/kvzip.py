@@ -48,12 +48,8 @@ class KVzip(RepeatScores):
     """Whether KVzip+ takes the hidden states behind the layer's norm."""
 
     @property
-    def wants_hidden(self) -> bool:
-        return self.norms and not self.behind_norm
-
-    @property
-    def wants_normed_hidden(self) -> bool:
-        return self.norms and self.behind_norm
+    def wants(self) -> tuple[str, ...]:
+        return ("normed_hidden" if self.behind_norm else "hidden",) if self.norms else ()
 
     @property
     def weighs_values(self) -> bool:
@@ -63,5 +59,5 @@ class KVzip(RepeatScores):
         if not self.norms:
             return None
         hidden = observation.normed_hidden if self.behind_norm else observation.hidden
-        assert hidden is not None  # `wants_hidden` or `wants_normed_hidden`
+        assert hidden is not None  # the method wants it
         return 1 / hidden.to(mass_dtype(observation.queries)).norm(dim=-1)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader, Watcher
 from kvbench.interfaces.rows import Rows
@@ -50,9 +50,6 @@ class OmniKV(Method):
     """How a filter scores rows."""
     window: int = setting(minimum=1)
     """Number of last queries that score with uniform and exp, w."""
-
-    scores = False
-    attends_subset = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,6 +111,8 @@ class OmniKV(Method):
         if self.windowed and decoded < self.window:  # rows of the prompt are still inside the window
             return None
         return FilterReader(self, answer)
+
+    captured = Captured(row_reader=row_reader)
 
     def score_rows(self, queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
         """Score keys (B, H, n, d) by queries (B, H·G, w, d): (B, n) in float32, or float64 for float64 keys."""

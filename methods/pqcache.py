@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader
 from kvbench.interfaces.rows import Rows
@@ -71,9 +71,6 @@ class PQCache(Method):
     """Number of rows behind the sinks up to which a prompt is not clustered, and all rows are attended to. `None`: as
     many as a sub-vector has centroids, 2^b.
     """
-
-    scores = False
-    attends_subset = True
 
     def is_clustered(self, behind: int) -> bool:
         """Whether a prompt with so many rows behind the sinks is clustered."""
@@ -131,6 +128,8 @@ class PQCache(Method):
 
     def row_reader(self, answer: CapturedAnswer) -> RowReader | None:
         return CodeReader(self, answer, self.count_rows_of(answer.prompt, answer.quota, answer.fraction))
+
+    captured = Captured(row_reader=row_reader)
 
     def list_always(self, recent: int, last: Tensor) -> Tensor:
         """List the sinks, the recent rows and the token's own row, which is `last`, without dimensions: (k,) int64."""

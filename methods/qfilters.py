@@ -11,14 +11,13 @@ The filters come from a safetensors file with `q_filters` (layers, KV heads, d),
 as `python -m kvbench calibrate qfilters` computes it for any model. Its metadata then name the model.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -38,8 +37,7 @@ class QFilters(Method):
     recent: int = setting(minimum=0)
     """Number of newest rows that always stay."""
 
-    capturable = True
-    order_free = True
+    captured = Captured(order_free=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,19 +51,12 @@ class QFilters(Method):
         """
         return read_tensors(self.path, {NAME: ("layers", "KV heads", "dimensions")}, "filters", "qfilters")
 
-    @property
-    def weights_bytes(self) -> int:
-        return self.file.nbytes
-
     def check(self, layout: Layout) -> None:
         found = tuple(self.file.tensors[NAME].shape)
         if found != (needed := (layout.layers, layout.heads, layout.dim)):
             raise SettingError(
                 f"method.path={self.path}: the filters have (layers, KV heads, dimensions) {found}, the model {needed}"
             )
-
-    def check_identity(self, identify: Callable[[], str]) -> None:
-        self.file.check_identity(identify)
 
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.recent

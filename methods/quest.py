@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader
 from kvbench.interfaces.rows import Rows
@@ -43,9 +43,6 @@ class Quest(Method):
     """
     force_last: bool = setting()
     """Whether the newest page is always chosen."""
-
-    scores = False
-    attends_subset = True
 
     @property
     def token_by_token(self) -> bool:
@@ -76,6 +73,8 @@ class Quest(Method):
         if quota >= held or chosen >= -(-held // self.page):  # some tokens of the answer attend to all rows
             return None
         return PageReader(self, answer, chosen)
+
+    captured = Captured(row_reader=row_reader)
 
     def count_pages(self, held: int, quota: int) -> int:
         """Return how many pages a query head attends to, of `held` rows."""

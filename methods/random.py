@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 
@@ -19,7 +19,7 @@ from kvbench.interfaces.rows import Rows
 class Random(Method):
     """Score rows at random. A row keeps its score while it is held, so blocks and batches do not change the choice."""
 
-    capturable = True
+    captured = Captured()
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         device = rows.places.device

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State, StateCapture
 from kvbench.interfaces.query_ring import make_ring
 from kvbench.interfaces.rows import Rows
@@ -47,8 +47,6 @@ class RKV(Method):
     """Weight of attention against redundancy, λ."""
     similar: float = setting(minimum=0, maximum=1)
     """Cosine above which two keys repeat each other, τ."""
-
-    capturable = True
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Remember the last queries of the text (`queries`). Inside a CUDA graph they are in `ring`."""
@@ -74,6 +72,8 @@ class RKV(Method):
 
     def release_state(self, captured: State, state: State, seen: int, since: int) -> None:
         state.layer["queries"] = captured.layer["ring"].last(seen, min(self.window, seen))
+
+    captured = Captured(capture_state=capture_state, release_state=release_state)
 
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.window

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -33,8 +33,7 @@ class Sink(Method):
     positions: str = setting(choices=("rolling", "original"))
     """Whether positions are slots in the cache (rolling) or in the text (original)."""
 
-    capturable = True
-    order_free = True
+    captured = Captured(order_free=True)
 
     @property
     def uses_cache_positions(self) -> bool:

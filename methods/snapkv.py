@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.interfaces.method import Method, find_rows_without_votes
+from kvbench.interfaces.method import Captured, Method, find_rows_without_votes
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -37,8 +37,7 @@ class SnapKV(Method):
     group: str = setting(choices=("after", "before"))
     """Whether the group's query heads are averaged after pooling or before it."""
 
-    capturable = True
-    order_free = True
+    captured = Captured(order_free=True)
 
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.window

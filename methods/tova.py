@@ -9,13 +9,12 @@ runs over the group's query heads, and each KV head keeps its own rows, as the K
 tova_press.py, always keeps the last row.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -31,16 +30,12 @@ class TOVA(Method):
     recent: int = setting(minimum=0)
     """Number of newest rows that always stay."""
 
-    capturable = True
-    order_free = True
+    captured = Captured(order_free=True)
 
-    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
-        if self.scope == "layer" and not allocator.even:
-            return (
-                f"allocator={allocator.name}: {self.name} scores all heads of a layer alike, so they cannot compete; "
-                "use method.scope=group"
-            )
-        return super().refuses(allocator, codec)
+    @property
+    def refusals(self) -> Mapping[str, str]:
+        reason = "scores all heads of a layer alike, so they cannot compete; use method.scope=group"
+        return {"uneven_allocator": reason} if self.scope == "layer" else {}
 
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.recent

@@ -36,7 +36,7 @@ models that have one (Qwen3, Gemma 3) its files do not describe the queries that
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbench.interfaces.layout import Layout
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -77,8 +77,8 @@ class TriAttention(Method):
     pin_prompt: bool = setting()
     """Whether the rows of the prompt always stay."""
 
-    capturable = True
-    needs_fixed_rotation = True
+    captured = Captured()
+    refusals = {"rope_switch": "needs fixed rotary frequencies; use another method or another model"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,10 +89,6 @@ class TriAttention(Method):
         """The statistics: q̄ in the order of the model's dimensions, and q̂."""
         return read_statistics(self.path)
 
-    @property
-    def weights_bytes(self) -> int:
-        return self.file.nbytes
-
     def check(self, layout: Layout) -> None:
         found = tuple(self.file.tensors[MEAN].shape)
         if found != (needed := (layout.layers, layout.query_heads, layout.dim)):
@@ -100,9 +96,6 @@ class TriAttention(Method):
                 f"method.path={self.path}: the statistics have (layers, query heads, dimensions) {found}, "
                 f"the model {needed}"
             )
-
-    def check_identity(self, identify: Callable[[], str]) -> None:
-        self.file.check_identity(identify)
 
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         return rows.places < observation.prompt if self.pin_prompt else None
@@ -227,7 +220,7 @@ def read_authors_file(path: object, file: Path) -> TensorFile:
     )
     tensors = {MEAN: torch.cat([real, imaginary], 2).float(), ABS: size.float()}
     check_tensors(path, tensors, SHAPES)
-    return TensorFile(str(path), tensors, None)
+    return TensorFile.of(path, tensors)
 
 
 def is_entry(own: object, like: object) -> bool:

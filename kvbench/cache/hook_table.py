@@ -6,14 +6,17 @@ of what the hook returned. `kvbench.cache.guard.Guard.call` calls every hook by 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from inspect import signature
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import Call, Guard, Guarded, Hook, Owner
+from kvbench.cache.guard import Call, Guard, Guarded, Hook, Owner, ask
 from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.captured import Captured
 from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.further_hooks import REFUSABLE, WANTED
 from kvbench.interfaces.hooks import Hooks, overrides_any
 from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
@@ -52,6 +55,36 @@ def expecting(guarded: T, **facts: Any) -> T:
     return cast(T, Guarded(Owner(own.subject, own.name, own.guard, own.hooks, facts)))
 
 
+def call_captured(method: Method, hook: str, *given: object) -> Any:
+    """Call a hook of a guarded method's `captured` through the method's guard."""
+    own = cast(Guarded, method).owner
+    hooks = Owner(own.subject.captured, own.name, own.guard, HOOKS["captured"])
+    return own.guard.call(hooks, hook, own.subject, *given)
+
+
+def check_declarations(method: Method) -> None:
+    """Check what a method declares, and that its hooks take the arguments that they are called with.
+
+    Raises:
+        ContractError: It declares something that does not exist. The message names it.
+    """
+    named = {"wants": (method.wants, WANTED), "refusals": (method.refusals, REFUSABLE)}
+    for title, (found, allowed) in named.items():
+        if isinstance(found, str) or not all(own in allowed for own in found):
+            raise ContractError(f"method={method.name}: {title} is {found!r}, allowed are {', '.join(allowed)}")
+    if not isinstance(method.captured, Captured | None):
+        raise ContractError(f"method={method.name}: captured is {method.captured!r}, expected a Captured or None")
+    for name in HOOKS["method"]:
+        wanted = [*signature(getattr(Method, name)).parameters][1:]
+        try:
+            signature(getattr(method, name)).bind(*wanted)
+        except TypeError:
+            taken = signature(getattr(method, name))
+            raise ContractError(
+                f"method={method.name}: {name}{taken} must take ({', '.join(wanted)}), as kvbench calls it"
+            ) from None
+
+
 def check_shape(method: Method, codec: Codec, layout: Layout) -> None:
     """Check that a method and a codec can serve a model of this shape (see `Method.check`)."""
     guard_hooks(method).check(layout)
@@ -70,10 +103,10 @@ def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> Non
     """
     if rope_switch is None:
         return
-    if method.needs_fixed_rotation:
+    if "rope_switch" in method.refusals:
         raise SettingError(
-            f"method={method.name}: it needs fixed rotary frequencies, and this model's RoPE changes them beyond "
-            f"{rope_switch} tokens; use another method or another model"
+            f"method={method.name}: this model's RoPE changes its frequencies beyond {rope_switch} tokens, and "
+            f"{method.name} {method.refusals['rope_switch']}"
         )
     if codec.takes_unrotated_keys:
         raise SettingError(
@@ -83,8 +116,10 @@ def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> Non
 
 
 def check_identity(method: Method, codec: Codec, identify: Callable[[], str]) -> None:
-    """Check that the files of a method and a codec were made for a model (see `Method.check_identity`)."""
-    guard_hooks(method).check_identity(identify)
+    """Check that the files of a method and a codec were made for a model (see `ModelFile.check_identity`)."""
+    file = method.file
+    if file is not None:
+        ask(f"method={method.name}", "file.check_identity", lambda: file.check_identity(identify))
     guard_hooks(codec).check_identity(identify)
 
 
@@ -308,8 +343,6 @@ TWO_NUMBERS = be(
 HOOKS: dict[str, dict[str, Hook]] = {
     "method": {
         "check": Hook(),
-        "check_identity": Hook(),
-        "refuses": Hook("", be_of("a text or None", str | None)),
         "skips_layer": Hook("", be_of("a bool", bool)),
         "steps": Hook("", be("a whole number from 0 on", lambda found: is_whole(found, 0))),
         "extra_reads": Hook("ids prefix words", check_extra_reads, convert=list),
@@ -325,9 +358,11 @@ HOOKS: dict[str, dict[str, Hook]] = {
         "cut": Hook("rows scores quotas protected each", check_rows),
         "read": Hook("request rows state", check_read),
         "forget": Hook("state"),
-        "capture_state": Hook("state capture"),
-        "release_state": Hook("captured state seen since"),
-        "row_reader": Hook("answer"),
+    },
+    "captured": {  # of `Method.captured`
+        "capture_state": Hook("method state capture"),
+        "release_state": Hook("method captured state seen since"),
+        "row_reader": Hook("method answer"),
     },
     "allocator": {
         "layer": Hook("quota observation rows shared", check_layer),

@@ -116,22 +116,22 @@ class Layer:
     @property
     def wants_unrotated_keys(self) -> bool:
         """Whether the layer needs keys before QK norm and rotation."""
-        return self.choice.method.wants_unrotated_keys or self.codec.takes_unrotated_keys
+        return "unrotated_keys" in self.choice.method.wants or self.codec.takes_unrotated_keys
 
     @property
     def wants_hidden(self) -> bool:
         """Whether the layer needs the hidden states that enter it."""
-        return self.choice.method.wants_hidden
+        return "hidden" in self.choice.method.wants
 
     @property
     def wants_normed_hidden(self) -> bool:
         """Whether the layer needs the hidden states behind its norm."""
-        return self.choice.method.wants_normed_hidden
+        return "normed_hidden" in self.choice.method.wants
 
     @property
     def differentiates(self) -> bool:
         """Whether the block that is read is an extra read of a method that wants its gradient."""
-        return self.choice.method.wants_gradient and self.progress.about is not None
+        return "gradient" in self.choice.method.wants and self.progress.about is not None
 
     @property
     def cut_layers(self) -> tuple[int, ...]:
@@ -245,7 +245,7 @@ class Layer:
             look: Rows that each query head attends to, (B, H·G, n) bool; None for all.
             rolled: Queries and keys to use instead of the given queries and the rows' keys.
         """
-        rows, lse = self.rows, self.choice.method.wants_lse
+        rows, lse = self.rows, "lse" in self.choice.method.wants
         if self.fresh is not None:
             return self.run_differentiable_attention(queries, scaling), None
         held = rows.stored is not None or queries.shape[2] < rows.tail
@@ -301,7 +301,7 @@ class Layer:
         if self.output_weight is None:
             self.output_weight = ref(output_weight)
         inputs, self.inputs = self.inputs, None
-        unrotated = inputs.keys if inputs and method.wants_unrotated_keys else None
+        unrotated = inputs.keys if inputs and "unrotated_keys" in method.wants else None
         if unrotated is not None and self.codec.packs_before_attention:
             unrotated = self.rows.read_newest_keys(unrotated.shape[2])
         observation = Observation(
@@ -309,8 +309,8 @@ class Layer:
             first, progress.prompt, progress.last, progress.decoding, self.cut_layers, progress.prefix, progress.about,
             progress.share, self.rows.longest_head if self.rows.even else None,
             unrotated,
-            inputs.hidden if inputs and method.wants_hidden else None,
-            inputs.normed_hidden if inputs and method.wants_normed_hidden else None,
+            inputs.hidden if inputs and "hidden" in method.wants else None,
+            inputs.normed_hidden if inputs and "normed_hidden" in method.wants else None,
         )  # fmt: skip
         if self.asked is not None:
             observation = watch(observation, self.asked)
@@ -516,7 +516,7 @@ class Layer:
         """Return the rows that each head keeps while the next `tokens` tokens are read, (H,) or (B, H).
 
         A head that keeps all rows has at least the tokens that will have been read. A smaller number may exceed those
-        read so far: the head streams once it has so many. The method must stream (`Method.streams`).
+        read so far: the head streams once it has so many. The method must stream (`Captured.streams`).
         """
         return self.share_among_heads(nominal, self.observe_nothing(tokens))
 

@@ -3,12 +3,16 @@
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kvbench.cache.hook_table import check_rotation, check_shape, guard_hooks
+from kvbench.cache.hook_table import check_declarations, check_rotation, check_shape
+from kvbench.cache.refusals import find_refusal
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
 from kvbench.validation import SettingError
+
+LAYER_INPUTS = frozenset({"unrotated_keys", "hidden", "normed_hidden"})
+"""What a method may want of that which enters a layer's attention."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,7 @@ class CachePolicy:
     @property
     def shows_inputs(self) -> bool:
         """Whether the method is shown any of what enters a layer's attention (`LayerInputs`)."""
-        method = self.method
-        return method.wants_unrotated_keys or method.wants_hidden or method.wants_normed_hidden
+        return not LAYER_INPUTS.isdisjoint(self.method.wants)
 
     @property
     def asks_for_inputs(self) -> bool:
@@ -83,9 +86,20 @@ class CachePolicy:
         return self.shows_inputs or self.codec.takes_unrotated_keys
 
     @property
+    def streams(self) -> bool:
+        """Whether heads keep all rows or a fixed number, by positions alone (`Captured.streams`)."""
+        return self.method.captured is not None and self.method.captured.streams
+
+    @property
+    def captures_state(self) -> bool:
+        """Whether a CUDA graph needs the method's state at fixed addresses (`Captured.capture_state`)."""
+        return self.method.captured is not None and self.method.captured.capture_state is not None
+
+    @property
     def weights_bytes(self) -> int:
         """Bytes of the weights that the method and the codec read from files and need beside the model."""
-        return self.method.weights_bytes + self.codec.weights_bytes
+        file = self.method.file
+        return self.codec.weights_bytes + (0 if file is None else file.nbytes)
 
     @property
     def token_by_token(self) -> bool:
@@ -98,8 +112,10 @@ def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> CachePol
 
     Raises:
         SettingError: Two of the three cannot work together. The message says why.
+        ContractError: The method declares something that does not exist, or a hook of it takes other arguments.
     """
-    reason = guard_hooks(method).refuses(allocator, codec)
+    check_declarations(method)
+    reason = find_refusal(method, allocator, codec)
     if reason is not None:
         raise SettingError(reason)
     return CachePolicy(method, allocator, codec)

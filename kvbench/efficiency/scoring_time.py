@@ -79,7 +79,7 @@ def prepare_score(run: RunSpec) -> ScoreCall:
 
     batch, rows = task.batch, make_rows(normal, task.batch, shape.heads, task.length, shape.dim)
     lse = None
-    if method.wants_lse:  # for normally distributed logits: log of the number of rows, plus half the variance
+    if "lse" in method.wants:  # for normally distributed logits: log of the number of rows, plus half the variance
         seen_rows = torch.arange(task.length - tokens + 1, task.length + 1, device=run.device)
         lse = (seen_rows.to(rows.mass.dtype).log() + 0.5).expand(batch, query_heads, tokens).contiguous()
     layers = tuple(layer for layer in range(shape.layers) if layer not in shape.sliding)
@@ -87,8 +87,8 @@ def prepare_score(run: RunSpec) -> ScoreCall:
         normal(batch, query_heads, tokens, shape.dim), normal(batch, query_heads, tokens, shape.dim), lse,
         shape.dim**-0.5, normal(config.hidden_size, query_heads * shape.dim), PlainRotation(shape.dim),
         layers[len(layers) // 2], shape.layers, task.length - tokens, task.length, True, False, layers,
-        unrotated_keys=normal(batch, shape.heads, tokens, shape.dim) if method.wants_unrotated_keys else None,
-        hidden=normal(batch, tokens, config.hidden_size) if method.wants_hidden else None,
+        unrotated_keys=normal(batch, shape.heads, tokens, shape.dim) if "unrotated_keys" in method.wants else None,
+        hidden=normal(batch, tokens, config.hidden_size) if "hidden" in method.wants else None,
     )  # fmt: skip
     quota = run.budget.rows(task.length, task.length) or task.length
     sizes = {"batch": batch, "heads": shape.heads, "group": query_heads // shape.heads, "rows": task.length}

@@ -28,11 +28,11 @@ def replaces_rows(choice: CachePolicy) -> bool:
     method, allocator = choice.method, choice.allocator
     if not choice.codec.cuts_in_graph or not method.decoding or method.decode_interval > 1:
         return False
-    if not (method.capturable and method.order_free):
+    if method.captured is None or not method.captured.order_free or choice.captures_state:
         return False
-    if method.sets_head_quotas and not (method.streams and not method.overrides("protect", "protect_sinks")):
+    if method.sets_head_quotas and not (choice.streams and not method.overrides("protect", "protect_sinks")):
         return False
-    return knows_quotas(allocator) and not (method.moves_state or method.overrides("cut", "merge", "select"))
+    return knows_quotas(allocator) and not method.overrides("cut", "merge", "select")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> Answe
     numbers = {own: number for number, own in enumerate(sorted(set(nominal)))}
     which = torch.tensor([numbers[own] for own in nominal])
     wanted, held, even, stays_even = [], [], [], []
-    streams, uniform = layers[0].choice.method.streams, layers[0].choice.allocator.is_uniform
+    streams, uniform = layers[0].choice.streams, layers[0].choice.allocator.is_uniform
     known: dict[bool, Tensor] = {}  # of layers that the method spares or not, if all of them have the same quotas
     for layer in layers:
         spared = layer.index not in layer.cut_layers
@@ -161,7 +161,7 @@ def find_layer_quotas(layer: Layer, nominal: int, tokens: int) -> Tensor:
     samples = torch.full((layer.rows.shape[0], 1), NEVER)
     if layer.index not in layer.cut_layers:
         return samples
-    if layer.choice.method.streams:
+    if layer.choice.streams:
         quotas = layer.find_head_quotas_ahead(nominal, tokens).long()
         return quotas.masked_fill(quotas >= layer.rows.seen + tokens, NEVER).expand(len(samples), layer.rows.shape[1])
     if layer.choice.allocator.is_uniform:

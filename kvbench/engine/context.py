@@ -19,6 +19,7 @@ from kvbench.cache.guard import Guard, Handed, copy_containers, find_tensors, wi
 from kvbench.cache.hook_table import guard_hooks
 from kvbench.cache.layer import Layer, Layers, LayerSnapshot
 from kvbench.cache.policy import CachePolicy, Progress
+from kvbench.cache.refusals import explain_one_block
 from kvbench.cache.storage import Bytes, count_bytes
 from kvbench.engine.answer_quotas import replaces_rows
 from kvbench.engine.appended_rows import only_appends
@@ -168,14 +169,15 @@ class PromptContext:
         """
         prompt = ids.shape[1]
         if self.choice.method.one_block and self.block_size is not None and self.block_size < prompt:
-            raise SettingError(f"block_size={self.block_size}: {self.choice.method.name} needs the prompt as one block")
+            method = self.choice.method
+            raise SettingError(f"block_size={self.block_size}: {method.name} {explain_one_block(method)}")
         self.begin(prompt)
         rows: int | None = None
         again, size = self._readings(ids), self.block_size or prompt
         captured = self.weights is not None and repeats_cuts(self.choice) and size <= SHORT and not each
         captured = captured and self.choice.allocator.is_uniform
         captured = captured and self.budget.of == "prompt" and self.fits_window(prompt)
-        captured = captured and not self.choice.method.moves_state and not self.choice.asks_for_inputs
+        captured = captured and not self.choice.captures_state and not self.choice.asks_for_inputs
         captured = captured and not self.choice.codec.packs_before_attention
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
@@ -346,7 +348,7 @@ class PromptContext:
         self.set_progress(quota=quota)
         for layer in self.own_layers:
             layer.stamp()
-        if self.choice.method.wants_gradient and self.progress.about is not None:
+        if "gradient" in self.choice.method.wants and self.progress.about is not None:
             logits, gradients = differentiate(self.model, ids, self.cache, self.method.objective)
             for layer in self.own_layers:
                 layer.observe_gradient(gradients[layer.index])

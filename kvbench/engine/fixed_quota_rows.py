@@ -98,7 +98,7 @@ class FixedQuotaRows(QuotaRows):
         first = self.at[0] * self.size + (self.since.long() + self.seen)  # position of the first token read
         implementation, method = self.implementation, self.layers[0].choice.method
         shows = cuts or method.watches
-        lse = shows and method.wants_lse
+        lse = shows and "lse" in method.wants
         held = None  # which slots hold a row when the token has been appended
         if shows and not cuts:
             present = self.slots <= self.since + self.room

@@ -1,6 +1,6 @@
 """What a method is shown of layers whose tokens a CUDA graph reads, and what it remembers of them.
 
-The hooks of a `capturable` method run the same operations at every position. They get the position of the block as a
+The hooks of a method with `captured` run the same operations at every position. They get the position of the block as a
 tensor on the device, so one captured graph serves a whole answer. What `update` returns is written to columns at fixed
 addresses. Any rows can show a token to the method: those that only grow before the first cut, and those that are cut.
 """
@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kvbench.cache.hook_table import call_captured
 from kvbench.cache.layer import Layer
 from kvbench.engine.graph_decoding import CHUNK
 from kvbench.interfaces.observation import Observation, State, StateCapture
@@ -27,13 +28,15 @@ def capture_states(weights: DecoderWeights, layers: Sequence[Layer], since: int)
         layers: The layers.
         since: Steps that the method has counted since the last cut.
     """
+    if not layers[0].choice.captures_state:
+        return [layer.state for layer in layers]
     like, rows = weights.embed, layers[0].rows
     to_queries, to_keys, _ = weights.blocks[layers[0].index].project
     dim = len(to_keys) // rows.shape[1]
     queries = like.new_empty(rows.shape[0], len(to_queries) // dim, 0, dim)
     capture, states = StateCapture(queries, rows.seen, since, CHUNK), []
     for layer in layers:
-        captured = layer.method.capture_state(layer.state, capture)
+        captured = call_captured(layer.method, "capture_state", layer.state, capture)
         if captured is None:
             return None
         states.append(captured)
@@ -89,7 +92,7 @@ class MethodView:
         """
         self.weights, self.layers, self.states = weights, layers, list(states)
         self.prompt: Tensor | None = None
-        self.wants_lse = layers[0].choice.method.wants_lse
+        self.wants_lse = "lse" in layers[0].choice.method.wants
         self.columns: list[dict[str, Tensor]] = [
             {name: own.new_zeros(shape) for name, own in layer.rows.columns.items()}
             for layer, shape in zip(layers, shapes, strict=True)
@@ -156,12 +159,12 @@ class MethodView:
         return {name: column[..., begin:stop].clone() for name, column in self.columns[index].items()}
 
     def release_states(self, since: int) -> None:
-        """Leave the method's states as the modules would have left them (`Method.release_state`).
+        """Leave the method's states as the modules would have left them (`Captured.release_state`).
 
         Args:
             since: Steps that the method has counted since the last cut.
         """
         for layer, captured in zip(self.layers, self.states, strict=True):
             if captured is not layer.state:
-                layer.method.release_state(captured, layer.state, layer.rows.seen, since)
+                call_captured(layer.method, "release_state", captured, layer.state, layer.rows.seen, since)
                 layer.update_memory()

@@ -22,14 +22,15 @@ from kvbench.validation import ContractError
 
 def repeats_cuts(choice: CachePolicy) -> bool:
     """Return whether every cut of a layer at its quota runs the same operations, and its quota is known before."""
-    return choice.method.capturable and not choice.method.sets_head_quotas and knows_quotas(choice.allocator)
+    captured = choice.method.captured is not None and not choice.method.attends_subset
+    return captured and not choice.method.sets_head_quotas and knows_quotas(choice.allocator)
 
 
 def cuts_in_graph(choice: CachePolicy) -> bool:
     """Return whether a graph can contain the cuts of layers that hold their rows, whatever rows each head holds."""
     method, allocator = choice.method, choice.allocator
     known = knows_quotas(allocator) or (allocator.capturable and not allocator.overrides("layer"))
-    return known and method.capturable and not method.sets_head_quotas
+    return known and method.captured is not None and not method.sets_head_quotas
 
 
 def shares_in_graph(layer: Layer, quotas: Sequence[tuple[int, ...]], size: int, since: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.guard import ask
-from kvbench.cache.hook_table import guard_hooks
+from kvbench.cache.hook_table import call_captured, guard_hooks
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.appended_rows import AppendedRows
@@ -24,9 +24,10 @@ from kvbench.validation import ContractError
 
 def reads_in_graph(choice: CachePolicy) -> bool:
     """Return whether a method that attends to few rows may do so in a CUDA graph."""
-    method, codec = choice.method, choice.codec
-    lists = not codec.packs or (codec.grows and codec.lists_rows and method.reads_packed)
-    return method.attends_subset and method.overrides("row_reader") and lists
+    captured, codec = choice.method.captured, choice.codec
+    if captured is None or captured.row_reader is None:
+        return False
+    return not codec.packs or (codec.grows and codec.lists_rows and captured.reads_packed)
 
 
 def count_query_heads(weights: DecoderWeights, keys: Tensor) -> int:
@@ -59,7 +60,8 @@ def make_reader(
         tokens, first.progress.prompt, quota, fraction, weights.scaling, CHUNK,
         lambda layer, number: own[layer].find_packed(number),
     )  # fmt: skip
-    return guard_hooks(method).row_reader(answer)
+    reader: RowReader | None = call_captured(guard_hooks(method), "row_reader", answer)
+    return reader
 
 
 class ReadRows(AppendedRows):

@@ -1,8 +1,8 @@
 """Cut the layers of several contexts after a prompt's only block, and repeat the cuts of one layer for others.
 
 With a small model, the host needs longer to launch the kernels of a cut than the GPU needs to run them. All layers of a
-prompt have the same shapes, and a `capturable` method runs the same operations in each of them. So the cuts of the
-second layer are captured in a CUDA graph, which then cuts all other layers but the first and the last one.
+prompt have the same shapes, and a `captured` method runs the same operations in each of them. So the cuts of the second
+layer are captured in a CUDA graph, which then cuts all other layers but the first and the last one.
 
 The first two layers show whose cuts can be repeated. A method that asks for the layer's index, or changes what all
 layers share, cuts each layer itself. So do contexts that `can_repeat` excludes, and all of them if the capture fails.

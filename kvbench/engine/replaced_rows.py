@@ -2,7 +2,7 @@
 
 If a layer is cut after every token, a row of each head leaves for each that comes. The new row takes the slot of the
 row that left, so a cut moves no keys and values. Each row's rank, its index in the order of the text, is kept beside
-it. The method must take rows in any order (`Method.order_free`).
+it. The method must take rows in any order (`Captured.order_free`).
 
 A head whose rows fit its quota gives up none, and the next row takes the next unused slot. A head's slots in use are
 therefore its first ones. Attention and the method see no others. Layers that are not cut only append (`AppendedRows`).
@@ -76,7 +76,7 @@ def find_shared_kind(layers: Sequence[Layer], plan: AnswerQuotas) -> object | No
     """
     choice = layers[0].choice
     remembers = any(own.state.layer or own.state.shared for own in layers)
-    if choice.method.streams or choice.codec.packs or remembers:
+    if choice.streams or choice.codec.packs or remembers:
         return None
     columns = tuple(tuple(sorted(own.rows.columns)) for own in layers)
     cut = tuple(find_replaced_layers(layers, plan))
@@ -128,7 +128,7 @@ class ReplacedRows(QuotaRows):
         sizes = [own[0].rows.shape[0] for own in answers]
         plan = join_answer_quotas(plans, sizes)
         capacities = [rows.expand(sum(sizes), layers[0].rows.shape[1]) + 1 for rows in plan.rows[-1]]
-        if not layers[0].choice.method.streams:  # it sees keys and values, which are padded to the longest head
+        if not layers[0].choice.streams:  # it sees keys and values, which are padded to the longest head
             capacities = [torch.full_like(count, int(count.max())) for count in capacities]
         states = None
         if len(answers) > 1:

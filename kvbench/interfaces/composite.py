@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import Tensor
 
-from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State, StateCapture
+from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
+from kvbench.interfaces.tensor_files import ModelFile
 from kvbench.validation import SettingError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Composite(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.base.overrides("score") or self.base.streams:
+        captured = self.base.captured
+        if not self.base.overrides("score") or (captured is not None and captured.streams):
             raise SettingError(f"method.base={self.base.name}: {self.name} needs a method that scores rows")
         if self.base.budget_setting is not None:
             raise SettingError(
@@ -47,36 +50,21 @@ class Composite(Method):
         object.__setattr__(self, "base", base)
 
     @property
-    def wants_lse(self) -> bool:
-        return self.base.wants_lse
+    def wants(self) -> tuple[str, ...]:
+        return self.base.wants
 
     @property
-    def wants_unrotated_keys(self) -> bool:
-        return self.base.wants_unrotated_keys
+    def refusals(self) -> Mapping[str, str]:
+        of = f"has {self.base.name} as its base, which"
+        return {name: f"{of} {reason}" for name, reason in self.base.refusals.items()}
 
     @property
-    def wants_hidden(self) -> bool:
-        return self.base.wants_hidden
+    def file(self) -> ModelFile | None:
+        return self.base.file
 
     @property
-    def wants_normed_hidden(self) -> bool:
-        return self.base.wants_normed_hidden
-
-    @property
-    def needs_fixed_rotation(self) -> bool:
-        return self.base.needs_fixed_rotation
-
-    @property
-    def wants_gradient(self) -> bool:
-        return self.base.wants_gradient
-
-    @property
-    def weights_bytes(self) -> int:
-        return self.base.weights_bytes
-
-    @property
-    def one_block(self) -> bool:
-        return self.base.one_block
+    def sets_head_quotas(self) -> bool:
+        return self.base.sets_head_quotas or self.budget_setting is not None
 
     @property
     def needs_extra_reads(self) -> bool:
@@ -86,18 +74,8 @@ class Composite(Method):
     def uses_cache_positions(self) -> bool:
         return self.base.uses_cache_positions
 
-    @property
-    def moves_state(self) -> bool:
-        return self.base.moves_state
-
     def check(self, layout: Layout) -> None:
         self.base.check(layout)
-
-    def check_identity(self, identify: Callable[[], str]) -> None:
-        self.base.check_identity(identify)
-
-    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
-        return super().refuses(allocator, codec) or self.base.refuses(allocator, codec)
 
     def extra_reads(self, ids: Tensor, prefix: int, words: PromptEncoder) -> Iterable[ExtraRead]:
         return self.base.extra_reads(ids, prefix, words)
@@ -108,6 +86,9 @@ class Composite(Method):
     def skips_layer(self, layer: int, layers: int) -> bool:
         return self.base.skips_layer(layer, layers)
 
+    def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
+        return self.base.head_quotas(quota, observation, state)
+
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         return self.base.update(observation, rows, state)
 
@@ -117,12 +98,6 @@ class Composite(Method):
     def forget(self, state: State) -> None:
         self.base.forget(state)
 
-    def capture_state(self, state: State, capture: StateCapture) -> State | None:
-        return self.base.capture_state(state, capture)
-
-    def release_state(self, captured: State, state: State, seen: int, since: int) -> None:
-        self.base.release_state(captured, state, seen, since)
-
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor | None:
         return self.base.protect_sinks(observation, rows, quota)
 
@@ -131,3 +106,8 @@ class Composite(Method):
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         return self.base.score(observation, rows, state)
+
+
+def ask_base(hook: Callable[..., T] | None) -> Callable[..., T] | None:
+    """Return a hook of captured steps that asks the base of the composite that it gets first. None stays None."""
+    return None if hook is None else lambda composite, *given: hook(composite.base, *given)

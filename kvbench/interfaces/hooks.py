@@ -19,6 +19,8 @@ class Hooks:
 
 @cache
 def overrides_any(kind: type[Hooks], hooks: tuple[str, ...]) -> bool:
-    """Return whether a class overrides at least one of these hooks. The engine asks this for every layer and cut."""
-    interface = next(own for own in kind.__mro__ if Hooks in own.__bases__)
-    return any(getattr(kind, hook) is not getattr(interface, hook) for hook in hooks)
+    """Return whether a class overrides at least one of these hooks. The engine asks this for every layer and cut.
+
+    The interface defines each hook once, so a hook that is defined twice is overridden.
+    """
+    return any(sum(hook in vars(own) for own in kind.__mro__) > 1 for hook in hooks)

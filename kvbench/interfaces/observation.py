@@ -80,7 +80,7 @@ class Observation:
     outputs: Tensor
     """Attention outputs before the output projection, (B, H*G, T, d)."""
     lse: Tensor | None
-    """Log-sum-exp of the logits, (B, H*G, T), float32. None unless the method sets `wants_lse`."""
+    """Log-sum-exp of the logits, (B, H*G, T), float32. None unless the method wants it (`FurtherHooks.wants`)."""
     scaling: float
     """The factor of the logits: 1/√d unless the model has its own."""
     output_weight: Tensor
@@ -93,7 +93,7 @@ class Observation:
     """Number of layers."""
     first: int
     """Position of the block's first token. Inside a CUDA graph, a tensor without dimensions, or (B, 1, 1) if every
-    token is cut (`Method.capturable`).
+    token is cut (`Captured`).
     """
     prompt: int
     """Tokens of the prompt, or of the context if the question is hidden. Inside a CUDA graph, a tensor (B, 1, 1) if the
@@ -116,19 +116,19 @@ class Observation:
     knows it.
     """
     unrotated_keys: Tensor | None = None
-    """Keys of the block before QK norm and rotation, (B, H, T, d). None unless the method sets `wants_unrotated_keys`.
+    """Keys of the block before QK norm and rotation, (B, H, T, d). None unless the method wants them.
     Its values are the last T of `Rows.values`.
     """
     hidden: Tensor | None = None
-    """Hidden states that enter the layer, before its norm, (B, T, hidden). None unless the method sets `wants_hidden`.
+    """Hidden states that enter the layer, before its norm, (B, T, hidden). None unless the method wants them.
     """
     normed_hidden: Tensor | None = None
     """Hidden states behind the layer's norm, which the projections of queries, keys and values read, (B, T, hidden).
-    None unless the method sets `wants_normed_hidden`.
+    None unless the method wants them.
     """
     gradient: Tensor | None = None
-    """Gradient of `Method.objective` by what the layer's attention returns, after W_o, (B, T, hidden). None unless the
-    method sets `wants_gradient`, and the block is an `ExtraRead`.
+    """Gradient of the method's `objective` by what the layer's attention returns, after W_o, (B, T, hidden). None
+    unless the method wants it, and the block is an `ExtraRead`.
     """
 
     @cached_property
@@ -161,7 +161,7 @@ class State:
 
 @dataclass(frozen=True)
 class StateCapture:
-    """What a method must know to move its state to fixed addresses (`Method.capture_state`)."""
+    """What a method must know to move its state to fixed addresses (`Captured.capture_state`)."""
 
     queries: Tensor
     """No queries, (B, H*G, 0, d), of the dtype and on the device of those to come."""

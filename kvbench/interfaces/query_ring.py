@@ -1,6 +1,6 @@
 """The last queries of a layer at a fixed address, for methods that remember them while a CUDA graph decodes.
 
-`Method.capture_state` makes a ring of the queries that the method knows, `update` appends those of a token, `score`
+`Captured.capture_state` makes a ring of the queries that the method knows, `update` appends those of a token, `score`
 reads as many as a cut uses, and `release_state` takes what the method remembers outside of the graph.
 """
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
@@ -38,14 +36,6 @@ class Repeating(Method):
     """The request for every other chunk, a text or token ids."""
     sinks: int | None = setting(minimum=0)
     """Number of first rows that always stay; `None` keeps the prefix."""
-
-    @property
-    def one_block(self) -> bool:
-        return True
-
-    @property
-    def needs_extra_reads(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,11 +83,13 @@ class RepeatScores(Repeating):
     def sets_head_quotas(self) -> bool:
         return self.scope == "model"
 
-    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
-        if self.sets_head_quotas and allocator.name != "uniform" and not allocator.cascades:
-            shares = f"allocator={allocator.name}: {self.name} shares rows out itself"
-            return f"{shares}; use method.scope=head or allocator=uniform"
-        return super().refuses(allocator, codec)
+    @property
+    def refusals(self) -> Mapping[str, str]:
+        shares = {
+            "cascading_allocator": "shares rows out itself; use allocator=uniform",
+            "allocator": "shares rows out itself; use method.scope=head or allocator=uniform",
+        }
+        return shares if self.sets_head_quotas else {}
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Score the rows that the read is about. Nothing has been cut yet, so a row's index is its position."""

@@ -18,7 +18,7 @@ class Rows:
 
     Absent rows have mass 0 and place -1 and stand on the left. The last T rows of every head are therefore those of the
     block that was read last, and the rows of a head are in the order of the text. Inside a CUDA graph this may differ
-    (`order`, `Method.capturable`).
+    (`order`, `Captured`).
 
     Symbols: B samples, H KV heads, n rows of the longest head, d head dimension.
     """
@@ -37,7 +37,7 @@ class Rows:
     """Values per row that the method returned from `update`, (B, H, n) by name."""
     order: Tensor | None = None
     """The index here of each row in the order of the text, (B, H, n) int64; None if the rows are in that order. Only a
-    method that is `order_free` gets rows in another order. Absent rows are then the last ones here and in `order`.
+    method whose `captured` is `order_free` gets another order. Absent rows are then the last ones here and in `order`.
     """
 
     @cached_property
@@ -57,7 +57,7 @@ class Rows:
     def list_newest(self, count: int) -> Tensor:
         """Return the indices of each head's last rows in the text, (B, H, count) int64.
 
-        They are the last ones here, except inside a CUDA graph between two cuts (`Method.capturable`).
+        They are the last ones here, except inside a CUDA graph between two cuts (`Captured`).
         """
         return self.places.argmax(-1, keepdim=True) + torch.arange(1 - count, 1, device=self.places.device)
 

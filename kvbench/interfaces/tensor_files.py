@@ -5,10 +5,10 @@ Pickled weights are never opened, because they can run code.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,20 +22,42 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class TensorFile:
-    """The tensors of a method's file."""
+class ModelFile:
+    """A file that a method needs beside a model, and that was made for one model."""
 
     path: str
     """The value of the setting `path`."""
-    tensors: Mapping[str, Tensor]
-    """The tensors by their names, on the CPU."""
-    identity: str | None
-    """Identity of the model that they were made for. None if the file does not say it, as files of other projects."""
+    nbytes: int
+    """Size of what is read from it, in bytes."""
+    identity: str | None = None
+    """Identity of the model that it was made for. None if the file does not say it, as files of other projects."""
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensors in bytes."""
-        return sum(own.nbytes for own in self.tensors.values())
+    def check_identity(self, identify: Callable[[], str]) -> None:
+        """Check that the file was made for the model of a run. A file that does not say its model is taken.
+
+        Args:
+            identify: Returns a text that identifies the model's weights, which may take time.
+
+        Raises:
+            SettingError: The file was made for another model.
+        """
+        if self.identity is not None and self.identity != (own := identify()):
+            raise SettingError(
+                f"method.path={self.path}: the file was made for the model {self.identity}, this one is {own}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class TensorFile(ModelFile):
+    """The tensors of a method's file."""
+
+    tensors: Mapping[str, Tensor] = field(kw_only=True)
+    """The tensors by their names, on the CPU."""
+
+    @classmethod
+    def of(cls, path: object, tensors: Mapping[str, Tensor], identity: str | None = None) -> Self:
+        """Return what was read from a file at `path`: tensors, and the identity of the model they were made for."""
+        return cls(str(path), sum(own.nbytes for own in tensors.values()), identity, tensors=tensors)
 
     @cached_property
     def copies(self) -> dict[tuple[str, torch.device, torch.dtype], Tensor]:
@@ -48,13 +70,6 @@ class TensorFile:
         if key not in self.copies:
             self.copies[key] = self.tensors[name].to(tensor)
         return self.copies[key]
-
-    def check_identity(self, identify: Callable[[], str]) -> None:
-        """See `Method.check_identity`. A file that does not say its model is taken."""
-        if self.identity is not None and self.identity != (own := identify()):
-            raise SettingError(
-                f"method.path={self.path}: the file was made for the model {self.identity}, this one is {own}"
-            )
 
 
 def find_weights(path: object, setting: str, what: str, method: str) -> Path:
@@ -202,7 +217,7 @@ def read_tensors(path: object, names: Mapping[str, Sequence[str]], what: str, me
         identity = (opened.metadata() or {}).get(IDENTITY)
         tensors = {name: opened.get_tensor(name) for name in names}
     check_tensors(path, tensors, names)
-    return TensorFile(str(path), tensors, identity)
+    return TensorFile.of(path, tensors, identity)
 
 
 def check_tensors(path: object, tensors: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> None:

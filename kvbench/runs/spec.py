@@ -135,12 +135,12 @@ class RunSpec:
             SettingError: It names the first setting that cannot be used.
         """
         from kvbench.cache.hook_table import check_identity
+        from kvbench.cache.refusals import explain_one_block
 
         choice = self.choice()
         if choice.method.one_block and self.block_size is not None:
-            raise SettingError(
-                f"block_size={self.block_size}: {choice.method.name} needs the prompt as one block (null)"
-            )
+            reason = explain_one_block(choice.method)
+            raise SettingError(f"block_size={self.block_size}: {choice.method.name} {reason}")
         shape = self.checkpoint.layout()
         choice.check(shape)
         self.served.update(choice.served)
@@ -240,7 +240,7 @@ class RunSpec:
             return None
         if self.budget.value is None:  # it reads samples one by one, and others in batches
             return None
-        own = run_hash(self.baseline().value) + (" with log-sum-exps" if method.wants_lse else "")
+        own = run_hash(self.baseline().value) + (" with log-sum-exps" if "lse" in method.wants else "")
         if choice.codec.packs_before_attention:
             own += f" with codec {run_hash(catalogue.identity_settings(self.groups['codec']))}"
         return own

@@ -67,8 +67,7 @@ class Activations(LayerStudy):
     """Whether hidden states and queries are Gaussian."""
 
     name: ClassVar[str] = "activations"
-    wants_hidden: ClassVar[bool] = True
-    wants_normed_hidden: ClassVar[bool] = True
+    wants: ClassVar[tuple[str, ...]] = ("hidden", "normed_hidden")
 
     def update(self, memory: Memory, observation: Observation, rows: Rows) -> None:
         assert observation.hidden is not None and observation.normed_hidden is not None  # `wants_…`

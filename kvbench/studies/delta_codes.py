@@ -55,7 +55,7 @@ class DeltaCodes(LayerStudy):
     """The file of the compressors, which `prepare` finds."""
 
     name: ClassVar[str] = "delta_codes"
-    wants_unrotated_keys: ClassVar[bool] = True
+    wants: ClassVar[tuple[str, ...]] = ("unrotated_keys",)
 
     def prepare(self, checkpoint: Checkpoint, compressors: str | None) -> Self:
         folder = Path(checkpoint.path)

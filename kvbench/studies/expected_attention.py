@@ -44,7 +44,7 @@ class ExpectedAttentionStudy(LayerStudy):
     """Whether expected attention resembles observed attention."""
 
     name: ClassVar[str] = "expected_attention"
-    wants_lse: ClassVar[bool] = True
+    wants: ClassVar[tuple[str, ...]] = ("lse",)
 
     def update(self, memory: Memory, observation: Observation, rows: Rows) -> None:
         known, first = observation.prompt // PARTS, observation.first
@@ -57,7 +57,7 @@ class ExpectedAttentionStudy(LayerStudy):
         start = max(0, known - first)
         later = observation.queries[:, :, start:]
         if later.shape[2]:
-            assert observation.lse is not None  # `wants_lse`
+            assert observation.lse is not None  # the study wants it
             lse = observation.lse[:, :, start:]
             got = accumulated_attention(later, rows.keys, rows.mass, lse, observation.scaling)[..., :known]
             memory["attention"] = memory.get("attention", 0) + got.flatten(1, 2)[0]

@@ -64,7 +64,7 @@ class NearestTokens(LayerStudy):
     """How similar a token is to earlier ones, and what is left without them."""
 
     name: ClassVar[str] = "nearest_tokens"
-    wants_unrotated_keys: ClassVar[bool] = True
+    wants: ClassVar[tuple[str, ...]] = ("unrotated_keys",)
 
     def update(self, memory: Memory, observation: Observation, rows: Rows) -> None:
         keys = collect_unrotated_keys(memory, observation)

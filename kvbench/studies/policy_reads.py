@@ -83,7 +83,7 @@ def read_policies(
     for reading, choice in choices.items():  # one pass serves all methods that read the same tokens as one block
         alone = reading.block_size is not None or choice.method.needs_extra_reads
         alone = alone or bool(layout.sliding) or layout.window is not None
-        groups.setdefault(reading if alone else (reading.tokens, choice.method.wants_lse), []).append(reading)
+        groups.setdefault(reading if alone else (reading.tokens, "lse" in choice.method.wants), []).append(reading)
     for group in groups.values():
         contexts = []
         for reading in group:

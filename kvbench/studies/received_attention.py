@@ -41,10 +41,10 @@ class ReceivedAttention(LayerStudy):
     """The attention that rows receive, against the similarity of their keys."""
 
     name: ClassVar[str] = "received_attention"
-    wants_lse: ClassVar[bool] = True
+    wants: ClassVar[tuple[str, ...]] = ("lse",)
 
     def update(self, memory: Memory, observation: Observation, rows: Rows) -> None:
-        assert observation.lse is not None  # the study sets `wants_lse`
+        assert observation.lse is not None  # the study wants it
         queries = observation.queries
         if not memory:
             positions = draw_positions(QUERIES, observation.prompt, self.seed, 1)  # the first query sees one row

@@ -120,14 +120,11 @@ class Study:
 class LayerStudy(Study):
     """Looks at every layer of a model that reads a prompt, in one block or in several.
 
-    Only a study that says so gets what costs time or memory: the `wants_` properties are those of `Method`.
+    Only a study that says so gets what costs time or memory: `wants` is that of a method (`FurtherHooks`).
     Nothing of tokens × tokens may be held for more than one head and one block.
     """
 
-    wants_lse: ClassVar[bool] = False
-    wants_unrotated_keys: ClassVar[bool] = False
-    wants_hidden: ClassVar[bool] = False
-    wants_normed_hidden: ClassVar[bool] = False
+    wants: ClassVar[tuple[str, ...]] = ()
     shown: tuple[int, ...] = ()
     """Layers that exhibits of single heads show; () for a few at equal distances."""
 
@@ -194,20 +191,8 @@ class Recorder(Method):
     """The studies."""
 
     @property
-    def wants_lse(self) -> bool:
-        return any(study.wants_lse for study in self.studies)
-
-    @property
-    def wants_unrotated_keys(self) -> bool:
-        return any(study.wants_unrotated_keys for study in self.studies)
-
-    @property
-    def wants_hidden(self) -> bool:
-        return any(study.wants_hidden for study in self.studies)
-
-    @property
-    def wants_normed_hidden(self) -> bool:
-        return any(study.wants_normed_hidden for study in self.studies)
+    def wants(self) -> tuple[str, ...]:
+        return tuple({name for study in self.studies for name in study.wants})
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         for study in self.studies:
@@ -237,14 +222,14 @@ def collect_unrotated_keys(memory: Memory, observation: Observation) -> Tensor |
     """Remember the keys before norm and rotation, and return those of the whole prompt once it has been read.
 
     Args:
-        memory: What a study with `wants_unrotated_keys` remembers. Keys are copied unless the prompt is one block.
+        memory: What a study that wants `unrotated_keys` remembers. Keys are copied unless the prompt is one block.
         observation: What a layer computed.
 
     Returns:
         (H, n, d), or None before the last block.
     """
     keys = observation.unrotated_keys
-    assert keys is not None  # `wants_unrotated_keys`
+    assert keys is not None  # the study wants them
     if observation.last and not memory:
         return keys[0]
     before = memory.setdefault("unrotated keys", [])

@@ -183,7 +183,7 @@ class TargetRecorder(KVzip):
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         hidden = observation.normed_hidden
-        assert hidden is not None  # `wants_normed_hidden`
+        assert hidden is not None  # the method wants it
         if observation.about is None:
             state.layer["hidden"] = hidden
             return {}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvbench
 from kvbench.cache.guard import Guard, Handed, same_bits, without_gradients
-from kvbench.cache.hook_table import guard_hooks
+from kvbench.cache.hook_table import call_captured, guard_hooks
 from kvbench.cache.policy import CachePolicy
 from kvbench.config import catalogue
 from kvbench.config.compose import compose_config
@@ -24,7 +24,7 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec, Plain
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State, StateCapture
 from kvbench.interfaces.row_reader import CapturedAnswer
 from kvbench.interfaces.task import Graded
@@ -60,9 +60,7 @@ CHECKPOINT = dict(layers=4)
 class Honest(Method):
     """A method that has every hook, asks for all tensors and does nothing wrong: rows with the largest keys stay."""
 
-    wants_unrotated_keys = True
-    wants_hidden = True
-    wants_normed_hidden = True
+    wants = ("unrotated_keys", "hidden", "normed_hidden")
 
     def update(self, observation, rows, state):
         return {"norm": rows.keys.norm(dim=-1)}
@@ -92,23 +90,16 @@ class Cuts(Honest):
 
 
 class Allots(Honest):
-    sets_head_quotas = True
-
     def head_quotas(self, quota, observation, state):
         return torch.full((2,), quota)
 
 
 class Reads(Honest):
-    attends_subset = True
-
     def read(self, request, rows, state):
         return torch.ones(*request.queries.shape[:2], len(rows()), dtype=torch.bool)
 
 
 class Rereads(Honest):
-    needs_extra_reads = True
-    one_block = True
-
     def extra_reads(self, ids, prefix, words):
         return [ExtraRead(ids[:, :5].clone(), 0, 5)]
 
@@ -500,19 +491,21 @@ def test_what_hooks_of_a_graph_are_handed_is_watched(given):
     hook, more = ("capture_state", [State((0,))]) if given is StateCapture else ("row_reader", [])
     title = "capture" if more else "answer"
 
-    def sabotage(work):
-        return guard_hooks(saboteur(Honest, hook, lambda honest, *own: work(own[-1]))("saboteur"), Guard(3))
+    def call(work, *given):
+        class Saboteur(Honest):
+            captured = Captured(**{"release_state": print if more else None, hook: lambda *own: work(own[-1])})
+
+        call_captured(guard_hooks(Saboteur("saboteur"), Guard(3)), hook, *given)
 
     for name in names:
-        method = sabotage(lambda own, name=name: object.__setattr__(own, name, None))
         with pytest.raises(ContractError, match=f"^method=saboteur: {hook} of layer 3 replaced {title}.{name};"):
-            getattr(method, hook)(*more, replace(handed))
+            call(lambda own, name=name: object.__setattr__(own, name, None), *more, replace(handed))
     if given is CapturedAnswer:
         with pytest.raises(ContractError, match=r"row_reader of layer 3 wrote into answer.keys\[0\];"):
-            sabotage(lambda own: own.keys[0].mul_(2)).row_reader(handed)
+            call(lambda own: own.keys[0].mul_(2), handed)
         for key in (0, 1):  # replaced, or added
             with pytest.raises(ContractError, match=rf"row_reader of layer 3 replaced answer.keys\[{key}\];"):
-                sabotage(lambda own, key=key: own.keys.update({key: None})).row_reader(handed)
+                call(lambda own, key=key: own.keys.update({key: None}), handed)
         assert list(handed.keys) == [0] and handed.keys[0] is not None  # they are put back
 
 
@@ -549,7 +542,7 @@ def test_a_hook_that_raises_is_named_with_its_line(hook):
     assert re.fullmatch(pattern, line), line
 
 
-ASKED = {"check": None, "refuses": 3, "skips_layer": "no", "steps": 1.5}
+ASKED = {"check": None, "skips_layer": "no", "steps": 1.5}
 
 
 @pytest.mark.parametrize("hook", ASKED)
@@ -788,7 +781,7 @@ def replace_code(model: torch.nn.Module, victim: type) -> None:
 DEEDS = {
     write_a_weight: "model.layers.1.mlp.up_proj.weight",
     replace_a_score: "kvbench.methods.snapkv.SnapKV.score",
-    replace_code: "kvbench.interfaces.method.Method.select",
+    replace_code: "kvbench.interfaces.further_hooks.FurtherHooks.select",
 }
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load, load_file, save_file
 
 import kvbench
 from kvbench.cache.policy import CachePolicy
+from kvbench.cache.refusals import find_refusal
 from kvbench.config.catalogue import build, list_choices, load_settings
 from kvbench.engine.compressed_cache import CompressedCache, choose_cache
 from kvbench.engine.generation import GenerationContext
@@ -34,7 +35,7 @@ from kvbench.models.transformers_port import read_layout
 from kvbench.validation import ContractError, SettingError, format_value
 from tests.support.delta_files import build_delta
 from tests.support.dense_engine import DenseEngine
-from tests.support.method_files import NOTHING_GOES, budget_for, build_policy, make_tiny_method_args
+from tests.support.method_files import budget_for, build_policy, hold_all, make_tiny_method_args
 from tests.support.palu_files import build_palu, find_palu
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import (
@@ -54,7 +55,7 @@ ALLOCATORS = {allocator: build_policy("full", allocator, "llama")[1] for allocat
 CHOICES = {
     (method, own): [BUILT[method][0], ALLOCATORS[own], BUILT[method][2]] for method, own in product(BUILT, ALLOCATORS)
 }
-COMBINATIONS = [pair for pair, (method, *others) in CHOICES.items() if method.refuses(*others) is None]
+COMBINATIONS = [pair for pair, (method, *others) in CHOICES.items() if find_refusal(method, *others) is None]
 
 
 def each_method(test: Callable[..., None]) -> Callable[..., None]:
@@ -210,7 +211,7 @@ def test_defaults_are_the_full_cache():
 
 @each_method
 def test_a_prompt_shorter_than_the_budget_is_not_cut(method, allocator):
-    args = make_tiny_method_args(method, "llama") | NOTHING_GOES.get(method, {})
+    args = make_tiny_method_args(method, "llama") | hold_all(method)
     for block in blocks_for(method, None, 10):
         size = budget_for(method, 20)
         held = kvbench.prefill(tiny("llama"), ids(20), method, size, block, allocator, method_args=args)
@@ -811,7 +812,7 @@ class Spy(Method):
 
     notes: list = field(default_factory=list)
 
-    wants_lse = True
+    wants = ("lse",)
 
     def score(self, observation, rows, state):
         self.notes.append((observation, rows))

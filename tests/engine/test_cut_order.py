@@ -12,7 +12,7 @@ from kvbench.engine.joint_decoding import read_given, run_together
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.kernels import cut_order
 from kvbench.kernels.cut_order import NEWEST, ORDER, RECENTS, SINKS, CutOrder
 from kvbench.models.decoder_weights import collect_weights
@@ -35,8 +35,7 @@ class Numbered(Method):
     sinks: int = 0
     recents: int = 0
 
-    capturable = True
-    order_free = True
+    captured = Captured(order_free=True)
 
     def protect_sinks(self, observation, rows, quota):
         return rows.places < self.sinks

@@ -20,7 +20,7 @@ from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.streams import Beside
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.kernels.row_replacement import NEVER
 from kvbench.methods import deltakv
 from kvbench.methods.snapkv import SnapKV
@@ -634,7 +634,7 @@ class Miscounting(Method):
 
     more: int = 0
 
-    capturable = True
+    captured = Captured()
 
     def score(self, observation, rows, state):
         return rows.places.to(rows.mass.dtype)

@@ -90,8 +90,8 @@ def test_who_repeats_cuts():
 
 def test_who_moves_what_it_remembers():
     """Blocks of a prompt are then left to the modules."""
-    over = choice_of("criticalkv", base="rkv", base_args={"window": 4}).method
-    assert over.moves_state and choice_of("rkv").method.moves_state and not choice_of("criticalkv").method.moves_state
+    over = choice_of("criticalkv", base="rkv", base_args={"window": 4})
+    assert over.captures_state and choice_of("rkv").captures_state and not choice_of("criticalkv").captures_state
 
 
 def test_scores_that_are_no_numbers_raise(monkeypatch):

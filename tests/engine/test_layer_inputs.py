@@ -29,9 +29,7 @@ UNIFORM, RAW = Allocator("uniform"), Codec("raw")
 class Asks(Method):
     """Notes what it is shown: keys and hidden states by layer and first position."""
 
-    wants_unrotated_keys = True
-    wants_hidden = True
-    wants_normed_hidden = True
+    wants = ("unrotated_keys", "hidden", "normed_hidden")
 
     def update(self, observation, rows, state):
         notes = state.shared.setdefault("notes", {})
@@ -44,20 +42,18 @@ class Asks(Method):
 
 
 class AsksForHidden(Asks):
-    wants_unrotated_keys = wants_normed_hidden = False
+    wants = ("hidden",)
 
 
 class AsksForNormedHidden(Asks):
-    wants_unrotated_keys = wants_hidden = False
+    wants = ("normed_hidden",)
 
 
 class AsksForKeys(Asks):
-    wants_hidden = wants_normed_hidden = False
+    wants = ("unrotated_keys",)
 
 
 class AsksInExtraReads(Asks):
-    needs_extra_reads = True
-
     def extra_reads(self, ids, prefix, words):
         return [ExtraRead(ids[:, :5].clone(), 0, 5)]
 
@@ -289,4 +285,4 @@ def test_weights_beside_the_model_are_counted():
     base = build_policy("qfilters", "uniform", "llama")[0]
     composite = build_policy("criticalkv", "uniform", "llama")[0]
     object.__setattr__(composite, "base", base)
-    assert composite.weights_bytes == 3 * 2 * 32 * 4
+    assert composite.file is base.file and composite.file.nbytes == 3 * 2 * 32 * 4

@@ -10,12 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.cache.guard import Guard
 from kvbench.cache.policy import CachePolicy
+from kvbench.cache.refusals import find_refusal
 from kvbench.config.catalogue import list_choices
 from kvbench.engine import repeated_cuts, shared_prefill
 from kvbench.engine.cuts_in_turn import ContextFailed
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.models.decoder_weights import collect_weights
@@ -106,9 +107,9 @@ def test_every_method_holds_the_same_as_alone(model, graphs, monkeypatch, lse, p
     policies, repeated = [], 0
     for number, method in list(enumerate(list_choices("method")))[part]:
         own = CachePolicy(*build_policy(method, "uniform", "llama", ("raw", "kivi")[number // 2 % 2]))
-        if own.method.refuses(own.allocator, own.codec):
+        if find_refusal(own.method, own.allocator, own.codec):
             own = CachePolicy(*build_policy(method, "uniform", "llama"))
-        if own.method.wants_lse == lse and not own.method.needs_extra_reads and not hasattr(own.method, "path"):
+        if ("lse" in own.method.wants) == lse and not own.method.needs_extra_reads and not hasattr(own.method, "path"):
             policies += [(own, budget) for budget in (BUDGETS[number // 2 % 2] if method != "full" else (1.0,))]
             repeated += method in REPEATED
     counts = count_cut_here(monkeypatch)
@@ -123,7 +124,7 @@ class Capturable(Method):
 
     kind: str = "plain"
 
-    capturable = True
+    captured = Captured()
 
     def score(self, observation: Observation, rows: Rows, state: State) -> torch.Tensor:
         time.sleep(0.005)

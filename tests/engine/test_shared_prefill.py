@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from kvbench.cache.policy import CachePolicy
+from kvbench.cache.refusals import find_refusal
 from kvbench.config.catalogue import list_choices
 from kvbench.config.compose import compose_config
 from kvbench.engine import shared_prefill
@@ -53,8 +54,8 @@ def choices(lse: bool) -> dict[tuple[str, str, str], CachePolicy]:
         for allocator, codec in pairs:
             own = CachePolicy(*build_policy(method, allocator, "llama", codec))
             if (
-                not (own.method.refuses(own.allocator, own.codec) or own.method.needs_extra_reads)
-                and own.method.wants_lse == lse
+                not (find_refusal(own.method, own.allocator, own.codec) or own.method.needs_extra_reads)
+                and ("lse" in own.method.wants) == lse
             ):
                 found[method, allocator, codec] = own
     return found

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
 from kvbench.cache.policy import CachePolicy
+from kvbench.cache.refusals import find_refusal
 from kvbench.config.catalogue import build, load_settings
 from kvbench.config.compose import compose_config
 from kvbench.engine import repeated_cuts, shared_prefill
@@ -27,7 +28,7 @@ from kvbench.engine.joint_decoding import run_alone
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.streams import Beside, limit_products, load_cublas
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.methods.codecs.delta import mean_of
@@ -347,8 +348,8 @@ def test_kept_rows_agree_across_batch_sizes(model, method, allocator, block_size
     ids = prompts(4, 1000)
     args = make_method_args(method, "gpu", model, prompts(2, 200))
     own = build("method", load_settings("method", method, args))
-    refused = own.refuses(
-        build("allocator", load_settings("allocator", allocator)), build("codec", load_settings("codec", "raw"))
+    refused = find_refusal(
+        own, build("allocator", load_settings("allocator", allocator)), build("codec", load_settings("codec", "raw"))
     )
     if refused or (own.one_block and block_size):
         pytest.skip(refused or "refused: one block")
@@ -473,7 +474,7 @@ def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, dee
     In a deep model, a graph repeats the cuts of a layer for others.
     """
     built = [choose_cache(*build_policy(name, "uniform", "llama")) for name in METHODS if name not in MAKE]
-    choices = [own for own in built if own.method.wants_lse == lse and not own.method.needs_extra_reads]
+    choices = [own for own in built if ("lse" in own.method.wants) == lse and not own.method.needs_extra_reads]
     pairs = [(own, budget) for own in choices for budget in ((0.2, 0.5) if deep else (0.2,))]
     captured, record = [], repeated_cuts.record_launches
     monkeypatch.setattr(repeated_cuts, "record_launches", lambda work: captured.append(record(work)) or captured[-1])
@@ -502,7 +503,7 @@ def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, dee
 class Waiting(Method):
     """A method that says that graphs can capture it, and waits for the device in a prompt."""
 
-    capturable = True
+    captured = Captured()
 
     def score(self, observation: Observation, rows: Rows, state: State) -> torch.Tensor:
         scores = rows.keys.float().norm(dim=-1)
@@ -595,8 +596,8 @@ def test_a_model_over_two_gpus_is_the_same_model(model, method, allocator, tmp_p
     assert len({parameter.device for parameter in spread.parameters()}) == 2
     args, ids = make_method_args(method, "gpu", model, prompts(2, 200)), prompts(1, 1000)
     own = build("method", load_settings("method", method, args))
-    refused = own.refuses(
-        build("allocator", load_settings("allocator", allocator)), build("codec", load_settings("codec", "raw"))
+    refused = find_refusal(
+        own, build("allocator", load_settings("allocator", allocator)), build("codec", load_settings("codec", "raw"))
     )
     if refused:
         pytest.skip(refused)

@@ -23,7 +23,7 @@ from kvbench.engine.compressed_cache import CompressedCache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.settings import setting
 from kvbench.report.panels import gather_results
 from kvbench.runs import method_checks
@@ -171,7 +171,7 @@ def test_the_rows_that_stay_can_be_rounded():
         (lambda: choose_cache(threshold(MIDDLE), build("allocator", load_settings("allocator", "ada")), RAW),
          "allocator=ada: threshold shares rows out itself; use allocator=uniform"),
         (lambda: Eager(name="t", threshold=0.0, recent=0, budget_setting="threshold"),
-         "method.budget_setting=threshold: t must not keep every row, be capturable or need extra reads; use null"),
+         "method.budget_setting=threshold: t must not keep every row, be captured or need extra reads; use null"),
         (lambda: Reading(name="t", threshold=0.0, recent=0, budget_setting="threshold"),
          "method.budget_setting=threshold: t must not keep every row"),
     ],
@@ -182,11 +182,12 @@ def test_what_cannot_be_combined_is_refused(own, line):
 
 
 class Eager(Threshold):
-    capturable = True
+    captured = Captured()
 
 
 class Reading(Threshold):
-    attends_subset = True
+    def read(self, request, rows, state):
+        return None
 
 
 class Few(Threshold):
@@ -214,7 +215,6 @@ class Counting(Method):
     """Scores nothing."""
 
     most: int = setting()
-    scores = False
 
     def count_rows(self, scores):
         return torch.full(scores.shape[:2], self.most)

@@ -20,6 +20,7 @@ import torch
 
 import kvbench
 from kvbench.cache.policy import CachePolicy, choose_cache
+from kvbench.cache.refusals import find_refusal
 from kvbench.config.catalogue import list_choices
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
@@ -28,7 +29,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
-from tests.support.method_files import NOTHING_GOES, budget_for, build_policy, make_tiny_method_args
+from tests.support.method_files import budget_for, build_policy, hold_all, make_tiny_method_args
 from tests.support.selection import choose_covering
 from tests.support.tiny_models import distinct, ids, tiny
 
@@ -96,7 +97,7 @@ class Case:
     @property
     def args_to_hold_all(self) -> dict:
         """Settings with which a budget that holds all rows evicts none."""
-        return self.args | (NOTHING_GOES[self.method] if self.budget is None else {})
+        return self.args | hold_all(self.method)
 
     def quota(self, seen: int) -> int:
         """Rows per head that may stay, by fractions."""
@@ -111,7 +112,7 @@ class Case:
 def is_refused(method: str, allocator: str, several: bool) -> bool:
     """Whether a method says that it cannot work with an allocator, or with several blocks, on whatever model."""
     own, *others = build_policy(method, allocator, "wide")
-    return own.refuses(*others) is not None or (own.one_block and several)
+    return find_refusal(own, *others) is not None or (own.one_block and several)
 
 
 def list_features(case: Case) -> frozenset[Hashable]:

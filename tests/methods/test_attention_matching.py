@@ -8,6 +8,7 @@ import scipy.optimize
 import torch
 
 import kvbench
+from kvbench.cache.refusals import find_refusal
 from kvbench.cli import check_method
 from kvbench.config.catalogue import build, load_settings
 from kvbench.methods import attention_matching
@@ -315,13 +316,15 @@ def test_context_keeps_the_laws(checkpoint, monkeypatch, capsys):
 def test_a_cut_while_decoding_and_unrotated_keys_are_refused(preset):
     method = build("method", load_settings("method", "attention_matching", READS | {"preset": preset}))
     _, uniform, raw = build_policy("full", "uniform", "llama")
-    assert method.refuses(uniform, raw) is None
-    assert "attention_matching has queries of the prompt only" in replace(method, decoding=True).refuses(uniform, raw)
+    assert find_refusal(method, uniform, raw) is None
+    assert "attention_matching has queries of the prompt only" in find_refusal(
+        replace(method, decoding=True), uniform, raw
+    )
 
     class Unrotated(type(raw)):
         takes_unrotated_keys = True
 
-    assert "stores keys before rotation" in method.refuses(uniform, Unrotated("raw"))
+    assert "stores keys before rotation" in find_refusal(method, uniform, Unrotated("raw"))
 
 
 def test_presets_are_the_sources_own():
@@ -341,7 +344,7 @@ def test_presets_are_the_sources_own():
     "where, line",
     [
         ({"block_size": 8}, "^block_size=8: attention_matching needs the prompt as one block"),
-        ({"allocator": "cake"}, "^allocator=cake: it cuts layers again, and attention_matching has fitted"),
+        ({"allocator": "cake"}, "^allocator=cake: attention_matching has fitted rows"),
         ({"method_args": {"reference": "study"}}, "^method.reference=study: choose one of repeat, context"),
         ({"method_args": {"queries": 0}}, "^method.queries=0: a whole number of at least 1"),
         ({"method_args": {"rank": "mean"}}, "^method.rank=mean: choose one of max, rms"),

@@ -131,7 +131,9 @@ METHODS = {name: build_policy(name, "uniform", "llama")[0] for name in methods_a
 BASES = [
     name
     for name, own in METHODS.items()
-    if own.scores and own.overrides("score") and not (own.streams or own.merges or own.budget_setting)
+    if own.scores
+    and own.overrides("score")
+    and not (own.merges or own.budget_setting or (own.captured and own.captured.streams))
 ]
 
 

@@ -146,7 +146,7 @@ def test_smoothed_scores_are_forgotten_with_a_branch_and_counted_as_state():
 
 def test_a_graph_does_not_read_smoothed_scores():
     method = build("method", load_settings("method", "deltakv", {"smoothing": 0.5}))
-    assert method.row_reader(None) is None
+    assert method.captured.row_reader(method, None) is None
 
 
 def test_reconstructed_rows_are_chosen_and_read():

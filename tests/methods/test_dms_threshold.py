@@ -159,9 +159,9 @@ BUILT: dict[str, Method] = {
 def test_every_method_is_a_base_or_is_refused(base):
     """Any method that scores what it has just read."""
     own = BUILT[base]
-    takes = own.overrides("score") and not (
-        own.streams or own.needs_extra_reads or own.attends_subset or own.overrides("cut", "merge", "select")
-    )
+    streams = own.captured is not None and own.captured.streams
+    chooses = own.budget_setting is not None or own.overrides("select", "merge", "cut")
+    takes = own.overrides("score") and not (streams or chooses or own.needs_extra_reads)
     args = {"base": base, "base_args": make_tiny_method_args(base, "llama"), "threshold": 0.0, "decoding": True}
     if not takes:
         with pytest.raises(SettingError, match=f"^method.base={base}: "):

@@ -187,11 +187,11 @@ def test_a_batch_gives_what_its_samples_give_alone():
 def test_what_it_costs_is_said():
     method, *others = build_policy("kvzap", "uniform", "llama")
     file = load_file(method.path)
-    assert method.weights_bytes == sum(own.nbytes for own in file.values())
+    assert method.file.nbytes == sum(own.nbytes for own in file.values())
     composite = build(
         "method", load_settings("method", "dms_threshold", {"preset": "kvzap", "base_args": {"path": method.path}})
     )
-    assert composite.weights_bytes == method.weights_bytes and composite.wants_normed_hidden
+    assert composite.file.nbytes == method.file.nbytes and composite.wants == ("normed_hidden",)
     assert decodes_in_graph(CachePolicy(method, *others))  # it needs hidden states of the prompt alone
 
 
@@ -219,7 +219,7 @@ def test_files_in_the_authors_layout(tmp_path, inner):
     )
     described = peek_surrogates(tmp_path)
     assert described.kind == ("mlp_gelu" if inner else "linear") and described.fits == (layers, hidden, heads)
-    assert described.header.identity is None and described.header.bytes == sum(own.nbytes for own in weights.values())
+    assert described.identity is None and described.nbytes == sum(own.nbytes for own in weights.values())
     x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0))
     for own, scale in zip(read_surrogates(tmp_path).values(), (0.01, 0.02), strict=True):
         c = float(torch.tensor(scale).bfloat16())
@@ -229,7 +229,7 @@ def test_files_in_the_authors_layout(tmp_path, inner):
         torch.testing.assert_close(found, expected[:, None].expand(-1, heads))
     method = build("method", load_settings("method", "kvzap", {"path": str(tmp_path)}))
     method.check(replace(read_layout(tiny("llama")), layers=layers, heads=heads, hidden=hidden))
-    method.check_identity(lambda: pytest.fail("needs no identity"))
+    method.file.check_identity(lambda: pytest.fail("needs no identity"))
 
 
 def refuse(path: object, reason: str) -> None:
@@ -290,7 +290,7 @@ def test_a_file_of_another_model_of_the_same_shape_is_refused_before_weights_loa
         ["method=dms_threshold", "method.preset=kvzap", f"method.base_args.path={path}", "budget=null"],
     ):
         found = run_cli([*chosen, f"results={folder}", "task.subtasks=niah_single_1"], monkeypatch, capsys)
-        line = f"method.path={path}: the surrogates were trained for the model another, this one is "
+        line = f"method.path={path}: the file was made for the model another, this one is "
         assert_refused(found, line, folder)
 
 

@@ -338,7 +338,7 @@ def test_the_reader_lists_the_rows_that_read_marks(parts):
     answer = CapturedAnswer(
         {0: written}, {0: states[0]}, 1, 6, 118, 32, 118, 35, Fraction(3, 10), 0.2, 4, lambda *_: None
     )
-    reader = method.row_reader(answer)
+    reader = method.captured.row_reader(method, answer)
     if parts == 2:  # pairs of the rows from 5 to 105, which are never among the 13 newest
         pairs = states[0].layer["codes"][:, :, :, :100].long()
         expected = (16 * pairs[:, :, 0] + pairs[:, :, 1])[..., None] == torch.arange(256)

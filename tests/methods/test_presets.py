@@ -9,6 +9,7 @@ from hydra.utils import get_class
 
 import kvbench
 from kvbench.config.catalogue import CONF, list_choices, load_settings
+from kvbench.interfaces.method import Method
 from tests.support.method_files import make_tiny_method_args
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import ids, tiny
@@ -35,10 +36,10 @@ def presets(name: str) -> list[str]:
     return list(yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text()).get("presets", {}))
 
 
-CUTS = [  # in a class that does not set it, `attends_subset` is a property
+CUTS = [
     name
     for name in list_choices("method")
-    if name != "dms_threshold" and get_class(load_settings("method", name)["_target_"]).attends_subset is not True
+    if name != "dms_threshold" and get_class(load_settings("method", name)["_target_"]).read is Method.read
 ]
 PAIRS = [(name, *pair) for name in CUTS for pair in combinations(presets(name), 2)]  # readers: their own tests
 FIRST = [(name, *presets(name)[:2]) for name in ("knorm", "kvgrad", "rkv", "snapkv", "triattention")]

@@ -190,11 +190,11 @@ def test_a_file_of_another_model_of_the_same_shape_is_refused(tmp_path):
         args = args if method == "qfilters" else {"base": "qfilters", "base_args": args}
         return build("method", load_settings("method", method, args))
 
-    make(None).check_identity(lambda: pytest.fail("needs no identity"))
-    make({"model": "one"}).check_identity(lambda: "one")
+    make(None).file.check_identity(lambda: pytest.fail("needs no identity"))
+    make({"model": "one"}).file.check_identity(lambda: "one")
     for method in ("qfilters", "criticalkv"):
         with pytest.raises(SettingError, match=r"^method\.path=.*made for the model one, this one is other$"):
-            make({"model": "one"}, method).check_identity(lambda: "other")
+            make({"model": "one"}, method).file.check_identity(lambda: "other")
 
 
 def test_a_run_is_known_by_what_the_file_holds(tmp_path):

@@ -208,7 +208,7 @@ def test_scores_are_normalised_over_the_rows_that_count():
 def test_frequencies_that_follow_the_length_are_refused(model, method):
     args = {"path": path_of("yarn")}  # of the same shape
     args = args if method == "triattention" else {"base": "triattention", "base_args": args}
-    with pytest.raises(SettingError, match=f"^method={method}: it needs fixed rotary frequencies.*beyond 64 tokens"):
+    with pytest.raises(SettingError, match=f"^method={method}: .*beyond 64 tokens, and {method} .*needs fixed rotary "):
         kvbench.prefill(make_model(model), ids(20), method, 0.5, method_args=args)
 
 
@@ -462,8 +462,8 @@ def test_files_of_the_authors_are_read(tmp_path):
     one, other = ([held.places(layer, head).tolist() for layer, head in np.ndindex(3, 2)] for held in found)
     assert one == other
     method = build("method", load_settings("method", "triattention", {"path": str(path)}))
-    method.check_identity(lambda: pytest.fail("needs no identity"))
-    assert method.weights_bytes == 3 * 6 * (32 + 16) * 4
+    method.file.check_identity(lambda: pytest.fail("needs no identity"))
+    assert method.file.nbytes == 3 * 6 * (32 + 16) * 4
 
 
 class Harmful:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import kvbench
 from kvbench.cache.policy import CachePolicy
+from kvbench.cache.refusals import find_refusal
 from kvbench.cache.storage import StoredRows
 from kvbench.config.catalogue import list_choices
 from kvbench.config.compose import compose_config
@@ -115,7 +116,7 @@ def test_what_every_method_holds_of_a_batch(method, name, block_size):
     prompts = torch.cat([ids(150, 1), ids(150, 2)])
     for allocator, codec in (("uniform", "raw"), ("ada", "raw"), ("cake", "raw"), ("uniform", "kivi")):
         choice = CachePolicy(*build_policy(method, allocator, name, codec))
-        if choice.method.refuses(choice.allocator, choice.codec) or (choice.method.one_block and block_size):
+        if find_refusal(choice.method, choice.allocator, choice.codec) or (choice.method.one_block and block_size):
             continue
         budget = Budget(1.0 if method == "full" else 0.3)
         context = GenerationContext(tiny(name), choice, budget, block_size, (7, 8), 2)

@@ -18,10 +18,7 @@ class Everything(LayerStudy):
     """Keeps all that a layer shows."""
 
     name: ClassVar[str] = "everything"
-    wants_lse: ClassVar[bool] = True
-    wants_unrotated_keys: ClassVar[bool] = True
-    wants_hidden: ClassVar[bool] = True
-    wants_normed_hidden: ClassVar[bool] = True
+    wants: ClassVar[tuple[str, ...]] = ("lse", "unrotated_keys", "hidden", "normed_hidden")
 
     def update(self, memory, observation, rows):
         for name in ("queries", "lse", "unrotated_keys", "hidden", "normed_hidden"):

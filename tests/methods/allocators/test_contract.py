@@ -207,6 +207,8 @@ def test_rows_attended_of_ragged_heads():
 
     @dataclass(frozen=True)
     class Everything(Knorm):
+        attends_subset = False  # it evicts rows too
+
         def read(self, request, rows, state):
             return torch.ones(*request.queries.shape[:2], len(rows()), dtype=torch.bool)
 
@@ -221,7 +223,7 @@ def test_rows_attended_of_ragged_heads():
 class OneBlock(Knorm):
     """KVzip: needs the prompt as one block."""
 
-    one_block = True
+    refusals = {"block_size": "needs the prompt as one block"}
 
 
 def test_room_for_methods_of_one_block():

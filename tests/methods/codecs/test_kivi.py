@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvbench
+from kvbench.cache.refusals import find_refusal
 from kvbench.config.catalogue import build, list_choices, load_settings, methods_available
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
@@ -154,9 +155,7 @@ def appends(method: str) -> dict:
 
 
 PAIRS = list(product(methods_available(), list_choices("allocator")))
-REFUSED = [
-    pair for pair in PAIRS if (own := build_policy(*pair, "llama", "kivi", **appends(pair[0])))[0].refuses(*own[1:])
-]
+REFUSED = [pair for pair in PAIRS if find_refusal(*build_policy(*pair, "llama", "kivi", **appends(pair[0])))]
 
 
 @pytest.mark.cover

@@ -18,6 +18,7 @@ from scipy.linalg import hadamard
 
 import kvbench
 from kvbench.cache.policy import CachePolicy, choose_cache
+from kvbench.cache.refusals import find_refusal
 from kvbench.cli import run as command
 from kvbench.config.catalogue import identity_settings, list_choices, load_settings, methods_available
 from kvbench.engine import shared_prefill
@@ -353,7 +354,7 @@ def choose_policy(method: str, allocator: str, codec: Palu | None = None):
 
 
 PALU = build_palu(find_palu("llama", removed=0.0))
-REFUSED = [pair for pair in PAIRS if (own := build_policy(*pair, "llama"))[0].refuses(own[1], PALU)]
+REFUSED = [pair for pair in PAIRS if find_refusal(*build_policy(*pair, "llama")[:2], PALU)]
 
 
 @pytest.mark.cover
@@ -492,7 +493,7 @@ def test_it_serves_few_rows_of_many_and_kivi_does_not_serve_below_it():
 class Notes(Method):
     """Notes the keys before rotation that it is shown."""
 
-    wants_unrotated_keys = True
+    wants = ("unrotated_keys",)
 
     def update(self, observation, rows, state):
         state.layer[f"keys {observation.first}"] = observation.unrotated_keys
