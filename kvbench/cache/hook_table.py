@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.cache.guard import Call, Guard, Guarded, Hook, Owner, ask
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.captured import Captured
-from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.codec import Codec, Packing
 from kvbench.interfaces.further_hooks import REFUSABLE, WANTED
 from kvbench.interfaces.hooks import Hooks, overrides_any
 from kvbench.interfaces.layout import Layout
@@ -62,11 +62,11 @@ def call_captured(method: Method, hook: str, *given: object) -> Any:
     return own.guard.call(hooks, hook, own.subject, *given)
 
 
-def check_declarations(method: Method) -> None:
-    """Check what a method declares, and that its hooks take the arguments that they are called with.
+def check_declarations(method: Method, codec: Codec) -> None:
+    """Check what a method and a codec declare, and that their hooks take the arguments that they are called with.
 
     Raises:
-        ContractError: It declares something that does not exist. The message names it.
+        ContractError: One of them declares something that does not exist. The message names it.
     """
     named = {"wants": (method.wants, WANTED), "refusals": (method.refusals, REFUSABLE)}
     for title, (found, allowed) in named.items():
@@ -74,15 +74,27 @@ def check_declarations(method: Method) -> None:
             raise ContractError(f"method={method.name}: {title} is {found!r}, allowed are {', '.join(allowed)}")
     if not isinstance(method.captured, Captured | None):
         raise ContractError(f"method={method.name}: captured is {method.captured!r}, expected a Captured or None")
-    for name in HOOKS["method"]:
-        wanted = [*signature(getattr(Method, name)).parameters][1:]
+    if not isinstance(codec.packing, Packing):
+        raise ContractError(f"codec={codec.name}: packing is {codec.packing!r}, expected a Packing")
+    subjects: tuple[tuple[Method | Codec, type], ...] = ((method, Method), (codec, Codec))
+    for subject, interface in subjects:
+        of: type = type(subject)
+        wrong = find_wrong_hook(of, interface)
+        if wrong is not None:
+            raise ContractError(f"{KINDS[interface]}={subject.name}: {wrong}, as kvbench calls it")
+
+
+@cache
+def find_wrong_hook(of: type, interface: type) -> str | None:
+    """Return which hook of a class takes other arguments than that of its interface, and which it must take."""
+    bare: object = object.__new__(of)
+    for name in HOOKS[KINDS[interface]]:
+        taken, wanted = signature(getattr(bare, name)), [*signature(getattr(interface, name)).parameters][1:]
         try:
-            signature(getattr(method, name)).bind(*wanted)
+            taken.bind(*wanted)
         except TypeError:
-            taken = signature(getattr(method, name))
-            raise ContractError(
-                f"method={method.name}: {name}{taken} must take ({', '.join(wanted)}), as kvbench calls it"
-            ) from None
+            return f"{name}{taken} must take ({', '.join(wanted)})"
+    return None
 
 
 def check_shape(method: Method, codec: Codec, layout: Layout) -> None:
@@ -108,7 +120,7 @@ def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> Non
             f"method={method.name}: this model's RoPE changes its frequencies beyond {rope_switch} tokens, and "
             f"{method.name} {method.refusals['rope_switch']}"
         )
-    if codec.takes_unrotated_keys:
+    if codec.packing.takes_unrotated_keys:
         raise SettingError(
             f"codec={codec.name}: it stores keys before rotation, and this model's RoPE changes its frequencies beyond "
             f"{rope_switch} tokens; use codec=raw"
@@ -297,7 +309,10 @@ def check_heads(call: Call, found: Any) -> Tensor:
 
 
 def check_pack(call: Call, found: Any) -> Any:
-    keys = call["keys"]
+    keys, packing = call["keys"], call.owner.subject.packing
+    for promise, hook in PROMISED.items():
+        if getattr(packing, promise) and not hasattr(found, hook):
+            call.refuse(f"{type(found).__name__} without {hook}, which packing promises by {promise}")
     packed = guard_rows(call, found, shape=tuple(keys.shape), dtype=keys.dtype, device=keys.device)
     for name, part in zip(("keys", "values"), packed.read(), strict=True):
         call.note(partial(is_not_finite, part), f"{name} that are not finite")
@@ -333,6 +348,8 @@ def check_outputs(call: Call, found: Any) -> Tensor:
     return cast(Tensor, found)
 
 
+PROMISED = {"before_attention": "keep", "grows": "growing", "replicates": "replicate"}
+"""What packed rows must have, by what `Codec.packing` says."""
 NEEDED = "score", "head_quotas", "count_rows", "objective"  # by default they raise an error
 SCORED = "scores protected quota"
 TWO_NUMBERS = be(

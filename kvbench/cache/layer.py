@@ -116,7 +116,7 @@ class Layer:
     @property
     def wants_unrotated_keys(self) -> bool:
         """Whether the layer needs keys before QK norm and rotation."""
-        return "unrotated_keys" in self.choice.method.wants or self.codec.takes_unrotated_keys
+        return "unrotated_keys" in self.choice.method.wants or self.codec.packing.takes_unrotated_keys
 
     @property
     def wants_hidden(self) -> bool:
@@ -156,18 +156,18 @@ class Layer:
         """
         before, flushed, rotate = self.rows.tail_keys, self.progress.decoding and self.packs, None
         self.fresh = (keys, values) if self.differentiates else None
-        if self.codec.takes_unrotated_keys:
+        if self.codec.packing.takes_unrotated_keys:
             assert inputs is not None and inputs.keys is not None  # `wants_unrotated_keys`
             keys, rotate = inputs.keys, inputs.rotate
         if self.differentiates:  # only detached tensors are stored
             keys, values = keys.detach(), values.detach()
         self.inputs = inputs
-        if self.codec.packs_before_attention:
+        if self.codec.packing.before_attention:
             self.rows = self.rows.append_packed(self.codec, keys, values, rotate)
         else:
             self.rows = self.rows.append(keys, values, 0 if flushed else self.progress.room, rotate)
         self.token_bytes = 2 * keys[:, :, 0].nbytes
-        if self.rows.tail_keys is not before or self.codec.packs_before_attention:
+        if self.rows.tail_keys is not before or self.codec.packing.before_attention:
             self.update_memory()
         self.stamp()
 
@@ -302,7 +302,7 @@ class Layer:
             self.output_weight = ref(output_weight)
         inputs, self.inputs = self.inputs, None
         unrotated = inputs.keys if inputs and "unrotated_keys" in method.wants else None
-        if unrotated is not None and self.codec.packs_before_attention:
+        if unrotated is not None and self.codec.packing.before_attention:
             unrotated = self.rows.read_newest_keys(unrotated.shape[2])
         observation = Observation(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
@@ -459,7 +459,7 @@ class Layer:
 
     def pack_all(self) -> None:
         """Pack the rows if the codec packs. Called when the prefill has ended."""
-        if self.packs and not self.codec.packs_before_attention:
+        if self.packs and not self.codec.packing.before_attention:
             self.rows = self.rows.pack(self.codec)
         self.update_memory()
 

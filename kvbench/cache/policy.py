@@ -83,7 +83,7 @@ class CachePolicy:
     @property
     def asks_for_inputs(self) -> bool:
         """Whether the method or the codec needs any of it."""
-        return self.shows_inputs or self.codec.takes_unrotated_keys
+        return self.shows_inputs or self.codec.packing.takes_unrotated_keys
 
     @property
     def streams(self) -> bool:
@@ -104,7 +104,7 @@ class CachePolicy:
     @property
     def token_by_token(self) -> bool:
         """Whether tokens that follow the prefill are read one at a time, even if several are known."""
-        return self.method.token_by_token or self.codec.token_by_token
+        return self.method.token_by_token or self.codec.packing.token_by_token
 
 
 def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> CachePolicy:
@@ -112,9 +112,9 @@ def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> CachePol
 
     Raises:
         SettingError: Two of the three cannot work together. The message says why.
-        ContractError: The method declares something that does not exist, or a hook of it takes other arguments.
+        ContractError: One of them declares something that does not exist, or a hook of it takes other arguments.
     """
-    check_declarations(method)
+    check_declarations(method, codec)
     reason = find_refusal(method, allocator, codec)
     if reason is not None:
         raise SettingError(reason)

@@ -38,23 +38,23 @@ RULES = (
     ),
     Rule(
         "codec",
-        lambda method, allocator, codec: codec.joins_heads and method.cuts,
+        lambda method, allocator, codec: codec.packing.joins_heads and method.cuts,
         "it stores all heads of a layer together, and {name} evicts rows, which kvbench does in each head on its own; "
         "use method=full, a method that reads few of many rows, or codec=raw",
     ),
     Rule(
         "codec",
-        lambda method, allocator, codec: codec.takes_unrotated_keys and method.merges,
+        lambda method, allocator, codec: codec.packing.takes_unrotated_keys and method.merges,
         "it stores keys before rotation, and {name} merges rotated ones; use codec=raw",
     ),
     Rule(
         "codec",
-        lambda method, allocator, codec: codec.packs_before_attention and method.merges,
+        lambda method, allocator, codec: codec.packing.before_attention and method.merges,
         "its rows are packed, and {name} merges rows; use codec=raw",
     ),
     Rule(
         "codec",
-        lambda method, allocator, codec: codec.packs and not codec.packs_before_attention and method.decoding,
+        lambda method, allocator, codec: codec.packs and not codec.packing.before_attention and method.decoding,
         "{name} cuts while decoding, and packed groups are never repacked; use method.decoding=false or codec=raw",
     ),
     Rule(

@@ -141,7 +141,7 @@ class KVBenchCache:
         what `Codec.count_needs` says counts.
         """
         context, held = self.context, self.context.bytes()
-        if self.choice.codec.lists_rows:
+        if self.choice.codec.packing.lists_rows:
             return sum(read for read, _ in self.count_needs()) + context.sliding_bytes() + held.state
         if not self.choice.method.attends_subset:
             return held.rows

@@ -30,7 +30,7 @@ def find_period(run: RunSpec) -> int:
     if read_task(run).baseline != "none":
         return 1
     method, codec = (choice := run.choice()).method, choice.codec
-    return max(method.decode_interval if method.decoding else 1, codec.pack_interval)
+    return max(method.decode_interval if method.decoding else 1, codec.packing.interval)
 
 
 def find_interval(run: RunSpec) -> int:

@@ -30,7 +30,7 @@ from kvbench.models.decoder_weights import DecoderWeights
 def only_appends(choice: CachePolicy) -> bool:
     """Return whether decoding only appends rows and attends to all of them, apart from cuts."""
     method = choice.method
-    if choice.codec.packs and not choice.codec.grows:
+    if choice.codec.packs and not choice.codec.packing.grows:
         return False
     return not (method.attends_subset or method.uses_cache_positions or method.watches)
 
@@ -82,9 +82,10 @@ class AppendedRows(StepRows):
         self.packed_angles: dict[int, Angles] = {}  # of each packed layer
         if packed:
             own = every = join_angles(*self.angles)
-            if any(layer.codec.takes_unrotated_keys for layer in packed.values()):  # rotated when they are read
+            late = {number for number, layer in packed.items() if layer.codec.packing.takes_unrotated_keys}
+            if late:  # their keys are rotated when they are read
                 every = join_angles(*find_angles(self.weights.rotation, 0, self.seen[0] + tokens, self.weights.embed))
-            self.packed_angles = {n: every if own_.codec.takes_unrotated_keys else own for n, own_ in packed.items()}
+            self.packed_angles = {number: every if number in late else own for number in packed}
         for growing in self.growing.values():
             growing.begin()
 

@@ -178,7 +178,7 @@ class PromptContext:
         captured = captured and self.choice.allocator.is_uniform
         captured = captured and self.budget.of == "prompt" and self.fits_window(prompt)
         captured = captured and not self.choice.captures_state and not self.choice.asks_for_inputs
-        captured = captured and not self.choice.codec.packs_before_attention
+        captured = captured and not self.choice.codec.packing.before_attention
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
             while self.seen < prompt:
@@ -533,9 +533,9 @@ def decodes_in_graph(choice: CachePolicy) -> bool:
     grow.
     """
     codec, method = choice.codec, choice.method
-    grows = codec.packs and codec.grows
+    grows = codec.packs and codec.packing.grows
     asks = choice.shows_inputs and (method.decoding or method.attends_subset)
-    if asks or (codec.takes_unrotated_keys and not grows):
+    if asks or (codec.packing.takes_unrotated_keys and not grows):
         return False
     return only_appends(choice) or cuts_in_graph(choice) or replaces_rows(choice) or reads_in_graph(choice)
 

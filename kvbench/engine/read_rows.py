@@ -27,7 +27,7 @@ def reads_in_graph(choice: CachePolicy) -> bool:
     captured, codec = choice.method.captured, choice.codec
     if captured is None or captured.row_reader is None:
         return False
-    return not codec.packs or (codec.grows and codec.lists_rows and captured.reads_packed)
+    return not codec.packs or (codec.packing.grows and codec.packing.lists_rows and captured.reads_packed)
 
 
 def count_query_heads(weights: DecoderWeights, keys: Tensor) -> int:

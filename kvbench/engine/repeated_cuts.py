@@ -265,7 +265,7 @@ def can_repeat(context: PromptContext) -> bool:
         return False  # without `weights`, graphs are not wanted or cannot decode
     if progress.quota is None or progress.quota >= progress.prompt:
         return False  # nothing is cut
-    if choice.asks_for_inputs or choice.codec.packs_before_attention or CUTS in choice.uncaptured:
+    if choice.asks_for_inputs or choice.codec.packing.before_attention or CUTS in choice.uncaptured:
         return False
     alike = repeats_cuts(choice) and choice.allocator.is_uniform
     return alike and context.layers.cut_layers == tuple(own.index for own in context.own_layers)

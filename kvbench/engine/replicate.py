@@ -46,7 +46,7 @@ def replicate(context: PromptContext, times: int, room: int) -> None:
 
 def can_replicate(codec: Codec) -> bool:
     """Return whether the rows of a codec can be copied."""
-    return codec.replicates or not codec.packs
+    return codec.packing.replicates or not codec.packs
 
 
 def replicate_layer(layer: Layer, times: int, room: int) -> None:

@@ -72,7 +72,7 @@ class FanOutLayer:
         """
         copied: dict[tuple[int, bool], Layer] = {}
         for layer in self.layers:
-            first = copied.setdefault((layer.progress.room, layer.codec.takes_unrotated_keys), layer)
+            first = copied.setdefault((layer.progress.room, layer.codec.packing.takes_unrotated_keys), layer)
             if first is layer:
                 layer.append(keys, values, inputs)
                 self.watched.add(layer)
@@ -163,7 +163,7 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
         ContextFailed: A context failed.
         ValueError: The codec of one context changes what the model attends to, and another context has another codec.
     """
-    if len({codec if (codec := own.choice.codec).packs_before_attention else None for own in contexts}) > 1:
+    if len({codec if (codec := own.choice.codec).packing.before_attention else None for own in contexts}) > 1:
         raise ValueError("prefill: contexts whose codecs pack before attention must have the same codec")
     model, device, tokens = contexts[0].model, contexts[0].device, ids.shape[1]
     begin = now(device)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.hooks import Hooks
 from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.settings import check_settings
@@ -61,7 +62,7 @@ class Packed(Stored, Protocol):
 
 
 class Cuttable(Packed, Protocol):
-    """Keys and values of a codec that `packs_before_attention`."""
+    """Keys and values of a codec that packs `before_attention`."""
 
     def keep(self, kept: Tensor) -> "Cuttable":
         """Return the rows that a cut leaves.
@@ -126,7 +127,7 @@ class Growing(Protocol):
         """Append a token and attend with it to all rows, its own included.
 
         The token attends to what `Packed.read` would give, and to its own row as it is, or packed if the codec
-        `packs_before_attention`. A step may be done again after up to `ahead` further ones (`Growable.growing`), and
+        packs `before_attention`. A step may be done again after up to `ahead` further ones (`Growable.growing`), and
         then writes the same.
 
         Args:
@@ -245,58 +246,76 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Codec:
+class Packing:
+    """What is special about how a codec packs. One that packs after the last cut and is read back has none of it."""
+
+    before_attention: bool = False
+    """Whether every block is packed as it is read, so that the model attends to the packed rows of the block too.
+    Packed rows are `Cuttable`, and if they grow, their memory is `CuttableGrowing`. Such a run shares a prefill only
+    with runs of the same codec.
+    """
+    takes_unrotated_keys: bool = False
+    """Whether keys are stored as they are before QK norm and rotation, from the first token on. The layer norms and
+    rotates what `Stored.read` returns. Answers are then read through the model's modules, unless packed rows grow.
+    """
+    joins_heads: bool = False
+    """Whether all heads of a layer are packed together, so that they must hold the same rows."""
+    token_by_token: bool = False
+    """Whether tokens that follow the prefill are read one at a time."""
+    interval: int = 1
+    """Number of tokens between two times that rows are packed while decoding; 1 if every token is treated alike."""
+    grows: bool = False
+    """Whether packed rows are `Growable`. Otherwise an answer is read through the model's modules."""
+    lists_rows: bool = False
+    """Whether growing rows can attend to listed rows only (`ListingGrowing`)."""
+    replicates: bool = False
+    """Whether packed rows can be copied to further samples (`Replicable`), as `task.fill=replicated` does."""
+
+
+PLAIN = Packing()
+
+
+@dataclass(frozen=True)
+class Codec(Hooks):
     """The base of every codec. Used as it is, rows stay as the model wrote them.
 
-    A codec is a frozen dataclass; its fields are its settings, which Hydra reads from conf/codec/<name>.yaml.
+    A codec is a frozen dataclass; its fields are its settings, which Hydra reads from conf/codec/<name>.yaml. It
+    overrides `pack`, which returns `Packed` rows. `kvbench.interfaces.row_codec` has the base of codecs that pack each
+    row on its own: they override `encode` and `decode`, and need to know nothing of what follows here.
     """
 
     name: str
     """The name of the codec's file in conf/codec/."""
 
-    packs = False
-    """Whether the codec packs rows when the prefill ends. It then cannot serve a method that cuts while decoding."""
-    packs_before_attention = False
-    """Whether the codec packs every block as it is read, so that the model attends to the packed rows of the block too.
-    Its packed rows are `Cuttable`, and if it `grows`, its growing rows `CuttableGrowing`. It also `packs`. Such a run
-    shares a prefill only with runs of the same codec.
-    """
-    lists_rows = False
-    """Whether growing rows can attend to listed rows only (`ListingGrowing`)."""
-    takes_unrotated_keys = False
-    """Whether keys are stored as they are before QK norm and rotation, from the first token on. The layer norms and
-    rotates what `Stored.read` returns. Answers are then read through the model's modules, unless the codec `grows`.
-    """
-    joins_heads = False
-    """Whether all heads of a layer are packed together, so that they must hold the same rows."""
-
     def __post_init__(self) -> None:
         check_settings(self, "codec")
 
+    def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> Packed:
+        """Pack rows after the last cut. A codec that packs cannot serve a method that cuts while decoding.
+
+        If it packs `before_attention`, this is called before the first block, without rows.
+
+        Args:
+            keys: (R, d). Before QK norm and rotation if the codec `takes_unrotated_keys`.
+            values: (R, d)
+            lengths: Number of rows of each head, (B, H).
+        """
+        raise NotImplementedError(f"{self.name} does not pack")
+
     @property
-    def grows(self) -> bool:
-        """Whether packed rows have `growing`. Otherwise an answer is read through the model's modules."""
-        return False
+    def packs(self) -> bool:
+        """Whether the codec packs rows. A codec whose layers have codecs that pack (`of_layer`) sets this."""
+        return self.overrides("pack")
 
     @property
     def cuts_in_graph(self) -> bool:
         """Whether a CUDA graph that decodes may cut the rows: they are raw, or packed as they are read."""
-        return not self.packs or (self.packs_before_attention and self.grows)
+        return not self.packs or (self.packing.before_attention and self.packing.grows)
 
     @property
-    def replicates(self) -> bool:
-        """Whether packed rows can be copied to further samples (`Replicable`), as `task.fill=replicated` does."""
-        return False
-
-    @property
-    def token_by_token(self) -> bool:
-        """Whether tokens that follow the prefill are read one at a time."""
-        return False
-
-    @property
-    def pack_interval(self) -> int:
-        """Number of tokens between two times that rows are packed while decoding; 1 if every token is treated alike."""
-        return 1
+    def packing(self) -> Packing:
+        """What is special about how the codec packs."""
+        return PLAIN
 
     @property
     def weights_bytes(self) -> int:
@@ -331,18 +350,6 @@ class Codec:
             layers: Number of layers.
         """
         return self
-
-    def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> Packed:
-        """Pack rows after the last cut. Called only if the codec `packs`.
-
-        If it `packs_before_attention`, it is called before the first block, without rows.
-
-        Args:
-            keys: (R, d). Before QK norm and rotation if the codec `takes_unrotated_keys`.
-            values: (R, d)
-            lengths: Number of rows of each head, (B, H).
-        """
-        raise NotImplementedError(f"{self.name} does not pack")
 
     def find_packed(self, packed: Packed, more: int = 0) -> tuple[int, int] | None:
         """Return start and stop of the rows that are not as the model wrote them, or None if heads differ in it.

@@ -241,7 +241,7 @@ class RunSpec:
         if self.budget.value is None:  # it reads samples one by one, and others in batches
             return None
         own = run_hash(self.baseline().value) + (" with log-sum-exps" if "lse" in method.wants else "")
-        if choice.codec.packs_before_attention:
+        if choice.codec.packing.before_attention:
             own += f" with codec {run_hash(catalogue.identity_settings(self.groups['codec']))}"
         return own
 

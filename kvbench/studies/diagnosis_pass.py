@@ -299,7 +299,7 @@ def find_needles(sample: Sample, prompt: Prompt) -> tuple[int, ...]:
 def count_caches(run: RunSpec, tokens: int) -> float:
     """Return how many full caches of a prompt the run of a cell takes: its own rows and, in blocks, the copies."""
     budget, choice = run.budget, run.choice()
-    copies = choice.codec.packs_before_attention or (run.block_size is not None and run.block_size < tokens)
+    copies = choice.codec.packing.before_attention or (run.block_size is not None and run.block_size < tokens)
     rows = budget.rows(tokens, tokens) if choice.method.cuts else None
     return copies + (1.0 if rows is None else min(1.0, rows / tokens))
 

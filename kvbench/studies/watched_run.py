@@ -146,7 +146,7 @@ class WatchedRun:
         self.reading, self.compared, method = reading, compared, choice.method
         self.method, self.layers, self.reads = method, dict[int, LayerTrace](), dict[int, Tensor | None]()
         whole = block_size is None or block_size >= len(reading.ids)
-        self.copies = not compared and (not whole or choice.codec.packs_before_attention)
+        self.copies = not compared and (not whole or choice.codec.packing.before_attention)
         self.merges = method.merges and not method.weighs_rows
         self.needles = dict[torch.device, Tensor]()  # their positions on each device
         self.watching, reads = True, self.look_at_reads if method.attends_subset else None

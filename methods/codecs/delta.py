@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, linear
 
-from kvbench.interfaces.codec import Angles, Codec, MadeRows, Packed, copy_samples
+from kvbench.interfaces.codec import Angles, Codec, MadeRows, Packed, Packing, copy_samples
 from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.row_reader import ListedRows
@@ -100,16 +100,13 @@ class Delta(Codec):
     """What a token is reconstructed without: the residual (k̂v = ref), the reference (k̂v = f_d(f_c(kv))), or nothing."""
 
     packs = True
-    takes_unrotated_keys = True
-    joins_heads = True
-    lists_rows = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layers("codec.full_layers", self.full_layers, self.depth)
         if self.nearest > self.sinks:
             raise SettingError(f"codec.nearest={self.nearest}: at most codec.sinks={self.sinks}, the first candidates")
-        if self.base.joins_heads or self.base.packs_before_attention:
+        if self.base.packing.joins_heads or self.base.packing.before_attention:
             raise SettingError(f"codec.base={self.base.name}: a codec that stores each head on its own, such as raw")
         if self.bits is not None and self.file.code * self.bits % 8:
             raise SettingError(f"codec.bits={self.bits}: codes of {self.file.code} numbers do not fill whole bytes")
@@ -128,21 +125,11 @@ class Delta(Codec):
         """Numbers of a code that share a scale and a zero."""
         return self.group or self.file.code
 
-    @property
-    def pack_interval(self) -> int:
-        return max(self.recent, self.base.pack_interval)
-
-    @property
-    def grows(self) -> bool:
-        return self.base.grows or not self.base.packs
-
-    @property
-    def replicates(self) -> bool:
-        return self.base.replicates or not self.base.packs
-
-    @property
-    def token_by_token(self) -> bool:
-        return self.base.token_by_token
+    @cached_property
+    def packing(self) -> Packing:
+        other = self.base.packing if self.base.packs else Packing(grows=True, replicates=True)
+        interval = max(self.recent, other.interval)
+        return replace(other, takes_unrotated_keys=True, joins_heads=True, lists_rows=True, interval=interval)
 
     @property
     def weights_bytes(self) -> int:
@@ -240,11 +227,7 @@ class DeltaLayer(Codec):
     layer: int
     """The index of the layer."""
 
-    packs = True
-    takes_unrotated_keys = True
-    joins_heads = True
-    grows = True
-    lists_rows = True
+    packing = Packing(takes_unrotated_keys=True, joins_heads=True, grows=True, lists_rows=True)
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "DeltaRows":
         batch, heads = lengths.shape

@@ -15,11 +15,12 @@ dtype.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Angles, Codec, copy_samples, join, split
+from kvbench.interfaces.codec import Angles, Codec, Packing, copy_samples, join, split
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.packed_attention import PackedRows, append_packed, attend_packed
 from kvbench.kernels.quantize import Groups, dequantize, quantize
@@ -37,11 +38,6 @@ class Kivi(Codec):
     residual: int = setting(minimum=1)
     """Number of newest rows that stay raw, R. A multiple of G."""
 
-    packs = True
-    grows = True
-    token_by_token = True
-    replicates = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.group * self.bits % 8:
@@ -49,9 +45,9 @@ class Kivi(Codec):
         if self.residual % self.group:
             raise SettingError(f"codec.residual={self.residual}: a multiple of codec.group={self.group}")
 
-    @property
-    def pack_interval(self) -> int:
-        return self.residual
+    @cached_property
+    def packing(self) -> Packing:
+        return Packing(token_by_token=True, interval=self.residual, grows=True, replicates=True)
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "KiviRows":
         dim = keys.shape[-1]

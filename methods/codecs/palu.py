@@ -35,7 +35,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Angles, Codec, Packed, copy_samples, join
+from kvbench.interfaces.codec import Angles, Codec, Packed, Packing, copy_samples, join
 from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.networks import LayerWeights
 from kvbench.interfaces.settings import setting
@@ -63,6 +63,7 @@ from kvbench.methods.codecs.palu_projections import (
 from kvbench.validation import SettingError
 
 Latents = tuple[Tensor, ...]  # (n, r), or codes (n, r·bits/8) uint8, s (n, 1) float16 and z (n, 1) uint8
+PACKING = Packing(before_attention=True, takes_unrotated_keys=True, grows=True, replicates=True)
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,7 @@ class Palu(Codec):
     """Whether latents are rotated before they are rounded."""
 
     packs = True
-    packs_before_attention = True
-    takes_unrotated_keys = True
-    replicates = True
-    grows = True
+    packing = PACKING
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,10 +132,7 @@ class PaluLayer(Codec):
     layer: int
     """The index of the layer."""
 
-    packs = True
-    packs_before_attention = True
-    takes_unrotated_keys = True
-    grows = True
+    packing = PACKING
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "PaluRows":
         batch, heads = lengths.shape

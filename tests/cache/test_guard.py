@@ -111,8 +111,6 @@ BASES = {"cut": Cuts, "head_quotas": Allots, "read": Reads, "extra_reads": Rerea
 class Packs(Codec):
     """Keeps rows as they are, but through the interface of codecs that pack."""
 
-    packs = True
-
     def pack(self, keys, values, lengths):
         return PackedRows(self, keys.clone(), values.clone(), lengths)
 

@@ -26,6 +26,7 @@ from kvbench.efficiency.scoring_time import prepare_score
 from kvbench.efficiency.throughput import find_largest_batch
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.timing import describe_shortage, spread, try_in_memory
+from kvbench.interfaces.codec import Packing
 from kvbench.methods.codecs.kivi import Kivi
 from kvbench.models.loading import make_random_model
 from kvbench.models.random_weights import RandomCheckpoint, list_shapes
@@ -133,7 +134,7 @@ def test_baselines_and_throughput(kvbench):
 )
 def test_tokens_of_one_prompt_and_of_a_batch_are_timed_after_one_prefill(kvbench, monkeypatch, setting, replicates):
     prompts = []
-    monkeypatch.setattr(Kivi, "replicates", replicates)
+    monkeypatch.setattr(Kivi, "packing", Packing(replicates=replicates))
     monkeypatch.setattr(KVBenchCache, "read", note_calls(prompts, KVBenchCache.read))
     assert kvbench(setting, "task.measure=decoding", "task.batch=3", *QUICK)[0] == 0
     found = by_quantity(Path("results/efficiency/cpu.csv"), measure="decoding")
@@ -231,9 +232,9 @@ def test_a_cache_of_transformers_does_nothing_now_and_then():
 
 
 def test_deltas_period_is_that_of_its_blocks_or_of_its_base():
-    assert build_delta("llama", "drawn").pack_interval == build_delta("llama", "drawn").recent
+    assert build_delta("llama", "drawn").packing.interval == build_delta("llama", "drawn").recent
     base = Kivi("kivi", bits=4, group=8, residual=1024)
-    assert replace(build_delta("llama", "drawn"), base=base).pack_interval == 1024
+    assert replace(build_delta("llama", "drawn"), base=base).packing.interval == 1024
 
 
 # They need a file, or decide how many rows stay, of which random tokens say nothing.
@@ -343,7 +344,7 @@ def test_floors_of_the_8b_shape():
 
 
 def test_a_codec_that_cannot_copy_rows_is_refused(kvbench, monkeypatch):
-    monkeypatch.setattr(Kivi, "replicates", False)
+    monkeypatch.setattr(Kivi, "packing", Packing())
     code, _, err = kvbench("method=snapkv", "codec=kivi", "task.measure=throughput", "task.most_batch=2", *QUICK)
     assert code == 2 and "task.fill=replicated: codec=kivi packs rows that it cannot copy" in err
 

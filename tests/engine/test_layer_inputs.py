@@ -15,7 +15,7 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.codec import Codec, Packing
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ExtraRead, Observation
 from kvbench.validation import ContractError, SettingError
@@ -65,7 +65,7 @@ class AsksInExtraReads(Asks):
 class Unrotated(Codec):
     """Keeps rows raw, keys as they are before rotation."""
 
-    takes_unrotated_keys = True
+    packing = Packing(takes_unrotated_keys=True)
 
 
 def read(model: torch.nn.Module, method: Method, block: int | None = None, budget: float = 1.0) -> GenerationContext:
@@ -224,7 +224,7 @@ def test_graphs_are_left_to_those_who_do_not_ask():
 
 @dataclass(frozen=True)
 class Joins(Codec):
-    joins_heads = True
+    packing = Packing(joins_heads=True)
 
 
 @pytest.mark.parametrize("method", ["snapkv", "sink", "tova", "duo_attention", "kvzip", "random"])
@@ -254,7 +254,7 @@ def test_a_codec_of_its_own_for_each_layer():
     class Every(Codec):
         """Stores keys before rotation in layer 1 only."""
 
-        takes_unrotated_keys = True
+        packing = Packing(takes_unrotated_keys=True)
 
         def of_layer(self, layer, layers):
             return self if layer == 1 else Codec("raw")

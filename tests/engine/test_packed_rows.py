@@ -12,6 +12,7 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.graph_decoding import StepRows, find_angles
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.codec import Packing
 from kvbench.kernels.attention import attend
 from kvbench.kernels.rope_append.reference import rotate_projected
 from kvbench.methods.codecs.kivi import GrowingKivi, Kivi
@@ -146,7 +147,7 @@ def test_room_for_an_answer_is_counted_before_it_begins():
 @pytest.mark.parametrize("grows", [True, False])
 def test_no_room_is_made_for_what_the_modules_read(grows, monkeypatch):
     """By positions in the cache, or behind rows that cannot grow."""
-    monkeypatch.setattr(Kivi, "grows", grows)
+    monkeypatch.setattr(Kivi, "packing", Packing(grows=grows))
     more = {"method": "sink", "decoding": False, "positions": "rolling"} if grows else {}
     choice = choice_of(allocator="uniform", **more)
     assert decodes_in_graph(choice)  # blocks of its prompt can be read in graphs
@@ -159,7 +160,7 @@ def test_no_room_is_made_for_what_the_modules_read(grows, monkeypatch):
 
 def test_a_codec_that_cannot_grow_is_read_by_the_modules():
     class Fixed(Kivi):
-        grows = False
+        packing = Packing()
 
     assert only_appends(choice_of()) and not only_appends(choice_of(codec=Fixed("fixed", 2, 8, 24)))
     assert not only_appends(choice_of("quest", "uniform"))

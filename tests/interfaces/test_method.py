@@ -56,8 +56,8 @@ def test_a_wrong_declaration_or_hook_is_named(name, value, line):
 
 
 def test_hooks_may_name_their_arguments_as_they_like():
-    check_declarations(declare("score", lambda self, *given: given[1].mass))
-    check_declarations(declare("protect", lambda self, seen, held, size, more=None: None))
+    check_declarations(declare("score", lambda self, *given: given[1].mass), RAW)
+    check_declarations(declare("protect", lambda self, seen, held, size, more=None: None), RAW)
 
 
 def test_a_state_that_is_captured_must_be_released():

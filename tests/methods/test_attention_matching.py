@@ -11,6 +11,7 @@ import kvbench
 from kvbench.cache.refusals import find_refusal
 from kvbench.cli import check_method
 from kvbench.config.catalogue import build, load_settings
+from kvbench.interfaces.codec import Packing
 from kvbench.methods import attention_matching
 from kvbench.methods.attention_matching import AttentionMatching, fit_bounded
 from kvbench.runs import method_checks
@@ -322,7 +323,7 @@ def test_a_cut_while_decoding_and_unrotated_keys_are_refused(preset):
     )
 
     class Unrotated(type(raw)):
-        takes_unrotated_keys = True
+        packing = Packing(takes_unrotated_keys=True)
 
     assert "stores keys before rotation" in find_refusal(method, uniform, Unrotated("raw"))
 

@@ -25,7 +25,7 @@ from kvbench.engine import shared_prefill
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.codec import Codec, Packing
 from kvbench.interfaces.method import Method
 from kvbench.kernels.latent_attention import restore_latents, round_latents
 from kvbench.methods.codecs.palu import Palu
@@ -518,7 +518,7 @@ class Early(Codec):
     """Packs before attention, keys after rotation."""
 
     packs = True
-    packs_before_attention = True
+    packing = Packing(before_attention=True)
 
 
 def test_a_codec_that_packs_before_attention_serves_no_method_that_merges():
