@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from kvbench.cli import efficiency
-from kvbench.config.catalogue import list_choices, methods_available
+from kvbench.config.catalogue import list_choices, load_settings, methods_available
 from kvbench.config.compose import compose_config, expand_cells
 from kvbench.efficiency import measure, measured_task, plan
 from kvbench.efficiency.caches import (
@@ -237,21 +237,23 @@ def test_deltas_period_is_that_of_its_blocks_or_of_its_base():
     assert replace(build_delta("llama", "drawn"), base=base).packing.interval == 1024
 
 
-# They need a file, or decide how many rows stay, of which random tokens say nothing.
-UNSCORED = ("full", "qfilters", "triattention", "duo_attention", "kvzap", "dms_threshold")
-READERS, REPEATING = ("quest", "omnikv", "deltakv", "pqcache"), ("kvzip", "kvgrad", "attention_matching")
+def is_scored(name: str) -> bool:
+    """Whether a method cuts to a budget, without a file. Random tokens say nothing of how many rows others keep."""
+    own = load_settings("method", name)
+    return name != "full" and own.get("budget_setting") is None and own.get("path", "") is not None
 
 
-@pytest.mark.parametrize("name", [own for own in methods_available() if own not in UNSCORED])
+@pytest.mark.parametrize("name", list(filter(is_scored, methods_available())))
 def test_every_method_is_scored_or_says_why_not(name):
     own = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu", "budget=0.5", "task.length=70"]
     run = RunSpec.from_config(compose_config([*own, f"method={name}", "task.measure=scoring"]))
-    if name in (*READERS, *REPEATING):
+    method = run.choice().method
+    if method.attends_subset or method.needs_extra_reads:
         with pytest.raises(SettingError, match=f"{name} scores nothing"):
             prepare_score(run)
     else:
         found = prepare_score(run).call()
-        rows = found.shape[2] if run.choice().method.scores else int(found[-1].sum(-1).max())  # tokens, of a cut
+        rows = found.shape[2] if method.scores else int(found[-1].sum(-1).max())  # tokens, of a cut
         assert rows == 70
 
 
