@@ -120,19 +120,19 @@ FILES := results/files
 
 # Time every method's prefill as a ratio of the full cache's; THREADS=n takes more than one thread.
 bench-methods: setup $(addprefix $(FILES)/,$(addsuffix .safetensors,qfilters triattention kvzap palu) duo_attention)
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-methods --cross snapkv \
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench dev bench-methods --cross snapkv \
 	  --also kvzip.plus --also deltakv+delta \
-	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
-	  --set triattention.path=$(FILES)/triattention.safetensors --set kvzap.path=$(FILES)/kvzap.safetensors \
-	  --set palu.path=$(FILES)/palu.safetensors --set deltakv.preset=reference \
-	  --set delta.preset=reference --set delta.path=kvbench/models/embedded_v2_deltakv.safetensors \
+	  qfilters.path=$(FILES)/qfilters.safetensors duo_attention.path=$(FILES)/duo_attention \
+	  triattention.path=$(FILES)/triattention.safetensors kvzap.path=$(FILES)/kvzap.safetensors \
+	  palu.path=$(FILES)/palu.safetensors deltakv.preset=reference \
+	  delta.preset=reference delta.path=kvbench/models/embedded_v2_deltakv.safetensors \
 	  --out results/efficiency/prefill-$(THREADS).csv
 
 SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
 
 # Measure the time saved by reading a prompt once for 13 runs; SHARE="model=random model.like=llama31_8b …" on a GPU.
 bench-share: setup
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-share $(SHARE)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench dev bench-share $(SHARE)
 
 $(addprefix $(FILES)/,qfilters.safetensors triattention.safetensors kvzap.safetensors palu.safetensors): | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate $(basename $(notdir $@)) --model reference --out $@
@@ -166,43 +166,43 @@ $(FILES)/palu_heads_%.safetensors:
 
 # Check a local copy of a benchmark's data: TASK=longbench DATA=file.
 data: setup
-	@$(BIN)/python -m kvbench data "$(TASK)" "$(DATA)"
+	@$(BIN)/python -m kvbench check data "$(TASK)" "$(DATA)"
 
 RESULTS ?= results
 
 # Write the store as Parquet files.
 export: setup
-	@$(BIN)/python -m kvbench export $(RESULTS) $(RESULTS)/export
+	@$(BIN)/python -m kvbench results export $(RESULTS)/export --results $(RESULTS)
 
 # Check that every run of the store is whole; REPLAY=n runs n random records again, SEED=s draws the same ones.
 check-results: setup
-	@$(BIN)/python -m kvbench audit $(RESULTS) $(if $(REPLAY),"--replay=$(REPLAY)") $(if $(SEED),"--seed=$(SEED)")
+	@$(BIN)/python -m kvbench check results --results $(RESULTS) $(if $(REPLAY),"--replay=$(REPLAY)") $(if $(SEED),"--seed=$(SEED)")
 
 # Print one table of a paper, published and measured side by side: PAPER=dropkv TABLE=5.
 table: setup
-	@$(BIN)/python -m kvbench table $(PAPER) $(TABLE) --results $(RESULTS)
+	@$(BIN)/python -m kvbench papers write $(PAPER) $(TABLE) --results $(RESULTS)
 
 # Write the papers' tables, published and measured side by side.
 papers: setup
-	@$(BIN)/python -m kvbench papers $(RESULTS)
+	@$(BIN)/python -m kvbench papers write --results $(RESULTS)
 
 # Log the runs of the store to Weights & Biases again: FILTERS="method=snapkv logger.mode=online".
 wandb-sync: setup
-	@$(BIN)/python -m kvbench wandb-sync $(RESULTS) $(FILTERS)
+	@$(BIN)/python -m kvbench results wandb-sync --results $(RESULTS) $(FILTERS)
 
 # Write the report page of the store: results/report.html.
 report: setup
-	@$(BIN)/python -m kvbench report $(RESULTS)
+	@$(BIN)/python -m kvbench results report --results $(RESULTS)
 
 # Draw the charts of the store for print, into results/figures/: FILTERS="method=snapkv --kind curve".
 figures: setup
-	@$(BIN)/python -m kvbench figures $(RESULTS) $(FILTERS)
+	@$(BIN)/python -m kvbench results figures --results $(RESULTS) $(FILTERS)
 
 PORT ?= 8765
 
 # Serve the report page at http://127.0.0.1:8765 while runs go on; PORT=n takes another port.
 dashboard: setup
-	@$(BIN)/python -m kvbench dashboard $(RESULTS) --port $(PORT)
+	@$(BIN)/python -m kvbench results dashboard --results $(RESULTS) --port $(PORT)
 
 # Test the report page in a headless Chromium; SHOTS=folder keeps screenshots.
 # apt installs the browser if it is missing.
@@ -223,7 +223,7 @@ test-slurm: setup-tests
 
 # Print how far the cells of the newest sweep are; SWEEP=folder takes another one.
 sweep-status: setup
-	@$(BIN)/python -m kvbench sweep-status $(RESULTS) $(SWEEP)
+	@$(BIN)/python -m kvbench status --results $(RESULTS) $(SWEEP)
 
 # What follows needs a GPU; GPU=python3 takes another Python than .venv's.
 GPU ?= $(BIN)/python
@@ -249,18 +249,18 @@ DRAWN_full := deltakv_qwen25_7b_1m deltakv_full_qwen25_7b_1m
 # An interrupted call goes on where it was. MINUTES=n begins nothing after n; LIST=cpu measures KeyDiff's table, no GPU.
 efficiency: $(DRAWN_$(LIST):%=$(FILES)/%.safetensors)
 	status=0; $(GPU) -m kvbench efficiency $(LIST) $(if $(MINUTES),--minutes $(MINUTES)) || status=$$?; \
-	$(GPU) -m kvbench papers --beside && exit $$status
+	$(GPU) -m kvbench papers write --beside && exit $$status
 
 # Write the tables of cost from the measurements.
 efficiency-tables:
-	$(GPU) -m kvbench papers --beside
+	$(GPU) -m kvbench papers write --beside
 
 MODEL ?= results/reference
 
 # Train the embedded model on a GPU, from where an interruption left it, and score it.
 reference-model:
-	$(GPU) -m kvbench train --out $(MODEL) $(if $(wildcard $(MODEL)/state.pt),--resume,--minutes 16 --seed 0)
-	$(GPU) -m kvbench evaluate --model $(MODEL)
+	$(GPU) -m kvbench dev train --out $(MODEL) $(if $(wildcard $(MODEL)/state.pt),--resume,--minutes 16 --seed 0)
+	$(GPU) -m kvbench dev evaluate --model $(MODEL)
 
 DOCS := .versions/docs
 

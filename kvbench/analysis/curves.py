@@ -137,7 +137,7 @@ def find_common_range(curves: Iterable[BudgetSeries]) -> tuple[float, float] | N
 
 
 def report_curves(options: Namespace, width: int) -> tuple[list[str], list[str]]:
-    """Build the report of `kvbench curves`.
+    """Build the report of `kvbench results curves`.
 
     Args:
         options: The parsed command line.

@@ -1,4 +1,4 @@
-"""Summarise diagnoses (`kvbench study diagnose`): a table of cells, and the layers in which they lose most.
+"""Summarise diagnoses (`kvbench diagnose`): a table of cells, and the layers in which they lose most.
 
 The quantities are defined in kvbench.studies.diagnosis. This module does not import torch.
 """

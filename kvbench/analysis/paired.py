@@ -183,5 +183,5 @@ def pair_records(full: Mapping[str, dict[str, Any]], method: Mapping[str, dict[s
         for key in ("prompt_hash", "target_hash"):
             if one[key] != other[key]:
                 said = f"{key} is {one[key]} with the full cache, {other[key]} with the method"
-                raise SettingError(f"results: {one['uid']}: {said}; make check-results")
+                raise SettingError(f"results: {one['uid']}: {said}; kvbench check results")
     return pairs

@@ -1,6 +1,6 @@
 """Write the cells of measured runs as a CSV with one line each, from which docs/results.md is made.
 
-A line holds what `kvbench results --format csv` says about a run, and beside it
+A line holds what `kvbench results scores --format csv` says about a run, and beside it
 
     nll, kl                      means of `fidelity` in nats a token, with 95 % intervals
     rank_first, rank_last        ranks that the cell may have among those of its protocol and budget (`bound_ranks`)

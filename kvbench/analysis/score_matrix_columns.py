@@ -1,4 +1,4 @@
-"""The columns that the matrix of scores can show (`kvbench results --columns`).
+"""The columns that the matrix of scores can show (`kvbench results scores --columns`).
 
 A column shows one quantity of each run. COLUMNS lists them in the order of the CSV, where a column may have several
 numbers, such as both ends of an interval.

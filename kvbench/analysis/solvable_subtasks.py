@@ -1,7 +1,7 @@
 """Read which subtasks a model can solve. Its card lists them under the key `solvable` of conf/model/<name>.yaml.
 
 A weak model scores near 0 on many subtasks with any cache, and an average over all subtasks hides what a method loses.
-Tables therefore show a second average, over the listed subtasks. `python -m kvbench choose-solvable` makes the list:
+Tables therefore show a second average, over the listed subtasks. `kvbench dev choose-solvable` makes the list:
 
     solvable:
       weights: "1f9d6ba0c3e84d27"   # identity of the tested model; the list does not apply to other weights
@@ -109,7 +109,7 @@ def _parse_card(name: str, text: str) -> Mapping[str, Any]:
     where = f"conf/model/{name}.yaml: {KEY}"
     if not isinstance(card, Mapping) or not set(NO_TASKS) <= card.keys() or not isinstance(card["weights"], str):
         raise SettingError(
-            f"{where}: weights (a text in quotes), seed and tasks, as python -m kvbench choose-solvable says"
+            f"{where}: weights (a text in quotes), seed and tasks, as python -m kvbench dev choose-solvable says"
         )
     require_int(f"{where}.seed", card["seed"], 0)
     for task in card.keys() - set(NO_TASKS):

@@ -1,8 +1,8 @@
 """Check that every run of a store is whole, and run some of its records again.
 
 Examples:
-  kvbench audit
-  kvbench audit results --replay 10 --seed 1
+  kvbench check results
+  kvbench check results --replay 10 --seed 1
 
 The exit code is 1 if a run or a record is damaged. An unfinished run is not damaged.
 """
@@ -18,7 +18,7 @@ from kvbench.validation import SettingError
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("audit", __doc__)
+    parser = CommandParser("check results", __doc__)
     parser.add_results()
     parser.add_argument("--replay", metavar="N", help="run N records again, drawn at random, and compare them")
     parser.add_argument("--seed", metavar="S", help="draw the same records as another audit, which prints its seed")
@@ -38,19 +38,19 @@ def parse_int(name: str, text: str, least: int) -> int:
 
 def run_audit(arguments: Sequence[str]) -> int:
     """Print the state of every run, then what running records again gives. Return 1 if anything is damaged."""
-    own = make_parser().parse_args(arguments)
+    own = make_parser().parse(arguments)
     from kvbench.store.audit import audit_runs, draw_records
 
     again = []
     if own.replay is None and own.seed is not None:
-        raise SettingError(f"SEED={own.seed}: draws the records of REPLAY=n, which is missing")
+        raise SettingError(f"--seed={own.seed}: draws the records of --replay N, which is missing")
     if own.replay is not None:
-        count = parse_int("REPLAY", own.replay, 1)
-        seed = randbelow(1 << 31) if own.seed is None else parse_int("SEED", own.seed, 0)
+        count = parse_int("--replay", own.replay, 1)
+        seed = randbelow(1 << 31) if own.seed is None else parse_int("--seed", own.seed, 0)
         if not any((own.results / "runs").glob("*/run.yaml")):
             raise SettingError(f"{own.results / 'runs'}: no run there")
         there = draw_records(own.results, count, seed)[1]
-        again = [str(own.results.absolute()), "--records", str(count), "--seed", str(seed)]
+        again = ["--results", str(own.results.absolute()), "--records", str(count), "--seed", str(seed)]
     damaged = 0
     for name, state, wrong in audit_runs(own.results):
         print(f"{name}  {state}")
@@ -60,9 +60,9 @@ def run_audit(arguments: Sequence[str]) -> int:
     print(f"{damaged} damaged")
     code = 1 if damaged else 0
     if again:
-        print(f"replay: {count} of {there} records, drawn with SEED={seed}", flush=True)
+        print(f"replay: {count} of {there} records, drawn with --seed {seed}", flush=True)
         # in a process of its own, so that this module and all that read the store do without torch
-        command = [sys.executable, "-m", "kvbench", "replay", *again]
+        command = [sys.executable, "-m", "kvbench", "dev", "replay", *again]
         code = subprocess.run(command, env=make_environment()).returncode or code
     return code
 

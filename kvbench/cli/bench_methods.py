@@ -1,8 +1,8 @@
 """Time every method's prefill as a ratio of the full cache's.
 
 Examples:
-  kvbench bench-methods --cross snapkv --set qfilters.path=FILE --set palu.path=FILE
-  kvbench bench-methods --methods kvzip --also kvzip.plus --also full+kivi
+  kvbench dev bench-methods qfilters.path=FILE palu.path=FILE --cross snapkv
+  kvbench dev bench-methods --methods kvzip --also kvzip.plus --also full+kivi
 """
 
 import shlex
@@ -21,7 +21,7 @@ def parse_budget(text: str) -> object:
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("bench-methods", __doc__)
+    parser = CommandParser("dev bench-methods", __doc__)
     parser.add_argument("--model", default="reference", help="reference, a local folder or a hub id")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt (default: 4096)")
     parser.add_argument("--budget", type=parse_budget, default=0.1, help="as in kvbench run (default: 0.1)")
@@ -32,16 +32,15 @@ def make_parser() -> CommandParser:
         "--also", action="append", default=[], metavar="METHOD[.PRESET][+CODEC]",
         help="run this method with this preset and codec too",
     )  # fmt: skip
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME.KEY=VALUE", help="a setting of a method or a codec"
-    )
+    parser.add_argument("settings", nargs="*", metavar="NAME.KEY=VALUE", help="settings of methods and codecs")
+    parser.add_old_set()
     parser.add_argument("--out", type=Path, default=Path("results/efficiency/prefill.csv"), help="CSV file to write")
     return parser
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Return the options; all methods where none is named."""
-    options = make_parser().parse_args(arguments)
+    options = make_parser().parse(arguments)
     from kvbench.config.catalogue import methods_available
 
     options.methods = options.methods or methods_available()
@@ -53,7 +52,7 @@ def time_methods(arguments: Sequence[str]) -> None:
     options = parse_arguments(arguments)
     from kvbench.efficiency.prefill_bench import run_prefill_bench
 
-    run_prefill_bench(options, shlex.join(["kvbench", "bench-methods", *arguments]))
+    run_prefill_bench(options, shlex.join(["kvbench", "dev", "bench-methods", *arguments]))
 
 
 def main(arguments: Sequence[str]) -> int:

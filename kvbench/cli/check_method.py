@@ -1,8 +1,8 @@
 """Check one method against the laws that every method obeys.
 
 Examples:
-  kvbench check-method snapkv
-  kvbench check-method mymethod --set window=16 preset=paper --model reference
+  kvbench check method snapkv
+  kvbench check method mymethod window=16 preset=paper --model reference
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ from kvbench.validation import SettingError
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("check-method", __doc__)
+    parser = CommandParser("check method", __doc__)
     parser.add_argument("method", help="its name in conf/method")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the method")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the method")
+    parser.add_old_set()
     parser.add_argument("--config-dir", help="a folder of your own with method/<name>.yaml in it")
     parser.add_argument("--model", default="reference", help="an embedded model, or the folder of a small one")
     return parser
@@ -22,7 +23,7 @@ def make_parser() -> CommandParser:
 
 def check_method(arguments: Sequence[str]) -> int:
     """Print what each check finds. Return 1 if one fails."""
-    chosen = make_parser().parse_args(arguments)
+    chosen = make_parser().parse(arguments)
     from pathlib import Path
 
     from kvbench.config.compose import add_folder
@@ -36,16 +37,14 @@ def check_method(arguments: Sequence[str]) -> int:
     from kvbench.runs.method_checks import MethodUnderTest, print_subject, run_checks
 
     overrides = {}
-    for text in chosen.set:
+    for text in chosen.settings:
         key, equals, value = text.partition("=")
         if not equals:
-            raise SettingError(f"--set {text}: KEY=VALUE")
+            raise SettingError(f"{text}: KEY=VALUE")
         try:
             overrides[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise SettingError(
-                f"--set {text}: the value is not valid YAML ({getattr(error, 'problem', error)})"
-            ) from None
+            raise SettingError(f"{text}: the value is not valid YAML ({getattr(error, 'problem', error)})") from None
     checkpoint = Checkpoint(chosen.model, find_model(chosen.model, "--model"))
     subject = MethodUnderTest(chosen.method, overrides, checkpoint)
     subject.choice().check(checkpoint.layout())  # refused before weights are loaded

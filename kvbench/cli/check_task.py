@@ -1,8 +1,8 @@
 """Check one task against what every task must hold, without a model's weights.
 
 Examples:
-  kvbench check-task phonebook
-  kvbench check-task mytask task.path=rows.jsonl limit=20 --model reference
+  kvbench check task phonebook
+  kvbench check task mytask task.path=rows.jsonl limit=20 --model reference
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from kvbench.cli.command import CommandParser, run_command
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("check-task", __doc__)
+    parser = CommandParser("check task", __doc__)
     parser.add_argument("task", help="its name in conf/task")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="settings of the task; seed and limit")
     parser.add_argument("--config-dir", help="a folder of your own with task/<name>.yaml in it")
@@ -22,7 +22,7 @@ def make_parser() -> CommandParser:
 
 def check_task(arguments: Sequence[str]) -> int:
     """Print what each check finds. Return 1 if one fails."""
-    chosen = make_parser().parse_args(arguments)
+    chosen = make_parser().parse(arguments)
     from kvbench.config.compose import add_folder
 
     if chosen.config_dir is not None:

@@ -1,7 +1,7 @@
 """Find the subtasks that a model solves with the full cache, for its card.
 
 Examples:
-  kvbench choose-solvable model=smollm2 task=ruler --lengths 1024,2048 --samples 20
+  kvbench dev choose-solvable model=smollm2 task=ruler --lengths 1024,2048 --samples 20
 """
 
 import shlex
@@ -13,8 +13,8 @@ from kvbench.cli.command import CommandParser, run_command
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("choose-solvable", __doc__)
-    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="of kvbench run: model, task, device, …")
+    parser = CommandParser("dev choose-solvable", __doc__)
+    parser.add_settings("settings", "SETTING=VALUE", "of kvbench run: model, task, device, …")
     parser.add_argument("--lengths", help="task.length, several between commas (default: the task's own)")
     parser.add_argument("--samples", help="samples of each subtask (default: 20)")
     return parser
@@ -22,7 +22,7 @@ def make_parser() -> CommandParser:
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Return the options, with the lengths and the samples as numbers."""
-    options = make_parser().parse_intermixed_args(arguments)
+    options = make_parser().parse(arguments)
     from kvbench.runs.choose_solvable import SAMPLES, parse_numbers
 
     options.lengths = parse_numbers("--lengths", options.lengths) if options.lengths is not None else None
@@ -40,7 +40,7 @@ def print_solvable(arguments: Sequence[str]) -> None:
     from kvbench.runs.spec import RunSpec
 
     runs = [RunSpec.from_config(config) for config in found]
-    command = shlex.join(["kvbench", "choose-solvable", *arguments])
+    command = shlex.join(["kvbench", "dev", "choose-solvable", *arguments])
     scores = dict(score_subtasks(runs, Path(found[0].results), found[0].workers))
     print("\n".join(format_card(runs[0], command, scores)))
 

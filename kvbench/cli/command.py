@@ -5,8 +5,8 @@ import select
 import shutil
 import signal
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -14,6 +14,7 @@ from typing import NoReturn
 from kvbench.stops import Terminated, refuse_exits, stop_at_safe_points
 from kvbench.validation import ContractError, SettingError, describe_write_error, require_int, require_writable
 
+RESULTS = Path("results")  # the folder of results if none is given
 READER_GONE = 141  # exit code: what a shell says of a program that SIGPIPE ended
 
 
@@ -35,29 +36,115 @@ class CommandParser(ArgumentParser):
             formatter_class=RawDescriptionHelpFormatter,
             add_help=help_option,
         )
+        self.settings_name: str | None = None  # the argument that takes settings of a run, results among them
 
-    def add_results(self) -> None:
-        """Add the folder of results, which need not be given."""
-        self.add_argument(
-            "results", nargs="?", default="results", type=Path, help="folder of results (default: results)"
-        )
+    def add_results(self, old: bool = True) -> None:
+        """Add `--results`, the folder of results.
+
+        Args:
+            old: Whether 0.1 took the folder as an argument at this place, which `parse` still accepts.
+        """
+        text = f"folder of results (default: {RESULTS})"
+        self.add_argument("--results", action=Once, default=RESULTS, type=Path, metavar="DIR", help=text)
+        if old:
+            self.add_argument("old_results", nargs="?", help=SUPPRESS)
 
     def add_selection(self, use: str) -> None:
-        """Add the folder of results and settings that choose runs, as `kvbench.store.runs.parse_selection` reads them.
+        """Add `--results` and settings that choose runs, as `kvbench.store.runs.parse_filters` reads them.
 
         Args:
             use: What is done with the runs, for the help.
         """
-        self.add_argument(
-            "chosen",
-            nargs="*",
-            metavar="RESULTS | SETTING=VALUE,VALUE",
-            help=f"folder of results (default: results); settings of the runs to {use}",
-        )
+        self.add_results(old=False)
+        self.add_argument("filters", nargs="*", metavar="SETTING=VALUE,VALUE", help=f"settings of the runs to {use}")
+
+    def add_settings(self, name: str, metavar: str, text: str, nargs: str = "*") -> None:
+        """Add the settings of a run or a sweep, and `--results DIR`, which stands for the setting results=DIR."""
+        self.add_results(old=False)
+        self.add_argument(name, nargs=nargs, metavar=metavar, help=text)
+        self.settings_name = name
+
+    def add_old_set(self) -> None:
+        """Accept settings behind `--set`, as 0.1 did, beside the argument `settings`."""
+        self.add_argument("--set", nargs="+", action="extend", default=[], help=SUPPRESS)
+
+    def parse(self, arguments: Sequence[str]) -> Namespace:
+        """Return the options. Forms of 0.1 are accepted with a line on stderr.
+
+        Raises:
+            SettingError: The arguments cannot be used.
+        """
+        options = self.parse_intermixed_args(arguments)
+        move_old_forms(options)
+        if self.settings_name is not None and options.results is not RESULTS:
+            add_setting(options.results, vars(options)[self.settings_name])
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Raise a SettingError that says what is wrong and how the command is used."""
         raise SettingError(f"{message}; {' '.join(self.format_usage().split())}")
+
+
+class Once(Action):
+    """The option for the folder of results, which is given once."""
+
+    def __call__(
+        self, parser: ArgumentParser, options: Namespace, value: object, option_string: str | None = None
+    ) -> None:
+        if options.results is not RESULTS:
+            raise SettingError(f"{option_string} {value}: give only one folder of results")
+        options.results = value
+
+
+def add_setting(results: Path, settings: list[str]) -> None:
+    """Add the setting `results` that `--results` stands for.
+
+    Raises:
+        SettingError: The settings have one already.
+    """
+    if any(word.partition("=")[0] == "results" for word in settings):
+        raise SettingError(f"--results {results}: give only one folder of results")
+    from kvbench.config.catalogue import quote_value
+
+    settings.append(f"results={quote_value(str(results))}")
+
+
+def move_old_forms(options: Namespace) -> None:
+    """Put what was given as in 0.1 where it belongs: a folder of results as an argument, settings behind `--set`."""
+    values = vars(options)
+    if (folder := values.pop("old_results", None)) is not None:
+        move_results(options, folder)
+    for word in [own for own in values.get("filters", ()) if "=" not in own or "/" in own.partition("=")[0]]:
+        if not Path(word).is_dir() and "/" not in word:
+            raise SettingError(f"{word}: no SETTING=VALUE; --results DIR names a folder of results")
+        move_results(options, word)
+        options.filters.remove(word)
+    if moved := values.pop("set", None):
+        say_renamed(f"--set {' '.join(moved)}", " ".join(moved), "form")
+        options.settings += moved
+
+
+def move_results(options: Namespace, folder: str) -> None:
+    """Take an argument for the folder of results, as 0.1 did, and say how it is given now.
+
+    Raises:
+        SettingError: There is a folder already.
+    """
+    if options.results is not RESULTS:
+        raise SettingError(f"{folder}: give only one folder of results")
+    say_renamed(folder, f"--results {folder}", "form")
+    options.results = Path(folder)
+
+
+def say_renamed(old: str, new: str, kind: str) -> None:
+    """Say on stderr what an old name or form is now.
+
+    Args:
+        old: What was typed.
+        new: What is typed now.
+        kind: What is old, such as "name".
+    """
+    print(f"{old} is now {new}; the old {kind} goes in the next release", file=sys.stderr)
 
 
 def read_number(name: str, text: str | None) -> int:

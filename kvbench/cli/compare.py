@@ -1,10 +1,10 @@
 """Compare two runs: the settings that differ, the paired difference of each subtask, and the samples lost and gained.
 
 Examples:
-  kvbench compare 3f9a 77b0
-  kvbench compare 3f9a 77b0 /data/results
+  kvbench results compare 3f9a 77b0
+  kvbench results compare 3f9a 77b0 --results /data/results
 
-A and B are hashes of runs, or their first characters. kvbench results --format csv lists the hashes.
+A and B are hashes of runs, or their first characters. kvbench results scores --format csv lists the hashes.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kvbench.cli.command import CommandParser, find_width, run_command
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("compare", __doc__)
+    parser = CommandParser("results compare", __doc__)
     parser.add_argument("a", help="the first run")
     parser.add_argument("b", help="the second run")
     parser.add_results()
@@ -22,7 +22,7 @@ def make_parser() -> CommandParser:
 
 def print_comparison(arguments: Sequence[str]) -> None:
     """Print the comparison."""
-    options = make_parser().parse_intermixed_args(arguments)
+    options = make_parser().parse(arguments)
     from kvbench.analysis.run_comparison import compare_runs
     from kvbench.store.runs import choose_run, list_runs
 

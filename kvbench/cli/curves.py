@@ -1,8 +1,8 @@
 """Print scores over budgets, with the area below each curve.
 
 Examples:
-  kvbench curves results task=ruler question=hidden method=snapkv,knorm
-  kvbench curves --against rows --range 0.05:0.4
+  kvbench results curves task=ruler question=hidden method=snapkv,knorm
+  kvbench results curves --against rows --range 0.05:0.4
 """
 
 import sys
@@ -14,7 +14,7 @@ from kvbench.validation import escape, require_choice
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("curves", __doc__)
+    parser = CommandParser("results curves", __doc__)
     parser.add_selection("compare")
     parser.add_argument("--range", help="LOW:HIGH, kept shares between which the area lies (default: all in common)")
     parser.add_argument("--against", default="bytes", help="bytes (bytes held) or rows (rows attended while decoding)")
@@ -30,13 +30,13 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     Raises:
         SettingError: An argument cannot be used.
     """
-    options = make_parser().parse_intermixed_args(arguments)
+    options = make_parser().parse(arguments)
     from kvbench.analysis.budget_curve import KEEP
     from kvbench.analysis.budget_series import SHARES, CurveOptions
     from kvbench.analysis.curves import parse_shares
-    from kvbench.store.runs import parse_selection
+    from kvbench.store.runs import parse_filters
 
-    options.results, options.filters = parse_selection(options.chosen)
+    options.filters = parse_filters(options.filters)
     subtask = options.filters.pop("subtask", None)
     require_choice("--against", options.against, SHARES)
     options.choice = CurveOptions(options.against, options.average, subtask, options.full)

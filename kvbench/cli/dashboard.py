@@ -1,8 +1,8 @@
 """Serve the report page in a browser and update it while runs go on.
 
 Examples:
-  kvbench dashboard
-  kvbench dashboard results --port 9000
+  kvbench results dashboard
+  kvbench results dashboard --port 9000
 """
 
 import os
@@ -13,7 +13,7 @@ from kvbench.stops import waiting
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("dashboard", __doc__)
+    parser = CommandParser("results dashboard", __doc__)
     parser.add_results()
     parser.add_argument("--port", type=int, help="port on 127.0.0.1 (default: 8765)")
     return parser
@@ -21,7 +21,7 @@ def make_parser() -> CommandParser:
 
 def serve(arguments: Sequence[str]) -> None:
     """Serve the page until Ctrl-C."""
-    given = make_parser().parse_args(arguments)
+    given = make_parser().parse(arguments)
     require_extra("report", "altair", "vl_convert")
     from kvbench.report.dashboard import PORT, Server
 

@@ -1,8 +1,8 @@
 """Check a local copy of a benchmark's data: print its rows and its fingerprint.
 
 Examples:
-  kvbench data longbench /data/LongBench/data.zip
-  kvbench data longbench /data/LongBench/data.zip task.variant=e
+  kvbench check data longbench /data/LongBench/data.zip
+  kvbench check data longbench /data/LongBench/data.zip task.variant=e
 
 For a copy that cannot be used, one line names the file, the line and the column, and the exit code is 2.
 """
@@ -16,7 +16,7 @@ from kvbench.validation import SettingError, require_choice
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("data", __doc__)
+    parser = CommandParser("check data", __doc__)
     parser.add_argument("task", help="a name of conf/task/ whose settings include a path")
     parser.add_argument("path", help="file or folder in the benchmark's official format")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="further settings of the task")
@@ -47,7 +47,7 @@ def examine(name: str, path: str, settings: Sequence[str] = ()) -> str:
 
 def print_data(arguments: Sequence[str]) -> None:
     """Print the rows and the fingerprint."""
-    given = make_parser().parse_args(arguments)
+    given = make_parser().parse(arguments)
     print(examine(given.task, given.path, given.settings))
 
 

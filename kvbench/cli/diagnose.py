@@ -1,10 +1,10 @@
 """Find out why a method loses points: compare its attention with the full cache's, layer by layer and head by head.
 
 Examples:
-  kvbench study diagnose method=snapkv,keydiff budget=0.1,0.2 model=smollm2 task=ruler prompts=8
-  kvbench study diagnose method=sink budget=0.2 block_size=256 question=hidden model=smollm2 task=ruler
-  kvbench study diagnose method=h2o budget=0.1 text=book.txt tokens=8192
-  kvbench study diagnose method=snapkv budget=0.1 tokens=32768 model=random model.like=llama31_8b \\
+  kvbench diagnose method=snapkv,keydiff budget=0.1,0.2 model=smollm2 task=ruler prompts=8
+  kvbench diagnose method=sink budget=0.2 block_size=256 question=hidden model=smollm2 task=ruler
+  kvbench diagnose method=h2o budget=0.1 text=book.txt tokens=8192
+  kvbench diagnose method=snapkv budget=0.1 tokens=32768 model=random model.like=llama31_8b \\
       model.tokenizer=reference --cost cost.csv
 
 The words are settings of run.py. Those of the cache (method, allocator, codec, budget, block_size) may have several
@@ -36,8 +36,8 @@ OF_CELLS = ("method", "allocator", "codec", "budget", "budget_of", "block_size")
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("study diagnose", __doc__)
-    parser.add_argument("words", nargs="+", metavar="SETTING=VALUE", help="settings, such as method=snapkv budget=0.1")
+    parser = CommandParser("diagnose", __doc__)
+    parser.add_settings("words", "SETTING=VALUE", "settings, such as method=snapkv budget=0.1", nargs="+")
     parser.add_argument("--cost", type=Path, metavar="FILE", help="measure what diagnosing costs, and write it there")
     return parser
 
@@ -48,7 +48,7 @@ def diagnose(arguments: Sequence[str]) -> int:
     Raises:
         SettingError: A setting cannot be used.
     """
-    options = make_parser().parse_intermixed_args(arguments)
+    options = make_parser().parse(arguments)
     given, settings = dict(OWN), []
     for word in options.words:
         name, equals, value = word.partition("=")

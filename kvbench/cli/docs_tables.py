@@ -1,7 +1,7 @@
 """Write what README.md and docs/ lack about methods, allocators, codecs and tasks.
 
 Example:
-  kvbench docs-tables      after a file was added to conf/method, or a preset to such a file
+  kvbench dev docs-tables      after a file was added to conf/method, or a preset to such a file
 
 Rows and sections that people wrote stay as they are.
 """
@@ -14,12 +14,12 @@ from kvbench.validation import SettingError
 
 
 def make_parser() -> CommandParser:
-    return CommandParser("docs-tables", __doc__)
+    return CommandParser("dev docs-tables", __doc__)
 
 
 def write_tables(arguments: Sequence[str]) -> None:
     """Write the pages that are not as they should be, and print their names."""
-    make_parser().parse_args(arguments)
+    make_parser().parse(arguments)
     from kvbench.config.paths import FILES, IS_CHECKOUT
     from kvbench.report.doc_tables import complete_pages
 

@@ -19,7 +19,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser("efficiency", __doc__)
     parser.add_argument("list", help="a key of conf/efficiency/plan.yaml")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell after so many minutes")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of results (default: results)")
+    parser.add_results(old=False)
     parser.add_argument(
         "--plan", type=Path, default=CONF / "efficiency" / "plan.yaml", help="another file with lists of cells"
     )
@@ -27,7 +27,7 @@ def make_parser() -> CommandParser:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
-    return make_parser().parse_args(arguments)
+    return make_parser().parse(arguments)
 
 
 def measure(arguments: Sequence[str]) -> int | None:

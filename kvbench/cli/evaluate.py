@@ -1,8 +1,8 @@
 """Score the embedded model on the tasks that it was trained for.
 
 Examples:
-  kvbench evaluate --samples 100
-  kvbench evaluate --model FOLDER --samples 3 --lengths 8192 --steps 0 --out scores.json
+  kvbench dev evaluate --samples 100
+  kvbench dev evaluate --model FOLDER --samples 3 --lengths 8192 --steps 0 --out scores.json
 """
 
 import math
@@ -15,7 +15,7 @@ from kvbench.validation import SettingError, require_int, require_writable
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("evaluate", __doc__)
+    parser = CommandParser("dev evaluate", __doc__)
     parser.add_argument("--model", type=Path, default=REFERENCE, help="folder (default: version 2)")
     parser.add_argument("--samples", type=int, default=100, help="of each task and length (default: 100)")
     parser.add_argument("--lengths", type=int, nargs="*", help="default: 1024 to 16384, as far as the model reads")
@@ -28,7 +28,7 @@ def make_parser() -> CommandParser:
 
 def score_model(arguments: Sequence[str]) -> int:
     """Score the model and write the file. Return what `kvbench.training.evaluate` returns."""
-    options = make_parser().parse_args(arguments)
+    options = make_parser().parse(arguments)
     import torch
 
     from kvbench.models.checkpoint import Checkpoint

@@ -1,8 +1,8 @@
 """Show how the hash of a run comes about.
 
 Examples:
-  kvbench explain 4c18e060
-  kvbench explain 4c18e060 /data/results
+  kvbench results explain 4c18e060
+  kvbench results explain 4c18e060 --results /data/results
 
 A run is identified by its settings, its model's weights, its data, the machine's kind and the sources that can change
 its numbers. The command prints them as a tree, each with a short hash, so that two runs can be compared line by line.
@@ -92,7 +92,7 @@ def shorten(value: Any) -> str:
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("explain", __doc__)
+    parser = CommandParser("results explain", __doc__)
     parser.add_argument("run", help="the hash of a run, or its beginning")
     parser.add_results()
     return parser
@@ -100,7 +100,7 @@ def make_parser() -> CommandParser:
 
 def print_explanation(arguments: Sequence[str]) -> None:
     """Print the tree."""
-    options = make_parser().parse_args(arguments)
+    options = make_parser().parse(arguments)
     for line in explain(options.results, options.run):
         print(line)
 

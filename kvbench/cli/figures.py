@@ -1,8 +1,8 @@
 """Draw the charts of a store for print, as PDF, SVG, PNG and CSV.
 
 Examples:
-  kvbench figures results
-  kvbench figures results question=hidden method=snapkv,dropkv --kind curve,cost --width page --plain
+  kvbench results figures
+  kvbench results figures question=hidden method=snapkv,dropkv --kind curve,cost --width page --plain
 """
 
 import sys
@@ -52,7 +52,7 @@ def draw_figures(given: Sequence[str]) -> int:
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("figures", __doc__)
+    parser = CommandParser("results figures", __doc__)
     parser.add_selection("draw")
     parser.add_argument("--kind", help="of curve,tasks,grid,change,cost (default: all)")
     parser.add_argument(
@@ -72,13 +72,13 @@ def parse_arguments(given: Sequence[str]) -> Namespace:
     Raises:
         SettingError: An argument cannot be used.
     """
-    options = make_parser().parse_intermixed_args(given)
+    options = make_parser().parse(given)
     require_extra("report", "altair", "vl_convert")
     from kvbench.analysis.budget_series import SHARES
     from kvbench.report.figures import INCHES, parse_inches
-    from kvbench.store.runs import parse_selection
+    from kvbench.store.runs import parse_filters
 
-    options.results, options.filters = parse_selection(options.chosen)
+    options.filters = parse_filters(options.filters)
     subtasks = options.filters.pop("subtask", None)
     options.subtasks = list(dict.fromkeys(subtasks.split(","))) if subtasks is not None else []
     kinds = "curve" if options.subtasks else ",".join(INCHES)

@@ -1,7 +1,7 @@
 """Let math-verify judge the answers that it has not judged yet.
 
 Examples:
-  kvbench grade results --seconds 20
+  kvbench results grade --seconds 20
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from kvbench.cli.command import CommandParser, run_command
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("grade", __doc__)
+    parser = CommandParser("results grade", __doc__)
     parser.add_results()
     parser.add_argument("--seconds", type=float, help="time limit for one answer (default: 10)")
     return parser
@@ -18,7 +18,7 @@ def make_parser() -> CommandParser:
 
 def grade_runs(arguments: Sequence[str]) -> None:
     """Judge the answers of every run that asks for it."""
-    given = make_parser().parse_args(arguments)
+    given = make_parser().parse(arguments)
     from kvbench.integrations.math_verify import SECONDS, grade_all
 
     grade_all(given.results, SECONDS if given.seconds is None else given.seconds)

@@ -1,8 +1,8 @@
 """Build a site from bundles: a table of scores, and the bundles and reports of all submissions.
 
 Examples:
-  kvbench leaderboard ours.zip theirs.zip --out site
-  kvbench leaderboard --check ours.zip
+  kvbench results leaderboard ours.zip theirs.zip --out site
+  kvbench results leaderboard --check ours.zip
 
 The site is a folder that opens from disk and from any web server. Each bundle is a submission of its own: its numbers
 come from its own records, and no other bundle changes them. A bundle that cannot be verified is named on stderr and on
@@ -23,8 +23,8 @@ OUT = Path("leaderboard")
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("leaderboard", __doc__)
-    parser.add_argument("bundles", nargs="+", type=Path, metavar="BUNDLE", help="files that kvbench bundle wrote")
+    parser = CommandParser("results leaderboard", __doc__)
+    parser.add_argument("bundles", nargs="+", type=Path, metavar="BUNDLE", help="files of kvbench results bundle")
     parser.add_argument("--out", type=Path, help=f"folder of the site (default: {OUT})")
     parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
     parser.add_argument("--check", action="store_true", help="print a checklist of each bundle in place of the site")
@@ -33,7 +33,7 @@ def make_parser() -> CommandParser:
 
 def build_site(arguments: Sequence[str]) -> int:
     """Write the site and print the path of its first page, or print the checklists. Return the exit code."""
-    options = make_parser().parse_args(arguments)
+    options = make_parser().parse(arguments)
     if options.check:
         refuse_given(options, ("out",), "--check writes nothing")
         return print_checklists(options.bundles, options.average)

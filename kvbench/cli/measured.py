@@ -1,9 +1,9 @@
 """Measure the results that docs/results.md shows, tier by tier.
 
 Examples:
-  kvbench measured a
-  kvbench measured a b c --results /data/measured --workers 8
-  kvbench measured --page
+  kvbench dev measured a
+  kvbench dev measured a b c --results /data/measured --workers 8
+  kvbench dev measured --page
 
 The tiers are in conf/measured.yaml: sweeps of kvbench run -m, and files that they need. Finished runs are skipped, so
 the same command goes on after a stop. A folder of results with runs of a tier from another kind of GPU, other versions
@@ -28,9 +28,9 @@ from kvbench.validation import SettingError, require_writable
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("measured", __doc__)
+    parser = CommandParser("dev measured", __doc__)
     parser.add_argument("tiers", nargs="*", metavar="TIER", help="keys of conf/measured.yaml")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of results (default: results)")
+    parser.add_results(old=False)
     parser.add_argument("--file", type=Path, help="another file with tiers (default: conf/measured.yaml)")
     parser.add_argument(
         "--workers", type=parse_workers, metavar="N", help="the setting workers of the sweeps: a number, or auto"
@@ -54,7 +54,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     Raises:
         SettingError: An option is missing, or belongs to the other way of calling the command.
     """
-    options = make_parser().parse_args(arguments)
+    options = make_parser().parse(arguments)
     if options.page and (options.tiers or options.file or options.workers is not None):
         raise SettingError("--page: measures no tier; call the command twice")
     if not options.page and (options.machine or options.out):

@@ -22,7 +22,7 @@ def make_parser() -> CommandParser:
 
 def fetch(arguments: Sequence[str]) -> None:
     """Download the model unless it is there, and print its folder."""
-    options = make_parser().parse_args(arguments)
+    options = make_parser().parse(arguments)
     require_choice("model", options.model, FETCHED_MODELS)
     from kvbench.models.download import fetch_model
 

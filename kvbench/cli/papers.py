@@ -1,32 +1,34 @@
 """Write the papers' tables and figures, published and measured side by side.
 
 Examples:
-  kvbench papers                             all of them, into results/papers/
-  kvbench papers results dropkv              those of one paper
-  kvbench papers keydiff figure14            one of them, from what kvbench study found; print it too
-  kvbench papers --list                      every table and figure of the papers, and the command that fills it
-  kvbench papers --beside                    the tables of cost alone, into results/efficiency/<gpu>/
-  kvbench papers --page                      docs/studies.md, from the studies alone
+  kvbench papers write                       all of them, into results/papers/
+  kvbench papers write dropkv                those of one paper
+  kvbench papers write dropkv 5              one of them; print it too
+  kvbench papers write keydiff figure14      from what kvbench papers study found
+  kvbench papers write --beside              the tables of cost alone, into results/efficiency/<gpu>/
+  kvbench papers write --page                docs/studies.md, from the studies alone
 
 Tables become Markdown, CSV and LaTeX. Figures also become SVG, PDF and PNG, which needs the extra `report`.
 """
 
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser, find_width, require_extra, run_command
+from kvbench.cli.command import CommandParser, find_width, move_results, require_extra, run_command, say_renamed
 from kvbench.validation import SettingError, require_writable
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("papers", __doc__)
-    parser.add_results()
+    parser = CommandParser("papers write", __doc__)
+    parser.add_results(old=False)
     parser.add_argument("paper", nargs="?", help="name of a paper in conf/papers (default: all)")
     parser.add_argument("exhibit", nargs="?", help="a table or figure, such as 5, table05 or figure14 (default: all)")
-    parser.add_argument("--list", action="store_true", help="list all tables and figures, and what the store has")
+    parser.add_argument("old_exhibit", nargs="?", help=SUPPRESS)
+    parser.add_argument("--list", action="store_true", help=SUPPRESS)
     parser.add_argument("--beside", action="store_true", help="write the tables of cost beside their measurements")
     parser.add_argument(
         "--page", action="store_true", help="write the page about what holds on the models, and no more"
@@ -40,13 +42,17 @@ def make_parser() -> CommandParser:
 
 def write_papers(arguments: Sequence[str]) -> None:
     """Write tables and figures and print their files, or the text of the one that is named."""
-    given = make_parser().parse_args(arguments)
+    given = make_parser().parse(arguments)
     from kvbench.papers.table_spec import list_papers
 
-    if str(given.results) in list_papers() and not given.results.exists():  # the folder of results was left out
-        if given.exhibit is not None:
-            raise SettingError(f"results={given.results}: no such folder")
-        given.results, given.paper, given.exhibit = Path("results"), str(given.results), given.paper
+    is_folder = given.paper is not None and given.paper not in list_papers() and Path(given.paper).is_dir()
+    if is_folder or given.old_exhibit is not None:  # 0.1 took the folder of results in front of the paper
+        move_results(given, given.paper)
+        given.paper, given.exhibit = given.exhibit, given.old_exhibit
+    if given.list:
+        say_renamed("papers write --list", "papers list", "form")
+        print_list(given.results, given.paper)
+        return
     if given.page:
         from kvbench.papers.studies_page import write_studies_page
 
@@ -59,19 +65,17 @@ def write_papers(arguments: Sequence[str]) -> None:
         from kvbench.report.figures import parse_inches
 
         given.width = parse_inches(given.width)
-    if given.list:
-        if given.exhibit is not None:
-            raise SettingError(f"{given.exhibit}: --list takes a paper or none, but no exhibit")
-        if given.beside:
-            raise SettingError("--beside: not with --list")
-        from kvbench.papers.listing import describe_exhibits, format_list
-
-        require_folder(given.results)
-        for line in format_list(describe_exhibits(given.results, given.paper), find_width()):
-            print(line)
-        return
     for text in emit_exhibits(given.results, given.paper, given.exhibit, given.beside, given.width):
         print_page(text)
+
+
+def print_list(results: Path, paper: str | None) -> None:
+    """Print a line for each table and figure of a paper, or of all papers."""
+    from kvbench.papers.listing import describe_exhibits, format_list
+
+    require_folder(results)
+    for line in format_list(describe_exhibits(results, paper), find_width()):
+        print(line)
 
 
 def print_page(text: str) -> None:
@@ -161,7 +165,7 @@ def emit_studied(results: Path, wanted: Mapping[str, Any], named: bool, inches: 
 
     filled = fill_exhibits(results, wanted)
     if not named and not any(filled.values()):
-        yield f"no studies in {results}/studies: `python -m kvbench study all` computes them"
+        yield f"no studies in {results}/studies: `python -m kvbench papers study all` computes them"
         return
     drawn = any(page.table is None for pages in filled.values() for page in pages)
     missing = find_missing_extra() if drawn else ""

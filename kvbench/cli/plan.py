@@ -19,7 +19,7 @@ def make_parser() -> CommandParser:
 def make_sweep_parser(name: str, text: str | None) -> CommandParser:
     """Make the parser of a command that takes a sweep's settings and does not run it."""
     parser = CommandParser(name, text)
-    parser.add_argument("overrides", nargs="+", metavar="setting=value", help="as for kvbench run -m")
+    parser.add_settings("overrides", "SETTING=VALUE,VALUE", "as for kvbench run -m", nargs="+")
     parser.add_argument("--config-dir", help="a folder of configuration files, as for kvbench run")
     return parser
 
@@ -40,7 +40,7 @@ def plan_sweep(options: Namespace) -> Any:
 
 def print_plan(arguments: Sequence[str]) -> int:
     """Print the plan. Return 2 if a cell is refused."""
-    sweep = plan_sweep(make_parser().parse_intermixed_args(arguments))
+    sweep = plan_sweep(make_parser().parse(arguments))
     from kvbench.config.catalogue import translate_errors
 
     with translate_errors():

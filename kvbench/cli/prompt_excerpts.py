@@ -1,7 +1,7 @@
-"""Build the texts of prompts around their targets again. `kvbench report` starts this command.
+"""Build the texts of prompts around their targets again. `kvbench results report` starts this command.
 
 Example:
-  echo '{"run": "results/runs/3f9a…", "uids": ["niah_single_1/512/0"]}' | kvbench prompt-excerpts
+  echo '{"run": "results/runs/3f9a…", "uids": ["niah_single_1/512/0"]}' | kvbench dev prompt-excerpts
 
 It reads requests from standard input, one JSON object a line, and prints an answer of one line for each.
 """
@@ -14,12 +14,12 @@ from kvbench.cli.command import CommandParser, run_command
 
 
 def make_parser() -> CommandParser:
-    return CommandParser("prompt-excerpts", __doc__)
+    return CommandParser("dev prompt-excerpts", __doc__)
 
 
 def answer_requests(arguments: Sequence[str]) -> None:
     """Answer the requests on standard input."""
-    make_parser().parse_args(arguments)
+    make_parser().parse(arguments)
     from kvbench.runs.prompt_excerpts import answer_request
 
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print

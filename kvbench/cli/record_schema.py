@@ -1,7 +1,7 @@
 """Print docs/records.md: the fields of a record with their types, units and meanings.
 
 Examples:
-  kvbench record-schema > docs/records.md
+  kvbench dev record-schema > docs/records.md
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from kvbench.cli.command import CommandParser, run_command
 
 
 def make_parser() -> CommandParser:
-    return CommandParser("record-schema", __doc__)
+    return CommandParser("dev record-schema", __doc__)
 
 
 def print_schema(arguments: Sequence[str]) -> None:
     """Print the page."""
-    make_parser().parse_args(arguments)
+    make_parser().parse(arguments)
     from kvbench.store.record import format_schema
 
     print(format_schema(), end="")

@@ -1,7 +1,7 @@
-"""Run records of a store again and compare them. `kvbench audit` and `kvbench verify` start this with --replay.
+"""Run records of a store again and compare them. `check results` and `check bundle` start this with --replay.
 
 Examples:
-  kvbench replay results --records 10 --seed 1
+  kvbench dev replay --records 10 --seed 1
 
 With --stranger, somebody else wrote the results: the process closes its network and limits its memory first, and only
 numbers and listed texts of the runs' settings count (kvbench.runs.stranger_settings).
@@ -10,16 +10,15 @@ numbers and listed texts of the runs' settings count (kvbench.runs.stranger_sett
 import logging
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
-from kvbench.cli.command import CommandParser, run_command
+from kvbench.cli.command import CommandParser, move_results, run_command
 from kvbench.runs import isolation
 from kvbench.validation import SettingError
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("replay", __doc__)
-    parser.add_argument("results", type=Path, help="folder of results")
+    parser = CommandParser("dev replay", __doc__)
+    parser.add_results(old=False)
     parser.add_argument("--records", type=int, required=True, help="how many records to draw")
     parser.add_argument("--seed", type=int, required=True, help="seed that draws them")
     parser.add_argument("--stranger", action="store_true", help="somebody else wrote the results")
@@ -32,7 +31,10 @@ def make_parser() -> CommandParser:
 
 def replay_records(arguments: Sequence[str]) -> int:
     """Print what running the records again gives. Return 1 if a record is damaged."""
-    own = make_parser().parse_intermixed_args(arguments)
+    own = make_parser().parse(arguments)
+    for word in [text for text in own.settings if "=" not in text]:
+        move_results(own, word)
+        own.settings.remove(word)
     logging.getLogger("hydra").addHandler(logging.NullHandler())  # what it logs is in the reason
     if own.stranger:
         replay_strangers(own)

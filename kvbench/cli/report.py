@@ -1,8 +1,8 @@
 """Write the report page of a store: results/report.html, which needs no network.
 
 Examples:
-  kvbench report
-  kvbench report /data/results
+  kvbench results report
+  kvbench results report --results /data/results
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from kvbench.cli.command import CommandParser, require_extra, run_command
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("report", __doc__)
+    parser = CommandParser("results report", __doc__)
     parser.add_results()
     return parser
 
 
 def make_report(arguments: Sequence[str]) -> None:
     """Write the page, and print its path and size."""
-    given = make_parser().parse_args(arguments)
+    given = make_parser().parse(arguments)
     require_extra("report", "altair", "vl_convert")
     from kvbench.report.page import write_report
 

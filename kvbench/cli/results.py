@@ -1,11 +1,11 @@
 """Print the scores of a folder of results as one matrix: methods by budgets, a block for each protocol.
 
 Examples:
-  kvbench results results task=ruler question=hidden
-  kvbench results method=snapkv,knorm budget=0.05,0.1 --format latex > table.tex
-  kvbench results --sort 0.05
-  kvbench results --group-by question,allocator --sort bytes_held@0.05
-  kvbench results --columns score,score_interval,rows_kept
+  kvbench results scores task=ruler question=hidden
+  kvbench results scores method=snapkv,knorm budget=0.05,0.1 --format latex > table.tex
+  kvbench results scores --sort 0.05
+  kvbench results scores --group-by question,allocator --sort bytes_held@0.05
+  kvbench results scores --columns score,score_interval,rows_kept
 
 The formats are text, markdown, csv, latex (booktabs, siunitx) and html. Text is as wide as the terminal, which shows
 the best in bold unless NO_COLOR is set. The columns are score, score_interval, difference (from the full cache),
@@ -28,7 +28,7 @@ from kvbench.validation import escape, require_choice
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("results", __doc__)
+    parser = CommandParser("results scores", __doc__)
     parser.add_selection("show")
     parser.add_argument("--format", default="text", help="text, markdown, csv, latex or html (default: text)")
     parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
@@ -47,19 +47,19 @@ def make_parser() -> CommandParser:
 
 def print_results(arguments: Sequence[str]) -> int:
     """Print the matrix, and on stderr what cannot be shown. Return 2 if there is nothing to show."""
-    options = make_parser().parse_intermixed_args(arguments)
+    options = make_parser().parse(arguments)
     from kvbench.analysis.score_matrix import build_blocks
     from kvbench.analysis.score_matrix_columns import choose_columns
     from kvbench.analysis.score_matrix_format import FORMATS, format_text
     from kvbench.analysis.score_matrix_order import group_blocks, sort_rows
-    from kvbench.store.runs import filter_runs, load_runs, parse_selection
+    from kvbench.store.runs import filter_runs, load_runs, parse_filters
 
     require_choice("--format", options.format, ["text", *FORMATS])
     chosen: dict[str, Any] = {}
     if options.columns is not None:
         chosen["columns"] = choose_columns(options.columns.split(","))
-    results, filters = parse_selection(options.chosen)
-    stored = load_runs(results)
+    filters = parse_filters(options.filters)
+    stored = load_runs(options.results)
     runs = filter_runs(stored, filters)
     blocks, refused = build_blocks([run for run in runs if not run.full] or runs, stored, options.average, options.full)
     if blocks and options.sort is not None:

@@ -43,16 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_single(options.overrides)
 
 
-def parse_arguments(arguments: Sequence[str]) -> Namespace:
+def make_parser() -> CommandParser:
     parser = CommandParser("run", __doc__, help_option=False)
-    parser.add_argument("overrides", nargs="*", metavar="setting=value")
+    parser.add_settings("overrides", "SETTING=VALUE", "settings of conf/config.yaml")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-v", "--verbose", action="store_true")
     parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
     parser.add_argument("-p", "--package")
     parser.add_argument("-cd", "--config-dir")
-    return parser.parse_intermixed_args(arguments)
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    return make_parser().parse(arguments)
 
 
 def print_settings(options: Namespace) -> None:
@@ -290,7 +294,7 @@ def print_table(
         try:
             math_verify.grade(folder)
         except SettingError as error:  # the answers are in the store and can be graded later
-            print_refusal(f"{error}, then python -m kvbench grade {results}")
+            print_refusal(f"{error}, then python -m kvbench results grade --results {results}")
         if heading is None:
             for note in math_verify.describe_verdicts(own.groups["method"]["name"], folder):
                 print("\n".join(textwrap.wrap(note, width, subsequent_indent="  ")))

@@ -11,7 +11,7 @@ USAGE = """usage: kvbench run [SETTING=VALUE …]           one run, and its bas
        kvbench run --config-dir FOLDER …       also use files such as FOLDER/method/mine.yaml
 
 A finished run is not repeated, and an interrupted run continues where it stopped. Results go to results/ in the
-current folder, or to FOLDER with results=FOLDER.
+current folder, or to DIR with --results DIR, which is the setting results=DIR.
 
 Examples:
   kvbench run method=snapkv budget=0.1 task=ruler task.length=2048 limit=5

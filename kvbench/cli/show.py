@@ -1,10 +1,10 @@
 """Print the closing table of a run: its subtasks, averages, costs and notes.
 
 Examples:
-  kvbench show 3f9a
-  kvbench show 3f9a /data/results --format markdown
+  kvbench results show 3f9a
+  kvbench results show 3f9a --results /data/results --format markdown
 
-RUN is the hash of a run, or its first characters. kvbench results --format csv lists the hashes.
+RUN is the hash of a run, or its first characters. kvbench results scores --format csv lists the hashes.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ FORMATS = ("text", "markdown", "csv")
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("show", __doc__)
+    parser = CommandParser("results show", __doc__)
     parser.add_argument("run", help="hash of a run, or its first characters")
     parser.add_results()
     parser.add_argument("--format", default="text", help="text, markdown or csv (default: text)")
@@ -26,7 +26,7 @@ def make_parser() -> CommandParser:
 
 def print_run(arguments: Sequence[str]) -> None:
     """Print the table."""
-    options = make_parser().parse_intermixed_args(arguments)
+    options = make_parser().parse(arguments)
     require_choice("--format", options.format, FORMATS)
     from kvbench.analysis.closing_table import build_run_table
     from kvbench.store.runs import choose_run, find_baseline, list_runs

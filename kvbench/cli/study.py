@@ -1,10 +1,10 @@
 """Look at what a full cache holds and what methods keep, and check what the papers claim about it.
 
 Examples:
-  kvbench study all                                           every study, on the embedded model
-  kvbench study keydiff figure14 model=smollm2 task=longbench prompts=20
-  kvbench study keydiff text=book.txt tokens=8192
-  kvbench study all tokens=32768 model=random model.like=llama31_8b model.tokenizer=reference --cost cost.csv
+  kvbench papers study all                                           every study, on the embedded model
+  kvbench papers study keydiff figure14 model=smollm2 task=longbench prompts=20
+  kvbench papers study keydiff text=book.txt tokens=8192
+  kvbench papers study all tokens=32768 model=random model.like=llama31_8b model.tokenizer=reference --cost cost.csv
 
 The first word is a paper of conf/papers/exhibits/, or all. The second is an exhibit of the paper; without one all of
 them are computed. The other words are settings of run.py, such as model, task, block_size, dtype or seed, and
@@ -24,13 +24,11 @@ out, and goes on with the others.
 KeyDiff's Figures 5, 8 to 10 and 12 and Expected Attention's Figure 6 compare methods. They read each prompt with every
 method, in the paper's blocks and down to its budgets, whatever block_size and layers say.
 
-The numbers go to results/studies/<hash>/<study>.csv. `kvbench papers` emits the exhibits from there. A command that was
-stopped goes on where it was; studies that were computed before are not computed again.
+The numbers go to results/studies/<hash>/<study>.csv. `kvbench papers write` emits the exhibits from there. A command
+that was stopped goes on where it was; studies that were computed before are not computed again.
 
 --cost measures, in place of all this, how much longer a prefill of random tokens takes with each study and with all of
 them, and how much memory it needs. The file is a CSV. Studies that read no prompt into a full cache are left out.
-
-kvbench study diagnose method=… compares a method with the full cache (kvbench study diagnose --help).
 """
 
 import sys
@@ -43,14 +41,13 @@ from kvbench.cli.command import CommandParser, read_number, require_file, run_co
 from kvbench.validation import SettingError, require_writable
 
 OWN = {"prompts": "4", "text": None, "tokens": "4096", "layers": None, "codec.path": None, "steps": None}
-DIAGNOSE = "diagnose"  # the word in a paper's place that compares a method with the full cache
 REFUSED = ("method", "allocator", "codec", "budget", "budget_of", "fidelity")  # a study reads into a full cache
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("study", __doc__)
+    parser = CommandParser("papers study", __doc__)
     parser.add_argument("paper", help="a paper of conf/papers/exhibits, or all")
-    parser.add_argument("words", nargs="*", metavar="EXHIBIT | SETTING=VALUE", help="an exhibit of it, and settings")
+    parser.add_settings("words", "EXHIBIT | SETTING=VALUE", "an exhibit of it, and settings")
     parser.add_argument("--cost", type=Path, metavar="FILE", help="measure time and memory, and write them there")
     return parser
 
@@ -61,7 +58,7 @@ def compute_studies(arguments: Sequence[str]) -> int:
     Raises:
         SettingError: There is no such paper or exhibit, or a setting cannot be used.
     """
-    options = make_parser().parse_intermixed_args(arguments)
+    options = make_parser().parse(arguments)
     names = [word for word in options.words if "=" not in word]
     if len(names) > (options.paper != "all"):
         raise SettingError(f"{names[-1]}: after a paper one exhibit, after all none; then settings")
@@ -98,7 +95,7 @@ def compute_studies(arguments: Sequence[str]) -> int:
             if steps is not None:
                 raise SettingError(f"steps={steps}: only with one exhibit that trains, deltakv figure05 or figure06")
             reason = SettingError(
-                "it trains compressors for minutes; ask for it by name, as in `study deltakv figure06`"
+                "it trains compressors for minutes; ask for it by name, as in `papers study deltakv figure06`"
             )
             missing |= {name: reason for name, own in exhibits.items() if own["study"] in trains}
         elif steps is not None:
@@ -165,8 +162,4 @@ def describe_run(settings: Sequence[str], count: int | None) -> tuple[Any, Path]
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments[:1] == [DIAGNOSE]:
-        from kvbench.cli import diagnose
-
-        return diagnose.main(arguments[1:])
     return run_command(lambda: compute_studies(arguments))

@@ -1,9 +1,9 @@
 """Train the embedded model.
 
 Examples:
-  kvbench train --out FOLDER --minutes 16 --seed 0 --set look_ahead=0
-  kvbench train --out FOLDER --resume
-  kvbench train --out FOLDER --weights FOLDER     begin with other weights, not from scratch
+  kvbench dev train look_ahead=0 --out FOLDER --minutes 16 --seed 0
+  kvbench dev train --out FOLDER --resume
+  kvbench dev train --out FOLDER --weights FOLDER     begin with other weights, not from scratch
 """
 
 import math
@@ -17,11 +17,12 @@ from kvbench.validation import SettingError, require_choice, require_int, requir
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("train", __doc__)
+    parser = CommandParser("dev train", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the weights and of the training's state")
     parser.add_argument("--minutes", type=float, help="minutes of all sessions together (default: 16)")
     parser.add_argument("--seed", type=int, help="default: 0")
-    parser.add_argument("--set", nargs="*", action="extend", default=[], metavar="NAME=VALUE", help="of the recipe")
+    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings of the recipe")
+    parser.add_old_set()
     parser.add_argument("--weights", type=Path, help="folder of the weights to begin with")
     parser.add_argument(
         "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that draw data"
@@ -37,7 +38,7 @@ def make_parser() -> CommandParser:
 def train_model(arguments: Sequence[str]) -> int:
     """Train, or go on with a training, and return what `kvbench.training.train` returns."""
     parser = make_parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     import torch
 
     from kvbench.models.checkpoint import Checkpoint
@@ -62,13 +63,14 @@ def train_model(arguments: Sequence[str]) -> int:
     if held and not options.resume:
         raise SettingError(f"--out: {options.out} holds a training; --resume goes on with it")
     if options.resume:
-        for name in ("minutes", "seed", "set", "weights", "tokenizer"):
-            if getattr(options, name) != parser.get_default(name):
-                raise SettingError(f"--{name}: not with --resume, which goes on as it was begun")
+        for name in ("minutes", "seed", "settings", "weights", "tokenizer"):
+            if getattr(options, name) not in ([], parser.get_default(name)):
+                shown = name if name == "settings" else f"--{name}"
+                raise SettingError(f"{shown}: not with --resume, which goes on as it was begun")
         counts = torch.load(options.out / STATE, map_location="cpu")["counts"]
         training = Training(options.out, recipe.load_recipe(options.out), **counts)
     else:
-        own, begun_with = Recipe().with_settings(options.set), None
+        own, begun_with = Recipe().with_settings(options.settings), None
         training_data.compute_shares(own)  # refuses what it cannot use
         if options.weights is not None:
             check_weights(options.weights, own)

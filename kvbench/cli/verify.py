@@ -1,9 +1,9 @@
 """Check a bundle: its checksums, and whether every number of its table follows from its records.
 
 Examples:
-  kvbench verify table3.zip
-  kvbench verify table3.zip --digest 5b1c6f0e2a9d4477
-  kvbench verify table3.zip --replay 1% model.path=/data/Llama-3.1-8B-Instruct
+  kvbench check bundle table3.zip
+  kvbench check bundle table3.zip --digest 5b1c6f0e2a9d4477
+  kvbench check bundle table3.zip --replay 1% model.path=/data/Llama-3.1-8B-Instruct
 
 With --replay, the command also executes records again, drawn at random, and compares answers, scores and rows held. The
 exit code is 2 if less than 90 % of a run's records agree (--agree), whatever machine the bundle names, or if a record
@@ -33,8 +33,8 @@ LEAST = 16  # digits of a digest that are enough
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("verify", __doc__)
-    parser.add_argument("bundle", type=Path, help="the file that kvbench bundle wrote")
+    parser = CommandParser("check bundle", __doc__)
+    parser.add_argument("bundle", type=Path, help="the file that kvbench results bundle wrote")
     parser.add_argument("--digest", help="the digest that was published, or its first characters")
     parser.add_argument("--replay", metavar="N | SHARE", help="execute N records, or a share such as 1%%, again")
     parser.add_argument("--agree", metavar="SHARE", help="with --replay: share that must agree in every run (90%%)")
@@ -49,7 +49,7 @@ def print_verdict(arguments: Sequence[str]) -> int:
     Raises:
         SettingError: Something is wrong with the bundle, or an argument cannot be used.
     """
-    options = make_parser().parse_intermixed_args(arguments)
+    options = make_parser().parse(arguments)
     if options.digest is not None and len(options.digest) < LEAST:
         raise SettingError(f"--digest={options.digest}: at least {LEAST} digits of the SHA-256 that was published")
     if options.replay is None and (options.settings or options.seed is not None or options.agree is not None):
@@ -146,8 +146,8 @@ def replay_records(found: Any, count: int, agree: float, options: Namespace) -> 
     print(f"replay: {count} of {found.records} records, drawn with --seed {seed}", flush=True)
     with TemporaryDirectory() as folder:
         found.unpack(Path(folder))
-        own = [folder, "--records", str(count), "--seed", str(seed), "--stranger", "--agree", str(agree)]
-        command = [sys.executable, "-P", "-m", "kvbench", "replay", *own, *options.settings]
+        own = ["--results", folder, "--records", str(count), "--seed", str(seed), "--stranger", "--agree", str(agree)]
+        command = [sys.executable, "-P", "-m", "kvbench", "dev", "replay", *own, *options.settings]
         code = subprocess.run(command, env=make_environment()).returncode
     if code < 0:
         raise SettingError(f"bundle={options.bundle}: signal {-code} ended the process that executed its records")

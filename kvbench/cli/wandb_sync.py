@@ -1,8 +1,8 @@
 """Log the runs of a store to Weights & Biases again.
 
 Examples:
-  kvbench wandb-sync results
-  kvbench wandb-sync results method=snapkv logger.mode=online logger.project=mine
+  kvbench results wandb-sync
+  kvbench results wandb-sync method=snapkv logger.mode=online logger.project=mine
 
 A run is logged once it is finished if it was started with logger=wandb. This command logs it whether or not it was. The
 exit code is 1 if a run could not be logged.
@@ -16,23 +16,23 @@ from kvbench.validation import SettingError, escape
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("wandb-sync", __doc__)
+    parser = CommandParser("results wandb-sync", __doc__)
     parser.add_selection("log; logger.KEY=VALUE")
     return parser
 
 
 def sync(arguments: Sequence[str]) -> int:
     """Log the chosen runs and print one line for each. Return 1 if one could not be logged."""
-    chosen = make_parser().parse_args(arguments).chosen
+    options = make_parser().parse(arguments)
     from kvbench.integrations.wandb_logger import WandbLogger, load_settings
     from kvbench.integrations.wandb_run import LoggedRun
-    from kvbench.store.runs import filter_runs, find_baseline, load_runs, parse_selection
+    from kvbench.store.runs import filter_runs, find_baseline, load_runs, parse_filters
 
-    results, given = parse_selection(chosen)
+    given = parse_filters(options.filters)
     log = WandbLogger.of(
-        load_settings({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), results
+        load_settings({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), options.results
     )
-    runs = load_runs(results)
+    runs = load_runs(options.results)
     found = filter_runs(runs, {name: own for name, own in given.items() if not name.startswith("logger.")})
     subjects, whole = [], [own for own in runs if own.finished]
     for run in found:

@@ -25,7 +25,7 @@ def make_parser() -> CommandParser:
 
 def warm(arguments: Sequence[str]) -> int:
     """Compile, and print for how many runs. Return the exit code."""
-    sweep = plan_sweep(make_parser().parse_intermixed_args(arguments))
+    sweep = plan_sweep(make_parser().parse(arguments))
     refused = [own.cell for own in sweep.cells if own.cell.refused]
     for cell in refused:
         print(f"{cell.label}: refused: {cell.refused}")

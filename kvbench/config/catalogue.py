@@ -387,5 +387,9 @@ def explain_quoting(override: str) -> str:
     line = f"{override}: cannot be read; a value with = [ ] {{ }} ( ) ' \" , or letters beyond ASCII is quoted twice"
     if not value or value[0] in "'\"":  # there is no value, or it is quoted already
         return f"{line}, for Hydra and for the shell: 'task.path=\"/data/a=b\"'"
-    quoted = re.sub(r'(\\*)("|$)', lambda end: 2 * end[1] + ('\\"' if end[2] else ""), value)
-    return line + ", for Hydra and for the shell: " + shlex.quote(f'{name}="{quoted}"')
+    return line + ", for Hydra and for the shell: " + shlex.quote(f"{name}={quote_value(value)}")
+
+
+def quote_value(value: str) -> str:
+    """Return a value in quotes, as Hydra reads it."""
+    return '"' + re.sub(r'(\\*)("|$)', lambda end: 2 * end[1] + ('\\"' if end[2] else ""), value) + '"'

@@ -1,4 +1,4 @@
-"""Read the tiers of conf/measured.yaml: the sweeps behind docs/results.md, which `kvbench measured` runs."""
+"""Read the tiers of conf/measured.yaml: the sweeps behind docs/results.md, which `kvbench dev measured` runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -2,7 +2,8 @@
 
 A set-up is a method, an allocator and a codec with their default presets: every method with uniform and raw, and the
 method of `--cross` with every other allocator and codec. `--also` adds a method with another preset, for presets that
-are methods of their own, or with a codec that the method of `--cross` cannot have. `--set` changes settings.
+are methods of their own, or with a codec that the method of `--cross` cannot have. Settings such as
+palu.path=FILE change methods and codecs.
 
 Everything runs once before the first round. In a round each set-up is timed once, between two prefills of the full
 cache on the same prompt of random tokens. Its ratio is its time over the mean of these two, so that other load of the
@@ -245,8 +246,8 @@ def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
         target, equals, own = text.partition("=")
         name, dot, key = target.partition(".")
         if not (equals and dot and key):
-            raise SettingError(f"--set={text}: NAME.KEY=VALUE")
-        require_choice("--set: method or codec", name, [*methods_available(), *list_choices("codec")], LISTED_BY)
+            raise SettingError(f"{text}: NAME.KEY=VALUE")
+        require_choice("method or codec", name, [*methods_available(), *list_choices("codec")], LISTED_BY)
         found.setdefault(name, {})[key] = parse_value(own)
     return found
 
@@ -274,7 +275,7 @@ def run_prefill_bench(options: Namespace, command: str) -> None:
         require_choice("--methods", method, methods_available(), LISTED_BY)
     if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
         raise SettingError(f"--out={options.out}: no file can be there")
-    budget, settings = Budget(options.budget), parse_settings(options.set)
+    budget, settings = Budget(options.budget), parse_settings(options.settings)
     chosen = list_setups(options.methods, options.cross, parse_also(options.also))
     checkpoint = Checkpoint("timed", find_model(options.model, "--model"))
     if options.tokens > checkpoint.longest():

@@ -4,7 +4,7 @@ A run never fails because of W&B and never waits for it longer than `logger.seco
 and is killed at the limit. Whatever goes wrong there is one line on stderr. After a timeout the same process does not
 ask that hub again, so that a hub which does not answer costs a sweep the limit once.
 
-A run whose state was logged to the same place already is not logged again, except by `wandb-sync`.
+A run whose state was logged to the same place already is not logged again, except by `results wandb-sync`.
 """
 
 import sys
@@ -154,7 +154,8 @@ class WandbLogger:
     def say(self, wrong: str) -> None:
         """Print one line on stderr: what went wrong, and how to log the runs later."""
         wrong = escape(" ".join(wrong.split())[:300])
-        print(f"kvbench: logger=wandb: {wrong}; later: make wandb-sync RESULTS={self.results}", file=sys.stderr)
+        later = f"kvbench results wandb-sync --results {self.results}"
+        print(f"kvbench: logger=wandb: {wrong}; later: {later}", file=sys.stderr)
 
 
 @cache

@@ -64,7 +64,7 @@ def find_files() -> dict[str, Path]:
 def make_study_command(name: str) -> str:
     """Return the command that fills the exhibit <paper>_<exhibit>."""
     paper = next(stem for stem in find_files() if name.startswith(f"{stem}_"))
-    return f"python -m kvbench study {paper} {name.removeprefix(f'{paper}_')}"
+    return f"python -m kvbench papers study {paper} {name.removeprefix(f'{paper}_')}"
 
 
 def normalize_name(name: str) -> str:

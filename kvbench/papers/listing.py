@@ -172,7 +172,7 @@ def describe_filling(exhibit: PaperExhibit, tables: Specs, studied: Specs) -> tu
         elif preset := find_preset(name, tables[name]):
             commands.setdefault(f"python run.py -m preset={preset}", SCORES)
         else:
-            commands.setdefault(f"python -m kvbench papers {exhibit.paper} {exhibit.name}", SCORES)
+            commands.setdefault(f"python -m kvbench papers write {exhibit.paper} {exhibit.name}", SCORES)
     return next(iter(commands.values())), "; ".join(commands)
 
 

@@ -17,7 +17,7 @@ CODE = re.compile("`[^`]*`")
 HEAD = """\
 # Studies
 
-<!-- Written by `python -m kvbench papers --page`. Edit kvbench/papers/studies_page.py instead. -->
+<!-- Written by `python -m kvbench papers write --page`. Edit kvbench/papers/studies_page.py instead. -->
 
 A *study* looks at what a full cache holds or methods keep, or checks a formula. This page says which claims of the
 papers hold on the models that were looked at, and which do not. A claim is a sentence about many instances, such as
@@ -26,7 +26,7 @@ it holds in this share of them. The interval is that of the mean over prompts, a
 [Tables and figures of papers](papers.md#exhibits-that-studies-fill) shows how to emit the exhibits, and
 [Add a study](add-a-study.md) how to write one.
 """
-NOTHING = "There are no studies in results/studies. `python -m kvbench study all` computes them."
+NOTHING = "There are no studies in results/studies. `python -m kvbench papers study all` computes them."
 
 
 def write_studies_page(results: Path, out: Path) -> Path:

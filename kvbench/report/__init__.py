@@ -1,6 +1,6 @@
-"""Build the report page, one HTML file that shows what a store holds, from its records alone (`make report`).
+"""Build the report page, one HTML file that shows what a store holds, from its records alone.
 
-    python -m kvbench report results      # writes results/report.html and results/report/*.js
+    python -m kvbench results report      # writes results/report.html and results/report/*.js
 
     style.py          colour and shape of a method, the same everywhere
     labels.py         names of runs, settings and methods

@@ -1,4 +1,4 @@
-"""Serve the report page to this machine while sweeps run: `make dashboard`.
+"""Serve the report page to this machine while sweeps run: `kvbench results dashboard`.
 
     /                    the report page, which asks for /progress.js every SECONDS and updates itself
     /progress.js         progress of the newest sweeps, and the version of the page
@@ -152,7 +152,8 @@ class Dashboard:
         if self.maker is None and self.make.is_due and finished and finished != self.made_of:
             self.make.begin()
             self.made_of = finished
-            command = [sys.executable, "-P", "-m", "kvbench", "report", str(self.results.resolve())]
+            command = [sys.executable, "-P", "-m", "kvbench", "results", "report"]
+            command += ["--results", str(self.results.resolve())]
             self.maker = subprocess.Popen(
                 command,
                 env=make_environment(),

@@ -1,4 +1,4 @@
-"""Complete the tables of README.md and docs/ that list methods, allocators, codecs and tasks: `kvbench docs-tables`.
+"""Complete the tables of README.md and docs/ that list methods, allocators, codecs and tasks (dev docs-tables).
 
 People write these tables. What they do not name yet gets a row whose label begins with "other", and a section of
 docs/methods.md that begins with the line `WRITTEN`. Both come from the file in conf/ and the docstring of its module,
@@ -17,8 +17,8 @@ from kvbench.config.paths import FILES
 from kvbench.report.method_pages import PRESET, read_docstring, read_first_comment, split_docstring
 from kvbench.validation import SettingError, format_value
 
-COMMAND = "python -m kvbench docs-tables"
-WRITTEN = "<!-- kvbench docs-tables writes this section. To write it by hand, delete this line. -->"
+COMMAND = "python -m kvbench dev docs-tables"
+WRITTEN = "<!-- kvbench dev docs-tables writes this section. To write it by hand, delete this line. -->"
 OTHER = "| other"  # rows that this module writes begin so
 FURTHER = "## Further methods"  # heading of the methods whose sections this module writes
 NEXT = {"method": "## Allocators", "allocator": "## Codecs", "codec": "## What a method costs"}  # group -> next heading

@@ -27,7 +27,7 @@ FORMAT = 1  # format of the files; raise it when kvbench.runs.prompt_excerpts wr
 SAMPLES = 200  # samples shown of a panel; those that most runs lose come first
 SECONDS = 60.0  # time limit for the prompts of all panels
 PROMPT_HASH = re.compile("[0-9a-f]{16}")  # as kvbench.runs.prompt.Prompt.hash returns it
-COMMAND = [sys.executable, "-P", "-m", "kvbench", "prompt-excerpts"]
+COMMAND = [sys.executable, "-P", "-m", "kvbench", "dev", "prompt-excerpts"]
 
 
 def write_excerpts(folder: Path, pairings: Sequence[Pairing], count: int) -> list[dict[str, Any]]:

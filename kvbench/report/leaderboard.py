@@ -147,7 +147,7 @@ def render_index(
         *(f"<p>{mark_up(text)}</p>" for text in LEGEND),
         '</section><section class="scroll"><h2>Submissions</h2>',
         *render_rows("", about, submissions),
-        "<p><code>kvbench verify FILE --digest SHA-256</code> checks one of them.</p>",
+        "<p><code>kvbench check bundle FILE --digest SHA-256</code> checks one of them.</p>",
         *(line for submission in submissions for line in describe_submission(submission)),
         "</section>",
     ]

@@ -1,4 +1,4 @@
-"""Draw what `kvbench study diagnose` found: errors beside scores, maps of layers and heads, and lost rows of answers.
+"""Draw what `kvbench diagnose` found: errors beside scores, maps of layers and heads, and lost rows of answers.
 
 Each chart is an entry of the page's section "Why points were lost", like one of a study. A list in the chart chooses
 the cell, the quantity or the sample.

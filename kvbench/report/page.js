@@ -298,7 +298,7 @@
     body.append(el("h3", {}, "Settings that differ"), keys.length ? el("div", { class: "scroll" }, el("table", { class: "settings" }, head(["setting", "A", "B"]),
       el("tbody", {}, keys.map((key) => el("tr", {}, el("th", { scope: "row" }, key), [first, second].map((run) => el("td", { class: "num" }, el("code", {}, run.settings[key] ?? "–")))))))) : el("p", {}, "All settings are equal."));
     const sides = [first, second].map(({ hash }) => scoresOf(hash));
-    const command = `kvbench compare ${first.hash} ${second.hash}`;
+    const command = `kvbench results compare ${first.hash} ${second.hash}`;
     if (sides.includes(null)) { body.append(el("p", { class: "note" }, "The page has no samples of one of these runs: ", el("code", {}, command))); return; }
     if (pair.failed) { body.append(el("p", { class: "note bad" }, pair.failed)); return; }
     const missing = sides.flatMap(({ file }) => file.names.map((own, part) => [own, `${file.run} ${part}`])).filter(([, key]) => !loaded.has(key));
@@ -618,7 +618,7 @@
     ...(live.seconds ? [live.node] : []), bar(), el("p", { class: "empty", id: "nothing" }, DATA.panels.length ? "No run passes the filters." : "No run is finished yet."),
     el("section", { id: "method", hidden: "" }),
     ...SECTIONS().map(([id, name, about, , wide]) => section(id, name, about, wide)),
-    section("lost", "Why points were lost", "What kvbench study diagnose found: how far attention outputs are from a full cache's, and where rows of the answer were lost.", "wide"),
+    section("lost", "Why points were lost", "What kvbench diagnose found: how far attention outputs are from a full cache's, and where rows of the answer were lost.", "wide"),
     section("studies", "Studies", "What a full cache holds, and which claims of the papers hold on this model. Each exhibit has the reading that was taken.", "wide"),
     el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", {}, "The full cache's answer next to the method's, with differing words marked, and the rows of the prompt that the method still held."), el("div", { class: "body" })),
     el("section", { id: "compare" }, el("h2", {}, "Two runs"), el("p", {}, "The settings in which two runs of a panel differ, their difference on the same samples, and the samples lost and gained."), el("div", { class: "body" })),

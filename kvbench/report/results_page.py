@@ -34,7 +34,7 @@ Protocol = tuple[str, ...]
 HEAD = """\
 # Results
 
-<!-- Written by `python -m kvbench measured --page`. Edit kvbench/report/results_page.py instead. -->
+<!-- Written by `python -m kvbench dev measured --page`. Edit kvbench/report/results_page.py instead. -->
 
 What the methods and codecs of kvbench score on a small real language model, smollm2, and on the embedded model,
 reference, and what these numbers can and cannot tell. Everything on this page was measured by the commands below, and
@@ -98,7 +98,7 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
     """
     machines = {path.name: path for path in sorted(folder.glob("*")) if any(path.glob("*.csv"))}
     if not machines:
-        raise SettingError(f"{folder}: no results there; kvbench measured a")
+        raise SettingError(f"{folder}: no results there; kvbench dev measured a")
     if machine is not None:
         require_choice("--machine", machine, machines)
     paths_by_tier: dict[str, list[Path]] = {}
@@ -200,7 +200,7 @@ def describe_origin(tiers: Mapping[str, Sequence[Line]]) -> list[str]:
         Column("", "what", lambda row: row[1]),
         Column("", "cells", lambda row: f"{row[2]:,}"),
         Column("", "answers", lambda row: f"{row[3]:,}"),
-        Column("", "command", lambda row: f"python -m kvbench measured {row[0]}"),
+        Column("", "command", lambda row: f"python -m kvbench dev measured {row[0]}"),
         Column("", "measured on", lambda row: row[4]),
     ]
     lines = [line for lines in tiers.values() for line in lines]

@@ -1,4 +1,4 @@
-"""Run the checks of `kvbench check-method` and `kvbench check-task`, and print a line for each."""
+"""Run the checks of `kvbench check method` and `kvbench check task`, and print a line for each."""
 
 import time
 from collections.abc import Callable, Sequence

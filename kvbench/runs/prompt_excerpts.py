@@ -1,4 +1,4 @@
-"""Build the texts of prompts around their targets again, for the report page: `kvbench prompt-excerpts`.
+"""Build the texts of prompts around their targets again, for the report page: `kvbench dev prompt-excerpts`.
 
 A record has no prompt, because the prompts of a study are gigabytes. They are made again from the run's settings, its
 seed and its tokenizer, and a text is used only if the hash of its tokens is the record's. The page runs this module in

@@ -1,4 +1,4 @@
-"""Execute records of a store again and compare them: `make check-results REPLAY=n`.
+"""Execute records of a store again and compare them: `kvbench check results --replay N`.
 
 The answer, its score and the held rows are compared. If machine, versions, sources and batch are the same as then, any
 difference is damage. Otherwise rounding may differ, so only the share that agrees is reported. A record that cannot be

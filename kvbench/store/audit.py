@@ -1,4 +1,4 @@
-"""Check that the records of a results folder are intact and can be paired: `make check-results`.
+"""Check that the records of a results folder are intact and can be paired: `kvbench check results`.
 
 The audit checks for every run:
 
@@ -107,5 +107,5 @@ def draw_records(results: Path, count: int, seed: int) -> tuple[list[tuple[str, 
     store = find_finished(results)
     records = [(run.hash, uid) for run in [*store.runs, *store.unfinished] for uid in run.records]
     if count > len(records):
-        raise SettingError(f"REPLAY={count}: the store has {len(records)} records")
+        raise SettingError(f"--replay={count}: the store has {len(records)} records")
     return Random(seed).sample(sorted(records), count), len(records)

@@ -1,6 +1,6 @@
 """Define the record of one sample: every field with its type, unit, meaning and the version that introduced it.
 
-    python -m kvbench record-schema > docs/records.md      # the table of fields, for people
+    python -m kvbench dev record-schema > docs/records.md      # the table of fields, for people
 
 A record is one line of JSON in `results/runs/<hash>/records-<writer>.jsonl`. The runner builds it as a `Record`, which
 rejects unknown fields and values of the wrong type. Readers keep the line as a plain dict, because a store holds
@@ -457,7 +457,7 @@ def format_schema() -> str:
 
 HEAD = f"""# The record of a sample
 
-<!-- `python -m kvbench record-schema > docs/records.md` writes this page from kvbench/store/record.py. -->
+<!-- `python -m kvbench dev record-schema > docs/records.md` writes this page from kvbench/store/record.py. -->
 
 kvbench writes one line of JSON for each sample, to `results/runs/<hash>/records-<writer>.jsonl`.
 `kvbench.load("results")` reads all of them: `loaded.records()` is a pandas frame with one line per sample. Each key of

@@ -372,28 +372,16 @@ def load_runs(results: Path) -> list[StoredRun]:
     return drop_twins(runs)
 
 
-def parse_selection(given: Sequence[str]) -> tuple[Path, dict[str, str]]:
-    """Parse a command line of the form `results setting=value,value …`.
-
-    A folder whose name contains `=` is written with a slash before it, such as `./a=b`.
-
-    Returns:
-        The results folder ("results" if none is given) and the filters by setting.
+def parse_filters(given: Sequence[str]) -> dict[str, str]:
+    """Return filters by setting, from texts of the form `setting=value,value`.
 
     Raises:
-        SettingError: There are two folders, a setting is given twice, or a setting is also the name of a folder.
+        SettingError: A setting is given twice.
     """
-    folders = [word for word in given if "=" not in word or "/" in word.partition("=")[0]]
-    if len(folders) > 1:
-        raise SettingError(f"{folders[1]}: give only one folder of results, then setting=value")
-    settings = [word for word in given if word not in folders]
-    for setting in settings:
-        if Path(setting).is_dir():
-            raise SettingError(f"{setting}: a folder has this name; ./{setting} reads it")
-    filters = [setting.split("=", 1) for setting in settings]
+    filters = [setting.split("=", 1) for setting in given]
     if len(dict(filters)) < len(filters):
-        raise SettingError(f"{' '.join(map('='.join, filters))}: give each setting once, with commas between values")
-    return Path(folders[0] if folders else "results"), dict(filters)
+        raise SettingError(f"{' '.join(given)}: give each setting once, with commas between values")
+    return dict(filters)
 
 
 def filter_runs(runs: Sequence[StoredRun], filters: Mapping[str, str]) -> list[StoredRun]:
@@ -438,7 +426,7 @@ def choose_run(runs: Sequence[StoredRun], start: str) -> StoredRun:
     if len(fitting) == 1:
         return fitting[0]
     if not fitting:
-        raise SettingError(f"run={start}: no run has such a hash; kvbench results --format csv lists them")
+        raise SettingError(f"run={start}: no run has such a hash; kvbench results scores --format csv lists them")
     raise SettingError(
         f"run={start}: begins the hashes of {len(fitting)} runs: {name_some([run.hash for run in fitting])}"
     )

@@ -24,7 +24,7 @@ from kvbench.store.parse import parse_yaml
 from kvbench.validation import SettingError, summarize
 
 HOLDS = "holds"  # the series of a number that is the share of instances in which a claim holds
-DIAGNOSIS, CELLS = "diagnosis", "cells"  # the study of `kvbench study diagnose`, and the key of its cells in study.yaml
+DIAGNOSIS, CELLS = "diagnosis", "cells"  # the study of `kvbench diagnose`, and the key of its cells in study.yaml
 FOLDER, ABOUT, PROMPTS = "studies", "study.yaml", "prompts"
 
 
@@ -93,7 +93,7 @@ def read_lines(path: Path, study: str) -> list[Line]:
     except (OSError, ValueError) as error:
         raise SettingError(f"{path}: {summarize(error)}") from None
     if tuple(table.fieldnames or ()) != COLUMNS:
-        raise SettingError(f"{where}: not a file of kvbench study; its columns are {', '.join(COLUMNS)}")
+        raise SettingError(f"{where}: not a file of kvbench papers study; its columns are {', '.join(COLUMNS)}")
     lines = []
     for number, row in enumerate(table, 2):
         try:

@@ -156,7 +156,7 @@ def make_sweep_folder(folder: Path) -> Path:
 
 
 def write_cells(folder: Path, cells: Sequence[SweepCell]) -> None:
-    """Write cells.json, from which `sweep-status` and the dashboard read the sweep."""
+    """Write cells.json, from which `kvbench status` and the dashboard read the sweep."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
         {

@@ -2,7 +2,7 @@
 
 This is G. Kamradt's pressure test (gkamradt/LLMTest_NeedleInAHaystack 7b90d28), with the variants of KV-cache papers
 that conf/task/niah.yaml lists with their sources. A row of the closing table is a length. Every record has `length` and
-`depth`, from which `python -m kvbench grid` makes the grid.
+`depth`, from which `python -m kvbench results grid` makes the grid.
 
 The score is the recall of the needle's keywords in points: the share of the stems of `keywords` that are among the
 output's stems. Words and stems are those of rouge-score, so "sitting" recalls "sit". Upstream lets a model judge. KV

@@ -340,7 +340,7 @@ def test_a_hostile_archive_is_one_line(small, tmp_path):
 
 def test_the_commands(store, tmp_path, capsys):
     path = tmp_path / "own.zip"
-    assert bundle_command.main([str(store), "question=visible", "--out", str(path)]) == 0
+    assert bundle_command.main(["--results", str(store), "question=visible", "--out", str(path)]) == 0
     digest = capsys.readouterr().out.split()[-1]
     assert verify.main([str(path), "--digest", digest[:16].upper()]) == 0
     out = capsys.readouterr().out
@@ -349,7 +349,7 @@ def test_the_commands(store, tmp_path, capsys):
     assert capsys.readouterr().err == f"kvbench: --digest={16 * '0'}: the bundle has {digest}\n"
     assert verify.main([str(path), "--digest", ""]) == 2
     assert capsys.readouterr().err.startswith("kvbench: --digest=: at least 16 digits")
-    assert bundle_command.main([str(store), "method=full", "--out", str(path)]) == 2
+    assert bundle_command.main(["--results", str(store), "method=full", "--out", str(path)]) == 2
     assert "no finished run of a method to bundle" in capsys.readouterr().err
 
 

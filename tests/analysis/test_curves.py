@@ -55,7 +55,7 @@ def curves(store, capsys):
     """Runs the command; gives exit code, output, errors."""
 
     def call(*given: str) -> tuple[int, str, str]:
-        code = main([str(store), *given])
+        code = main(["--results", str(store), *given])
         return code, *capsys.readouterr()
 
     return call
@@ -277,7 +277,7 @@ BAD = {
     ("--keep", "2"): "--keep 2: shares in (0, 1]",
     ("--keep", "nan"): "--keep nan: shares in (0, 1]",
     ("--against", "time"): "--against=time: choose one of bytes, rows",
-    ("/elsewhere",): "/elsewhere: give only one folder of results, then setting=value",
+    ("/elsewhere",): "/elsewhere: give only one folder of results",
     ("method=[",): 'method=[: no finished run has this; there are "full", "snapkv"',
     ("method=a", "method=b"): "method=a method=b: give each setting once",
 }
@@ -290,7 +290,9 @@ def test_what_cannot_be_used_is_one_line(curves, given):
 
 
 def test_a_damaged_store_is_said(tmp_path, store, curves, capsys):
-    assert main([str(tmp_path / "nowhere")]) == 2 and "nowhere/runs: no run there" in capsys.readouterr().err
+    assert (
+        main(["--results", str(tmp_path / "nowhere")]) == 2 and "nowhere/runs: no run there" in capsys.readouterr().err
+    )
     folder = store / "runs" / "0123456789abcdef"
     folder.mkdir()
     (folder / "run.yaml").write_text(json.dumps({"format": 1, "hash": "0", "value": made_up_runs.VALUE}))

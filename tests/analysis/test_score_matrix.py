@@ -130,14 +130,14 @@ def test_a_column_alone_has_the_numbers_of_pandas(store, expected, column):
 
 def test_columns_are_those_asked_for_and_in_that_order(store, capsys):
     asked = ["n", "interval", "rows_kept", "score"]
-    arguments = [str(store), "question=hidden", "method=knorm", "--columns", ",".join(asked)]
+    arguments = ["--results", str(store), "question=hidden", "method=knorm", "--columns", ",".join(asked)]
     assert results.main([*arguments, "--format", "csv"]) == 0
     head = capsys.readouterr().out.splitlines()[0].split(",")
     assert head[6:] == ["budget", "n", "low", "high", "rows_kept", "score", "best", "tied", "hash"]
     assert results.main([*arguments, "--format", "markdown"]) == 0
     heads = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| method"))
     assert re.findall(r"\bn\b|95|kept|score", heads) == 2 * ["n", "95", "kept", "score"]
-    assert results.main([str(store), "question=hidden", "--columns", "bytes_held"]) == 0
+    assert results.main(["--results", str(store), "question=hidden", "--columns", "bytes_held"]) == 0
     out = capsys.readouterr().out
     assert "score" not in out.partition("bytes")[2] and "†" not in out
 
@@ -222,7 +222,7 @@ def test_only_a_terminal_that_may_is_sent_control_codes(store, monkeypatch, caps
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    assert results.main([str(store)]) == 0
+    assert results.main(["--results", str(store)]) == 0
     assert ("\x1b" in capsys.readouterr().out) == styled
 
 
@@ -469,12 +469,17 @@ def test_a_setting_that_cannot_group_is_one_line(wide, wrong):
 
 
 def test_the_commands(store, capsys):
-    assert results.main([str(store), "method=snapkv,knorm", "budget=0.1", "question=hidden", "--format", "csv"]) == 0
+    assert (
+        results.main(
+            ["--results", str(store), "method=snapkv,knorm", "budget=0.1", "question=hidden", "--format", "csv"]
+        )
+        == 0
+    )
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["method"] for row in rows] == ["full cache", "knorm", "snapkv"]
     one, other = (row["hash"] for row in rows[1:])
-    assert show.main([one, str(store)]) == 0 and "lost/gained" in capsys.readouterr().out
-    assert compare.main([one, other, str(store)]) == 0
+    assert show.main([one, "--results", str(store)]) == 0 and "lost/gained" in capsys.readouterr().out
+    assert compare.main([one, other, "--results", str(store)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^method.name +knorm +snapkv$", out, re.MULTILINE) and "B - A" in out
     scores = {row["method"]: float(row["score"]) for row in rows}
@@ -491,7 +496,7 @@ def test_the_commands(store, capsys):
         (results, ["--columns", "score,speed"], r"--columns=speed: choose one of score, score_interval, difference, "),
         (results, ["--columns", ""], r"--columns=: choose one of score, score_interval, difference, "),
         (results, ["--columns", "n,n"], r"--columns=n,n: give each column once"),
-        (results, ["--columns", "speed", "no folder"], r"--columns=speed: choose one of "),
+        (results, ["--columns", "speed", "--results", "no folder"], r"--columns=speed: choose one of "),
         (results, ["--sort", "0.7"], r"--sort=0.7: choose method, a budget \(0.1, 0.2\), or "),
         (results, ["--group-by", "budget"], r"--group-by=budget: did you mean budget_of\?"),
         (show, ["zz"], r"run=zz: no run has such a hash"),
@@ -500,6 +505,6 @@ def test_the_commands(store, capsys):
     ],
 )
 def test_what_cannot_be_shown_is_one_line(command, arguments, line, store, capsys):
-    assert command.main([*arguments, *([] if "no folder" in arguments else [str(store)])]) == 2
+    assert command.main([*arguments, *([] if "no folder" in arguments else ["--results", str(store)])]) == 2
     out, err = capsys.readouterr()
     assert out == "" and re.match(f"kvbench: {line}", err) and err.count("\n") == 1

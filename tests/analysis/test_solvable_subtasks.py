@@ -230,7 +230,7 @@ def test_weights_and_biases_is_told(store):
 
 def test_curves_show_both_averages(store, write_card, capsys):
     def shown(*given: str) -> list[str]:
-        assert curves_command.main([str(store), *given]) == 0
+        assert curves_command.main(["--results", str(store), *given]) == 0
         return capsys.readouterr().out.split("\n\n\n")
 
     first, second, _ = shown()
@@ -246,7 +246,7 @@ def test_curves_show_both_averages(store, write_card, capsys):
     assert len(shown("subtask=ruler_vt")) == 2
     write_card("")
     assert len(shown()) == 2 and shown()[0] == first
-    assert curves_command.main([str(store), "--average", SOLVABLE]) == 2
+    assert curves_command.main(["--results", str(store), "--average", SOLVABLE]) == 2
     assert "--average=solvable: choose one of each\n" in capsys.readouterr().err
 
 
@@ -277,7 +277,7 @@ def test_the_report_shows_both_averages(store, write_card):
 
 def test_figures_can_choose_it(store, write_card, monkeypatch, capsys):
     monkeypatch.setattr("kvbench.report.figures.Figure.write_pictures", lambda figure, folder, also="": "")
-    assert figures_command.main([str(store), "--kind", "curve,tasks", "--average", SOLVABLE]) == 0
+    assert figures_command.main(["--results", str(store), "--kind", "curve,tasks", "--average", SOLVABLE]) == 0
     [path] = (store / "figures").glob("*-curve-solvable.csv")
     own = compare_subtasks(scores(0.1))
     first, *_ = csv.DictReader(io.StringIO(path.read_text()))
@@ -290,7 +290,7 @@ def test_figures_can_choose_it(store, write_card, monkeypatch, capsys):
     }
     write_card("")
     capsys.readouterr()
-    assert figures_command.main([str(store), "--average", SOLVABLE]) == 2
+    assert figures_command.main(["--results", str(store), "--average", SOLVABLE]) == 2
     assert "--average=solvable: choose one of each" in capsys.readouterr().err
 
 
@@ -316,7 +316,7 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
     assert {(value["method"]["name"], value["task"]["seed"]) for value in values} == {("full", seed)}
     assert sorted(value["task"]["length"] for value in values) == [256] and seed != 0
     comments = "".join(line.lstrip("# ") + " " for line in out.splitlines() if line.startswith("#"))
-    assert comments.startswith("kvbench choose-solvable model=reference_v2 ") and "1 sample" in comments
+    assert comments.startswith("kvbench dev choose-solvable model=reference_v2 ") and "1 sample" in comments
     assert "256: niah_single_1 100.0, niah_single_2 49.0" in comments
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")}
     assert choose_solvable_command.main(given) == 0 and capsys.readouterr().out == out
@@ -344,7 +344,7 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
         (["--lengths", "64"], "task.length=64: at least "),
         (["device=cpu", "--lengths", "1024,32768"], "task.length=32768: reference takes at most 16384 tokens"),
         (["--samples", "0"], "--samples=0: a whole number of at least 1"),
-        (["--nix"], "unrecognized arguments: --nix; usage: kvbench choose-solvable"),
+        (["--nix"], "unrecognized arguments: --nix; usage: kvbench dev choose-solvable"),
     ],
 )
 def test_what_the_command_cannot_use_is_one_line(tmp_path, monkeypatch, capsys, given, line):

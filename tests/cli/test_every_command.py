@@ -8,11 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.cli import COMMANDS
 from kvbench.cli.command import READER_GONE, run_command
 from tests.support.command_line import run_cli
 from tests.support.report_store import make_records, write_run
 from tests.support.repository import ROOT
 from tests.support.selection import only_in_full
+
+NAMELESS = (
+    "audit",
+    "dashboard",
+    "export",
+    "grade",
+    "grid",
+    "papers",
+    "papers_list",
+    "report",
+    "sweep_status",
+)  # modules
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +51,16 @@ def unread(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["results", *map(only_in_full, ["curves", "audit", "grid", "papers", "report", "export"])]
+    "command",
+    ["results scores", *map(only_in_full, ["results curves", "check results", "results grid", "papers write"])]
+    + [*map(only_in_full, ["results report", "results export"])],
 )
 def test_a_command_ends_in_silence(command, store, tmp_path):
-    more = [str(tmp_path)] if command == "export" else []
-    assert unread("-m", "kvbench", command, str(store), *more) == (READER_GONE, "")
+    more = [str(tmp_path)] if command == "results export" else []
+    assert unread("-m", "kvbench", *command.split(), "--results", str(store), *more) == (READER_GONE, "")
 
 
-@pytest.mark.parametrize("command", [only_in_full("-m kvbench grade --help"), "run.py --cfg job"])
+@pytest.mark.parametrize("command", [only_in_full("-m kvbench results grade --help"), "run.py --cfg job"])
 def test_so_do_help_and_the_command_line(command):
     assert unread(*command.split()) == (READER_GONE, "")
 
@@ -68,26 +83,28 @@ def test_another_pipe_that_breaks_is_an_error():
 
 @pytest.mark.parametrize(
     "command",
-    ["audit", "curves", "dashboard", "figures", "export", "grade", "grid", "papers", "report", "sweep_status", "table"],
+    [command for command in COMMANDS if command.module in NAMELESS],
+    ids=lambda command: command.module,
 )
 def test_arguments_that_are_none_are_one_line(command, tmp_path, capsys):
-    assert import_module(f"kvbench.cli.{command}").main([str(tmp_path), *["no", "such", "argument"], "--nor=this"]) == 2
+    given = ["--results", str(tmp_path), *["no", "such", "argument", "there"], "--nor=this"]
+    assert import_module(f"kvbench.cli.{command.module}").main(given) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("kvbench: unrecognized arguments: ") and err.count("\n") == 1
-    assert f"; usage: kvbench {command.replace('_', '-')} [-h] " in err and not list(tmp_path.iterdir())
+    assert f"; usage: kvbench {command.name} [-h] " in err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("command", "given", "line"),
     [
-        ("export", ["{}", "{}/file/out"], "out={}/file/out: a folder that can be written"),
-        ("papers", ["{}/nowhere"], "results={}/nowhere: no such folder"),
-        ("papers", ["{}/file", "dropkv", "1"], "results={}/file: no such folder"),
+        ("export", ["--results", "{}", "{}/file/out"], "out={}/file/out: a folder that can be written"),
+        ("papers", ["--results", "{}/nowhere"], "results={}/nowhere: no such folder"),
+        ("papers", ["dropkv", "1", "--results", "{}/file"], "results={}/file: no such folder"),
         ("bench_share", ["results={}/file", "method=knorm"], "results={}/file: a folder that can be written"),
         ("bench_share", ["nosuch=1"], "nosuch: no such setting"),
         ("bench_share", ["method=nosuch"], "method=nosuch: choose one that kvbench run --help lists"),
         ("bench_share", ["task=efficiency", "method=knorm"], "task=efficiency: one whose prompts"),
-        ("wandb_sync", ["{}", "more"], "more: give only one folder of results"),
+        ("wandb_sync", ["--results", "{}", "more"], "more: no SETTING=VALUE; --results DIR names a folder"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(command, given, line, tmp_path, capsys):

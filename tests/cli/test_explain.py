@@ -42,7 +42,7 @@ def test_a_run_is_explained(kvbench, tmp_path, monkeypatch, capsys):
     settings = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=1", "method=knorm", "budget=0.5")
     assert kvbench(*settings, f"results={tmp_path / 'r'}")[0] == 0
     name = read_runs(tmp_path / "r")["knorm"][0].name
-    code, lines, _ = explained(capsys, name[:6], str(tmp_path / "r"))
+    code, lines, _ = explained(capsys, name[:6], "--results", str(tmp_path / "r"))
     assert code == 0 and lines[0] == name
     text = "\n".join(lines)
     assert '"name": "knorm"' in text and "├─ budget " in text and "├─ identity " in text and "└─ sources " in text
@@ -63,7 +63,7 @@ def test_a_run_is_explained(kvbench, tmp_path, monkeypatch, capsys):
         return found
 
     monkeypatch.setattr(explain, "source_hashes", changed)
-    _, lines, _ = explained(capsys, name, str(tmp_path / "r"))
+    _, lines, _ = explained(capsys, name, "--results", str(tmp_path / "r"))
     notes = [line.split(maxsplit=1)[1] for line in lines if line.endswith(("today)", "then)"))]
     assert notes == [
         "kvbench.engine.context  (does something else today)",
@@ -76,13 +76,13 @@ def test_two_runs_that_differ_in_one_setting_differ_in_one_line(tmp_path, capsys
     found = []
     for window in (32, 64):
         own = write_run(tmp_path, {}, method={"name": "snapkv", "window": window})
-        found.append(explained(capsys, own.hash, str(tmp_path))[1][1:])
+        found.append(explained(capsys, own.hash, "--results", str(tmp_path))[1][1:])
     assert [one.split()[1] for one, other in zip(*found, strict=True) if one != other] == ["method"]
 
 
 def test_a_run_of_before_is_explained(capsys):
     """Its runs were named by fewer modules, each hashed as today."""
-    _, lines, _ = explained(capsys, "794c", str(ROOT / "tests" / "stores" / "0.2"))
+    _, lines, _ = explained(capsys, "794c", "--results", str(ROOT / "tests" / "stores" / "0.2"))
     assert "   a9cbd9e2  kvbench.store" in lines  # an `__init__.py` that only says something
     assert [line for line in lines if line.endswith("  kvbench.runs.workers  (not hashed then)")]
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_explained_is_one_line(tmp_path, capsys):
     for window in range(20):
         write_run(tmp_path, {}, method={"name": "snapkv", "window": window})
     for name, line in (("zz", f"run=zz: no run of {tmp_path} begins so"), ("", "run=: 20 runs begin so")):
-        code, out, err = explained(capsys, name, str(tmp_path))
+        code, out, err = explained(capsys, name, "--results", str(tmp_path))
         assert (code, out) == (2, []) and err.startswith(f"kvbench: {line}") and err.count("\n") == 1
 
 
@@ -100,19 +100,19 @@ def test_a_store_of_0_1_is_loaded_exported_and_explained(old, tmp_path, capsys):
     assert dict(loaded.runs["method"]) == HASHES and not loaded.damaged
     assert len(loaded.records(["uid", "score"])) == 8
     assert {state for _, state, _ in audit.audit_runs(old)} == {"4 records, finished"}
-    assert export.main([str(old), str(tmp_path / "export")]) == 0
-    assert curves_command.main([str(old)]) == 0 and "snapkv" in capsys.readouterr().out
-    code, lines, _ = explained(capsys, "4c18", str(old))
+    assert export.main(["--results", str(old), str(tmp_path / "export")]) == 0
+    assert curves_command.main(["--results", str(old)]) == 0 and "snapkv" in capsys.readouterr().out
+    code, lines, _ = explained(capsys, "4c18", "--results", str(old))
     assert code == 0 and "   (kvbench 0.1 did not write down which modules these are)" in "\n".join(lines)
 
 
 def test_figures_are_drawn_of_a_store_of_0_1(old):
-    assert figures_command.main([str(old), "--kind", "tasks"]) == 0
+    assert figures_command.main(["--results", str(old), "--kind", "tasks"]) == 0
     assert list((old / "figures").glob("*.csv"))
 
 
 def test_a_papers_table_shows_a_store_of_0_1(old, capsys):
-    assert papers.main([str(old), "dropkv", "1"]) == 0 and "SnapKV" in capsys.readouterr().out
+    assert papers.main(["--results", str(old), "dropkv", "1"]) == 0 and "SnapKV" in capsys.readouterr().out
 
 
 def test_the_page_shows_a_store_of_0_1(old, monkeypatch):
@@ -120,7 +120,7 @@ def test_the_page_shows_a_store_of_0_1(old, monkeypatch):
     monkeypatch.setattr("kvbench.report.page.load_scripts", lambda: ("", ""))
     monkeypatch.setattr("kvbench.report.page.build_charts", dict)
     monkeypatch.setattr("kvbench.report.excerpts.COMMAND", ["true"])
-    assert report([str(old)]) == 0
+    assert report(["--results", str(old)]) == 0
     page = (old / "report.html").read_text()
     assert "snapkv" in page and all(name in page for name in HASHES)
 

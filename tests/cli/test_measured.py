@@ -1,4 +1,4 @@
-"""`kvbench measured`: a tier from its sweeps to the page, and what it refuses in one line."""
+"""`kvbench dev measured`: a tier from its sweeps to the page, and what it refuses in one line."""
 
 from pathlib import Path
 
@@ -129,7 +129,7 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
         (["a", "--workers", "1.5"], "--workers=1.5: a whole number of at least 1"),
         (["a", "--workers", "many"], "--workers=many: a whole number of at least 1"),
         (["a", "--machine", "x"], "--machine and --out: only with --page"),
-        (["--page", "--results", "/nowhere"], "/nowhere/measured: no results there; kvbench measured a"),
+        (["--page", "--results", "/nowhere"], "/nowhere/measured: no results there; kvbench dev measured a"),
         (["a", "--results", "/dev/null/x"], "--results=/dev/null/x: a folder that can be written"),
         (["a", "--file", "/nowhere.yaml"], "--file=/nowhere.yaml: cannot be read as tiers (No such file"),
     ],

@@ -303,7 +303,7 @@ def test_a_report_on_a_network_file_system_names_the_file(name, charts, tmp_path
     for function, file in (("fcntl.lockf", "report/lock"), ("os.fsync", "report")):
         with monkeypatch.context() as patch:
             patch.setattr(function, fail)
-            assert import_module("kvbench.cli.report").main([str(tmp_path)]) == 1
+            assert import_module("kvbench.cli.report").main(["--results", str(tmp_path)]) == 1
         said = capsys.readouterr().err
         assert re.fullmatch(rf"kvbench: {tmp_path}/{file}.*: {re.escape(os.strerror(number))}\n", said)
 
@@ -345,6 +345,8 @@ def test_a_full_disk_names_the_file(module, more, name, tmp_path, capsys):
             sampling={"temperature": 0.0, "top_p": 1.0},
         )
     with full_beyond(200):
-        code = import_module(f"kvbench.cli.{module}").main([str(tmp_path), *(own.format(tmp_path) for own in more)])
+        code = import_module(f"kvbench.cli.{module}").main(
+            ["--results", str(tmp_path), *(own.format(tmp_path) for own in more)]
+        )
     out, err = capsys.readouterr()
     assert code == 1 and re.fullmatch(rf"kvbench: {tmp_path}/{name}.*File too large.*\n", err), err

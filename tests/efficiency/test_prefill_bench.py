@@ -69,7 +69,7 @@ def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
 def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
     out = tmp_path / "new" / "prefill.csv"
     command = ["--tokens=60", "--rounds=1", "--out", str(out), "--methods", "knorm", "h2o", "tova", "qfilters"]
-    assert bench_methods.main([*command, "--cross", "tova", "--set", "h2o.preset=kvpress"]) == 0
+    assert bench_methods.main([*command, "--cross", "tova", "h2o.preset=kvpress"]) == 0
     printed = capsys.readouterr().out
     with out.open() as file:
         lines = list(csv.DictReader(file))
@@ -84,7 +84,7 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         assert line["not_run"] or float(line["ratio"]) == pytest.approx(float(line["ms"]) / float(line["full_ms"]))
         assert line["tokens"] == "60" and line["torch"] == torch.__version__
         assert line["not_run"] or bool(line["floor"]) == (line["codec"] in ("raw", "kivi"))
-        assert line["command"].startswith("kvbench bench-methods --tokens=60 --rounds=1")
+        assert line["command"].startswith("kvbench dev bench-methods --tokens=60 --rounds=1")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         ["--rounds", "0"],
         ["--budget", "1"],
         ["--model", "/nowhere"],
-        ["--set", "knorm.preset"],
-        ["--set", "preset=paper"],
-        ["--set", "nothing.path=x"],
+        ["knorm.preset"],
+        ["preset=paper"],
+        ["nothing.path=x"],
         ["--also", "nothing"],
         ["--also", "kvzip.nothing"],
         ["--also", "kvzip."],
@@ -122,7 +122,7 @@ def test_set_names_methods_and_codecs_that_have_no_name_in_common():
     settings = prefill_bench.parse_settings(["h2o.preset=kvpress", "kivi.preset=bits4"])
     choice = Setup("h2o", codec="kivi").choice(settings)
     assert (choice.method.norm, choice.codec.bits) == ("count", 4)
-    with pytest.raises(SettingError, match="^--set: method or codec=ada: choose one that "):
+    with pytest.raises(SettingError, match="^method or codec=ada: choose one that "):
         prefill_bench.parse_settings(["ada.preset=kvpress"])
 
 
@@ -140,10 +140,10 @@ def test_codecs_run_with_their_files(tmp_path, capsys):
     made = ["palu", "--model=reference", "--untrained", "--device=cpu", f"--out={palu}"]
     assert calibrate.main(made) == 0
     command = ["--tokens=100", "--rounds=1", f"--out={out}", "--methods", "kvzip", "--also", "kvzip.plus"]
-    command += ["--also", "snapkv+palu", "--also", "deltakv+delta", "--set", f"palu.path={palu}"]
+    command += ["--also", "snapkv+palu", "--also", "deltakv+delta", f"palu.path={palu}"]
     delta = ROOT / "kvbench/models/embedded_v2_deltakv.safetensors"
-    command += [f"--set={part}.preset=reference" for part in ("delta", "deltakv")]
-    assert bench_methods.main([*command, f"--set=delta.path={delta}"]) == 0
+    command += [f"{part}.preset=reference" for part in ("delta", "deltakv")]
+    assert bench_methods.main([*command, f"delta.path={delta}"]) == 0
     assert "kvzip plus  " in capsys.readouterr().out
     with out.open() as file:
         lines = list(csv.DictReader(file))

@@ -188,14 +188,14 @@ def test_without_verdicts_there_is_nothing_to_say(run):
 def test_the_command_line(run, tmp_path, monkeypatch, capsys):
     run(("p/r0", "1", "1", 100.0))
     Told(monkeypatch, True)
-    assert grade.main([str(tmp_path)]) == 0
+    assert grade.main(["--results", str(tmp_path)]) == 0
     out, _ = capsys.readouterr()
     assert " math500 full 1.0: math-verify " in out and "differs on 0 of 1" in out
-    assert grade.main([str(tmp_path / "nowhere")]) == 2
+    assert grade.main(["--results", str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err == f"kvbench: {tmp_path}/nowhere/runs: no run there\n"
     [file] = tmp_path.glob("runs/*/run.yaml")
     file.write_text("format: 1")
-    assert grade.main([str(tmp_path)]) == 2
+    assert grade.main(["--results", str(tmp_path)]) == 2
     left_out = f"kvbench: run {file.parent.name} is left out: run.yaml is incomplete\n"
     assert capsys.readouterr().err == f"{left_out}kvbench: {tmp_path}/runs: no run there\n"
 
@@ -217,7 +217,7 @@ def test_without_math_verify_the_command_is_refused(run, tmp_path, monkeypatch, 
 
     run(("a", "$1$", "1", 100.0))
     monkeypatch.setattr(math_verify, "version", missing)
-    assert grade.main([str(tmp_path)]) == 2
+    assert grade.main(["--results", str(tmp_path)]) == 2
     assert "math-verify is not installed" in capsys.readouterr().err
 
 
@@ -229,5 +229,5 @@ def test_without_math_verify_a_run_says_so_and_keeps_its_answers(kvbench, monkey
     monkeypatch.setattr(math_verify, "version", missing)
     code, out, err = kvbench("task=aime25", "method=full", "limit=1", "task.max_new_tokens=1")
     assert code == 0 and "average" in out
-    assert "kvbench: grade: math-verify is not installed; make setup, then python -m kvbench grade results\n" in err
-    assert grade.main(["results"]) == 2
+    assert "kvbench: grade: math-verify is not installed; make setup, then python -m kvbench results grade\n" in err
+    assert grade.main(["--results", "results"]) == 2

@@ -204,7 +204,7 @@ def test_an_offline_run_says_what_the_store_holds_and_a_replay_the_same(
     for own in runs:
         assert len((own.folder.path / "wandb.jsonl").read_text().splitlines()) == 1
     again = tmp_path / "again"
-    assert main([str(tmp_path), f"logger.dir={again}", "logger.project=mine", "logger.tags=[a]"]) == 0
+    assert main(["--results", str(tmp_path), f"logger.dir={again}", "logger.project=mine", "logger.tags=[a]"]) == 0
     assert capsys.readouterr().out.splitlines()[:2] == [f"{own}  finished" for own in sorted(found)]
     assert {own["id"]: own for own in map(read_back, (again / "wandb").glob("offline-run-*"))} == found
 
@@ -221,7 +221,10 @@ def test_what_wandb_raises_is_one_line(runs, tmp_path, capsys, fake, monkeypatch
     monkeypatch.setenv("FAKE", how)
     log(tmp_path).finished(runs[:1])
     out, err = capsys.readouterr()
-    assert (out, err) == ("", f"kvbench: logger=wandb: {line}; later: make wandb-sync RESULTS={tmp_path}\n")
+    assert (out, err) == (
+        "",
+        f"kvbench: logger=wandb: {line}; later: kvbench results wandb-sync --results {tmp_path}\n",
+    )
     assert (runs[0].folder.path / "wandb.jsonl").read_text() == ""
 
 
@@ -237,7 +240,7 @@ def test_what_hangs_is_given_up_at_the_limit(runs, tmp_path, capsys, fake, monke
     assert (
         said.startswith("kvbench: logger=wandb: not done after 2 s (logger.seconds); this ") and said.count("\n") == 1
     )
-    assert main([str(tmp_path), "logger.seconds=0.5"]) == 1
+    assert main(["--results", str(tmp_path), "logger.seconds=0.5"]) == 1
     assert "0 of 2 runs logged" in capsys.readouterr().out
 
 
@@ -276,7 +279,7 @@ def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(kvbench, monkey
     (failed,) = fake()
     assert failed["config"]["method"]["name"] == "full" and failed["code"] == 1
     assert (failed["summary"]["state"], failed["summary"]["failure"]) == ("failed", "OSError: no space left")
-    assert main(["results"]) == 0
+    assert main(["--results", "results"]) == 0
     assert fake()[1:] == [failed]
 
     code, out, _ = kvbench(*QUICK, "logger=wandb")
@@ -302,15 +305,15 @@ def test_a_replay_names_what_it_leaves_out_and_shows_the_rest(runs, tmp_path, ca
     alone = write(tmp_path, records(False), seed=1)
     (tmp_path / "runs" / "broken").mkdir()
     (tmp_path / "runs" / "broken" / "run.yaml").write_text("{")
-    assert main([str(tmp_path)]) == 1
+    assert main(["--results", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert "3 of 4 runs logged" in out and out.count("unfinished") == 1
     assert "kvbench: run broken is left out: run.yaml cannot be read" in err
     assert f"kvbench: run {alone.hash} is left out: no finished run of the full cache on the same samples" in err
-    assert main([str(tmp_path), "method=full"]) == 0
+    assert main(["--results", str(tmp_path), "method=full"]) == 0
     assert len(fake()) == 4 and fake()[3]["id"] == runs[0].hash
-    assert main([str(tmp_path), "method=foo"]) == main([str(tmp_path / "runs")]) == 2
-    assert main([str(tmp_path), "logger.nothing=1"]) == 2
+    assert main(["--results", str(tmp_path), "method=foo"]) == main(["--results", str(tmp_path / "runs")]) == 2
+    assert main(["--results", str(tmp_path), "logger.nothing=1"]) == 2
     assert "logger setting=nothing: choose one of mode, project, entity" in capsys.readouterr().err
 
 

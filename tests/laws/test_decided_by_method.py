@@ -325,14 +325,14 @@ def test_a_curve_and_a_matrix_show_what_was_measured(runs, shares):
 
 
 def test_commands_print_what_was_measured(measured, shares, capsys):
-    assert curves.main([str(measured), "method=threshold"]) == 0
+    assert curves.main(["--results", str(measured), "method=threshold"]) == 0
     out = capsys.readouterr().out
     for name, share in shares.items():
         assert re.search(rf"^{re.escape(name)} +{100 * share:.1f}% ", out, re.M)
     assert out.count("threshold · uniform · raw") == 1
-    assert results.main([str(measured), "--sort", "0.5"]) == 0
+    assert results.main(["--results", str(measured), "--sort", "0.5"]) == 0
     assert f"{100 * shares['threshold=-0.8']:.1f}\u202f%" in capsys.readouterr().out
-    assert results.main([str(measured), "--format", "csv"]) == 0
+    assert results.main(["--results", str(measured), "--format", "csv"]) == 0
     assert ",threshold=-0.8," in capsys.readouterr().out
     assert "threshold=-0.8" in json.dumps(gather_results(measured, datetime.now(UTC)).page)
 

@@ -309,7 +309,7 @@ def test_weights_take_four_bytes_a_row_and_survive_kivi():
 def test_context_keeps_the_laws(checkpoint, monkeypatch, capsys):
     for name, own in (("TOKENS", 40), ("BUDGETS", (0.5, 9)), ("BLOCKS", (None, 15))):
         monkeypatch.setattr(method_checks, name, own)
-    command = ["attention_matching", "--set", "preset=context", "--model", str(checkpoint)]
+    command = ["attention_matching", "preset=context", "--model", str(checkpoint)]
     assert check_method.main(command) == 0, capsys.readouterr().out
 
 

@@ -290,13 +290,13 @@ def test_every_measured_selection_names_columns(name):
 
 
 def test_without_measurements_a_table_has_published_values_and_commands(tmp_path, capsys):
-    assert papers.main([str(tmp_path), "dropkv", "2"]) == 0
+    assert papers.main(["--results", str(tmp_path), "dropkv", "2"]) == 0
     out = capsys.readouterr().out
     assert rows_of(out)["DropKV"][0] == "16.21" and "`python run.py -m task=efficiency" in out
     assert {path.name for path in (tmp_path / "papers").iterdir()} == {
         f"dropkv_table02.{own}" for own in ("md", "csv", "tex")
     }
-    assert papers.main([str(tmp_path), "dropkv", "2", "--beside"]) == 0
+    assert papers.main(["--results", str(tmp_path), "dropkv", "2", "--beside"]) == 0
     assert (
         capsys.readouterr().out
         == f"no measurements of these tables in {tmp_path}/efficiency: `make efficiency` makes them\n"
@@ -310,7 +310,7 @@ def test_a_table_stands_in_its_csv(results):
 
 @pytest.mark.parametrize("which", [only_in_full([]), ["dropkv", "2"]], ids=["all", "one"])
 def test_only_on_request_what_lies_beside_measurements_is_written(results, capsys, which):
-    """`make papers` and `make table` write into papers/, `make efficiency-tables` beside the measurements."""
+    """`papers write` writes into papers/, `papers write --beside` beside the measurements."""
 
     def files() -> dict[str, tuple[bytes, int]]:
         found = (path for path in (results / "efficiency").rglob("*") if path.is_file())
@@ -320,7 +320,7 @@ def test_only_on_request_what_lies_beside_measurements_is_written(results, capsy
     stale.parent.mkdir(exist_ok=True)
     stale.write_text("of another day")
     before = files()
-    assert papers.main([str(results), *which]) == 0
+    assert papers.main(["--results", str(results), *which]) == 0
     assert files() == before
     made = results / "papers" / "nvidia-test" / stale.name
     assert made.is_file() and stale.read_text() == "of another day"
@@ -328,7 +328,7 @@ def test_only_on_request_what_lies_beside_measurements_is_written(results, capsy
     assert (results / "papers" / unmeasured).exists() or which
     for path in sorted((results / "papers").rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
-    assert papers.main(["--beside", str(results), *which]) == 0
+    assert papers.main(["--beside", "--results", str(results), *which]) == 0
     assert stale.read_text().startswith("#") and list((results / "papers").iterdir()) == []
     assert set(files()) > set(before) or which
     assert not (results / "efficiency" / unmeasured).exists()

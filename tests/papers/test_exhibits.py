@@ -55,7 +55,7 @@ def test_the_folder_of_results_may_be_left_out(tmp_path, monkeypatch, without_pi
     write_study(tmp_path / "results", list_heads())
     assert papers_command.main(["keydiff", "figure14"]) == 0
     assert capsys.readouterr().out.startswith("# KeyDiff, Figure 14")
-    assert papers_command.main(["keydiff", "keydiff", "figure14"]) == 2
+    assert papers_command.main(["keydiff", "figure14", "--results", "keydiff"]) == 2
     assert capsys.readouterr().err == "kvbench: results=keydiff: no such folder\n"
 
 
@@ -83,13 +83,13 @@ def test_all_folders_fill_an_exhibit_and_an_empty_one_names_its_command(tmp_path
     said = list(emit_studied(tmp_path, load_exhibits("keydiff"), named=False, inches=None))
     assert sum(line.endswith("keydiff_figure14.md") for line in said) == 2
     [line] = (line for line in said if line.startswith("keydiff_figure16: "))
-    assert line == "keydiff_figure16: no study has filled it: `python -m kvbench study keydiff figure16` does"
+    assert line == "keydiff_figure16: no study has filled it: `python -m kvbench papers study keydiff figure16` does"
     assert not list(tmp_path.glob("papers/*/keydiff_figure16.*"))
 
 
 def test_without_studies_one_line_says_what_computes_them(tmp_path):
     [line] = emit_studied(tmp_path, load_exhibits(), named=False, inches=None)
-    assert line.endswith("`python -m kvbench study all` computes them")
+    assert line.endswith("`python -m kvbench papers study all` computes them")
 
 
 @pytest.mark.parametrize(

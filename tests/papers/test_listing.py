@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.cli import papers
+from kvbench.cli import papers, papers_list
 from kvbench.cli.papers import emit_exhibits
 from kvbench.papers.exhibits import load_exhibits
 from kvbench.papers.listing import choose_exhibits, describe_exhibits, format_list, list_exhibits
@@ -48,13 +48,13 @@ def test_the_list_says_what_a_store_has(tmp_path):
 
 def test_the_list_fits_a_narrow_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    assert papers.main([str(tmp_path), "centroidkv", "--list"]) == 0
+    assert papers_list.main(["centroidkv", "--results", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 60 and lines[0] == "centroidkv: 16 tables and figures, 13 emitted, 3 static"
     assert "16 = 13 emitted + 3 static" in lines[-2]
     wide = list(format_list(describe_exhibits(tmp_path, "centroidkv"), 120))
     assert "  table02          scores  empty   python run.py -m preset=centroidkv_table2" in wide
-    assert "  figure02         study   empty   python -m kvbench study centroidkv figure02" in wide
+    assert "  figure02         study   empty   python -m kvbench papers study centroidkv figure02" in wide
 
 
 def test_a_name_chooses_an_exhibit_or_its_parts(tmp_path):
@@ -80,18 +80,18 @@ def test_a_wrong_name_is_told_what_there_is(paper, exhibit, message):
 
 
 def test_the_list_takes_no_exhibit_and_needs_a_folder(tmp_path, capsys):
-    assert papers.main([str(tmp_path), "keydiff", "figure14", "--list"]) == 2
-    assert capsys.readouterr().err == "kvbench: figure14: --list takes a paper or none, but no exhibit\n"
-    assert papers.main([str(tmp_path / "none"), "--list"]) == 2
+    assert papers_list.main(["keydiff", "figure14"]) == 2
+    assert capsys.readouterr().err.startswith("kvbench: unrecognized arguments: figure14; usage: ")
+    assert papers_list.main(["--results", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"kvbench: results={tmp_path}/none: no such folder\n"
 
 
 def test_a_page_fits_a_terminal_with_all_that_it_says(tmp_path, capsys, monkeypatch):
-    assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
+    assert papers.main(["--results", str(tmp_path), "keydiff", "17"]) == 0
     page = capsys.readouterr().out
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
-    assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
+    assert papers.main(["--results", str(tmp_path), "keydiff", "17"]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, page.splitlines())) > 300 and max(map(len, shown.splitlines())) <= 60
     words = [set(re.findall(r"[^\s|\\`*#-]+", text)) for text in (page, shown)]

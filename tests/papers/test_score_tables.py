@@ -66,7 +66,7 @@ FIVE = [record(index, score) for index, score in enumerate((10.0, 20.0, 30.0, 40
 
 def test_a_cell_has_the_published_value_the_measured_one_its_interval_and_the_difference(tmp_path):
     put(tmp_path, KEYDIFF, FIVE)
-    assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
+    assert papers.main(["--results", str(tmp_path), "keydiff", "17"]) == 0
     own = made("keydiff_table17", tmp_path)
     cell, *others = row_of(own, "KeyDiff")
     # mean 30, standard error √(250 / 5) = 7.071, t(4) = 2.776: 30 ± 19.63 points, shown as fractions; the upper end has
@@ -89,7 +89,7 @@ def test_a_cell_has_the_published_value_the_measured_one_its_interval_and_the_di
 
 
 def test_an_empty_cell_has_the_number_of_the_note_with_its_command(tmp_path, capsys):
-    assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
+    assert papers.main(["--results", str(tmp_path), "keydiff", "17"]) == 0
     lines = capsys.readouterr().out.splitlines()
     [row] = [line for line in lines if line.startswith("| TOVA")]
     number = row.split("|")[3].strip()
@@ -142,7 +142,7 @@ def test_half_of_the_runs_fill_half_of_the_cells_and_the_gaps_have_commands(tmp_
 
 @pytest.mark.parametrize("width", ["wide", "1", "99", "nan"])
 def test_a_width_that_is_none_is_one_line_and_writes_nothing(tmp_path, capsys, width):
-    assert papers.main([str(tmp_path), "keydiff", "--width", width]) == 2
+    assert papers.main(["--results", str(tmp_path), "keydiff", "--width", width]) == 2
     out, err = capsys.readouterr()
     line = f"kvbench: --width {width}: choose column, page, or a number of inches from 2 to 20\n"
     assert not out and err == line and not list(tmp_path.iterdir())
@@ -275,7 +275,7 @@ def test_a_record_outside_its_range_is_named_and_the_rest_is_shown(tmp_path, cap
     line = record(0, 0.0, "math500") | good | own
     bad = put(tmp_path, settings | {"task.max_new_tokens": 4096}, [line])
     put(tmp_path, settings | {"task.max_new_tokens": 8192}, [record(0, 0.0, "math500", **good)])
-    assert papers.main([str(tmp_path), "keydiff", "5"]) == 0
+    assert papers.main(["--results", str(tmp_path), "keydiff", "5"]) == 0
     out, err = capsys.readouterr()
     assert err.startswith(f"kvbench: run {bad} is left out: ") and err.count("\n") == 1
     found = {label: cells[0].measured for label, cells in made("keydiff_table05", tmp_path).rows if cells[0].measured}
@@ -286,7 +286,7 @@ def test_a_damaged_run_is_named_and_the_rest_is_shown(tmp_path, capsys):
     put(tmp_path, KEYDIFF, FIVE)
     damaged = put(tmp_path, {**KEYDIFF, "budget": 4096}, FIVE)
     (tmp_path / "runs" / damaged / "run.yaml").write_text("format: [")
-    assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
+    assert papers.main(["--results", str(tmp_path), "keydiff", "17"]) == 0
     shown = capsys.readouterr()
     assert "0.30 [0.10, 0.67]" in shown.out and f"run {damaged} is left out" in shown.err
 
@@ -300,7 +300,7 @@ def test_a_damaged_run_is_named_and_the_rest_is_shown(tmp_path, capsys):
     ],
 )
 def test_what_is_no_table_is_refused_in_one_line(tmp_path, capsys, which, line):
-    assert papers.main([str(tmp_path), *which]) == 2
+    assert papers.main(["--results", str(tmp_path), *which]) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith(line) and err.count("\n") == 1 and not list(tmp_path.iterdir())
 
@@ -325,7 +325,7 @@ def test_every_published_value_stands_in_a_cell(name):
 
 
 def test_every_file_is_used_or_left_out_with_a_reason():
-    studied = load_exhibits()  # kvbench study fills these tables
+    studied = load_exhibits()  # kvbench papers study fills these tables
     used = {spec["file"] for spec in [*load_specs().values(), *studied.values()] if "file" in spec}
     reasons = {
         f"{path.stem}_{name}.csv": reason

@@ -50,13 +50,13 @@ def test_every_model_has_its_verdict(tmp_path):
     verdicts = " ".join(text.split("point to opposite sides.*")[1].split("\n\n")[0].split())
     assert "large\\_8b, 2 prompts of ruler, up to 1,500 tokens: Holds. (100.0 % of 24, 2 prompts;" in verdicts
     assert "small, 2 prompts of ruler, up to 1,500 tokens: Holds for 50.0 %. (50.0 % \\[25.0, 75.0\\] of 24" in verdicts
-    assert "`python -m kvbench study keydiff figure14`" in text and "Reading: The paper does not say" in text
+    assert "`python -m kvbench papers study keydiff figure14`" in text and "Reading: The paper does not say" in text
 
 
 def test_without_studies_the_page_says_what_computes_them(tmp_path: Path):
-    assert "`python -m kvbench study all` computes them" in format_studies_page(tmp_path)
+    assert "`python -m kvbench papers study all` computes them" in format_studies_page(tmp_path)
 
 
 def test_a_folder_that_holds_diagnoses_only_is_no_study(tmp_path):
     write_study(tmp_path, list_heads("diagnosis"))
-    assert "`python -m kvbench study all` computes them" in format_studies_page(tmp_path)
+    assert "`python -m kvbench papers study all` computes them" in format_studies_page(tmp_path)

@@ -171,7 +171,7 @@ def play(cell: Mapping[str, Any], noise: float = 0.0) -> dict[str, Any]:
 def list_names(group: str) -> list[str]:
     """The methods, allocators or codecs of which a cell is expected: those that have a section in docs/methods.md.
 
-    One that `kvbench docs-tables` described, because nobody did yet, needs none.
+    One that `kvbench dev docs-tables` described, because nobody did yet, needs none.
     """
     unwritten = list_unwritten(group)
     return [name for name in list_choices(group) if name not in unwritten]

@@ -46,8 +46,8 @@ class PageThread:
     def make(self) -> None:
         with redirect_stderr(self.said), redirect_stdout(io.StringIO()):
             try:
-                code = self.work([self.results])
-            except OSError as error:  # `kvbench report` says it in a line
+                code = self.work(["--results", self.results])
+            except OSError as error:  # `kvbench results report` says it in a line
                 print(error, file=self.said)
                 code = 2
         self.returncode = code
@@ -279,10 +279,13 @@ def test_a_page_that_cannot_be_made_is_said(served, pages, running):
 
 
 def test_what_cannot_be_served_is_one_line(tmp_path, capsys):
-    assert main([str(tmp_path / "nowhere")]) == 2 and main([str(tmp_path), "--port", "70000"]) == 2
+    assert (
+        main(["--results", str(tmp_path / "nowhere")]) == 2
+        and main(["--results", str(tmp_path), "--port", "70000"]) == 2
+    )
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert main([str(tmp_path), "--port", str(port)]) == 2
+        assert main(["--results", str(tmp_path), "--port", str(port)]) == 2
     nowhere, large, taken = capsys.readouterr().err.splitlines()
     assert nowhere == f"kvbench: results={tmp_path}/nowhere: no such folder"
     assert large.startswith("kvbench: port=70000: a whole number from 0")
@@ -296,7 +299,7 @@ def test_ctrl_c_ends_it(tmp_path):
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from kvbench.cli.dashboard import main\nsys.exit(main(sys.argv[1:]))"
     )
-    arguments = [sys.executable, "-c", code, str(tmp_path), "--port", "0"]
+    arguments = [sys.executable, "-c", code, "--results", str(tmp_path), "--port", "0"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             line = process.stdout.readline()

@@ -1,4 +1,4 @@
-"""`python -m kvbench docs-tables`: what a page lacks of conf/ gets a row and a section, and all else stays."""
+"""`python -m kvbench dev docs-tables`: what a page lacks of conf/ gets a row and a section, and all else stays."""
 
 import re
 import shutil

@@ -55,7 +55,7 @@ class Drawn(dict[str, Path]):
         self.store = store
 
     def __missing__(self, kind: str) -> Path:
-        assert draw_figures([str(self.store), *ONE, "--kind", kind]) == 0
+        assert draw_figures(["--results", str(self.store), *ONE, "--kind", kind]) == 0
         assert len(list((self.store / "figures").glob(f"*-{kind}.*"))) == 4
         (own,) = (self.store / "figures").glob(f"*-{kind}.svg")
         self[kind] = own.with_suffix("")
@@ -91,7 +91,7 @@ def texts(path: Path) -> list[str]:
 @pytest.mark.usefixtures("svg_only")
 def test_a_plain_figure_has_no_title_and_its_width(store, drawn, tmp_path):
     """The caption of a paper says what the title says; the chart is the same."""
-    given = [str(store), *ONE, "--kind", "curve", "--plain", "--width", "4", "--out", str(tmp_path)]
+    given = ["--results", str(store), *ONE, "--kind", "curve", "--plain", "--width", "4", "--out", str(tmp_path)]
     assert draw_figures(given) == 0
     (path,) = tmp_path.glob("*.svg")
     assert any("question visible" in text for text in texts(drawn["curve"]))
@@ -117,7 +117,7 @@ def test_a_run_without_a_pair_has_no_plot_of_differences():
 @pytest.mark.usefixtures("svg_only")
 def test_one_budget_is_drawn_as_dots(store, tmp_path):
     """Methods are rows, the best one first; all numbers are those of the curves."""
-    assert draw_figures([str(store), *ONE, "budget=0.1", "--kind", "curve", "--out", str(tmp_path)]) == 0
+    assert draw_figures(["--results", str(store), *ONE, "budget=0.1", "--kind", "curve", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.svg")
     own = [line for line in lines(path) if "full" not in line["method"]]
     expected = [line["method"] for line in sorted(own, key=lambda line: -float(line["score"]))]
@@ -142,7 +142,12 @@ def write_phonebook(results: Path, origin: str) -> None:
 @pytest.mark.usefixtures("svg_only")
 def test_published_scores_are_hollow_marks_beside_measured_ones(tmp_path):
     write_phonebook(tmp_path, "local")
-    assert draw_figures([str(tmp_path), "subtask=phonebook_100,phonebook_478", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        draw_figures(
+            ["--results", str(tmp_path), "subtask=phonebook_100,phonebook_478", "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     assert len(list((tmp_path / "out").glob("*.svg"))) == 2
     printed = {
         line["variant"]: 100 * float(line["value"])
@@ -160,7 +165,7 @@ def test_published_scores_are_hollow_marks_beside_measured_ones(tmp_path):
 def test_published_differences_are_circles_in_the_cells_of_subtasks(tmp_path):
     """The difference is that of the two scores that one table prints."""
     write_phonebook(tmp_path, "local")
-    assert draw_figures([str(tmp_path), "--kind", "tasks"]) == 0
+    assert draw_figures(["--results", str(tmp_path), "--kind", "tasks"]) == 0
     (path,) = (tmp_path / "figures").glob("*-tasks.svg")
     printed = {
         (line["method"], line["variant"].removeprefix("length=")): 100 * float(line["value"])
@@ -184,7 +189,7 @@ def test_published_differences_are_circles_in_the_cells_of_a_grid(tmp_path):
             meta = {"data": "hub", "haystack": "hub:x", "length": length, "depth": depth}
             record |= {"subtask": f"niah_{length}", "meta": meta}
         write_run(tmp_path, records, **resolve_value(own))
-    assert draw_figures([str(tmp_path), "--kind", "grid,change"]) == 0
+    assert draw_figures(["--results", str(tmp_path), "--kind", "grid,change"]) == 0
     printed = {
         (line["context_length"], line["variant"]): 100 * float(line["value"])
         for line in read_published(tmp_path, "keydiff_table18.csv")
@@ -202,7 +207,7 @@ def test_published_differences_are_circles_in_the_cells_of_a_grid(tmp_path):
 @pytest.mark.parametrize("origin", ["miniature", only_in_full("generated")])
 def test_made_up_data_have_no_published_scores(tmp_path, origin):
     write_phonebook(tmp_path, origin)
-    assert draw_figures([str(tmp_path), "subtask=phonebook_100"]) == 0
+    assert draw_figures(["--results", str(tmp_path), "subtask=phonebook_100"]) == 0
     (path,) = (tmp_path / "figures").glob("*.svg")
     assert not any("published" in line["method"] for line in lines(path)) and "hollow: published" not in texts(path)
 
@@ -358,7 +363,7 @@ def test_costs_begin_at_zero_and_have_whiskers(drawn):
 
 
 def test_the_same_store_gives_the_same_bytes(store, drawn, tmp_path):
-    assert draw_figures([str(store), *ONE, "--kind", "curve", "--out", str(tmp_path)]) == 0
+    assert draw_figures(["--results", str(store), *ONE, "--kind", "curve", "--out", str(tmp_path)]) == 0
     again = [path for path in tmp_path.iterdir() if path.suffix != ".pdf"]  # its fonts change places
     assert len(again) == 3
     for path in again:
@@ -368,7 +373,7 @@ def test_the_same_store_gives_the_same_bytes(store, drawn, tmp_path):
 @pytest.mark.full
 @pytest.mark.usefixtures("svg_only")
 def test_a_width_is_kept(store, tmp_path):
-    assert draw_figures([str(store), *ONE, "--kind", "curve", "--width", "4", "--out", str(tmp_path)]) == 0
+    assert draw_figures(["--results", str(store), *ONE, "--kind", "curve", "--width", "4", "--out", str(tmp_path)]) == 0
     for path in tmp_path.glob("*.svg"):
         width = float(ElementTree.parse(path).getroot().get("width").removesuffix("pt"))
         assert 0.95 * 288 < width <= 288.5
@@ -376,7 +381,7 @@ def test_a_width_is_kept(store, tmp_path):
 
 @pytest.mark.usefixtures("without_pictures")
 def test_subtasks_and_rows_make_curves_of_their_own(store, tmp_path):
-    given = [str(store), *ONE, f"subtask=niah,{TASKS[2]}", "--against", "rows", "--out", str(tmp_path)]
+    given = ["--results", str(store), *ONE, f"subtask=niah,{TASKS[2]}", "--against", "rows", "--out", str(tmp_path)]
     assert draw_figures(given) == 0
     names = sorted(path.stem.partition("-curve-")[2] for path in tmp_path.glob("*.csv"))
     assert names == sorted(f"rows-{make_slug(task)}" for task in ("niah", TASKS[2]))
@@ -394,7 +399,7 @@ def test_names_that_would_be_more_than_text(tmp_path):
     value = {"task": {"name": name, "length": 1}, "model": {"name": f"../{name}", "identity": "0"}}
     write_run(tmp_path, make_records(1.0, 100), **value | {"method": {"name": "full"}})
     write_run(tmp_path, make_records(0.1, 50), **value | {"method": {"name": f"=1+1 {name}"}, "budget": 0.1})
-    assert draw_figures([str(tmp_path)]) == 0
+    assert draw_figures(["--results", str(tmp_path)]) == 0
     files = list((tmp_path / "figures").iterdir())
     assert len(files) == 4 * len(INCHES) and all(re.fullmatch(r"[A-Za-z0-9._-]{1,200}", path.name) for path in files)
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "figures"}
@@ -413,7 +418,7 @@ def test_damaged_runs_and_other_protocols_stay_out(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-9])
     odd = write_run(tmp_path, {uid: {"uid": uid} for uid in make_records(0.4, 50)}, budget=0.4)
     write_run(tmp_path, make_records(0.5, 50), finish=False, budget=0.5)
-    assert draw_figures([str(tmp_path), "subtask=niah"]) == 0
+    assert draw_figures(["--results", str(tmp_path), "subtask=niah"]) == 0
     out, err = capsys.readouterr()
     assert sorted(line.split()[2] for line in err.splitlines()) == sorted([torn.name, odd.name])
     assert "torn" in err and "1 unfinished" in out
@@ -429,7 +434,7 @@ def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
     for uid in list(few)[:4]:
         few[uid] |= {"score": None, "error": "out_of_memory"}
     write_run(tmp_path, few, method={"name": "keydiff"}, budget=0.1)
-    assert draw_figures([str(tmp_path), "--kind", "curve"]) == 0
+    assert draw_figures(["--results", str(tmp_path), "--kind", "curve"]) == 0
     [path] = (tmp_path / "figures").glob("*.svg")
     assert "20 to 24 samples (0 to 4 not answered everywhere)" in " ".join(texts(path))
 
@@ -447,13 +452,13 @@ def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
         "subtask=nothing": "subtask=nothing: choose one of cwe<img",
         "subtask=niah --kind=tasks": "--kind=tasks: choose one of curve",
         "--out=run.py/below": "--out=run.py/below: a folder that can be written",
-        "elsewhere": "elsewhere: give only one folder of results",
+        "elsewhere": "elsewhere: no SETTING=VALUE; --results DIR names a folder of results",
         "method=full --kind=cost": "nothing there for --kind cost",
     }.items(),
 )
 def test_what_is_wrong_is_said_and_nothing_written(store, tmp_path, given, said):
     with pytest.raises(SettingError) as error:
-        draw_figures([str(store), "--out", str(tmp_path / "new"), *given.split()])
+        draw_figures(["--results", str(store), "--out", str(tmp_path / "new"), *given.split()])
     assert said in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "new").exists()
 
@@ -486,7 +491,7 @@ def test_every_printed_average_follows_from_the_frame(store, drawn, capsys):
         assert figure[name] == pytest.approx([own.score, own.share, own.diff])
         assert cost[name] == pytest.approx([own.score, own.share, own.diff, own.ttft])
 
-    assert print_curves([str(store), "question=visible", "method=snapkv"]) == 0
+    assert print_curves(["--results", str(store), "question=visible", "method=snapkv"]) == 0
     said = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line[:2] == "0."}
     for own in expected[expected.method == "snapkv"].itertuples():
         _, share, score, *_, diff, _, _, _, _ = said[f"{own.budget:g}"]  # an interval is two words

@@ -620,11 +620,11 @@ def test_no_store_is_too_large(store, monkeypatch):
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):
     with pytest.raises(SettingError, match="the folder contains no runs"):
         write_report(tmp_path, NOW)
-    assert main([str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
+    assert main(["--results", str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
     (tmp_path / "runs").mkdir()
-    assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"] == []
+    assert main(["--results", str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"] == []
     write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
-    assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"][0]["series"] == []
+    assert main(["--results", str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"][0]["series"] == []
     assert "report.html" in capsys.readouterr().out
 
 

@@ -333,7 +333,7 @@ def compare_there(page_file: Path, *hashes: str) -> RunComparison:
 
 
 def expected_comparison(page_file: Path, *hashes: str) -> list[list[str]]:
-    """The same rows as `kvbench compare` prints them. It writes +0.0 where the page writes 0.0."""
+    """The same rows as `kvbench results compare` prints them. It writes +0.0 where the page writes 0.0."""
     found = compare_there(page_file, *hashes)
     rows = [*found.subtasks.items(), ("average", found.average)]
     return [[column.cell(row).replace("+0.0", "0.0") for column in SCORES] for row in rows]
@@ -386,7 +386,7 @@ def test_two_runs_are_compared(page, page_file):
     assert shown_comparison(page) == expected_comparison(page_file, one["hash"], other["hash"])
     lost = expected_samples(page_file, one["hash"], other["hash"])
     assert page.locator("#compare h3").all_inner_texts()[-2:] == [f"Lost ({lost[0]})", f"Gained ({lost[1]})"]
-    assert f"kvbench compare {one['hash']} {other['hash']}" in page.locator("#compare").inner_text()
+    assert f"kvbench results compare {one['hash']} {other['hash']}" in page.locator("#compare").inner_text()
     page.select_option("[data-compare=b]", full["hash"])
     page.wait_for_selector("#compare .paired")
     assert shown_comparison(page) == expected_comparison(page_file, one["hash"], full["hash"])

@@ -158,11 +158,11 @@ def test_an_empty_cell_leaves_its_column_in_its_place():
 
 
 def test_a_figure_without_numbers_is_a_page_of_commands_and_one_with_published_ones_is_drawn(tmp_path, capsys):
-    assert papers.main([str(tmp_path), "keydiff", "figure6"]) == 0
+    assert papers.main(["--results", str(tmp_path), "keydiff", "figure6"]) == 0
     shown = capsys.readouterr().out
     assert "![" not in shown and "`python run.py model=llama32_3b task=niah" in shown
     assert "preset=keydiff_figure6`" in shown
-    assert papers.main([str(tmp_path), "centroidkv", "figure6"]) == 0
+    assert papers.main(["--results", str(tmp_path), "centroidkv", "figure6"]) == 0
     assert "(centroidkv_figure06.svg)" in capsys.readouterr().out
     found = {path.name for path in (tmp_path / "papers").iterdir()}
     suffixes = {
@@ -173,7 +173,7 @@ def test_a_figure_without_numbers_is_a_page_of_commands_and_one_with_published_o
 
 
 def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(tmp_path, capsys):
-    assert papers.main([str(tmp_path), "dropkv", "1top"]) == 2
+    assert papers.main(["--results", str(tmp_path), "dropkv", "1top"]) == 2
     assert capsys.readouterr().err.startswith("kvbench: EXHIBIT=1top: did you mean figure01_top or ")
 
 
@@ -182,7 +182,7 @@ def test_without_the_extra_there_are_tables_alone(tmp_path, capsys, monkeypatch)
         raise SettingError("this needs the extra report")
 
     monkeypatch.setattr(papers, "require_extra", refuse)
-    assert papers.main([str(tmp_path), "centroidkv", "figure6"]) == 0
+    assert papers.main(["--results", str(tmp_path), "centroidkv", "figure6"]) == 0
     out, err = capsys.readouterr()
     assert "![" not in out and err == "kvbench: figures are not drawn: this needs the extra report\n"
     assert not list((tmp_path / "papers").glob("*.svg"))

@@ -59,7 +59,7 @@ def test_the_page_states_what_the_lines_hold(machine, lines, tmp_path):
     text = page.read_text()
     assert re.findall(r"\]\((images/[^)]+)\)", text) == [path.relative_to(page.parent).as_posix() for path in pictures]
     assert all(path.read_text().startswith("<svg") for path in pictures)
-    assert f"| a | Main methods | {len(lines)} | {60 * len(lines)} | python -m kvbench measured a |" in text
+    assert f"| a | Main methods | {len(lines)} | {60 * len(lines)} | python -m kvbench dev measured a |" in text
     sections = [line for line in text.splitlines() if line.startswith("## ")]
     assert sections == [
         "## What was measured",
@@ -210,7 +210,7 @@ def test_machines_and_their_tiers_are_chosen(machine, tmp_path, without_pictures
     assert choose_files(folder) == choose_files(folder, "gpu-x") == files
     with pytest.raises(SettingError, match="--machine=nosuch: choose one of gpu-x"):
         choose_files(folder, "nosuch")
-    with pytest.raises(SettingError, match="no results there; kvbench measured a"):
+    with pytest.raises(SettingError, match="no results there; kvbench dev measured a"):
         choose_files(folder / "gpu-x" / "nosuch")
 
     other = folder / "gpu-y"

@@ -228,7 +228,7 @@ def test_runs_with_and_without_fidelity_stand_side_by_side(kvbench, tmp_path, ca
     assert sorted((run.value["budget"], "fidelity" in run.value) for run in found) == [
         (0.3, True), (0.5, False), (1.0, True),
     ]  # fmt: skip
-    assert curves_command.main([str(tmp_path / "r")]) == 0 and "knorm" in capsys.readouterr().out
+    assert curves_command.main(["--results", str(tmp_path / "r")]) == 0 and "knorm" in capsys.readouterr().out
 
 
 def test_an_answer_is_encoded_as_it_follows_the_prompt(tmp_path, monkeypatch):

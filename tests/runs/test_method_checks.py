@@ -1,4 +1,4 @@
-"""`python -m kvbench check-method`: one method of one's own against the laws; and what its import may do wrong."""
+"""`python -m kvbench check method`: one method of one's own against the laws; and what its import may do wrong."""
 
 import os
 import re
@@ -148,9 +148,9 @@ def test_state_that_leaks_between_prompts_fails(check, capsys, monkeypatch):
     "arguments, line",
     [
         (["nosuch"], "method=nosuch: choose one that kvbench run --help lists"),
-        (["knorm", "--set", "skip_layers"], "--set skip_layers: KEY=VALUE"),
-        (["knorm", "--set", "skip_layers=[1"], "--set skip_layers=[1: the value is not valid YAML"),
-        (["knorm", "--set", "no=1"], "method setting=no: choose one of "),
+        (["knorm", "skip_layers"], "skip_layers: KEY=VALUE"),
+        (["knorm", "skip_layers=[1"], "skip_layers=[1: the value is not valid YAML"),
+        (["knorm", "no=1"], "method setting=no: choose one of "),
         (["qfilters"], "method.path=null: "),
         (["knorm", "--model", "/no/such/folder"], "--model=/no/such/folder: no such folder"),
     ],

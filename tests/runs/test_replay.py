@@ -1,4 +1,4 @@
-"""`make check-results REPLAY=n`: records executed again, and what of them is damaged, differs elsewhere, or is gone."""
+"""`check results --replay N`: records executed again, and what of them is damaged, differs elsewhere, or is gone."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def call(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[int, list[str]]]:
     monkeypatch.chdir(tmp_path)
 
     def replayed(results: Path, count: int, seed: int = 0) -> tuple[int, list[str]]:
-        code = replay_command.main([str(results), "--records", str(count), "--seed", str(seed)])
+        code = replay_command.main(["--results", str(results), "--records", str(count), "--seed", str(seed)])
         out, err = capsys.readouterr()
         assert f"{count}/{count}" in err  # the bar
         return code, out.splitlines()
@@ -193,8 +193,8 @@ def test_a_conversation_is_executed_as_a_whole(kvbench, tmp_path, call):
 
 def replay_here(command: Sequence[str], env: Mapping[str, str]) -> SimpleNamespace:
     """Do in this process what the command starts another one for."""
-    assert command[:4] == [sys.executable, "-m", "kvbench", "replay"] and "PYTHONPATH" in env
-    return SimpleNamespace(returncode=replay_command.main(command[4:]))
+    assert command[:5] == [sys.executable, "-m", "kvbench", "dev", "replay"] and "PYTHONPATH" in env
+    return SimpleNamespace(returncode=replay_command.main(command[5:]))
 
 
 @pytest.mark.parametrize("run", [replay_here, only_in_full(subprocess.run)], ids=["here", "in another process"])
@@ -202,9 +202,9 @@ def test_the_command_checks_and_then_executes(copied, monkeypatch, capfd, run):
     monkeypatch.setattr(audit_command.subprocess, "run", run)
     change(copied, "snapkv", "score", lambda score: score + 0.5)
     whole = count(copied)
-    assert audit_command.main([str(copied), "--replay", str(whole), "--seed", "7"]) == 1
+    assert audit_command.main(["--results", str(copied), "--replay", str(whole), "--seed", "7"]) == 1
     out, err = capfd.readouterr()
-    assert f"\n0 damaged\nreplay: {whole} of {whole} records, drawn with SEED=7\n" in out
+    assert f"\n0 damaged\nreplay: {whole} of {whole} records, drawn with --seed 7\n" in out
     assert f"replay: {whole - 1} agree, 1 damaged" in out and "replay: 100%" in err
 
 
@@ -217,17 +217,17 @@ def test_a_seed_draws_the_same_records(store):
 @pytest.mark.parametrize(
     "given, line",
     [
-        (["--replay=0"], "REPLAY=0: a whole number of at least 1"),
-        (["--replay=-3"], "REPLAY=-3: a whole number of at least 1"),
-        (["--replay=some"], "REPLAY=some: a whole number of at least 1"),
-        (["--replay=1.5"], "REPLAY=1.5: a whole number of at least 1"),
-        (["--replay=500"], "REPLAY=500: the store has {} records"),
-        (["--replay=2", "--seed=x"], "SEED=x: a whole number of at least 0"),
-        (["--seed=1"], "SEED=1: draws the records of REPLAY=n"),
+        (["--replay=0"], "--replay=0: a whole number of at least 1"),
+        (["--replay=-3"], "--replay=-3: a whole number of at least 1"),
+        (["--replay=some"], "--replay=some: a whole number of at least 1"),
+        (["--replay=1.5"], "--replay=1.5: a whole number of at least 1"),
+        (["--replay=500"], "--replay=500: the store has {} records"),
+        (["--replay=2", "--seed=x"], "--seed=x: a whole number of at least 0"),
+        (["--seed=1"], "--seed=1: draws the records of --replay N"),
     ],
 )
 def test_bad_input_is_one_line(given, line, store, capsys):
-    assert audit_command.main([str(store), *given]) == 2
+    assert audit_command.main(["--results", str(store), *given]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith(f"kvbench: {line.format(count(store))}")
 
@@ -235,7 +235,7 @@ def test_bad_input_is_one_line(given, line, store, capsys):
 def test_a_folder_without_runs_is_one_line(tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     for folder in (tmp_path, tmp_path / "nowhere"):
-        assert audit_command.main([str(folder), "--replay", "1"]) == 2
+        assert audit_command.main(["--results", str(folder), "--replay", "1"]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err == f"kvbench: {folder / 'runs'}: no run there\n"
 
@@ -262,8 +262,8 @@ def verify_bundle(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     """Executes `verify` and the command that it starts, in this process: exit code, output and error."""
 
     def run(command: Sequence[str], env: Mapping[str, str]) -> SimpleNamespace:
-        assert command[:5] == [sys.executable, "-P", "-m", "kvbench", "replay"] and "--stranger" in command
-        return SimpleNamespace(returncode=replay_command.main(command[5:]))
+        assert command[:6] == [sys.executable, "-P", "-m", "kvbench", "dev", "replay"] and "--stranger" in command
+        return SimpleNamespace(returncode=replay_command.main(command[6:]))
 
     def verify(*given: object) -> tuple[int, str, str]:
         code = verify_command.main([str(own) for own in given])

@@ -1,4 +1,4 @@
-"""`python -m kvbench check-task`: a task that keeps its contract passes, and every wrong one gets one line."""
+"""`python -m kvbench check task`: a task that keeps its contract passes, and every wrong one gets one line."""
 
 import random
 from collections.abc import Callable

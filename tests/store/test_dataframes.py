@@ -141,7 +141,10 @@ def test_the_audit_passes_whole_runs(tmp_path):
         first.name: ("3 records, finished", []),
         second.name: ("3 records, unfinished", []),
     }
-    assert audit_command.main([str(tmp_path)]) == 0 and audit_command.main([str(tmp_path / "nowhere")]) == 2
+    assert (
+        audit_command.main(["--results", str(tmp_path)]) == 0
+        and audit_command.main(["--results", str(tmp_path / "nowhere")]) == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def test_the_audit_names_what_is_damaged(tmp_path, harm, said):
     assert found[good.name] == ("3 records, finished", [])
     state, wrong = found[bad.name]
     assert state == "damaged" and any(said in line for line in wrong), wrong
-    assert audit_command.main([str(tmp_path)]) == 1
+    assert audit_command.main(["--results", str(tmp_path)]) == 1
 
 
 def test_the_audit_finds_runs_that_cannot_be_paired(tmp_path):

@@ -14,7 +14,7 @@ from kvbench.papers.cell_values import RunIndex
 from kvbench.store import audit
 from kvbench.store.record import VERSION
 from kvbench.store.run_folder import DamagedRun, RunFolder, format_line
-from kvbench.store.runs import NAMED_GROUPS, FoundRuns, find_finished, find_runs, flatten, load_runs, parse_selection
+from kvbench.store.runs import NAMED_GROUPS, FoundRuns, find_finished, find_runs, flatten, load_runs, parse_filters
 from kvbench.sweeps.status import SampleTimes
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
@@ -243,10 +243,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_with_an_equals_sign_is_never_taken_for_a_setting(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert parse_selection(["a=b,c"]) == (Path("results"), {"a": "b,c"})
-    assert parse_selection(["./a=b,c", "d=e/f"]) == (Path("a=b,c"), {"d": "e/f"})
-    (tmp_path / "a=b,c").mkdir()
-    with pytest.raises(SettingError, match=r"^a=b,c: a folder has this name; \./a=b,c reads it$"):
-        parse_selection(["a=b,c"])
+def test_filters_are_given_once_each():
+    assert parse_filters(["a=b,c", "d=e/f=g"]) == {"a": "b,c", "d": "e/f=g"}
+    with pytest.raises(SettingError, match="^a=b a=c: give each setting once, with commas between values$"):
+        parse_filters(["a=b", "a=c"])

@@ -1,4 +1,4 @@
-"""`kvbench study diagnose` beside a dense engine in float64, whose attention, cuts and masses are plain loops."""
+"""`kvbench diagnose` beside a dense engine in float64, whose attention, cuts and masses are plain loops."""
 
 from dataclasses import dataclass, field, replace
 from math import inf

@@ -1,11 +1,11 @@
-"""`kvbench study diagnose`: cells join each other, a stopped command goes on, and wrong words are refused at once."""
+"""`kvbench diagnose`: cells join each other, a stopped command goes on, and wrong words are refused at once."""
 
 import csv
 
 import pytest
 
 from kvbench.analysis.diagnoses import read_diagnoses
-from kvbench.cli import study as command
+from kvbench.cli import diagnose as command
 from kvbench.interfaces.task import Sample
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs.prompt import Prompt
@@ -32,7 +32,7 @@ def diagnose(checkpoint, tmp_path, monkeypatch, capsys):
 
         with monkeypatch.context() as patch:
             patch.setattr(diagnosis_pass, "WatchedRun", record)
-            code = command.main(["diagnose", *words, "model=hf", f"model.path={checkpoint}"])
+            code = command.main([*words, "model=hf", f"model.path={checkpoint}"])
         return code, *capsys.readouterr(), names
 
     return call

@@ -1,4 +1,4 @@
-"""`kvbench study`: one pass serves all studies, a stopped one goes on, and wrong words are refused before anything."""
+"""`papers study`: one pass serves all studies, a stopped one goes on, and wrong words are refused before anything."""
 
 import csv
 import math
@@ -179,5 +179,5 @@ def test_lines_are_read_as_they_were_written(tmp_path):
     with pytest.raises(SettingError, match=r"a.csv line 3: a value is missing or no number"):
         read_lines(file, "a")
     file.write_text("a,b\n")
-    with pytest.raises(SettingError, match="a.csv: not a file of kvbench study"):
+    with pytest.raises(SettingError, match="a.csv: not a file of kvbench papers study"):
         read_lines(file, "a")

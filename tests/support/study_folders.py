@@ -1,4 +1,4 @@
-"""Folders of studies with made-up lines, as kvbench study writes them."""
+"""Folders of studies with made-up lines, as kvbench papers study writes them."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -202,7 +202,10 @@ def test_a_sweep_from_the_command_line(kvbench, tmp_path):
     assert again[0] == "2 cells: 1 done, 1 refused"
     code, out, err = kvbench("-m", "method=sink,kvzip", "budgets=0.1,0.2")
     assert (code, out) == (2, "") and err.startswith("kvbench: budgets: no such setting")
-    assert sweep_status.main([str(tmp_path)]) == 0 and sweep_status.main([str(tmp_path / "nowhere")]) == 2
+    assert (
+        sweep_status.main(["--results", str(tmp_path)]) == 0
+        and sweep_status.main(["--results", str(tmp_path / "nowhere")]) == 2
+    )
     assert len(json.loads((status.find_newest(tmp_path) / "cells.json").read_text())) == 2
 
 

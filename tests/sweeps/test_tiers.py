@@ -1,4 +1,4 @@
-"""The tiers of `kvbench measured`: what they run, and which stores they refuse."""
+"""The tiers of `kvbench dev measured`: what they run, and which stores they refuse."""
 
 import re
 from pathlib import Path

@@ -410,7 +410,7 @@ def test_methods_and_questions_make_a_grid(kvbench, tmp_path, capsys, questions,
             code, out, err = kvbench(f"method={method}", f"question={question}", *grid)
             assert code == 0, err
             assert "niah_200" in out and "Generated text (haystack)" in out
-    assert grid_command.main(["results"]) == 0
+    assert grid_command.main(["--results", "results"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(lines) == len(places) * len(questions) * (1 + len(methods)) and {line["finished"] for line in lines} == {
         "True"
@@ -459,6 +459,5 @@ def test_the_grid_of_records_is_their_mean(tmp_path, capsys):
         "kept": "0.5", "place": "23.0",
     }  # fmt: skip
     assert (cell["also_rouge1"], cell["also_all"], cell["finished"]) == ("6.0", "0.5", "False")
-    assert grid_command.main([str(tmp_path / "runs")]) == grid_command.main([]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert "no run there" in first and "required: results" in second
+    assert grid_command.main(["--results", str(tmp_path / "runs")]) == 2
+    assert capsys.readouterr().err == f"kvbench: {tmp_path / 'runs/runs'}: no run there\n"

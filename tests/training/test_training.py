@@ -214,7 +214,7 @@ def run_training(folder: Path, *given: str) -> int:
 def begun(tmp_path_factory) -> Path:
     """A tiny training's folder after two steps."""
     folder = tmp_path_factory.mktemp("training")
-    assert run_training(folder, "--minutes", "60", "--steps", "2", "--set", *TINY[:4], "--set", *TINY[4:]) == 0
+    assert run_training(folder, "--minutes", "60", "--steps", "2", *TINY) == 0
     return folder
 
 
@@ -258,14 +258,14 @@ def test_a_training_refuses_what_it_cannot_use(trained, tmp_path, capsys):
     for given, line in (
         (["--weights", str(tmp_path / "none")], "no folder"),
         (["--weights", str(folder)], "hidden_size is 64, the recipe's 320"),
-        (["--weights", str(cut), "--set", *TINY], "10 weights are missing"),
+        (["--weights", str(cut), *TINY], "10 weights are missing"),
         (["--workers", "0"], "--workers=0"), (["--minutes", "0"], "--minutes=0.0"), (["--pause", "-1"], "--pause=-1.0"),
         (["--steps", "0"], "--steps=0"), (["--device", "tpu"], "--device=tpu"), (["--resume"], "--resume"),
-        (["--set", "mix={\"sums\": 1}"], "mix=sums"), (["--frob"], "--frob"),
+        (["mix={\"sums\": 1}"], "mix=sums"), (["--frob"], "--frob"),
     ):  # fmt: skip
         assert command(*given, out=other) == 2 and line in capsys.readouterr().err
         assert not other.exists()
-    for given in (["--minutes", "1"], ["--resume", "--minutes", "1"], ["--resume", "--set", "bogus=1"]):
+    for given in (["--minutes", "1"], ["--resume", "--minutes", "1"], ["--resume", "bogus=1"]):
         assert command(*given) == 2 and "--resume" in capsys.readouterr().err
 
 
