@@ -11,7 +11,7 @@ QUICK_TESTS := -n 2 --dist worksteal --hypothesis-profile quick -m "$(PLAIN)"
 # Compiled sources are kept, also where the environment says otherwise: each process would compile all of them again.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-latex test-slurm sweep-status data export check-results wandb-sync setup setup-tests run test durations mutants test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
+.PHONY: help docs test-docs test-package model real parity bench-share test-browser test-latex test-slurm setup setup-tests run test durations mutants test-all test-versions test-gpu lint style types bench-methods efficiency reference-model
 
 # Print the targets.
 help:
@@ -164,46 +164,6 @@ $(FILES)/palu_heads_%.safetensors:
 	$(GPU) -m kvbench calibrate palu --untrained --group 1 --model conf/model/shapes/$*.json \
 	  --device cpu --out $@
 
-# Check a local copy of a benchmark's data: TASK=longbench DATA=file.
-data: setup
-	@$(BIN)/python -m kvbench check data "$(TASK)" "$(DATA)"
-
-RESULTS ?= results
-
-# Write the store as Parquet files.
-export: setup
-	@$(BIN)/python -m kvbench results export $(RESULTS)/export --results $(RESULTS)
-
-# Check that every run of the store is whole; REPLAY=n runs n random records again, SEED=s draws the same ones.
-check-results: setup
-	@$(BIN)/python -m kvbench check results --results $(RESULTS) $(if $(REPLAY),"--replay=$(REPLAY)") $(if $(SEED),"--seed=$(SEED)")
-
-# Print one table of a paper, published and measured side by side: PAPER=dropkv TABLE=5.
-table: setup
-	@$(BIN)/python -m kvbench papers write $(PAPER) $(TABLE) --results $(RESULTS)
-
-# Write the papers' tables, published and measured side by side.
-papers: setup
-	@$(BIN)/python -m kvbench papers write --results $(RESULTS)
-
-# Log the runs of the store to Weights & Biases again: FILTERS="method=snapkv logger.mode=online".
-wandb-sync: setup
-	@$(BIN)/python -m kvbench results wandb-sync --results $(RESULTS) $(FILTERS)
-
-# Write the report page of the store: results/report.html.
-report: setup
-	@$(BIN)/python -m kvbench results report --results $(RESULTS)
-
-# Draw the charts of the store for print, into results/figures/: FILTERS="method=snapkv --kind curve".
-figures: setup
-	@$(BIN)/python -m kvbench results figures --results $(RESULTS) $(FILTERS)
-
-PORT ?= 8765
-
-# Serve the report page at http://127.0.0.1:8765 while runs go on; PORT=n takes another port.
-dashboard: setup
-	@$(BIN)/python -m kvbench results dashboard --results $(RESULTS) --port $(PORT)
-
 # Test the report page in a headless Chromium; SHOTS=folder keeps screenshots.
 # apt installs the browser if it is missing.
 test-browser: setup-tests
@@ -220,10 +180,6 @@ test-latex: setup-tests
 test-slurm: setup-tests
 	command -v slurmctld munged >/dev/null || (apt-get update -qq && apt-get install -y -qq slurm-wlm munge)
 	$(BIN)/python -m pytest -m slurm tests/sweeps/test_slurm.py
-
-# Print how far the cells of the newest sweep are; SWEEP=folder takes another one.
-sweep-status: setup
-	@$(BIN)/python -m kvbench status --results $(RESULTS) $(SWEEP)
 
 # What follows needs a GPU; GPU=python3 takes another Python than .venv's.
 GPU ?= $(BIN)/python
@@ -250,10 +206,6 @@ DRAWN_full := deltakv_qwen25_7b_1m deltakv_full_qwen25_7b_1m
 efficiency: $(DRAWN_$(LIST):%=$(FILES)/%.safetensors)
 	status=0; $(GPU) -m kvbench efficiency $(LIST) $(if $(MINUTES),--minutes $(MINUTES)) || status=$$?; \
 	$(GPU) -m kvbench papers write --beside && exit $$status
-
-# Write the tables of cost from the measurements.
-efficiency-tables:
-	$(GPU) -m kvbench papers write --beside
 
 MODEL ?= results/reference
 
