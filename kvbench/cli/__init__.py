@@ -51,6 +51,7 @@ COMMANDS = (
     Command("efficiency", "efficiency"),
     Command("model", "model"),
     Command("calibrate", "calibrate"),
+    Command("completion", "completion"),
     Command("results scores", "results", ("results",)),
     Command("results show", "show", ("show",)),
     Command("results compare", "compare", ("compare",)),

@@ -26,13 +26,22 @@ def format_run_help() -> str:
     """Return the usage, the names that each group accepts, and the settings of conf/config.yaml with their comments."""
     lines = [USAGE, "Groups (method.window=16 changes a setting of the chosen method):"]
     for group in GROUPS:
-        names = sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
-        lines.append(f"  {group}={'|'.join(names)}")
+        lines.append(f"  {group}={'|'.join(list_names(group))}")
     lines += ["", "Settings and their defaults:"]
-    for name, block in read_blocks((CONF / "config.yaml").read_text(encoding="utf-8")):
-        if name not in ("defaults", "hydra"):
-            lines += [f"  {line}" for line in block]
+    for block in read_settings().values():
+        lines += [f"  {line}" for line in block]
     return "\n".join(lines)
+
+
+def list_names(group: str) -> list[str]:
+    """Return the names that a group accepts."""
+    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
+
+
+def read_settings() -> dict[str, list[str]]:
+    """Return the settings of conf/config.yaml, each with its lines."""
+    blocks = read_blocks((CONF / "config.yaml").read_text(encoding="utf-8"))
+    return {name: block for name, block in blocks if name not in ("defaults", "hydra")}
 
 
 def read_blocks(text: str) -> list[tuple[str, list[str]]]:

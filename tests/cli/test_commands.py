@@ -15,6 +15,7 @@ from kvbench.__main__ import format_help, format_start, main
 from kvbench.analysis.budget_curve import KEEP
 from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE
 from kvbench.cli import COMMANDS, GROUPS
+from kvbench.cli.completion import TEMPLATES, make_script
 from kvbench.config.catalogue import list_choices
 from kvbench.efficiency.plan import PLAN
 from kvbench.integrations.math_verify import SECONDS
@@ -246,3 +247,32 @@ def test_a_table_is_printed(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("# DropKV, Table 1")
     assert main(["papers", "write", "dropkv", "99", "--results", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("kvbench: EXHIBIT=99: did you mean table")
+
+
+@pytest.mark.parametrize(
+    ("line", "reply"),
+    [
+        ("kvbench pap", "papers"),
+        ("kvbench results s", "scores show"),
+        ("kvbench results scores --gr", "--group-by"),
+        ("kvbench run -m met", "method="),
+        ("kvbench run -m method=snapkv,kno", "snapkv,knorm"),
+        ("kvbench completion f", "fish"),
+        ("kvbench results show abc", ""),
+    ],
+)
+def test_bash_completes(line, reply, tmp_path):
+    """What follows `=` is a word of its own for bash."""
+    script = tmp_path / "script"
+    script.write_text(f'{make_script("bash")}COMP_LINE=$1 COMP_POINT=${{#1}}; _kvbench; echo "${{COMPREPLY[*]}}"\n')
+    done = subprocess.run(["bash", str(script), line], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert (done.stdout, done.stderr) == (f"{reply}\n", "")
+
+
+def test_every_shell_gets_the_names_and_another_one_is_one_line(capsys):
+    for shell in TEMPLATES:
+        assert main(["completion", shell]) == 0
+        text = capsys.readouterr().out
+        assert text == make_script(shell) and "snapkv" in text and "leaderboard" in text and "PLACES" not in text
+    assert main(["completion", "tcsh"]) == 2
+    assert capsys.readouterr() == ("", "kvbench: SHELL=tcsh: choose one of bash, fish, zsh\n")
