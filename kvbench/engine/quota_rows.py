@@ -13,6 +13,7 @@ from kvbench.engine.answer_quotas import knows_quotas
 from kvbench.engine.graph_decoding import CHUNK, StepRows, find_angles
 from kvbench.engine.method_view import MethodView
 from kvbench.interfaces.codec import CuttableGrowing
+from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import State
 from kvbench.interfaces.rows import mass_dtype
 from kvbench.kernels.rerotation import rotate_rows
@@ -20,17 +21,21 @@ from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import ContractError
 
 
+def captures_cuts(method: Method) -> bool:
+    """Return whether a method's hooks can be captured that cut a layer to the quota that it is given."""
+    return method.captured is not None and not method.attends_subset and not method.sets_head_quotas
+
+
 def repeats_cuts(choice: CachePolicy) -> bool:
     """Return whether every cut of a layer at its quota runs the same operations, and its quota is known before."""
-    captured = choice.method.captured is not None and not choice.method.attends_subset
-    return captured and not choice.method.sets_head_quotas and knows_quotas(choice.allocator)
+    return captures_cuts(choice.method) and knows_quotas(choice.allocator)
 
 
 def cuts_in_graph(choice: CachePolicy) -> bool:
     """Return whether a graph can contain the cuts of layers that hold their rows, whatever rows each head holds."""
-    method, allocator = choice.method, choice.allocator
+    allocator = choice.allocator
     known = knows_quotas(allocator) or (allocator.capturable and not allocator.overrides("layer"))
-    return known and method.captured is not None and not method.sets_head_quotas
+    return known and captures_cuts(choice.method)
 
 
 def shares_in_graph(layer: Layer, quotas: Sequence[tuple[int, ...]], size: int, since: int) -> bool:
