@@ -15,7 +15,7 @@ def scale_quotas(quotas: Sequence[int], before: int, quota: int) -> list[int]:
     Returns:
         Rows per head of every layer. They sum to `quota` times the number of layers.
     """
-    targets = [own * quota / before for own in quotas]
+    targets = [rows * quota / before for rows in quotas]
     return apportion(targets, [1] * len(targets), [quota * len(targets)] * len(targets), quota * len(targets))
 
 

@@ -352,7 +352,7 @@ class Codec(Hooks):
         return self
 
     def find_packed(self, packed: Packed, more: int = 0) -> tuple[int, int] | None:
-        """Return start and stop of the rows that are not as the model wrote them, or None if heads differ in it.
+        """Return start and stop of the rows that are packed, or None if other rows are packed in another head.
 
         Methods that read few of many rows may choose among these (`ReadRequest.packed`).
 
@@ -376,18 +376,18 @@ class Codec(Hooks):
         return None
 
 
-def copy_samples(value: Any, times: int) -> Any:
+def copy_samples(value: object, times: int) -> Any:
     """Return the same value with every tensor in it repeated along its first dimension, which is that of samples."""
     if isinstance(value, Tensor):
         return value.repeat(times, *(1 for _ in value.shape[1:])) if value.dim() else value
     if isinstance(value, Mapping):
-        return {key: copy_samples(own, times) for key, own in value.items()}
+        return {key: copy_samples(entry, times) for key, entry in value.items()}
     if isinstance(value, tuple):
-        copies = [copy_samples(own, times) for own in value]
+        copies = [copy_samples(part, times) for part in value]
         return type(value)(*copies) if hasattr(value, "_fields") else tuple(copies)
     if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        return replace(value, **{name: copy_samples(one, times) for name, one in own.items()})
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        return replace(value, **{name: copy_samples(part, times) for name, part in parts.items()})
     return value
 
 
@@ -405,7 +405,7 @@ def join(rows: Tensor, counts: Tensor, more: Tensor, more_counts: Tensor) -> Ten
     """
     if not len(rows) or not len(more):
         return more if len(more) else rows
-    parts = [own.split_with_sizes(sizes.flatten().tolist()) for own, sizes in ((rows, counts), (more, more_counts))]
+    parts = [flat.split_with_sizes(sizes.flatten().tolist()) for flat, sizes in ((rows, counts), (more, more_counts))]
     return torch.cat([part for head in zip(*parts, strict=True) for part in head])
 
 

@@ -14,6 +14,6 @@ def derive_method(method: Method, hooks: Mapping[str, Callable[..., Any]]) -> Me
         hooks: Name -> function, which gets the method first.
     """
     of = type(method)
-    own: Method = object.__new__(type(of.__name__, (of,), dict(hooks)))
-    vars(own).update(vars(method))
-    return own
+    derived: Method = object.__new__(type(of.__name__, (of,), dict(hooks)))
+    vars(derived).update(vars(method))
+    return derived

@@ -1,7 +1,8 @@
 """The common base of methods and allocators: classes whose hooks a subclass may override."""
 
+from collections.abc import Hashable
 from functools import cache
-from typing import Any
+from typing import cast
 
 
 class Hooks:
@@ -13,8 +14,7 @@ class Hooks:
 
     def overrides(self, *hooks: str) -> bool:
         """Return whether the object's class overrides at least one of the hooks with these names."""
-        kind: Any = type(self)
-        return overrides_any(kind, hooks)
+        return overrides_any(cast(Hashable, type(self)), hooks)  # mypy does not know that a class is hashable
 
 
 @cache
@@ -23,4 +23,4 @@ def overrides_any(kind: type[Hooks], hooks: tuple[str, ...]) -> bool:
 
     The interface defines each hook once, so a hook that is defined twice is overridden.
     """
-    return any(sum(hook in vars(own) for own in kind.__mro__) > 1 for hook in hooks)
+    return any(sum(hook in vars(base) for base in kind.__mro__) > 1 for hook in hooks)

@@ -111,8 +111,8 @@ def check_budget_setting(method: Method, name: str) -> None:
     Raises:
         SettingError: It has no such setting, or works in a way that needs a budget.
     """
-    own = [field.name for field in fields(method) if field.name not in Method.__dataclass_fields__]
-    require_choice("method.budget_setting", name, own)
+    settings = [field.name for field in fields(method) if field.name not in Method.__dataclass_fields__]
+    require_choice("method.budget_setting", name, settings)
     if method.attends_subset or method.captured is not None or method.needs_extra_reads:
         raise SettingError(
             f"method.budget_setting={name}: {method.name} must not keep every row, be captured or need extra reads; "

@@ -93,37 +93,37 @@ class Network:
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
         """Return a copy on a device and in a dtype."""
         biases = (None if bias is None else bias.to(device, dtype) for bias in self.biases)
-        return replace(self, weights=tuple(own.to(device, dtype) for own in self.weights), biases=tuple(biases))
+        return replace(self, weights=tuple(weight.to(device, dtype) for weight in self.weights), biases=tuple(biases))
 
     def named(self, prefix: str) -> dict[str, Tensor]:
         """Return the matrices and the biases by their names in a file, where the network's own name is `prefix`."""
-        found = {}
+        tensors = {}
         for matrix, weight, bias in zip(NAMES[self.kind], self.weights, self.biases, strict=True):
-            found[f"{prefix}{matrix}.weight"] = weight
+            tensors[f"{prefix}{matrix}.weight"] = weight
             if bias is not None:
-                found[f"{prefix}{matrix}.bias"] = bias
-        return found
+                tensors[f"{prefix}{matrix}.bias"] = bias
+        return tensors
 
 
 def take_network(kind: str, prefix: str, weights: Mapping[str, Tensor]) -> Network:
     """Return the network with the name `prefix` among the weights of a file."""
     names = [f"{prefix}{matrix}" for matrix in NAMES[kind]]
-    own = tuple(weights[f"{name}.weight"] for name in names)
-    return Network(kind, own, tuple(weights.get(f"{name}.bias") for name in names))
+    matrices = tuple(weights[f"{name}.weight"] for name in names)
+    return Network(kind, matrices, tuple(weights.get(f"{name}.bias") for name in names))
 
 
 def describe_network(where: str, shapes: Mapping[tuple[str, str], Shape]) -> tuple[str, int, int]:
     """Check the shapes of a network and return its kind and the widths of its arguments and results."""
     names = {matrix for matrix, _ in shapes}
-    kind = next((kind for kind, own in NAMES.items() if set(own) == names), None)
+    kind = next((kind for kind, matrices in NAMES.items() if set(matrices) == names), None)
     if kind is None or any((matrix, "weight") not in shapes for matrix in names):
         raise SettingError(f"{where} must have the matrices of one of {', '.join(KINDS)}")
     weights = [shapes[matrix, "weight"] for matrix in NAMES[kind]]
     halves = 2 if kind == "mlp_swiglu" else 1
-    fits = all(len(own) == 2 and min(own) > 0 for own in weights)
+    fits = all(len(shape) == 2 and min(shape) > 0 for shape in weights)
     fits = fits and (len(weights) == 1 or weights[0][0] == halves * weights[1][1])
-    biases = [(own, shapes.get((matrix, "bias"))) for matrix, own in zip(NAMES[kind], weights, strict=True)]
-    if not fits or any(bias not in (None, own[:1]) for own, bias in biases):
+    biases = [(shape, shapes.get((matrix, "bias"))) for matrix, shape in zip(NAMES[kind], weights, strict=True)]
+    if not fits or any(bias not in (None, shape[:1]) for shape, bias in biases):
         listed = ", ".join(f"{matrix}.{what}".lstrip(".") + f" {shape}" for (matrix, what), shape in shapes.items())
         raise SettingError(f"{where} ({kind}) has shapes that do not fit together: {listed}")
     return kind, weights[0][1], weights[-1][0]

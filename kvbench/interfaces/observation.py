@@ -138,9 +138,9 @@ class Observation:
 
     @property
     def is_last_layer(self) -> bool:
-        """Whether no later layer shares the budget. Asking this is not asking for the layer's index."""
-        own = vars(self)
-        return bool(own["layer"] >= max(own["cut_layers"], default=0))
+        """Whether no later layer shares the budget. To ask this does not count as asking for the layer's index."""
+        attributes = vars(self)
+        return bool(attributes["layer"] >= max(attributes["cut_layers"], default=0))
 
 
 @dataclass

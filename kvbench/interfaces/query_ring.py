@@ -6,12 +6,14 @@ reads as many as a cut uses, and `release_state` takes what the method remembers
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kvbench.interfaces.observation import Observation, State, StateCapture
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,16 @@ def make_ring(known: Tensor, count: int, capture: StateCapture) -> QueryRing:
     return QueryRing(slots.index_copy_(2, places % slots.shape[2], known), count)
 
 
-def share_among_layers(name: str, observation: Observation, state: State, make: Callable[[], Any]) -> Any:
+def share_among_layers(name: str, observation: Observation, state: State, make: Callable[[], T]) -> T:
     """Compute a value that depends on positions alone once for all layers of a block.
 
     The block's first layer computes it and the last one drops it. Inside a CUDA graph, layers of another kind of rows
     have a position of their own, which cannot be compared there. They compute the value again.
     """
     first, about = observation.first, (observation.queries.shape[2], observation.queries.device)
-    position, before, found = state.shared.pop(name, (None, None, None))
+    position, before, shared = state.shared.pop(name, (None, None, None))
     known = position is first or (isinstance(position, int) and isinstance(first, int) and position == first)
-    if not known or before != about:
-        found = make()
+    made: T = shared if known and before == about else make()
     if not observation.is_last_layer:
-        state.shared[name] = first, about, found
-    return found
+        state.shared[name] = first, about, made
+    return made

@@ -40,10 +40,10 @@ class Repeating(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("first", "later"):
-            own = getattr(self, name)
-            ids = isinstance(own, Sequence) and all(type(token) is int and token >= 0 for token in own)
-            if not isinstance(own, str) and not ids:
-                raise SettingError(f"method.{name}={own}: a text, or a list of token ids")
+            request = getattr(self, name)
+            ids = isinstance(request, Sequence) and all(type(token) is int and token >= 0 for token in request)
+            if not isinstance(request, str) and not ids:
+                raise SettingError(f"method.{name}={request}: a text, or a list of token ids")
 
     def extra_reads(self, ids: Tensor, prefix: int, words: PromptEncoder) -> Iterator[ExtraRead]:
         turn, start = ids.new_tensor(words.turn), prefix
@@ -101,13 +101,13 @@ class RepeatScores(Repeating):
         keys, chunk = torch.cat(parts, 2), slice(safe, safe + stop - start)
         weight = self.weigh(observation)
         if weight is None:
-            found = max_attention(observation.queries, keys, observation.scaling)[..., chunk]
+            chunk_scores = max_attention(observation.queries, keys, observation.scaling)[..., chunk]
         else:
-            found = self.score_weighed(observation, weight, keys, rows.values[:, :, start:stop], chunk)
-        scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], observation.prompt)).clone()
-        scores[..., start:stop] = found
+            chunk_scores = self.score_weighed(observation, weight, keys, rows.values[:, :, start:stop], chunk)
+        scores = state.layer.get("scores", chunk_scores.new_zeros(*chunk_scores.shape[:2], observation.prompt)).clone()
+        scores[..., start:stop] = chunk_scores
         state.layer["scores"] = scores
-        if self.sets_head_quotas:  # otherwise no layer would read and free them
+        if self.sets_head_quotas:  # `head_quotas` reads these scores and frees them
             state.shared["scores"] = {**state.shared.get("scores", {}), observation.layer: scores}
         return {}
 
@@ -124,8 +124,8 @@ class RepeatScores(Repeating):
             values: Values of the rows that are scored, (B, H, n, d).
             chunk: Where these rows stand among the keys.
         """
-        found = max_attention(observation.queries, keys, observation.scaling, weight=weight, together=False)
-        return (found[..., chunk] * cls.project_norms(observation, values)).amax(2)
+        attention = max_attention(observation.queries, keys, observation.scaling, weight=weight, together=False)
+        return (attention[..., chunk] * cls.project_norms(observation, values)).amax(2)
 
     @staticmethod
     def project_norms(observation: Observation, values: Tensor) -> Tensor:
@@ -151,17 +151,17 @@ class RepeatScores(Repeating):
         Every head keeps its safe rows, and at least one row. These do not compete.
         """
         if "allotted" not in state.shared:
-            found = state.shared.pop("scores")
+            layer_scores = state.shared.pop("scores")
             scores = torch.stack(
-                [found[layer].to(found[observation.layer].device) for layer in observation.cut_layers], 1
+                [layer_scores[layer].to(layer_scores[observation.layer].device) for layer in observation.cut_layers], 1
             )
             _, layers, heads, rows = scores.shape
-            own = max(1, min(self.safe(observation), quota - 1))
+            least = max(1, min(self.safe(observation), quota - 1))
             safe = torch.arange(rows, device=scores.device) < self.safe(observation)
-            ranked = top_k_mask(scores.masked_fill(safe, torch.inf).flatten(1, 2), own).view_as(scores)
+            ranked = top_k_mask(scores.masked_fill(safe, torch.inf).flatten(1, 2), least).view_as(scores)
             open_ = scores.masked_fill(ranked, -torch.inf).flatten(1)
-            won = top_k_mask(open_[:, None], layers * heads * (quota - own)).view_as(scores)
-            counts = own + won.sum(-1)
+            won = top_k_mask(open_[:, None], layers * heads * (quota - least)).view_as(scores)
+            counts = least + won.sum(-1)
             state.shared["allotted"] = {layer: counts[:, i] for i, layer in enumerate(observation.cut_layers)}
         own_counts: Tensor = state.shared["allotted"][observation.layer]
         return own_counts

@@ -45,7 +45,7 @@ class RowCodec(Codec):
             ContractError: It is no tuple of tensors that have R rows each.
         """
         parts = self.encode(rows)
-        if not isinstance(parts, tuple) or any(own.shape[:1] != rows.shape[:1] for own in parts):
+        if not isinstance(parts, tuple) or any(part.shape[:1] != rows.shape[:1] for part in parts):
             raise ContractError(f"codec={self.name}: encode must return a tuple of tensors of {len(rows)} rows each")
         return parts
 

@@ -30,13 +30,13 @@ class ListedRows:
 
 
 # Gets the largest product q·k, without the factor of the logits, that a query of each KV head has with each row,
-# (B, H, n) in at least float32. Rows that do not exist yet have any number.
+# (B, H, n) in at least float32. The numbers of rows that do not exist yet mean nothing.
 Watcher = Callable[[Tensor], None]
 
-# Chooses the rows of one layer: its index, the queries (B, Hq, 1, d) and the keys (B, H, n, d). None means all rows. So
-# does a `Watcher`, which is called with what the layer's attention finds, before rows of a later layer are chosen.
-# For a layer whose rows are packed it is called right after the layer before, without queries and keys: (B, Hq, 0, d)
-# and (B, H, 0, d). There it may return no `Watcher`.
+# Chooses the rows of one layer. It gets the layer's index, the queries (B, Hq, 1, d) and the keys (B, H, n, d). If it
+# returns None or a `Watcher`, the layer attends to all rows. The engine calls the `Watcher` with the layer's largest
+# products before the rows of a later layer are chosen. For a layer whose rows are packed, the rows are chosen right
+# after the previous layer, without queries and keys: (B, Hq, 0, d) and (B, H, 0, d). No `Watcher` may be returned then.
 RowChoice = Callable[[int, Tensor, Tensor], ListedRows | Watcher | None]
 
 

@@ -11,12 +11,18 @@ class's own `__post_init__`, which calls `super().__post_init__()` first.
 
 import types
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
 
 from kvbench.validation import SettingError, format_value, is_number, require_choice, require_int
 
 RULE = "kvbench.rule"  # the key of a field's metadata under which its rule stands
+
+
+class DataclassInstance(Protocol):
+    """An object whose class is a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Rule:
         if not (is_number(value) and (isinstance(value, int) or not whole) and self._contains(value)):
             raise SettingError(f"{name}={format_value(value)}: {self.allowed or self._describe(whole)}")
 
-    def _contains(self, value: Any) -> bool:
+    def _contains(self, value: float) -> bool:
         return (
             (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
@@ -86,7 +92,7 @@ def setting(
     odd: bool = False,
     choices: Iterable[object] = (),
     allowed: str | None = None,
-    default: Any = MISSING,
+    default: object = MISSING,
     kw_only: bool = False,
 ) -> Any:
     """Declare a dataclass field and the values that it may have.
@@ -113,7 +119,7 @@ def setting(
     return field(default=default, kw_only=kw_only, metadata={RULE: rule})
 
 
-def check_settings(owner: Any, group: str) -> None:
+def check_settings(owner: DataclassInstance, group: str) -> None:
     """Check every field of a dataclass instance that `setting` declares.
 
     Args:
@@ -123,13 +129,17 @@ def check_settings(owner: Any, group: str) -> None:
     Raises:
         SettingError: A value is not allowed. The message names the setting, the value and the allowed values.
     """
-    for own in fields(owner):
-        rule = own.metadata.get(RULE)
+    for declared in fields(owner):
+        rule = declared.metadata.get(RULE)
         if rule is not None:
-            rule.check(f"{group}.{own.name}", getattr(owner, own.name), _list_kinds(type(owner), own.name, own.type))
+            rule.check(
+                f"{group}.{declared.name}",
+                getattr(owner, declared.name),
+                _list_kinds(type(owner), declared.name, declared.type),
+            )
 
 
-def _list_kinds(owner: type, name: str, hint: Any) -> tuple[object, ...]:
+def _list_kinds(owner: type, name: str, hint: object) -> tuple[object, ...]:
     """Return the types of an annotation: both of `int | None`, one of `int`."""
     if isinstance(hint, str):  # a module with `from __future__ import annotations`
         hint = get_type_hints(owner)[name]
@@ -149,7 +159,7 @@ def check_layers(name: str, chosen: Sequence[int], depth: int | None, least: int
         SettingError: They are no numbers from 0 on in ascending order, too few, or not below `depth`.
     """
     layers = list(chosen)
-    numbers = all(isinstance(own, int) and own >= 0 for own in layers)
+    numbers = all(isinstance(layer, int) and layer >= 0 for layer in layers)
     if len(layers) < least or not numbers or sorted(set(layers)) != layers:
         raise SettingError(f"{name}={layers}: layers from 0 on, in ascending order")
     if depth is not None:
@@ -164,7 +174,7 @@ def scale_layers(name: str, chosen: Sequence[int], depth: int | None, layers: in
     Raises:
         SettingError: The model has fewer layers.
     """
-    own = sorted({i * layers // depth for i in chosen}) if depth else list(chosen)
-    if own and own[-1] >= layers:
-        raise SettingError(f"{name}={own}: the model has layers 0 to {layers - 1}")
-    return own
+    scaled = sorted({i * layers // depth for i in chosen}) if depth else list(chosen)
+    if scaled and scaled[-1] >= layers:
+        raise SettingError(f"{name}={scaled}: the model has layers 0 to {layers - 1}")
+    return scaled

@@ -41,9 +41,9 @@ class ModelFile:
         Raises:
             SettingError: The file was made for another model.
         """
-        if self.identity is not None and self.identity != (own := identify()):
+        if self.identity is not None and self.identity != (model := identify()):
             raise SettingError(
-                f"method.path={self.path}: the file was made for the model {self.identity}, this one is {own}"
+                f"method.path={self.path}: the file was made for the model {self.identity}, this one is {model}"
             )
 
 
@@ -57,7 +57,7 @@ class TensorFile(ModelFile):
     @classmethod
     def of(cls, path: object, tensors: Mapping[str, Tensor], identity: str | None = None) -> Self:
         """Return what was read from a file at `path`: tensors, and the identity of the model they were made for."""
-        return cls(str(path), sum(own.nbytes for own in tensors.values()), identity, tensors=tensors)
+        return cls(str(path), sum(tensor.nbytes for tensor in tensors.values()), identity, tensors=tensors)
 
     @cached_property
     def copies(self) -> dict[tuple[str, torch.device, torch.dtype], Tensor]:
@@ -135,11 +135,11 @@ def read_header(file: Path, where: str, what: str) -> Header:
     with open_weights(file, where, what) as opened:
         metadata = dict(opened.metadata() or {})
         for key in opened.keys():  # noqa: SIM118  (no mapping)
-            own = opened.get_slice(key)
-            if own.get_dtype() not in BYTES:
-                raise SettingError(f"{where}: {key} has dtype {own.get_dtype()}, allowed are {', '.join(BYTES)}")
-            shapes[key] = tuple(own.get_shape())
-            size += BYTES[own.get_dtype()] * torch.Size(shapes[key]).numel()
+            tensor = opened.get_slice(key)
+            if tensor.get_dtype() not in BYTES:
+                raise SettingError(f"{where}: {key} has dtype {tensor.get_dtype()}, allowed are {', '.join(BYTES)}")
+            shapes[key] = tuple(tensor.get_shape())
+            size += BYTES[tensor.get_dtype()] * torch.Size(shapes[key]).numel()
     return Header(shapes, size, metadata)
 
 
@@ -223,8 +223,8 @@ def read_tensors(path: object, names: Mapping[str, Sequence[str]], what: str, me
 def check_tensors(path: object, tensors: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> None:
     """Raise a SettingError unless tensors have so many dimensions as `names` says, and only finite numbers."""
     for name, dimensions in names.items():
-        own = tensors[name]
-        if own.dim() != len(dimensions) or not own.is_floating_point() or not torch.isfinite(own).all():
+        tensor = tensors[name]
+        if tensor.dim() != len(dimensions) or not tensor.is_floating_point() or not torch.isfinite(tensor).all():
             raise SettingError(f"method.path={path}: {name} must be a finite tensor ({', '.join(dimensions)})")
 
 
