@@ -43,12 +43,12 @@ from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.validation import SettingError
 
-LOGITS, LOGITS_ON_GPU = 1 << 21, 1 << 23  # that are held at once
-SCRATCH = 2_000_000_000  # bytes of the normal equations that are held at once, roughly
-LARGE = 1024  # equations that are solved one system after the other
-TOLERANCE = 1e-10  # a projected gradient this small, in units of the largest slope at 0, ends the search for weights
-STEPS, HALVINGS = 200, 40  # of that search at most
-NEAREST = 1e-10  # pulls weights that fit equally well to 1
+LOGITS, LOGITS_ON_GPU = 1 << 21, 1 << 23  # how many logits are held in memory at once
+SCRATCH = 2_000_000_000  # roughly how many bytes of normal equations are held at once
+LARGE = 1024  # systems of so many equations are solved one after the other
+TOLERANCE = 1e-10  # the search for weights ends at this projected gradient, in units of the largest slope at 0
+STEPS, HALVINGS = 200, 40  # the largest number of steps of the search, and of halvings of a step
+NEAREST = 1e-10  # how strongly weights that fit equally well are pulled to 1
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class AttentionMatching(Repeating):
         if observation.decoding or repeats != self.needs_extra_reads:
             return {}
         queries, seen = observation.queries, state.layer.get("tokens", 0)
-        own = 0 if repeats else min(max(self.safe(observation) - observation.first, 0), queries.shape[2])
-        queries = queries[:, :, own:]
+        skipped = 0 if repeats else min(max(self.safe(observation) - observation.first, 0), queries.shape[2])
+        queries = queries[:, :, skipped:]
         if not queries.shape[2]:
             return {}
         drawn = draw_numbers(state.seeds, seen, queries.shape[2]).to(queries.device)
@@ -105,7 +105,11 @@ class AttentionMatching(Repeating):
             index = drawn.topk(room, largest=False).indices.sort(-1).values
             drawn = drawn.gather(1, index)
             queries = queries.gather(2, index[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
-        state.layer |= {"tokens": seen + observation.queries.shape[2] - own, "queries": queries.clone(), "drawn": drawn}
+        state.layer |= {
+            "tokens": seen + observation.queries.shape[2] - skipped,
+            "queries": queries.clone(),
+            "drawn": drawn,
+        }
         return {}
 
     def forget(self, state: State) -> None:
@@ -114,15 +118,15 @@ class AttentionMatching(Repeating):
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         mass = self.find_fitted_mass(observation, rows)
-        found, count = torch.zeros_like(mass, dtype=torch.float64), 0
+        scores, count = torch.zeros_like(mass, dtype=torch.float64), 0
         given = stack_queries(state, rows), rows.keys.flatten(0, 1), mass.flatten(0, 1)
         for logits in compute_logits(*given, observation.scaling):
             p = logits.softmax(-1)
-            own = p.amax(1) if self.rank == "max" else p.square().sum(1)
-            found = found.maximum(own.view_as(found)) if self.rank == "max" else found + own.view_as(found)
+            votes = p.amax(1) if self.rank == "max" else p.square().sum(1)
+            scores = scores.maximum(votes.view_as(scores)) if self.rank == "max" else scores + votes.view_as(scores)
             count += logits.shape[1]
-        found = found if self.rank == "max" else (found / max(1, count)).sqrt()
-        return found.masked_fill(mass == 0, 0).to(rows.mass.dtype)
+        scores = scores if self.rank == "max" else (scores / max(1, count)).sqrt()
+        return scores.masked_fill(mass == 0, 0).to(rows.mass.dtype)
 
     def find_fitted_mass(self, observation: Observation, rows: Rows) -> Tensor:
         """Return the masses of the rows that may be fitted, (B, H, n), and 0 for the others."""
@@ -130,19 +134,19 @@ class AttentionMatching(Repeating):
 
     def merge(self, observation: Observation, rows: Rows, kept: Tensor, state: State) -> Rows:
         left, fitted = rows.without(~kept), self.find_fitted_mass(observation, rows)
-        own = kept & (fitted > 0)
-        count = int(own.sum(-1).max())
+        to_fit = kept & (fitted > 0)
+        count = int(to_fit.sum(-1).max())
         if count == 0:
             return left
-        index = own.byte().sort(dim=-1, descending=True, stable=True).indices[..., :count]  # their order stays
-        given = [x.flatten(0, 1) for x in (rows.keys, rows.values, fitted, index, own.gather(2, index))]
-        queries, found = stack_queries(state, rows), []
-        together = max(1, SCRATCH // (4 * 8 * count**2))  # heads
+        index = to_fit.byte().sort(dim=-1, descending=True, stable=True).indices[..., :count]  # in their order
+        given = [x.flatten(0, 1) for x in (rows.keys, rows.values, fitted, index, to_fit.gather(2, index))]
+        queries, fits = stack_queries(state, rows), []
+        together = max(1, SCRATCH // (4 * 8 * count**2))  # number of heads that are fitted at once
         for start in range(0, len(queries), together):
             some = [x[start : start + together] for x in (queries, *given)]
-            found.append(self.fit(observation.scaling, *some))
-        weights, values = (torch.cat(parts).view(*kept.shape[:2], count, -1) for parts in zip(*found, strict=True))
-        there, wide = own.gather(2, index), index[..., None].expand_as(values)
+            fits.append(self.fit(observation.scaling, *some))
+        weights, values = (torch.cat(parts).view(*kept.shape[:2], count, -1) for parts in zip(*fits, strict=True))
+        there, wide = to_fit.gather(2, index), index[..., None].expand_as(values)
         mass = torch.where(there, weights[..., 0].to(left.mass.dtype), left.mass.gather(2, index))
         return replace(
             left,
@@ -175,21 +179,21 @@ class AttentionMatching(Repeating):
         highest = torch.inf if self.highest is None else self.highest
         factors = fit_bounded(gram, target, self.lowest / held, highest / held)
         more, before = factors.log().masked_fill(~there, torch.finfo(gram.dtype).min), values.double()
-        own = before.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
-        gram, cross = gram.zero_(), torch.zeros_like(own)
+        kept_values = before.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
+        gram, cross = gram.zero_(), torch.zeros_like(kept_values)
         for logits in compute_logits(queries, keys, mass, scaling):
             shares = (take(logits, index) + more[:, None]).softmax(-1)
             gram += shares.mT @ shares
-            cross += shares.mT @ (logits.softmax(-1) @ before - shares @ own)
+            cross += shares.mT @ (logits.softmax(-1) @ before - shares @ kept_values)
         size = gram.diagonal(dim1=1, dim2=2)
         size += self.ridge * size.sum(-1, keepdim=True)
-        return (factors * held)[..., None], own + solve_definite(gram, cross)
+        return (factors * held)[..., None], kept_values + solve_definite(gram, cross)
 
 
 def draw_numbers(seeds: tuple[int, ...], seen: int, count: int) -> Tensor:
     """Return a random number for each of `count` tokens that follow `seen` others, (B, count) float64."""
     draws = [torch.Generator().manual_seed(seed + seen) for seed in seeds]
-    return torch.stack([torch.rand(count, dtype=torch.float64, generator=own) for own in draws])
+    return torch.stack([torch.rand(count, dtype=torch.float64, generator=generator) for generator in draws])
 
 
 def stack_queries(state: State, rows: Rows) -> Tensor:
@@ -248,26 +252,26 @@ def fit_bounded(gram: Tensor, target: Tensor, low: Tensor, high: Tensor) -> Tens
     def slope_of(f: Tensor) -> Tensor:
         return (gram @ f[..., None])[..., 0] - target
 
-    found = size.clamp(least, most)
+    solution = size.clamp(least, most)
     searching = torch.ones_like(limit, dtype=torch.bool)
     for _ in range(STEPS):
-        slope = slope_of(found)
-        wrong = (found - (found - slope).clamp(least, most)).abs().amax(-1, keepdim=True)
+        slope = slope_of(solution)
+        wrong = (solution - (solution - slope).clamp(least, most)).abs().amax(-1, keepdim=True)
         searching &= wrong > limit
         if not searching.any():
             break
         near = wrong.clamp(max=1e-3)
-        pressed = ((found <= least + near) & (slope > 0)) | ((found >= most - near) & (slope < 0))
+        pressed = ((solution <= least + near) & (slope > 0)) | ((solution >= most - near) & (slope < 0))
         free = gram.masked_fill(pressed[:, None] | pressed[..., None], 0)
         free.diagonal(dim1=1, dim2=2).add_(pressed)
         step = solve_definite(free, slope.masked_fill(pressed, 0)[..., None])[..., 0]
         step, moved = torch.where(pressed, slope, step), ~searching
         for halvings in range(HALVINGS):
-            new = (found - step / 2**halvings).clamp(least, most)
-            fall = ((found - new) * (slope + slope_of(new))).sum(-1, keepdim=True) / 2  # of the objective
-            falls = ~moved & (fall > 1e-4 * ((found - new) * slope).sum(-1, keepdim=True))
-            found, moved = torch.where(falls, new, found), moved | falls
+            new = (solution - step / 2**halvings).clamp(least, most)
+            fall = ((solution - new) * (slope + slope_of(new))).sum(-1, keepdim=True) / 2  # how far the objective falls
+            falls = ~moved & (fall > 1e-4 * ((solution - new) * slope).sum(-1, keepdim=True))
+            solution, moved = torch.where(falls, new, solution), moved | falls
             if moved.all():
                 break
-        searching &= moved  # what no step lowers any more is as low as float64 can tell
-    return (found / size).clamp(low, high)
+        searching &= moved  # if no step lowers the objective, float64 shows no lower one
+    return (solution / size).clamp(low, high)

@@ -48,10 +48,9 @@ class Cake(Method):
         count = 1 if observation.decoding else self.window
         queries = observation.queries[:, :, -count:]
         of = ("mean", "variance") if queries.shape[2] > 1 else ("mean",)
-        scores, *variance = window_statistics(
-            queries, rows.keys, rows.mass, observation.scaling, of
-        )  # (B, H, G, n) each
-        for own in variance:
-            scores = scores.add(own, alpha=self.gamma)
+        # (B, H, G, n) each
+        scores, *variance = window_statistics(queries, rows.keys, rows.mass, observation.scaling, of)
+        for spread in variance:
+            scores = scores.add(spread, alpha=self.gamma)
         inside = find_rows_without_votes(observation, rows, self.window)
         return pool_group(scores, inside, self.kernel, "avg", order=rows.order)

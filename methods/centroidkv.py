@@ -75,8 +75,8 @@ class CentroidKV(Method):
         for start in range(0, columns[0].shape[1], together):
             some = slice(start, start + together)
             free = [old[:, some, first : count - last] for old in columns]
-            for new, own in zip(left, self.centroids(free, quota - last - first), strict=True):
-                new[:, some, first : quota - last] = own
+            for new, merged in zip(left, self.centroids(free, quota - last - first), strict=True):
+                new[:, some, first : quota - last] = merged
         keys, values, places, mass = (x.view(*rows.mass.shape[:2], *x.shape[2:]) for x in left)
         return Rows(keys, values, places, mass)
 

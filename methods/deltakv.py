@@ -100,7 +100,7 @@ class DeltaKV(Method):
         """Return the rows to attend to, (B, n) bool, or None for all."""
         held = request.first + 1
         start, stop = self.find_candidates(held, request.packed)
-        assert request.quota is not None  # `read`
+        assert request.quota is not None  # `read` chooses rows only if there is a quota
         candidates = stop - start
         quota = count_chosen(candidates, request.quota, request.fraction)
         if quota == candidates and not (candidates and self.smoothing):
@@ -108,7 +108,7 @@ class DeltaKV(Method):
         scores = max_logits(request.queries[:, :, -1], rows().keys[:, :, start:stop], 1.0)
         if self.smoothing:
             last = state.layer.get("scores", scores[:, :0])
-            known = last.shape[1]  # candidates only grow in number
+            known = last.shape[1]  # the number of candidates never falls
             smoothed = last * self.smoothing + scores[:, :known] * (1 - self.smoothing)
             scores = state.layer["scores"] = torch.cat([smoothed, scores[:, known:]], 1)
         if quota == candidates:
@@ -220,7 +220,7 @@ class ObservationReader:
                 watch(largest)
                 looks["rows"] = rows
                 if layer == max(self.choices):
-                    if self.chosen is None:  # before a graph is captured: other graphs use what a graph allocates
+                    if self.chosen is None:  # allocated before a graph is captured: graphs share what they allocate
                         self.chosen = torch.empty_like(rows.blocks)
                     self.chosen.copy_(rows.blocks)
 

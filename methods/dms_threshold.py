@@ -55,17 +55,17 @@ class DMSThreshold(Composite):
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Return the base method's columns, and the score of every row by the block in which it was read."""
-        found = self.base.update(observation, rows, state)
+        columns = self.base.update(observation, rows, state)
         if observation.decoding and not self.decoding:
-            return {**rows.columns, **found}
-        new, rows = observation.queries.shape[2], replace(rows, columns={**rows.columns, **found})
+            return {**rows.columns, **columns}
+        new, rows = observation.queries.shape[2], replace(rows, columns={**rows.columns, **columns})
         scores = self.base.score(observation, rows, state).to(rows.mass.dtype)
         for hook in (self.base.protect_sinks, self.base.protect):
             safe = hook(observation, rows, len(rows))
             scores = scores if safe is None else scores.masked_fill(safe, torch.finfo(scores.dtype).max)
         if SCORE in rows.columns:
             scores = torch.cat([rows.columns[SCORE][..., :-new], scores[..., -new:]], -1)
-        return {**found, SCORE: scores}
+        return {**columns, SCORE: scores}
 
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.window

@@ -45,7 +45,5 @@ class DropKV(Method):
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         queries, outputs = observation.queries[:, :, -self.window :], observation.outputs[:, :, -self.window :]
         rounded = self.p_dtype == "bf16"
-        scores = dropkv(
-            queries, rows.keys, rows.values, outputs, rows.mass, observation.scaling, self.epsilon, rounded
-        )  # fmt: skip
+        scores = dropkv(queries, rows.keys, rows.values, outputs, rows.mass, observation.scaling, self.epsilon, rounded)
         return pool_group(scores[:, :, None], None, self.kernel, self.pooling, order=rows.order)

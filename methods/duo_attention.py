@@ -53,11 +53,11 @@ class Pattern:
     @property
     def sliding(self) -> tuple[int, ...]:
         """Layers without α, which have a sliding window."""
-        return tuple(layer for layer, own in enumerate(self.alpha) if all(map(math.isnan, own)))
+        return tuple(layer for layer, alphas in enumerate(self.alpha) if all(map(math.isnan, alphas)))
 
     def order(self) -> list[tuple[int, int]]:
         """Return (layer, head) of every head that can stream. The heads that stream first come last."""
-        heads = [(layer, head) for layer, own in enumerate(self.alpha) for head in range(len(own))]
+        heads = [(layer, head) for layer, alphas in enumerate(self.alpha) for head in range(len(alphas))]
         cut = [place for place in heads if place[0] not in self.sliding]
         return sorted(cut, key=lambda place: -self.alpha[place[0]][place[1]])
 
@@ -83,20 +83,20 @@ class DuoAttention(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = read(self.path)
-        sinks = own.sinks if self.sinks is None else self.sinks
-        recent = own.recent if self.recent is None else self.recent
-        object.__setattr__(self, "pattern", replace(own, sinks=sinks, recent=recent))
+        pattern = read(self.path)
+        sinks = pattern.sinks if self.sinks is None else self.sinks
+        recent = pattern.recent if self.recent is None else self.recent
+        object.__setattr__(self, "pattern", replace(pattern, sinks=sinks, recent=recent))
 
     @property
     def file(self) -> ModelFile:
         return ModelFile(str(self.path), 8 * sum(map(len, self.pattern.alpha)))
 
     def check(self, layout: Layout) -> None:
-        found = (len(self.pattern.alpha), len(self.pattern.alpha[0]))
-        if found != (needed := (layout.layers, layout.heads)):
+        stated = (len(self.pattern.alpha), len(self.pattern.alpha[0]))
+        if stated != (needed := (layout.layers, layout.heads)):
             raise SettingError(
-                f"method.path={self.path}: the pattern has (layers, KV heads) {found}, the model {needed}"
+                f"method.path={self.path}: the pattern has (layers, KV heads) {stated}, the model {needed}"
             )
         if self.pattern.sliding != layout.sliding:
             raise SettingError(
@@ -165,10 +165,14 @@ def read(path: str | None) -> Pattern:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SettingError(f"method.path={path}: no readable pattern ({reason})") from None
-    if not alpha or len({len(own) for own in alpha}) > 1 or any(len(set(map(math.isnan, own))) > 1 for own in alpha):
+    if not alpha or len({len(row) for row in alpha}) > 1 or any(len(set(map(math.isnan, row))) > 1 for row in alpha):
         raise SettingError(
             f"method.path={path}: full_attention_heads.tsv must be a table with one α per layer and KV head"
         )
     require_int("method.path: sink_size", sinks, 0)
     require_int("method.path: recent_size", recent, 1)
-    return Pattern([[min(max(own, 0.0), 1.0) if own == own else own for own in line] for line in alpha], sinks, recent)
+    return Pattern(
+        [[min(max(number, 0.0), 1.0) if number == number else number for number in line] for line in alpha],
+        sinks,
+        recent,
+    )

@@ -85,10 +85,10 @@ class ExpectedAttention(Method):
             before = before[:, :, max(0, before.shape[2] - kept) :]
             state.layer["recent"] = torch.cat([before, new[:, :, -self.buffer :]], 2)
         if not observation.decoding:
-            found = moments(new, self.use_covariance, shared_rotations(observation, new.shape[2], state))
+            new_moments = moments(new, self.use_covariance, shared_rotations(observation, new.shape[2], state))
             if "count" in state.layer:
-                found = merge(self.prompt_moments(state), found)
-            state.layer |= {"count": found.count, "mean": found.mean, "scatter": found.scatter}
+                new_moments = merge(self.prompt_moments(state), new_moments)
+            state.layer |= {"count": new_moments.count, "mean": new_moments.mean, "scatter": new_moments.scatter}
         return {}
 
     def fill(self, observation: Observation, state: State) -> None:
@@ -144,20 +144,26 @@ class ExpectedAttention(Method):
         return rows.places < self.sinks
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
-        found, buffered = self.moments(observation, state), observation.decoding and self.decode_queries == "buffer"
-        if found is None or found.count < (1 if buffered else 2):
-            return rows.places.to(rows.mass.dtype)
-        first = found.count + self.sinks if buffered else observation.tokens  # no sink is in the moments
-        turn = share_among_layers(
-            "mean rotation", observation, state, lambda: mean_rotation(observation, first, self.positions, found.mean)
+        query_moments, buffered = (
+            self.moments(observation, state),
+            observation.decoding and self.decode_queries == "buffer",
         )
-        covariance = found.covariance
+        if query_moments is None or query_moments.count < (1 if buffered else 2):
+            return rows.places.to(rows.mass.dtype)
+        first = query_moments.count + self.sinks if buffered else observation.tokens  # no sink is in the moments
+        turn = share_among_layers(
+            "mean rotation",
+            observation,
+            state,
+            lambda: mean_rotation(observation, first, self.positions, query_moments.mean),
+        )
+        covariance = query_moments.covariance
         if covariance is not None:
             covariance = turn @ covariance @ turn.mT
         competing = rows.mass.masked_fill(rows.places < self.sinks, 0)  # a sink that does not fit the quota goes first
         values = rows.values if self.use_vnorm else None
         return expected_scores(
-            found.mean @ turn.mT, covariance, rows.keys, competing, observation.scaling, values, self.epsilon
+            query_moments.mean @ turn.mT, covariance, rows.keys, competing, observation.scaling, values, self.epsilon
         )
 
     def moments(self, observation: Observation, state: State) -> Moments | None:

@@ -54,10 +54,10 @@ class H2O(Method):
             return rows.columns
         assert observation.lse is not None  # the method wants it
         group = "mean" if self.gqa == "mean" else None
-        found = accumulated_attention(
+        votes = accumulated_attention(
             observation.queries, rows.keys, rows.mass, observation.lse, observation.scaling, group=group
         )
-        parts = found.unbind(2) if group is None else [found]
+        parts = votes.unbind(2) if group is None else [votes]
         before = [rows.columns.get(f"votes{g}") for g in range(len(parts))]
         return {
             f"votes{g}": new if old is None else old + new

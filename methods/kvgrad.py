@@ -12,7 +12,8 @@ leaves the last layer, before the final norm.
 p is a softmax over the safe first rows, the rows of the chunk and the read itself. One backward pass per chunk gives
 the gradients of all layers; they flow through the read's own keys and values, and not into the prompt's. The
 activations of one read are held, so memory grows with `chunk`. The source takes the gradient of the residual stream
-behind the attention, which is that of a_t unless the model norms a_t first (Gemma). Φ is in at least float32: ours.
+behind the attention, which is that of a_t unless the model norms a_t first (Gemma). kvbench's own choice: Φ is in at
+least float32.
 
 `sinks`, `scope` and everything else are as in KVzip.
 """
@@ -39,5 +40,5 @@ class KVgrad(RepeatScores):
 
     def weigh(self, observation: Observation) -> Tensor:
         assert observation.gradient is not None  # the method wants it
-        found = observation.gradient.to(mass_dtype(observation.queries)).norm(dim=-1)
-        return found.clamp(min=torch.finfo(found.dtype).tiny)  # a weight must be positive
+        norms = observation.gradient.to(mass_dtype(observation.queries)).norm(dim=-1)
+        return norms.clamp(min=torch.finfo(norms.dtype).tiny)  # a weight must be positive

@@ -82,9 +82,9 @@ class KVzap(Method):
             return rows.columns
         hidden, like = observation.normed_hidden, rows.mass
         assert hidden is not None  # the method wants it
-        found = self.surrogates.like(observation.layer, like).apply(hidden.to(like.dtype)).mT  # (B, H, T)
-        old = rows.columns.get(SCORE, torch.zeros_like(like))[..., : -found.shape[2]]
-        return {SCORE: torch.cat([old, found], -1)}
+        scores = self.surrogates.like(observation.layer, like).apply(hidden.to(like.dtype)).mT  # (B, H, T)
+        old = rows.columns.get(SCORE, torch.zeros_like(like))[..., : -scores.shape[2]]
+        return {SCORE: torch.cat([old, scores], -1)}
 
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.recent
@@ -120,21 +120,21 @@ def peek_surrogates(path: object) -> SurrogateFile:
     """
     where = f"method.path={path}"
     header = read_header(find_file(path), where, "surrogates")
-    found: dict[int, dict[tuple[str, str], Shape]] = {}
+    surrogates: dict[int, dict[tuple[str, str], Shape]] = {}
     for key, shape in header.shapes.items():
         entry = ENTRY.fullmatch(key)
         if entry is None:
             raise SettingError(f"{where}: {key} is no weight of a surrogate")
-        found.setdefault(int(entry["layer"]), {})[entry["matrix"] or "", entry["what"]] = shape
-    if not found:
+        surrogates.setdefault(int(entry["layer"]), {})[entry["matrix"] or "", entry["what"]] = shape
+    if not surrogates:
         raise SettingError(f"{where}: the file holds no surrogates")
-    for layer in range(max(found) + 1):
-        if layer not in found:
+    for layer in range(max(surrogates) + 1):
+        if layer not in surrogates:
             raise SettingError(f"{where}: the surrogate of layer {layer} is missing")
-        if found[layer] != found[0]:
+        if surrogates[layer] != surrogates[0]:
             raise SettingError(f"{where}: the surrogate of layer {layer} has other shapes than that of layer 0")
-    kind, hidden, heads = describe_network(f"{where}: layer 0", found[0])
-    fits = len(found), hidden, heads
+    kind, hidden, heads = describe_network(f"{where}: layer 0", surrogates[0])
+    fits = len(surrogates), hidden, heads
     return SurrogateFile(str(path), header.bytes, header.identity, kind=kind, fits=fits)
 
 

@@ -61,8 +61,8 @@ class OmniKV(Method):
         Raises:
             SettingError: The model has fewer layers than a filter needs.
         """
-        own = scale_layers("method.filters", self.filters, self.depth, layers)
-        return max((i for i in own if i <= layer), default=None)
+        filters = scale_layers("method.filters", self.filters, self.depth, layers)
+        return max((i for i in filters if i <= layer), default=None)
 
     @property
     def windowed(self) -> bool:
@@ -83,9 +83,8 @@ class OmniKV(Method):
             decoded = request.first + 1 - prompt
             keys = rows().keys[:, :, :prompt]
             state.shared["look"] = self.choose(queries, keys, quota, decoded, request.scaling, state)
-        if (
-            layer <= chooser + self.wait or "look" not in state.shared
-        ):  # a filter layer with a sliding window chooses no rows
+        # A filter layer with a sliding window chooses no rows.
+        if layer <= chooser + self.wait or "look" not in state.shared:
             return None
         after = queries.new_ones(len(queries), request.first + 1 - prompt, dtype=torch.bool)
         look = torch.cat([state.shared["look"].to(after.device), after], 1)
@@ -97,14 +96,13 @@ class OmniKV(Method):
         `decoded` is the number of tokens read after the prompt, this one included.
         """
         prompt = keys.shape[2]
-        own = (
-            min(max(0, self.window - decoded), prompt) if self.windowed else 0
-        )  # rows of the prompt that are inside the window
+        # the number of rows of the prompt that are inside the window
+        inside = min(max(0, self.window - decoded), prompt) if self.windowed else 0
         if self.windowed:
             queries = self.recent(queries, state)
-        scores = self.score_rows(queries, keys[:, :, : prompt - own], scaling)
-        chosen = top_k_mask(scores[:, None], max(1, quota - own))[:, 0]
-        return torch.cat([chosen, chosen.new_ones(len(chosen), own)], 1)
+        scores = self.score_rows(queries, keys[:, :, : prompt - inside], scaling)
+        chosen = top_k_mask(scores[:, None], max(1, quota - inside))[:, 0]
+        return torch.cat([chosen, chosen.new_ones(len(chosen), inside)], 1)
 
     def row_reader(self, answer: CapturedAnswer) -> RowReader | None:
         decoded = answer.seen + 1 - answer.prompt
@@ -149,7 +147,9 @@ class FilterReader:
         self.chosen: Tensor | None = None  # rows that the last filter layer chose, (B, 1, k)
         if method.windowed:
             size = method.window + answer.undone
-            for layer in {own for own in self.chooser.values() if own is not None and own in answer.keys}:
+            for layer in {
+                chooser for chooser in self.chooser.values() if chooser is not None and chooser in answer.keys
+            }:
                 known = answer.states[layer].layer["queries"]
                 ring = known.new_zeros(*known.shape[:2], size, known.shape[3])
                 slots = torch.arange(answer.seen - known.shape[2], answer.seen, device=known.device) % size
@@ -163,12 +163,12 @@ class FilterReader:
 
         def take(scores: Tensor) -> None:
             """List the rows with the largest of all heads' scores (B, H, n) for the layers behind."""
-            assert quota is not None  # `choose`
-            found = top_k_of_heads(scores, quota)
-            if self.chosen is None:  # before a graph is captured: other graphs use what a graph allocates
-                self.chosen = torch.empty_like(found)
-            self.chosen.copy_(found)
-            looks["rows"] = ListedRows(found, after=prompt)
+            assert quota is not None  # without a quota nothing is chosen
+            top_rows = top_k_of_heads(scores, quota)
+            if self.chosen is None:  # allocated before a graph is captured: graphs share what they allocate
+                self.chosen = torch.empty_like(top_rows)
+            self.chosen.copy_(top_rows)
+            looks["rows"] = ListedRows(top_rows, after=prompt)
 
         def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | Watcher | None:
             chooser = self.chooser[layer]

@@ -17,9 +17,10 @@ the recent window. A block of several tokens, such as a question, attends to all
 n <= `least`, as in the source, which clusters no keys where there are not more rows than centroids.
 
 The first centroids are the keys of rows in an order that the sample's seed draws, the same in all layers and heads. Of
-equal sub-vectors only the first is taken while there are others among the first 4096 of that order (ours). A centroid
-without rows moves to a row that is farthest from its own centroid, as in scikit-learn, which the source uses. The
-source derives the number of iterations from the speed of the machine (3 to 300) and may stop earlier; here it is fixed.
+equal sub-vectors only the first is taken while there are others among the first 4096 of that order (kvbench's own
+choice). A centroid without rows moves to a row that is farthest from its own centroid, as in scikit-learn, which the
+source uses. The source derives the number of iterations from the speed of the machine (3 to 300) and may stop earlier;
+here it is fixed.
 
 The source copies the keys of n - recent rows and clusters n, so that the last `recent` ones are stale memory, and the
 rows that leave the window first carry codes of those. This file does not imitate it: it clusters the keys of all n
@@ -92,16 +93,16 @@ class PQCache(Method):
     def cluster(self, keys: Tensor, seeds: Sequence[int]) -> Tensor:
         """Return the centroids of keys (B, H, n, d), whose samples have seeds: (B, H, m, min(2^b, n), d/m)."""
         count, parts = min(1 << self.bits, keys.shape[2]), keys.unflatten(-1, (self.parts, -1)).transpose(2, 3)
-        first = torch.stack([choose_first(own, seed, count) for own, seed in zip(parts, seeds, strict=True)])
+        first = torch.stack([choose_first(sample, seed, count) for sample, seed in zip(parts, seeds, strict=True)])
         start = parts.gather(3, first[..., None].expand(-1, -1, -1, -1, parts.shape[4]))
         return find_centroids(keys, start, self.iterations).to(keys.dtype)
 
     def add_codes(self, keys: Tensor, state: State) -> None:
         """Add the codes of the rows that have none yet. `keys` (B, H, n, d) are those of all rows."""
-        own = state.layer
-        if "codes" in own:
-            fresh = keys[:, :, self.sinks + own["codes"].shape[3] :]
-            own["codes"] = torch.cat([own["codes"], encode(fresh, own["codebook"])], 3)
+        stored = state.layer
+        if "codes" in stored:
+            fresh = keys[:, :, self.sinks + stored["codes"].shape[3] :]
+            stored["codes"] = torch.cat([stored["codes"], encode(fresh, stored["codebook"])], 3)
 
     def count_rows_of(self, prompt: int, quota: int | None, fraction: Fraction | None) -> tuple[int, int] | None:
         """Return the numbers of recent and of chosen rows, or None if all rows are attended to.
@@ -137,22 +138,22 @@ class PQCache(Method):
         return torch.cat([torch.arange(self.sinks, device=last.device), newest])
 
     def list_rows(
-        self, queries: Tensor, own: Mapping[str, Tensor], scaling: float, counts: tuple[int, int], last: Tensor
+        self, queries: Tensor, table: Mapping[str, Tensor], scaling: float, counts: tuple[int, int], last: Tensor
     ) -> Tensor:
         """List the rows that the query heads of a KV head attend to, (B, H, k) int64.
 
         Args:
             queries: The token's queries, (B, H·G, 1, d).
-            own: The codes of the rows behind the sinks and the codebook, as in the state.
+            table: The codes of the rows behind the sinks and the codebook, as in the state.
             scaling: The factor of the logits.
             counts: Numbers of recent and of chosen rows.
             last: The token's own row, without dimensions.
         """
         recent, chosen = counts
-        always = self.list_always(recent, last).expand(*own["codes"].shape[:2], -1)
+        always = self.list_always(recent, last).expand(*table["codes"].shape[:2], -1)
         if not chosen:
             return always
-        scores = code_scores(queries[:, :, 0], own["codes"], own["codebook"], scaling, self.sinks, last - recent)
+        scores = code_scores(queries[:, :, 0], table["codes"], table["codebook"], scaling, self.sinks, last - recent)
         return torch.cat([always, top_k_indices(scores, chosen)], 2)
 
 
@@ -174,14 +175,14 @@ class CodeReader:
         self.counted = answer.seen - self.recent  # all of them are candidates for each token
         behind = self.counted - method.sinks
         for layer in answer.all_layers if counts else ():
-            own = answer.states[layer].layer
+            stored = answer.states[layer].layer
             if behind >= self.chosen > 0:
-                group = answer.query_heads // own["codes"].shape[1]
-                pairs = count_pairs(own["codes"][..., :behind], own["codebook"].shape[3], group)
+                group = answer.query_heads // stored["codes"].shape[1]
+                pairs = count_pairs(stored["codes"][..., :behind], stored["codebook"].shape[3], group)
                 self.counts |= {} if pairs is None else {layer: pairs}
-            codes = own["codes"].new_zeros(*own["codes"].shape[:3], answer.seen + answer.tokens - method.sinks)
-            codes[..., : own["codes"].shape[3]] = own["codes"]
-            self.tables[layer] = {"codes": codes, "codebook": own["codebook"]}
+            codes = stored["codes"].new_zeros(*stored["codes"].shape[:3], answer.seen + answer.tokens - method.sinks)
+            codes[..., : stored["codes"].shape[3]] = stored["codes"]
+            self.tables[layer] = {"codes": codes, "codebook": stored["codebook"]}
 
     def choose(self, last: Tensor) -> RowChoice:
         method, scaling, stop = self.method, self.answer.scaling, last - self.recent
@@ -194,10 +195,10 @@ class CodeReader:
                 lists.append(always.new_empty(*keys.shape[:2], len(always) + self.chosen))
                 lists[0][..., : len(always)] = always
             codes, codebook = self.tables[layer]["codes"], self.tables[layer]["codebook"]
-            found = lists[0][..., len(always) :]
+            chosen_rows = lists[0][..., len(always) :]
             counted = (self.counts[layer], self.counted) if layer in self.counts else None
             choose_by_codes(
-                queries[:, :, 0], keys, codes, codebook, scaling, method.sinks, stop, last, found, counted=counted
+                queries[:, :, 0], keys, codes, codebook, scaling, method.sinks, stop, last, chosen_rows, counted=counted
             )
             return ListedRows(lists[0])
 
@@ -215,7 +216,7 @@ class CodeReader:
 def choose_first(points: Tensor, seed: int, count: int) -> Tensor:
     """Choose the rows of the first centroids of points (…, n, e), among LOOK rows: (…, count)."""
     order = torch.randperm(points.shape[-2], generator=torch.Generator().manual_seed(seed))[:LOOK]
-    order = order.to(points.device, non_blocking=True)  # the host need not wait for what reads the prompt
+    order = order.to(points.device, non_blocking=True)  # so the host does not wait until the prompt is read
     return order[find_different(points[..., order, :], count)]
 
 

@@ -52,15 +52,15 @@ class QFilters(Method):
         return read_tensors(self.path, {NAME: ("layers", "KV heads", "dimensions")}, "filters", "qfilters")
 
     def check(self, layout: Layout) -> None:
-        found = tuple(self.file.tensors[NAME].shape)
-        if found != (needed := (layout.layers, layout.heads, layout.dim)):
+        shape = tuple(self.file.tensors[NAME].shape)
+        if shape != (needed := (layout.layers, layout.heads, layout.dim)):
             raise SettingError(
-                f"method.path={self.path}: the filters have (layers, KV heads, dimensions) {found}, the model {needed}"
+                f"method.path={self.path}: the filters have (layers, KV heads, dimensions) {shape}, the model {needed}"
             )
 
     def protect(self, observation: Observation, rows: Rows, quota: int | Tensor) -> Tensor:
         return rows.places >= observation.tokens - self.recent
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
-        own = self.file.like(NAME, rows.mass)[observation.layer]  # (H, d)
-        return -similarity(rows.keys, own.expand(len(rows.keys), -1, -1), "dot")
+        filters = self.file.like(NAME, rows.mass)[observation.layer]  # (H, d)
+        return -similarity(rows.keys, filters.expand(len(rows.keys), -1, -1), "dot")

@@ -82,14 +82,14 @@ class Quest(Method):
 
     def bounds(self, keys: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Return the bounds of all pages. Those of pages that were already full are reused."""
-        own = state.layer
-        if own.get("rows") != keys.shape[2]:
-            done = own.get("rows", 0) // self.page
+        stored = state.layer
+        if stored.get("rows") != keys.shape[2]:
+            done = stored.get("rows", 0) // self.page
             low, high = page_bounds(keys[:, :, done * self.page :], self.page)
             if done:
-                low, high = (torch.cat([own[k][:, :, :done], new], 2) for k, new in (("low", low), ("high", high)))
-            own |= {"low": low, "high": high, "rows": keys.shape[2]}
-        return own["low"], own["high"]
+                low, high = (torch.cat([stored[k][:, :, :done], new], 2) for k, new in (("low", low), ("high", high)))
+            stored |= {"low": low, "high": high, "rows": keys.shape[2]}
+        return stored["low"], stored["high"]
 
 
 class PageReader:
@@ -111,8 +111,8 @@ class PageReader:
                 shape = *keys.shape[:2], -(-keys.shape[2] // method.page), keys.shape[3]
                 known = method.bounds(keys[:, :, : answer.seen], answer.states[layer])
                 self.tables[layer] = keys.new_zeros(shape), keys.new_zeros(shape)
-                for table, own in zip(self.tables[layer], known, strict=True):
-                    table[:, :, : own.shape[2]] = own
+                for table, bound in zip(self.tables[layer], known, strict=True):
+                    table[:, :, : bound.shape[2]] = bound
 
     def choose(self, last: Tensor) -> RowChoice:
         page, newest = self.method.page, last // self.method.page

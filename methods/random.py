@@ -23,7 +23,7 @@ class Random(Method):
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         device = rows.places.device
-        # not one tensor of the numbers, which the host would have to copy to the device
+        # Each seed is filled in on the device. The host would have to copy a tensor of seeds to it.
         seeds = torch.stack([torch.full((1, 1), seed, device=device) for seed in state.seeds])
         heads = torch.arange(rows.heads, device=device)[None, :, None]
         stream = scramble(scramble(seeds) + observation.layer * 4096 + heads)

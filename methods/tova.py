@@ -41,9 +41,8 @@ class TOVA(Method):
         return rows.places >= observation.tokens - self.recent
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
-        (p,) = window_statistics(
-            observation.queries[:, :, -1:], rows.keys, rows.mass, observation.scaling
-        )  # (B, H, G, n)
+        # p: (B, H, G, n)
+        (p,) = window_statistics(observation.queries[:, :, -1:], rows.keys, rows.mass, observation.scaling)
         if self.scope == "group":
             return p.mean(2)
         return p.flatten(1, 2).mean(1, keepdim=True).expand_as(rows.mass)

@@ -59,7 +59,11 @@ MEAN, ABS = "q_mean", "q_abs_mean"
 SHAPES = {MEAN: ("layers", "query heads", "dimensions"), ABS: ("layers", "query heads", "frequencies")}
 WHAT = "statistics of queries"
 ENTRY = re.compile(r"layer(?P<layer>\d+)_head(?P<head>\d+)")  # a query head in the authors' files
-PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")  # what they say about it, (frequencies,) each
+PARTS = (
+    "q_mean_real",
+    "q_mean_imag",
+    "q_abs_mean",
+)  # the three vectors of a query head, (frequencies,)
 CHUNK = 8192  # rows that are scored at once
 LEAST = 1e-6  # smallest standard deviation (the source)
 
@@ -90,10 +94,10 @@ class TriAttention(Method):
         return read_statistics(self.path)
 
     def check(self, layout: Layout) -> None:
-        found = tuple(self.file.tensors[MEAN].shape)
-        if found != (needed := (layout.layers, layout.query_heads, layout.dim)):
+        shape = tuple(self.file.tensors[MEAN].shape)
+        if shape != (needed := (layout.layers, layout.query_heads, layout.dim)):
             raise SettingError(
-                f"method.path={self.path}: the statistics have (layers, query heads, dimensions) {found}, "
+                f"method.path={self.path}: the statistics have (layers, query heads, dimensions) {shape}, "
                 f"the model {needed}"
             )
 
@@ -120,7 +124,7 @@ def mean_rotation(observation: Observation, horizon: int, like: Tensor) -> tuple
     """
     count = horizon.bit_length()
     places = ((1 << torch.arange(count, device=like.device)) + observation.tokens).reshape(-1, count)
-    cos, sin = (part.to(like) for part in observation.rotation(pad(places, (1, 0))))  # of position 0, the cos is c
+    cos, sin = (part.to(like) for part in observation.rotation(pad(places, (1, 0))))  # the cos of position 0 is c
     factor = cos[0, 0, : cos.shape[2] // 2]
     return cos[:, 1:].mean(1, keepdim=True), sin[:, 1:].mean(1, keepdim=True), factor
 
@@ -148,11 +152,11 @@ def weigh_keys(keys: Tensor, mean: Tensor, size: Tensor, cos: Tensor, sin: Tenso
     turned = rotate(mean.expand(len(cos), -1, -1), cos, sin).unflatten(1, (heads, -1))  # (1 or B, H, G, d)
     more = size - pair_sizes(mean, rotated)
     more = torch.cat([more[:, : len(factor)] * factor, more[:, len(factor) :]], 1).unflatten(0, (heads, -1))
-    found = []
+    scores = []
     for some in keys.split(CHUNK, 2):
-        own = some.to(mean.dtype)
-        found.append(turned @ own.mT + more @ pair_sizes(own, rotated).mT)
-    return torch.cat(found, 3)
+        block = some.to(mean.dtype)
+        scores.append(turned @ block.mT + more @ pair_sizes(block, rotated).mT)
+    return torch.cat(scores, 3)
 
 
 def normalise(scores: Tensor, counted: Tensor) -> Tensor:
@@ -173,14 +177,14 @@ def read_statistics(path: object) -> TensorFile:
         SettingError: The file cannot be read, or does not hold these.
     """
     file = find_weights(path, "method.path", WHAT, "triattention")
-    found = read_authors_file(path, file) if is_pickled(file) else read_tensors(path, SHAPES, WHAT, "triattention")
-    mean, size = found.tensors[MEAN], found.tensors[ABS]
+    statistics = read_authors_file(path, file) if is_pickled(file) else read_tensors(path, SHAPES, WHAT, "triattention")
+    mean, size = statistics.tensors[MEAN], statistics.tensors[ABS]
     if mean.shape != (*size.shape[:2], 2 * size.shape[2]) or not mean.numel() or (size < 0).any():
         raise SettingError(
             f"method.path={path}: {MEAN} {tuple(mean.shape)} and {ABS} {tuple(size.shape)} must be (layers, query "
             "heads, d) and (layers, query heads, d/2), the latter from 0 on"
         )
-    return found
+    return statistics
 
 
 def read_authors_file(path: object, file: Path) -> TensorFile:
@@ -205,12 +209,12 @@ def read_authors_file(path: object, file: Path) -> TensorFile:
     if style != "half":
         raise refuse(f"its rope_style is {style}, and models of kvbench rotate halves")
     heads: dict[tuple[int, int], Any] = {}
-    for key, own in stats.items():
+    for key, vectors in stats.items():
         entry = ENTRY.fullmatch(key) if isinstance(key, str) else None
         if entry is None:
             raise refuse(f"{key} is no layer and query head")
-        heads[int(entry["layer"]), int(entry["head"])] = own
-    layers, count = (max(own) + 1 for own in zip(*heads, strict=True))
+        heads[int(entry["layer"]), int(entry["head"])] = vectors
+    layers, count = (max(numbers) + 1 for numbers in zip(*heads, strict=True))
     for place in ((layer, head) for layer in range(layers) for head in range(count)):
         if not is_entry(heads.get(place), heads[max(heads)]):
             raise refuse(f"layer {place[0]}, query head {place[1]} lacks {', '.join(PARTS)} of one length")
@@ -223,11 +227,11 @@ def read_authors_file(path: object, file: Path) -> TensorFile:
     return TensorFile.of(path, tensors)
 
 
-def is_entry(own: object, like: object) -> bool:
+def is_entry(entry: object, like: object) -> bool:
     """Whether the entry of a query head holds three vectors of real numbers, as long as those of the entry `like`."""
-    if not isinstance(own, Mapping) or not isinstance(like, Mapping):
+    if not isinstance(entry, Mapping) or not isinstance(like, Mapping):
         return False
-    parts, other = [own.get(part) for part in PARTS], like.get(ABS)
+    parts, other = [entry.get(part) for part in PARTS], like.get(ABS)
     return isinstance(other, Tensor) and all(
         isinstance(part, Tensor) and part.dim() == 1 and part.shape == other.shape and part.is_floating_point()
         for part in parts

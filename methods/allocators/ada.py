@@ -56,12 +56,12 @@ class Ada(Allocator):
         safe = protected if interpolates else self._safe(scores, quota, protected)
         winners = count_winners(scores.masked_fill(safe, -torch.inf), heads * quota - safe.sum())
         counts = torch.stack([winners, safe.sum(-1), (scores > -torch.inf).sum(-1)])
-        won, own, available = counts.tolist()  # all at once, because the host waits for the device
-        targets = [float(c + low) for c, low in zip(won, own, strict=True)]
+        won, reserved, available = counts.tolist()  # all at once, because the host waits for the device
+        targets = [float(c + low) for c, low in zip(won, reserved, strict=True)]
         if interpolates:
-            share = quota - sum(own) / heads
-            targets = [c * (1 - self.alpha) + share * self.alpha + p for c, p in zip(won, own, strict=True)]
-        return apportion(targets, [max(1, rows) for rows in own], available, heads * quota)
+            share = quota - sum(reserved) / heads
+            targets = [c * (1 - self.alpha) + share * self.alpha + p for c, p in zip(won, reserved, strict=True)]
+        return apportion(targets, [max(1, rows) for rows in reserved], available, heads * quota)
 
 
 def count_winners(scores: Tensor, total: Tensor) -> Tensor:

@@ -81,19 +81,18 @@ class Cake(Allocator):
         shares = tuple(self.share(quota, layers, *sample) for sample in samples) if ready else ()
         shared["cake"] = Shown(quota, preferences, held, shares)
         shared["allocation"] = "all" if everything else "uniform" if quota <= self.window else "preferences"
-        return tuple(own[-1] for own in shares) if ready else held[-1]
+        return tuple(share[-1] for share in shares) if ready else held[-1]
 
     def earlier(self, quota: int, observation: Observation, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
         shares = shared["cake"].shares
         number = observation.cut_layers.index(observation.layer)
-        return {observation.cut_layers[i]: tuple(own[i] for own in shares) for i in range(number)} if shares else {}
+        return {observation.cut_layers[i]: tuple(share[i] for share in shares) for i in range(number)} if shares else {}
 
     def preference(self, observation: Observation, rows: Rows) -> Tensor:
         """Return log P of the layer, (B,). The logarithm cannot overflow if 1/τ is large."""
         queries = observation.queries[:, :, -self.window :]
-        both = window_statistics(
-            queries, rows.keys, rows.mass, observation.scaling, ("entropy", "variance")
-        )  # (B, H, G, n) each
+        # (B, H, G, n) each
+        both = window_statistics(queries, rows.keys, rows.mass, observation.scaling, ("entropy", "variance"))
         inside = rows.places >= observation.tokens - self.window
         entropy, variance = (
             x.sum(2, dtype=torch.float64).masked_fill(inside, 0).flatten(1).sum(-1).clamp(min=0) for x in both
@@ -111,7 +110,7 @@ class Cake(Allocator):
         """
         base = min(self.window, quota)
         free, most = layers * (quota - base), max(preferences)
-        weights = [1.0 if most == -math.inf else math.exp(own - most) for own in preferences]
+        weights = [1.0 if most == -math.inf else math.exp(preference - most) for preference in preferences]
         parts = [weight / sum(weights) for weight in weights]
         least = [min(base, rows) for rows in held]
         return tuple(apportion([base + part * free for part in parts], least, list(held), len(held) * base + free))

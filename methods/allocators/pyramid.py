@@ -64,7 +64,7 @@ class Pyramid(Allocator):
             return quota if before is None else scale_quotas(before.rows, before.quota, quota)[number]
         if number == 0:
             held = [0] * layers if before is None else before.rows
-            most = [own + observation.tokens - (before.tokens if before else 0) for own in held]
+            most = [count + observation.tokens - (before.tokens if before else 0) for count in held]
             shared["allocation"], targets = self.targets(quota, observation.share, observation.tokens, layers)
             least = [min(self.window, quota, rows) for rows in most]
             shares = apportion(targets, [max(1, rows) for rows in least], most, quota * layers)

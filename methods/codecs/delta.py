@@ -257,8 +257,8 @@ class DeltaLayer(Codec):
         if packed.codes is None:
             return read, 0
         compressor = self.whole.compressors.like(self.layer, bases)
-        products = sum(own.numel() for network in compressor.up for own in network.weights)
-        of_values = compressor.split_last()[1][0].numel()  # multiplied with a sum of codes, not with each row's
+        products = sum(matrix.numel() for network in compressor.up for matrix in network.weights)
+        of_values = compressor.split_last()[1][0].numel()  # values are made of the sum of codes, not of each row's code
         return read + products * bases.element_size(), round(2 * len(bases) * made * (products - of_values))
 
     def compress(self, block: Tensor, bases: Tensor, centres: list[int]) -> "Block":
@@ -271,8 +271,8 @@ class DeltaLayer(Codec):
         codes = []
         if self.whole.remove != "residual":
             for piece in pieces(block.shape[1], CODED):
-                own = block[:, piece]
-                codes.append(self.encode(own, own if numbers is None else mean_of(bases, numbers[:, piece])))
+                tokens = block[:, piece]
+                codes.append(self.encode(tokens, tokens if numbers is None else mean_of(bases, numbers[:, piece])))
         return Block(more, numbers, join_codes(codes) if codes else None)
 
     def encode(self, kv: Tensor, references: Tensor) -> "Codes":
@@ -295,7 +295,7 @@ class DeltaLayer(Codec):
         if isinstance(codes, Tensor):
             return codes
         bits = self.whole.bits
-        assert bits is not None  # `encode`
+        assert bits is not None  # `encode` returned a tensor without bits
         return dequantize(codes, bits, self.whole.group_size, dtype)
 
     def find_references(self, block: Tensor, bases: Tensor, centres: list[int], at: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ class DeltaLayer(Codec):
         given on the device. They are compared by half of 2·kv·c − ‖c‖², in the same order.
         """
         candidates, first = torch.cat([bases, block[:, at]], 1), bases.shape[1]
-        halves, found = candidates.to(mass_dtype(candidates)).square().sum(-1).mul_(0.5), []
+        halves, numbers = candidates.to(mass_dtype(candidates)).square().sum(-1).mul_(0.5), []
         for piece in pieces(block.shape[1], max(1, COMPARED // candidates[..., 0].numel())):
             known = first + bisect_left(centres, piece.stop)
             known = min(candidates.shape[1], known + -known % ALIGNED)
@@ -314,8 +314,8 @@ class DeltaLayer(Codec):
             rows = torch.arange(piece.start, piece.stop, device=block.device)
             later = at[start : known - first] > rows[:, None]
             scores[:, :, first + start :].masked_fill_(later, -torch.inf)
-            found.append(top_k_indices(scores, self.whole.nearest))
-        return torch.cat(found, 1)
+            numbers.append(top_k_indices(scores, self.whole.nearest))
+        return torch.cat(numbers, 1)
 
 
 Codes = Tensor | Groups
@@ -379,12 +379,12 @@ class DeltaRows:
 
     def reconstruct(self, piece: slice) -> Tensor:
         """Return compressed tokens as they are read, (B, n, 2·d_k)."""
-        found = None if self.references is None else mean_of(self.bases, self.references[:, piece])
+        reference = None if self.references is None else mean_of(self.bases, self.references[:, piece])
         if self.codes is None:
-            assert found is not None  # references or codes are stored
-            return found
+            assert reference is not None  # rows have references if they have no codes
+            return reference
         decoded = self.codec.decode(slice_codes(self.codes, piece), self.bases)
-        return decoded if found is None else decoded + found
+        return decoded if reference is None else decoded + reference
 
     def tensors(self) -> list[Tensor]:
         codes = [] if self.codes is None else list_parts(self.codes)
@@ -429,8 +429,8 @@ class DeltaRows:
         return DeltaRows(self.codec, self.heads, total, following, bases, references, codes, waiting)
 
     def replicate(self, times: int, lengths: Tensor) -> "DeltaRows":
-        own = {name: getattr(self, name) for name in ("bases", "references", "codes", "waiting")}
-        return replace(self, **copy_samples(own, times))
+        tensors = {name: getattr(self, name) for name in ("bases", "references", "codes", "waiting")}
+        return replace(self, **copy_samples(tensors, times))
 
     def growing(self, tokens: int, ahead: int, seen: int, places: Tensor, mass: Tensor | None) -> "GrowingDelta":
         return GrowingDelta(self, tokens)
@@ -466,43 +466,78 @@ class GrowingDelta:
         self.codes = None if held.codes is None else reserve_codes(held.codes, count)
         raw_from = whole.sinks + held.compressed if self.has_sinks else 0
         self.rows = ReferencedRows(
-            whole.sinks, whole.recent, held.seen, held.compressed, raw_from,
-            bases, bases.new_empty(len(bases), self.stops[-1], bases.shape[2]), held.references, references,
+            whole.sinks,
+            whole.recent,
+            held.seen,
+            held.compressed,
+            raw_from,
+            bases,
+            bases.new_empty(len(bases), self.stops[-1], bases.shape[2]),
+            held.references,
+            references,
             bases.new_empty(len(bases), self.start.shape[1] + tokens, bases.shape[2]),
-        )  # fmt: skip
+        )
         self.every = torch.arange(held.seen + tokens, device=bases.device).expand(len(bases), -1)  # all rows
 
     def begin(self) -> None:
         self.rows.raw[:, : self.start.shape[1]] = self.start
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, angles: Angles, step: Tensor,
-        scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
-        made: MadeRows | None = None, counts: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        angles: Angles,
+        step: Tensor,
+        scaling: float,
+        norms: tuple[Tensor, Tensor, float] | None,
+        implementation: str | None,
+        made: MadeRows | None = None,
+        counts: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         rows, first = self.rows, self.rows.seen - self.rows.raw_from
         raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
         cos, sin = angles.cos, angles.sin
         queries = append(
-            queries, keys, values, cos[rows.seen :], sin[rows.seen :], raw[:, :, 0], raw[:, :, 1], first, step,
-            norms=norms, rotates_keys=False, implementation=implementation,
-        )  # fmt: skip
+            queries,
+            keys,
+            values,
+            cos[rows.seen :],
+            sin[rows.seen :],
+            raw[:, :, 0],
+            raw[:, :, 1],
+            first,
+            step,
+            norms=norms,
+            rotates_keys=False,
+            implementation=implementation,
+        )
         if made is None:
             made = self.make_rows(ListedRows(self.every[:, None]), queries.shape[1], step, implementation)
         listed, weights, *decoded = made
         expansion = Expansion(decoded[0], decoded[1], self.values_matrix) if decoded else None
         return attend_compressed(
-            queries, listed, expansion, rows, cos, sin, step, scaling,
-            norm=None if norms is None else norms[1:], counts=counts, weights=weights, implementation=implementation,
-        )  # fmt: skip
+            queries,
+            listed,
+            expansion,
+            rows,
+            cos,
+            sin,
+            step,
+            scaling,
+            norm=None if norms is None else norms[1:],
+            counts=counts,
+            weights=weights,
+            implementation=implementation,
+        )
 
     def make_rows(self, listed: ListedRows, query_heads: int, step: Tensor, implementation: str | None) -> MadeRows:
         """Return the list, (B, n), memory for weights, and, if codes are stored, the parts of an `Expansion`."""
-        own, held, more = listed.blocks[:, 0].contiguous(), self.held.codes, self.codes
+        indices, held, more = listed.blocks[:, 0].contiguous(), self.held.codes, self.codes
         if held is None or more is None:
-            return own, reserve_weights(self.rows, query_heads, implementation=implementation)
+            return indices, reserve_weights(self.rows, query_heads, implementation=implementation)
         pairs = zip(list_parts(held), list_parts(more), strict=True)
-        taken = [take_codes(own, *pair, self.rows, step, implementation=implementation) for pair in pairs]
+        taken = [take_codes(indices, *pair, self.rows, step, implementation=implementation) for pair in pairs]
         codes = self.codec.read_codes(Groups(*taken) if len(taken) > 1 else taken[0], self.rows.raw.dtype)
         compressor = self.find_compressor()
         (key_weight, key_bias), (value_weight, value_bias) = compressor.split_last()
@@ -511,7 +546,7 @@ class GrowingDelta:
         if value_bias is not None:  # it is the last column of `values_matrix`
             of_values = torch.cat([of_values, torch.ones_like(of_values[..., :1])], -1)
         keys = linear(inner[..., : key_weight.shape[1]], key_weight, key_bias)
-        return own, reserve_weights(self.rows, query_heads, implementation=implementation), keys, of_values
+        return indices, reserve_weights(self.rows, query_heads, implementation=implementation), keys, of_values
 
     def find_compressor(self) -> Compressor:
         """Return the layer's compressor where the rows are, in their dtype."""
@@ -533,8 +568,8 @@ class GrowingDelta:
         bases = torch.cat([rows.bases, rows.more_bases[:, : self.stops[block]]], 1)
         first = whole.sinks + self.held.compressed + block * whole.recent - rows.raw_from
         made = self.codec.compress(rows.raw[:, first : first + whole.recent], bases, self.centres[block])
-        for into, found in zip(self.view_block(block).tensors(), made.tensors(), strict=True):
-            into.copy_(found)
+        for into, tensor in zip(self.view_block(block).tensors(), made.tensors(), strict=True):
+            into.copy_(tensor)
 
     def view_block(self, block: int) -> Block:
         """Return the memory for what is stored of a block."""
@@ -592,7 +627,7 @@ def mean_of(bases: Tensor, numbers: Tensor) -> Tensor:
 def join_numbers(parts: list[Tensor], bases: int) -> Tensor:
     """Return numbers among `bases` bases one after the other, as narrow as they can be."""
     dtype = torch.int16 if bases <= NARROW else torch.int32
-    return torch.cat([own.to(dtype) for own in parts], 1)
+    return torch.cat([part.to(dtype) for part in parts], 1)
 
 
 def list_parts(codes: Codes) -> list[Tensor]:
@@ -614,5 +649,5 @@ def reserve_codes(codes: Codes, tokens: int) -> Codes:
 def join_codes(parts: list[Codes]) -> Codes:
     """Return codes one after the other."""
     if isinstance(parts[0], Groups):
-        return Groups(*(torch.cat(own, 1) for own in zip(*parts, strict=True)))
-    return torch.cat([own for own in parts if isinstance(own, Tensor)], 1)
+        return Groups(*(torch.cat(column, 1) for column in zip(*parts, strict=True)))
+    return torch.cat([part for part in parts if isinstance(part, Tensor)], 1)

@@ -46,17 +46,17 @@ class Compressor:
     @property
     def width(self) -> int:
         """Width of [K ‖ V], 2·d_k."""
-        return sum(own.inputs for own in self.down)
+        return sum(network.inputs for network in self.down)
 
     @property
     def code(self) -> int:
         """Width of a code, d_c."""
-        return sum(own.outputs for own in self.down)
+        return sum(network.outputs for network in self.down)
 
     @property
     def bytes(self) -> int:
         """Size of the weights in bytes."""
-        return sum(own.numel() * own.element_size() for own in self.parameters())
+        return sum(weight.numel() * weight.element_size() for weight in self.parameters())
 
     def compress(self, kv: Tensor) -> Tensor:
         """Return f_c(kv), (..., d_c), of [K ‖ V] (..., 2·d_k) in the weights' dtype."""
@@ -82,11 +82,11 @@ class Compressor:
 
     def parameters(self) -> list[Tensor]:
         """Return all weights."""
-        return [tensor for own in (*self.down, *self.up) for tensor in own.tensors()]
+        return [tensor for network in (*self.down, *self.up) for tensor in network.tensors()]
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
         """Return a copy on a device and in a dtype."""
-        down, up = (tuple(own.to(device, dtype) for own in side) for side in (self.down, self.up))
+        down, up = (tuple(network.to(device, dtype) for network in side) for side in (self.down, self.up))
         return replace(self, down=down, up=up)
 
 
@@ -94,8 +94,8 @@ def join_parts(side: tuple[Network, ...], x: Tensor, work: Callable[[Network, Te
     """Call `work` with each network and its part of the last dimension of x, and join the results."""
     if len(side) == 1:
         return work(side[0], x)
-    parts = x.split([own.inputs for own in side], -1)
-    return torch.cat([work(own, part) for own, part in zip(side, parts, strict=True)], -1)
+    parts = x.split([network.inputs for network in side], -1)
+    return torch.cat([work(network, part) for network, part in zip(side, parts, strict=True)], -1)
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,8 @@ class CompressorFile:
     """The file's metadata: of a file of `kvbench calibrate deltakv` also the recipe and its losses."""
 
 
-NetworkShapes = dict[
-    tuple[int, str, str], dict[tuple[str, str], Shape]
-]  # (layer, part, side) -> (matrix, what) -> shape
+# (layer, part, side) -> (matrix, what) -> shape
+NetworkShapes = dict[tuple[int, str, str], dict[tuple[str, str], Shape]]
 
 
 def find_file(path: object, setting: str = "codec.path") -> Path:
@@ -148,31 +147,31 @@ def peek_compressors(path: object, setting: str = "codec.path") -> CompressorFil
             layers 0, 1, …
     """
     where = f"{setting}={path}"
-    found: NetworkShapes = {}
+    networks: NetworkShapes = {}
     header = read_header(find_file(path, setting), where, "compressors")
     for key, shape in header.shapes.items():
         entry = ENTRY.fullmatch(key)
         if entry is None:
             raise SettingError(f"{where}: {key} is no weight of a compressor")
-        network = found.setdefault((int(entry["layer"]), entry["part"] or "", entry["side"]), {})
+        network = networks.setdefault((int(entry["layer"]), entry["part"] or "", entry["side"]), {})
         network[entry["matrix"] or "", entry["what"]] = shape
-    if not found:
+    if not networks:
         raise SettingError(f"{where}: the file holds no compressors")
-    numbers = sorted({layer for layer, _, _ in found})
+    numbers = sorted({layer for layer, _, _ in networks})
     if numbers != list(range(len(numbers))):
         missing = min(set(range(len(numbers))) - set(numbers))
         raise SettingError(f"{where}: the compressors of layer {missing} are missing")
-    layers = [describe_layer(where, layer, found) for layer in numbers]
-    for layer, own in enumerate(layers):
-        if own != layers[0]:
+    layers = [describe_layer(where, layer, networks) for layer in numbers]
+    for layer, description in enumerate(layers):
+        if description != layers[0]:
             raise SettingError(f"{where}: the compressors of layer {layer} have other shapes than those of layer 0")
     parts, down, up, width, code = layers[0]
     return CompressorFile(len(layers), width, code, down, up, parts, header.bytes, header.identity, header.metadata)
 
 
-def describe_layer(where: str, layer: int, found: NetworkShapes) -> tuple[tuple[str, ...], str, str, int, int]:
+def describe_layer(where: str, layer: int, networks: NetworkShapes) -> tuple[tuple[str, ...], str, str, int, int]:
     """Check a layer's networks and return their prefixes, the kinds of f_c and f_d, 2·d_k and d_c."""
-    parts = tuple(sorted({part for own, part, _ in found if own == layer}))
+    parts = tuple(sorted({part for number, part, _ in networks if number == layer}))
     if parts not in (("",), ("k_", "v_")):
         raise SettingError(
             f"{where}: layer {layer} must have compress_down and compress_up, or both of k_compress and v_compress"
@@ -183,9 +182,9 @@ def describe_layer(where: str, layer: int, found: NetworkShapes) -> tuple[tuple[
         sizes = {}
         for side in ("down", "up"):
             name = f"layer {layer}, {part}compress_{side}"
-            if (layer, part, side) not in found:
+            if (layer, part, side) not in networks:
                 raise SettingError(f"{where}: {name} is missing")
-            kind, inputs, outputs = describe_network(f"{where}: {name}", found[layer, part, side])
+            kind, inputs, outputs = describe_network(f"{where}: {name}", networks[layer, part, side])
             kinds[side].add(kind)
             sizes[side] = inputs, outputs
         if sizes["up"] != sizes["down"][::-1]:
@@ -194,7 +193,7 @@ def describe_layer(where: str, layer: int, found: NetworkShapes) -> tuple[tuple[
                 f"but {part}compress_down {sizes['down'][0]} to {sizes['down'][1]}"
             )
         width, code = width + sizes["down"][0], code + sizes["down"][1]
-    if any(len(own) > 1 for own in kinds.values()):
+    if any(len(names) > 1 for names in kinds.values()):
         raise SettingError(f"{where}: layer {layer} compresses keys and values by networks of different kinds")
     return parts, kinds["down"].pop(), kinds["up"].pop(), width, code
 
@@ -284,6 +283,6 @@ def name_weights(compressors: Iterable[Compressor]) -> dict[str, Tensor]:
     for layer, compressor in enumerate(compressors):
         parts = ("",) if len(compressor.down) == 1 else ("k_", "v_")
         for side, networks in (("down", compressor.down), ("up", compressor.up)):
-            for part, own in zip(parts, networks, strict=True):
-                named |= own.named(name_network(layer, part, side))
+            for part, network in zip(parts, networks, strict=True):
+                named |= network.named(name_network(layer, part, side))
     return named

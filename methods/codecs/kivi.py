@@ -54,9 +54,13 @@ class Kivi(Codec):
         if dim % self.group:
             raise SettingError(f"codec.group={self.group}: {dim} channels per head do not divide into such groups")
         empty = KiviRows(
-            self, torch.zeros_like(lengths), self.key_groups(keys[:0]), keys[:0], self.value_groups(values[:0]),
+            self,
+            torch.zeros_like(lengths),
+            self.key_groups(keys[:0]),
+            keys[:0],
+            self.value_groups(values[:0]),
             values[:0],
-        )  # fmt: skip
+        )
         return empty.extend(keys, values, lengths)
 
     def key_groups(self, keys: Tensor) -> Groups:
@@ -119,8 +123,8 @@ class KiviRows:
         )
 
     def replicate(self, times: int, lengths: Tensor) -> "KiviRows":
-        own = self.key_groups, self.keys, self.value_groups, self.values
-        return KiviRows(self.codec, lengths, *copy_samples(own, times))
+        tensors = self.key_groups, self.keys, self.value_groups, self.values
+        return KiviRows(self.codec, lengths, *copy_samples(tensors, times))
 
     def growing(self, tokens: int, ahead: int, seen: int, places: Tensor, mass: Tensor | None) -> "GrowingKivi":
         return GrowingKivi(self, tokens, ahead, mass)
@@ -141,11 +145,21 @@ class GrowingKivi:
         ring = [like.new_empty(batch, heads, residual + ahead + 1, dim) for _ in range(2)]
         groups = (residual - 1 + tokens - 1) // residual * (residual // codec.group)  # the last token packs none
         self.rows = PackedRows(
-            codec.bits, codec.group, residual, lengths, int(lengths.max()), mass, find_starts(lengths),
-            held.key_groups, find_starts(self.counts[0] // codec.group), held.value_groups, find_starts(self.counts[1]),
-            reserve(held.key_groups, batch, heads, groups), reserve(held.value_groups, batch, heads, tokens - 1),
+            codec.bits,
+            codec.group,
+            residual,
+            lengths,
+            int(lengths.max()),
+            mass,
+            find_starts(lengths),
+            held.key_groups,
+            find_starts(self.counts[0] // codec.group),
+            held.value_groups,
+            find_starts(self.counts[1]),
+            reserve(held.key_groups, batch, heads, groups),
+            reserve(held.value_groups, batch, heads, tokens - 1),
             *ring,
-        )  # fmt: skip
+        )
 
     def begin(self) -> None:
         rows = self.rows
@@ -156,9 +170,16 @@ class GrowingKivi:
             ring.flatten(0, 1)[heads, slots] = raw
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, angles: Angles, step: Tensor,
-        scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        angles: Angles,
+        step: Tensor,
+        scaling: float,
+        norms: tuple[Tensor, Tensor, float] | None,
+        implementation: str | None,
+    ) -> Tensor:
         queries = append_packed(
             queries, keys, values, *angles[:2], self.rows, step, norms=norms, implementation=implementation
         )

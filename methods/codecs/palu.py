@@ -85,7 +85,7 @@ class Palu(Codec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits is not None:
-            wrong = next((rank for own in self.file.ranks.values() for rank in own if rank % EIGHT), None)
+            wrong = next((rank for ranks in self.file.ranks.values() for rank in ranks if rank % EIGHT), None)
             if wrong is not None:
                 raise SettingError(f"codec.bits={self.bits}: needs ranks that {EIGHT} divides, and a group has {wrong}")
         _ = self.file  # refuse an unusable file at once
@@ -103,7 +103,7 @@ class Palu(Codec):
     def projections(self) -> LayerWeights[LayerProjections]:
         """The projections, which all codecs with this file and the same rotation share."""
         about = [(str(file), file.stat()) for file in list_files(self.path)]
-        stamp = tuple((name, own.st_mtime_ns, own.st_size) for name, own in about)
+        stamp = tuple((name, status.st_mtime_ns, status.st_size) for name, status in about)
         return load_once(str(self.path), self.bits is not None and self.hadamard, stamp)
 
     def check(self, layout: Layout) -> None:
@@ -144,26 +144,28 @@ class PaluLayer(Codec):
 
     def encode(self, rows: Sequence[Tensor]) -> tuple[Latents, ...]:
         """Return the latents of the keys of each group, (n, w), and then of the values."""
-        found, bits = [], self.whole.bits
-        for projection, own in zip(self.whole.projections.like(self.layer, rows[0]).each, rows, strict=True):
-            latents = projection.encode(own)
-            found.append((latents,) if bits is None else round_latents(latents, bits, self.whole.clip))
-        return tuple(found)
+        encoded, bits = [], self.whole.bits
+        for projection, group in zip(self.whole.projections.like(self.layer, rows[0]).each, rows, strict=True):
+            latents = projection.encode(group)
+            encoded.append((latents,) if bits is None else round_latents(latents, bits, self.whole.clip))
+        return tuple(encoded)
 
     def decode(self, latents: Sequence[Latents], like: Tensor) -> list[Tensor]:
         """Return the keys of each group, (n, w), and then the values, with the dtype of `like`."""
-        found, bits = [], self.whole.bits
-        for projection, own in zip(self.whole.projections.like(self.layer, like).each, latents, strict=True):
-            found.append(projection.decode(own[0] if bits is None else restore_latents(own, bits, like.dtype)))
-        return found
+        rows, bits = [], self.whole.bits
+        for projection, group in zip(self.whole.projections.like(self.layer, like).each, latents, strict=True):
+            rows.append(projection.decode(group[0] if bits is None else restore_latents(group, bits, like.dtype)))
+        return rows
 
     def count_needs(self, packed: Packed, rows: float) -> tuple[int, int] | None:
         assert isinstance(packed, PaluRows)  # what `pack` returned
         share = rows * packed.shape[0] * packed.shape[1] / max(1, packed.count())
-        weights = [own.up for own in self.whole.projections.like(self.layer, packed.like).each]
+        weights = [projection.up for projection in self.whole.projections.like(self.layer, packed.like).each]
         stored = sum(part.nbytes for part in packed.tensors())
         keys = len(packed.counts)  # values need not be made: their latents are summed
-        made = sum(2 * len(own[0]) * up.numel() for own, up in zip(packed.latents[:keys], weights[:keys], strict=True))
+        made = sum(
+            2 * len(group[0]) * up.numel() for group, up in zip(packed.latents[:keys], weights[:keys], strict=True)
+        )
         return round(stored * share) + sum(up.nbytes for up in weights), round(made * share)
 
 
@@ -190,13 +192,15 @@ class PaluRows:
         """Return the number of rows of all heads together, R."""
         if self.held is None:
             return len(self.latents[0][0]) * self.shape[1]
-        return int(sum(own.sum() for own in self.held))
+        return int(sum(mask.sum() for mask in self.held))
 
     def read(self) -> tuple[Tensor, Tensor]:
         rows = self.codec.decode(self.latents, self.like)
         groups = len(self.counts)
-        keys, values = (self.flatten([x.unflatten(-1, (self.shape[1] // groups, -1)) for x in own])
-                        for own in (rows[:groups], rows[groups:]))  # fmt: skip
+        keys, values = (
+            self.flatten([x.unflatten(-1, (self.shape[1] // groups, -1)) for x in side])
+            for side in (rows[:groups], rows[groups:])
+        )
         return keys, values
 
     def flatten(self, parts: Sequence[Tensor]) -> Tensor:
@@ -205,13 +209,13 @@ class PaluRows:
             batch = self.shape[0]
             heads = [x.view(batch, len(x) // batch, *x.shape[1:]).transpose(1, 2) for x in parts]
             return torch.cat(heads, 1).flatten(0, 2)
-        rows = torch.cat([x.transpose(0, 1)[own.T] for x, own in zip(parts, self.held, strict=True)])
+        rows = torch.cat([x.transpose(0, 1)[mask.T] for x, mask in zip(parts, self.held, strict=True)])
         return rows if self.shape[0] == 1 else rows[self.find_order(self.held)]
 
     def find_order(self, held: Sequence[Tensor]) -> Tensor:
         """Return the row in the order (group, head, sample, position) that stands at each place of the flat rows."""
         samples = [
-            number.expand(len(own.T), -1)[own.T] for number, own in zip(self.number_samples(), held, strict=True)
+            number.expand(len(mask.T), -1)[mask.T] for number, mask in zip(self.number_samples(), held, strict=True)
         ]
         return torch.cat(samples).argsort(stable=True)
 
@@ -225,40 +229,42 @@ class PaluRows:
         batch = self.shape[0]
         if self.held is not None and batch > 1:
             return self.counts.cpu()
-        return torch.tensor([[len(own[0]) // batch] * batch for own in self.latents[: len(self.counts)]])
+        return torch.tensor([[len(group[0]) // batch] * batch for group in self.latents[: len(self.counts)]])
 
     def keep(self, kept: Tensor) -> "PaluRows":
         heads = self.shape[1] // len(self.counts)
-        held = self.held or tuple(kept.new_ones(len(own[0]), heads) for own in self.latents[: len(self.counts)])
+        held = self.held or tuple(kept.new_ones(len(group[0]), heads) for group in self.latents[: len(self.counts)])
         marks = torch.empty_like(kept)
         marks[self.find_order(held)] = kept
         after, stays = [], []
-        for own, mark in zip(held, marks.split([int(own.sum()) for own in held]), strict=True):
-            mask = own.T.clone()
-            mask[own.T] = mark
+        for old, mark in zip(held, marks.split([int(old.sum()) for old in held]), strict=True):
+            mask = old.T.clone()
+            mask[old.T] = mark
             stays.append(mask.any(0))
             after.append(mask.T[stays[-1]])
         counts = torch.stack(
-            [number[stay].bincount(minlength=self.shape[0])
-             for number, stay in zip(self.number_samples(), stays, strict=True)]
-        )  # fmt: skip
-        latents = tuple(
-            tuple(part[stay] for part in own) for own, stay in zip(self.latents, stays * len(SIDES), strict=True)
+            [
+                number[stay].bincount(minlength=self.shape[0])
+                for number, stay in zip(self.number_samples(), stays, strict=True)
+            ]
         )
-        same = all(own.all() for own in after) and bool((counts == counts[0, 0]).all())
+        latents = tuple(
+            tuple(part[stay] for part in group) for group, stay in zip(self.latents, stays * len(SIDES), strict=True)
+        )
+        same = all(mask.all() for mask in after) and bool((counts == counts[0, 0]).all())
         return replace(self, counts=counts, latents=latents, held=None if same else tuple(after))
 
     def tensors(self) -> list[Tensor]:
-        return [*(part for own in self.latents for part in own), *(self.held or ()), self.counts]
+        return [*(part for group in self.latents for part in group), *(self.held or ()), self.counts]
 
     def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "PaluRows":
         """Return the rows followed by a block, which has the same tokens for all heads."""
         (batch, heads), groups = self.shape, len(self.counts)
         tokens = len(keys) // (batch * heads)
         blocks = [
-            own.flatten(0, 1).flatten(1)
+            group.flatten(0, 1).flatten(1)
             for rows in (keys, values)
-            for own in rows.view(batch, heads, tokens, rows.shape[1]).transpose(1, 2).chunk(groups, 2)
+            for group in rows.view(batch, heads, tokens, rows.shape[1]).transpose(1, 2).chunk(groups, 2)
         ]
         return self.append(self.codec.encode(blocks), tokens)
 
@@ -267,13 +273,13 @@ class PaluRows:
         counts = self.count_on_host()
         more = torch.full_like(counts[0], tokens)
         latents = tuple(
-            tuple(join(old, own, new, more) for old, new in zip(before, after, strict=True))
-            for before, after, own in zip(self.latents, block, [*counts] * len(SIDES), strict=True)
+            tuple(join(old, sizes, new, more) for old, new in zip(before, after, strict=True))
+            for before, after, sizes in zip(self.latents, block, [*counts] * len(SIDES), strict=True)
         )
         held = None
         if self.held is not None:
             new = self.held[0].new_ones(self.shape[0] * tokens, self.held[0].shape[1])
-            held = tuple(join(own, each, new, more) for own, each in zip(self.held, counts, strict=True))
+            held = tuple(join(mask, each, new, more) for mask, each in zip(self.held, counts, strict=True))
         return replace(self, counts=self.counts + tokens, latents=latents, held=held)
 
     def replicate(self, times: int, lengths: Tensor) -> "PaluRows":
@@ -302,16 +308,16 @@ class PaluRows:
                 torch.arange(batch * heads, device=places.device).view(batch, heads)[:, :: heads // groups].T * count
             )
             return (None if count == seen else places), first.contiguous()
-        rows, start, found = torch.empty_like(places), 0, []
+        rows, start, positions = torch.empty_like(places), 0, []
         rows[self.find_order(self.held)] = places
-        for own in self.held:
-            mask, count = own.T, int(own.sum())
+        for marks in self.held:
+            mask, count = marks.T, int(marks.sum())
             part = places.new_empty(mask.shape)
             part[mask] = rows[start : start + count]
-            found.append(part[mask.long().argmax(0), torch.arange(len(own), device=places.device)])
+            positions.append(part[mask.long().argmax(0), torch.arange(len(marks), device=places.device)])
             start += count
         counts = self.counts.flatten()
-        return torch.cat(found), (counts.cumsum(0) - counts).view_as(self.counts)
+        return torch.cat(positions), (counts.cumsum(0) - counts).view_as(self.counts)
 
 
 class GrowingPalu:
@@ -330,11 +336,11 @@ class GrowingPalu:
         if marks is not None and positions is not None:  # other positions are the layer's own
             self.made += [marks, positions]
 
-    def reserve(self, own: slice) -> Side:
+    def reserve(self, side: slice) -> Side:
         """Return the latents of the keys or the values of each group, with memory for those of further tokens."""
         held, codec = self.held, self.held.codec
-        each = codec.whole.projections.like(codec.layer, held.like).each[own]
-        latents, bits = held.latents[own], codec.whole.bits
+        each = codec.whole.projections.like(codec.layer, held.like).each[side]
+        latents, bits = held.latents[side], codec.whole.bits
         room = len(each), held.shape[0], self.tokens
         more = latents[0][0].new_empty(*room, max(part[0].shape[1] for part in latents))
         rounding = None
@@ -353,22 +359,29 @@ class GrowingPalu:
         """Do nothing: tokens are appended by their number."""
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, angles: Angles, step: Tensor,
-        scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
-    ) -> Tensor:  # fmt: skip
-        own = (None, None) if norms is None else ((norms[0], norms[2]), (norms[1], norms[2]))
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        angles: Angles,
+        step: Tensor,
+        scaling: float,
+        norms: tuple[Tensor, Tensor, float] | None,
+        implementation: str | None,
+    ) -> Tensor:
+        norm_pairs = (None, None) if norms is None else ((norms[0], norms[2]), (norms[1], norms[2]))
         queries = append_latents(
-            queries, keys, values, *angles[:2], self.rows, step, norm=own[0], implementation=implementation
+            queries, keys, values, *angles[:2], self.rows, step, norm=norm_pairs[0], implementation=implementation
         )
         return attend_latents(
-            queries, angles.pairs, self.rows, scaling, step, norm=own[1], implementation=implementation
+            queries, angles.pairs, self.rows, scaling, step, norm=norm_pairs[1], implementation=implementation
         )
 
     def append(self, keys: Tensor, values: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         groups, codec = len(self.held.counts), self.held.codec
         latents = codec.encode([*keys.chunk(groups, 1), *values.chunk(groups, 1)])
-        for side, own in ((self.rows.keys, latents[:groups]), (self.rows.values, latents[groups:])):
-            for group, written in enumerate(own):
+        for side, group_latents in ((self.rows.keys, latents[:groups]), (self.rows.values, latents[groups:])):
+            for group, written in enumerate(group_latents):
                 side.write(group, step, written)
         made = codec.decode(latents, self.held.like)
         return torch.cat(made[:groups], 1), torch.cat(made[groups:], 1)

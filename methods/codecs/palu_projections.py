@@ -107,7 +107,7 @@ class LayerProjections:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
         """Return a copy on a device and in a dtype."""
-        return replace(self, each=tuple(own.to(device, dtype) for own in self.each))
+        return replace(self, each=tuple(projection.to(device, dtype) for projection in self.each))
 
 
 def list_files(path: object) -> list[Path]:
@@ -138,8 +138,8 @@ def read_official_ranks(path: object) -> dict[Place, tuple[int, ...]] | None:
         stated = json.loads(file.read_text(encoding="utf-8")).get(RANKS)
         if stated is None:
             return None
-        named = {re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.([kv])_proj", own): own for own in stated}
-        return {(int(own[1]), own[2]): tuple(map(int, stated[name])) for own, name in named.items() if own}
+        named = {re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.([kv])_proj", name): name for name in stated}
+        return {(int(match[1]), match[2]): tuple(map(int, stated[name])) for match, name in named.items() if match}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise SettingError(f"codec.path={path}: config.json cannot be read ({error})") from None
 
@@ -167,15 +167,19 @@ def peek_projections(path: object) -> PaluFile:
                     raise SettingError(f"{where}: {key} is no weight of a projection")
                 if entry is None or entry["other"]:
                     continue
-                own = opened.get_slice(key)
-                if own.get_dtype() not in BYTES:
-                    raise SettingError(f"{where}: {key} has dtype {own.get_dtype()}, allowed are {', '.join(BYTES)}")
-                shape = tuple(own.get_shape())
-                size += BYTES[own.get_dtype()] * torch.Size(shape).numel()
+                tensor = opened.get_slice(key)
+                if tensor.get_dtype() not in BYTES:
+                    raise SettingError(f"{where}: {key} has dtype {tensor.get_dtype()}, allowed are {', '.join(BYTES)}")
+                shape = tuple(tensor.get_shape())
+                size += BYTES[tensor.get_dtype()] * torch.Size(shape).numel()
                 shapes[(int(entry["layer"]), entry["side"]), int(entry["group"]), entry["what"]] = shape
     ranks, width = describe_groups(where, shapes)
     if official is not None and official != ranks:
-        place = min(own for own in official.keys() | ranks.keys() if official.get(own) != ranks.get(own))
+        place = min(
+            layer_side
+            for layer_side in official.keys() | ranks.keys()
+            if official.get(layer_side) != ranks.get(layer_side)
+        )
         raise SettingError(f"{where}: {name_place(place)} has not the ranks of {RANKS} in config.json")
     return PaluFile(ranks, width, size, metadata.get(IDENTITY), metadata)
 
@@ -184,7 +188,7 @@ def describe_groups(
     where: str, shapes: Mapping[tuple[Place, int, str], Shape]
 ) -> tuple[dict[Place, tuple[int, ...]], int]:
     """Check the shapes of all U and biases, and return the ranks of each layer's keys and values, and w."""
-    weights = {(place, group): own for (place, group, what), own in shapes.items() if what == "weight"}
+    weights = {(place, group): shape for (place, group, what), shape in shapes.items() if what == "weight"}
     if not weights:
         raise SettingError(f"{where}: the file holds no projections")
     width, ranks = next(iter(weights.values()))[0], dict[Place, tuple[int, ...]]()
@@ -192,15 +196,15 @@ def describe_groups(
     for layer in sorted({layer for (layer, _), _ in weights}):
         for side in SIDES:
             place = layer, side
-            own = [weights.get((place, group)) for group in range(groups)]
-            if any(shape is None for shape in own):
-                raise SettingError(f"{where}: {name_place(place)} has no U.{own.index(None)}.weight")
-            found = [shape for shape in own if shape is not None]
-            if any(len(shape) != 2 or shape[0] != width or not 1 <= shape[1] <= width for shape in found):
+            looked_up = [weights.get((place, group)) for group in range(groups)]
+            if any(shape is None for shape in looked_up):
+                raise SettingError(f"{where}: {name_place(place)} has no U.{looked_up.index(None)}.weight")
+            group_shapes = [shape for shape in looked_up if shape is not None]
+            if any(len(shape) != 2 or shape[0] != width or not 1 <= shape[1] <= width for shape in group_shapes):
                 raise SettingError(
-                    f"{where}: {name_place(place)} has U of shapes {found}, expected ({width}, 1–{width})"
+                    f"{where}: {name_place(place)} has U of shapes {group_shapes}, expected ({width}, 1–{width})"
                 )
-            ranks[place] = tuple(shape[1] for shape in found)
+            ranks[place] = tuple(shape[1] for shape in group_shapes)
     for (place, group, what), shape in shapes.items():
         if what == "bias" and ((place, group) not in weights or shape != (width,)):
             raise SettingError(f"{where}: {name_place(place)} has U.{group}.bias of shape {shape}, expected ({width},)")
@@ -238,9 +242,9 @@ def compare_model(described: PaluFile, path: object, layout: Layout) -> None:
 
 def compare_identity(described: PaluFile, path: object, identify: Callable[[], str]) -> None:
     """Raise a SettingError if a file says that it was made for another model than the one that `identify` names."""
-    if described.identity is not None and described.identity != (own := identify()):
+    if described.identity is not None and described.identity != (model := identify()):
         raise SettingError(
-            f"codec.path={path}: the projections were made for the model {described.identity}, this one is {own}"
+            f"codec.path={path}: the projections were made for the model {described.identity}, this one is {model}"
         )
 
 
