@@ -136,12 +136,12 @@ def check_full_budget(subject: MethodUnderTest) -> str:
     require_budget(subject)
     more, most = subject.prompt(3, 9), 0.0
     with torch.no_grad():
-        own = subject.model(input_ids=torch.cat([subject.prompt(), more], 1)).logits[0]
+        model_logits = subject.model(input_ids=torch.cat([subject.prompt(), more], 1)).logits[0]
     for block in (None,) if subject.method.one_block else BLOCKS:
         context = subject.read(1.0, block)
         with context.branch():
-            found = torch.cat([context.last_logits, context.extend(more)[0]])
-        most = max(most, (found - own[TOKENS - 1 :]).abs().max().item())
+            logits = torch.cat([context.last_logits, context.extend(more)[0]])
+        most = max(most, (logits - model_logits[TOKENS - 1 :]).abs().max().item())
         if most > CLOSE:
             raise CheckFailed(f"block_size={block or 'null'}: logits differ by {most:.2g} from the model's own")
     return f"logits differ by {most:.0e} at most"
@@ -192,16 +192,19 @@ def check_tokens(subject: MethodUnderTest) -> str:
 
 def collect_outcome(context: GenerationContext) -> dict[str, Tensor]:
     """Collect the held rows and the answer."""
-    found = {f"{name} of layer {layer.index}": getattr(layer.rows.view(), name)
-             for layer in context.own_layers for name in COMPARED}  # fmt: skip
+    outcome = {
+        f"{name} of layer {layer.index}": getattr(layer.rows.view(), name)
+        for layer in context.own_layers
+        for name in COMPARED
+    }
     with context.branch():
-        found["answer"] = torch.stack(list(context.generate(4, Sampling(), frozenset())))
-    return found | {"logits": context.last_logits}
+        outcome["answer"] = torch.stack(list(context.generate(4, Sampling(), frozenset())))
+    return outcome | {"logits": context.last_logits}
 
 
-def find_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+def find_difference(outcome: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
     """Return the name of the first tensor that is not the same to the bit; None if all are."""
-    return next((name for name, own in expected.items() if not torch.equal(found[name], own)), None)
+    return next((name for name, tensor in expected.items() if not torch.equal(outcome[name], tensor)), None)
 
 
 def check_state(subject: MethodUnderTest) -> str:
@@ -237,10 +240,10 @@ def check_batch(subject: MethodUnderTest) -> str:
         batch = subject.read(budget, block, prompts)
         for sample in range(len(prompts)):
             alone = subject.read(budget, block, prompts[sample : sample + 1])
-            for own, other in zip(alone.own_layers, batch.own_layers, strict=True):
-                for head in range(own.rows.shape[1]):
-                    if not torch.equal(own.rows.head_places(0, head), other.rows.head_places(sample, head)):
-                        where = f"budget={budget} block_size={block or 'null'}, layer {own.index}, head {head}"
+            for layer, other in zip(alone.own_layers, batch.own_layers, strict=True):
+                for head in range(layer.rows.shape[1]):
+                    if not torch.equal(layer.rows.head_places(0, head), other.rows.head_places(sample, head)):
+                        where = f"budget={budget} block_size={block or 'null'}, layer {layer.index}, head {head}"
                         raise CheckFailed(f"{where}: sample {sample} keeps other rows in a batch than alone")
     return "the rows kept in a batch are those kept alone"
 
@@ -251,21 +254,23 @@ def check_sharing(subject: MethodUnderTest) -> str:
         raise NotApplicable("it reads prompts again, therefore alone")
     if "lse" in subject.method.wants:
         raise NotApplicable("it wants log-sum-exps and shares a prefill with its like only")
-    others = [CachePolicy(build_named("method", name), build_named("allocator", "uniform"), build_named("codec", "raw"))
-              for name in ("full", "knorm")]  # fmt: skip
-    own = subject.choice()
+    others = [
+        CachePolicy(build_named("method", name), build_named("allocator", "uniform"), build_named("codec", "raw"))
+        for name in ("full", "knorm")
+    ]
+    tested = subject.choice()
 
     def make_context(choice: CachePolicy) -> GenerationContext:
         budget = Budget(1.0 if choice.method.name == "full" else 0.2)
         return GenerationContext(subject.model, choice, budget, None, (0,), compile=False)
 
     expected = []
-    for choice in (*others, own):
+    for choice in (*others, tested):
         alone = make_context(choice)
         alone.prefill(subject.prompt())
         expected.append(collect_outcome(alone))
     for place, order in {"first": (2, 0, 1), "second": (0, 2, 1), "last": (0, 1, 2)}.items():
-        shared = [make_context((*others, own)[number]) for number in order]
+        shared = [make_context((*others, tested)[number]) for number in order]
         where = f"where {subject.name} is the {place} of three"
         try:
             prefill(shared, subject.prompt())
@@ -282,16 +287,16 @@ def check_sharing(subject: MethodUnderTest) -> str:
 
 def check_allocators(subject: MethodUnderTest) -> str:
     """Check that every allocator works with the method or is refused with a reason."""
-    found = []
+    verdicts = []
     for name in catalogue.list_choices("allocator"):
         try:
             context = subject.context(0.2, None, allocator=name)
         except SettingError:
-            found.append(f"{name} refused")
+            verdicts.append(f"{name} refused")
             continue
         context.prefill(subject.prompt())
-        found.append(name)
-    return ", ".join(found)
+        verdicts.append(name)
+    return ", ".join(verdicts)
 
 
 CHECKS: tuple[tuple[str, Callable[[MethodUnderTest], str]], ...] = (
@@ -339,9 +344,9 @@ def print_subject(subject: MethodUnderTest) -> None:
     """Print the method's class and settings, and which of its sources are hashed."""
     target = subject.settings["_target_"]
     module = target.rpartition(".")[0]
-    own = {key: value for key, value in subject.settings.items() if key not in ("_target_", "name", "preset")}
+    settings = {key: value for key, value in subject.settings.items() if key not in ("_target_", "name", "preset")}
     shape = read_layout(subject.model)
-    print(f"method={subject.name}: {target} {own or 'without settings'}")
+    print(f"method={subject.name}: {target} {settings or 'without settings'}")
     print(f"model={subject.checkpoint.name}: {shape.layers} layers, {shape.heads} KV heads, float64, {TOKENS} tokens")
     hashed = [name for name in source_hashes([module]) if name.split(".")[0] != "kvbench"]
     if hashed:
