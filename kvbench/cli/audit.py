@@ -38,21 +38,21 @@ def parse_int(name: str, text: str, least: int) -> int:
 
 def run_audit(arguments: Sequence[str]) -> int:
     """Print the state of every run, then what running records again gives. Return 1 if anything is damaged."""
-    own = make_parser().parse(arguments)
+    options = make_parser().parse(arguments)
     from kvbench.store.audit import audit_runs, draw_records
 
     again = []
-    if own.replay is None and own.seed is not None:
-        raise SettingError(f"--seed={own.seed}: draws the records of --replay N, which is missing")
-    if own.replay is not None:
-        count = parse_int("--replay", own.replay, 1)
-        seed = randbelow(1 << 31) if own.seed is None else parse_int("--seed", own.seed, 0)
-        if not any((own.results / "runs").glob("*/run.yaml")):
-            raise SettingError(f"{own.results / 'runs'}: no run there")
-        there = draw_records(own.results, count, seed)[1]
-        again = ["--results", str(own.results.absolute()), "--records", str(count), "--seed", str(seed)]
+    if options.replay is None and options.seed is not None:
+        raise SettingError(f"--seed={options.seed}: draws the records of --replay N, which is missing")
+    if options.replay is not None:
+        count = parse_int("--replay", options.replay, 1)
+        seed = randbelow(1 << 31) if options.seed is None else parse_int("--seed", options.seed, 0)
+        if not any((options.results / "runs").glob("*/run.yaml")):
+            raise SettingError(f"{options.results / 'runs'}: no run there")
+        there = draw_records(options.results, count, seed)[1]
+        again = ["--results", str(options.results.absolute()), "--records", str(count), "--seed", str(seed)]
     damaged = 0
-    for name, state, wrong in audit_runs(own.results):
+    for name, state, wrong in audit_runs(options.results):
         print(f"{name}  {state}")
         for line in wrong:
             print(f"    {line}")

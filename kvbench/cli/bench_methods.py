@@ -29,9 +29,12 @@ def make_parser() -> CommandParser:
     parser.add_argument("--methods", nargs="+", help="default: all of conf/method/")
     parser.add_argument("--cross", metavar="METHOD", help="run this method with every allocator and codec too")
     parser.add_argument(
-        "--also", action="append", default=[], metavar="METHOD[.PRESET][+CODEC]",
+        "--also",
+        action="append",
+        default=[],
+        metavar="METHOD[.PRESET][+CODEC]",
         help="run this method with this preset and codec too",
-    )  # fmt: skip
+    )
     parser.add_argument("settings", nargs="*", metavar="NAME.KEY=VALUE", help="settings of methods and codecs")
     parser.add_old_set()
     parser.add_argument("--out", type=Path, default=Path("results/efficiency/prefill.csv"), help="CSV file to write")

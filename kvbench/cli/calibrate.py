@@ -46,25 +46,35 @@ def make_parser() -> CommandParser:
     parser = CommandParser("calibrate", __doc__)
     methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD", parser_class=MethodParser)
     for method, doc, sequences in (("qfilters", QFILTERS, 20), ("duo_attention", DUO_ATTENTION, 1)):
-        own = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
+        subparser = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
         kind = "safetensors file" if method == "qfilters" else "folder"
-        add_common_options(own, kind, seed=0)
-        own.add_argument("--text", type=Path, help="text file (default: the essays of tasks/common/synthetic_prose.py)")
-        own.add_argument("--sequences", type=int, default=sequences, help=f"texts to read (default: {sequences})")
-        own.add_argument("--length", type=int, default=2048, help="tokens of a text (default: 2048, as the authors')")
+        add_common_options(subparser, kind, seed=0)
+        subparser.add_argument(
+            "--text", type=Path, help="text file (default: the essays of tasks/common/synthetic_prose.py)"
+        )
+        subparser.add_argument("--sequences", type=int, default=sequences, help=f"texts to read (default: {sequences})")
+        subparser.add_argument(
+            "--length", type=int, default=2048, help="tokens of a text (default: 2048, as the authors')"
+        )
         if method == "qfilters":
-            own.add_argument("--queries", type=int, default=3000, help="queries per head (default: 3000)")
+            subparser.add_argument("--queries", type=int, default=3000, help="queries per head (default: 3000)")
         else:
-            own.add_argument("--sinks", type=int, default=128, help="first rows of a streaming head (default: 128)")
-            own.add_argument("--recent", type=int, default=256, help="newest rows of a streaming head (default: 256)")
+            subparser.add_argument(
+                "--sinks", type=int, default=128, help="first rows of a streaming head (default: 128)"
+            )
+            subparser.add_argument(
+                "--recent", type=int, default=256, help="newest rows of a streaming head (default: 256)"
+            )
     for method, command, seed in (
-        ("triattention", calibrate_triattention, 0), ("deltakv", calibrate_deltakv, 42), ("kvzap", calibrate_kvzap, 42),
+        ("triattention", calibrate_triattention, 0),
+        ("deltakv", calibrate_deltakv, 42),
+        ("kvzap", calibrate_kvzap, 42),
         ("palu", calibrate_palu, 42),
-    ):  # fmt: skip
+    ):
         doc = command.__doc__ or ""
-        own = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
-        add_common_options(own, "safetensors file", seed)
-        command.add_options(own)
+        subparser = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
+        add_common_options(subparser, "safetensors file", seed)
+        command.add_options(subparser)
     return parser
 
 
@@ -106,7 +116,7 @@ def check_out(options: Namespace) -> None:
     pattern = options.method == "duo_attention"
     if pattern and options.out.is_file():
         raise SettingError(f"--out={options.out}: a folder, and there is a file")
-    if any(own.is_file() for own in options.out.parents) or (not pattern and options.out.is_dir()):
+    if any(parent.is_file() for parent in options.out.parents) or (not pattern and options.out.is_dir()):
         raise SettingError(f"--out={options.out}: no {'folder' if pattern else 'file'} can be there")
     require_writable("--out", options.out.parent)
     made = options.out / "full_attention_heads.tsv" if pattern else options.out

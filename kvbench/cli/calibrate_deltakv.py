@@ -122,7 +122,7 @@ def calibrate(options: Namespace, device: str) -> None:
 
     tokenizer = checkpoint.tokenizer()
     texts, source = calibration_texts.open_texts(options, checkpoint.path, recipe.length, recipe.seed)
-    wanted, least = (delta_training.count_needed(own) for own in (recipe.steps * recipe.batch, recipe.batch))
+    wanted, least = (delta_training.count_needed(count) for count in (recipe.steps * recipe.batch, recipe.batch))
     text = token_sequences.pack_texts(tokenizer, texts, recipe.length, wanted, least)
     if state is not None:
         delta_training.compare_settings(options.out, state["settings"], {"text": text.digest})
@@ -131,17 +131,21 @@ def calibrate(options: Namespace, device: str) -> None:
     model = checkpoint.weights(getattr(torch, dtype), device)
     training = delta_training.DeltaTraining(model, width, recipe, text, options.out, settings, state)
     passes = recipe.steps * recipe.batch / len(training.sequences)
-    print(f"{source}: {text.texts} texts, {len(training.sequences)} sequences of {recipe.length} tokens, each is read "
-          f"{passes:.1f} times; {len(training.held_out)} more are held out")  # fmt: skip
+    print(
+        f"{source}: {text.texts} texts, {len(training.sequences)} sequences of {recipe.length} tokens, each is read "
+        f"{passes:.1f} times; {len(training.held_out)} more are held out"
+    )
     try:
         training.run()
     except KeyboardInterrupt as stop:
         where = f"step {training.step} of {recipe.steps}"
         stop.args = (f" at {where}; the same command goes on from step {training.saved}",)
         raise
-    found = training.evaluate()
-    training.write(delta_training.describe_training(checkpoint.identity(), recipe, text, source, found))
-    mean = sum(found.errors) / len(found.errors)
+    losses = training.evaluate()
+    training.write(delta_training.describe_training(checkpoint.identity(), recipe, text, source, losses))
+    mean = sum(losses.errors) / len(losses.errors)
     print(f"{options.out}: compressors of {layout.layers} layers, {width} to {recipe.code} numbers")
-    print(f"held out: cross-entropy {found.untouched:.4f} untouched, {found.compressed:.4f} with compressors, "
-          f"mean squared error {mean:.4f} per layer")  # fmt: skip
+    print(
+        f"held out: cross-entropy {losses.untouched:.4f} untouched, {losses.compressed:.4f} with compressors, "
+        f"mean squared error {mean:.4f} per layer"
+    )

@@ -91,11 +91,17 @@ def calibrate(options: Namespace, device: str) -> None:
         kvzap_training.collect_samples(model, prompts, part, recipe) for part in (prompts.trained, prompts.held_out)
     )
     networks = kvzap_training.train(samples, recipe, device)
-    found = kvzap_training.evaluate(networks, unseen)
+    errors = kvzap_training.evaluate(networks, unseen)
     kvzap_training.write_surrogates(
-        options.out, networks, samples.layers, layout,
+        options.out,
+        networks,
+        samples.layers,
+        layout,
         describe_origin(checkpoint.identity(), text, source),
-        recipe, found,
-    )  # fmt: skip
+        recipe,
+        errors,
+    )
     print(f"{options.out}: {options.kind} surrogates of {len(networks)} layers, {samples.count} samples")
-    print(f"held out: mean squared error {found.mean_error:.4f}, R² {found.mean_r2:.3f} (mean of all layers and heads)")
+    print(
+        f"held out: mean squared error {errors.mean_error:.4f}, R² {errors.mean_r2:.3f} (mean of all layers and heads)"
+    )

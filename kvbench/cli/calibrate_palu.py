@@ -83,7 +83,7 @@ def calibrate(options: Namespace, device: str) -> None:
     from kvbench.training.recording import describe_origin, write_tensors
     from kvbench.training.token_sequences import pack_texts
 
-    given = {name: getattr(options, own) for own, name in OPTIONS.items()}
+    given = {name: getattr(options, option) for option, name in OPTIONS.items()}
     if options.untrained:
         layout = load_layout(options.model if Path(options.model).is_file() else find_model(options.model, "--model"))
         recipe = palu_calibration.choose_recipe(layout, given | {"search": "uniform"})
@@ -101,8 +101,10 @@ def calibrate(options: Namespace, device: str) -> None:
     width = recipe.group * layout.dim
     least = -(-palu_calibration.LEAST_TOKENS * width // recipe.length)
     text = pack_texts(checkpoint.tokenizer(), texts, recipe.length, recipe.sequences_to_read, least)
-    print(f"{source}: {text.texts} texts, {len(text.sequences)} of {recipe.sequences_to_read} sequences of "
-          f"{recipe.length} tokens")  # fmt: skip
+    print(
+        f"{source}: {text.texts} texts, {len(text.sequences)} of {recipe.sequences_to_read} sequences of "
+        f"{recipe.length} tokens"
+    )
     model = checkpoint.weights(getattr(torch, dtype), device)
     weights, ranks = palu_calibration.calibrate_model(model, layout, recipe, text.sequences)
     metadata = palu_calibration.describe_ranks(ranks, recipe) | describe_origin(checkpoint.identity(), text, source)
@@ -112,7 +114,7 @@ def calibrate(options: Namespace, device: str) -> None:
 
 def describe_sizes(ranks: Iterable[Sequence[int]], group: int, width: int) -> str:
     """Return a line about projections of groups of `group` KV heads, `width` numbers each."""
-    each = [rank for own in ranks for rank in own]
+    each = [rank for side_ranks in ranks for rank in side_ranks]
     removed = 1 - sum(each) / (len(each) * width)
     return (
         f"projections of groups of {group} KV heads, {width} numbers to {min(each)}–{max(each)}; {removed:.1%} of keys "

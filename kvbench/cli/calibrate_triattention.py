@@ -63,8 +63,8 @@ def calibrate(options: Namespace, device: str) -> None:
     wanted = options.sequences
     text = pack_texts(checkpoint.tokenizer(), texts, length, wanted, wanted, what=f"--sequences={wanted}: text")
     model = checkpoint.weights(torch.float32 if device == "cpu" else torch.bfloat16, device)
-    made = compute_query_statistics(model, (own.long() for own in text.sequences))
+    made = compute_query_statistics(model, (sequence.long() for sequence in text.sequences))
     about = {"sequences": f"{wanted} of {length} tokens", "seed": str(options.seed)}
     write_tensors(options.out, made, describe_origin(checkpoint.identity(), text, source) | about)
-    shapes = ", ".join(f"{name} {tuple(own.shape)}" for name, own in made.items())
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in made.items())
     print(f"{options.out}: {shapes} from {wanted} sequences of {length} tokens, {source}")

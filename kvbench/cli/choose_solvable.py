@@ -36,12 +36,12 @@ def print_solvable(arguments: Sequence[str]) -> None:
     options = parse_arguments(arguments)
     from kvbench.runs.choose_solvable import compose_configs, format_card, score_subtasks
 
-    found = compose_configs(options)
+    configs = compose_configs(options)
     from kvbench.runs.spec import RunSpec
 
-    runs = [RunSpec.from_config(config) for config in found]
+    runs = [RunSpec.from_config(config) for config in configs]
     command = shlex.join(["kvbench", "dev", "choose-solvable", *arguments])
-    scores = dict(score_subtasks(runs, Path(found[0].results), found[0].workers))
+    scores = dict(score_subtasks(runs, Path(configs[0].results), configs[0].workers))
     print("\n".join(format_card(runs[0], command, scores)))
 
 

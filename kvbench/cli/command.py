@@ -114,7 +114,7 @@ def move_old_forms(options: Namespace) -> None:
     values = vars(options)
     if (folder := values.pop("old_results", None)) is not None:
         move_results(options, folder)
-    for word in [own for own in values.get("filters", ()) if "=" not in own or "/" in own.partition("=")[0]]:
+    for word in [text for text in values.get("filters", ()) if "=" not in text or "/" in text.partition("=")[0]]:
         if not Path(word).is_dir() and "/" not in word:
             raise SettingError(f"{word}: no SETTING=VALUE; --results DIR names a folder of results")
         move_results(options, word)

@@ -91,9 +91,9 @@ def make_parser() -> CommandParser:
 
 def list_places() -> Iterator[tuple[str, str]]:
     """Yield a place and the words that can follow there, separated by blanks."""
-    yield "", " ".join([*(own.word for own in COMMANDS if not own.group), *GROUPS])
+    yield "", " ".join([*(command.word for command in COMMANDS if not command.group), *GROUPS])
     for group in GROUPS:
-        yield group, " ".join(own.word for own in COMMANDS if own.group == group)
+        yield group, " ".join(command.word for command in COMMANDS if command.group == group)
     settings = [f"{name}=" for name in dict.fromkeys((*SETTING_GROUPS, *read_settings()))]
     for command in COMMANDS:
         usage = import_module(f"kvbench.cli.{command.module}").make_parser().format_usage()
@@ -107,7 +107,7 @@ def list_places() -> Iterator[tuple[str, str]]:
 
 def format_branch(shell: str, place: str, words: str) -> str:
     """Return a branch of a shell's `case` for a place. Arguments may follow a command that is no group's."""
-    has_arguments = place in [own.name for own in COMMANDS if not own.group]
+    has_arguments = place in [command.name for command in COMMANDS if not command.group]
     if shell == "fish":
         more = f" '{place} *'" if has_arguments else ""
         return f"        case '{place}'{more}\n            set names {words}"

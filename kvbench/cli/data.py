@@ -37,8 +37,8 @@ def examine(name: str, path: str, settings: Sequence[str] = ()) -> str:
     with catalogue.translate_errors():
         given = catalogue.resolve("task", compose_config([f"task={name}", *settings]).task)
     if "path" not in given:
-        own = [task for task in catalogue.list_choices("task") if "path" in compose_config([f"task={task}"]).task]
-        raise SettingError(f"TASK={name}: its data is not read from one place; choose one of {', '.join(own)}")
+        choices = [task for task in catalogue.list_choices("task") if "path" in compose_config([f"task={task}"]).task]
+        raise SettingError(f"TASK={name}: its data is not read from one place; choose one of {', '.join(choices)}")
     task = catalogue.build("task", given | {"path": str(Path(path).expanduser())})
     task.check()
     lines = [f"{subtask:<28}{count:>8} rows" for subtask, count in task.inventory().items()]

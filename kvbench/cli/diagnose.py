@@ -70,12 +70,12 @@ def diagnose(arguments: Sequence[str]) -> int:
     run = describe_full(settings, numbers["prompts"], None if None in sizes else max(sizes))
     watch = Watch(numbers["window"], numbers["answer"], read_share(given["share"]))
     text = TextPieces.from_setting(given["text"], numbers["tokens"])
-    own = DiagnosisPass(run, cells, numbers["prompts"], watch, text)
+    diagnosis = DiagnosisPass(run, cells, numbers["prompts"], watch, text)
     if options.cost is not None:
-        return write_costs(options.cost, own, numbers["tokens"])
+        return write_costs(options.cost, diagnosis, numbers["tokens"])
     require_writable("results", results)
-    own.check()
-    folder = own.execute(results)
+    diagnosis.check()
+    folder = diagnosis.execute(results)
 
     from kvbench.analysis.diagnoses import format_diagnosis
     from kvbench.store.study_lines import read_study
@@ -96,7 +96,7 @@ def plan_cells(settings: Sequence[str], count: int) -> tuple[list[Any], Path]:
     from kvbench.runs.spec import RunSpec
     from kvbench.studies.diagnosis_pass import Cell
 
-    found: list[Cell] = []
+    cells: list[Cell] = []
     with translate_errors():
         for word in settings:
             if not is_of_cell(word) and parse_override(word).is_sweep_override():
@@ -108,8 +108,8 @@ def plan_cells(settings: Sequence[str], count: int) -> tuple[list[Any], Path]:
                 raise SettingError(
                     "method=full: the full cache loses nothing; choose a method that cuts, or a codec that packs rows"
                 )
-            found.append(Cell(name_cell(run, words), run))
-    return found, Path(config.results)
+            cells.append(Cell(name_cell(run, words), run))
+    return cells, Path(config.results)
 
 
 def describe_full(settings: Sequence[str], count: int, block_size: int | None) -> Any:
@@ -118,10 +118,10 @@ def describe_full(settings: Sequence[str], count: int, block_size: int | None) -
     from kvbench.config.compose import compose_config
     from kvbench.runs.spec import RunSpec
 
-    own = [word for word in settings if not is_of_cell(word)]
+    shared = [word for word in settings if not is_of_cell(word)]
     size = "null" if block_size is None else block_size
     with translate_errors():
-        run = RunSpec.from_config(compose_config([f"limit={count}", *own, "method=full", f"block_size={size}"]))
+        run = RunSpec.from_config(compose_config([f"limit={count}", *shared, "method=full", f"block_size={size}"]))
     if run.measures:
         raise SettingError(f"task={run.task_settings['name']}: has no samples; a task with prompts, or text=FILE")
     return run
@@ -142,27 +142,27 @@ def name_cell(run: Any, words: Sequence[str]) -> str:
 def read_share(text: str | None) -> float:
     """Return the setting `share`."""
     try:
-        found = float(text or "")
+        share = float(text or "")
     except ValueError:
-        found = 0.0
-    if not 0 < found <= 1:
+        share = 0.0
+    if not 0 < share <= 1:
         raise SettingError(f"share={text}: a number above 0 and at most 1")
-    return found
+    return share
 
 
-def write_costs(path: Path, own: Any, tokens: int) -> int:
+def write_costs(path: Path, diagnosis: Any, tokens: int) -> int:
     """Measure what diagnosing the cells costs, print a line for each, and write the CSV."""
     from kvbench.store.csv_rows import format_rows
     from kvbench.store.study_lines import write_text
     from kvbench.studies.diagnosis_pass import COLUMNS
 
     require_file("--cost", path)
-    own.check_memory(tokens)
-    rows = list(own.measure_costs(tokens))
+    diagnosis.check_memory(tokens)
+    rows = list(diagnosis.measure_costs(tokens))
     write_text(path, format_rows([COLUMNS, *rows]))
     for row in rows:
-        found = dict(zip(COLUMNS, row, strict=True))
-        print(f"{found['cell']}: {found['ratio']} of a prefill of {found['prefill_seconds']} s")
+        cost = dict(zip(COLUMNS, row, strict=True))
+        print(f"{cost['cell']}: {cost['ratio']} of a prefill of {cost['prefill_seconds']} s")
     return 0
 
 

@@ -13,7 +13,6 @@ the same settings gets another hash then.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.config.provenance import FOLDERS, replay_hash, source_hashes
@@ -42,14 +41,14 @@ def explain(results: Path, name: str) -> Iterator[str]:
 
 def find_run(results: Path, name: str) -> RunFolder:
     """Return the run whose hash begins with `name`."""
-    found = [path.name for path in list_folders(results) if path.name.startswith(name)]
-    if len(found) != 1:
-        what = f"{len(found)} runs begin so: {', '.join(found)}" if found else f"no run of {results} begins so"
+    matches = [path.name for path in list_folders(results) if path.name.startswith(name)]
+    if len(matches) != 1:
+        what = f"{len(matches)} runs begin so: {', '.join(matches)}" if matches else f"no run of {results} begins so"
         raise SettingError(f"run={name}: {what}")
     try:
-        return RunFolder(results / "runs", read_run_value(results / "runs" / found[0]))
+        return RunFolder(results / "runs", read_run_value(results / "runs" / matches[0]))
     except ValueError as error:
-        raise SettingError(f"run={found[0]}: {error}") from None
+        raise SettingError(f"run={matches[0]}: {error}") from None
 
 
 def explain_sources(folder: RunFolder) -> list[str]:
@@ -69,10 +68,10 @@ def explain_sources(folder: RunFolder) -> list[str]:
     if net := machine.get("replay"):
         note = "" if net == replay_hash() else "  (another one today: kvbench computes something else)"
         lines.append(f"{net[:8]:8}  data of the replay net{note}")
-    for module, own in then.items():
+    for module, digest in then.items():
         change = "  (does something else today)" if module in now else "  (not hashed today)"
-        lines.append(f"{own[:8]:8}  {module}{'' if now.get(module) == own else change}")
-    lines += [f"{own[:8]:8}  {module}  (not hashed then)" for module, own in now.items() if module not in then]
+        lines.append(f"{digest[:8]:8}  {module}{'' if now.get(module) == digest else change}")
+    lines += [f"{digest[:8]:8}  {module}  (not hashed then)" for module, digest in now.items() if module not in then]
     return lines
 
 
@@ -85,7 +84,7 @@ def is_importable(module: str) -> bool:
     return True
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """Return a value as text of at most MAX_CHARACTERS characters, and an ellipsis if there are more."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"

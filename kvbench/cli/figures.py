@@ -26,8 +26,8 @@ def draw_figures(given: Sequence[str]) -> int:
     from kvbench.store.runs import check_folder, filter_runs, find_finished
 
     check_folder(options.results)
-    found = find_finished(options.results)
-    wanted = filter_runs(found.runs, options.filters)
+    stored = find_finished(options.results)
+    wanted = filter_runs(stored.runs, options.filters)
     for subtask in options.subtasks:
         require_choice("subtask", subtask, list_subtasks(wanted))
     if options.average is not None:
@@ -35,19 +35,19 @@ def draw_figures(given: Sequence[str]) -> int:
             "--average", options.average, sorted({EACH, *(name for run in wanted for name in list_averages(run))})
         )
     refused: dict[str, str] = {}
-    own = list(make_figures(options, found, wanted, refused))
-    found.print_damage()
+    figures = list(make_figures(options, stored, wanted, refused))
+    stored.print_damage()
     for name, why in sorted(refused.items()):
         print(f"kvbench: {escape(name)} is left out: {escape(why)}", file=sys.stderr)
-    if not own:
+    if not figures:
         raise SettingError(f"{options.results}: nothing there for --kind {','.join(options.kinds)}")
     folder = options.out or options.results / "figures"
     require_writable("--out" if options.out else "results", folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for figure in own:
+    for figure in figures:
         print(figure.write(folder))
-    if found.unfinished:
-        print(f"{len(found.unfinished)} unfinished runs are left out.")
+    if stored.unfinished:
+        print(f"{len(stored.unfinished)} unfinished runs are left out.")
     return 0
 
 

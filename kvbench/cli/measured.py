@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.cli.command import CommandParser, require_extra, run_command
+from kvbench.config.tiers import TIERS, Tier, choose_tiers
 from kvbench.validation import SettingError, require_writable
 
 
@@ -67,7 +68,6 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
 def measure(options: Namespace) -> int:
     """Run the tiers, and write the lines of each. Return 1 if a run is not finished, otherwise 0."""
     from kvbench.config.catalogue import translate_errors
-    from kvbench.config.tiers import TIERS, choose_tiers
     from kvbench.runs.checks import check_workers
 
     check_workers(options.workers, "--workers")
@@ -80,11 +80,11 @@ def measure(options: Namespace) -> int:
     return code
 
 
-def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> int:
+def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) -> int:
     """Make the files of a tier, run its sweeps, and write its lines.
 
     Args:
-        tier: A `kvbench.config.tiers.Tier`.
+        tier: The tier.
         results: The folder of results.
         workers: The setting `workers` of the sweeps; None leaves it as it is.
 
@@ -99,20 +99,20 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
     from kvbench.sweeps.plan import Sweep
     from kvbench.sweeps.tier_store import check_store, list_values
 
-    own_settings = [f"workers={workers}"] if workers is not None else []
-    sweeps = [[*given, *own_settings] for given in tier.list_sweeps(results)]
+    worker_settings = [f"workers={workers}"] if workers is not None else []
+    sweeps = [[*given, *worker_settings] for given in tier.list_sweeps(results)]
     missing = tier.list_files(results)
     if missing:  # the runs that need them are not known yet, but the others are
-        known = [own for own in sweeps if not any(path.name in text for path in missing for text in own)]
+        known = [settings for settings in sweeps if not any(path.name in text for path in missing for text in settings)]
         check_store(tier.name, list_values(map(Sweep.plan, known)), results)
         make_files(tier.name, missing)
-    planned = [Sweep.plan(own) for own in sweeps]
+    planned = [Sweep.plan(settings) for settings in sweeps]
     check_store(tier.name, list_values(planned), results)
     try:
         with Executor(results) as executor:
-            for number, own in enumerate(sweeps, 1):
-                print(f"tier {tier.name}, sweep {number} of {len(sweeps)}: {' '.join(own)}", flush=True)
-                run_sweep(own, executor=executor)
+            for number, settings in enumerate(sweeps, 1):
+                print(f"tier {tier.name}, sweep {number} of {len(sweeps)}: {' '.join(settings)}", flush=True)
+                run_sweep(settings, executor=executor)
     except KeyboardInterrupt:
         with suppress(SettingError):  # nothing is finished yet
             write_lines(tier, planned, results)
@@ -120,7 +120,7 @@ def measure_tier(tier: Any, results: Path, workers: int | str | None = None) -> 
     return write_lines(tier, planned, results)
 
 
-def write_lines(tier: Any, planned: Sequence[Any], results: Path) -> int:
+def write_lines(tier: Tier, planned: Sequence[Any], results: Path) -> int:
     """Write a line for each finished run of a tier, and say how many there are.
 
     Args:
@@ -152,7 +152,7 @@ def write_lines(tier: Any, planned: Sequence[Any], results: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(path) as draft:
         draft.write_text(format_lines(lines), encoding="utf-8")
-    refused = sum(own.run is None for sweep in planned for own in sweep.cells)
+    refused = sum(cell.run is None for sweep in planned for cell in sweep.cells)
     left = f"; {refused} cells are refused" if refused else ""
     finished = sum(run.finished for run in runs)
     print(f"{path}: {len(lines)} cells, {finished} of {len(values)} runs are finished{left}")

@@ -124,7 +124,7 @@ def emit_exhibits(
     if exhibit is None:
         yield from map(str, written)
     else:
-        yield from (f"{own.name}: static: {own.reason}" for own in find_parts(paper, exhibit) if own.reason)
+        yield from (f"{part.name}: static: {part.reason}" for part in find_parts(paper, exhibit) if part.reason)
         yield from (path.read_text(encoding="utf-8") for path in written if path.suffix == ".md")
     if studied and not beside:
         yield from emit_studied(results, studied, exhibit is not None, inches)

@@ -46,7 +46,7 @@ def print_plan(arguments: Sequence[str]) -> int:
     with translate_errors():
         print(sweep.describe())
         print("".join(f"{line}\n" for line in sweep.describe_memory()), end="")
-    return 2 if any(own.cell.refused for own in sweep.cells) else 0
+    return 2 if any(planned.cell.refused for planned in sweep.cells) else 0
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -31,24 +31,24 @@ def make_parser() -> CommandParser:
 
 def replay_records(arguments: Sequence[str]) -> int:
     """Print what running the records again gives. Return 1 if a record is damaged."""
-    own = make_parser().parse(arguments)
-    for word in [text for text in own.settings if "=" not in text]:
-        move_results(own, word)
-        own.settings.remove(word)
+    options = make_parser().parse(arguments)
+    for word in [text for text in options.settings if "=" not in text]:
+        move_results(options, word)
+        options.settings.remove(word)
     logging.getLogger("hydra").addHandler(logging.NullHandler())  # what it logs is in the reason
-    if own.stranger:
-        replay_strangers(own)
+    if options.stranger:
+        replay_strangers(options)
         return 0
     from kvbench.runs.replay import replay
     from kvbench.store.audit import draw_records
 
-    found = replay(own.results, draw_records(own.results, own.records, own.seed)[0])
-    for line in found.lines():
+    replayed = replay(options.results, draw_records(options.results, options.records, options.seed)[0])
+    for line in replayed.lines():
         print(line)
-    return 1 if found.damaged else 0
+    return 1 if replayed.damaged else 0
 
 
-def replay_strangers(own: Namespace) -> None:
+def replay_strangers(options: Namespace) -> None:
     """Print what running records of somebody else again gives.
 
     Raises:
@@ -60,21 +60,21 @@ def replay_strangers(own: Namespace) -> None:
     from kvbench.store.audit import draw_records
     from kvbench.store.run_folder import read_run_value
 
-    drawn = draw_records(own.results, own.records, own.seed)[0]
-    devices = {get(read_run_value(own.results / "runs" / name), "device", "type") for name in dict(drawn)}
+    drawn = draw_records(options.results, options.records, options.seed)[0]
+    devices = {get(read_run_value(options.results / "runs" / name), "device", "type") for name in dict(drawn)}
     memory = isolation.limit_memory(devices == {"cpu"})
     print(f"replay: {network}, {memory}; files of this user can be read", flush=True)
     from kvbench.runs.replay import replay
 
-    parsed = map(parse_override, own.settings)
-    found = replay(own.results, drawn, {override.key_or_group: override.value() for override in parsed})
-    for line in found.lines():
+    parsed = map(parse_override, options.settings)
+    replayed = replay(options.results, drawn, {override.key_or_group: override.value() for override in parsed})
+    for line in replayed.lines():
         print(line)
-    if found.damaged:
-        raise SettingError(f"{found.damaged} records give something else when executed again")
-    if weak := found.find_weak(own.agree):
+    if replayed.damaged:
+        raise SettingError(f"{replayed.damaged} records give something else when executed again")
+    if weak := replayed.find_weak(options.agree):
         more = f", and {len(weak) - 1} more runs" if weak[1:] else ""
-        raise SettingError(f"{weak[0]}, less than --agree={own.agree:.0%}{more}")
+        raise SettingError(f"{weak[0]}, less than --agree={options.agree:.0%}{more}")
 
 
 def main(arguments: Sequence[str]) -> int:

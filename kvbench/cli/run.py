@@ -66,11 +66,11 @@ def print_settings(options: Namespace) -> None:
     from kvbench.config.compose import compose
     from kvbench.sweeps.plan import resolve_rows
 
-    found = compose(resolve_rows(options.overrides))
+    composed = compose(resolve_rows(options.overrides))
     parts: dict[str, Any] = {
-        "job": found.config,
-        "hydra": {"hydra": found.hydra},
-        "all": {"hydra": found.hydra} | dict(found.config),
+        "job": composed.config,
+        "hydra": {"hydra": composed.hydra},
+        "all": {"hydra": composed.hydra} | dict(composed.config),
     }
     shown = OmegaConf.create(parts[options.cfg])
     if options.package is not None and (shown := OmegaConf.select(shown, options.package)) is None:
@@ -142,25 +142,36 @@ def run_here(sweep: Any, verbose: bool, executor: Any = None) -> None:
         from kvbench.runs.executor import Executor
         from kvbench.sweeps.plan import sharing_groups
 
-    cells = [(own.cell.names, own.cell.readings, lambda own=own: own.run) for own in sweep.cells if own.run]
+    cells = [
+        (planned.cell.names, planned.cell.readings, lambda planned=planned: planned.run)
+        for planned in sweep.cells
+        if planned.run
+    ]
     many = len(sweep.cells)
     with Executor(sweep.results) if executor is None else nullcontext(executor) as executor:
-        for number, own in enumerate(sweep.cells):
+        for number, planned in enumerate(sweep.cells):
             groups = (
-                sharing_groups(cells, [own.run.baseline(), own.run], sweep.results) if own.run and sweep.counted else []
+                sharing_groups(cells, [planned.run.baseline(), planned.run], sweep.results)
+                if planned.run and sweep.counted
+                else []
             )
-            heading = None if verbose or many == 1 else f"[{number + 1} of {many}] {own.cell.label}"
-            run_sweep_cell(sweep.folder / str(number), own, sweep.launcher, executor, groups, heading)
+            heading = None if verbose or many == 1 else f"[{number + 1} of {many}] {planned.cell.label}"
+            run_sweep_cell(sweep.folder / str(number), planned, sweep.launcher, executor, groups, heading)
 
 
 def run_sweep_cell(
-    folder: Path, own: Any, launcher: str, executor: Any, groups: Sequence[Sequence[Any]], heading: str | None = None
+    folder: Path,
+    planned: Any,
+    launcher: str,
+    executor: Any,
+    groups: Sequence[Sequence[Any]],
+    heading: str | None = None,
 ) -> None:
     """Run a cell of a sweep. If it is refused or fails, its folder says why, and the sweep continues.
 
     Args:
         folder: The cell's folder.
-        own: A `kvbench.sweeps.plan.PlannedCell`.
+        planned: A `kvbench.sweeps.plan.PlannedCell`.
         launcher: How the sweep is launched.
         executor: A `kvbench.runs.executor.Executor`.
         groups: Runs of the sweep that read prompts together with this cell's.
@@ -171,12 +182,12 @@ def run_sweep_cell(
     write_reason(folder, "refused", None)
     reason: dict[str, str] = {}
     try:
-        if own.run is None:
-            raise SettingError(own.cell.refused)
-        own.run.check()  # the plan takes the records' word for a run that is done
-        execute_cell(own.run, own.composition, own.log, executor, groups, heading)
+        if planned.run is None:
+            raise SettingError(planned.cell.refused)
+        planned.run.check()  # the plan takes the records' word for a run that is done
+        execute_cell(planned.run, planned.composition, planned.log, executor, groups, heading)
     except (SettingError, ContractError) as error:
-        print_refusal(f"{' '.join(own.cell.overrides)}: {error}")
+        print_refusal(f"{' '.join(planned.cell.overrides)}: {error}")
         reason["failed" if isinstance(error, ContractError) else "refused"] = str(error)
     except Exception as error:
         line = describe_write_error(error) if isinstance(error, OSError) else None
@@ -195,8 +206,8 @@ def launch_on_slurm(sweep: Any) -> None:
 
     more = tuple(map(str, folders()[1:]))
     jobs = [
-        CellJob(run_job, sweep.folder.absolute(), number, tuple(own.cell.overrides), more)
-        for number, own in enumerate(sweep.cells)
+        CellJob(run_job, sweep.folder.absolute(), number, tuple(planned.cell.overrides), more)
+        for number, planned in enumerate(sweep.cells)
     ]
     launch_jobs(sweep.composition.hydra.launcher, jobs)
 
@@ -215,14 +226,14 @@ def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[
         from kvbench.runs.executor import Executor
         from kvbench.sweeps.plan import plan_cell, sharing_groups
 
-        own = plan_cell(overrides, executes=True)
+        planned = plan_cell(overrides, executes=True)
     groups = []
-    if own.run is not None and not own.run.measures:
+    if planned.run is not None and not planned.run.measures:
         known = status.read_cells(folder)
         cells = [(cell["runs"], cell["readings"], lambda cell=cell: plan_cell(cell["overrides"]).run) for cell in known]
-        groups = sharing_groups(cells, [own.run.baseline(), own.run], Path(own.composition.config.results))
-    with Executor(Path(own.composition.config.results)) as executor:
-        run_sweep_cell(folder / str(number), own, "slurm", executor, groups)
+        groups = sharing_groups(cells, [planned.run.baseline(), planned.run], Path(planned.composition.config.results))
+    with Executor(Path(planned.composition.config.results)) as executor:
+        run_sweep_cell(folder / str(number), planned, "slurm", executor, groups)
     say_spending()
 
 
@@ -287,16 +298,16 @@ def print_table(
     full, *method = records
     table = build_run_table(runs[-1].value, full, method[0] if method else None)
     print(table.to_text(width) if heading is None else f"{heading}: {table.describe_average()}", flush=True)
-    for own, found in zip(runs, records, strict=True):
-        if not any(record["meta"].get("verify") for record in found.values()):
+    for run, run_records in zip(runs, records, strict=True):
+        if not any(record["meta"].get("verify") for record in run_records.values()):
             continue
-        folder = results / "runs" / run_hash(own.value)
+        folder = results / "runs" / run_hash(run.value)
         try:
             math_verify.grade(folder)
         except SettingError as error:  # the answers are in the store and can be graded later
             print_refusal(f"{error}, then python -m kvbench results grade --results {results}")
         if heading is None:
-            for note in math_verify.describe_verdicts(own.groups["method"]["name"], folder):
+            for note in math_verify.describe_verdicts(run.groups["method"]["name"], folder):
                 print("\n".join(textwrap.wrap(note, width, subsequent_indent="  ")))
 
 
@@ -315,7 +326,7 @@ def describe_progress(run: Any, results: Path) -> str:
     from kvbench.store.run_folder import run_hash
     from kvbench.sweeps.status import read_state
 
-    values = {run_hash(own.value): own for own in (run.baseline(), run)} if not run.measures else {}
+    values = {run_hash(needed.value): needed for needed in (run.baseline(), run)} if not run.measures else {}
     states = [read_state(results, name) for name in values]
     total = next((state.total for state in states if state.total), None)
     where = f" at {sum(state.records for state in states)} of {total * len(states)}" if total else ""

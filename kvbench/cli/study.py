@@ -97,7 +97,7 @@ def compute_studies(arguments: Sequence[str]) -> int:
             reason = SettingError(
                 "it trains compressors for minutes; ask for it by name, as in `papers study deltakv figure06`"
             )
-            missing |= {name: reason for name, own in exhibits.items() if own["study"] in trains}
+            missing |= {name: reason for name, exhibit in exhibits.items() if exhibit["study"] in trains}
         elif steps is not None:
             studies = [with_steps(study, steps) for study in studies]
     elif steps is not None:
@@ -106,12 +106,12 @@ def compute_studies(arguments: Sequence[str]) -> int:
     if of_samples := {study.name for study in studies if isinstance(study, PromptStudy)}:
         if text is not None:
             reason = SettingError(f"text={text.path}: it is about the samples of a task; leave text out")
-            missing |= {name: reason for name, own in exhibits.items() if own["study"] in of_samples}
+            missing |= {name: reason for name, exhibit in exhibits.items() if exhibit["study"] in of_samples}
         elif run.task.length is None:  # samples that are made to a length say nothing more if there are more
             whole = describe_run(settings, None)[0]
     if len(missing) == len(exhibits):
         raise next(iter(missing.values()))
-    exhibits = {name: own for name, own in exhibits.items() if name not in missing}
+    exhibits = {name: exhibit for name, exhibit in exhibits.items() if name not in missing}
     studies = [study for study in studies if study.name in list_studies(exhibits)]
     if options.cost is not None:
         write_costs(options.cost, run, studies, tokens)

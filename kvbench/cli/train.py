@@ -70,13 +70,13 @@ def train_model(arguments: Sequence[str]) -> int:
         counts = torch.load(options.out / STATE, map_location="cpu")["counts"]
         training = Training(options.out, recipe.load_recipe(options.out), **counts)
     else:
-        own, begun_with = Recipe().with_settings(options.settings), None
-        training_data.compute_shares(own)  # refuses what it cannot use
+        chosen_recipe, begun_with = Recipe().with_settings(options.settings), None
+        training_data.compute_shares(chosen_recipe)  # refuses what it cannot use
         if options.weights is not None:
-            check_weights(options.weights, own)
+            check_weights(options.weights, chosen_recipe)
             begun_with = Checkpoint("", str(options.weights)).identity()
         minutes = 16.0 if options.minutes is None else options.minutes
-        training = Training(options.out, own, options.seed or 0, 60 * minutes, begun_with=begun_with)
+        training = Training(options.out, chosen_recipe, options.seed or 0, 60 * minutes, begun_with=begun_with)
         options.out.mkdir(parents=True, exist_ok=True)
         training.recipe.save(options.out)
         if options.tokenizer:

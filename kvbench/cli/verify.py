@@ -60,19 +60,19 @@ def print_verdict(arguments: Sequence[str]) -> int:
     from kvbench.analysis.bundle import verify_bundle
     from kvbench.analysis.score_matrix_format import format_text
 
-    found = verify_bundle(options.bundle)
-    if options.digest is not None and not found.digest.startswith(options.digest.lower()):
-        raise SettingError(f"--digest={options.digest}: the bundle has {found.digest}")
-    known = set().union(*map(find_settings, found.values)) if names else set()
+    bundle = verify_bundle(options.bundle)
+    if options.digest is not None and not bundle.digest.startswith(options.digest.lower()):
+        raise SettingError(f"--digest={options.digest}: the bundle has {bundle.digest}")
+    known = set().union(*map(find_settings, bundle.values)) if names else set()
     for text, name in names.items():
         if name not in known:
             raise SettingError(f"{text}: no run of the bundle has this setting")
-    count = ceil(round(amount * found.records, 6)) if isinstance(amount, float) else amount
-    if count is not None and count > found.records:
-        raise SettingError(f"--replay={options.replay}: the bundle has {found.records} records")
-    print(format_text(found.blocks, find_width(), styled=is_styled()))
-    print(f"{found.records} records of {found.runs} runs give every number of the table.  sha256 {found.digest}")
-    return 0 if count is None else replay_records(found, count, agree, options)
+    count = ceil(round(amount * bundle.records, 6)) if isinstance(amount, float) else amount
+    if count is not None and count > bundle.records:
+        raise SettingError(f"--replay={options.replay}: the bundle has {bundle.records} records")
+    print(format_text(bundle.blocks, find_width(), styled=is_styled()))
+    print(f"{bundle.records} records of {bundle.runs} runs give every number of the table.  sha256 {bundle.digest}")
+    return 0 if count is None else replay_records(bundle, count, agree, options)
 
 
 def parse_amount(text: str) -> int | float:
@@ -130,11 +130,11 @@ def find_settings(value: Mapping[str, Any]) -> set[str]:
         return set()
 
 
-def replay_records(found: Any, count: int, agree: float, options: Namespace) -> int:
+def replay_records(bundle: Any, count: int, agree: float, options: Namespace) -> int:
     """Execute records again in another process, which prints how many agree. Return its exit code.
 
     Args:
-        found: The `kvbench.analysis.bundle.VerifiedBundle`.
+        bundle: A `kvbench.analysis.bundle.VerifiedBundle`.
         count: How many records to draw.
         agree: The share of a run's records that must agree.
         options: The command's options.
@@ -143,11 +143,21 @@ def replay_records(found: Any, count: int, agree: float, options: Namespace) -> 
         SettingError: The process was ended from outside, for example because memory did not suffice.
     """
     seed = randbelow(1 << 31) if options.seed is None else options.seed
-    print(f"replay: {count} of {found.records} records, drawn with --seed {seed}", flush=True)
+    print(f"replay: {count} of {bundle.records} records, drawn with --seed {seed}", flush=True)
     with TemporaryDirectory() as folder:
-        found.unpack(Path(folder))
-        own = ["--results", folder, "--records", str(count), "--seed", str(seed), "--stranger", "--agree", str(agree)]
-        command = [sys.executable, "-P", "-m", "kvbench", "dev", "replay", *own, *options.settings]
+        bundle.unpack(Path(folder))
+        arguments = [
+            "--results",
+            folder,
+            "--records",
+            str(count),
+            "--seed",
+            str(seed),
+            "--stranger",
+            "--agree",
+            str(agree),
+        ]
+        command = [sys.executable, "-P", "-m", "kvbench", "dev", "replay", *arguments, *options.settings]
         code = subprocess.run(command, env=make_environment()).returncode
     if code < 0:
         raise SettingError(f"bundle={options.bundle}: signal {-code} ended the process that executed its records")

@@ -30,12 +30,12 @@ def sync(arguments: Sequence[str]) -> int:
 
     given = parse_filters(options.filters)
     log = WandbLogger.of(
-        load_settings({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), options.results
+        load_settings({name[7:]: value for name, value in given.items() if name.startswith("logger.")}), options.results
     )
     runs = load_runs(options.results)
-    found = filter_runs(runs, {name: own for name, own in given.items() if not name.startswith("logger.")})
-    subjects, whole = [], [own for own in runs if own.finished]
-    for run in found:
+    chosen = filter_runs(runs, {name: value for name, value in given.items() if not name.startswith("logger.")})
+    subjects, whole = [], [run for run in runs if run.finished]
+    for run in chosen:
         full = None
         if not run.full:
             try:
@@ -48,8 +48,8 @@ def sync(arguments: Sequence[str]) -> int:
     for subject, wrong in zip(subjects, log.send(subjects, again=True), strict=False):
         print(f"{subject.folder.hash}  {escape(wrong) if wrong else subject.state['state']}", flush=True)
         count += wrong is None
-    print(f"{count} of {len(found)} runs logged: {log.where}")
-    return 0 if count == len(found) else 1
+    print(f"{count} of {len(chosen)} runs logged: {log.where}")
+    return 0 if count == len(chosen) else 1
 
 
 def main(arguments: Sequence[str]) -> int:

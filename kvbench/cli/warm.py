@@ -26,10 +26,10 @@ def make_parser() -> CommandParser:
 def warm(arguments: Sequence[str]) -> int:
     """Compile, and print for how many runs. Return the exit code."""
     sweep = plan_sweep(make_parser().parse(arguments))
-    refused = [own.cell for own in sweep.cells if own.cell.refused]
+    refused = [planned.cell for planned in sweep.cells if planned.cell.refused]
     for cell in refused:
         print(f"{cell.label}: refused: {cell.refused}")
-    runs = [own.run for own in sweep.cells if own.run is not None]
+    runs = [planned.run for planned in sweep.cells if planned.run is not None]
     if any(run.device == "cpu" for run in runs):
         print("There is nothing to compile on a CPU.")
         return 2 if refused else 0
@@ -48,12 +48,12 @@ def group_runs(runs: Iterable[Any], results: Path) -> list[list[Any]]:
     """
     from kvbench.store.run_folder import RunFolder
 
-    found: dict[str, dict[str, Any]] = {}
-    for run in (own for cell in runs if not cell.measures for own in (cell.baseline(), cell)):
+    groups: dict[str, dict[str, Any]] = {}
+    for run in (needed for cell in runs if not cell.measures for needed in (cell.baseline(), cell)):
         folder = RunFolder(results / "runs", run.value)
         if not folder.finished:
-            found.setdefault(run.reading or folder.hash, {})[folder.hash] = run
-    return [list(some.values()) for some in found.values()]
+            groups.setdefault(run.reading or folder.hash, {})[folder.hash] = run
+    return [list(some.values()) for some in groups.values()]
 
 
 def warm_group(runs: Sequence[Any], results: Path) -> int:
