@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvbench.cli import run, sweep_status
+from kvbench.cli import run, sweep_cells, sweep_status
 from kvbench.store.run_folder import RunFolder, make_seal, read_run_value
 from kvbench.sweeps import status
 from kvbench.validation import SettingError
@@ -211,7 +211,7 @@ def test_a_sweep_from_the_command_line(kvbench, tmp_path):
 
 def test_what_is_refused_is_named_before_anything_is_read(tmp_path, monkeypatch, capsys):
     """Where cells share their prompts too, each pair that cannot work, with its reason."""
-    monkeypatch.setattr(run, "run_sweep_cell", lambda *own: None)
+    monkeypatch.setattr(sweep_cells, "run_sweep_cell", lambda *own: None)
     cells = ["method=knorm,quest", "allocator=uniform,ada", "codec=raw,kivi"]
     code, out, err = run_cli(["-m", *cells, f"results={tmp_path}", *QUICK], monkeypatch, capsys)
     first, *lines = out.splitlines()[:9]
@@ -264,7 +264,7 @@ def test_launchers(kvbench, monkeypatch):
         code, out, _ = kvbench(f"hydra/launcher={launcher}", "--cfg", "all")
         assert code == 0 and said in out
     asked = []
-    monkeypatch.setattr("kvbench.runs.workers.count_workers", lambda workers, device: asked.append(workers) or 1)
+    monkeypatch.setattr("kvbench.cli.sweep_cells.count_workers", lambda workers, device: asked.append(workers) or 1)
     for own in ([], ["workers=1"]):
         kvbench("-m", "hydra/launcher=local", "method=full", f"results=r{len(own)}", *QUICK, *own)
     kvbench("method=full", "results=r0", *QUICK)
