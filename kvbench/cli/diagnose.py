@@ -24,7 +24,7 @@ where it was, and later cells join those of before. docs/diagnose.md says what i
 --cost measures, in place of all this, what diagnosing a prompt of random tokens costs. The file is a CSV.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,10 @@ def diagnose(arguments: Sequence[str]) -> int:
     text = TextPieces.from_setting(given["text"], numbers["tokens"])
     diagnosis = DiagnosisPass(run, cells, numbers["prompts"], watch, text)
     if options.cost is not None:
-        return write_costs(options.cost, diagnosis, numbers["tokens"])
+        require_file("--cost", options.cost)
+        diagnosis.check_memory(numbers["tokens"])
+        write_costs(options.cost, diagnosis.measure_costs(numbers["tokens"]))
+        return 0
     require_writable("results", results)
     diagnosis.check()
     folder = diagnosis.execute(results)
@@ -108,7 +111,8 @@ def plan_cells(settings: Sequence[str], count: int) -> tuple[list[Any], Path]:
                 raise SettingError(
                     "method=full: the full cache loses nothing; choose a method that cuts, or a codec that packs rows"
                 )
-            cells.append(Cell(name_cell(run, words), run))
+            budget = None if run.full else run.budget.value
+            cells.append(Cell(name_cell(run.groups["method"]["name"], budget, words), run))
     return cells, Path(config.results)
 
 
@@ -132,11 +136,10 @@ def is_of_cell(word: str) -> bool:
     return word.partition("=")[0].split(".")[0].lstrip("+") in OF_CELLS
 
 
-def name_cell(run: Any, words: Sequence[str]) -> str:
+def name_cell(method: str, budget: float | None, words: Sequence[str]) -> str:
     """Return the name of a cell: its method, its budget, and the other settings that the command gives."""
-    name, budget = run.groups["method"]["name"], run.budget.value
     more = [word for word in words if is_of_cell(word) and word.partition("=")[0] not in ("method", "budget")]
-    return " ".join([name, *([] if budget is None or run.full else [f"budget={budget}"]), *more])
+    return " ".join([method, *([] if budget is None else [f"budget={budget}"]), *more])
 
 
 def read_share(text: str | None) -> float:
@@ -150,20 +153,17 @@ def read_share(text: str | None) -> float:
     return share
 
 
-def write_costs(path: Path, diagnosis: Any, tokens: int) -> int:
-    """Measure what diagnosing the cells costs, print a line for each, and write the CSV."""
+def write_costs(path: Path, costs: Iterable[Sequence[object]]) -> None:
+    """Write what diagnosing each cell costs as CSV, and print a line for each."""
     from kvbench.store.csv_rows import format_rows
     from kvbench.store.study_lines import write_text
     from kvbench.studies.diagnosis_pass import COLUMNS
 
-    require_file("--cost", path)
-    diagnosis.check_memory(tokens)
-    rows = list(diagnosis.measure_costs(tokens))
+    rows = list(costs)
     write_text(path, format_rows([COLUMNS, *rows]))
     for row in rows:
         cost = dict(zip(COLUMNS, row, strict=True))
         print(f"{cost['cell']}: {cost['ratio']} of a prefill of {cost['prefill_seconds']} s")
-    return 0
 
 
 def main(arguments: Sequence[str]) -> int:

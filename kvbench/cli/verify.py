@@ -146,19 +146,9 @@ def replay_records(bundle: Any, count: int, agree: float, options: Namespace) ->
     print(f"replay: {count} of {bundle.records} records, drawn with --seed {seed}", flush=True)
     with TemporaryDirectory() as folder:
         bundle.unpack(Path(folder))
-        arguments = [
-            "--results",
-            folder,
-            "--records",
-            str(count),
-            "--seed",
-            str(seed),
-            "--stranger",
-            "--agree",
-            str(agree),
-        ]
-        command = [sys.executable, "-P", "-m", "kvbench", "dev", "replay", *arguments, *options.settings]
-        code = subprocess.run(command, env=make_environment()).returncode
+        drawn = ["--records", str(count), "--seed", str(seed), "--agree", str(agree)]
+        command = [sys.executable, "-P", "-m", "kvbench", "dev", "replay", "--results", folder, "--stranger", *drawn]
+        code = subprocess.run([*command, *options.settings], env=make_environment()).returncode
     if code < 0:
         raise SettingError(f"bundle={options.bundle}: signal {-code} ended the process that executed its records")
     return code
