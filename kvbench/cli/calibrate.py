@@ -32,7 +32,7 @@ It comes from KVzip's head scores (snu-mllab/KVzip, test.py --save_head_score). 
 largest KVzip score of its rows; alpha is the mean of it over several texts. The pattern's config.json says so, because
 the gates that DuoAttention's authors trained are something else.
 """
-ROOM = 32  # tokens for what is read about a text beside the text
+ROOM = 32  # tokens for the words that are read besides a text
 
 
 class MethodParser(CommandParser):

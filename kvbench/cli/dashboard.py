@@ -26,7 +26,7 @@ def serve(arguments: Sequence[str]) -> None:
     from kvbench.report.dashboard import PORT, Server
 
     with Server(given.results, PORT if given.port is None else given.port) as server:
-        os.nice(10)  # what runs comes first
+        os.nice(10)  # runs go first
         try:
             print(f"{server.address}  (Ctrl-C ends it)", flush=True)
             with waiting():

@@ -22,7 +22,7 @@ def answer_requests(arguments: Sequence[str]) -> None:
     make_parser().parse(arguments)
     from kvbench.runs.prompt_excerpts import answer_request
 
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print
+    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not stand among the answers
     try:
         for line in sys.stdin:
             print(json.dumps(answer_request(json.loads(line))), file=answers, flush=True)

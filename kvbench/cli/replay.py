@@ -35,7 +35,7 @@ def replay_records(arguments: Sequence[str]) -> int:
     for word in [text for text in options.settings if "=" not in text]:
         move_results(options, word)
         options.settings.remove(word)
-    logging.getLogger("hydra").addHandler(logging.NullHandler())  # what it logs is in the reason
+    logging.getLogger("hydra").addHandler(logging.NullHandler())  # the reason repeats what hydra logs
     if options.stranger:
         replay_strangers(options)
         return 0

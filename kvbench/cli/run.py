@@ -148,7 +148,7 @@ def launch_on_slurm(sweep: Any) -> None:
 
 
 def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[str]) -> None:
-    """What a SLURM job does for a cell. `more`: folders of configuration files beside conf/."""
+    """Run a cell in a SLURM job. `more` are folders of configuration files besides conf/."""
     from kvbench.config import compose
     from kvbench.engine.spending import spend, start_counting
     from kvbench.sweeps import status

@@ -91,7 +91,7 @@ def compute_studies(arguments: Sequence[str]) -> int:
         shown = choose_layers(given["layers"], run.checkpoint.layout())
         studies = [replace(study, shown=shown) if isinstance(study, LayerStudy) else study for study in studies]
     if trains := {study.name for study in studies if isinstance(study, TrainingStudy)}:
-        if len(exhibits) > 1:  # minutes on a small model
+        if len(exhibits) > 1:  # a training takes minutes even on a small model
             if steps is not None:
                 raise SettingError(f"steps={steps}: only with one exhibit that trains, deltakv figure05 or figure06")
             reason = SettingError(
@@ -107,7 +107,7 @@ def compute_studies(arguments: Sequence[str]) -> int:
         if text is not None:
             reason = SettingError(f"text={text.path}: it is about the samples of a task; leave text out")
             missing |= {name: reason for name, exhibit in exhibits.items() if exhibit["study"] in of_samples}
-        elif run.task.length is None:  # samples that are made to a length say nothing more if there are more
+        elif run.task.length is None:  # otherwise the task makes samples to a length, and a few say as much as many
             whole = describe_run(settings, None)[0]
     if len(missing) == len(exhibits):
         raise next(iter(missing.values()))

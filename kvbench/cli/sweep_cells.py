@@ -69,14 +69,14 @@ def run_sweep_cell(
     try:
         if planned.run is None:
             raise SettingError(planned.cell.refused)
-        planned.run.check()  # the plan takes the records' word for a run that is done
+        planned.run.check()  # the plan does not check a run whose records are complete
         execute_cell(planned.run, planned.composition, planned.log, executor, groups, heading)
     except (SettingError, ContractError) as error:
         print_refusal(f"{' '.join(planned.cell.overrides)}: {error}")
         reason["failed" if isinstance(error, ContractError) else "refused"] = str(error)
     except Exception as error:
         line = describe_write_error(error) if isinstance(error, OSError) else None
-        if line is None or launcher == "slurm":  # on this machine the next cell would not find a better disk
+        if line is None or launcher == "slurm":  # without SLURM the next cell writes to the same disk
             reason["failed"] = f"{type(error).__name__}: {error}"
         raise
     finally:
@@ -162,7 +162,7 @@ def write_reason(folder: Path, name: str, reason: str | None) -> None:
 
 
 def describe_progress(run: RunSpec, results: Path) -> str:
-    """Say how many samples of a run and its full cache are done, and that the others can follow."""
+    """Return how many samples of a run and its full cache are done, and that the same command does the others."""
     values = {run_hash(needed.value): needed for needed in (run.baseline(), run)} if not run.measures else {}
     states = [read_state(results, name) for name in values]
     total = next((state.total for state in states if state.total), None)
@@ -170,7 +170,6 @@ def describe_progress(run: RunSpec, results: Path) -> str:
     return f"{where}; the same command goes on"
 
 
-def print_refusal(line: str) -> int:
-    """Say in one line what cannot be used; return the exit code for it."""
+def print_refusal(line: str) -> None:
+    """Print one line about what cannot be used."""
     print(f"kvbench: {line}", file=sys.stderr)
-    return 2

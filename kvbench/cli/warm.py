@@ -44,7 +44,7 @@ def warm(arguments: Sequence[str]) -> int:
 def group_runs(runs: Iterable[Any], results: Path) -> list[list[Any]]:
     """Group runs that read their prompts together, with the full caches that they are compared with.
 
-    Runs whose records are all in the store are left out, and those that measure cost, which warm up by themselves.
+    Runs whose records are all in the store are left out. So are runs that measure cost, which warm up by themselves.
     """
     from kvbench.store.run_folder import RunFolder
 
