@@ -197,15 +197,15 @@ class Delta(Codec):
         return torch.tensor(centres, device=block.device, dtype=torch.int64)
 
     def count_compressed(self, waiting: int) -> int:
-        """Return how many of `waiting` raw tokens behind the sinks and what is compressed are compressed now."""
+        """Return how many tokens are compressed now, if `waiting` raw ones follow sinks and compressed tokens."""
         return (waiting - self.recent) // self.recent * self.recent if waiting >= 2 * self.recent else 0
 
     def count_blocks(self, waiting: int, tokens: int) -> int:
         """Return how many blocks of `recent` tokens are compressed while tokens come one by one.
 
         Args:
-            waiting: Raw tokens behind the sinks and what is compressed, less than 2·recent; below 0 by the sinks that
-                are still to come.
+            waiting: Raw tokens that follow the sinks and the compressed tokens, less than 2·recent. While sinks are
+                still to come, minus their number.
             tokens: Number of tokens that come.
         """
         return max(0, (waiting + tokens) // self.recent - 1)
@@ -401,7 +401,7 @@ class DeltaRows:
         return self.wait(kv)
 
     def wait(self, kv: Tensor) -> "DeltaRows":
-        """Return the rows followed by further tokens (B, n, 2·d_k) behind the sinks, compressed if they are enough."""
+        """Return the rows with further tokens (B, n, 2·d_k). Tokens are compressed once enough of them are raw."""
         count = self.codec.whole.count_compressed(self.waiting.shape[1] + kv.shape[1])
         if self.waiting.shape[1] or not count:  # `compress` copies what it keeps
             kv = torch.cat([self.waiting, kv], 1)

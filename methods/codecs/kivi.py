@@ -189,7 +189,7 @@ class GrowingKivi:
         """Do nothing: `attend` packs."""
 
     def finish(self, read: int, lengths: Tensor) -> KiviRows:
-        """Return the rows held, those appended and the last one. What the last token's row fills was not packed yet."""
+        """Return all rows. A group that the last token's row completes has not been packed yet, and is packed here."""
         rows, group, before = self.rows, self.rows.group, lengths - 1
         packed = self.held.packed(before)
         rings = [ring.flatten(0, 1) for ring in (rows.ring_keys, rows.ring_values)]
