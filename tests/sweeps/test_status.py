@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvbench.cli import run, sweep_cells, sweep_status
+from kvbench.cli import sweep_cells, sweep_status
 from kvbench.store.run_folder import RunFolder, make_seal, read_run_value
 from kvbench.sweeps import status
 from kvbench.validation import SettingError
