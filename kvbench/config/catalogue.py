@@ -104,11 +104,11 @@ def _resolve_presets(group: str, name: str) -> dict[str, dict[str, Any]]:
     """Return the settings that each preset of conf/<group>/<name>.yaml chooses, resolved, the default preset first."""
     offered = _compose_choice(group, name)
     presets = offered.get("presets") or {}
-    found = {}
-    for preset in sorted(presets, key=lambda own: own != offered["preset"]):
-        own = load_settings(group, name, {"preset": preset})
-        found[preset] = {key: own[key] for key in presets[preset] or () if key in own}
-    return found
+    resolved = {}
+    for preset in sorted(presets, key=lambda candidate: candidate != offered["preset"]):
+        settings = load_settings(group, name, {"preset": preset})
+        resolved[preset] = {key: settings[key] for key in presets[preset] or () if key in settings}
+    return resolved
 
 
 def find_preset(group: str, settings: Mapping[str, Any]) -> str | None:
@@ -121,10 +121,10 @@ def find_preset(group: str, settings: Mapping[str, Any]) -> str | None:
     name = settings["name"]
     presets = _resolve_presets(group, name) if name in list_choices(group) else {}
     matching = (
-        preset for preset, own in presets.items() if all(settings.get(key) == value for key, value in own.items())
+        preset for preset, values in presets.items() if all(settings.get(key) == value for key, value in values.items())
     )
-    found = next(matching, None)
-    return None if found == next(iter(presets), None) else found
+    chosen = next(matching, None)
+    return None if chosen == next(iter(presets), None) else chosen
 
 
 def describe_part(group: str, settings: Mapping[str, Any]) -> str:
@@ -141,9 +141,9 @@ def describe_part(group: str, settings: Mapping[str, Any]) -> str:
     usual |= _resolve_presets(group, name)[preset] if preset else {}
     texts = []
     for key in sorted(settings.keys() - {"name", "path", "preset", "_target_"}):
-        own, other = (_describe_inner(group, part.get(key)) for part in (settings, usual))
-        if own != other or key not in usual:  # today's file may lack a setting of an older run
-            texts.append(f"{key} {format_value(own)}")
+        text, usual_text = (_describe_inner(group, part.get(key)) for part in (settings, usual))
+        if text != usual_text or key not in usual:  # today's file may lack a setting of an older run
+            texts.append(f"{key} {format_value(text)}")
     return ", ".join([f"{name} {preset}" if preset else name, *texts])
 
 

@@ -111,14 +111,14 @@ def open_base_args(config: DictConfig) -> None:
     refuses those that it does not have. Where `base_args` refers to a preset, only the whole of it can be replaced.
     """
     for group in GROUPS:
-        own = config[group]
+        part = config[group]
         if (
-            isinstance(own, DictConfig)
-            and "base_args" in own
-            and not OmegaConf.is_interpolation(own, "base_args")
-            and isinstance(own.base_args, DictConfig)
+            isinstance(part, DictConfig)
+            and "base_args" in part
+            and not OmegaConf.is_interpolation(part, "base_args")
+            and isinstance(part.base_args, DictConfig)
         ):
-            OmegaConf.set_struct(own.base_args, False)
+            OmegaConf.set_struct(part.base_args, False)
 
 
 def check_choices(config: DictConfig, choices: Mapping[str, str | None]) -> None:
@@ -231,12 +231,12 @@ def find_file(group: str, name: str) -> Path:
     Raises:
         SettingError: No folder contains such a file, or two do.
     """
-    found = [path for folder in folders() if (path := folder / group / f"{name}.yaml").is_file()]
-    if len(found) > 1:
-        raise SettingError(f"{group}={name}: {' and '.join(map(str, found))} have the same name; rename one")
-    if not found:
+    files = [path for folder in folders() if (path := folder / group / f"{name}.yaml").is_file()]
+    if len(files) > 1:
+        raise SettingError(f"{group}={name}: {' and '.join(map(str, files))} have the same name; rename one")
+    if not files:
         raise SettingError(describe_unknown(group, name))
-    return found[0]
+    return files[0]
 
 
 def describe_unknown(group: str, name: str) -> str:
@@ -271,7 +271,11 @@ def _can_join(overrides: Sequence[str], searched: Sequence[str]) -> bool:
     It does for files of different groups of conf/. A file of another folder may choose files of several groups.
     """
     parsed = [parse_override(text) for text in overrides]
-    chosen = {own.key_or_group for own in parsed if own.type is OverrideType.CHANGE and own.package is None}
+    chosen = {
+        override.key_or_group
+        for override in parsed
+        if override.type is OverrideType.CHANGE and override.package is None
+    }
     return len(searched) == 1 and 1 < len(parsed) == len(chosen & set(GROUPS))
 
 

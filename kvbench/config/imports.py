@@ -93,11 +93,11 @@ def _read_imports(module: str) -> list[tuple[str, bool]]:
     files = list_files(module)
     package = module if any(file.name == "__init__.py" for file in files) else module.rpartition(".")[0]
     sources = [read_source(file.read_bytes()) for file in files if file.suffix == ".py"]
-    found = []
-    for name, needed in (own for source in sources for own in source.imports):
+    imports = []
+    for name, needed in (entry for source in sources for entry in source.imports):
         with suppress(ImportError):  # from . in a file that is in no package: Python refuses it, too
-            found.append((resolve_name(name, package), needed))
-    return found
+            imports.append((resolve_name(name, package), needed))
+    return imports
 
 
 def find_unfollowed(modules: Iterable[str]) -> list[str]:
@@ -238,8 +238,8 @@ def _find_distribution(file: Path) -> str:
     """
     for folder in file.parents:
         installed, relative = _list_installed(folder), file.relative_to(folder)
-        if found := installed.get(relative.as_posix()) or installed.get(f"{relative.parts[0].split('.')[0]}/"):
-            return f"{normalise(found.metadata['Name'])} {found.version}"
+        if distribution := installed.get(relative.as_posix()) or installed.get(f"{relative.parts[0].split('.')[0]}/"):
+            return f"{normalise(distribution.metadata['Name'])} {distribution.version}"
     return ""
 
 
@@ -247,11 +247,11 @@ def _find_distribution(file: Path) -> str:
 def _list_installed(folder: Path) -> dict[str, Distribution]:
     """Return what the metadata in a folder says to be installed there: file, or top package and "/" -> distribution."""
     installed: dict[str, Distribution] = {}
-    for found in distributions(path=[str(folder)]):
-        if (record := found.read_text("RECORD")) is not None:
-            installed |= {line.partition(",")[0]: found for line in record.split("\n")}
+    for distribution in distributions(path=[str(folder)]):
+        if (record := distribution.read_text("RECORD")) is not None:
+            installed |= {line.partition(",")[0]: distribution for line in record.split("\n")}
         elif folder.name in SITES:  # Debian's packages have no list of files
-            installed |= {f"{name}/": found for name in (found.read_text("top_level.txt") or "").split()}
+            installed |= {f"{name}/": distribution for name in (distribution.read_text("top_level.txt") or "").split()}
     return installed
 
 

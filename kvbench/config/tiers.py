@@ -37,18 +37,18 @@ class Tier:
         def place(argument: str) -> str:
             name, _, values = argument.partition("=")
             each = values.split(",")
-            if not all(own.startswith(FILES) for own in each):
+            if not all(value.startswith(FILES) for value in each):
                 return argument
-            return f"{name}={','.join(quote(find_place(own, results)) for own in each)}"
+            return f"{name}={','.join(quote(find_place(value, results)) for value in each)}"
 
         lines = [f"{self.common} {line}".split() for line in self.sweeps]
         return [[*map(place, line), f"results={quote(results)}"] for line in lines]
 
     def find_files(self, results: Path) -> set[Path]:
         """Return the paths of files that the sweeps give to methods and codecs, made first or not, if they exist."""
-        given = (own.partition("=") for line in self.sweeps for own in f"{self.common} {line}".split())
+        given = (argument.partition("=") for line in self.sweeps for argument in f"{self.common} {line}".split())
         texts = [text for name, _, text in given if name.startswith(("method.", "codec.")) and name.endswith(".path")]
-        places = {find_place(own, results) for text in texts for own in text.split(",")}
+        places = {find_place(file, results) for text in texts for file in text.split(",")}
         return {path for path in places if path.exists()}
 
     def list_files(self, results: Path) -> dict[Path, list[str]]:
@@ -75,8 +75,8 @@ def read_tiers(path: Path = TIERS) -> dict[str, Tier]:
         SettingError: The file cannot be read, or a tier has other keys than `Tier`.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return {name: Tier(name, **own) for name, own in found.items()}
+        tiers = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return {name: Tier(name, **fields) for name, fields in tiers.items()}
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise SettingError(f"--file={path}: cannot be read as tiers ({reason}); see conf/measured.yaml") from None
