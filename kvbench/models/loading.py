@@ -35,11 +35,11 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
         SettingError: There is no tokenizer, it cannot be read, or it is not a fast one.
     """
     with refuse_on_error(f"model.path={path}: cannot read a tokenizer there"):
-        found = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-        len(found), found("a")  # a damaged one may fail only when it is used
-    if not found.is_fast:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        len(tokenizer), tokenizer("a")  # a damaged one may fail only when it is used
+    if not tokenizer.is_fast:
         raise SettingError(f"model.path={path}: its tokenizer gives no offsets; use a fast one (tokenizer.json)")
-    return found
+    return tokenizer
 
 
 def load_weights(
@@ -92,7 +92,7 @@ def check_report(path: str, report: Mapping[str, Any]) -> None:
     faults = []
     kinds = {"missing": "missing_keys", "unexpected": "unexpected_keys", "of another shape": "mismatched_keys"}
     for kind, key in kinds.items():
-        names = sorted(own if isinstance(own, str) else own[0] for own in report[key])
+        names = sorted(weight if isinstance(weight, str) else weight[0] for weight in report[key])
         if names:
             more = ", …" if len(names) > SHOWN else ""
             faults.append(f"{len(names)} {kind} ({', '.join(names[:SHOWN])}{more})")
@@ -136,7 +136,9 @@ def check_finite(model: torch.nn.Module, label: str, find_fault: Any = None) -> 
     """
     if model in FINITE:
         return
-    named = {name: own for name, own in model.state_dict().items() if own.is_floating_point() and own.numel()}
+    named = {
+        name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point() and tensor.numel()
+    }
     bad = list(find_not_finite(named))
     if bad:
         dtype = str(named[bad[0]].dtype).removeprefix("torch.")
@@ -153,10 +155,10 @@ def hash_weights(model: torch.nn.Module) -> str:
     Of a tensor over 1 MiB the hash covers 16 samples of 64 KiB.
     """
     digest = hashlib.sha256()
-    for name, own in sorted(model.state_dict().items()):
-        digest.update(f"{name} {own.dtype} {tuple(own.shape)}\n".encode())
-        if own.numel():
-            content = own.detach().contiguous().flatten().view(torch.uint8)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if tensor.numel():
+            content = tensor.detach().contiguous().flatten().view(torch.uint8)
             starts = range(0, len(content), max(SAMPLE, len(content) // SAMPLES))
             digest.update(torch.cat([content[start : start + SAMPLE] for start in starts]).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -165,9 +167,9 @@ def hash_weights(model: torch.nn.Module) -> str:
 def find_not_finite(named: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield the names of the tensors that have a number that is not finite."""
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for name, own in named.items():
-        low, high = own.detach().aminmax()  # one pass, which hands NaN on
-        by_device.setdefault(own.device, []).append((name, (low.float() - high.float()).isfinite()))
+    for name, tensor in named.items():
+        low, high = tensor.detach().aminmax()  # one pass, which hands NaN on
+        by_device.setdefault(tensor.device, []).append((name, (low.float() - high.float()).isfinite()))
     for parts in by_device.values():
         flags = torch.stack([flag for _, flag in parts]).tolist()
         yield from (name for (name, _), is_finite in zip(parts, flags, strict=True) if not is_finite)
@@ -175,11 +177,12 @@ def find_not_finite(named: Mapping[str, Tensor]) -> Iterator[str]:
 
 def find_stored_fault(path: str, revision: str | None) -> str | None:
     """Return which stored weight of a checkpoint is not finite, and in which file, or None if all are finite."""
-    found = path if Path(path).is_dir() else os.path.dirname(cached_file(path, "config.json", revision=revision) or "")
-    for file in sorted(Path(found).glob("*.safetensors")):
+    folder = path if Path(path).is_dir() else os.path.dirname(cached_file(path, "config.json", revision=revision) or "")
+    for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (no mapping)
-                if any(find_not_finite({name: own} if (own := opened.get_tensor(name)).is_floating_point() else {})):
+                tensor = opened.get_tensor(name)
+                if tensor.is_floating_point() and any(find_not_finite({name: tensor})):
                     return f"{name} in {file.name} is not finite"
     return None
 
@@ -201,10 +204,10 @@ def silence_transformers() -> Iterator[None]:
 
 def find_stop_tokens(model: Any) -> frozenset[int]:
     """Return the token ids with which the model's generation_config, or else its config, ends an answer."""
-    found = model.generation_config.eos_token_id
-    if found is None:
-        found = text_config(model).eos_token_id
-    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = text_config(model).eos_token_id
+    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
 def make_random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
@@ -226,4 +229,4 @@ def count_parameters(config: Any) -> int:
     """Return how many parameters a model of this configuration has. Tied ones count once. It needs no memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return sum(own.numel() for own in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -91,8 +91,8 @@ class HuggingFaceModel(ModelKind):
 
         path = str(self.settings["path"])
         name = self.name if self.name != "hf" else name_checkpoint(path)
-        own = self.settings
-        return Checkpoint(name, find_model(path), own["revision"], own["device_map"], own.get("longest"))
+        settings = self.settings
+        return Checkpoint(name, find_model(path), settings["revision"], settings["device_map"], settings.get("longest"))
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,6 @@ def name_checkpoint(path: str) -> str:
     folder = Path(path).expanduser()
     if not folder.exists():
         return path.rstrip("/").split("/")[-1]
-    *_, repository, parent, own = ("", "", *Path(os.path.abspath(folder)).parts)
+    *_, repository, parent, last = ("", "", *Path(os.path.abspath(folder)).parts)
     cached = parent == "snapshots" and repository.startswith("models--")
-    return repository.split("--")[-1] if cached else own.removesuffix(".gguf")
+    return repository.split("--")[-1] if cached else last.removesuffix(".gguf")

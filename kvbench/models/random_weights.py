@@ -62,7 +62,9 @@ class RandomCheckpoint(Checkpoint):
         """Raise a SettingError if the shape has fewer tokens than the tokenizer. No file can be missing."""
         if self.lender is None:
             return
-        known, lent = (own.config().get_text_config(decoder=True).vocab_size for own in (self, self.lender))
+        known, lent = (
+            checkpoint.config().get_text_config(decoder=True).vocab_size for checkpoint in (self, self.lender)
+        )
         if known < lent:
             raise SettingError(
                 f"model.tokenizer={self.lender.name}: it has {lent} tokens, but model.like={Path(self.path).stem} has "
@@ -81,5 +83,5 @@ class RandomCheckpoint(Checkpoint):
         return make_random_model(self.config(), dtype, device, self.seed)
 
     def identity(self) -> str:
-        own = f"random {Path(self.path).stem} {content_hash(Path(self.path))} seed {self.seed}"
-        return own if self.lender is None else f"{own} tokens of {self.lender.identity()}"
+        text = f"random {Path(self.path).stem} {content_hash(Path(self.path))} seed {self.seed}"
+        return text if self.lender is None else f"{text} tokens of {self.lender.identity()}"

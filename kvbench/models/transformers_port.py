@@ -69,8 +69,8 @@ class CacheLayerPort(CacheLayerMixin):
     @property
     def wants_inputs(self) -> bool:
         """Whether the layer asks for any of what enters its attention."""
-        own = self.layer
-        return own.wants_unrotated_keys or own.wants_hidden or own.wants_normed_hidden
+        layer = self.layer
+        return layer.wants_unrotated_keys or layer.wants_hidden or layer.wants_normed_hidden
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -104,7 +104,7 @@ class CacheLayerPort(CacheLayerMixin):
             module: The decoder layer.
             heads: Number of KV heads.
         """
-        own, attention = self.layer, module.self_attn
+        layer, attention = self.layer, module.self_attn
         fused = getattr(attention, "qkv_proj", None)  # Phi-3 has queries, keys and values in one projection
         projection = attention.k_proj if fused is None else fused
         rotate_keys = self.make_key_rotation(module)
@@ -126,11 +126,11 @@ class CacheLayerPort(CacheLayerMixin):
 
         handles = []
         try:
-            if own.wants_hidden:
+            if layer.wants_hidden:
                 handles.append(module.register_forward_pre_hook(take_hidden, with_kwargs=True))
-            if own.wants_normed_hidden:
+            if layer.wants_normed_hidden:
                 handles.append(attention.register_forward_pre_hook(take_normed, with_kwargs=True))
-            if own.wants_unrotated_keys:
+            if layer.wants_unrotated_keys:
                 handles.append(projection.register_forward_hook(take_keys))
             yield
         finally:
@@ -195,7 +195,7 @@ def kvbench_attention(model: torch.nn.Module) -> Iterator[None]:
     AttentionInterface.register(NAME, attention)
     config = cast(PreTrainedModel, model).config
     parts = {"": config} | {key: getattr(config, key) for key in config.sub_configs}
-    before = {key: own._attn_implementation for key, own in parts.items() if own is not None}
+    before = {key: part._attn_implementation for key, part in parts.items() if part is not None}
     config._attn_implementation = NAME  # `set_attn_implementation` would visit every module, for every token
     try:
         yield
@@ -245,7 +245,7 @@ def read_layout(model: torch.nn.Module) -> Layout:
 
 def find_text_decoder(model: torch.nn.Module) -> Any:
     """Return the module that has the embedding, the layers, the last norm and the rotary embedding."""
-    return next(own for own in model.modules() if hasattr(own, "rotary_emb") and hasattr(own, "layers"))
+    return next(module for module in model.modules() if hasattr(module, "rotary_emb") and hasattr(module, "layers"))
 
 
 def list_decoder_layers(model: torch.nn.Module) -> list[Any]:
@@ -286,20 +286,20 @@ class Frequencies:
             self.state = module_state(self.module)
             set_module_state(self.module, before)
 
-    def rotate(self, places: Tensor, own: tuple[str, ...], like: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(self, places: Tensor, extra: tuple[str, ...], like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cos and sin of positions, as the model would rotate them now.
 
         The frequencies do not change, even for positions that the model has not reached.
 
         Args:
             places: Positions, (B, n).
-            own: Further arguments of the rotary module.
+            extra: Further arguments of the rotary module.
             like: A tensor with the dtype and device of the result.
         """
         longest = places.new_full((places.shape[0], 1), max(self.longest - 1, 0))
         asked = self.copy()
         with asked.install(asked.longest):  # a copy, because LongRoPE of transformers 5.23 writes to it
-            cos, sin = self.module(like, torch.cat([places, longest], 1), *own)
+            cos, sin = self.module(like, torch.cat([places, longest], 1), *extra)
         return cos[:, :-1], sin[:, :-1]
 
     def copy(self) -> "Frequencies":
@@ -319,7 +319,8 @@ REGISTRIES = frozenset(vars(torch.nn.Module()))
 
 def module_state(module: torch.nn.Module) -> ModuleState:
     """Return the attributes and buffers that the module's forward may replace. Tensors are not copied."""
-    return {name: own for name, own in vars(module).items() if name not in REGISTRIES}, dict(module._buffers)
+    attributes = {name: attribute for name, attribute in vars(module).items() if name not in REGISTRIES}
+    return attributes, dict(module._buffers)
 
 
 def set_module_state(module: torch.nn.Module, state: ModuleState) -> None:
@@ -335,7 +336,7 @@ def set_module_state(module: torch.nn.Module, state: ModuleState) -> None:
 def clone_state(state: ModuleState) -> ModuleState:
     """Copy a state and its tensors."""
     attributes, buffers = state
-    return dict(attributes), {name: None if own is None else own.clone() for name, own in buffers.items()}
+    return dict(attributes), {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
 
 
 def copy_frequencies(model: torch.nn.Module) -> Frequencies | None:
@@ -357,8 +358,8 @@ def make_cache(model: torch.nn.Module, layers: Sequence[AttentionLayer | None]) 
     """Make a transformers cache: a port for each of `layers`, or a layer with a sliding window for None."""
     config = text_config(model)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-    own = copy_frequencies(model)
-    rotations = {kind: make_rotation(model, kind, own) for kind in set(kinds)}
+    frequencies = copy_frequencies(model)
+    rotations = {kind: make_rotation(model, kind, frequencies) for kind in set(kinds)}
     return ContextCache(
         [
             SlidingWindowLayer(sliding_window=config.sliding_window)
@@ -366,7 +367,7 @@ def make_cache(model: torch.nn.Module, layers: Sequence[AttentionLayer | None]) 
             else CacheLayerPort(layer, rotations[kind])
             for layer, kind in zip(layers, kinds, strict=True)
         ],
-        own,
+        frequencies,
     )
 
 
@@ -384,12 +385,12 @@ def make_rotation(
         A function that maps positions (B, n) to cos and sin (B, n, rotated dimensions).
     """
     module, frequencies = find_text_decoder(model).rotary_emb, frequencies or copy_frequencies(model)
-    own = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
+    kind_args = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
 
     def rotate(places: Tensor) -> tuple[Tensor, Tensor]:
         device = next(model.parameters()).device
         like, there = torch.empty(0, dtype=torch.float32, device=device), places.to(device)
-        cos, sin = frequencies.rotate(there, own, like) if frequencies else module(like, there, *own)
+        cos, sin = frequencies.rotate(there, kind_args, like) if frequencies else module(like, there, *kind_args)
         return cos.to(places.device), sin.to(places.device)
 
     return rotate
@@ -470,17 +471,17 @@ def watch_numbers(model: torch.nn.Module) -> Iterator[list[int]]:
 
     The host waits for each module, so this is for finding the cause of an error.
     """
-    found: list[int] = []
+    indices: list[int] = []
 
     def note(index: int, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        for own in output if isinstance(output, tuple) else (output,):
-            if isinstance(own, Tensor) and own.is_floating_point() and not bool(own.isfinite().all()):
-                found.append(index)
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                indices.append(index)
 
     layers = enumerate(list_decoder_layers(model))
-    handles = [part.register_forward_hook(partial(note, index)) for index, own in layers for part in own.modules()]
+    handles = [part.register_forward_hook(partial(note, index)) for index, layer in layers for part in layer.modules()]
     try:
-        yield found
+        yield indices
     finally:
         for handle in handles:
             handle.remove()
