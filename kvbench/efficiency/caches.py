@@ -41,7 +41,7 @@ def spread_tokens(answers: Sequence[Sequence[float]], interval: int) -> dict[str
         answers: Of each answer, the milliseconds of its timed tokens.
         interval: Tokens of an interval of periodic work. `intervals` is how many whole ones the shortest answer has.
     """
-    steps = [step for own in answers for step in own]
+    steps = [step for answer in answers for step in answer]
     whole = min(map(len, answers)) // interval
     return spread(steps) | {"p99": float(np.quantile(steps, 0.99)), "intervals": whole}
 
@@ -338,10 +338,10 @@ def make_replicable_cache(model: torch.nn.Module, run: RunSpec) -> ReplicableCac
     task = read_task(run)
     if task.baseline == "dynamic":
         return TransformersDynamic(model)
-    own = KVBenchCache(model, run, max(list_ends(run)))
+    cache = KVBenchCache(model, run, max(list_ends(run)))
     if task.implementation is not None:
-        own.choice = replace(own.choice, method=force_scoring(own.choice.method, task.implementation))
-    return own
+        cache.choice = replace(cache.choice, method=force_scoring(cache.choice.method, task.implementation))
+    return cache
 
 
 @lru_cache(maxsize=1)

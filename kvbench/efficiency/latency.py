@@ -30,12 +30,12 @@ from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_lin
 def measure_latency(run: RunSpec) -> Iterator[Line]:
     """Yield the lines of a run: times to the first token, per token and to the end, and bytes."""
     task, device, model = read_task(run), run.device, load_model(run)
-    every, own, ids = list_ends(run), make_cache_under_test(model, run), draw_prompt(run, model)
+    every, cache, ids = list_ends(run), make_cache_under_test(model, run), draw_prompt(run, model)
     answer = max(every)
     for _ in range(task.warmup):
-        own.drop()
+        cache.drop()
         timing.clear(device)
-        _, shortage = try_in_memory(lambda: warm_up(own, ids, answer if task.answers else 1), device)
+        _, shortage = try_in_memory(lambda: warm_up(cache, ids, answer if task.answers else 1), device)
         if shortage:
             yield make_out_of_memory_line("latency", shortage)
             return
@@ -44,24 +44,24 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
     means: list[float] = []
     captures: list[float] = []
     ends: dict[int, list[float]] = {end: [] for end in every}
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for number in range(task.repeats):
-        own.drop()
+        cache.drop()
         timing.clear(device)
         timing.forget_peak(device)
         begin = timing.now(device)
-        _, shortage = try_in_memory(lambda: own.read(ids), device)
+        _, shortage = try_in_memory(lambda: cache.read(ids), device)
         if shortage:
             yield make_out_of_memory_line("latency", shortage)
             return
         first.append(1000 * (timing.now(device) - begin))
-        found |= measure_memory(own, model, device)
+        sizes |= measure_memory(cache, model, device)
         if task.baseline != "static_compiled":
-            found |= measure_peak("peak_prefill_bytes", device)
+            sizes |= measure_peak("peak_prefill_bytes", device)
         if number >= task.answers:
             continue
         timing.forget_peak(device)
-        between, shortage = try_in_memory(lambda: own.answer(answer), device)
+        between, shortage = try_in_memory(lambda: cache.answer(answer), device)
         if shortage:
             yield make_out_of_memory_line("answer", shortage)
             break
@@ -69,12 +69,12 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
         means.append(sum(between) / len(between))
         for end, times in ends.items():
             times.append(sum(between[: end - 1]))
-        captures.append(own.capture_ms)
-        found |= measure_peak("peak_decode_bytes", device)
+        captures.append(cache.capture_ms)
+        sizes |= measure_peak("peak_decode_bytes", device)
     if task.baseline != "static_compiled":  # another cache read its prompt
         yield make_line("ttft_ms", "ms", spread(first))
     if timed:
-        yield make_line("tpot_ms", "ms", spread_tokens(timed, find_interval(run)), own.path)
+        yield make_line("tpot_ms", "ms", spread_tokens(timed, find_interval(run)), cache.path)
         yield make_line("tpot_mean_ms", "ms", spread(means))
         yield make_line("decode_tokens_s", "tokens/s", spread([1000 * len(ids) / mean for mean in means]))
         yield make_line("capture_ms", "ms", spread(captures))  # of graphs, once an answer; part of the end-to-end time
@@ -84,16 +84,16 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
                 whole = [sum(parts) for parts in zip(first, captures, times, strict=False)]
                 yield make_line(f"e2e_{end}_ms", "ms", spread(whole))
     for part in ("prefill", "decode"):
-        if f"peak_{part}_bytes" in found:
-            found[f"peak_{part}_over_weights_bytes"] = found[f"peak_{part}_bytes"] - found["weights_bytes"]
-    yield from (make_line(name, "bytes", value) for name, value in found.items())
+        if f"peak_{part}_bytes" in sizes:
+            sizes[f"peak_{part}_over_weights_bytes"] = sizes[f"peak_{part}_bytes"] - sizes["weights_bytes"]
+    yield from (make_line(name, "bytes", value) for name, value in sizes.items())
     machine = find_machine(run)
     if machine is not None:
-        yield from compute_floors(run, machine, model, own, len(ids), found["resident_bytes"])
+        yield from compute_floors(run, machine, model, cache, len(ids), sizes["resident_bytes"])
 
 
 def compute_floors(
-    run: RunSpec, machine: Machine, model: torch.nn.Module, own: CacheUnderTest, batch: int, before: int
+    run: RunSpec, machine: Machine, model: torch.nn.Module, cache: CacheUnderTest, batch: int, before: int
 ) -> Iterator[Line]:
     """Yield the shortest times that the machine's bandwidth and rate allow, after an answer of the cache.
 
@@ -101,7 +101,7 @@ def compute_floors(
     """
     task = read_task(run)
     method, length = run.choice().method, task.length
-    yield make_line("tpot_floor_ms", "ms", compute_tpot_floors(run, machine, model, own, batch, before)[0])
+    yield make_line("tpot_floor_ms", "ms", compute_tpot_floors(run, machine, model, cache, batch, before)[0])
     if task.baseline != "static_compiled":
         quota = None if method.attends_subset or method.needs_extra_reads else run.budget.rows(length, length)
         needs = make_needs(model, batch, run.groups["method"], run.groups["codec"])
@@ -112,31 +112,31 @@ def compute_floors(
 
 
 def compute_tpot_floors(
-    run: RunSpec, machine: Machine, model: torch.nn.Module, own: CacheUnderTest, batch: int, before: int
+    run: RunSpec, machine: Machine, model: torch.nn.Module, cache: CacheUnderTest, batch: int, before: int
 ) -> tuple[float, float]:
     """Return the shortest time of a token in ms, and the shortest one if it first reads and then computes.
 
     The time is the mean over the cache's answers, before which its rows had `before` bytes.
     """
-    read, after = own.bytes_per_token(), own.bytes_after()
+    read, after = cache.bytes_per_token(), cache.bytes_after()
     if read in (before, after):  # a token reads all rows, and each token found more of them than the one before
         read = (before + after) // 2
     element = run.torch_dtype.itemsize
-    return decode_ms(machine, WeightSizes.of(model), read, batch, element, own.operations_per_token())
+    return decode_ms(machine, WeightSizes.of(model), read, batch, element, cache.operations_per_token())
 
 
-def warm_up(own: CacheUnderTest, ids: Tensor, count: int) -> None:
+def warm_up(cache: CacheUnderTest, ids: Tensor, count: int) -> None:
     """Do everything that a trial does, untimed, with an answer long enough to compile what will run."""
-    own.read(ids)
-    own.answer(count, WARMED)
+    cache.read(ids)
+    cache.answer(count, WARMED)
 
 
-def measure_memory(own: CacheUnderTest, model: torch.nn.Module, device: str) -> dict[str, int]:
+def measure_memory(cache: CacheUnderTest, model: torch.nn.Module, device: str) -> dict[str, int]:
     """Return the bytes after the prompt was read: held, and on a GPU allocated with and without the weights."""
-    held, total, here = own.bytes(), WeightSizes.of(model).total, timing.allocated(device)
-    found = {"resident_bytes": held.rows, "metadata_bytes": held.metadata, "state_bytes": held.state}
-    found |= {"headroom_bytes": held.headroom, "weights_bytes": total}
-    return found if here is None else found | {"allocated_bytes": here, "allocated_over_weights_bytes": here - total}
+    held, total, here = cache.bytes(), WeightSizes.of(model).total, timing.allocated(device)
+    sizes = {"resident_bytes": held.rows, "metadata_bytes": held.metadata, "state_bytes": held.state}
+    sizes |= {"headroom_bytes": held.headroom, "weights_bytes": total}
+    return sizes if here is None else sizes | {"allocated_bytes": here, "allocated_over_weights_bytes": here - total}
 
 
 def measure_peak(name: str, device: str) -> dict[str, int]:

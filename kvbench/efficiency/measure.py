@@ -127,7 +127,7 @@ def summarize_lines(path: Path, lines: list[Line]) -> str:
         )
     quantities = {line["quantity"] for line in lines}
     bounded = first["measure"] != "throughput" and bool(quantities & {"tpot_ms", "scoring_bytes"})
-    if first["gpu"] != "cpu" and bounded and not any("floor" in own for own in quantities):
+    if first["gpu"] != "cpu" and bounded and not any("floor" in quantity for quantity in quantities):
         rows.append("  no floors: they need task.bandwidth and task.flops, or the GPU in conf/efficiency/machines.yaml")
     return "\n".join([*rows, f"  appended to {path}"])
 
@@ -164,9 +164,9 @@ def collect_settings(run: RunSpec) -> Line:
     )
     changed = {key: value for key, value in method.items() if value != default.get(key)}
     for group in ("allocator", "codec"):  # their presets have no column, so what differs from the default is named
-        own = run.groups[group]
-        usual = catalogue.load_settings(group, own["name"])
-        changed |= {f"{group}.{key}": own[key] for key in own if key != "preset" and own[key] != usual.get(key)}
+        part = run.groups[group]
+        usual = catalogue.load_settings(group, part["name"])
+        changed |= {f"{group}.{key}": part[key] for key in part if key != "preset" and part[key] != usual.get(key)}
     return {
         "gpu": machine_name(run.device), "measure": task.measure, "model": run.checkpoint.name,
         "weights": run.checkpoint.identity(), "method": method["name"], "preset": method.get("preset", ""),
@@ -194,15 +194,15 @@ def hash_sources(run: RunSpec) -> str:
 
 def collect_versions(run: RunSpec) -> Mapping[str, Any]:
     """Return the columns that hold versions, date, sources, commit and driver."""
-    own = {name: version(name) if find_spec(name) else "" for name in ("torch", "transformers", "triton")}
-    own |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
-    own |= {"cuda": torch.version.cuda or "", "sources": hash_sources(run), "replay": replay_hash()}
-    own |= {"commit": "", "driver": ""}
+    columns = {name: version(name) if find_spec(name) else "" for name in ("torch", "transformers", "triton")}
+    columns |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
+    columns |= {"cuda": torch.version.cuda or "", "sources": hash_sources(run), "replay": replay_hash()}
+    columns |= {"commit": "", "driver": ""}
     asked = {"commit": ["git", "rev-parse", "--short=12", "HEAD"]} if IS_CHECKOUT else {}
     if run.device != "cpu":
         asked["driver"] = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     for name, command in asked.items():
         with suppress(OSError, subprocess.SubprocessError):
-            found = subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent)
-            own[name] = found.stdout.strip() if found.returncode == 0 else ""
-    return own
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent)
+            columns[name] = completed.stdout.strip() if completed.returncode == 0 else ""
+    return columns

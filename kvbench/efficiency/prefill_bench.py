@@ -68,7 +68,7 @@ class Setup:
 
     def __str__(self) -> str:
         others = (self.preset, self.allocator, self.codec)
-        return " ".join([self.method, *(own for own in others if own and own not in UNCUT.values())])
+        return " ".join([self.method, *(name for name in others if name and name not in UNCUT.values())])
 
     def load(self, settings: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Load the settings of the method and of the codec; `settings` are by name of a method or codec."""
@@ -92,7 +92,7 @@ class PrefillCost:
     Attributes:
         setup: The set-up.
         limit: How many times the full cache's prefill it may take; None for no limit.
-        own: Its seconds in each round.
+        seconds: Its seconds in each round.
         full: In each round, the mean seconds of the two prefills of the full cache around it.
         floor: The least ratio that its operations allow; None if it is not known.
         reason: Why it was not run.
@@ -100,7 +100,7 @@ class PrefillCost:
 
     setup: Setup
     limit: float | None = None
-    own: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
     full: tuple[float, ...] = ()
     floor: float | None = None
     reason: str = ""
@@ -108,13 +108,13 @@ class PrefillCost:
     @property
     def milliseconds(self) -> tuple[float, float]:
         """The medians of its own times and of the full cache's."""
-        own, full = (1000 * float(np.median(seconds)) for seconds in (self.own, self.full))
-        return own, full
+        setup, full = (1000 * float(np.median(seconds)) for seconds in (self.seconds, self.full))
+        return setup, full
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
         """The quartiles of the rounds' ratios; the second is the median."""
-        low, middle, high = np.quantile(np.divide(self.own, self.full), (0.25, 0.5, 0.75)).tolist()
+        low, middle, high = np.quantile(np.divide(self.seconds, self.full), (0.25, 0.5, 0.75)).tolist()
         return low, middle, high
 
     @property
@@ -149,19 +149,24 @@ def find_limit(method: Method) -> float | None:
 
 
 def time_prefill(
-    model: torch.nn.Module, choice: CachePolicy, budget: Budget, ids: Tensor, own: PromptEncoder | None
+    model: torch.nn.Module, choice: CachePolicy, budget: Budget, ids: Tensor, words: PromptEncoder | None
 ) -> float:
-    """Return the seconds of one prefill of `ids`, shape (1, tokens), as one block; `own` encodes a method's prompts."""
+    """Return the seconds of one prefill of `ids`, shape (1, tokens), as one block; `words` encodes a method's texts."""
     gc.collect()  # the cache before this one
     start = time.perf_counter()
-    GenerationContext(model, choice, budget, None, (0,), words=own).prefill(ids)
+    GenerationContext(model, choice, budget, None, (0,), words=words).prefill(ids)
     return time.perf_counter() - start
 
 
 def measure_costs(
-    model: torch.nn.Module, ids: Tensor, budget: Budget, rounds: int, chosen: Sequence[Setup],
-    settings: Mapping[str, Mapping[str, Any]], own_words: PromptEncoder | None = None,
-) -> list[PrefillCost]:  # fmt: skip
+    model: torch.nn.Module,
+    ids: Tensor,
+    budget: Budget,
+    rounds: int,
+    chosen: Sequence[Setup],
+    settings: Mapping[str, Mapping[str, Any]],
+    own_words: PromptEncoder | None = None,
+) -> list[PrefillCost]:
     """Measure set-ups. Return their costs in the order of `chosen`; `settings` are by name of a method or codec."""
     full = Setup().choice({})
     time_prefill(model, full, Budget(1.0), ids, own_words)
@@ -174,22 +179,25 @@ def measure_costs(
             ready[setup] = choice
         except SettingError as error:
             refused[setup] = PrefillCost(setup, reason=str(error))
-    own: dict[Setup, list[float]] = {setup: [] for setup in ready}
+    seconds: dict[Setup, list[float]] = {setup: [] for setup in ready}
     around: dict[Setup, list[float]] = {setup: [] for setup in ready}
     for number in range(rounds):
         before = time_prefill(model, full, Budget(1.0), ids, own_words)
         for setup, choice in tqdm(ready.items(), desc=f"round {number + 1} of {rounds}", file=sys.stderr):
-            own[setup].append(time_prefill(model, choice, budget, ids, own_words))
+            seconds[setup].append(time_prefill(model, choice, budget, ids, own_words))
             after = time_prefill(model, full, Budget(1.0), ids, own_words)
             around[setup].append((before + after) / 2)
             before = after
     costs = {
         setup: PrefillCost(
-            setup, find_limit(choice.method), tuple(own[setup]), tuple(around[setup]),
+            setup,
+            find_limit(choice.method),
+            tuple(seconds[setup]),
+            tuple(around[setup]),
             prefill_ratio(model, ids.shape[1], *setup.load(settings)),
         )
         for setup, choice in ready.items()
-    }  # fmt: skip
+    }
     return [(costs | refused)[setup] for setup in chosen]
 
 
@@ -200,7 +208,7 @@ def format_costs(costs: Sequence[PrefillCost]) -> str:
         numbers = [""] * 5
         if not cost.reason:
             low, middle, high = cost.quartiles
-            times = [f"{own:.0f}" for own in cost.milliseconds]
+            times = [f"{milliseconds:.0f}" for milliseconds in cost.milliseconds]
             numbers = [*times, f"{middle:.2f}", f"{low:.2f}-{high:.2f}", format_bound(cost.floor, 2)]
         lines.append((str(cost.setup), *numbers, format_bound(cost.limit, 1), cost.verdict))
     first, *others, last = zip(*lines, strict=True)
@@ -241,20 +249,20 @@ def parse_value(text: str) -> Any:
 
 def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Parse NAME.KEY=VALUE, … into settings by name of a method or codec."""
-    found: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     for text in texts:
-        target, equals, own = text.partition("=")
+        target, equals, value = text.partition("=")
         name, dot, key = target.partition(".")
         if not (equals and dot and key):
             raise SettingError(f"{text}: NAME.KEY=VALUE")
         require_choice("method or codec", name, [*methods_available(), *list_choices("codec")], LISTED_BY)
-        found.setdefault(name, {})[key] = parse_value(own)
-    return found
+        settings.setdefault(name, {})[key] = parse_value(value)
+    return settings
 
 
 def parse_also(texts: Sequence[str]) -> list[Setup]:
     """Parse METHOD, METHOD.PRESET, METHOD+CODEC or METHOD.PRESET+CODEC, … into set-ups."""
-    found = []
+    setups = []
     for text in texts:
         named, plus, codec = text.partition("+")
         method, dot, preset = named.partition(".")
@@ -263,8 +271,8 @@ def parse_also(texts: Sequence[str]) -> list[Setup]:
             load_settings("method", method, {"preset": preset})  # refuses a preset that the method does not have
         if plus:
             require_choice("--also: codec", codec, list_choices("codec"))
-        found.append(Setup(method, codec=codec or UNCUT["codec"], preset=preset))
-    return found
+        setups.append(Setup(method, codec=codec or UNCUT["codec"], preset=preset))
+    return setups
 
 
 def run_prefill_bench(options: Namespace, command: str) -> None:
@@ -273,7 +281,7 @@ def run_prefill_bench(options: Namespace, command: str) -> None:
         require_int(f"--{name}", getattr(options, name), 1)
     for method in (*options.methods, options.cross or UNCUT["method"]):
         require_choice("--methods", method, methods_available(), LISTED_BY)
-    if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
+    if options.out.is_dir() or any(parent.is_file() for parent in options.out.parents):
         raise SettingError(f"--out={options.out}: no file can be there")
     budget, settings = Budget(options.budget), parse_settings(options.settings)
     chosen = list_setups(options.methods, options.cross, parse_also(options.also))

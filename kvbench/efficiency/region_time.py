@@ -85,10 +85,10 @@ class RegionWatch:
     def __call__(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
         """See a function begin. Returns what sees it end, if it works for another region than its caller."""
         self.count()
-        (_, region), found, seen = self.open[-1], self.find(frame), None
-        if found not in (None, region) and found in INSIDE.get(region, REGIONS):
-            self.open.append((frame, found))
-            self.switch(found)
+        (_, region), entered, seen = self.open[-1], self.find(frame), None
+        if entered not in (None, region) and entered in INSIDE.get(region, REGIONS):
+            self.open.append((frame, entered))
+            self.switch(entered)
             frame.f_trace_lines, seen = False, self.see_end
         self.since = time.perf_counter()
         return seen
@@ -121,8 +121,8 @@ def find_region(module: str, function: str, packages: Mapping[str, str] = PACKAG
         return ATTENTION
     if (module, function) in FUNCTIONS:
         return FUNCTIONS[module, function]
-    own = [package for package in packages if f"{module}.".startswith(f"{package}.")]
-    return packages[max(own, key=len)] if own else None
+    matches = [package for package in packages if f"{module}.".startswith(f"{package}.")]
+    return packages[max(matches, key=len)] if matches else None
 
 
 @contextmanager
@@ -140,84 +140,84 @@ def watch_regions(choice: CachePolicy, switch: Callable[[str], None]) -> Iterato
 def measure_regions(run: RunSpec) -> list[Line]:
     """Return the lines of a run: the mean time of a token of `task.batch` copies of a prompt, and its regions."""
     task, model = read_task(run), load_model(run)
-    own, ids = KVBenchCache(model, run, max(list_ends(run))), draw_prompt(run, model, 1)
+    cache, ids = KVBenchCache(model, run, max(list_ends(run))), draw_prompt(run, model, 1)
 
     def measure() -> list[Line]:
-        copied = can_replicate(own.choice.codec)
-        own.read(ids if copied else ids.repeat(task.batch, 1))
+        copied = can_replicate(cache.choice.codec)
+        cache.read(ids if copied else ids.repeat(task.batch, 1))
         if copied and task.batch > 1:
-            own.replicate(task.batch)
-        return list(split_token(own, count_split(run), max(list_ends(run))))
+            cache.replicate(task.batch)
+        return list(split_token(cache, count_split(run), max(list_ends(run))))
 
     timing.clear(run.device)
     lines, shortage = timing.try_in_memory(measure, run.device)
     return [make_out_of_memory_line("regions", shortage)] if shortage else lines
 
 
-def split_token(own: KVBenchCache, count: int, timed: int) -> Iterator[Line]:
+def split_token(cache: KVBenchCache, count: int, timed: int) -> Iterator[Line]:
     """Decode answers of `count` tokens and yield the lines of the split. The first `SKIPPED` tokens are left out.
 
     One answer has `timed` tokens, at least `count`, of which the spread of a token's time is taken.
     """
     for _ in range(2):
-        times = own.answer(timed)
+        times = cache.answer(timed)
     steps = times[SKIPPED - 1 : count - 1]
     mean = sum(steps) / len(steps)
-    yield make_line("tpot_ms", "ms", spread_tokens([drop_warmed(times)], find_interval(own.run)), own.path)
-    found = split_on_cpu(own, count) if own.run.device == "cpu" else split_on_gpu(own, count)
-    parts = {region: 1000 * found.get(region, 0.0) / len(steps) for region in REGIONS}
-    yield make_line("tpot_mean_ms", "ms", mean, own.path)
+    yield make_line("tpot_ms", "ms", spread_tokens([drop_warmed(times)], find_interval(cache.run)), cache.path)
+    seconds = split_on_cpu(cache, count) if cache.run.device == "cpu" else split_on_gpu(cache, count)
+    parts = {region: 1000 * seconds.get(region, 0.0) / len(steps) for region in REGIONS}
+    yield make_line("tpot_mean_ms", "ms", mean, cache.path)
     for region, part in (parts | {"unattributed": mean - sum(parts.values())}).items():
         yield make_line(f"region_{region}_ms", "ms", part)
 
 
-def split_on_cpu(own: KVBenchCache, count: int) -> dict[str, float]:
+def split_on_cpu(cache: KVBenchCache, count: int) -> dict[str, float]:
     """Return the seconds of each region in an answer."""
 
     def read(rest: Callable[[], None]) -> dict[str, float]:
-        with watch_regions(own.choice, lambda _: None) as watch:
+        with watch_regions(cache.choice, lambda _: None) as watch:
             rest()
         return watch.seconds
 
-    return answer_with(own, count, read)
+    return answer_with(cache, count, read)
 
 
-def split_on_gpu(own: KVBenchCache, count: int) -> dict[str, float]:
+def split_on_gpu(cache: KVBenchCache, count: int) -> dict[str, float]:
     """Return the seconds of each region's kernels in an answer."""
-    kernels = answer_with(own, count, lambda rest: sum_by_name(find_kernels(trace(rest, GPU_ALONE))))
+    kernels = answer_with(cache, count, lambda rest: sum_by_name(find_kernels(trace(rest, GPU_ALONE))))
 
     def read_without_graphs(rest: Callable[[], None]) -> Shares:
-        path = own.context.path
+        path = cache.context.path
         if isinstance(path, GraphPath):
             path.batch.decoder.graphs.clear()  # the decoder launches each step itself then
 
         def marked() -> None:
-            with watch_regions(own.choice, mark):
+            with watch_regions(cache.choice, mark):
                 rest()
 
         return share_regions(trace(marked))
 
-    shares = answer_with(own, count, read_without_graphs)
-    found: Counter[str] = Counter()
+    shares = answer_with(cache, count, read_without_graphs)
+    totals: Counter[str] = Counter()
     for name, seconds in kernels.items():
         for region, share in shares.get(name, {}).items():
-            found[region] += seconds * share
-    return dict(found)
+            totals[region] += seconds * share
+    return dict(totals)
 
 
-def answer_with(own: KVBenchCache, count: int, read: Callable[[Callable[[], None]], Any]) -> Any:
+def answer_with(cache: KVBenchCache, count: int, read: Callable[[Callable[[], None]], Any]) -> Any:
     """Generate an answer, and let `read` call the function that generates the tokens after the first `SKIPPED`.
 
     Every answer begins at the prompt's end, so that what a method or codec does now and then falls on the same tokens.
     """
-    with closing(own.generate(count)) as tokens:
+    with closing(cache.generate(count)) as tokens:
         for _ in islice(tokens, SKIPPED):
             pass
 
         def rest() -> None:
             for _ in islice(tokens, count - SKIPPED):  # not what ends the answer, which is no token's time
                 pass
-            timing.now(own.run.device)
+            timing.now(cache.run.device)
 
         return read(rest)
 
@@ -235,8 +235,8 @@ def trace(work: Callable[[], None], activities: Sequence[Any] = (*GPU_ALONE, Act
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))
-        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return found
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return events
 
 
 def find_kernels(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -271,10 +271,10 @@ def share_time(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 def sum_by_name(kernels: Iterable[Mapping[str, Any]]) -> Mapping[str, float]:
     """Return the seconds of each kernel, by name."""
-    found: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
     for event in kernels:
-        found[event["name"]] += event["share"]
-    return found
+        seconds[event["name"]] += event["share"]
+    return seconds
 
 
 def share_regions(events: Sequence[dict[str, Any]]) -> Shares:
@@ -290,14 +290,14 @@ def share_regions(events: Sequence[dict[str, Any]]) -> Shares:
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
     times = [at for at, _ in marks]
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    by_kernel: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for event in find_kernels(events):
         at = launched.get(event["args"].get("correlation"))
         number = 0 if at is None else int(np.searchsorted(times, at, "right"))
         if number:
-            found[event["name"]][marks[number - 1][1]] += event["share"]
+            by_kernel[event["name"]][marks[number - 1][1]] += event["share"]
     return {
-        name: {region: seconds / own.total() for region, seconds in own.items()}
-        for name, own in found.items()
-        if own.total()
+        name: {region: seconds / by_region.total() for region, seconds in by_region.items()}
+        for name, by_region in by_kernel.items()
+        if by_region.total()
     }

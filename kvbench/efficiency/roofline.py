@@ -55,7 +55,7 @@ class WeightSizes:
     @classmethod
     def of(cls, model: torch.nn.Module) -> "WeightSizes":
         """Read the sizes of a model."""
-        sizes = {id(own): own.nbytes for own in model.parameters()}
+        sizes = {id(weight): weight.nbytes for weight in model.parameters()}
         table, output = embedding_tables(model)
         total = sum(sizes.values())
         read = total if table is output else total - table.nbytes
@@ -87,9 +87,14 @@ method and a codec need for a layer.
 
 
 def prefill_ms(
-    machine: Machine, model: torch.nn.Module, tokens: int, batch: int, block: int | None, quota: int | None,
+    machine: Machine,
+    model: torch.nn.Module,
+    tokens: int,
+    batch: int,
+    block: int | None,
+    quota: int | None,
     needs: Needs = lambda rows, tokens, packed: (0, 0),
-) -> float:  # fmt: skip
+) -> float:
     """Return the milliseconds to read a prompt in blocks.
 
     Args:
@@ -115,9 +120,9 @@ def prefill_ms(
         pairs += len(shape.sliding) * new * min(window, seen + (new + 1) / 2)
         rows = full * held + len(shape.sliding) * min(window, seen)
         read = weights.layers * element + rows * row_bytes(shape, element) * batch
-        own = held + new
-        packed = 0 if seen + new < tokens else own if quota is None else min(own, quota)
-        more, operations = needs(own, new, packed)
+        layer_rows = held + new
+        packed = 0 if seen + new < tokens else layer_rows if quota is None else min(layer_rows, quota)
+        more, operations = needs(layer_rows, new, packed)
         operations = full * operations + 2 * weights.layers * new * batch + pair * pairs
         total += machine.ms(read + full * more, operations)
         seen += new
@@ -133,8 +138,8 @@ def make_needs(model: torch.nn.Module, batch: int, method: Mapping[str, Any], co
     sizes |= {"hidden": config.hidden_size, "element": embedding_tables(model)[0].element_size()}
 
     def needs(rows: int, tokens: int, packed: int) -> tuple[int, int]:
-        own = [(method, rows), (codec, packed)] if packed else [(method, rows)]
-        parts = [compute_score_needs(one["name"], one, sizes | {"rows": n, "tokens": tokens}) for one, n in own]
+        work = [(method, rows), (codec, packed)] if packed else [(method, rows)]
+        parts = [compute_score_needs(one["name"], one, sizes | {"rows": n, "tokens": tokens}) for one, n in work]
         return sum(part[0] for part in parts if part), sum(part[1] for part in parts if part)
 
     return needs
@@ -180,24 +185,24 @@ def compute_score_needs(method: str, settings: Mapping[str, Any], sizes: Mapping
     """
     if method not in load_needs():
         return None
-    own, size = load_needs()[method], sizes
+    need, size = load_needs()[method], sizes
     per_head = size["batch"] * size["heads"] * size["rows"]
     row = size["dim"] * size["element"]  # bytes of a key, or of a value
-    read = per_head * row * (own.get("keys", 0) + own.get("values", 0)) + own.get("written", 4) * per_head
+    read = per_head * row * (need.get("keys", 0) + need.get("values", 0)) + need.get("written", 4) * per_head
     pairs = per_head * size["group"]
-    queries = settings.get("window", 1) if own.get("queries") == "window" else own.get("queries", 0)
-    if own.get("keys") == 2 and queries:  # or the first pass writes its logits in float32, and the second reads these
+    queries = settings.get("window", 1) if need.get("queries") == "window" else need.get("queries", 0)
+    if need.get("keys") == 2 and queries:  # or the first pass writes its logits in float32, and the second reads these
         read -= per_head * max(0, row - 8 * size["group"] * queries)
     if queries == "block":  # causal: the last query sees all rows
         queries = size["tokens"] * (1 - (size["tokens"] - 1) / (2 * size["rows"]))
         read += size["batch"] * size["heads"] * size["group"] * size["tokens"] * size["dim"] * size["element"]
-    operations = 2 * pairs * queries * size["dim"] * own.get("products", 1)
-    if own.get("moments"):
+    operations = 2 * pairs * queries * size["dim"] * need.get("products", 1)
+    if need.get("moments"):
         asked = size["batch"] * size["heads"] * size["group"] * size["tokens"] * size["dim"]
         read, operations = read + asked * size["element"], operations + 2 * asked * size["dim"]
-    operations += 2 * pairs * size["dim"] ** 2 * own.get("quadratic", 0)
-    operations += 2 * pairs * size["dim"] * size["hidden"] * own.get("projections", 0)
-    operations += 2 * per_head * size["dim"] * own.get("matches", 0) * ((settings.get("chunk") or size["rows"]) / 4)
-    if own.get("clusters"):
+    operations += 2 * pairs * size["dim"] ** 2 * need.get("quadratic", 0)
+    operations += 2 * pairs * size["dim"] * size["hidden"] * need.get("projections", 0)
+    operations += 2 * per_head * size["dim"] * need.get("matches", 0) * ((settings.get("chunk") or size["rows"]) / 4)
+    if need.get("clusters"):
         operations += 2 * per_head * size["dim"] * 2 ** settings["bits"] * (settings["iterations"] + 1)
     return int(read), int(operations)

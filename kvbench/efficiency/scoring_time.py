@@ -84,12 +84,22 @@ def prepare_score(run: RunSpec) -> ScoreCall:
         lse = (seen_rows.to(rows.mass.dtype).log() + 0.5).expand(batch, query_heads, tokens).contiguous()
     layers = tuple(layer for layer in range(shape.layers) if layer not in shape.sliding)
     observation = Observation(
-        normal(batch, query_heads, tokens, shape.dim), normal(batch, query_heads, tokens, shape.dim), lse,
-        shape.dim**-0.5, normal(config.hidden_size, query_heads * shape.dim), PlainRotation(shape.dim),
-        layers[len(layers) // 2], shape.layers, task.length - tokens, task.length, True, False, layers,
+        normal(batch, query_heads, tokens, shape.dim),
+        normal(batch, query_heads, tokens, shape.dim),
+        lse,
+        shape.dim**-0.5,
+        normal(config.hidden_size, query_heads * shape.dim),
+        PlainRotation(shape.dim),
+        layers[len(layers) // 2],
+        shape.layers,
+        task.length - tokens,
+        task.length,
+        True,
+        False,
+        layers,
         unrotated_keys=normal(batch, shape.heads, tokens, shape.dim) if "unrotated_keys" in method.wants else None,
         hidden=normal(batch, tokens, config.hidden_size) if "hidden" in method.wants else None,
-    )  # fmt: skip
+    )
     quota = run.budget.rows(task.length, task.length) or task.length
     sizes = {"batch": batch, "heads": shape.heads, "group": query_heads // shape.heads, "rows": task.length}
     sizes |= {"tokens": tokens, "dim": shape.dim, "hidden": config.hidden_size, "element": dtype.itemsize}

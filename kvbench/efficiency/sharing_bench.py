@@ -71,7 +71,7 @@ class SharingTimes:
     @property
     def seconds(self) -> tuple[float, float]:
         """The medians of both."""
-        return median(own.seconds for own in self.together), median(own.seconds for own in self.alone)
+        return median(timed.seconds for timed in self.together), median(timed.seconds for timed in self.alone)
 
     @property
     def ratio(self) -> float:
@@ -93,8 +93,8 @@ def measure_sharing(runs: Sequence[RunSpec], short: Sequence[RunSpec], rounds: i
     for together in (True, False) if runs[0].device != "cpu" else (True,):
         time_runs(short, first, together)
     bench.prompts  # noqa: B018 - the prompts are made before anything is timed
-    found = [(time_runs(runs, bench, True), time_runs(runs, bench, False)) for _ in range(rounds)]
-    return SharingTimes(tuple(together for together, _ in found), tuple(alone for _, alone in found))
+    pairs = [(time_runs(runs, bench, True), time_runs(runs, bench, False)) for _ in range(rounds)]
+    return SharingTimes(tuple(together for together, _ in pairs), tuple(alone for _, alone in pairs))
 
 
 def time_runs(runs: Sequence[RunSpec], bench: Resources, together: bool) -> Round:
@@ -105,10 +105,10 @@ def time_runs(runs: Sequence[RunSpec], bench: Resources, together: bool) -> Roun
         for some in [runs] if together else [[replace(run, shares_decoding=False)] for run in runs]:
             with redirect_stderr(StringIO()) as said:
                 folders = execute_runs(some, Path(folder), bench)
-            records = [record for own in folders for record in own.records().values()]
+            records = [record for run_folder in folders for record in run_folder.records().values()]
             shared = {record.get("shared_prefill") for record in records}
             most = max([most, *(record.get("decoded_together", 1) for record in records)])
-            if not all(own.finished for own in folders) or shared != {len(some)}:
+            if not all(run_folder.finished for run_folder in folders) or shared != {len(some)}:
                 raise SettingError(f"limit: {len(some)} runs could not be made at once: {said.getvalue()[-300:]}")
         seconds = time.perf_counter() - begin
         return Round(seconds, describe(seconds), most)
@@ -118,8 +118,8 @@ def compose_runs(overrides: Sequence[str], *more: str) -> tuple[DictConfig, list
     """Compose the full cache's run and those of all cells; SettingError unless all can share their prefills."""
     given = [parse_override(text).key_or_group for text in overrides]
     usual = {"method": METHODS, "budget": BUDGETS}
-    lines = [f"{name}={','.join(map(str, own))}" for name, own in usual.items() if name not in given]
-    configs = [compose_config([*own, *more]) for own in expand_cells([*overrides, *lines])]
+    lines = [f"{name}={','.join(map(str, values))}" for name, values in usual.items() if name not in given]
+    configs = [compose_config([*cell, *more]) for cell in expand_cells([*overrides, *lines])]
     runs = [RunSpec.from_config(config) for config in configs]
     runs = list({str(run.value): run for run in [runs[0].baseline(), *runs]}.values())
     if len({run.reading for run in runs}) > 1 or runs[0].reading is None or len(runs) < 3:
@@ -129,11 +129,11 @@ def compose_runs(overrides: Sequence[str], *more: str) -> tuple[DictConfig, list
 
 def run_sharing_bench(arguments: Sequence[str]) -> None:
     """Measure, append a line and print it. `arguments` are overrides of settings, and maybe ``rounds=``."""
-    given = next((own.removeprefix(ROUNDS) for own in arguments if own.startswith(ROUNDS)), "1")
+    given = next((argument.removeprefix(ROUNDS) for argument in arguments if argument.startswith(ROUNDS)), "1")
     require_int("rounds", int(given) if given.isdecimal() else given, 1)
     rounds = int(given)
     try:
-        asked = [own for own in arguments if not own.startswith(ROUNDS)]
+        asked = [argument for argument in arguments if not argument.startswith(ROUNDS)]
         config, runs = compose_runs(asked)
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError(catalogue.error_message(error) or " ".join(str(error).split())) from None
@@ -155,7 +155,7 @@ def run_sharing_bench(arguments: Sequence[str]) -> None:
         "methods": " ".join(dict.fromkeys(run.groups["method"]["name"] for run in runs)),
         "budgets": " ".join(dict.fromkeys(str(run.budget.value) for run in runs)), "runs": len(runs), "rounds": rounds,
         "together_s": saving.seconds[0], "alone_s": saving.seconds[1], "ratio": saving.ratio,
-        "decoded_together": max(own.decoded_together for own in saving.together),
+        "decoded_together": max(timed.decoded_together for timed in saving.together),
         "dtype": first.dtype, "threads": torch.get_num_threads(), **collect_versions(first),
     }  # fmt: skip
     append_lines(path, [line], COLUMNS)

@@ -25,26 +25,26 @@ CPU_BATCH = 8  # largest batch that is tried on a CPU, where memory would run ou
 def measure_throughput(run: RunSpec) -> Iterator[Line]:
     """Yield the lines of a run: the largest batch that fits, and the tokens that it decodes in a second."""
     task, device, model = read_task(run), run.device, load_model(run)
-    own, ids = make_replicable_cache(model, run), draw_prompt(run, model, 1)
+    cache, ids = make_replicable_cache(model, run), draw_prompt(run, model, 1)
     copied = task.fill == "replicated"
 
     def answer(batch: int, most: int | None = None) -> tuple[list[float] | None, str]:
         """Return the milliseconds of a batch's steps, for at most `most` tokens, or None and what did not fit."""
-        own.drop()
+        cache.drop()
         timing.clear(device)
         timing.forget_peak(device)
         return try_in_memory(lambda: fill_and_answer(batch, most), device)
 
     def fill_and_answer(batch: int, most: int | None) -> list[float]:
-        own.read(ids if copied else ids.repeat(batch, 1))
+        cache.read(ids if copied else ids.repeat(batch, 1))
         if copied and batch > 1:
-            own.replicate(batch)
-        return own.answer(count, most)
+            cache.replicate(batch)
+        return cache.answer(count, most)
 
     count, most = max(list_ends(run)), task.most_batch or (CPU_BATCH if device == "cpu" else None)
     largest, between, (_, shortage) = 0, None, answer(1, PROBE)
     if not shortage:
-        largest = find_largest_batch(lambda batch: not answer(batch, PROBE)[1], guess_batch(own, device), most)
+        largest = find_largest_batch(lambda batch: not answer(batch, PROBE)[1], guess_batch(cache, device), most)
     while between is None and largest:  # the last tokens of a long answer may need more than the probe
         between, shortage = answer(largest)
         largest = largest if between else min(largest - 1, int(largest * 0.98))
@@ -53,18 +53,18 @@ def measure_throughput(run: RunSpec) -> Iterator[Line]:
         return
     warm = drop_warmed(between)
     yield make_line("largest_batch", "prompts", largest)
-    yield make_line("tpot_ms", "ms", spread_tokens([warm], find_interval(run)), own.path)
+    yield make_line("tpot_ms", "ms", spread_tokens([warm], find_interval(run)), cache.path)
     yield make_line("decode_tokens_s", "tokens/s", 1000 * largest * len(warm) / sum(warm))
-    yield make_line("resident_bytes", "bytes", own.bytes().rows)
+    yield make_line("resident_bytes", "bytes", cache.bytes().rows)
     if (peak := timing.peak(device)) is not None:
         yield make_line("peak_decode_bytes", "bytes", peak)
 
 
-def guess_batch(own: CacheUnderTest, device: str) -> int:
+def guess_batch(cache: CacheUnderTest, device: str) -> int:
     """Guess a batch that just fits from the bytes of one sample and the free memory."""
     if device == "cpu":
         return CPU_BATCH
-    one = max(1, own.bytes().total)
+    one = max(1, cache.bytes().total)
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return max(2, 1 + int(0.9 * free / one))
 

@@ -41,7 +41,7 @@ def test_limits_follow_what_a_method_needs():
 
 
 def test_the_ratio_is_the_median_over_rounds_and_marked_above_its_limit():
-    cost = PrefillCost(Setup("knorm"), 1.3, own=(2.0, 9.0, 2.8), full=(2.0, 3.0, 2.0))
+    cost = PrefillCost(Setup("knorm"), 1.3, seconds=(2.0, 9.0, 2.8), full=(2.0, 3.0, 2.0))
     assert cost.quartiles == pytest.approx((1.2, 1.4, 2.2))
     assert cost.over and cost.verdict == "OVER"
     assert replace(cost, limit=1.5).verdict == "ok" and replace(cost, limit=None).verdict == "no limit"
@@ -62,7 +62,7 @@ def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
     assert ran == ["full", "knorm", "random"] + 2 * ["full", "knorm", "full", "random", "full"]
     assert [cost.setup.method for cost in costs] == ["knorm", "qfilters", "random"]
     assert costs[0].floor == 9 and costs[1].floor is None
-    assert costs[0].own == (5, 10) and costs[0].full == (5, 10) and costs[2].own == (7, 12)
+    assert costs[0].seconds == (5, 10) and costs[0].full == (5, 10) and costs[2].seconds == (7, 12)
     assert costs[1].verdict.startswith("not run: method.path=null")
 
 
