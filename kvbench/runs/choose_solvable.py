@@ -40,23 +40,23 @@ def compose_configs(options: Namespace) -> list[DictConfig]:
             raise SettingError(f"{override}: setting=value, one value each; --lengths takes several")
         if name in OWN:
             raise SettingError(f"{override}: is chosen here: the full cache, seed {SEED}, --lengths and --samples")
-    own = ["method=full", f"seed={SEED}"]
+    overrides = ["method=full", f"seed={SEED}"]
     try:
-        task = compose_config([*options.settings, *own]).task
+        task = compose_config([*options.settings, *overrides]).task
         solvable_subtasks.list_listable("task", task.name)
         if lacking := [name for name in ("seed", "samples", "length") if name not in task]:
             raise SettingError(f"task={task.name}: has no task.{lacking[0]}, so no list can be made with other samples")
-        own.append(f"task.samples={options.samples}")
-        found = [
-            compose_config([*options.settings, *own, f"task.length={length}"])
+        overrides.append(f"task.samples={options.samples}")
+        configs = [
+            compose_config([*options.settings, *overrides, f"task.length={length}"])
             for length in options.lengths or [task.length]
         ]
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError(catalogue.error_message(error) or " ".join(str(error).split())) from None
-    for config in found:
+    for config in configs:
         checks.check_settings(config)
-    require_writable("results", Path(found[0].results))
-    return found
+    require_writable("results", Path(configs[0].results))
+    return configs
 
 
 def score_subtasks(
@@ -76,14 +76,16 @@ def score_subtasks(
             yield run.task.length, scores
 
 
-def format_card(run: Any, command: str, found: Mapping[int, Mapping[str, Sequence[float]]]) -> Iterator[str]:
+def format_card(run: Any, command: str, by_length: Mapping[int, Mapping[str, Sequence[float]]]) -> Iterator[str]:
     """Yield the lines of the YAML, with the command and the scores as comments."""
     yield from wrap_text(command, "# ")
-    count = max(len(own) for scores in found.values() for own in scores.values())
+    count = max(len(subtask_scores) for scores in by_length.values() for subtask_scores in scores.values())
     where = f"{run.dtype}, {run.value['device'].get('gpu', 'CPU')}"
     yield from wrap_text(f"The full cache's mean score of {count} samples a subtask, {where}:", "# ")
-    for length, scores in found.items():
-        said = ", ".join(f"{name} {sum(own) / len(own):.1f}" for name, own in scores.items())
+    for length, scores in by_length.items():
+        said = ", ".join(
+            f"{name} {sum(subtask_scores) / len(subtask_scores):.1f}" for name, subtask_scores in scores.items()
+        )
         yield from wrap_text(f"{length}: {said}", "# ", "#   ")
     where = "kvbench/analysis/solvable_subtasks.py"
     yield f"# Listed: {solvable_subtasks.LEAST_SCORE:g} or more. The samples have a seed of their own; see {where}."
@@ -91,8 +93,8 @@ def format_card(run: Any, command: str, found: Mapping[int, Mapping[str, Sequenc
     yield f'  weights: "{run.checkpoint.identity()}"'
     yield f"  seed: {SEED}"
     yield f"  {run.task_settings['name']}:"
-    for length, scores in found.items():
-        names = [name for name, own in scores.items() if solvable_subtasks.is_solvable(own)]
+    for length, scores in by_length.items():
+        names = [name for name, subtask_scores in scores.items() if solvable_subtasks.is_solvable(subtask_scores)]
         yield from wrap_text(f"{length}: [{', '.join(names)}]", "    ", "      ")
 
 
@@ -110,11 +112,11 @@ def wrap_text(text: str, begin: str, then: str | None = None) -> list[str]:
 
 def parse_numbers(name: str, text: str, most: int | None = None) -> list[int]:
     """Parse different whole numbers of at least 1, separated by commas; SettingError for anything else."""
-    own = text.split(",")
-    if not all(one.isascii() and one.isdecimal() and int(one) for one in own) or len(set(map(int, own))) < len(own):
-        own = []
-    if not own or most is not None and len(own) > most:
+    numbers = text.split(",")
+    are_whole = all(one.isascii() and one.isdecimal() and int(one) for one in numbers)
+    are_different = are_whole and len(set(map(int, numbers))) == len(numbers)
+    if not are_different or most is not None and len(numbers) > most:
         raise SettingError(
             f"{name}={text}: {'different whole numbers' if most is None else 'a whole number'} of at least 1"
         )
-    return list(map(int, own))
+    return list(map(int, numbers))

@@ -37,14 +37,14 @@ class Executor:
         bench = self.bench = Resources(runs[0]) if self.bench is None else self.bench.renew(runs[0])
         if count > 1:
             with spend("workers"):
-                bench.accused |= self._find_workers(count, runs[0].device).execute([*groups, *([own] for own in runs)])
-                if not all(RunFolder(self.results / "runs", own.value).finished for own in runs):
+                bench.accused |= self._find_workers(count, runs[0].device).execute([*groups, *([run] for run in runs)])
+                if not all(RunFolder(self.results / "runs", run.value).finished for run in runs):
                     self.close()  # this process executes them, and needs the memory of the GPU
         else:
             self.close()
             for group in groups:
                 execute_runs(group, self.results, bench)
-        return [execute_run(own, self.results, bench) for own in runs]
+        return [execute_run(run, self.results, bench) for run in runs]
 
     def _find_workers(self, count: int, device: str) -> Workers:
         """Return so many processes for a device. Others are ended."""

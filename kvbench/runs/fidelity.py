@@ -81,7 +81,7 @@ def predict(
         answers that will be read together wait for each other. It raises a NumericalError if logits are not finite.
     """
     device = context.last_logits.device
-    ids = pad_sequence([torch.tensor(own, dtype=torch.int64) for own in answers], batch_first=True).to(device)
+    ids = pad_sequence([torch.tensor(tokens, dtype=torch.int64) for tokens in answers], batch_first=True).to(device)
     longest, method = ids.shape[1], context.choice.method
     joins = joins and context.weights is not None
     if joins:
@@ -138,6 +138,6 @@ def kl_divergence(full: str, predicted: Tensor) -> float:
     """
     ids, p = unpack_predictions(full, len(predicted))
     q = predicted.gather(1, ids.to(predicted.device)).double().cpu()
-    p_rest, q_rest = (1 - own.exp().sum(1) for own in (p, q))
+    p_rest, q_rest = (1 - log_probs.exp().sum(1) for log_probs in (p, q))
     rest = torch.where(p_rest > ROUNDING, p_rest * (p_rest / q_rest.clamp(min=ROUNDING)).clamp(min=ROUNDING).log(), 0.0)
     return max(0.0, float(((p.exp() * (p - q)).sum(1) + rest).mean()))

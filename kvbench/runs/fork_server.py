@@ -30,30 +30,30 @@ def start_fork_server() -> ForkServerContext:
     context = get_context("forkserver")
     first = [FIRST] if current_thread() is main_thread() else []  # other threads may end before this process does
     context.set_forkserver_preload([*first, *IMPORTED])
-    own = {
+    variables = {
         PARENT: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(sys.path),
         "PYTHONSAFEPATH": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
-    with set_environment({"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | own), ignore_interrupts():
+    with set_environment({"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | variables), ignore_interrupts():
         forkserver.ensure_running()
     return context
 
 
 @contextmanager
-def set_environment(own: Mapping[str, str]) -> Iterator[None]:
+def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Have these environment variables, and no others, inside."""
     before = dict(os.environ)
-    replace_environment(own)
+    replace_environment(variables)
     try:
         yield
     finally:
         replace_environment(before)
 
 
-def replace_environment(own: Mapping[str, str]) -> None:
+def replace_environment(variables: Mapping[str, str]) -> None:
     """Have these environment variables and no others."""
-    for name in os.environ.keys() - own.keys():
+    for name in os.environ.keys() - variables.keys():
         del os.environ[name]
-    os.environ.update(own)
+    os.environ.update(variables)

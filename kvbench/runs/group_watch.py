@@ -93,14 +93,14 @@ class GroupWatch:
         for uid in drawn:
             others = [folder for folder in readers if folder.record(uid) and not self.runs[folder].full]
             others = [folder for folder in others if self.runs[folder].is_of_kvbench] or list(readers)
-            folder = min(others, key=lambda own: self._rank(uid + own.hash))
+            folder = min(others, key=lambda candidate: self._rank(uid + candidate.hash))
             then, prompts = folder.record(uid), self.bench.prompts
             if then is None or then["error"]:
                 continue
             self.reread = True
             readers[folder].drop()
             batch = [prompts[other] for other in list_turns(uid, prompts) or [uid]]
-            [now] = [to_json_value(own) for own in readers[folder].answer(batch) if own["uid"] == uid]
+            [now] = [to_json_value(record) for record in readers[folder].answer(batch) if record["uid"] == uid]
             readers[folder].drop()
             if differ := [name for name in COMPARED if then.get(name) != now.get(name)]:
                 run = self.runs[folder]
@@ -109,7 +109,7 @@ class GroupWatch:
 
     def _rank(self, text: str) -> int:
         """Return a number that stands for a text in this group of runs, whichever process asks."""
-        return int(sha256(" ".join([text, *sorted(own.hash for own in self.runs)]).encode()).hexdigest(), 16)
+        return int(sha256(" ".join([text, *sorted(folder.hash for folder in self.runs)]).encode()).hexdigest(), 16)
 
     def end(self, fault: str, everything: bool = False) -> Untrusted:
         """Set records aside, and return the error that ends the group.
@@ -120,8 +120,8 @@ class GroupWatch:
         """
         moved = sum(folder.set_records_aside(everything) for folder in self.runs)
         runs = self.runs.values()
-        own = {run.choice_name: run for run in runs if not run.is_of_kvbench}
-        suspects = own or {run.choice_name: run for run in runs}
+        strangers = {run.choice_name: run for run in runs if not run.is_of_kvbench}
+        suspects = strangers or {run.choice_name: run for run in runs}
         names = " or ".join(dict.fromkeys(run.choice().owners for run in suspects.values()))
         line = f"{names}: {fault}; {moved} records are set aside in untrusted-*.jsonl"
         if len(suspects) == 1:
@@ -133,7 +133,7 @@ class GroupWatch:
         """Return the names of what changed, and put it back."""
         changed = self.definitions.find_changed(restore=True)
         model = self.bench.loaded.get("model")
-        if self.model is not None and model is not self.model and any(own.untrusted for own in self.runs):
+        if self.model is not None and model is not self.model and any(folder.untrusted for folder in self.runs):
             changed.append("weights, which were loaded again,")
         if model is not None and (weights := self.bench.weights.find_changed()):
             changed += weights
@@ -150,7 +150,7 @@ class GroupWatch:
             return
         try:
             self.look(again=True)
-        except Untrusted as found:
+        except Untrusted as untrusted:
             if isinstance(error, Exception):
                 raise
-            tqdm.write(f"kvbench: {found}", file=sys.stderr)  # Ctrl-C goes on
+            tqdm.write(f"kvbench: {untrusted}", file=sys.stderr)  # Ctrl-C goes on

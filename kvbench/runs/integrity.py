@@ -48,22 +48,24 @@ class WeightHashes:
         if read_layout(self.model).rope_switch is None:
             named |= dict(self.model.named_buffers())
         with torch.no_grad():
-            hashes = [self._hash(own.detach()) for own in named.values()]
-            devices = {own.device for own in hashes}
-            found = {device: iter(torch.stack([own for own in hashes if own.device == device]).tolist())
-                     for device in devices}  # fmt: skip
-        return {name: next(found[own.device]) for name, own in zip(named, hashes, strict=True)}
+            hashes = [self._hash(weight.detach()) for weight in named.values()]
+            devices = {digest.device for digest in hashes}
+            by_device = {
+                device: iter(torch.stack([digest for digest in hashes if digest.device == device]).tolist())
+                for device in devices
+            }
+        return {name: next(by_device[digest.device]) for name, digest in zip(named, hashes, strict=True)}
 
     def _hash(self, weight: Tensor) -> Tensor:
-        own = weight.contiguous()
-        rows = own.view(len(own), -1) if own.dim() > 1 else own.view(1, -1)
-        aligned = rows.shape[1] * own.itemsize % 8 == 0 and own.storage_offset() * own.itemsize % 8 == 0
-        words = rows.view(torch.int64 if aligned else WORDS[own.itemsize])
+        dense = weight.contiguous()
+        rows = dense.view(len(dense), -1) if dense.dim() > 1 else dense.view(1, -1)
+        aligned = rows.shape[1] * dense.itemsize % 8 == 0 and dense.storage_offset() * dense.itemsize % 8 == 0
+        words = rows.view(torch.int64 if aligned else WORDS[dense.itemsize])
         sums = [words.sum(0, dtype=torch.int64), words.sum(1, dtype=torch.int64)]
-        if own.dtype.is_floating_point and own.itemsize > 1:
-            sums.append(rows.sum(1).view(WORDS[own.itemsize]).long())
+        if dense.dtype.is_floating_point and dense.itemsize > 1:
+            sums.append(rows.sum(1).view(WORDS[dense.itemsize]).long())
         mixed = torch.cat(sums)
-        return ((mixed ^ (mixed >> 31)) * self._draw(own.device, len(mixed))).sum()
+        return ((mixed ^ (mixed >> 31)) * self._draw(dense.device, len(mixed))).sum()
 
     def _draw(self, device: torch.device, count: int) -> Tensor:
         """Return so many random odd factors, the same ones each time."""
@@ -89,10 +91,10 @@ class Definitions:
                     self.owners.append((f"{module}.{name}", value, dict(vars(value))))
         for _, _, defined in self.owners:
             for value in defined.values():
-                own = getattr(value, INNER[kind]) if (kind := type(value)) in INNER else value
-                if type(own) is FunctionType:
-                    functions[own] = None
-        self.functions = [(own, read_function(own)) for own in functions]
+                function = getattr(value, INNER[kind]) if (kind := type(value)) in INNER else value
+                if type(function) is FunctionType:
+                    functions[function] = None
+        self.functions = [(function, read_function(function)) for function in functions]
 
     def find_changed(self, restore: bool = False) -> list[str]:
         """Return the full names of what was replaced, removed or added since.
@@ -100,20 +102,24 @@ class Definitions:
         Args:
             restore: Whether to undo that.
         """
-        found = [f"{own.__module__}.{own.__qualname__}" for own, parts in self.functions if read_function(own) != parts]
+        changed = [
+            f"{function.__module__}.{function.__qualname__}"
+            for function, parts in self.functions
+            if read_function(function) != parts
+        ]
         if restore:
-            for own, parts in self.functions:
-                own.__code__, own.__defaults__, own.__kwdefaults__ = parts
+            for function, parts in self.functions:
+                function.__code__, function.__defaults__, function.__kwdefaults__ = parts
         for label, owner, before in self.owners:
             now = vars(owner)
             names = [name for name, value in before.items() if now.get(name, ABSENT) is not value]
             if isinstance(owner, type) and len(now) != len(before):
                 names += now.keys() - before.keys()
             for name in sorted({*names} - OF_PYTHON):
-                found.append(f"{label}.{name}")
+                changed.append(f"{label}.{name}")
                 if restore:
                     setattr(owner, name, before[name]) if name in before else delattr(owner, name)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(changed))
 
 
 def read_function(function: FunctionType) -> tuple[Any, ...]:

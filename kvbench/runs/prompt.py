@@ -68,16 +68,16 @@ class Prompt:
 
 def encode_all(tokenizer: Any, samples: Iterable[Sample]) -> dict[str, tuple[Sample, Prompt]]:
     """Encode samples. Return sample and prompt by uid, in the samples' order; ValueError if a uid occurs twice."""
-    found: dict[str, tuple[Sample, Prompt]] = {}
+    encoded: dict[str, tuple[Sample, Prompt]] = {}
 
     def encode_turns(turns: Sequence[Sample]) -> list[tuple[Sample, Prompt]]:
         return list(zip(turns, _encode_turns(tokenizer, turns), strict=True))
 
     for sample, prompt in chain.from_iterable(map_in_threads(encode_turns, _group_turns(samples))):
-        if sample.uid in found:
+        if sample.uid in encoded:
             raise ValueError(f"{sample.uid}: two samples with this uid")
-        found[sample.uid] = sample, prompt
-    return found
+        encoded[sample.uid] = sample, prompt
+    return encoded
 
 
 def _group_turns(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
@@ -148,16 +148,16 @@ def _encode_behind(tokenizer: Any, read: _Read, text: str) -> tuple[_Read, tuple
     Returns:
         What is read then, the ids of the text, and how many of the ids read before are not the whole's.
     """
-    found, spans = encode_text(tokenizer, read.text + text, read.special)
+    ids, spans = encode_text(tokenizer, read.text + text, read.special)
     kept, border = len(read.ids), len(read.text)
-    if tuple(found[:kept]) == read.ids:
-        rest = tuple(found[kept:])
+    if tuple(ids[:kept]) == read.ids:
+        rest = tuple(ids[kept:])
     else:
         first = next((place for place, (begin, end) in enumerate(spans) if end > border), len(spans))
         parted = first < len(spans) and spans[first][0] >= border
-        rest = tuple(found[first:]) if parted else _encode_behind_own(tokenizer, text)[1]
+        rest = tuple(ids[first:]) if parted else _encode_behind_own(tokenizer, text)[1]
     after = _Read(read.text + text, read.shown + text, read.ids + rest, read.special)
-    whole = found if after.shown == after.text else encode_text(tokenizer, after.shown, read.special)[0]
+    whole = ids if after.shown == after.text else encode_text(tokenizer, after.shown, read.special)[0]
     if tuple(whole[:kept]) == read.ids:
         return after, rest, 0
     others = Counter(read.ids) - Counter(whole[: len(whole) - len(rest)])
@@ -172,11 +172,11 @@ def _encode_behind_own(tokenizer: Any, text: str) -> tuple[_Read, tuple[int, ...
     Returns:
         The stand-in and the text as what was read, and the ids of the text.
     """
-    for own in STAND_INS:
-        ids, found = (tokenizer.encode(one, add_special_tokens=False) for one in (own, own + text))
-        if found[: len(ids)] == ids:
+    for stand_in in STAND_INS:
+        ids, joint_ids = (tokenizer.encode(one, add_special_tokens=False) for one in (stand_in, stand_in + text))
+        if joint_ids[: len(ids)] == ids:
             break
-    return _Read(own + text, own + text, tuple(found), False), tuple(found[len(ids) :])
+    return _Read(stand_in + text, stand_in + text, tuple(joint_ids), False), tuple(joint_ids[len(ids) :])
 
 
 def _encode_opening(tokenizer: Any, sample: Sample) -> tuple[_Read, Prompt]:
@@ -188,8 +188,8 @@ def _encode_opening(tokenizer: Any, sample: Sample) -> tuple[_Read, Prompt]:
     before, after = split_template(tokenizer) if sample.chat else ("", "")
     turns = tuple(zip(sample.solved, (after, before), strict=False)) if before or after else ()
     context = sample.context
-    for place, own in reversed(turns):
-        context = context[:place] + own + context[place:]
+    for place, template_text in reversed(turns):
+        context = context[:place] + template_text + context[place:]
     message = context + sample.question
     shown = show_message(tokenizer, "user", message) if sample.chat else message
     cut = len(message.rstrip()) - len(shown.rstrip())  # characters that the template strips from the beginning
@@ -198,8 +198,8 @@ def _encode_opening(tokenizer: Any, sample: Sample) -> tuple[_Read, Prompt]:
     prompt = encode_parts(tokenizer, text, begin, begin + end, special)
     if cut:
         prompt = replace(prompt, ends=array("I", (end + cut for end in prompt.ends)))
-    for place, own in turns:
-        ends = (end if end <= place else max(place, end - len(own)) for end in prompt.ends)
+    for place, template_text in turns:
+        ends = (end if end <= place else max(place, end - len(template_text)) for end in prompt.ends)
         prompt = replace(prompt, ends=array("I", ends))
     return _Read(text, text, prompt.ids, special), prompt
 

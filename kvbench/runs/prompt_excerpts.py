@@ -69,7 +69,7 @@ def cut_pieces(
     first = [-(-number * tokens // bins) for number in range(1, bins)]  # the first token of each bin but bin 0
     edges = {ends[token - 1] for token in first if token <= len(ends)}
     edges -= {place for place in edges if any(low < place < high for low, high in targets)}
-    edges |= {place for own in targets for place in own}
+    edges |= {place for target in targets for place in target}
     places = sorted({begin, end} | {place for place in edges if begin < place < end})
     pieces = []
     for start, stop in pairwise(places):

@@ -103,8 +103,8 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]], given: Mapping[str, 
             wrote the folder, the settings that differ here, such as ``{"model.path": "/data/model"}``; the others come
             from conf/ and from the runs' identities (kvbench.runs.stranger_settings).
     """
-    found, plans = ReplayCounts(), []
-    by_run = {name: [uid for _, uid in own] for name, own in groupby(sorted(drawn), key=lambda one: one[0])}
+    counts, plans = ReplayCounts(), []
+    by_run = {name: [uid for _, uid in pairs] for name, pairs in groupby(sorted(drawn), key=lambda one: one[0])}
     bar = tqdm(total=len(drawn), desc="replay", file=sys.stderr)
 
     def say(line: str) -> None:
@@ -113,8 +113,8 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]], given: Mapping[str, 
     def give_up(name: str, uids: Sequence[str], error: Exception) -> None:
         reason = str(error) if isinstance(error, CannotReplay | ValueError) else f"{type(error).__name__}: {error}"
         say(f"{name}  {', '.join(uids)}: cannot be replayed: {(reason.splitlines() or [''])[0]}")
-        found.impossible += len(uids)
-        found.drawn[name] += 0 if isinstance(error, HoldsNoAnswer) else len(uids)
+        counts.impossible += len(uids)
+        counts.drawn[name] += 0 if isinstance(error, HoldsNoAnswer) else len(uids)
         bar.update(len(uids))
 
     for name, uids in by_run.items():
@@ -126,9 +126,9 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]], given: Mapping[str, 
             give_up(name, uids, error)
     plans.sort(key=lambda plan: (*weights_key(plan), prompts_key(plan), plan.folder.hash))
     for _, some in groupby(plans, key=weights_key):
-        replay_group(list(some), found, give_up, say, bar.update)
+        replay_group(list(some), counts, give_up, say, bar.update)
     bar.close()
-    return found
+    return counts
 
 
 def rebuild_run(folder: RunFolder, uid: str, given: Mapping[str, Any] | None = None) -> RunSpec:
@@ -167,10 +167,10 @@ def read_settings(folder: RunFolder, uid: str) -> DictConfig:
     if not isinstance(settings, Mapping):
         raise CannotReplay("the run was written before kvbench kept its settings")
     value = folder.value
-    own: dict[str, Any] = {"device": value["device"]["type"], "dtype": value["device"]["dtype"], "workers": None}
+    overrides: dict[str, Any] = {"device": value["device"]["type"], "dtype": value["device"]["dtype"], "workers": None}
     if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):  # a baseline has its cell's settings
-        own |= {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
-    config = OmegaConf.create({**settings, **own})
+        overrides |= {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
+    config = OmegaConf.create({**settings, **overrides})
     if "cache" in config.task:
         config.task.cache = None  # the cache of samples lies in the store
     return config
@@ -187,7 +187,7 @@ def prompts_key(plan: ReplayPlan) -> str:
 
 
 def replay_group(
-    plans: Sequence[ReplayPlan], found: ReplayCounts, give_up: Callable, say: Callable, step: Callable
+    plans: Sequence[ReplayPlan], counts: ReplayCounts, give_up: Callable, say: Callable, step: Callable
 ) -> None:
     """Execute and compare the records of runs that use one model. The model is freed when this returns."""
     common: dict[str, Any] = {}  # tokenizer and weights
@@ -218,7 +218,7 @@ def replay_group(
                         break
                     give_up(plan.folder.hash, [uid], error)
                     continue
-                compare_records(found, plan, records[uid], to_json_value(again[uid]), say)
+                compare_records(counts, plan, records[uid], to_json_value(again[uid]), say)
                 step()
 
 
@@ -229,26 +229,26 @@ def execute_again(reader: Responder, bench: Resources, uid: str, then: Mapping[s
     if uid not in bench.prompts:
         raise CannotReplay("its task has no such sample")
     batch = list_turns(uid, bench.prompts) or [uid]
-    made = reader.answer([bench.prompts[own] for own in batch])
+    made = reader.answer([bench.prompts[turn] for turn in batch])
     if made[0]["error"]:
         raise CannotReplay(f"executing it again ends with {made[0]['error']}")
     return {record["uid"]: record for record in made}
 
 
 def compare_records(
-    found: ReplayCounts, plan: ReplayPlan, then: Mapping[str, Any], now: Mapping[str, Any], say: Callable
+    counts: ReplayCounts, plan: ReplayPlan, then: Mapping[str, Any], now: Mapping[str, Any], say: Callable
 ) -> None:
     """Count a record, and print each field that is damaged."""
     differ = [name for name in COMPARED if then.get(name) != now.get(name)]
-    found.drawn[plan.folder.hash] += 1
-    found.agreeing[plan.folder.hash] += not differ
+    counts.drawn[plan.folder.hash] += 1
+    counts.agreeing[plan.folder.hash] += not differ
     here = list(find_differences(plan.run, plan.folder, then))
     if here:
-        found.elsewhere.append(not differ)
-        found.differences.update(here)
+        counts.elsewhere.append(not differ)
+        counts.differences.update(here)
         return
-    found.damaged += bool(differ)
-    found.agree += not differ
+    counts.damaged += bool(differ)
+    counts.agree += not differ
     for name in differ:
         one, other = shorten_both(then.get(name), now.get(name))
         say(f"{plan.folder.hash}  {then['uid']}: {name} is {one}, and {other} when it is executed again")
@@ -257,7 +257,7 @@ def compare_records(
 def find_differences(run: RunSpec, folder: RunFolder, then: Mapping[str, Any]) -> Iterator[str]:
     """Yield the conditions under which a record was made and that differ today."""
     before, now = folder.machine(then["uid"]), to_json_value(describe_machine(run.device))
-    before, now = (flatten({name: own.get(name) for name in MACHINE}) for own in (before, now))
+    before, now = (flatten({name: machine.get(name) for name in MACHINE}) for machine in (before, now))
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             yield f"{name.removeprefix('versions.')} {before.get(name)} then, {now.get(name)} now"

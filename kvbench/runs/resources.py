@@ -57,9 +57,9 @@ class Resources:
         loaded: dict[str, Any] = {}
         same = run.checkpoint == before.checkpoint
         if same and (run.system, run.thinking) == (before.system, before.thinking):
-            loaded |= {name: own for name, own in self.loaded.items() if name in ("tokenizer", "beyond")}
+            loaded |= {name: resource for name, resource in self.loaded.items() if name in ("tokenizer", "beyond")}
         if same and (run.dtype, run.device) == (before.dtype, before.device) and "model" in self.loaded:
-            loaded |= {name: own for name, own in self.loaded.items() if name in ("model", "weights", "ends")}
+            loaded |= {name: resource for name, resource in self.loaded.items() if name in ("model", "weights", "ends")}
             rehearsed = self.rehearsed
         asked = run.thinking == before.thinking and run.task_settings == before.task_settings
         if same and asked and "prompts" in self.loaded:
@@ -68,9 +68,15 @@ class Resources:
         alike = run.baseline().value == before.baseline().value
         predictions = self.predictions if alike else {}
         return Resources(
-            run, loaded, predictions=predictions, rehearsed=rehearsed, gpu_processes=self.gpu_processes,
-            processes=self.processes, speaks=self.speaks, accused=self.accused,
-        )  # fmt: skip
+            run,
+            loaded,
+            predictions=predictions,
+            rehearsed=rehearsed,
+            gpu_processes=self.gpu_processes,
+            processes=self.processes,
+            speaks=self.speaks,
+            accused=self.accused,
+        )
 
     def _say(self, line: str) -> None:
         """Print a line about the model. What is loaded says it once."""
@@ -92,13 +98,15 @@ class Resources:
 
         @spend("loading")
         def load() -> Any:
-            found, merged = settle_template(self.run.checkpoint.tokenizer(), self.run.system, self.run.thinking)
+            tokenizer, merged = settle_template(self.run.checkpoint.tokenizer(), self.run.system, self.run.thinking)
             if merged:
                 self._say("its chat template has no system role; task.system stands in front of the first message")
-            self._find_beyond(found)
-            if appended := find_appended(found):
-                self._say(f"its tokenizer appends {found.decode(appended)} to every text; prompts are read without it")
-            return found
+            self._find_beyond(tokenizer)
+            if appended := find_appended(tokenizer):
+                self._say(
+                    f"its tokenizer appends {tokenizer.decode(appended)} to every text; prompts are read without it"
+                )
+            return tokenizer
 
         return self._once("tokenizer", load)
 
@@ -139,16 +147,16 @@ class Resources:
 
         def find() -> frozenset[int]:
             tokenizer, listed = self.tokenizer, find_stop_tokens(self.model)
-            own = {"generation_config": listed, "tokenizer": {tokenizer.eos_token_id}}
-            own["chat template"] = {find_end(tokenizer)}
-            ends = {name: frozenset(ids - {None}) for name, ids in own.items()}
-            found = frozenset().union(*ends.values())
-            if not found:
+            by_source = {"generation_config": listed, "tokenizer": {tokenizer.eos_token_id}}
+            by_source["chat template"] = {find_end(tokenizer)}
+            ends = {name: frozenset(ids - {None}) for name, ids in by_source.items()}
+            stop_ids = frozenset().union(*ends.values())
+            if not stop_ids:
                 self._say("it has no token that ends an answer; an answer has max_new_tokens tokens")
-            elif found > listed:  # a list of several is no disagreement
+            elif stop_ids > listed:  # a list of several is no disagreement
                 named = [f"{name} {_name_tokens(tokenizer, ids)}" for name, ids in ends.items()]
                 self._say(f"answers end at any of these tokens, which differ: {', '.join(named)}")
-            return found
+            return stop_ids
 
         return self._once("ends", find)
 
@@ -177,15 +185,15 @@ class Resources:
             longest = self.run.checkpoint.longest()
             owner, added = f"task={self.run.task_settings.get('name')}", count_template_tokens(self.tokenizer)
             samples = read_samples(owner, self.run.task, self.tokenizer, added, longest)
-            found = encode_all(self.tokenizer, samples)
-            if self.run.system is not None and not any(sample.chat for sample, _ in found.values()):
+            prompts = encode_all(self.tokenizer, samples)
+            if self.run.system is not None and not any(sample.chat for sample, _ in prompts.values()):
                 raise SettingError("task.system: no sample of this task is read with the chat template; null")
             if beyond := self._find_beyond(self.tokenizer):
-                for uid, (_, prompt) in found.items():
+                for uid, (_, prompt) in prompts.items():
                     if used := beyond.intersection(prompt.ids):
                         tokens = _name_tokens(self.tokenizer, used)
                         raise SettingError(f"task: {uid} contains {tokens}, for which the model has no embedding")
-            return found
+            return prompts
 
         return self._once("prompts", make)
 

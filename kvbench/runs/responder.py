@@ -43,8 +43,10 @@ WARM_UP = tuple(range(64))  # token ids of the short prompt that is read first
 
 def list_turns(uid: str, prompts: Mapping[str, tuple[Sample, Prompt]]) -> list[str]:
     """List all turns of the conversation that a sample belongs to, in order; none if it belongs to none."""
-    own = prompts[uid][0].conversation
-    return [other for other, (sample, _) in prompts.items() if sample.conversation == own] if own else []
+    conversation = prompts[uid][0].conversation
+    if not conversation:
+        return []
+    return [other for other, (sample, _) in prompts.items() if sample.conversation == conversation]
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ class Responder:
             torch.cuda.OutOfMemoryError: A sample does not fit alone, and other processes of the sweep use the GPU too.
                 It gets no record, because it may fit without them.
         """
-        started, found = time.perf_counter(), self.attempt(batch)
-        if found is None:
+        started, records = time.perf_counter(), self.attempt(batch)
+        if records is None:
             self.drop()
             torch.cuda.empty_cache()
             if len(batch) > 1 and not batch[0][0].conversation:  # each may fit alone
@@ -126,8 +128,8 @@ class Responder:
             if self.bench.gpu_processes > 1:
                 raise torch.cuda.OutOfMemoryError("no memory beside the other processes of the GPU")
             measured = [{"output": "", "stop": "error", "error": "out_of_memory"} for _ in batch]
-            found = self.make_records(batch, measured, time.perf_counter() - started)
-        return found
+            records = self.make_records(batch, measured, time.perf_counter() - started)
+        return records
 
     def attempt(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict] | None:
         """Answer a batch as `answer` does; None if memory does not suffice."""
@@ -181,13 +183,17 @@ class Responder:
             for number, some in enumerate(rounds):
                 yield from self._extend(context, [prompt.rest if number or hidden else () for _, prompt in some])
                 sample = some[0][0]
-                if self.run.fidelity and any(answers := [self._right_answer(*own) for own in some]):
+                if self.run.fidelity and any(answers := [self._right_answer(*pair) for pair in some]):
                     yield from predict(context, answers, self._joins)
                 context.reserve(sample.max_new_tokens)
                 answer = Answer(
-                    context, sample.max_new_tokens, self.run.sampling, frozenset(),
-                    min_new_tokens=sample.min_new_tokens, keeps_rows=len(rounds) > 1,
-                )  # fmt: skip
+                    context,
+                    sample.max_new_tokens,
+                    self.run.sampling,
+                    frozenset(),
+                    min_new_tokens=sample.min_new_tokens,
+                    keeps_rows=len(rounds) > 1,
+                )
                 yield from finish_answer(answer, partial(self._is_below, answer, tokens))
 
     @staticmethod
@@ -207,12 +213,12 @@ class Responder:
         """
         records, started = [], time.perf_counter() - seconds
         processes = self.bench.gpu_processes if self.bench.gpu_processes > 1 else ABSENT
-        for (sample, prompt), found in zip(batch, measured, strict=True):
-            grade = None if found["error"] else self._grade(sample, found["output"])
+        for (sample, prompt), measurement in zip(batch, measured, strict=True):
+            grade = None if measurement["error"] else self._grade(sample, measurement["output"])
             graded = {"score": grade.score, "answer": grade.answer, "also": dict(grade.also)} if grade else UNGRADED
             spent = time.perf_counter() - started
             identity = self._identity(sample, prompt)
-            record = Record(**identity, **found, **graded, gpu_processes=processes, seconds=spent)
+            record = Record(**identity, **measurement, **graded, gpu_processes=processes, seconds=spent)
             records.append(record.to_json())
         return records
 
@@ -248,7 +254,7 @@ class Responder:
 
     def _converse(self, turns: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
         """Answer the turns of a conversation. The task's or the model's own answers stay in the cache."""
-        found = []
+        records = []
         context = self.open(turns)
         with context.branch():
             for turn, (sample, prompt) in enumerate(turns):
@@ -256,12 +262,12 @@ class Responder:
                 asked = yield from self._extend(context, [rest])
                 spent = 0.0 if turn else self.prefill_ms
                 with nullcontext() if sample.said is None else context.branch():
-                    [own], answer = yield from self._generate_answers(context, [(sample, prompt)], spent, asked)
-                found.append(own)
+                    [record], answer = yield from self._generate_answers(context, [(sample, prompt)], spent, asked)
+                records.append(record)
                 last = int(answer[0, -1])  # not read yet; if it ends answers, the next turn brings it
                 if sample.said is None and last not in self.stop:
                     yield from self._extend(context, [(last,)])
-        return found
+        return records
 
     @property
     def _joins(self) -> bool:
@@ -278,21 +284,30 @@ class Responder:
 
     def find_prefix(self, batch: Sequence[tuple[Sample, Prompt]]) -> SharedPrefix:
         """Return the beginning of a batch that is read first and then compressed."""
-        hidden, (sample, prompt) = self.run.question == "hidden", batch[0]
-        room = sample.max_new_tokens + (len(prompt.rest) if hidden else 0)
-        if sample.conversation:
-            room, batch = sum(len(own.rest) + turn.max_new_tokens for turn, own in batch), batch[:1]
-        ids = tuple(own.context if hidden else own.context + own.rest for _, own in batch)
-        return SharedPrefix(ids, tuple(own.group or own.uid for own, _ in batch), prompt.prefix, room)
+        hidden, (first, first_prompt) = self.run.question == "hidden", batch[0]
+        room = first.max_new_tokens + (len(first_prompt.rest) if hidden else 0)
+        if first.conversation:
+            room, batch = sum(len(prompt.rest) + turn.max_new_tokens for turn, prompt in batch), batch[:1]
+        ids = tuple(prompt.context if hidden else prompt.context + prompt.rest for _, prompt in batch)
+        groups = tuple(sample.group or sample.uid for sample, _ in batch)
+        return SharedPrefix(ids, groups, first_prompt.prefix, room)
 
     def make_context(self, opening: SharedPrefix, like: GenerationContext | None = None) -> GenerationContext:
         """Make the context into which a shared prefix is read. `like` is one just made for another run."""
         run, words = self.run, make_prompt_encoder(self.tokenizer)
         seeds = tuple(derive_seed(run.seed, group) for group in opening.groups)
         return GenerationContext(
-            self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, words, self.compiles,
-            opening.room, like,
-        )  # fmt: skip
+            self.model,
+            self.choice,
+            run.budget,
+            run.block_size,
+            seeds,
+            opening.prefix,
+            words,
+            self.compiles,
+            opening.room,
+            like,
+        )
 
     def keep_context(
         self, opening: SharedPrefix, context: GenerationContext, milliseconds: float, shared: int = 1
@@ -339,7 +354,7 @@ class Responder:
         before, shared = self.peak, self.shared  # this responder may read another batch meanwhile
         if self.run.fidelity:
             compared = yield from self._compare(context, batch)
-            looked = [own | more for own, more in zip(looked, compared, strict=True)]
+            looked = [inspection | more for inspection, more in zip(looked, compared, strict=True)]
         forget_peak(self.run.device)
         context.reserve(batch[0][0].max_new_tokens)
         counted = self._count(context) | {"batch": len(batch)}
@@ -366,16 +381,21 @@ class Responder:
         if asked.together > 1:
             counted["asked_together"] = asked.together
         outputs = [self._output(sample, row, context.stamps) for (sample, _), row in zip(batch, answers, strict=True)]
-        return [counted | own | other for own, other in zip(looked, outputs, strict=True)], answers
+        return [counted | inspection | output for inspection, output in zip(looked, outputs, strict=True)], answers
 
     def _tokens(self, context: GenerationContext, samples: Sequence[Sample]) -> Session[Tensor]:
         """Generate tokens, shape (B, n), until each sample's answer is over. In a conversation they may stay."""
         like, stop = samples[0], self.stop.union(samples[0].ends)
         seeds = tuple(derive_seed(self.run.seed, sample.uid) for sample in samples)
         answer = Answer(
-            context, like.max_new_tokens, self.run.sampling, stop, seeds=seeds, min_new_tokens=like.min_new_tokens,
+            context,
+            like.max_new_tokens,
+            self.run.sampling,
+            stop,
+            seeds=seeds,
+            min_new_tokens=like.min_new_tokens,
             keeps_rows=bool(like.conversation) and like.said is None,
-        )  # fmt: skip
+        )
         tokens: list[Tensor] = []
         over = [False] * len(samples)
 
@@ -388,10 +408,10 @@ class Responder:
                 return True
             ids = torch.stack(tokens[-4 * max(map(len, like.until)) :], dim=1).tolist()  # 4 bytes a character
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            found = [
+            ended = [
                 row[-1] in stop or any(end in text for end in like.until) for row, text in zip(ids, texts, strict=True)
             ]
-            over = [one or other for one, other in zip(over, found, strict=True)]
+            over = [one or other for one, other in zip(over, ended, strict=True)]
             return not all(over)
 
         yield from finish_answer(answer, goes_on)
@@ -406,8 +426,8 @@ class Responder:
         self.peak = max(self.peak, peak(self.run.device) or 0)
         shares = measure_survival([layer.rows for layer in context.own_layers], context.seen)
         return [
-            {"survived": share, "evidence": find_evidence(*own, context.seen)}
-            for share, own in zip(shares, batch, strict=True)
+            {"survived": share, "evidence": find_evidence(*pair, context.seen)}
+            for share, pair in zip(shares, batch, strict=True)
         ]
 
     def _compare(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
@@ -422,12 +442,14 @@ class Responder:
         predictions, reading = yield from predict(context, answers, self._joins)
         begin = now(self.run.device)
         with spend("comparing"):
-            found = [
+            comparisons = [
                 self._compare_one(sample, answer, predicted, batch) if answer else {"fidelity": {}}
                 for (sample, _), answer, predicted in zip(batch, answers, predictions, strict=True)
             ]
             spent = 1000 * (reading + now(self.run.device) - begin) / len(batch)
-        return [own | {"fidelity_ms": spent} if own["fidelity"] else own for own in found]
+        return [
+            comparison | {"fidelity_ms": spent} if comparison["fidelity"] else comparison for comparison in comparisons
+        ]
 
     def _compare_one(
         self, sample: Sample, answer: Sequence[int], predicted: Tensor, batch: Sequence[tuple[Sample, Prompt]]
@@ -436,15 +458,15 @@ class Responder:
 
         The full cache's own predictions are kept.
         """
-        own, more = predicted[: len(answer)], {}
+        log_probs, more = predicted[: len(answer)], {}
         kl: float | None = 0.0
         if self.run.value == self.run.baseline().value:
-            more = {"predictions": pack_predictions(own)}
+            more = {"predictions": pack_predictions(log_probs)}
             self.bench.predictions[sample.uid] = more["predictions"]
         else:
             full = self._full_predictions(sample.uid, batch)
-            kl = None if full is None else kl_divergence(full, own)
-        return {"fidelity": {"nll": mean_nll(own, answer), "kl": kl, "tokens": len(answer)}} | more
+            kl = None if full is None else kl_divergence(full, log_probs)
+        return {"fidelity": {"nll": mean_nll(log_probs, answer), "kl": kl, "tokens": len(answer)}} | more
 
     def _right_answer(self, sample: Sample, prompt: Prompt) -> list[int]:
         """Return the first tokens of the right answer as they follow the prompt; none if nothing is compared."""
@@ -456,10 +478,10 @@ class Responder:
         before = sample.answer_prefix or (split_template(self.tokenizer)[1] if sample.chat else "") or sample.question
         tail = before[-TAIL:]  # some tokenizers begin a text with a token that never follows another
         text = tail + ("" if tail[-1:].isspace() else " ") + text
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = [
             token
-            for token, (_, end) in zip(found["input_ids"], found["offset_mapping"], strict=True)
+            for token, (_, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
             if end > len(tail)
         ]
         return ids[:TOKENS]
@@ -475,7 +497,10 @@ class Responder:
         if record is None:
             prompts = self.bench.prompts
             turns = [prompts[other] for other in list_turns(uid, prompts)]
-            self.made = {own["uid"]: own for own in Responder(self.run.baseline(), self.bench).answer(turns or batch)}
+            self.made = {
+                full_record["uid"]: full_record
+                for full_record in Responder(self.run.baseline(), self.bench).answer(turns or batch)
+            }
             record = self.made[uid]
         return record.get("predictions")
 
@@ -533,13 +558,13 @@ class Responder:
             place = ids.index(self._thought_end)
             parts.append(ids[:place])
             ids = ids[place + 1 :]
-        return THOUGHT_END.join(self.tokenizer.decode(own, skip_special_tokens=True) for own in (*parts, ids))
+        return THOUGHT_END.join(self.tokenizer.decode(part, skip_special_tokens=True) for part in (*parts, ids))
 
     @cached_property
     def _thought_end(self) -> int | None:
         """The special token that ends a thought; None if the tokenizer has none."""
         known = self.tokenizer.added_tokens_decoder.items()
-        return next((token for token, own in known if own.special and own.content == THOUGHT_END), None)
+        return next((token for token, added in known if added.special and added.content == THOUGHT_END), None)
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=next(self.model.parameters()).device)

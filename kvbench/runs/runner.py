@@ -132,15 +132,15 @@ def make_records(open_: Mapping[RunFolder, RunSpec], bench: Resources, watch: Gr
                 most = limit_claim(company.most_batches, size, left, bench.processes)
                 batches += claim_batches(uid, prompts, size, free, most - 1)
             every = list(chain(*batches))
-            own = {folder: [uid, *filter(folder.claim, turns)] if turns else every for folder in free}
+            claimed_by = {folder: [uid, *filter(folder.claim, turns)] if turns else every for folder in free}
             asked = [[prompts[other] for other in batch] for batch in batches]
             for folder, records in company.answer(free, asked):
                 for record in records:
-                    if record["uid"] in own[folder]:  # a turn that was answered earlier is only read again
+                    if record["uid"] in claimed_by[folder]:  # a turn that was answered earlier is only read again
                         with spend("writing"):
                             folder.append(record)
                         bar.update()
-            for folder, uids in own.items():  # a dropped run still holds its claims
+            for folder, uids in claimed_by.items():  # a dropped run still holds its claims
                 for other in uids:
                     folder.release(other)
             bar.update(made_so_far() - bar.n)
@@ -204,11 +204,11 @@ def claim_companions(
 ) -> Iterator[str]:
     """Claim further samples with the same lengths in all `folders`, up to `size` together with the first one."""
     room = size - 1
-    own = batch_key(*prompts[uid])
+    key = batch_key(*prompts[uid])
     for other, (another, its) in prompts.items():
         if room == 0:
             return
-        if other != uid and not another.conversation and batch_key(another, its) == own and claim_all(folders, other):
+        if other != uid and not another.conversation and batch_key(another, its) == key and claim_all(folders, other):
             room -= 1
             yield other
 
@@ -221,17 +221,17 @@ def claim_batches(
     None is claimed where the next sample continues a conversation or asks about the same context, which is then read
     once for both.
     """
-    found: list[list[str]] = []
+    batches: list[list[str]] = []
     order = list(prompts)
     group = prompts[uid][0].group or uid
     for other in order[order.index(uid) + 1 :]:
         sample = prompts[other][0]
-        if len(found) >= most or sample.conversation or (sample.group or other) == group:
+        if len(batches) >= most or sample.conversation or (sample.group or other) == group:
             break
         if claim_all(folders, other):
-            found.append([other, *claim_companions(other, prompts, size, folders)])
+            batches.append([other, *claim_companions(other, prompts, size, folders)])
         group = sample.group or other
-    return found
+    return batches
 
 
 def describe_process(run: RunSpec) -> dict[str, Any]:

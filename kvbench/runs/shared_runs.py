@@ -51,9 +51,12 @@ class RunGroup:
     """
 
     def __init__(
-        self, runs: Mapping[RunFolder, RunSpec], make: Callable[[RunSpec], Responder], reload: Callable[[], None],
+        self,
+        runs: Mapping[RunFolder, RunSpec],
+        make: Callable[[RunSpec], Responder],
+        reload: Callable[[], None],
         batches: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make a responder for each run.
 
         Args:
@@ -120,14 +123,14 @@ class RunGroup:
             self._drop_others(some)
             spent = self._open(some, batch)
             while some and spent is not None:
-                found = self._answer(some[0], batch, alone)
-                if found is None:
+                records = self._answer(some[0], batch, alone)
+                if records is None:
                     break
                 folder = some.pop(0)
-                for record in found:
+                for record in records:
                     record["seconds"] += spent.get(folder, 0.0) / 1000
-                if found:
-                    yield folder, found
+                if records:
+                    yield folder, records
             if some:
                 self._read_for_fewer(count)
                 left = some + left
@@ -174,8 +177,8 @@ class RunGroup:
             The milliseconds of each run; None if memory does not suffice.
         """
         while True:
-            own = {folder: self.readers[folder] for folder in folders if folder in self.readers}
-            lacking = {folder: reader for folder, reader in own.items() if not reader.has_read(batch)}
+            readers = {folder: self.readers[folder] for folder in folders if folder in self.readers}
+            lacking = {folder: reader for folder, reader in readers.items() if not reader.has_read(batch)}
             if len(lacking) < 2:
                 return {}
             spent = None
@@ -222,18 +225,21 @@ class RunGroup:
                 continue
             left = left[len(some) :]
             seconds = (time.perf_counter() - started) / max(1, len(begun))
-            for (folder, number), own in zip(begun, measured, strict=True):
+            for (folder, number), measurements in zip(begun, measured, strict=True):
                 records = None
                 if folder in self.readers:
                     with self._leave_on_failure(folder):
-                        records = self.readers[folder].make_records(batches[number], own, seconds)
+                        records = self.readers[folder].make_records(batches[number], measurements, seconds)
                 if records is not None:
                     yield folder, number, records
 
     def _begin(
-        self, pairs: Sequence[tuple[RunFolder, int]], batches: Sequence[Batch], begun: list[tuple[RunFolder, int]],
+        self,
+        pairs: Sequence[tuple[RunFolder, int]],
+        batches: Sequence[Batch],
+        begun: list[tuple[RunFolder, int]],
         begin: Callable[[Responder, Batch], Session[T]],
-    ) -> Iterator[Session[T]]:  # fmt: skip
+    ) -> Iterator[Session[T]]:
         """Read each batch into the contexts of its runs, and yield a session of each run before the next batch is read.
 
         Args:
@@ -248,13 +254,13 @@ class RunGroup:
         """
         used: set[int] = set()
         for number, group in groupby(pairs, key=itemgetter(1)):
-            own = [folder for folder, _ in group]
-            if self._open(own, batches[number]) is None:
+            folders = [folder for folder, _ in group]
+            if self._open(folders, batches[number]) is None:
                 raise torch.cuda.OutOfMemoryError("no memory for all contexts")
-            if begun and any(folder not in self.readers for folder in own):
+            if begun and any(folder not in self.readers for folder in folders):
                 raise RuntimeError("a run failed while it read a prompt")
             contexts = [
-                (folder, self.readers[folder].open(batches[number])) for folder in own if folder in self.readers
+                (folder, self.readers[folder].open(batches[number])) for folder in folders if folder in self.readers
             ]
             with spend("reading"):
                 for _, context in contexts:
@@ -312,7 +318,7 @@ class RunGroup:
         if isinstance(error, ContractError):  # the run's own cell will say it
             return
         groups = self.runs[folder].groups
-        label = " ".join(f"{group}={own['name']}" for group, own in groups.items())
+        label = " ".join(f"{group}={settings['name']}" for group, settings in groups.items())
         budget = format_value(self.runs[folder].budget.value)
         reason = f"{type(error).__name__}: {error}"
         tqdm.write(f"kvbench: {label} budget={budget} is left to its own cell: {reason}", file=sys.stderr)
@@ -346,6 +352,6 @@ def prefill_together(readers: Sequence[Responder], batch: Batch) -> list[float]:
     for reader in readers:
         contexts.append(reader.make_context(opening, contexts[-1] if contexts else None))
     spent = prefill(contexts, torch.tensor(opening.ids, device=next(readers[0].model.parameters()).device))
-    for reader, context, own in zip(readers, contexts, spent, strict=True):
-        reader.keep_context(opening, context, own, len(readers))
+    for reader, context, milliseconds in zip(readers, contexts, spent, strict=True):
+        reader.keep_context(opening, context, milliseconds, len(readers))
     return spent

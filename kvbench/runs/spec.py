@@ -42,12 +42,12 @@ class SharedParts:
         self.baselines: list[RunSpec] = []
         self.tasks: dict[str, Task] = {}
 
-    def share(self, own: Part, known: list[Part]) -> Part:
-        """Return the element of `known` that equals `own`. If there is none, append `own` and return it."""
-        found = next((other for other in known if other == own), None)
-        if found is None:
-            known.append(found := own)
-        return found
+    def share(self, part: Part, known: list[Part]) -> Part:
+        """Return the element of `known` that equals `part`. If there is none, append `part` and return it."""
+        same = next((other for other in known if other == part), None)
+        if same is None:
+            known.append(same := part)
+        return same
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,9 @@ class RunSpec:
     @cached_property
     def _baseline(self) -> "RunSpec":
         groups = {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
-        own = replace(self, groups=groups, budget=Budget(1.0), block_size=None)
-        return self.shared.share(self if own == self else own, self.shared.baselines)  # and so its value, once known
+        baseline = replace(self, groups=groups, budget=Budget(1.0), block_size=None)
+        # runs share one object, so that its value is computed once
+        return self.shared.share(self if baseline == self else baseline, self.shared.baselines)
 
     @cached_property
     def reading(self) -> str | None:
@@ -240,25 +241,26 @@ class RunSpec:
             return None
         if self.budget.value is None:  # it reads samples one by one, and others in batches
             return None
-        own = run_hash(self.baseline().value) + (" with log-sum-exps" if "lse" in method.wants else "")
+        key = run_hash(self.baseline().value) + (" with log-sum-exps" if "lse" in method.wants else "")
         if choice.codec.packing.before_attention:
-            own += f" with codec {run_hash(catalogue.identity_settings(self.groups['codec']))}"
-        return own
+            key += f" with codec {run_hash(catalogue.identity_settings(self.groups['codec']))}"
+        return key
 
     @cached_property
     def value(self) -> dict[str, Any]:
         """All settings that may change a number, for the hash and run.yaml. On a GPU, more settings change rounding."""
-        plain = {group: catalogue.identity_settings(own) for group, own in self.groups.items()}
+        plain = {group: catalogue.identity_settings(settings) for group, settings in self.groups.items()}
         where: dict[str, Any] = {"type": self.device, "dtype": self.dtype}
         where |= {name: find_installed_version(name) for name in ("torch", "transformers")}
         if self.device != "cpu":
             where |= {"gpu": name_gpu(), "max_batch": self.max_batch, "compile": self.compile}
             where["device_map"] = self.checkpoint.device_map
-        own = {"fidelity": True} if self.fidelity else {}
+        fidelity = {"fidelity": True} if self.fidelity else {}
+        averages = getattr(self.task, "averages", None) or {}
         model: dict[str, Any] = {"name": self.checkpoint.name, "identity": self.checkpoint.identity()}
         model |= {} if self.checkpoint.most is None else {"longest": self.checkpoint.most}
         model |= {} if self.thinking is None else {"thinking": self.thinking}
-        return own | {
+        return fidelity | {
             "model": model,
             **plain,
             "budget": self.budget.value,
@@ -268,7 +270,7 @@ class RunSpec:
             "seed": self.seed,
             "sampling": {"temperature": float(self.temperature), "top_p": float(self.top_p)},
             "task": catalogue.task_identity(self.task_settings),
-            "averages": [[name, own] for name, own in (getattr(self.task, "averages", None) or {}).items()],  # in order
+            "averages": [[name, weights] for name, weights in averages.items()],  # a list, whose order counts
             "data": call_hook(f"task={self.task_settings.get('name')}", "fingerprint", self.task.fingerprint),
             "device": where,
             "sources": source_hash(self.sources()),
@@ -282,6 +284,6 @@ class RunSpec:
     def modules(self) -> list[str]:
         """Return the modules of the method, allocator, codec, task and kind of model."""
         chosen = [*self.groups.values(), self.task_settings]
-        chosen += [own for own in [self.settings.get("model", {})] if "_target_" in own]
-        chosen += [own["base"] for own in chosen if "base" in own]
-        return [own["_target_"].rpartition(".")[0] for own in chosen]
+        chosen += [settings for settings in [self.settings.get("model", {})] if "_target_" in settings]
+        chosen += [settings["base"] for settings in chosen if "base" in settings]
+        return [settings["_target_"].rpartition(".")[0] for settings in chosen]

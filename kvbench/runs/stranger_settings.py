@@ -157,18 +157,18 @@ def compose_run(value: Mapping[str, Any], given: Mapping[str, Any]) -> DictConfi
     names = choose_names(value)
     config = compose_config([f"{group}={name}" for group, name in names.items()])
     there = list_settings(value)
-    given = {name: own for name, own in given.items() if name in there}
-    for name, own in read_top_level(value):
+    given = {name: chosen for name, chosen in given.items() if name in there}
+    for name, chosen in read_top_level(value):
         if name not in given:
-            check_value(name, own, [OmegaConf.select(config, name)])
-            OmegaConf.update(config, name, own)
+            check_value(name, chosen, [OmegaConf.select(config, name)])
+            OmegaConf.update(config, name, chosen)
     for group in (*CACHE, "task"):
-        for name, own in choose_settings(group, value[group], given, group).items():
+        for name, chosen in choose_settings(group, value[group], given, group).items():
             if name not in config[group]:
                 raise SettingError(f"{group}.{shorten(name)}: {names[group]} has no such setting on this machine")
-            config[group][name] = own
-    for name, own in given.items():
-        OmegaConf.update(config, name, own)
+            config[group][name] = chosen
+    for name, chosen in given.items():
+        OmegaConf.update(config, name, chosen)
     if "cache" in config.task:
         config.task.cache = None  # samples of a stranger's run are made again
     compare_settings(value, config)
@@ -212,20 +212,20 @@ def choose_settings(group: str, part: Mapping[str, Any], given: Mapping[str, Any
     conf = compose_config([f"{group}={part['name']}"])[group]
     usual = catalogue.read_settings(group, conf)
     presets = (to_dict(conf).get("presets") or {}).values()
-    found: dict[str, Any] = {}
-    for name, own in part.items():
+    settings: dict[str, Any] = {}
+    for name, value in part.items():
         if name == "name" or f"{prefix}.{name}" in given:
             continue
-        if name == "base" and isinstance(own, Mapping):
-            if own.get("name") not in list_choices(group):
-                raise SettingError(f"{prefix}.base={shorten(own.get('name'))}: conf/ has no such {group}")
-            found["base"] = own["name"]
-            found["base_args"] = choose_settings(group, own, given, f"{prefix}.base_args")
+        if name == "base" and isinstance(value, Mapping):
+            if value.get("name") not in list_choices(group):
+                raise SettingError(f"{prefix}.base={shorten(value.get('name'))}: conf/ has no such {group}")
+            settings["base"] = value["name"]
+            settings["base_args"] = choose_settings(group, value, given, f"{prefix}.base_args")
             continue
         known = [usual.get(name), *(preset[name] for preset in presets if preset and name in preset)]
-        check_value(f"{prefix}.{name}", own, known, f"{group}.{name}")
-        found[name] = own
-    return found
+        check_value(f"{prefix}.{name}", value, known, f"{group}.{name}")
+        settings[name] = value
+    return settings
 
 
 def check_value(name: str, value: Any, known: Sequence[Any], setting: str | None = None) -> None:
@@ -245,7 +245,12 @@ def check_value(name: str, value: Any, known: Sequence[Any], setting: str | None
         return
     if setting in GIVEN:
         raise SettingError(f"{name}: leads to files, data or code, so nothing of a bundle counts; give {name}=… here")
-    texts = {text for own in known for text in (own if isinstance(own, list) else [own]) if isinstance(text, str)}
+    texts = {
+        text
+        for known_value in known
+        for text in (known_value if isinstance(known_value, list) else [known_value])
+        if isinstance(text, str)
+    }
     texts |= {*TEXTS.get(setting, ())}
     items = value if isinstance(value, list) else [*value.values()] if isinstance(value, Mapping) else [value]
     if len(items) > MOST_ITEMS or (isinstance(value, Mapping) and not value.keys() <= AXIS):
@@ -286,8 +291,8 @@ def find_local(settings: object) -> dict[str, str]:
     the run's identity states.
     """
     flat = flatten(settings) if isinstance(settings, Mapping) else {}
-    paths = {name: own for name in LOCAL if isinstance(own := flat.get(name), str)}
-    return {name: own for name, own in paths.items() if own == "hub" or Path(own).expanduser().exists()}
+    paths = {name: path for name in LOCAL if isinstance(path := flat.get(name), str)}
+    return {name: path for name, path in paths.items() if path == "hub" or Path(path).expanduser().exists()}
 
 
 def shorten(value: object) -> str:

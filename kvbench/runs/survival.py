@@ -38,11 +38,14 @@ def measure_survival(layers: Sequence[StoredRows], tokens: int) -> list[str]:
     for rows in layers:
         cut = rows.even and rows.places is not None and not rows.tail
         alike.setdefault((rows.device, rows.shape, rows.longest) if cut else id(rows), []).append(rows)
-    parts = [rank_together(own, places[own[0].device]).diff().sum((0, 2)) for own in alike.values()]  # (B, bins) each
+    # of each group of layers the rows that are held, (B, bins)
+    parts = [rank_together(group, places[group[0].device]).diff().sum((0, 2)) for group in alike.values()]
     held = torch.stack([part.to(parts[0].device) for part in parts]).sum(0).tolist()
     heads = sum(rows.shape[1] for rows in layers)
     most = [heads * (stop - start) for start, stop in zip(edges, edges[1:], strict=False)]
-    return [bytes((200 * own + of) // (2 * of) for own, of in zip(sample, most, strict=True)).hex() for sample in held]
+    return [
+        bytes((200 * count + of) // (2 * of) for count, of in zip(sample, most, strict=True)).hex() for sample in held
+    ]
 
 
 def rank_together(layers: Sequence[StoredRows], places: Tensor) -> Tensor:
@@ -67,10 +70,10 @@ def find_evidence(sample: Sample, prompt: Prompt, tokens: int) -> list[int]:
         tokens: The number of tokens that were read.
     """
     bins = min(BINS, tokens)
-    found: set[int] = set()
+    evidence: set[int] = set()
     for target in filter(None, map(str.strip, sample.answers)):
         begin, end = (r"\b" if re.match(r"\w", edge, re.ASCII) else "" for edge in (target[0], target[-1]))
         for match in re.finditer(begin + re.escape(target) + end, sample.context, re.ASCII):
             first, last = bisect_right(prompt.ends, match.start()), bisect_left(prompt.ends, match.end())
-            found.update(range(first * bins // tokens, last * bins // tokens + 1))
-    return sorted(found)
+            evidence.update(range(first * bins // tokens, last * bins // tokens + 1))
+    return sorted(evidence)

@@ -161,10 +161,11 @@ def check_reference(subject: TaskUnderTest) -> str:
         if not isinstance(text, str):
             raise CheckFailed(f"reference of {sample.uid} returned {type(text).__name__}, expected a text")
         scores.setdefault(sample.subtask, []).append(grade_output(subject.owner, task, sample, text).score)
-    for subtask, found in scores.items():
-        if not any(found):
+    for subtask, subtask_scores in scores.items():
+        if not any(subtask_scores):
             raise CheckFailed(f"{subtask}: every `reference` scores 0")
-    return f"{min(sum(found) / len(found) for found in scores.values()):g} or more in each subtask"
+    least = min(sum(subtask_scores) / len(subtask_scores) for subtask_scores in scores.values())
+    return f"{least:g} or more in each subtask"
 
 
 CHECKS: tuple[tuple[str, Callable[[TaskUnderTest], str]], ...] = (
@@ -185,8 +186,8 @@ def run_checks(subject: TaskUnderTest) -> int:
 def print_subject(subject: TaskUnderTest) -> None:
     """Print the task's class and settings, and which of its sources are hashed."""
     target = subject.settings["_target_"]
-    own = {key: value for key, value in subject.settings.items() if key not in ("_target_", "name", "preset")}
-    print(f"{subject.owner}: {target} {own or 'without settings'}")
+    settings = {key: value for key, value in subject.settings.items() if key not in ("_target_", "name", "preset")}
+    print(f"{subject.owner}: {target} {settings or 'without settings'}")
     print(f"model={subject.checkpoint.name}: its tokenizer; it takes {subject.checkpoint.longest()} tokens")
     hashed = [name for name in source_hashes([target.rpartition(".")[0]]) if name.split(".")[0] != "kvbench"]
     if hashed:

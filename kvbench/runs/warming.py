@@ -56,9 +56,9 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
     first = next(iter(runs.values()))
     every, batches = list(runs.values()), 1
     if first.shares_decoding:
-        prompt = max(len(own.ids) + own.unknown for _, own in bench.prompts.values())
-        answer = max(sample.max_new_tokens for sample, _ in bench.prompts.values())
-        batches = choose_joint_batches(every, prompt, answer, bench.gpu_processes)
+        prompt_tokens = max(len(prompt.ids) + prompt.unknown for _, prompt in bench.prompts.values())
+        answer_tokens = max(sample.max_new_tokens for sample, _ in bench.prompts.values())
+        batches = choose_joint_batches(every, prompt_tokens, answer_tokens, bench.gpu_processes)
     make_group = partial(RunGroup, runs, partial(Responder, bench=bench), bench.reload_model, batches)
     device, needs = first.device, list_needs(runs.values(), bench.prompts)
     if device == "cpu" or bench.rehearsed.issuperset(needs):
@@ -90,7 +90,7 @@ def list_needs(runs: Collection[RunSpec], prompts: Mapping[str, tuple[Sample, Pr
     It matters whether answers are decoded together, and if so whether those of several runs are (`RunGroup.rehearse`).
     """
     first = next(iter(runs))
-    sizes = {size for own in prompts.values() for size in list_sizes(own[1], first)}
+    sizes = {size for pair in prompts.values() for size in list_sizes(pair[1], first)}
     how = first.shares_decoding, first.shares_decoding and len(runs) > 1
     return {(name_kind(run), str(run.budget), how, size) for run in runs for size in sizes}
 
@@ -116,8 +116,8 @@ def hash_compilation(runs: Sequence[RunSpec], needs: Collection[Hashable], sampl
 
 def name_kind(run: RunSpec) -> str:
     """Return a text that is equal for runs that differ only in task, budget and seed."""
-    own = run.groups, run.block_size, run.question, run.temperature, run.top_p, run.max_batch, run.compile, run.fidelity
-    return str(own)
+    key = run.groups, run.block_size, run.question, run.temperature, run.top_p, run.max_batch, run.compile, run.fidelity
+    return str(key)
 
 
 @contextmanager
@@ -138,15 +138,15 @@ def choose_examples(prompts: Mapping[str, tuple[Sample, Prompt]], run: RunSpec, 
     """
     known: set[Hashable] = set()
     chosen: list[Batch] = []
-    for uid, own in sorted(prompts.items(), key=lambda item: -len(item[1][1].context)):
-        sample, prompt = own
+    for uid, example in sorted(prompts.items(), key=lambda item: -len(item[1][1].context)):
+        sample, prompt = example
         if prompt.earlier or known.issuperset(sizes := list_sizes(prompt, run)):
             continue
         known.update(sizes)
         if sample.conversation:
             chosen.append([prompts[other] for other in list_turns(uid, prompts)])
         else:
-            key = batch_key(*own)
+            key = batch_key(*example)
             same = [pair for pair in prompts.values() if not pair[0].conversation and batch_key(*pair) == key]
             chosen.append(same[:size])
     return chosen
@@ -155,8 +155,10 @@ def choose_examples(prompts: Mapping[str, tuple[Sample, Prompt]], run: RunSpec, 
 def find_companion(batch: Batch, prompts: Mapping[str, tuple[Sample, Prompt]]) -> list[Batch]:
     """Return another batch, of one sample, whose answers may be decoded together with those of `batch`, if any may."""
     groups = {sample.group or sample.uid for sample, _ in batch}
-    others = (own for uid, own in prompts.items() if not own[0].conversation and (own[0].group or uid) not in groups)
-    return [[own] for own in islice(others, 1)]
+    others = (
+        pair for uid, pair in prompts.items() if not pair[0].conversation and (pair[0].group or uid) not in groups
+    )
+    return [[pair] for pair in islice(others, 1)]
 
 
 def list_sizes(prompt: Prompt, run: RunSpec) -> list[Hashable]:
@@ -228,9 +230,16 @@ def read_beginning(run: RunSpec, bench: Resources, prompt: Prompt, answer: int, 
     answer = limit_answer(run, answer)
     device = next(bench.model.parameters()).device
     context = GenerationContext(
-        bench.model, run.choice(), budget, size, (0,), prompt.prefix, make_prompt_encoder(bench.tokenizer),
-        run.compile, answer,
-    )  # fmt: skip
+        bench.model,
+        run.choice(),
+        budget,
+        size,
+        (0,),
+        prompt.prefix,
+        make_prompt_encoder(bench.tokenizer),
+        run.compile,
+        answer,
+    )
     context.prefill(torch.tensor([ids], device=device))
     if answer:
         with context.branch():

@@ -39,18 +39,18 @@ def count_workers(workers: int | str, device: str) -> int:
     return max(1, torch.cuda.device_count()) if device == "cuda" else 1
 
 
-def choose_gpus(count: int, visible: str | None, found: int) -> list[str]:
+def choose_gpus(count: int, visible: str | None, available: int) -> list[str]:
     """Return the GPU of each process. The GPUs take turns, so that they have equally many processes, or one more.
 
     Args:
         count: The number of processes.
         visible: CUDA_VISIBLE_DEVICES, which names GPUs; None or "" if it is not set.
-        found: The number of GPUs that CUDA finds. It ignores names from the first unknown one on.
+        available: The number of GPUs that CUDA finds. It ignores names from the first unknown one on.
 
     Returns:
         What CUDA_VISIBLE_DEVICES must be in each process.
     """
-    names = visible.split(",")[:found] if visible else list(map(str, range(found)))
+    names = visible.split(",")[:available] if visible else list(map(str, range(available)))
     return [names[number % len(names)] for number in range(count)]
 
 
@@ -99,13 +99,13 @@ class Workers:
         """
         root = self.results / "runs"
         with make_records_folder(self.results, root):
-            left = [own for own in groups if not all(RunFolder(root, run.value).finished for run in own)]
+            left = [group for group in groups if not all(RunFolder(root, run.value).finished for run in group)]
         if not left:
             return {}
         for index, process in enumerate(self.processes):
-            own = self.processes[index] = process or self._start(index)
+            worker = self.processes[index] = process or self._start(index)
             with suppress(BrokenPipeError):  # it has died; `_wait` says so
-                own[1].send(left)
+                worker[1].send(left)
         return {name: line for index in range(len(self.processes)) for name, line in self._wait(index).items()}
 
     def _start(self, index: int) -> tuple[Any, Connection]:
@@ -125,15 +125,15 @@ class Workers:
         """Wait until a process has done its work or died, and return whom it accuses."""
         assert (started := self.processes[index]) is not None  # `execute` has started it
         process, connection = started
-        found: dict[str, str] = {}
+        accused: dict[str, str] = {}
         try:
             with waiting():
-                found = connection.recv()
+                accused = connection.recv()
         except (EOFError, ConnectionResetError):
             process.join()
             self.processes[index] = None
             print(f"kvbench: worker {index} ended with code {process.exitcode}", file=sys.stderr)
-        return found
+        return accused
 
     def close(self, at_once: bool = False) -> None:
         """End the processes.
@@ -141,15 +141,15 @@ class Workers:
         Args:
             at_once: Whether they may still work. Otherwise each says first what its time was spent on.
         """
-        found = [own for own in self.processes if own is not None]
+        workers = [worker for worker in self.processes if worker is not None]
         self.processes = [None] * len(self.processes)
-        for process, connection in found:
+        for process, connection in workers:
             if at_once:
                 process.terminate()
             else:
                 with suppress(OSError):
                     connection.send(None)
-        for process, connection in found:
+        for process, connection in workers:
             process.join(PATIENCE)
             process.kill()
             process.join()
@@ -157,9 +157,13 @@ class Workers:
 
 
 def run_worker(
-    connection: Connection, results: Path, environment: Mapping[str, str], gpu_processes: int, processes: int,
+    connection: Connection,
+    results: Path,
+    environment: Mapping[str, str],
+    gpu_processes: int,
+    processes: int,
     shows_progress: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Execute the runs that arrive, and answer when they are done; the main function of a process.
 
     It is silent about invalid settings, broken contracts and a disk that cannot be written. The process that asks for
@@ -224,10 +228,10 @@ def receive(connection: Connection) -> Sequence[Sequence[RunSpec]] | None:
     """Wait for groups of runs. None at the end, and if the process that sends them has died."""
     try:
         with waiting():
-            found: Sequence[Sequence[RunSpec]] | None = connection.recv()
+            groups: Sequence[Sequence[RunSpec]] | None = connection.recv()
     except EOFError:
         return None
-    return found
+    return groups
 
 
 def exit_with_parent(end: Callable[[int], NoReturn]) -> None:
