@@ -90,13 +90,13 @@ def waiting() -> Iterator[None]:
     if current_thread() is not main_thread():
         yield
         return
-    own = _stop
-    own.waits += 1
+    stop = _stop
+    stop.waits += 1
     try:
         check_stop()
         yield
     finally:
-        own.waits -= 1
+        stop.waits -= 1
 
 
 @contextmanager
@@ -134,8 +134,8 @@ def refuse_exits() -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            for name, own in before.items():
-                setattr(module, name, own)
+            for name, function in before.items():
+                setattr(module, name, function)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -23,12 +23,12 @@ def map_in_threads(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
         work: A function that several threads may call at once, each with another item.
         items: The items. Only this thread iterates over them.
     """
-    own, waiting = iter(items), deque[Future[T]]()
-    yield from map(work, islice(own, 1))
+    remaining, waiting = iter(items), deque[Future[T]]()
+    yield from map(work, islice(remaining, 1))
     threads = min(MOST, count_processors())
     pool = ThreadPoolExecutor(threads)
     try:
-        for item in own:
+        for item in remaining:
             waiting.append(pool.submit(work, item))
             if len(waiting) == 2 * threads:
                 yield waiting.popleft().result()

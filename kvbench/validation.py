@@ -60,7 +60,7 @@ def make_contract_error(owner: str, hook: str, error: BaseException, where: str 
     from traceback import extract_tb  # imported only when something is wrong
 
     frames = extract_tb(error.__traceback__)
-    frame = next((own for own in reversed(frames) if "-packages" not in own.filename), frames[-1])
+    frame = next((frame for frame in reversed(frames) if "-packages" not in frame.filename), frames[-1])
     reason = " ".join(str(error).split()) or "no message"
     place = f"{Path(frame.filename).name}:{frame.lineno}"
     return ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})")
@@ -167,7 +167,7 @@ def format_value(value: object) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{format_value(own)}" for name, own in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{format_value(part)}" for name, part in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "[" + ",".join(map(format_value, value)) + "]"
     return str(value)
@@ -190,7 +190,7 @@ def describe_choices(value: object, allowed: Iterable[object], listed_by: str | 
         allowed: What may be given.
         listed_by: The command that lists all of `allowed`, such as "kvbench run --help".
     """
-    names = [format_value(own) for own in allowed]
+    names = [format_value(choice) for choice in allowed]
     long = len(names) > LISTED
     close = find_closest(value, names, 3 if long else 1) if isinstance(value, str) else []
     meant = f"did you mean {' or '.join(close)}?" if close else ""
@@ -310,10 +310,10 @@ def exact_share(share: float, count: Count) -> Count:
     while rest or not digits:
         digits.append(int(rest * 10**9))
         rest = rest * 10**9 % 1
-    found: Any = 0
-    for own in reversed(digits):
-        found = (found + count * own) // 10**9  # type: ignore[operator]
-    return found
+    product: Any = 0
+    for digit in reversed(digits):
+        product = (product + count * digit) // 10**9  # type: ignore[operator]
+    return product
 
 
 def escape(text: str) -> str:
