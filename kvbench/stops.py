@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from functools import partial
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import Any
 
 GRACE = 3.0  # seconds from a signal until it is raised outside safe points too; workers have 10 to end
 
@@ -121,7 +120,7 @@ def refuse_exits() -> Iterator[None]:
     """
     process, before = os.getpid(), {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
 
-    def refuse(name: str, *given: Any) -> Any:
+    def refuse(name: str, *given: object) -> object:
         if os.getpid() != process:
             return before[name](*given)
         raise SystemExit(f"os.{name} would end the process")

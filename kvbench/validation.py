@@ -67,9 +67,12 @@ def make_contract_error(owner: str, hook: str, error: BaseException, where: str 
 
 
 def call_hook(
-    owner: str, hook: str, work: Callable[[], T], where: str = "",
+    owner: str,
+    hook: str,
+    work: Callable[[], T],
+    where: str = "",
     passed_on: tuple[type[BaseException], ...] = (ContractError, SettingError),
-) -> T:  # fmt: skip
+) -> T:
     """Call what somebody else wrote: a hook of a method or codec, or a task.
 
     Args:

@@ -147,7 +147,7 @@ def describe_part(group: str, settings: Mapping[str, Any]) -> str:
     return ", ".join([f"{name} {preset}" if preset else name, *texts])
 
 
-def _describe_inner(group: str, value: Any) -> Any:
+def _describe_inner(group: str, value: object) -> object:
     """Return a setting's value; for a method or codec inside another one what `describe_part` says of it."""
     return f"({describe_part(group, value)})" if isinstance(value, Mapping) and "name" in value else value
 

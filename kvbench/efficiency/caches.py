@@ -180,10 +180,10 @@ def force_scoring(method: Method, implementation: str) -> Method:
 
     All else that a prefill computes, such as attention and the selection of rows, stays what a run takes.
     """
-    of: Any = type(method)
+    of = type(method)
 
     def force(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def forced(*given: Any) -> Any:
+        def forced(*given: object) -> object:
             with force_implementation(implementation):
                 return hook(*given)
 

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
 from types import MappingProxyType
-from typing import Any
 
 from kvbench.config.catalogue import TimeLimitReached, limit_seconds
 from kvbench.interfaces.observation import PromptEncoder
-from kvbench.models.encoding import encode_text
+from kvbench.models.encoding import FastTokenizer, encode_text
 from kvbench.validation import SettingError, summarize
 
 DAY = "26 Jul 2024"  # a prompt must not change with the date; this is Llama 3's default
@@ -26,7 +25,7 @@ SYSTEM_IN_MESSAGE = (
 TURNS = ("user", "assistant", "user")  # the messages of a conversation whose second answer is due
 
 
-def settle_template(tokenizer: Any, system: str | None, thinking: str | None) -> tuple[Any, bool]:
+def settle_template(tokenizer: FastTokenizer, system: str | None, thinking: str | None) -> tuple[FastTokenizer, bool]:
     """Return a tokenizer whose chat template begins with a system prompt and thinks, or does not.
 
     Assignments in front of the template do that, so that whoever renders it need not know.
@@ -65,7 +64,7 @@ def settle_template(tokenizer: Any, system: str | None, thinking: str | None) ->
     raise SettingError(f"{setting}: the model's chat template does not show it; null")
 
 
-def split_template(tokenizer: Any) -> tuple[str, str]:
+def split_template(tokenizer: FastTokenizer) -> tuple[str, str]:
     """Return what the chat template puts before and after a user's message, or ("", "") without a template.
 
     Raises:
@@ -79,7 +78,7 @@ def split_template(tokenizer: Any) -> tuple[str, str]:
     return parts[0], parts[1]
 
 
-def split_turns(tokenizer: Any) -> tuple[str, str, str, str]:
+def split_turns(tokenizer: FastTokenizer) -> tuple[str, str, str, str]:
     """Return what the chat template puts around the earlier turns of a conversation.
 
     Returns:
@@ -103,7 +102,7 @@ def split_turns(tokenizer: Any) -> tuple[str, str, str, str]:
     raise SettingError("model: its chat template must show the turns of a conversation as they were read")
 
 
-def show_message(tokenizer: Any, role: str, text: str) -> str:
+def show_message(tokenizer: FastTokenizer, role: str, text: str) -> str:
     """Return a message as the chat template shows it. Many templates strip spaces and line breaks from its ends.
 
     Args:
@@ -128,7 +127,7 @@ def show_message(tokenizer: Any, role: str, text: str) -> str:
     raise SettingError(f"model: its chat template must show a message of the {role}, at most without its outer spaces")
 
 
-def find_end(tokenizer: Any) -> int | None:
+def find_end(tokenizer: FastTokenizer) -> int | None:
     """Return the id of the token that the chat template writes behind an answer; None if it writes none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -142,7 +141,7 @@ def find_end(tokenizer: Any) -> int | None:
 
 
 def _render_parts(
-    tokenizer: Any,
+    tokenizer: FastTokenizer,
     roles: tuple[str, ...],
     around: Mapping[int, tuple[str, str]] = MappingProxyType({}),
     opens: bool = True,
@@ -181,7 +180,7 @@ def _render_parts(
     return None
 
 
-def count_template_tokens(tokenizer: Any) -> int:
+def count_template_tokens(tokenizer: FastTokenizer) -> int:
     """Return how many tokens the chat template, or else the tokenizer, adds to the sample's own texts."""
     before, after = split_template(tokenizer)
     if before or after:
@@ -189,7 +188,7 @@ def count_template_tokens(tokenizer: Any) -> int:
     return len(encode_text(tokenizer, "")[0])
 
 
-def make_prompt_encoder(tokenizer: Any) -> PromptEncoder:
+def make_prompt_encoder(tokenizer: FastTokenizer) -> PromptEncoder:
     """Make the encoder of a method's own words. Without a chat template a line break opens the answer."""
 
     def encode(text: str) -> list[int]:

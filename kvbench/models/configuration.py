@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import asdict
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, cast
 
 from kvbench.atomic import replace_file
 from kvbench.config.paths import CACHE
@@ -34,12 +34,25 @@ LARGEST = {  # what a configuration may say, several times that of the largest m
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the largest position
 
 
-def read_rope_settings(config: Any) -> dict[str, Any]:
+class Configuration(Protocol):
+    """The part of a transformers configuration that all supported architectures have."""
+
+    model_type: ClassVar[str]
+    hidden_size: int
+    max_position_embeddings: int
+    num_attention_heads: int
+    num_hidden_layers: int
+    num_key_value_heads: int
+
+    def get_text_config(self, decoder: bool = ...) -> "Configuration": ...
+
+
+def read_rope_settings(config: object) -> dict[str, Any]:
     """Return the settings of the rotary embedding, {} for the plain one. (`rope_scaling` before transformers 5.)"""
     return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
-def check_architecture(config: Any) -> None:
+def check_architecture(config: Configuration) -> None:
     """Raise a SettingError unless the architecture was tested with kvbench's attention function."""
     if config.model_type not in ARCHITECTURES:
         raise SettingError(
@@ -107,7 +120,7 @@ def check_numbers(file: Path) -> None:
                 raise ValueError(f"{file.name}: {key}={value}; kvbench reads 1 to {most}")
 
 
-def iterate_items(value: Any) -> Iterator[tuple[str, Any]]:
+def iterate_items(value: object) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values of a JSON object and of the objects inside it."""
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -177,7 +190,7 @@ def note_linear_rope(path: str) -> None:
         )
 
 
-def find_rope_switch(text: Any) -> int | None:
+def find_rope_switch(text: Configuration) -> int | None:
     """Return the length beyond which a text decoder's RoPE changes its frequencies, or None if it never does."""
     rope = read_rope_settings(text)
     if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
@@ -186,14 +199,14 @@ def find_rope_switch(text: Any) -> int | None:
     return original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
 
 
-def read_config_layout(config: Any) -> Layout:
+def read_config_layout(config: Configuration) -> Layout:
     """Return the layout of a model by its configuration, before the model is loaded."""
     from transformers.cache_utils import DynamicCache
 
     check_architecture(config)
     longest = find_max_tokens(config)
     config = config.get_text_config(decoder=True)
-    layers: list[Any] = list(DynamicCache(config=config).layers)
+    layers: list[Any] = list(DynamicCache(config=cast(Any, config)).layers)
     sliding = tuple(i for i, layer in enumerate(layers) if layer.is_sliding)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     all_slide = len(sliding) == config.num_hidden_layers

@@ -150,7 +150,7 @@ def read_block(layer: Any, layout: Layout) -> Block | None:
         project, biases = (tuple(getattr(linear, name) for linear in inputs) for name in ("weight", "bias"))
         gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
     norms = read_norm(layer.input_layernorm), read_norm(layer.post_attention_layernorm)
-    output_norms: Any = (None, None)
+    output_norms: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
     if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 3, where the second of these norms is the attention's own
         output_norms = norms[1], read_norm(layer.post_feedforward_layernorm)
         norms = norms[0], read_norm(layer.pre_feedforward_layernorm)
@@ -162,7 +162,7 @@ def read_block(layer: Any, layout: Layout) -> Block | None:
     )
 
 
-def is_plain_linear(module: Any, biased: bool = False) -> bool:
+def is_plain_linear(module: object, biased: bool = False) -> bool:
     """Return whether a module is torch's own linear layer, without a bias unless `biased`."""
     return type(module) is torch.nn.Linear and (biased or module.bias is None)
 

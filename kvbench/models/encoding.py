@@ -5,9 +5,10 @@ finished.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
+from kvbench.interfaces.task import Tokenizer
 from kvbench.validation import SettingError
 
 ANY = "a"  # a text that every tokenizer can encode
@@ -15,7 +16,39 @@ PART = "\ufffd"  # what a tokenizer shows of tokens that end within a character
 MOST_PARTS = 4  # tokens that one character may need: a byte each
 
 
-def encode_text(tokenizer: Any, text: str, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
+class AddedToken(Protocol):
+    """A token that a tokenizer has beside those of its vocabulary's model."""
+
+    content: str
+    special: bool
+
+
+class FastTokenizer(Tokenizer, Protocol):
+    """The part of a fast Hugging Face tokenizer that kvbench uses."""
+
+    eos_token_id: int | None
+    added_tokens_decoder: Mapping[int, AddedToken]
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = ..., return_offsets_mapping: bool = ..., verbose: bool = ...
+    ) -> Mapping[str, Any]: ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, object]], **options: object) -> str: ...
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool = ...) -> list[str]: ...
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
+    ) -> str: ...
+
+    def get_chat_template(self) -> str: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+def encode_text(tokenizer: FastTokenizer, text: str, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
     """Encode a text without the tokens that the tokenizer appends.
 
     Args:
@@ -32,14 +65,14 @@ def encode_text(tokenizer: Any, text: str, special: bool = True) -> tuple[list[i
     return ids[:kept], spans[:kept]
 
 
-def find_appended(tokenizer: Any) -> list[int]:
+def find_appended(tokenizer: FastTokenizer) -> list[int]:
     """Return the ids that the tokenizer puts behind every text."""
     plain, whole = (tokenizer.encode(ANY, add_special_tokens=special) for special in (False, True))
     begin = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
     return whole[begin + len(plain) :]
 
 
-def find_ids_beyond(tokenizer: Any, embeddings: int, name: str) -> frozenset[int]:
+def find_ids_beyond(tokenizer: FastTokenizer, embeddings: int, name: str) -> frozenset[int]:
     """Return the ids of special tokens for which the model has no embedding, such as one for padding.
 
     They do no harm while no prompt contains them. More embeddings than tokens do none either.
@@ -63,7 +96,7 @@ def find_ids_beyond(tokenizer: Any, embeddings: int, name: str) -> frozenset[int
     return beyond
 
 
-def find_text(tokenizer: Any, ids: Sequence[int], text: str) -> list[int]:
+def find_text(tokenizer: FastTokenizer, ids: Sequence[int], text: str) -> list[int]:
     """Return the positions of the tokens that show a text wherever it stands among token ids, ascending.
 
     Args:
@@ -80,15 +113,14 @@ def find_text(tokenizer: Any, ids: Sequence[int], text: str) -> list[int]:
     return sorted({place for begin in begins for owner in owners[begin : begin + len(text)] for place in owner})
 
 
-def decode_pieces(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
+def decode_pieces(tokenizer: FastTokenizer, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
     """Yield the text that one token adds to those before it, with 1, or that several tokens of a character add.
 
     A token is decoded behind the ones before it, because some tokenizers drop the space in front of a first one.
     """
 
     def decode(start: int, stop: int) -> str:
-        shown: str = tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
-        return shown
+        return tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False)
 
     before = start = 0
     for stop in range(1, len(ids) + 1):

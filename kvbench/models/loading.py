@@ -7,7 +7,7 @@ checkpoint, because a score of it says nothing.
 import hashlib
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file, logging
 
 from kvbench.models.configuration import load_configuration
@@ -101,7 +101,7 @@ def check_report(path: str, report: Mapping[str, Any]) -> None:
         raise SettingError(f"model.path={path}: its weights are not those of its config.json: {'; '.join(faults)}")
 
 
-def check_stored_size(folder: Path, config: Any) -> None:
+def check_stored_size(folder: Path, config: PreTrainedConfig) -> None:
     """Raise a SettingError if the files of a checkpoint are much too small for its configuration.
 
     transformers would allocate the missing weights before it reports them.
@@ -123,7 +123,7 @@ def check_stored_size(folder: Path, config: Any) -> None:
         )
 
 
-def check_finite(model: torch.nn.Module, label: str, find_fault: Any = None) -> None:
+def check_finite(model: torch.nn.Module, label: str, find_fault: Callable[[], str | None] | None = None) -> None:
     """Raise a SettingError if a weight of a model is NaN or infinite. A model is checked once.
 
     Every tensor is read once on its device, and the host waits once.
@@ -210,7 +210,7 @@ def find_stop_tokens(model: Any) -> frozenset[int]:
     return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
-def make_random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
+def make_random_model(config: PreTrainedConfig, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
     """Make a model with random weights. The global random state does not change.
 
     Args:
@@ -225,7 +225,7 @@ def make_random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
-def count_parameters(config: Any) -> int:
+def count_parameters(config: PreTrainedConfig) -> int:
     """Return how many parameters a model of this configuration has. Tied ones count once. It needs no memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -76,7 +76,7 @@ class CacheLayerPort(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         """Append a block and return the port itself, twice, in place of keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states)
@@ -113,13 +113,13 @@ class CacheLayerPort(CacheLayerMixin):
             given: dict[str, Any] = {name: tensor.detach() for name, tensor in taken.items()}
             self.inputs = replace(self.inputs or LayerInputs(None, None, None, rotate_keys), **given)
 
-        def take_hidden(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def take_hidden(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             add(hidden=args[0] if args else kwargs["hidden_states"])
 
-        def take_normed(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def take_normed(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             add(normed_hidden=args[0] if args else kwargs["hidden_states"])
 
-        def take_keys(_: Any, args: tuple[Any, ...], output: Tensor) -> None:
+        def take_keys(_: object, args: tuple[Any, ...], output: Tensor) -> None:
             size = heads * attention.head_dim
             keys = output if fused is None else output[..., -2 * size : -size]
             add(keys=keys.unflatten(-1, (heads, attention.head_dim)).transpose(1, 2))
@@ -153,7 +153,9 @@ class CacheLayerPort(CacheLayerMixin):
 class SlidingWindowLayer(DynamicSlidingWindowLayer):
     """transformers' own sliding-window layer, which frees what has left the window instead of holding a view of it."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         everything = super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None  # `update` has set them
         if self.keys.shape != everything[0].shape:
@@ -162,9 +164,15 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
 
 
 def attention(
-    module: Any, query: Tensor, key: Any, value: Any,
-    attention_mask: Tensor | None, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
     """Attend for transformers, which calls this function by name.
 
     Args:
@@ -431,13 +439,13 @@ def differentiate(
     decoder, added, hidden = find_text_decoder(model), list[Tensor](), list[Tensor]()
     layers = list_decoder_layers(model)
 
-    def begin(module: Any, args: Any, output: Tensor) -> Tensor:  # also if no weight requires a gradient
+    def begin(module: object, args: object, output: Tensor) -> Tensor:  # also if no weight requires a gradient
         return output.detach().requires_grad_()
 
-    def take_added(module: Any, args: Any, output: Tensor) -> None:
+    def take_added(module: object, args: object, output: Tensor) -> None:
         added.append(output)
 
-    def take_hidden(module: Any, args: Any, output: Any) -> None:
+    def take_hidden(module: object, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         hidden.append(output[0] if isinstance(output, tuple) else output)
 
     handles = [decoder.embed_tokens.register_forward_hook(begin), layers[-1].register_forward_hook(take_hidden)]
@@ -473,7 +481,7 @@ def watch_numbers(model: torch.nn.Module) -> Iterator[list[int]]:
     """
     indices: list[int] = []
 
-    def note(index: int, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def note(index: int, module: torch.nn.Module, inputs: object, output: object) -> None:
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 indices.append(index)

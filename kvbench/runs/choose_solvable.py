@@ -14,7 +14,6 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -24,6 +23,7 @@ from kvbench.analysis import solvable_subtasks
 from kvbench.config import catalogue
 from kvbench.config.compose import compose_config
 from kvbench.runs import checks
+from kvbench.runs.spec import RunSpec
 from kvbench.validation import SettingError, require_writable
 
 SEED = 50_000
@@ -60,7 +60,7 @@ def compose_configs(options: Namespace) -> list[DictConfig]:
 
 
 def score_subtasks(
-    runs: Sequence[Any], results: Path, workers: int | str | None
+    runs: Sequence[RunSpec], results: Path, workers: int | str | None
 ) -> Iterator[tuple[int, Mapping[str, list[float]]]]:
     """Execute the runs. Yield for each its length and, by subtask, the scores of its samples in points."""
     from kvbench.runs.executor import Executor
@@ -73,10 +73,11 @@ def score_subtasks(
             [records] = executor.execute([run], count=count)
             for record in sorted(records.values(), key=lambda record: record["index"]):
                 scores.setdefault(record["subtask"], []).append(record["score"] or 0.0)
-            yield run.task.length, scores
+            assert (length := run.task.length) is not None  # `compose_configs` refuses other tasks
+            yield length, scores
 
 
-def format_card(run: Any, command: str, by_length: Mapping[int, Mapping[str, Sequence[float]]]) -> Iterator[str]:
+def format_card(run: RunSpec, command: str, by_length: Mapping[int, Mapping[str, Sequence[float]]]) -> Iterator[str]:
     """Yield the lines of the YAML, with the command and the scores as comments."""
     yield from wrap_text(command, "# ")
     count = max(len(subtask_scores) for scores in by_length.values() for subtask_scores in scores.values())

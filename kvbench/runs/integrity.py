@@ -18,7 +18,7 @@ from kvbench.models.transformers_port import read_layout
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
 OF_PYTHON = {"__annotations__", "__annotations_cache__", "__doc__"}  # names in classes that Python sets when asked
 INNER = {staticmethod: "__func__", classmethod: "__func__", property: "fget", cached_property: "func"}
-ABSENT: Any = object()
+ABSENT = object()
 
 
 class WeightHashes:

@@ -15,16 +15,15 @@ stay as they were generated, come the ids of what the template writes there.
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any
 
 import numpy as np
 
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import show_message, split_template, split_turns
-from kvbench.models.encoding import encode_text
+from kvbench.models.encoding import FastTokenizer, encode_text
 from kvbench.threads import map_in_threads
 
 # Texts in place of an answer. One of them shares no token with what follows; the last one cannot.
@@ -66,7 +65,7 @@ class Prompt:
         return hashlib.sha256(repr(pieces).encode()).hexdigest()[:16]
 
 
-def encode_all(tokenizer: Any, samples: Iterable[Sample]) -> dict[str, tuple[Sample, Prompt]]:
+def encode_all(tokenizer: FastTokenizer, samples: Iterable[Sample]) -> dict[str, tuple[Sample, Prompt]]:
     """Encode samples. Return sample and prompt by uid, in the samples' order; ValueError if a uid occurs twice."""
     encoded: dict[str, tuple[Sample, Prompt]] = {}
 
@@ -92,7 +91,7 @@ def _group_turns(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         yield turns
 
 
-def encode(tokenizer: Any, sample: Sample) -> Prompt:
+def encode(tokenizer: FastTokenizer, sample: Sample) -> Prompt:
     """Encode a sample that follows no other."""
     [prompt] = _encode_turns(tokenizer, [sample])
     return prompt
@@ -115,7 +114,7 @@ class _Read:
     special: bool
 
 
-def _encode_turns(tokenizer: Any, turns: Sequence[Sample]) -> Iterator[Prompt]:
+def _encode_turns(tokenizer: FastTokenizer, turns: Sequence[Sample]) -> Iterator[Prompt]:
     """Encode the turns of a conversation, or a single sample."""
     read, prompt = _encode_opening(tokenizer, turns[0])
     yield prompt
@@ -138,7 +137,7 @@ def _encode_turns(tokenizer: Any, turns: Sequence[Sample]) -> Iterator[Prompt]:
         yield prompt
 
 
-def _encode_behind(tokenizer: Any, read: _Read, text: str) -> tuple[_Read, tuple[int, ...], int]:
+def _encode_behind(tokenizer: FastTokenizer, read: _Read, text: str) -> tuple[_Read, tuple[int, ...], int]:
     """Encode a text that follows what was read.
 
     The ids are those that the whole has behind the ones that were read. If the tokenizer gives other ids for what was
@@ -164,7 +163,7 @@ def _encode_behind(tokenizer: Any, read: _Read, text: str) -> tuple[_Read, tuple
     return after, rest, max(1, others.total())
 
 
-def _encode_behind_own(tokenizer: Any, text: str) -> tuple[_Read, tuple[int, ...]]:
+def _encode_behind_own(tokenizer: FastTokenizer, text: str) -> tuple[_Read, tuple[int, ...]]:
     """Encode a text that follows an answer of the model, whatever that is.
 
     A stand-in takes the answer's place, because some tokenizers begin a text with a token that never follows another.
@@ -179,7 +178,7 @@ def _encode_behind_own(tokenizer: Any, text: str) -> tuple[_Read, tuple[int, ...
     return _Read(stand_in + text, stand_in + text, tuple(joint_ids), False), tuple(joint_ids[len(ids) :])
 
 
-def _encode_opening(tokenizer: Any, sample: Sample) -> tuple[_Read, Prompt]:
+def _encode_opening(tokenizer: FastTokenizer, sample: Sample) -> tuple[_Read, Prompt]:
     """Encode a sample that follows no other. The chat template brings its own special tokens.
 
     A solved example gets the whole template too, with nothing after its answer, as NVIDIA/RULER writes it
@@ -204,7 +203,7 @@ def _encode_opening(tokenizer: Any, sample: Sample) -> tuple[_Read, Prompt]:
     return _Read(text, text, prompt.ids, special), prompt
 
 
-def encode_parts(tokenizer: Any, text: str, begin: int, end: int, special: bool) -> Prompt:
+def encode_parts(tokenizer: FastTokenizer, text: str, begin: int, end: int, special: bool) -> Prompt:
     """Tokenize a whole prompt and split it at the end of its context.
 
     Args:
@@ -228,7 +227,7 @@ def encode_parts(tokenizer: Any, text: str, begin: int, end: int, special: bool)
     return Prompt(tuple(ids[:split]), tuple(ids[split:]), min(prefix, split), ends=ends)
 
 
-def batch_key(sample: Sample, prompt: Prompt) -> tuple[Any, ...]:
+def batch_key(sample: Sample, prompt: Prompt) -> tuple[Hashable, ...]:
     """Return what samples of one batch have in common."""
     ends = (sample.max_new_tokens, sample.min_new_tokens, sample.ends, sample.until)
     return len(prompt.context), len(prompt.rest), prompt.prefix, *ends

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import count_template_tokens, find_end, settle_template
-from kvbench.models.encoding import find_appended, find_ids_beyond
+from kvbench.models.encoding import FastTokenizer, find_appended, find_ids_beyond
 from kvbench.models.loading import find_stop_tokens
 from kvbench.runs.integrity import WeightHashes
 from kvbench.runs.prompt import Prompt, encode_all
@@ -89,7 +89,7 @@ class Resources:
         return self.loaded[name]
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> FastTokenizer:
         """The checkpoint's tokenizer, whose chat template shows the run's system prompt.
 
         Raises:
@@ -97,7 +97,7 @@ class Resources:
         """
 
         @spend("loading")
-        def load() -> Any:
+        def load() -> FastTokenizer:
             tokenizer, merged = settle_template(self.run.checkpoint.tokenizer(), self.run.system, self.run.thinking)
             if merged:
                 self._say("its chat template has no system role; task.system stands in front of the first message")
@@ -149,7 +149,7 @@ class Resources:
             tokenizer, listed = self.tokenizer, find_stop_tokens(self.model)
             by_source = {"generation_config": listed, "tokenizer": {tokenizer.eos_token_id}}
             by_source["chat template"] = {find_end(tokenizer)}
-            ends = {name: frozenset(ids - {None}) for name, ids in by_source.items()}
+            ends = {name: frozenset(token for token in ids if token is not None) for name, ids in by_source.items()}
             stop_ids = frozenset().union(*ends.values())
             if not stop_ids:
                 self._say("it has no token that ends an answer; an answer has max_new_tokens tokens")
@@ -160,7 +160,7 @@ class Resources:
 
         return self._once("ends", find)
 
-    def _find_beyond(self, tokenizer: Any) -> frozenset[int]:
+    def _find_beyond(self, tokenizer: FastTokenizer) -> frozenset[int]:
         """Return the ids of the tokenizer's special tokens for which the model has no embedding."""
 
         def find() -> frozenset[int]:
@@ -198,5 +198,5 @@ class Resources:
         return self._once("prompts", make)
 
 
-def _name_tokens(tokenizer: Any, ids: Iterable[int]) -> str:
+def _name_tokens(tokenizer: FastTokenizer, ids: Iterable[int]) -> str:
     return " ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ids)))) or "none"

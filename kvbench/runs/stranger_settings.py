@@ -228,7 +228,7 @@ def choose_settings(group: str, part: Mapping[str, Any], given: Mapping[str, Any
     return settings
 
 
-def check_value(name: str, value: Any, known: Sequence[Any], setting: str | None = None) -> None:
+def check_value(name: str, value: object, known: Sequence[object], setting: str | None = None) -> None:
     """Check that a value of a stranger's may count.
 
     Args:
