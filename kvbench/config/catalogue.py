@@ -180,7 +180,8 @@ def read_settings(group: str, config: DictConfig) -> dict[str, Any]:
         if not OUTER_REFERENCE.search(packed):
             _resolved[packed] = resolved
     for key, value in resolved.items():
-        if is_path(key) and key != "path" and not isinstance(value, str | None):  # who has `path` checks it
+        # the class that takes `path` checks it
+        if is_path(key) and key != "path" and not isinstance(value, str | None):
             raise SettingError(f"{group}.{key}={format_value(value)}: a path, or null")
     return {key: value for key, value in deepcopy(resolved).items() if key not in NO_SETTINGS}
 
@@ -225,8 +226,8 @@ def task_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a task's settings as a run's identity contains them.
 
     Paths do not count, because the identity covers the data behind them. The temperature does not count, because it is
-    one of the sampling settings. A variant or a system prompt that is null does not count, so that runs of before it
-    could be chosen keep their names.
+    one of the sampling settings. A variant or a system prompt that is null does not count, so that runs made
+    before it could be chosen keep their names.
     """
     skipped = [key for key in settings if is_path(key)]
     skipped += ["_target_", "preset", "temperature"]

@@ -45,7 +45,7 @@ from kvbench.config.imports import (
 from kvbench.config.paths import IS_CHECKOUT, REPLAY, ROOT
 from kvbench.validation import SettingError
 
-FOLDERS = {"kvbench.cache", "kvbench.engine", "kvbench.interfaces", "kvbench.models", "kvbench.runs"}  # count whole
+FOLDERS = {"kvbench.cache", "kvbench.engine", "kvbench.interfaces", "kvbench.models", "kvbench.runs"}  # hashed whole
 CODE = ("kvbench", "kernels", "methods", "tasks", "conf", "run.py")  # paths whose changes make a checkout "dirty"
 UNCOUNTED = {  # modules that a run imports but that change no number in its record -> the reason
     "kvbench.atomic": "renames files into place",
