@@ -22,7 +22,7 @@ SYSTEM_IN_MESSAGE = (
     "{{% set messages = [{{'role': messages[0].role, 'content': ({spaced} if messages[0].content is string else "
     "[{{'type': 'text', 'text': {spaced}}}]) + messages[0].content}}] + messages[1:] %}}\n"
 )
-TURNS = ("user", "assistant", "user")  # the messages of a conversation whose second answer is due
+TURNS = ("user", "assistant", "user")  # roles of a conversation that waits for its second answer
 
 
 def settle_template(tokenizer: FastTokenizer, system: str | None, thinking: str | None) -> tuple[FastTokenizer, bool]:
@@ -163,7 +163,7 @@ def _render_parts(
         contents = [[{"type": "text", "text": text}] if wrapped else text for text in texts]
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
-            with limit_seconds(TEMPLATE_SECONDS):  # not in threads, but the first sample is encoded in none
+            with limit_seconds(TEMPLATE_SECONDS):  # no limit in other threads; the main one encodes the first sample
                 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **TODAY)
         except TimeLimitReached:
             raise SettingError(f"model: its chat template takes longer than {TEMPLATE_SECONDS} s") from None

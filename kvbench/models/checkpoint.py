@@ -52,7 +52,8 @@ def find_model(model: str, setting: str = "model.path") -> str:
         check_fetched(model)
     close = get_close_matches(model.lower(), KNOWN_MODELS, 1, 0.8)
     if close and model not in KNOWN_MODELS and "/" not in model and not is_gguf(model) and not Path(model).exists():
-        raise SettingError(f"{setting}={model}: no such model; did you mean {close[0]}?")  # the hub would take long
+        # asking the hub would take long
+        raise SettingError(f"{setting}={model}: no such model; did you mean {close[0]}?")
     path = str(KNOWN_MODELS.get(model, model))
     check_model_path(path, setting)
     if not is_gguf(path):

@@ -87,7 +87,7 @@ class CacheLayerPort(CacheLayerMixin):
 
     def make_key_rotation(self, module: Any) -> KeyRotation:
         """Return what norms and rotates keys as a decoder layer does."""
-        norm, rotation = getattr(module.self_attn, "k_norm", None), self.rotation  # rows keep it, but not the port
+        norm, rotation = getattr(module.self_attn, "k_norm", None), self.rotation  # the function must not hold the port
 
         def rotate_keys(keys: Tensor, places: Tensor) -> Tensor:
             shape = places.shape
@@ -467,7 +467,7 @@ def observe_inputs(model: torch.nn.Module, cache: ContextCache) -> Iterator[None
         asking = {
             i: port for i, port in enumerate(cache.layers) if isinstance(port, CacheLayerPort) and port.wants_inputs
         }
-        layers = list_decoder_layers(model) if asking else []  # which looks through all modules
+        layers = list_decoder_layers(model) if asking else []  # listing them visits all modules
         for index, port in asking.items():
             stack.enter_context(port.observe_inputs(layers[index], text_config(model).num_key_value_heads))
         yield
