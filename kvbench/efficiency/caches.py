@@ -102,7 +102,7 @@ class KVBenchCache:
     @property
     def context(self) -> GenerationContext:
         """The context that read the prompt."""
-        assert self._context is not None  # `read`
+        assert self._context is not None  # `read` has made it
         return self._context
 
     def read(self, ids: Tensor) -> None:

@@ -71,7 +71,7 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
             times.append(sum(between[: end - 1]))
         captures.append(cache.capture_ms)
         sizes |= measure_peak("peak_decode_bytes", device)
-    if task.baseline != "static_compiled":  # another cache read its prompt
+    if task.baseline != "static_compiled":  # whose prompt another cache reads
         yield make_line("ttft_ms", "ms", spread(first))
     if timed:
         yield make_line("tpot_ms", "ms", spread_tokens(timed, find_interval(run)), cache.path)
@@ -119,7 +119,7 @@ def compute_tpot_floors(
     The time is the mean over the cache's answers, before which its rows had `before` bytes.
     """
     read, after = cache.bytes_per_token(), cache.bytes_after()
-    if read in (before, after):  # a token reads all rows, and each token found more of them than the one before
+    if read in (before, after):  # a token reads all rows, and each token adds one
         read = (before + after) // 2
     element = run.torch_dtype.itemsize
     return decode_ms(machine, WeightSizes.of(model), read, batch, element, cache.operations_per_token())

@@ -67,9 +67,12 @@ def measure_once(run: RunSpec, results: Path) -> tuple[Path, list[Line]]:
 def measure_run(run: RunSpec) -> list[Line]:
     """Measure a run and return all of its lines."""
     kinds = {
-        "latency": measure_latency, "decoding": measure_decoding, "throughput": measure_throughput,
-        "scoring": measure_scoring, "regions": measure_regions,
-    }  # fmt: skip
+        "latency": measure_latency,
+        "decoding": measure_decoding,
+        "throughput": measure_throughput,
+        "scoring": measure_scoring,
+        "regions": measure_regions,
+    }
     task = read_task(run)
     lines = list(kinds[task.measure](run))
     if task.baseline == "static_compiled":
@@ -145,7 +148,7 @@ def simplify_run(run: RunSpec) -> RunSpec:
                 f"task.implementation={task.implementation}: needs a method that scores rows, and task.baseline=none; "
                 "otherwise null"
             )
-        if run.block_size is not None:  # a graph may read it, which cannot hold the reference
+        if run.block_size is not None:  # a CUDA graph may read blocks, and cannot run the reference
             raise SettingError(
                 f"task.implementation={task.implementation}: times a prompt of one block; block_size=null"
             )

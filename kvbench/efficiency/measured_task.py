@@ -21,7 +21,7 @@ LEAST_INTERVAL = 128  # tokens of an interval, also where work returns more ofte
 
 def read_task(run: RunSpec) -> Efficiency:
     """Return the task of a run that measures."""
-    assert isinstance(run.task, Efficiency)  # `RunSpec.measures`
+    assert isinstance(run.task, Efficiency)  # callers have asked `RunSpec.measures`
     return run.task
 
 

@@ -152,7 +152,7 @@ def time_prefill(
     model: torch.nn.Module, choice: CachePolicy, budget: Budget, ids: Tensor, words: PromptEncoder | None
 ) -> float:
     """Return the seconds of one prefill of `ids`, shape (1, tokens), as one block; `words` encodes a method's texts."""
-    gc.collect()  # the cache before this one
+    gc.collect()  # frees the cache of the prefill before
     start = time.perf_counter()
     GenerationContext(model, choice, budget, None, (0,), words=words).prefill(ids)
     return time.perf_counter() - start

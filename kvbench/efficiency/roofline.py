@@ -191,7 +191,7 @@ def compute_score_needs(method: str, settings: Mapping[str, Any], sizes: Mapping
     read = per_head * row * (need.get("keys", 0) + need.get("values", 0)) + need.get("written", 4) * per_head
     pairs = per_head * size["group"]
     queries = settings.get("window", 1) if need.get("queries") == "window" else need.get("queries", 0)
-    if need.get("keys") == 2 and queries:  # or the first pass writes its logits in float32, and the second reads these
+    if need.get("keys") == 2 and queries:  # a second pass may read the first one's float32 logits instead
         read -= per_head * max(0, row - 8 * size["group"] * queries)
     if queries == "block":  # causal: the last query sees all rows
         queries = size["tokens"] * (1 - (size["tokens"] - 1) / (2 * size["rows"]))
