@@ -85,7 +85,8 @@ def predict(
     longest, method = ids.shape[1], context.choice.method
     joins = joins and context.weights is not None
     if joins:
-        room = FILL if context.window is None else context.window - context.seen - longest  # the modules refuse more
+        # the model's modules refuse tokens beyond the window
+        room = FILL if context.window is None else context.window - context.seen - longest
         ids = pad(ids, (0, min(-longest % FILL, max(0, room))))
     begin, seconds = now(context.device), None
     with context.branch():

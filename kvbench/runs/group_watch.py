@@ -27,8 +27,8 @@ from kvbench.store.run_folder import RunFolder, to_json_value
 from kvbench.store.runs import name_some
 from kvbench.validation import ContractError, format_value
 
-SHARE = 0.005  # of a group's time that comparisons may take before the last one
-ALONE = 100  # one of so many samples is read again alone
+SHARE = 0.005  # part of a group's time that comparisons may take; the last comparison is always made
+ALONE = 100  # one sample in this many is read again alone
 COMPARED = ("output", "score", "rows_held", "rows_held_end", "survived")  # fields that law 7 is about
 
 
@@ -153,4 +153,4 @@ class GroupWatch:
         except Untrusted as untrusted:
             if isinstance(error, Exception):
                 raise
-            tqdm.write(f"kvbench: {untrusted}", file=sys.stderr)  # Ctrl-C goes on
+            tqdm.write(f"kvbench: {untrusted}", file=sys.stderr)  # the stop, such as Ctrl-C, goes on

@@ -10,7 +10,7 @@ from math import ceil
 from kvbench.runs.devices import count_device_bytes
 from kvbench.runs.spec import RunSpec
 
-MOST = 16  # samples
+MOST = 16  # samples whose answers are decoded as one batch
 ROOM = 0.5  # share of a process's memory for the rows of all contexts, beside weights and a prompt's activations
 
 

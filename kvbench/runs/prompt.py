@@ -26,7 +26,8 @@ from kvbench.models.chat_template import show_message, split_template, split_tur
 from kvbench.models.encoding import FastTokenizer, encode_text
 from kvbench.threads import map_in_threads
 
-# Texts in place of an answer. One of them shares no token with what follows; the last one cannot.
+# Texts that take the place of an answer. The first one that shares no token with the text behind it is used. The empty
+# one never shares a token.
 STAND_INS = ("x", ".", "\n", "0", "")
 
 
@@ -99,7 +100,9 @@ def encode(tokenizer: FastTokenizer, sample: Sample) -> Prompt:
 
 @dataclass(frozen=True)
 class _Read:
-    """What was read of a conversation: all of it, or what follows the model's last own answer and a stand-in for it.
+    """The text of a conversation that was read.
+
+    If the model has given answers of its own, whose text is not known, it begins with a stand-in for the last one.
 
     Attributes:
         text: The text.
@@ -118,7 +121,7 @@ def _encode_turns(tokenizer: FastTokenizer, turns: Sequence[Sample]) -> Iterator
     """Encode the turns of a conversation, or a single sample."""
     read, prompt = _encode_opening(tokenizer, turns[0])
     yield prompt
-    before_own = 0  # of the tokens that would be others: those before the model's last own answer
+    before_own = 0  # `retokenized` of the turns before the model's last own answer, which `read` no longer has
     for before, sample in pairwise(turns):
         lead, between, closing, thought = split_turns(tokenizer) if sample.chat else ("", "", "", "")
         asked = show_message(tokenizer, "user", sample.question) if sample.chat else sample.question

@@ -168,7 +168,8 @@ def read_settings(folder: RunFolder, uid: str) -> DictConfig:
         raise CannotReplay("the run was written before kvbench kept its settings")
     value = folder.value
     overrides: dict[str, Any] = {"device": value["device"]["type"], "dtype": value["device"]["dtype"], "workers": None}
-    if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):  # a baseline has its cell's settings
+    # machine.json of the full cache's run may hold the settings of the cell that needed it
+    if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):
         overrides |= {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
     config = OmegaConf.create({**settings, **overrides})
     if "cache" in config.task:

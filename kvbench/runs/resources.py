@@ -35,7 +35,7 @@ class Resources:
         gpu_processes: The number of processes of the sweep that use this one's GPU, this one included; 1 on a CPU.
         processes: The number of processes that share the samples, this one included.
         speaks: Whether notes about the model are printed. One process of a sweep prints them.
-        accused: What a method did to the runs beside its own, by `RunSpec.choice_name`. It is not executed again.
+        accused: What a method did that harms other runs, by `RunSpec.choice_name`. It is not executed again.
     """
 
     run: RunSpec
@@ -153,7 +153,7 @@ class Resources:
             stop_ids = frozenset().union(*ends.values())
             if not stop_ids:
                 self._say("it has no token that ends an answer; an answer has max_new_tokens tokens")
-            elif stop_ids > listed:  # a list of several is no disagreement
+            elif stop_ids > listed:  # generation_config may list several, which is fine
                 named = [f"{name} {_name_tokens(tokenizer, ids)}" for name, ids in ends.items()]
                 self._say(f"answers end at any of these tokens, which differ: {', '.join(named)}")
             return stop_ids

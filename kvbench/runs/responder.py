@@ -177,7 +177,8 @@ class Responder:
     def rehearse(self, batch: Sequence[tuple[Sample, Prompt]]) -> Session[None]:
         """Return a session that does what `begin` does, but only begins the answers, and keeps nothing."""
         context, hidden, method = self.open(batch), self.run.question == "hidden", self.choice.method
-        tokens = max(CHUNK + 1, method.decode_interval + 2 if method.decoding else 0)  # of an answer: up to a cut
+        # of an answer, so many that it is cut once
+        tokens = max(CHUNK + 1, method.decode_interval + 2 if method.decoding else 0)
         rounds = [[turn] for turn in batch] if batch[0][0].conversation else [batch]
         with context.branch():
             for number, some in enumerate(rounds):
@@ -264,7 +265,7 @@ class Responder:
                 with nullcontext() if sample.said is None else context.branch():
                     [record], answer = yield from self._generate_answers(context, [(sample, prompt)], spent, asked)
                 records.append(record)
-                last = int(answer[0, -1])  # not read yet; if it ends answers, the next turn brings it
+                last = int(answer[0, -1])  # not read yet; the next turn's text has the token that ends an answer
                 if sample.said is None and last not in self.stop:
                     yield from self._extend(context, [(last,)])
         return records
@@ -512,7 +513,7 @@ class Responder:
         return {
             "quota": None if self.run.budget.value is None else context.budget.rows(prompt, prompt),
             "protected": find_largest(layer.tally.head_protected for layer in layers),
-            # protected rows that the quota had no room for, in the head and at the eviction with most of them
+            # protected rows that the quota had no room for: the largest number in one head at one eviction
             "given_up": {
                 kind: find_largest(layer.tally.head_given_up[kind] for layer in layers) for kind in ("sinks", "recents")
             },

@@ -65,7 +65,7 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
 
     Raises:
         SettingError: A sample does not fit the model, or the results folder cannot be used.
-        DamagedRun: The run was changed. One of several is dropped.
+        DamagedRun: The files of a run were changed. With several runs, this one is dropped instead.
     """
     with make_records_folder(results, results / "runs"):
         folders = {RunFolder(results / "runs", run.value): run for run in runs}
@@ -89,7 +89,8 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
         base = runs[0].baseline()
         full = [folder for folder, run in folders.items() if run.value == base.value]
         bench.full = full[0] if full else RunFolder(results / "runs", base.value)
-        open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}  # the others use it
+        # the full cache's run comes first, because the others are compared with it
+        open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}
     try:
         with GroupWatch(open_, bench) as watch:
             make_records(open_, bench, watch)
@@ -127,7 +128,8 @@ def make_records(open_: Mapping[RunFolder, RunSpec], bench: Resources, watch: Gr
             batches = [turns or [uid, *claim_companions(uid, prompts, size, free)]]
             if not turns and company.most_batches > 1:
                 others = (other for other in prompts if any(folder.is_free(other) for folder in free))
-                enough = company.most_batches * size * bench.processes  # with more than this nothing is limited
+                # if so many samples are left, `limit_claim` limits nothing
+                enough = company.most_batches * size * bench.processes
                 left = len(batches[0]) + sum(1 for _ in islice(others, enough))
                 most = limit_claim(company.most_batches, size, left, bench.processes)
                 batches += claim_batches(uid, prompts, size, free, most - 1)

@@ -157,7 +157,7 @@ class RunGroup:
             pairs = [(folder, number) for number in range(len(batches)) for folder in self.readers]
             try:
                 run_together(self._begin(pairs, batches, [], Responder.rehearse))
-            except Exception as error:  # one after the other, they say whose it is
+            except Exception as error:  # read one after the other, the runs show whose error it is
                 together = False
                 if spoils_model(error):
                     self._renew_model(error)
@@ -315,7 +315,7 @@ class RunGroup:
             reader.drop()
         if spoils_model(error):
             self._renew_model(error)
-        if isinstance(error, ContractError):  # the run's own cell will say it
+        if isinstance(error, ContractError):  # when the run is executed alone, it raises this error
             return
         groups = self.runs[folder].groups
         label = " ".join(f"{group}={settings['name']}" for group, settings in groups.items())

@@ -23,7 +23,7 @@ from kvbench.runs.devices import choose_device, choose_dtype, name_gpu
 from kvbench.store.run_folder import run_hash
 from kvbench.validation import SettingError, call_hook
 
-IDENTITY = 2  # how a run is named; runs that were named in another way are shown, and never paired with these
+IDENTITY = 2  # version of the rules that name runs; runs of other versions are shown, but not paired with these
 Part = TypeVar("Part")
 UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
 
@@ -103,7 +103,7 @@ class RunSpec:
         device = choose_device(config.device)
         if config.model.device_map is not None and (device == "cpu" or config.workers not in (None, 1)):
             raise SettingError(f"model.device_map={config.model.device_map}: needs GPUs and workers=1")
-        if groups["method"]["name"] == "full":  # nothing is cut: what says how much does not matter
+        if groups["method"]["name"] == "full":  # it cuts nothing, whatever allocator and budget say
             groups["allocator"], budget = catalogue.load_settings("allocator", UNCUT["allocator"]), Budget(1.0)
         checkpoint = find_model_kind(checked.settings["model"]).checkpoint(config.seed)
         return cls(
@@ -121,7 +121,7 @@ class RunSpec:
             dtype=choose_dtype(config.dtype, device),
             max_batch=config.max_batch,
             fidelity=OmegaConf.select(config, "fidelity", default=False),  # older records have no such setting
-            thinking=OmegaConf.select(config, "model.thinking"),  # nor this
+            thinking=OmegaConf.select(config, "model.thinking"),  # nor have they this one
             compile=config.model.compile == "auto",
             shares_decoding=device != "cpu" and OmegaConf.select(config, "sweep.share_decoding", default=False),
             settings=checked.settings,

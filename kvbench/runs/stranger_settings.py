@@ -98,8 +98,8 @@ GIVEN = frozenset(
         *("task.path", "task.haystack_path", "task.qa_path", "task.cache", "task.include_path"),
         *("task.gen_kwargs", "task.metadata", "task.system", "results", "workers"),
     )
-)  # settings of which nothing of a stranger's counts
-LOCAL = ("model.path", "task.path", "task.haystack_path", "task.qa_path")  # of these, data that no code is read from
+)  # settings whose value is never a stranger's
+LOCAL = ("model.path", "task.path", "task.haystack_path", "task.qa_path")  # those whose files are data, not code
 AXIS = {"start", "stop", "steps"}  # keys of a mapping that a stranger may write
 MOST = 10_000_000  # largest number, so that sizes do not take all memory
 LARGEST = {"seed": 2**63, "task.seed": 2**63, "task.samples": 10_000, "task.trials": 10_000, "task.repeats": 10_000}
@@ -229,7 +229,7 @@ def choose_settings(group: str, part: Mapping[str, Any], given: Mapping[str, Any
 
 
 def check_value(name: str, value: object, known: Sequence[object], setting: str | None = None) -> None:
-    """Check that a value of a stranger's may count.
+    """Check that a stranger's value may be used.
 
     Args:
         name: The setting's name on the command line.
@@ -238,7 +238,7 @@ def check_value(name: str, value: object, known: Sequence[object], setting: str 
         setting: Its name in `TEXTS`, `GIVEN` and `LARGEST`, if it is another one.
 
     Raises:
-        SettingError: It may not. The message says that it can be given on the command line.
+        SettingError: It may not be used. The message says that it can be given on the command line.
     """
     setting = setting or name
     if value in known or value is None:

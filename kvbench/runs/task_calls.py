@@ -6,7 +6,7 @@ from typing import Any
 from kvbench.interfaces.task import Graded, Sample, Task, Tokenizer
 from kvbench.validation import ContractError, call_hook, is_number
 
-END: Any = object()  # what follows the last sample
+END: Any = object()  # marks the end of the samples
 TEXTS = ("uid", "subtask", "context", "question", "answer_prefix")
 NEEDED = ("uid", "subtask")  # texts that may not be empty
 

@@ -40,7 +40,7 @@ from kvbench.validation import ContractError
 BEGINNING = 8192  # most tokens of a block that the first layers read: almost all kernels are those of longer prompts
 LEAST = 2048  # most tokens of a block that all layers read
 MOST_LAST, MOST_QUESTION = 64, 1024  # tokens from which on no size of a last block and of a question matters
-SHARE = 0.3  # of these stays, where a budget would keep them all
+SHARE = 0.3  # budget of a beginning that the run's budget would keep whole
 
 
 def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunGroup:
