@@ -36,10 +36,10 @@ ZERO = torch.tensor(0)  # no rows
 
 def find_largest(counts: Iterable[Tensor]) -> int:
     """Return the largest number in some tensors. The host waits for each device only once."""
-    found: dict[torch.device, list[Tensor]] = {}
-    for own in counts:
-        found.setdefault(own.device, []).append(own.flatten())
-    return max(int(torch.cat(own).max()) for own in found.values())
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for count in counts:
+        by_device.setdefault(count.device, []).append(count.flatten())
+    return max(int(torch.cat(tensors).max()) for tensors in by_device.values())
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,22 @@ class LayerTally:
 
     def find_most_given_up(self, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the larger of the counts so far and those of a further cut, by kind."""
-        return self.head_given_up | {kind: self.head_given_up[kind].maximum(own) for kind, own in counts.items()}
+        return self.head_given_up | {kind: self.head_given_up[kind].maximum(count) for kind, count in counts.items()}
 
     @property
     def counted(self) -> list[Tensor]:
         """The tensors that cuts have counted."""
         evicted = [] if self.evicted is None else [self.evicted]
-        return [own for own in (*evicted, self.head_protected, *self.head_given_up.values()) if own is not ZERO]
+        return [
+            tensor for tensor in (*evicted, self.head_protected, *self.head_given_up.values()) if tensor is not ZERO
+        ]
 
     def with_counted(self, counted: Iterable[Tensor]) -> "LayerTally":
         """Return the same tally with the next tensors of an iterable in the place of its own `counted`."""
         others = iter(counted)
         evicted = None if self.evicted is None else next(others)
         protected = ZERO if self.head_protected is ZERO else next(others)
-        given_up = {kind: ZERO if own is ZERO else next(others) for kind, own in self.head_given_up.items()}
+        given_up = {kind: ZERO if count is ZERO else next(others) for kind, count in self.head_given_up.items()}
         return replace(self, evicted=evicted, head_protected=protected, head_given_up=given_up)
 
     @property
@@ -96,4 +98,4 @@ class LayerTally:
     @property
     def given_up(self) -> dict[str, int]:
         """By kind, the largest number of rows that a head could not protect at any cut. The host waits for it."""
-        return {kind: find_largest([own]) for kind, own in self.head_given_up.items()}
+        return {kind: find_largest([count]) for kind, count in self.head_given_up.items()}

@@ -115,15 +115,20 @@ def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quot
     counts = share_among_heads(scores, protected, rows, policy, quota)
     kept = find_safe_rows(scores, protected, counts, policy, quota)
     after = cut_rows(observation, rows, scores, counts, kept, quota.each, policy)
-    before, left = (own.present if policy.method.weighs_rows else own.mass for own in (rows, after))
+    before, left = (version.present if policy.method.weighs_rows else version.mass for version in (rows, after))
     evicted = (before.sum(-1) - left.sum(-1)).round().long()
     return Eviction(after, None, counts, evicted, count, given_up)
 
 
 def cut_rows(
-    observation: Observation, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None,
+    observation: Observation,
+    rows: Rows,
+    scores: Tensor,
+    quotas: Tensor,
+    protected: Tensor,
+    each: int | None,
     policy: LayerPolicy,
-) -> Rows:  # fmt: skip
+) -> Rows:
     """Return the rows that stay: the result of the method's `cut`, or of its `select` and `merge`."""
     method = policy.method
     if method.overrides("cut") or not method.overrides("select", "merge"):
@@ -162,11 +167,11 @@ def protect_rows(
         recents = policy.method.protect(observation, rows, size)
         if decides:
             size += cut_order.ORDER.scored  # without a budget no row must be left to the scores
-        found = fit_protected(sinks, recents, rows, size)
-        for kind, counts in found.given_up.items():
-            own = counts[samples][..., 0]
-            given_up[kind] = own.maximum(given_up[kind]) if kind in given_up else own
-        return found.kept[samples]
+        protection = fit_protected(sinks, recents, rows, size)
+        for kind, counts in protection.given_up.items():
+            excess = counts[samples][..., 0]
+            given_up[kind] = excess.maximum(given_up[kind]) if kind in given_up else excess
+        return protection.kept[samples]
 
     return for_each_size(quota.samples, protect), given_up
 
@@ -179,13 +184,13 @@ def share_among_heads(scores: Tensor, protected: Tensor, rows: Rows, policy: Lay
     """
     if policy.method.budget_setting is not None:
         counts = policy.method.count_rows(scores).maximum(protected.sum(-1)).minimum(rows.present.sum(-1))
-        return for_each_size(quota.samples, lambda own, size: counts[own].clamp(1, size))
+        return for_each_size(quota.samples, lambda samples, size: counts[samples].clamp(1, size))
     if quota.heads is not None:
         return rows.present.sum(-1).minimum(quota.heads.to(rows.mass.device))
     if quota.shares is not None:
         return keep_proportions(rows, protected, quota)
     heads = policy.allocator.heads
-    return for_each_size(quota.samples, lambda own, size: heads(scores[own], protected[own], size))
+    return for_each_size(quota.samples, lambda samples, size: heads(scores[samples], protected[samples], size))
 
 
 def keep_proportions(rows: Rows, protected: Tensor, quota: Quota) -> Tensor:
@@ -195,10 +200,10 @@ def keep_proportions(rows: Rows, protected: Tensor, quota: Quota) -> Tensor:
     sizes = [*zip(shares.quotas, quota.samples, strict=True)]
     least, held = protected.sum(-1).clamp(min=1), rows.present.sum(-1)
 
-    def share(own: slice, both: tuple[int, int]) -> Tensor:
-        (before, size), counts = both, shares.counts[own]
+    def share(samples: slice, both: tuple[int, int]) -> Tensor:
+        (before, size), counts = both, shares.counts[samples]
         total = counts.new_zeros(counts.shape[:1]) + size * counts.shape[1]
-        return share_rows(counts.double() * size / before, least[own], held[own], total)
+        return share_rows(counts.double() * size / before, least[samples], held[samples], total)
 
     return for_each_size(sizes, share)
 
@@ -206,7 +211,9 @@ def keep_proportions(rows: Rows, protected: Tensor, quota: Quota) -> Tensor:
 def find_safe_rows(scores: Tensor, protected: Tensor, counts: Tensor, policy: LayerPolicy, quota: Quota) -> Tensor:
     """Return the rows that a head keeps whatever the other heads have, the protected ones included, (B, H, n) bool."""
     safe = policy.allocator.safe
-    kept = protected | for_each_size(quota.samples, lambda own, size: safe(scores[own], protected[own], size))
+    kept = protected | for_each_size(
+        quota.samples, lambda samples, size: safe(scores[samples], protected[samples], size)
+    )
     if quota.shares is not None:  # a head's share of the earlier quota may hold fewer rows than are safe now
         kept = protected | (kept & policy.method.select(scores, counts))
     return kept
@@ -223,6 +230,12 @@ def without_tensors(observation: Observation) -> Observation:
     """Return an observation without the tensors that take memory."""
     empty = observation.queries.new_empty(*observation.queries.shape[:3], 0)
     return replace(
-        observation, queries=empty, outputs=empty, lse=None, unrotated_keys=None, hidden=None, normed_hidden=None,
+        observation,
+        queries=empty,
+        outputs=empty,
+        lse=None,
+        unrotated_keys=None,
+        hidden=None,
+        normed_hidden=None,
         gradient=None,
-    )  # fmt: skip
+    )

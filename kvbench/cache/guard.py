@@ -22,7 +22,7 @@ the fault and raises after the block has passed all layers, when the engine sync
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, partial
 from operator import is_
 from types import MappingProxyType
@@ -39,7 +39,7 @@ from kvbench.validation import ContractError, SettingError, call_hook
 T = TypeVar("T")
 Work = TypeVar("Work", bound=Callable[..., Any])
 PASSED_ON = (ContractError, SettingError, torch.cuda.OutOfMemoryError)  # their messages already say what is wrong
-ABSENT: Any = object()
+ABSENT = object()
 MAPPINGS = dict, MappingProxyType
 WITH_MAPPINGS = Rows, CapturedAnswer  # a `State` has some too, which the method fills
 HANDED = Rows, Observation, State, ReadRequest, StateCapture, CapturedAnswer
@@ -93,10 +93,10 @@ class Handed:
         if isinstance(given, Tensor):
             self.hold(None, {name: given}, "{}")
         elif isinstance(given, HANDED):
-            own = dict(vars(given))
-            self.hold(given, own, name + ".{}")
+            attributes = dict(vars(given))
+            self.hold(given, attributes, name + ".{}")
             if isinstance(given, WITH_MAPPINGS):
-                for key, one in own.items():
+                for key, one in attributes.items():
                     if isinstance(one, MAPPINGS):
                         self.hold(one, dict(one), f"{name}.{key}[{{!r}}]")
         return self
@@ -136,18 +136,18 @@ class Handed:
         """Return the names of the tensors that were written to."""
         named = ((form.format(key), one) for _, held, form in self.groups for key, one in held.items())
         names = [name for name, one in named if isinstance(one, Tensor) and (self.exact or not one.is_inference())]
-        changed = [count_writes(own) != before for own, before in zip(self.tensors, self.versions, strict=True)]
+        changed = [count_writes(tensor) != before for tensor, before in zip(self.tensors, self.versions, strict=True)]
         if self.exact:
             copied = zip(changed, self.tensors, self.copies, strict=True)
             changed = [counted or not same_bits(tensor, copy) for counted, tensor, copy in copied]
-        return [name for name, own in zip(names, changed, strict=True) if own]
+        return [name for name, is_written in zip(names, changed, strict=True) if is_written]
 
     def put_back(self) -> list[str]:
         """Give fields that hold another object than before theirs again, and return their names.
 
         A new field of an object is a cached property, which only an exact guard computes anew.
         """
-        found: list[str] = []
+        names: list[str] = []
         for given, held, form in self.groups:
             now = held if given is None else given if isinstance(given, MAPPINGS) else vars(given)
             wrong = [key for key, one in held.items() if now.get(key, ABSENT) is not one]
@@ -156,8 +156,8 @@ class Handed:
             if wrong and isinstance(now, dict):
                 now.clear()
                 now.update(held)
-            found += map(form.format, wrong)
-        return found
+            names += map(form.format, wrong)
+        return names
 
 
 def is_as_computed(owner: object, name: str) -> bool:
@@ -165,10 +165,10 @@ def is_as_computed(owner: object, name: str) -> bool:
     computed = getattr(type(owner), name, None)
     if not isinstance(computed, cached_property):
         return True
-    found, expected = vars(owner)[name], computed.func(owner)
+    stored, expected = vars(owner)[name], computed.func(owner)
     if isinstance(expected, Tensor):
-        return isinstance(found, Tensor) and same_bits(found, expected)
-    return bool(found == expected)
+        return isinstance(stored, Tensor) and same_bits(stored, expected)
+    return bool(stored == expected)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -189,9 +189,9 @@ class Hook:
 
     given: str = ""
     """The names of the arguments that are watched: tensors and `HANDED` must stay as they are."""
-    check: Callable[["Call", Any], Any] = lambda call, found: found
+    check: Callable[["Call", Any], Any] = lambda call, returned: returned
     """Gets the call and what the hook returned. Returns what the engine gets, or raises a ContractError."""
-    convert: Callable[[Any], Any] = lambda found: found
+    convert: Callable[[Any], Any] = lambda returned: returned
     """Applied to the result as a part of the hook, such as `list` if it may be a generator."""
     holds: bool = False
     """Whether the hook must also leave the tensors as they are that its object holds (`tensors`)."""
@@ -229,9 +229,9 @@ class Guarded:
     def __getattr__(self, name: str) -> Any:
         owner: Owner = vars(self)["owner"]
         guarded = name in owner.hooks  # `partial` makes no cycle of references, so memory is freed at once
-        found = partial(owner.guard.call, owner, name) if guarded else getattr(owner.subject, name)
-        vars(self)[name] = found  # what an owner has does not change
-        return found
+        attribute = partial(owner.guard.call, owner, name) if guarded else getattr(owner.subject, name)
+        vars(self)[name] = attribute  # what an owner has does not change
+        return attribute
 
 
 @dataclass(slots=True)
@@ -258,22 +258,24 @@ class Call:
         """Note that the hook returned something wrong if a flag is true (`Guard.note`)."""
         self.owner.guard.note(make, self.describe(part, what))
 
-    def expect(self, found: object, shape: tuple[int, ...], kind: str, device: Any, part: str = "") -> None:
-        """Check a tensor that the hook returned.
+    def expect(
+        self, returned: object, shape: tuple[int, ...], kind: str, device: torch.device | None, part: str = ""
+    ) -> Tensor:
+        """Check a tensor that the hook returned, and return it.
 
         Raises:
-            ContractError: `found` is not a tensor of this shape, kind of dtype and device.
+            ContractError: `returned` is not a tensor of this shape, kind of dtype and device.
         """
-        if not isinstance(found, Tensor):
-            wrong = type(found).__name__
-        elif found.shape != shape:
-            wrong = f"a tensor of shape {tuple(found.shape)}"
-        elif not KINDS[kind](found.dtype):
-            wrong = f"a tensor of {str(found.dtype).removeprefix('torch.')}"
-        elif device is not None and found.device != device:
-            wrong = f"a tensor on {found.device}"
+        if not isinstance(returned, Tensor):
+            wrong = type(returned).__name__
+        elif returned.shape != shape:
+            wrong = f"a tensor of shape {tuple(returned.shape)}"
+        elif not KINDS[kind](returned.dtype):
+            wrong = f"a tensor of {str(returned.dtype).removeprefix('torch.')}"
+        elif device is not None and returned.device != device:
+            wrong = f"a tensor on {returned.device}"
         else:
-            return
+            return returned
         wanted = f"expected a {kind} tensor of shape {tuple(shape)}{f' on {device}' if device is not None else ''}"
         self.refuse(f"{wrong}, {wanted}", part)
 
@@ -297,15 +299,15 @@ class Guard:
 
     def handed(self, **tensors: Tensor) -> Handed:
         """Return these tensors, watched by their names."""
-        found = Handed(self.exact)
-        found.hold(None, tensors, "{}")
-        return found
+        watched = Handed(self.exact)
+        watched.hold(None, tensors, "{}")
+        return watched
 
     def release(self) -> None:
         """Release what hooks were handed."""
         self.watched = {}
 
-    def call(self, owner: Owner, name: str, *given: Any) -> Any:
+    def call(self, owner: Owner, name: str, *given: object) -> Any:
         """Call a hook by the table, and return its result as its check leaves it.
 
         Raises:
@@ -327,12 +329,14 @@ class Guard:
             held = enumerate(self.call(owner, "tensors"))
             handed.append(self.handed(**{f"tensors()[{number}]": tensor for number, tensor in held}))
         try:
-            found = ask(owner.name, label, lambda: hook.convert(getattr(owner.subject, name)(*arguments)), self.where)
+            returned = ask(
+                owner.name, label, lambda: hook.convert(getattr(owner.subject, name)(*arguments)), self.where
+            )
         except ContractError:
             self.check(owner.name, label, handed)
             raise
         self.check(owner.name, label, handed)
-        return hook.check(Call(owner, name, given), found)
+        return hook.check(Call(owner, name, given), returned)
 
     def watch(self, name: str, given: object) -> Handed:
         """Return an observation or rows, watched. Consecutive hooks that get the same ones share what is noted."""
@@ -341,14 +345,14 @@ class Guard:
             known = self.watched[name] = given, Handed(self.exact).add(name, given)
         return known[1]
 
-    def _hand_over(self, name: str, rows: Callable[[], Rows], handed: list[Handed]) -> Callable[[], Rows]:
-        """Return a function like `rows` that a hook may call. It watches the rows from the first call on."""
+    def _hand_over(self, name: str, make_rows: Callable[[], Rows], handed: list[Handed]) -> Callable[[], Rows]:
+        """Return a function like `make_rows` that a hook may call. It watches the rows from the first call on."""
 
         def hand_over() -> Rows:
-            found = rows()
-            if (watched := self.watch(name, found)) not in handed:
+            rows = make_rows()
+            if (watched := self.watch(name, rows)) not in handed:
                 handed.append(watched)
-            return found
+            return rows
 
         return hand_over
 
@@ -358,13 +362,13 @@ class Guard:
         Raises:
             ContractError: The hook wrote into tensors, or replaced fields. The message names them.
         """
-        for own in handed:
-            if own.is_changed():
+        for watched in handed:
+            if watched.is_changed():
                 break
         else:
             return
-        written = [name for own in handed for name in own.written()]
-        replaced = [name for own in handed for name in own.put_back()]
+        written = [name for watched in handed for name in watched.written()]
+        replaced = [name for watched in handed for name in watched.put_back()]
         if written or replaced:
             deeds = {"wrote into": written, "replaced": replaced}
             done = " and ".join(f"{deed} {', '.join(names)}" for deed, names in deeds.items() if names)
@@ -405,18 +409,18 @@ def find_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         yield from _tensors(str(name), value)
 
 
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
-        for key, own in value.items():
-            yield from _tensors(f"{name}[{key!r}]", own)
+        for key, member in value.items():
+            yield from _tensors(f"{name}[{key!r}]", member)
     elif isinstance(value, list | tuple | set | frozenset):
-        for number, own in enumerate(value):
-            yield from _tensors(f"{name}[{number}]", own)
-    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        for own in fields(value):
-            yield from _tensors(f"{name}.{own.name}", getattr(value, own.name, None))
+        for number, member in enumerate(value):
+            yield from _tensors(f"{name}[{number}]", member)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for attribute in fields(value):
+            yield from _tensors(f"{name}.{attribute.name}", getattr(value, attribute.name, None))
 
 
 def copy_containers(value: Any) -> Any:
@@ -425,7 +429,7 @@ def copy_containers(value: Any) -> Any:
     Tensors are not copied.
     """
     if isinstance(value, Mapping):
-        return {key: copy_containers(own) for key, own in value.items()}
+        return {key: copy_containers(member) for key, member in value.items()}
     if type(value) in (list, tuple, set):
-        return type(value)(copy_containers(own) for own in value)
+        return type(value)(copy_containers(member) for member in value)
     return value

@@ -25,41 +25,42 @@ from kvbench.interfaces.rows import Rows
 from kvbench.validation import ContractError, SettingError
 
 T = TypeVar("T")
+Subject = TypeVar("Subject", bound=Method | Allocator | Codec)
 
 
-def guard_hooks(subject: T, guard: Guard | None = None) -> T:
+def guard_hooks(subject: Subject, guard: Guard | None = None) -> Subject:
     """Return a method, an allocator or a codec whose hooks are called through a guard; by default one of no layer."""
-    own: Any = subject
-    of: Any = type(own)
+    of: type = type(subject)
     kind, hooks = find_hooks(of)
-    return cast(T, Guarded(Owner(own, f"{kind}={own.name}", guard or Guard(), hooks)))
+    return cast(Subject, Guarded(Owner(subject, f"{kind}={subject.name}", guard or Guard(), hooks)))
 
 
 @cache
-def find_hooks(of: Any) -> tuple[str, dict[str, Hook]]:
+def find_hooks(of: type) -> tuple[str, dict[str, Hook]]:
     """Return whether a class is a "method", an "allocator" or a "codec", and its hooks that are not kvbench's own."""
     kind = next(kind for base, kind in KINDS.items() if issubclass(of, base))
-    return kind, {name: hook for name, hook in HOOKS[kind].items()
-                  if name in NEEDED or not issubclass(of, Hooks) or overrides_any(of, (name,))}  # fmt: skip
+    has_defaults = issubclass(of, Hooks)
+    table = HOOKS[kind].items()
+    return kind, {n: hook for n, hook in table if n in NEEDED or not has_defaults or overrides_any(of, (n,))}
 
 
-def guard_rows(call: Call, rows: Any, kind: str = "packed", **facts: Any) -> Any:
+def guard_rows(call: Call, rows: object, kind: str = "packed", **facts: object) -> Guarded:
     """Return what a codec's hook made of rows, whose own hooks are called through the same guard."""
-    own, prefix = call.owner, "growing." if kind == "growing" else ""
-    return Guarded(Owner(rows, own.name, own.guard, HOOKS[kind], {**own.facts, **facts}, prefix))
+    owner, prefix = call.owner, "growing." if kind == "growing" else ""
+    return Guarded(Owner(rows, owner.name, owner.guard, HOOKS[kind], {**owner.facts, **facts}, prefix))
 
 
-def expecting(guarded: T, **facts: Any) -> T:
+def expecting(guarded: T, **facts: object) -> T:
     """Return the same guarded object, with what the check of a hook must know beside the hook's arguments."""
-    own = cast(Guarded, guarded).owner
-    return cast(T, Guarded(Owner(own.subject, own.name, own.guard, own.hooks, facts)))
+    owner = cast(Guarded, guarded).owner
+    return cast(T, Guarded(Owner(owner.subject, owner.name, owner.guard, owner.hooks, facts)))
 
 
 def call_captured(method: Method, hook: str, *given: object) -> Any:
     """Call a hook of a guarded method's `captured` through the method's guard."""
-    own = cast(Guarded, method).owner
-    hooks = Owner(own.subject.captured, own.name, own.guard, HOOKS["captured"])
-    return own.guard.call(hooks, hook, own.subject, *given)
+    owner = cast(Guarded, method).owner
+    hooks = Owner(owner.subject.captured, owner.name, owner.guard, HOOKS["captured"])
+    return owner.guard.call(hooks, hook, owner.subject, *given)
 
 
 def check_declarations(method: Method, codec: Codec) -> None:
@@ -69,9 +70,9 @@ def check_declarations(method: Method, codec: Codec) -> None:
         ContractError: One of them declares something that does not exist. The message names it.
     """
     named = {"wants": (method.wants, WANTED), "refusals": (method.refusals, REFUSABLE)}
-    for title, (found, allowed) in named.items():
-        if isinstance(found, str) or not all(own in allowed for own in found):
-            raise ContractError(f"method={method.name}: {title} is {found!r}, allowed are {', '.join(allowed)}")
+    for title, (declared, allowed) in named.items():
+        if isinstance(declared, str) or not all(name in allowed for name in declared):
+            raise ContractError(f"method={method.name}: {title} is {declared!r}, allowed are {', '.join(allowed)}")
     if not isinstance(method.captured, Captured | None):
         raise ContractError(f"method={method.name}: captured is {method.captured!r}, expected a Captured or None")
     if not isinstance(codec.packing, Packing):
@@ -141,35 +142,35 @@ def check_identity(method: Method, codec: Codec, identify: Callable[[], str]) ->
 def be(wanted: str, is_allowed: Callable[[Any], bool], show: Callable[[Any], str] = repr) -> Callable[[Call, Any], Any]:
     """Return a check of a value that is no tensor. `wanted` says in words what is allowed."""
 
-    def check(call: Call, found: Any) -> Any:
-        if not is_allowed(found):
-            call.refuse(f"{show(found)}, expected {wanted}")
-        return found
+    def check(call: Call, returned: T) -> T:
+        if not is_allowed(returned):
+            call.refuse(f"{show(returned)}, expected {wanted}")
+        return returned
 
     return check
 
 
-def be_of(wanted: str, types: Any) -> Callable[[Call, Any], Any]:
+def be_of(wanted: str, types: type) -> Callable[[Call, Any], Any]:
     """Return a check of a value's type."""
-    return be(wanted, lambda found: isinstance(found, types), lambda found: type(found).__name__)
+    return be(wanted, lambda returned: isinstance(returned, types), lambda returned: type(returned).__name__)
 
 
 def be_like(argument: str, kind: str, dims: int | None = None, optional: bool = False) -> Callable[[Call, Any], Any]:
     """Return a check of a tensor that has the first `dims` dimensions and the device of an argument, or of its rows."""
 
-    def check(call: Call, found: Any) -> Any:
-        if not (optional and found is None):
+    def check(call: Call, returned: T) -> T:
+        if not (optional and returned is None):
             like = call[argument]
             like = like.mass if isinstance(like, Rows) else like
-            call.expect(found, like.shape[:dims], kind, like.device)
-        return found
+            call.expect(returned, like.shape[:dims], kind, like.device)
+        return returned
 
     return check
 
 
-def is_whole(found: object, least: int = 1) -> bool:
+def is_whole(number: object, least: int = 1) -> bool:
     """Return whether a value is a whole number of at least `least`."""
-    return isinstance(found, int) and not isinstance(found, bool) and found >= least
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 def is_not_finite(tensor: Tensor) -> Tensor:
@@ -177,143 +178,148 @@ def is_not_finite(tensor: Tensor) -> Tensor:
     return ~tensor.isfinite().all()
 
 
-def note_nan(call: Call, found: Tensor, part: str = "") -> None:
+def note_nan(call: Call, tensor: Tensor, part: str = "") -> None:
     """Note NaN at a row that exists."""
     observation, rows = call["observation"], call["rows"]
 
     def is_wrong() -> Tensor:
-        wrong = found.isnan()
+        wrong = tensor.isnan()
         return (wrong if observation.each == len(rows) else wrong & rows.present).any()  # none of `each` is absent
 
-    if found.dtype.is_floating_point:
+    if tensor.dtype.is_floating_point:
         call.note(is_wrong, "NaN", part)
 
 
-def check_extra_reads(call: Call, found: list[ExtraRead]) -> list[ExtraRead]:
+def check_extra_reads(call: Call, reads: list[ExtraRead]) -> list[ExtraRead]:
     ids = call["ids"]
-    for number, reading in enumerate(found):
-        own = reading.ids if isinstance(reading, ExtraRead) else None
-        if not isinstance(own, Tensor) or own.dim() != 2 or len(own) != len(ids) or own.is_floating_point():
+    for number, reading in enumerate(reads):
+        token_ids = reading.ids if isinstance(reading, ExtraRead) else None
+        if (
+            not isinstance(token_ids, Tensor)
+            or token_ids.dim() != 2
+            or len(token_ids) != len(ids)
+            or token_ids.is_floating_point()
+        ):
             line = f"{call.owner.name}: extra_reads must give an ExtraRead of token ids ({len(ids)}, t)"
             raise ContractError(f"{line} as number {number}")
-    return found
+    return reads
 
 
-def check_objective(call: Call, found: Any) -> Tensor:
-    if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
+def check_objective(call: Call, objective: object) -> Tensor:
+    if not isinstance(objective, Tensor) or objective.dim() or not objective.requires_grad:
         line = "objective must return one number, a tensor that depends on the hidden states"
         raise ContractError(f"{call.owner.name}: {line}")
-    return found
+    return objective
 
 
-def check_columns(call: Call, found: Any) -> Mapping[str, Tensor]:
-    if not isinstance(found, Mapping):
-        call.refuse(f"{type(found).__name__}, expected a mapping of names to tensors")
+def check_columns(call: Call, columns: object) -> Mapping[str, Tensor]:
+    if not isinstance(columns, Mapping):
+        call.refuse(f"{type(columns).__name__}, expected a mapping of names to tensors")
     rows = call["rows"]
-    for name, column in found.items():
+    for name, column in columns.items():
         if name not in rows.columns or column is not rows.columns[name]:
             part = f", column {name!r},"
             call.expect(column, rows.mass.shape, "number", rows.mass.device, part)
             note_nan(call, column, part)
-    return found
+    return columns
 
 
-def check_score(call: Call, found: Any) -> Tensor:
+def check_score(call: Call, returned: object) -> Tensor:
     rows = call["rows"]
-    call.expect(found, rows.mass.shape, "float", rows.mass.device)
-    note_nan(call, found)
-    return cast(Tensor, found)
+    scores = call.expect(returned, rows.mass.shape, "float", rows.mass.device)
+    note_nan(call, scores)
+    return scores
 
 
-def check_head_quotas(call: Call, found: Any) -> Tensor:
-    per_sample = isinstance(found, Tensor) and found.dim() == 2
+def check_head_quotas(call: Call, returned: object) -> Tensor:
+    per_sample = isinstance(returned, Tensor) and returned.dim() == 2
     samples = call["observation"].queries.shape[:1] if per_sample else ()
-    call.expect(found, (*samples, call.owner.facts["heads"]), "int", None)
-    call.note(lambda: (found < 1).any(), "less than one row for a head")
-    return cast(Tensor, found)
+    quotas = call.expect(returned, (*samples, call.owner.facts["heads"]), "int", None)
+    call.note(lambda: (quotas < 1).any(), "less than one row for a head")
+    return quotas
 
 
-def check_select(call: Call, found: Any) -> Tensor:
+def check_select(call: Call, returned: object) -> Tensor:
     scores, quotas = call["scores"], call["quotas"]
-    call.expect(found, scores.shape, "bool", scores.device)
-    note_counts(call, lambda: found & (scores > -torch.inf), quotas)
-    return cast(Tensor, found)
+    selected = call.expect(returned, scores.shape, "bool", scores.device)
+    note_counts(call, lambda: selected & (scores > -torch.inf), quotas)
+    return selected
 
 
 def note_counts(call: Call, kept: Callable[[], Tensor], quotas: Tensor) -> None:
     """Note that a cut leaves a head another number of rows than its quota."""
     line = "a number of rows that differs from the quota of a head"
-    call.note(lambda: ((own := kept()).sum(-1) != quotas.to(own.device)).any(), line)
+    call.note(lambda: ((mask := kept()).sum(-1) != quotas.to(mask.device)).any(), line)
 
 
-def check_rows(call: Call, found: Any) -> Rows:
+def check_rows(call: Call, after: object) -> Rows:
     """Check the rows that a cut leaves."""
-    if not isinstance(found, Rows):
-        call.refuse(f"{type(found).__name__}, expected Rows")
+    if not isinstance(after, Rows):
+        call.refuse(f"{type(after).__name__}, expected Rows")
     before, method = call["rows"], call.owner.subject
-    count = found.mass.shape[-1] if isinstance(found.mass, Tensor) and found.mass.dim() else 0
+    count = after.mass.shape[-1] if isinstance(after.mass, Tensor) and after.mass.dim() else 0
     for name in ("keys", "values", "places", "mass"):
-        old, own, part = getattr(before, name), getattr(found, name), f", {name},"
+        old, new, part = getattr(before, name), getattr(after, name), f", {name},"
         kind = "float" if old.dtype.is_floating_point else "int"
-        call.expect(own, (*old.shape[:2], count, *old.shape[3:]), kind, old.device, part)
-        if own.dtype != old.dtype:
-            call.refuse(f"{own.dtype}, expected {old.dtype}", part)
-        if own is not old and kind == "float":
-            call.note(partial(is_not_finite, own), "numbers that are not finite", part)
-    for name, column in found.columns.items():
-        call.expect(column, found.mass.shape, "number", before.mass.device, f", column {name!r},")
-    note_counts(call, lambda: found.present, call["quotas"] if call.name == "cut" else call.owner.facts["quotas"])
+        call.expect(new, (*old.shape[:2], count, *old.shape[3:]), kind, old.device, part)
+        if new.dtype != old.dtype:
+            call.refuse(f"{new.dtype}, expected {old.dtype}", part)
+        if new is not old and kind == "float":
+            call.note(partial(is_not_finite, new), "numbers that are not finite", part)
+    for name, column in after.columns.items():
+        call.expect(column, after.mass.shape, "number", before.mass.device, f", column {name!r},")
+    note_counts(call, lambda: after.present, call["quotas"] if call.name == "cut" else call.owner.facts["quotas"])
     if method.merges and not method.weighs_rows:
         call.note(
-            lambda: ((found.mass.sum(-1) > before.mass.sum(-1) + 0.5) | (found.mass < 0).any(-1)).any(),
+            lambda: ((after.mass.sum(-1) > before.mass.sum(-1) + 0.5) | (after.mass < 0).any(-1)).any(),
             "masses that stand for more tokens than before",
         )
-    return found
+    return after
 
 
-def check_read(call: Call, found: Any) -> Tensor | None:
-    if found is not None:
-        queries = call["request"].queries
-        call.expect(found, (*queries.shape[:2], call.owner.facts["held"]), "bool", queries.device)
-    return cast(Tensor | None, found)
+def check_read(call: Call, mask: object) -> Tensor | None:
+    if mask is None:
+        return None
+    queries = call["request"].queries
+    return call.expect(mask, (*queries.shape[:2], call.owner.facts["held"]), "bool", queries.device)
 
 
-def check_layer(call: Call, found: Any) -> tuple[int, ...]:
+def check_layer(call: Call, quotas: object) -> tuple[int, ...]:
     batch = call["observation"].queries.shape[0]
-    return check_quotas(call, (found,) * batch if is_whole(found) else found)
+    return check_quotas(call, (quotas,) * batch if is_whole(quotas) else quotas)
 
 
-def check_earlier(call: Call, found: Any) -> Mapping[int, tuple[int, ...]]:
-    if not isinstance(found, Mapping) or not set(found) <= set(call["observation"].cut_layers):
+def check_earlier(call: Call, quotas: object) -> Mapping[int, tuple[int, ...]]:
+    if not isinstance(quotas, Mapping) or not set(quotas) <= set(call["observation"].cut_layers):
         call.refuse("no mapping of layers that share the budget to rows")
-    return {layer: check_quotas(call, own) for layer, own in found.items()}
+    return {layer: check_quotas(call, per_sample) for layer, per_sample in quotas.items()}
 
 
-def check_quotas(call: Call, found: Any) -> tuple[int, ...]:
+def check_quotas(call: Call, quotas: object) -> tuple[int, ...]:
     batch = call["observation"].queries.shape[0]
-    if not isinstance(found, tuple | list) or len(found) != batch or not all(map(is_whole, found)):
-        call.refuse(f"{found!r}, expected a whole number of rows from 1 on per sample")
-    return tuple(found)
+    if not isinstance(quotas, tuple | list) or len(quotas) != batch or not all(map(is_whole, quotas)):
+        call.refuse(f"{quotas!r}, expected a whole number of rows from 1 on per sample")
+    return tuple(quotas)
 
 
-def check_heads(call: Call, found: Any) -> Tensor:
+def check_heads(call: Call, returned: object) -> Tensor:
     scores, quota = call["scores"], call["quota"]
-    call.expect(found, scores.shape[:2], "int", scores.device)
+    counts = call.expect(returned, scores.shape[:2], "int", scores.device)
 
     def is_wrong() -> Tensor:
-        held, total = (scores > -torch.inf).sum(-1), found.sum(-1, keepdim=True)
-        return ((found < 1) | (found > held) | (total > found.shape[1] * quota)).any()
+        held, total = (scores > -torch.inf).sum(-1), counts.sum(-1, keepdim=True)
+        return ((counts < 1) | (counts > held) | (total > counts.shape[1] * quota)).any()
 
     call.note(is_wrong, f"counts that are not from 1 to the rows of a head and at most {quota} on average")
-    return cast(Tensor, found)
+    return counts
 
 
-def check_pack(call: Call, found: Any) -> Any:
+def check_pack(call: Call, rows: object) -> Guarded:
     keys, packing = call["keys"], call.owner.subject.packing
     for promise, hook in PROMISED.items():
-        if getattr(packing, promise) and not hasattr(found, hook):
-            call.refuse(f"{type(found).__name__} without {hook}, which packing promises by {promise}")
-    packed = guard_rows(call, found, shape=tuple(keys.shape), dtype=keys.dtype, device=keys.device)
+        if getattr(packing, promise) and not hasattr(rows, hook):
+            call.refuse(f"{type(rows).__name__} without {hook}, which packing promises by {promise}")
+    packed = guard_rows(call, rows, shape=tuple(keys.shape), dtype=keys.dtype, device=keys.device)
     for name, part in zip(("keys", "values"), packed.read(), strict=True):
         call.note(partial(is_not_finite, part), f"{name} that are not finite")
     return packed
@@ -322,30 +328,29 @@ def check_pack(call: Call, found: Any) -> Any:
 def pack_again(count: Callable[..., int]) -> Callable[[Call, Any], Any]:
     """Return a check of packed rows that follow others. `count` gets the number of those and the hook's arguments."""
 
-    def check(call: Call, found: Any) -> Any:
+    def check(call: Call, packed: object) -> Guarded:
         rows, dim = call.owner.facts["shape"]
-        return guard_rows(call, found, shape=(count(rows, *call.arguments), dim))
+        return guard_rows(call, packed, shape=(count(rows, *call.arguments), dim))
 
     return check
 
 
-def check_unpacked(call: Call, found: Sequence[Any]) -> Sequence[Tensor]:
+def check_unpacked(call: Call, pair: Sequence[Any]) -> Sequence[Tensor]:
     """Check keys and values: of a token whose keys were handed in, or of all rows."""
-    if len(found) != 2:
+    if len(pair) != 2:
         call.refuse("no keys and values")
     facts = call.owner.facts
     shape = call.arguments[0].shape if call.arguments else facts["shape"]
-    for name, part in zip(("keys", "values"), found, strict=True):
+    for name, part in zip(("keys", "values"), pair, strict=True):
         call.expect(part, shape, "float", facts["device"], f", {name},")
         if part.dtype != facts["dtype"]:
             call.refuse(f"{part.dtype}, expected {facts['dtype']}", f", {name},")
-    return found
+    return pair
 
 
-def check_outputs(call: Call, found: Any) -> Tensor:
+def check_outputs(call: Call, outputs: object) -> Tensor:
     queries, dim = call.arguments[0], call.owner.facts["shape"][1]
-    call.expect(found, (len(queries), queries.shape[1] // dim, 1, dim), "float", queries.device)
-    return cast(Tensor, found)
+    return call.expect(outputs, (len(queries), queries.shape[1] // dim, 1, dim), "float", queries.device)
 
 
 PROMISED = {"before_attention": "keep", "grows": "growing", "replicates": "replicate"}
@@ -354,14 +359,16 @@ NEEDED = "score", "head_quotas", "count_rows", "objective"  # by default they ra
 SCORED = "scores protected quota"
 TWO_NUMBERS = be(
     "two whole numbers",
-    lambda found: found is None or isinstance(found, tuple) and [type(own) for own in found] == [int, int],
+    lambda returned: (
+        returned is None or isinstance(returned, tuple) and [type(number) for number in returned] == [int, int]
+    ),
 )
 
 HOOKS: dict[str, dict[str, Hook]] = {
     "method": {
         "check": Hook(),
         "skips_layer": Hook("", be_of("a bool", bool)),
-        "steps": Hook("", be("a whole number from 0 on", lambda found: is_whole(found, 0))),
+        "steps": Hook("", be("a whole number from 0 on", lambda number: is_whole(number, 0))),
         "extra_reads": Hook("ids prefix words", check_extra_reads, convert=list),
         "objective": Hook("hidden", check_objective),
         "update": Hook("observation rows state", check_columns),

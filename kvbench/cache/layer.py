@@ -54,8 +54,8 @@ class Layers(list["Layer | None"]):
     @cached_property
     def cut_layers(self) -> tuple[int, ...]:
         """The layers that share the budget."""
-        own = [layer for layer in self if layer is not None]
-        return tuple(x.index for x in own if not x.method.skips_layer(x.index, x.layers))
+        layers = [layer for layer in self if layer is not None]
+        return tuple(layer.index for layer in layers if not layer.method.skips_layer(layer.index, layer.layers))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Layer:
 
     def __init__(self, index: int, layers: int, choice: CachePolicy, state: State, cache: Layers):
         self.index, self.layers, self.choice = index, layers, choice
-        self.cache: Any = cache if isinstance(cache, ProxyType) else proxy(cache)
+        self.cache: Layers = cache if isinstance(cache, ProxyType) else proxy(cache)
         self.state = State(state.seeds, {}, state.shared)
         self.guard = Guard(index, choice.exact)
         self.method = guard_hooks(choice.method, self.guard)
@@ -97,9 +97,7 @@ class Layer:
         self.inputs: LayerInputs | None = None  # of this block, until the hooks have seen it
         self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of a block that is differentiated
         self.read: Observation | None = None  # of such a block, until its gradient is known
-        self.metered: ref[StoredRows] | None = (
-            None  # rows that the cache's meter knows, if the method remembers nothing
-        )
+        self.metered: ref[StoredRows] | None = None  # rows that the meter knows, if the method remembers nothing
         self.token_bytes = 0  # bytes of keys and values of one token, all samples and heads
         self.attended: list[float] = []  # mean rows attended to per query head, one number per token
 
@@ -209,9 +207,16 @@ class Layer:
         if progress.decoding:
             first = rows.seen - queries.shape[2]
             request = ReadRequest(
-                queries, self.index, self.layers, first, progress.prompt, scaling, progress.look, progress.fraction,
+                queries,
+                self.index,
+                self.layers,
+                first,
+                progress.prompt,
+                scaling,
+                progress.look,
+                progress.fraction,
                 self.find_packed() if self.choice.codec.packs and self.choice.method.attends_subset else None,
-            )  # fmt: skip
+            )
             if self.method.overrides("read"):
                 look = expecting(self.method, held=rows.longest_head).read(request, view, self.state)
         if self.choice.method.uses_cache_positions and not (rows.even and rows.longest_head == rows.seen):
@@ -229,9 +234,9 @@ class Layer:
         """
         for layer in filter(None, self.cache[self.index :]):
             if isinstance(layer.rows.stored, Guarded):
-                found = layer.codec.find_packed(layer.rows.stored.owner.subject, more)
-                if found is not None:
-                    return found
+                span = layer.codec.find_packed(layer.rows.stored.owner.subject, more)
+                if span is not None:
+                    return span
         return None
 
     def run_attention(
@@ -268,15 +273,15 @@ class Layer:
         """
         assert self.fresh is not None
         fresh, self.fresh = self.fresh, None
-        held = [own[:, :, : -queries.shape[2]] for own in self.rows.attention_view()[:2]]
+        held = [tensor[:, :, : -queries.shape[2]] for tensor in self.rows.attention_view()[:2]]
         self.count_attended(None, None)
 
         def work(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             keys, values = torch.cat([held[0], keys], 2), torch.cat([held[1], values], 2)
             return attend(queries, keys, values, None, scaling, implementation="sdpa")[0]
 
-        found: Tensor = checkpoint(work, queries, *fresh, use_reentrant=False, preserve_rng_state=False)
-        return found
+        outputs: Tensor = checkpoint(work, queries, *fresh, use_reentrant=False, preserve_rng_state=False)
+        return outputs
 
     def observe_gradient(self, gradient: Tensor) -> None:
         """Let the method see an extra read with the gradient by what the layer's attention returned, (B, T, hidden)."""
@@ -305,13 +310,27 @@ class Layer:
         if unrotated is not None and self.codec.packing.before_attention:
             unrotated = self.rows.read_newest_keys(unrotated.shape[2])
         observation = Observation(
-            queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
-            first, progress.prompt, progress.last, progress.decoding, self.cut_layers, progress.prefix, progress.about,
-            progress.share, self.rows.longest_head if self.rows.even else None,
+            queries,
+            outputs,
+            lse,
+            scaling,
+            output_weight,
+            rotation,
+            self.index,
+            self.layers,
+            first,
+            progress.prompt,
+            progress.last,
+            progress.decoding,
+            self.cut_layers,
+            progress.prefix,
+            progress.about,
+            progress.share,
+            self.rows.longest_head if self.rows.even else None,
             unrotated,
             inputs.hidden if inputs and "hidden" in method.wants else None,
             inputs.normed_hidden if inputs and "normed_hidden" in method.wants else None,
-        )  # fmt: skip
+        )
         if self.asked is not None:
             observation = watch(observation, self.asked)
         # until all hooks have returned, because the outputs go on through the model
@@ -320,10 +339,10 @@ class Layer:
             self.read = observation
         elif method.overrides("update"):
             rows = view()
-            found = self.method.update(observation, rows, self.state)
-            if found:
-                self.rows = self.rows.with_columns({**self.rows.columns, **found})
-                shown = replace(rows, columns=MappingProxyType({**rows.columns, **found}))
+            columns = self.method.update(observation, rows, self.state)
+            if columns:
+                self.rows = self.rows.with_columns({**self.rows.columns, **columns})
+                shown = replace(rows, columns=MappingProxyType({**rows.columns, **columns}))
                 view = Lazy(lambda: shown)
             self.update_memory()
         if progress.quota is not None:
@@ -364,11 +383,12 @@ class Layer:
         if self.exceeds(quota):
             self.evict(observation, view(), quota)
         if cascades:
+            layers = {layer.index: layer for layer in filter(None, self.cache)}
             for index, less in self.allocator.earlier(nominal, observation, self.state.shared).items():
-                self.cache[index].cut_again(less)
+                layers[index].cut_again(less)
             if self.index == observation.cut_layers[-1]:
                 for index in observation.cut_layers:
-                    self.cache[index].forget_scores()
+                    layers[index].forget_scores()
 
     def find_quota(self, observation: Observation, view: Callable[[], Rows], nominal: int) -> Quota:
         """Return how many rows the heads of this layer may keep."""
@@ -379,8 +399,8 @@ class Layer:
 
     def share_among_layers(self, nominal: int, observation: Observation, view: Callable[[], Rows]) -> tuple[int, ...]:
         """Return the rows per head that the allocator gives the layer, one number per sample."""
-        found = self.allocator.layer(nominal, observation, view, self.state.shared)
-        return found if isinstance(found, tuple) else (found,) * self.rows.shape[0]
+        quotas = self.allocator.layer(nominal, observation, view, self.state.shared)
+        return quotas if isinstance(quotas, tuple) else (quotas,) * self.rows.shape[0]
 
     def share_among_heads(self, nominal: int, observation: Observation) -> Tensor:
         """Return the rows that the method gives each head, (H,) or (B, H)."""
@@ -399,18 +419,18 @@ class Layer:
         """Cut every head and free the rows that go."""
         if self.rows.even and self.even and len(set(quota.samples)) == 1:
             quota = replace(quota, each=min(self.rows.longest_head, quota.samples[0]))
-        found = evict(observation, rows, self.policy, quota)
+        eviction = evict(observation, rows, self.policy, quota)
         if quota.heads is None and quota.shares is None:
-            self.shares = None if self.choice.allocator.even else HeadShares(quota.samples, found.counts)
-        self.tally = self.tally.add_cut(found.evicted, found.protected, found.given_up)
-        chosen = None if found.index is None else (found.index, found.counts)
+            self.shares = None if self.choice.allocator.even else HeadShares(quota.samples, eviction.counts)
+        self.tally = self.tally.add_cut(eviction.evicted, eviction.protected, eviction.given_up)
+        chosen = None if eviction.index is None else (eviction.index, eviction.counts)
         method = self.choice.method
-        self.rows = self.rows.keep(found.rows, self.even, method.merges, quota.each, chosen, method.weighs_rows)
+        self.rows = self.rows.keep(eviction.rows, self.even, method.merges, quota.each, chosen, method.weighs_rows)
         self.update_memory()
 
     def take_over_cut(
         self, rows: StoredRows, tally: LayerTally, state: dict[str, Any], held: int, rise: int, output_weight: Tensor
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take over what the same cut of an equal layer has left, instead of seeing the block and being cut.
 
         No hook has seen this layer's tensors, so they are not watched.
@@ -524,9 +544,20 @@ class Layer:
         """Return the observation of the last one of the next decoded tokens, without tensors."""
         none, progress = empty(self.rows.shape[0], 0, 1, 0), self.progress
         return Observation(
-            none, none, None, 1.0, none, lambda places: (places, places), self.index, self.layers,
-            self.rows.seen + tokens - 1, progress.prompt, False, True, self.cut_layers,
-        )  # fmt: skip
+            none,
+            none,
+            None,
+            1.0,
+            none,
+            lambda places: (places, places),
+            self.index,
+            self.layers,
+            self.rows.seen + tokens - 1,
+            progress.prompt,
+            False,
+            True,
+            self.cut_layers,
+        )
 
     def replace_rows(self, rows: StoredRows, evicted: Tensor | int, attended: Sequence[float], peak: int) -> None:
         """Take over the rows that a CUDA graph left.
@@ -577,16 +608,16 @@ class Layer:
 
     def bytes(self) -> Bytes:
         """Return the bytes that the layer occupies now, counted by the storages of its tensors."""
-        state = count_bytes([own for own in self.state.layer.values() if isinstance(own, Tensor)])
+        state = count_bytes([entry for entry in self.state.layer.values() if isinstance(entry, Tensor)])
         return self.rows.bytes() + Bytes(state=state)
 
     def count_needs(self) -> tuple[int, int]:
         """Return the bytes that the last decoded token had to read, and the operations that made rows of them."""
         attended = self.attended[-1] if self.attended else self.rows.mean_rows
         if isinstance(self.rows.stored, Guarded):
-            found = self.codec.count_needs(self.rows.stored.owner.subject, attended)
-            if found is not None:
-                return found
+            needs = self.codec.count_needs(self.rows.stored.owner.subject, attended)
+            if needs is not None:
+                return needs
         return round(self.bytes().rows * min(1.0, attended / self.rows.mean_rows)), 0
 
     def full_bytes(self) -> int:
@@ -607,8 +638,8 @@ class Layer:
 
         `check_stamped` later finds out whether a method that kept a reference to one of them has written to it.
         """
-        own = self.guard.handed(**self.rows.named_tensors())
-        self.stamped = (own.add("observation.output_weight", self.output_weight and self.output_weight()),)
+        watched = self.guard.handed(**self.rows.named_tensors())
+        self.stamped = (watched.add("observation.output_weight", self.output_weight and self.output_weight()),)
 
     def check_stamped(self) -> None:
         """Check that no tensor was written to since `stamp`, and stop holding the tensors.
@@ -634,18 +665,26 @@ class Layer:
         for name, tensor in [*find_tensors({"state": state}), *find_tensors({"rows.columns": self.rows.columns})]:
             kept.add(name, tensor)
         return LayerSnapshot(
-            self.rows, self.tally, self.shares, self.shown, self.token_bytes, self.stamped,
-            list(self.attended), state, kept,
-        )  # fmt: skip
+            self.rows,
+            self.tally,
+            self.shares,
+            self.shown,
+            self.token_bytes,
+            self.stamped,
+            list(self.attended),
+            state,
+            kept,
+        )
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Return to a snapshot. The cache's memory meter is restored with it by the engine."""
-        self.rows, self.tally, self.shares, self.shown = (
-            snapshot.rows, snapshot.tally, snapshot.shares, snapshot.shown
-        )  # fmt: skip
-        self.token_bytes, self.stamped, self.attended = (
-            snapshot.token_bytes, snapshot.stamped, list(snapshot.attended)
-        )  # fmt: skip
+        self.rows = snapshot.rows
+        self.tally = snapshot.tally
+        self.shares = snapshot.shares
+        self.shown = snapshot.shown
+        self.token_bytes = snapshot.token_bytes
+        self.stamped = snapshot.stamped
+        self.attended = list(snapshot.attended)
         self.state.layer = copy_containers(snapshot.state)
         self.metered = None  # the engine restores the meter, which may not have known these rows yet
 

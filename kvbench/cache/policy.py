@@ -70,10 +70,10 @@ class CachePolicy:
     @property
     def owners(self) -> str:
         """Name everyone who may have kept a reference to a tensor: the method, and an allocator or codec with hooks."""
-        own = [f"method={self.method.name}"]
-        own += [f"allocator={self.allocator.name}"] * (not self.allocator.is_uniform)
-        own += [f"codec={self.codec.name}"] * self.codec.packs
-        return " or ".join(own)
+        owners = [f"method={self.method.name}"]
+        owners += [f"allocator={self.allocator.name}"] * (not self.allocator.is_uniform)
+        owners += [f"codec={self.codec.name}"] * self.codec.packs
+        return " or ".join(owners)
 
     @property
     def shows_inputs(self) -> bool:

@@ -128,9 +128,14 @@ class StoredRows:
         tail_keys[:, :, self.tail : need] = keys
         tail_values[:, :, self.tail : need] = values
         return replace(
-            self, shape=(batch, heads), tail=need, seen=self.seen + tokens, tail_keys=tail_keys,
-            tail_values=tail_values, rotate=rotate,
-        )  # fmt: skip
+            self,
+            shape=(batch, heads),
+            tail=need,
+            seen=self.seen + tokens,
+            tail_keys=tail_keys,
+            tail_values=tail_values,
+            rotate=rotate,
+        )
 
     def reserve(self, tokens: int) -> "StoredRows":
         """Reserve memory for further tokens behind the tail, so that their rows have fixed addresses."""
@@ -141,7 +146,7 @@ class StoredRows:
             like = keys.new_empty(*self.shape, 0, keys.shape[1])
         elif self.tail + tokens <= like.shape[2]:
             return self
-        keys, values = (self._grown(like, own, self.tail + tokens) for own in (self.tail_keys, self.tail_values))
+        keys, values = (self._grown(like, tail, self.tail + tokens) for tail in (self.tail_keys, self.tail_values))
         return replace(self, tail_keys=keys, tail_values=values)
 
     def without_room(self) -> "StoredRows":
@@ -160,16 +165,16 @@ class StoredRows:
 
     def take_tail(self, other: "StoredRows") -> None:
         """Overwrite the tail with that of rows of the same size, in place."""
-        for into, own in ((self.tail_keys, other.tail_keys), (self.tail_values, other.tail_values)):
-            if into is not None and own is not None:
-                into.copy_(own)
+        for into, source in ((self.tail_keys, other.tail_keys), (self.tail_values, other.tail_values)):
+            if into is not None and source is not None:
+                into.copy_(source)
 
     def copy_cut(self) -> "StoredRows":
         """Return a copy of rows that a cut has just left, plain and without a tail."""
         assert self.stored is not None  # they were cut
-        keys, values = (own.clone() for own in self.stored.read())
+        keys, values = (tensor.clone() for tensor in self.stored.read())
         parts = {name: getattr(self, name) for name in ("places", "mass", "lengths", "starts")}
-        parts = {name: own.clone() for name, own in parts.items() if own is not None}
+        parts = {name: tensor.clone() for name, tensor in parts.items() if tensor is not None}
         columns = {name: column.clone() for name, column in self.columns.items()}
         return replace(self, stored=Plain(keys, values), columns=columns, **parts)
 
@@ -239,9 +244,14 @@ class StoredRows:
         return replace(self, starts=lengths.cumsum(0) - lengths)
 
     def keep(
-        self, rows: Rows, even: bool, merged: bool, each: int | None = None,
-        chosen: tuple[Tensor, Tensor] | None = None, weighed: bool = False,
-    ) -> "StoredRows":  # fmt: skip
+        self,
+        rows: Rows,
+        even: bool,
+        merged: bool,
+        each: int | None = None,
+        chosen: tuple[Tensor, Tensor] | None = None,
+        weighed: bool = False,
+    ) -> "StoredRows":
         """Keep the rows with mass > 0 and free everything else.
 
         Args:
@@ -273,12 +283,16 @@ class StoredRows:
             marks.view(-1)[index] = True
             stored = cast(Cuttable, self.stored).keep(marks[self._spread(self.places, absent=-1) >= 0])
         kept = StoredRows(
-            self.shape, self.seen,
+            self.shape,
+            self.seen,
             stored=stored,
             places=rows.places.take(index).int(),
             mass=rows.mass.take(index).to(rows.mass.dtype if weighed else count_dtype(self.seen)) if merged else None,
-            lengths=lengths, longest=each, even=even, rotate=self.rotate,
-        )  # fmt: skip
+            lengths=lengths,
+            longest=each,
+            even=even,
+            rotate=self.rotate,
+        )
         columns = {name: kept._spread(column.take(index)) for name, column in rows.columns.items()}
         return kept.with_columns(columns) if columns else kept
 
@@ -320,12 +334,17 @@ class StoredRows:
         if mass is not None:
             mass = join(mass, held, mass.new_ones(more.numel() * tokens), more)
         return StoredRows(
-            self.shape, seen,
+            self.shape,
+            seen,
             stored=packed,
             places=join(self.places, held, places.repeat(before.numel()), more),
-            mass=mass, columns=self.columns, lengths=lengths,
-            longest=self.longest + tokens, even=self.even, rotate=self.rotate,
-        )  # fmt: skip
+            mass=mass,
+            columns=self.columns,
+            lengths=lengths,
+            longest=self.longest + tokens,
+            even=self.even,
+            rotate=self.rotate,
+        )
 
     def replace_all(
         self,
@@ -354,10 +373,19 @@ class StoredRows:
         """
         keys, values = tail or (None, None)
         return StoredRows(
-            self.shape, self.seen + tokens, stored=stored, places=places, mass=mass, columns=dict(columns),
-            lengths=lengths, longest=longest, even=even, tail=0 if keys is None else keys.shape[2], tail_keys=keys,
+            self.shape,
+            self.seen + tokens,
+            stored=stored,
+            places=places,
+            mass=mass,
+            columns=dict(columns),
+            lengths=lengths,
+            longest=longest,
+            even=even,
+            tail=0 if keys is None else keys.shape[2],
+            tail_keys=keys,
             tail_values=values,
-        )  # fmt: skip
+        )
 
     def without_cut(self) -> "StoredRows":
         """Return the same lengths without keys and values of the cut part, which `replace_all` then sets."""
@@ -385,10 +413,15 @@ class StoredRows:
             self,
             shape=(self.shape[0] * times, self.shape[1]),
             stored=copy_samples(stored, times) if isinstance(stored, Plain) else stored,
-            places=copy_samples(self.places, times), mass=copy_samples(self.mass, times), lengths=lengths, starts=None,
-            growing=None, columns=copy_samples(self.columns, times),
-            tail_keys=roomy(self.tail_keys), tail_values=roomy(self.tail_values),
-        )  # fmt: skip
+            places=copy_samples(self.places, times),
+            mass=copy_samples(self.mass, times),
+            lengths=lengths,
+            starts=None,
+            growing=None,
+            columns=copy_samples(self.columns, times),
+            tail_keys=roomy(self.tail_keys),
+            tail_values=roomy(self.tail_values),
+        )
 
     # reading the rows
 
@@ -449,8 +482,8 @@ class StoredRows:
 
     def head_masses(self, sample: int, head: int) -> Tensor:
         """Return how many tokens each of one head's rows stands for, (n,) int64, or its weight, (n,) float."""
-        found = self._head(self.view().mass, sample, head)
-        return found if self.mass is not None and self.mass.is_floating_point() else found.long()
+        masses = self._head(self.view().mass, sample, head)
+        return masses if self.mass is not None and self.mass.is_floating_point() else masses.long()
 
     @property
     def device(self) -> torch.device:
@@ -483,8 +516,8 @@ class StoredRows:
         Args:
             places: The positions, (m,) int64.
         """
-        own = places.to(self.device, torch.int32)
-        return self.rank_of(own + 1) > self.rank_of(own)
+        positions = places.to(self.device, torch.int32)
+        return self.rank_of(positions + 1) > self.rank_of(positions)
 
     def bytes(self) -> "Bytes":
         """Return the bytes that the rows occupy, counted by the storages of their tensors."""
@@ -505,13 +538,13 @@ class StoredRows:
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return every tensor by a name for messages."""
-        found = {"keys": self.tail_keys, "values": self.tail_values, "places": self.places, "mass": self.mass}
-        found |= {"lengths": self.lengths} | {f"columns[{name!r}]": own for name, own in self.columns.items()}
+        tensors = {"keys": self.tail_keys, "values": self.tail_values, "places": self.places, "mass": self.mass}
+        tensors |= {"lengths": self.lengths} | {f"columns[{name!r}]": column for name, column in self.columns.items()}
         if self.stored is not None:
             plain = isinstance(self.stored, Plain)
-            for number, own in enumerate(self.stored.tensors()):
-                found[("held keys", "held values")[number] if plain else f"packed tensor {number}"] = own
-        return {name: own for name, own in found.items() if own is not None}
+            for number, tensor in enumerate(self.stored.tensors()):
+                tensors[("held keys", "held values")[number] if plain else f"packed tensor {number}"] = tensor
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def _grown(self, like: Tensor, before: Tensor | None, capacity: int) -> Tensor:
         """Return a tail of this capacity, shaped like `like`, with the rows of the tail before."""
@@ -578,9 +611,9 @@ def count_dtype(seen: int) -> torch.dtype:
 
 def count_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of the storages behind these tensors. A storage that several tensors share counts once."""
-    found: dict[int, int] = {}
-    for own in tensors:
-        if own is not None:
-            storage = own.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -14,8 +14,8 @@ class WatchedObservation(Observation):
     def __getattribute__(self, name: str) -> Any:
         if name in WATCHED:
             asked: Sequence[list[str]] = vars(self).get("asked", ())  # a copy by a hook has none; making it asked
-            for own in asked:
-                own.append(name)
+            for names in asked:
+                names.append(name)
         return super().__getattribute__(name)
 
 
