@@ -83,7 +83,7 @@ class LayerTally:
         ]
 
     def with_counted(self, counted: Iterable[Tensor]) -> "LayerTally":
-        """Return the same tally with the next tensors of an iterable in the place of its own `counted`."""
+        """Return the same tally, with the tensors of `counted` replaced by the next ones of an iterable."""
         others = iter(counted)
         evicted = None if self.evicted is None else next(others)
         protected = ZERO if self.head_protected is ZERO else next(others)

@@ -102,7 +102,7 @@ class Handed:
         return self
 
     def hold(self, given: object, held: Mapping[Any, Any], form: str) -> None:
-        """Watch what an object or mapping holds, and the tensors in it; only tensors by their names if it is None."""
+        """Watch what an object or mapping holds, and the tensors in it. If `given` is None, watch only the tensors."""
         self.groups.append((given, held, form))
         tensors = [one for one in held.values() if isinstance(one, Tensor)]
         try:
@@ -121,7 +121,7 @@ class Handed:
             self.hold(*group)
 
     def is_changed(self) -> bool:
-        """Return whether a tensor or a field is not what it was. Exact guards must look closer (True)."""
+        """Return whether a tensor or a field may have changed; always True for exact guards, which compare copies."""
         if self.exact or [tensor._version for tensor in self.tensors] != self.versions:
             return True
         for given, held, _ in self.groups:
@@ -143,7 +143,7 @@ class Handed:
         return [name for name, is_written in zip(names, changed, strict=True) if is_written]
 
     def put_back(self) -> list[str]:
-        """Give fields that hold another object than before theirs again, and return their names.
+        """Restore the fields that hold another object than before, and return their names.
 
         A new field of an object is a cached property, which only an exact guard computes anew.
         """
@@ -192,7 +192,7 @@ class Hook:
     check: Callable[["Call", Any], Any] = lambda call, returned: returned
     """Gets the call and what the hook returned. Returns what the engine gets, or raises a ContractError."""
     convert: Callable[[Any], Any] = lambda returned: returned
-    """Applied to the result as a part of the hook, such as `list` if it may be a generator."""
+    """Applied to the result inside the guarded call, such as `list` if the hook may be a generator."""
     holds: bool = False
     """Whether the hook must also leave the tensors as they are that its object holds (`tensors`)."""
 

@@ -29,7 +29,7 @@ Subject = TypeVar("Subject", bound=Method | Allocator | Codec)
 
 
 def guard_hooks(subject: Subject, guard: Guard | None = None) -> Subject:
-    """Return a method, an allocator or a codec whose hooks are called through a guard; by default one of no layer."""
+    """Return a method, an allocator or a codec, its hooks called through a guard. The default one is of no layer."""
     of: type = type(subject)
     kind, hooks = find_hooks(of)
     return cast(Subject, Guarded(Owner(subject, f"{kind}={subject.name}", guard or Guard(), hooks)))

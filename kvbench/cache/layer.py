@@ -207,15 +207,15 @@ class Layer:
         if progress.decoding:
             first = rows.seen - queries.shape[2]
             request = ReadRequest(
-                queries,
-                self.index,
-                self.layers,
-                first,
-                progress.prompt,
-                scaling,
-                progress.look,
-                progress.fraction,
-                self.find_packed() if self.choice.codec.packs and self.choice.method.attends_subset else None,
+                queries=queries,
+                layer=self.index,
+                layers=self.layers,
+                first=first,
+                prompt=progress.prompt,
+                scaling=scaling,
+                quota=progress.look,
+                fraction=progress.fraction,
+                packed=self.find_packed() if self.choice.codec.packs and self.choice.method.attends_subset else None,
             )
             if self.method.overrides("read"):
                 look = expecting(self.method, held=rows.longest_head).read(request, view, self.state)
@@ -227,10 +227,10 @@ class Layer:
         return outputs
 
     def find_packed(self, more: int = 0) -> tuple[int, int] | None:
-        """Return start and stop of the rows packed in this layer, or in the next one whose codec tells.
+        """Return start and stop of the packed rows of this layer, or of the first later layer whose codec reports them.
 
         Args:
-            more: Number of tokens to be read before, one by one.
+            more: Number of tokens that will be read before, one by one.
         """
         for layer in filter(None, self.cache[self.index :]):
             if isinstance(layer.rows.stored, Guarded):
@@ -267,9 +267,9 @@ class Layer:
         return attend(asking, keys, values, mass, scaling, look=look, lse=lse)
 
     def run_differentiable_attention(self, queries: Tensor, scaling: float) -> Tensor:
-        """Return the outputs of a block over all rows, (B, H·G, T, d), whose gradients reach the block only.
+        """Return the attention outputs of a block over all rows, (B, H·G, T, d). Gradients reach only the block.
 
-        The backward pass computes them again, so that only the block is held for it.
+        The backward pass computes the outputs again, so that only the block is held for it.
         """
         assert self.fresh is not None
         fresh, self.fresh = self.fresh, None
@@ -284,7 +284,7 @@ class Layer:
         return outputs
 
     def observe_gradient(self, gradient: Tensor) -> None:
-        """Let the method see an extra read with the gradient by what the layer's attention returned, (B, T, hidden)."""
+        """Show the method an extra read, with the gradient of what the layer's attention returned, (B, T, hidden)."""
         assert self.read is not None  # the model has read it
         observation, self.read = replace(self.read, gradient=gradient), None
         self.method.update(observation, self.rows.view(), self.state)
@@ -310,26 +310,26 @@ class Layer:
         if unrotated is not None and self.codec.packing.before_attention:
             unrotated = self.rows.read_newest_keys(unrotated.shape[2])
         observation = Observation(
-            queries,
-            outputs,
-            lse,
-            scaling,
-            output_weight,
-            rotation,
-            self.index,
-            self.layers,
-            first,
-            progress.prompt,
-            progress.last,
-            progress.decoding,
-            self.cut_layers,
-            progress.prefix,
-            progress.about,
-            progress.share,
-            self.rows.longest_head if self.rows.even else None,
-            unrotated,
-            inputs.hidden if inputs and "hidden" in method.wants else None,
-            inputs.normed_hidden if inputs and "normed_hidden" in method.wants else None,
+            queries=queries,
+            outputs=outputs,
+            lse=lse,
+            scaling=scaling,
+            output_weight=output_weight,
+            rotation=rotation,
+            layer=self.index,
+            layers=self.layers,
+            first=first,
+            prompt=progress.prompt,
+            last=progress.last,
+            decoding=progress.decoding,
+            cut_layers=self.cut_layers,
+            prefix=progress.prefix,
+            about=progress.about,
+            share=progress.share,
+            each=self.rows.longest_head if self.rows.even else None,
+            unrotated_keys=unrotated,
+            hidden=inputs.hidden if inputs and "hidden" in method.wants else None,
+            normed_hidden=inputs.normed_hidden if inputs and "normed_hidden" in method.wants else None,
         )
         if self.asked is not None:
             observation = watch(observation, self.asked)
@@ -431,7 +431,7 @@ class Layer:
     def take_over_cut(
         self, rows: StoredRows, tally: LayerTally, state: dict[str, Any], held: int, rise: int, output_weight: Tensor
     ) -> None:
-        """Take over what the same cut of an equal layer has left, instead of seeing the block and being cut.
+        """Take over the result of the same cut of an equal layer. The method does not see this layer's block.
 
         No hook has seen this layer's tensors, so they are not watched.
 
@@ -544,19 +544,19 @@ class Layer:
         """Return the observation of the last one of the next decoded tokens, without tensors."""
         none, progress = empty(self.rows.shape[0], 0, 1, 0), self.progress
         return Observation(
-            none,
-            none,
-            None,
-            1.0,
-            none,
-            lambda places: (places, places),
-            self.index,
-            self.layers,
-            self.rows.seen + tokens - 1,
-            progress.prompt,
-            False,
-            True,
-            self.cut_layers,
+            queries=none,
+            outputs=none,
+            lse=None,
+            scaling=1.0,
+            output_weight=none,
+            rotation=lambda places: (places, places),
+            layer=self.index,
+            layers=self.layers,
+            first=self.rows.seen + tokens - 1,
+            prompt=progress.prompt,
+            last=False,
+            decoding=True,
+            cut_layers=self.cut_layers,
         )
 
     def replace_rows(self, rows: StoredRows, evicted: Tensor | int, attended: Sequence[float], peak: int) -> None:
@@ -612,7 +612,7 @@ class Layer:
         return self.rows.bytes() + Bytes(state=state)
 
     def count_needs(self) -> tuple[int, int]:
-        """Return the bytes that the last decoded token had to read, and the operations that made rows of them."""
+        """Return how many bytes the last decoded token had to read, and how many operations turned them into rows."""
         attended = self.attended[-1] if self.attended else self.rows.mean_rows
         if isinstance(self.rows.stored, Guarded):
             needs = self.codec.count_needs(self.rows.stored.owner.subject, attended)
@@ -665,15 +665,15 @@ class Layer:
         for name, tensor in [*find_tensors({"state": state}), *find_tensors({"rows.columns": self.rows.columns})]:
             kept.add(name, tensor)
         return LayerSnapshot(
-            self.rows,
-            self.tally,
-            self.shares,
-            self.shown,
-            self.token_bytes,
-            self.stamped,
-            list(self.attended),
-            state,
-            kept,
+            rows=self.rows,
+            tally=self.tally,
+            shares=self.shares,
+            shown=self.shown,
+            token_bytes=self.token_bytes,
+            stamped=self.stamped,
+            attended=list(self.attended),
+            state=state,
+            kept=kept,
         )
 
     def restore(self, snapshot: LayerSnapshot) -> None:

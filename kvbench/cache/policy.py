@@ -12,7 +12,7 @@ from kvbench.interfaces.method import Method
 from kvbench.validation import SettingError
 
 LAYER_INPUTS = frozenset({"unrotated_keys", "hidden", "normed_hidden"})
-"""What a method may want of that which enters a layer's attention."""
+"""The inputs of a layer's attention that a method may ask for."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CachePolicy:
     served: set[Layout] = field(default_factory=set, init=False, compare=False, repr=False)
     """The layouts that `check` has accepted. A policy that `replace` makes of this one has none, so it is checked."""
     uncaptured: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
-    """What no graph could capture of this policy, and is not tried again (`kvbench.engine.repeated_cuts`)."""
+    """Work of this policy that no graph could capture and that is not tried again (`kvbench.engine.repeated_cuts`)."""
 
     def check(self, layout: Layout) -> None:
         """Check once for each layout that the method and the codec can serve a model.
@@ -77,12 +77,12 @@ class CachePolicy:
 
     @property
     def shows_inputs(self) -> bool:
-        """Whether the method is shown any of what enters a layer's attention (`LayerInputs`)."""
+        """Whether the method is shown inputs of a layer's attention (`LayerInputs`)."""
         return not LAYER_INPUTS.isdisjoint(self.method.wants)
 
     @property
     def asks_for_inputs(self) -> bool:
-        """Whether the method or the codec needs any of it."""
+        """Whether the method or the codec needs inputs of a layer's attention."""
         return self.shows_inputs or self.codec.packing.takes_unrotated_keys
 
     @property

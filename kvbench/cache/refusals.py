@@ -16,12 +16,12 @@ CONDITIONS: Mapping[str, Condition] = {
     "cascading_allocator": lambda method, allocator, codec: allocator.cascades,
     "codec": lambda method, allocator, codec: codec.packs,
 }
-"""When a method refuses (`FurtherHooks.refusals`). Block sizes and models are known elsewhere."""
+"""The conditions of `FurtherHooks.refusals` that follow from the three alone, not from block sizes or models."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What no method of some kind can work with."""
+    """A setting that no method of some kind can work with."""
 
     refused: str
     """A name of `CONDITIONS`, whose setting the message names."""

@@ -85,7 +85,7 @@ class StoredRows:
     growing: ListingGrowing | None = None
     """Memory that packed rows have reserved for further tokens."""
     rotate: KeyRotation | None = None
-    """Norms and rotates keys, which are then stored as they are before both; None if they are stored rotated."""
+    """Norms and rotates keys that are stored before both; None if keys are stored rotated."""
 
     @property
     def longest_head(self) -> int:
@@ -117,7 +117,7 @@ class StoredRows:
             keys: (B, H, T, d)
             values: (B, H, T, d)
             room: Number of further tokens to reserve memory for if the tail must grow.
-            rotate: Norms and rotates the keys, if they are as before both. Then those of all blocks must be.
+            rotate: Norms and rotates the keys, if they come before both. Then the keys of all blocks must.
         """
         batch, heads, tokens, _ = keys.shape
         need = self.tail + tokens
@@ -150,7 +150,7 @@ class StoredRows:
         return replace(self, tail_keys=keys, tail_values=values)
 
     def without_room(self) -> "StoredRows":
-        """Return the same rows without what attention makes of them and without memory for further tokens."""
+        """Return the same rows without `starts`, which attention adds, and without memory for further tokens."""
         keys, values = (
             tail[:, :, : self.tail].contiguous() if tail is not None and self.tail else None
             for tail in (self.tail_keys, self.tail_values)
@@ -258,7 +258,8 @@ class StoredRows:
             rows: All rows, padded. If keys are stored before rotation, they are those that are held.
             even: Whether all heads have the same number of rows that stay.
             merged: Whether a row may stand for several tokens.
-            each: That number, if the caller knows it. On a GPU the host then does not wait to check it.
+            each: Number of rows of every head that stay, if it is the same and the caller knows it. On a GPU the host
+                then does not wait for it.
             chosen: The `each` rows of every head that stay, if they are not those with mass > 0: their indices, as
                 `kept_indices` counts them, and their number in each head, (B, H) int64.
             weighed: Whether the masses of merged rows are weights and no numbers of tokens.
@@ -325,7 +326,7 @@ class StoredRows:
         return self._with_packed(packed, lengths, self.tail, self.seen)
 
     def _with_packed(self, packed: Packed, lengths: Tensor, tokens: int, seen: int) -> "StoredRows":
-        """Return `packed` as the only rows: those held and the last `tokens` of `seen` tokens, `lengths` per head."""
+        """Return rows that are all packed: the cut part and, behind it, the last `tokens` of the `seen` tokens."""
         before, mass = self.lengths, self.mass
         assert before is not None and self.places is not None  # `pack` has made the cut part
         held = torch.full(self.shape, self.longest) if self.even else before.cpu()
@@ -525,7 +526,7 @@ class StoredRows:
 
     @cached_property
     def _bytes(self) -> "Bytes":
-        """The bytes of rows whose storages do not change: all but those that grow."""
+        """The bytes of all storages but those that grow."""
         return self._count_bytes()
 
     def _count_bytes(self) -> "Bytes":
@@ -547,7 +548,7 @@ class StoredRows:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def _grown(self, like: Tensor, before: Tensor | None, capacity: int) -> Tensor:
-        """Return a tail of this capacity, shaped like `like`, with the rows of the tail before."""
+        """Return a tail of this capacity, otherwise shaped like `like`, with the rows of the old tail."""
         grown = like.new_empty(*like.shape[:2], capacity, like.shape[3])
         if self.tail:
             assert before is not None

@@ -13,7 +13,9 @@ class WatchedObservation(Observation):
 
     def __getattribute__(self, name: str) -> Any:
         if name in WATCHED:
-            asked: Sequence[list[str]] = vars(self).get("asked", ())  # a copy by a hook has none; making it asked
+            asked: Sequence[list[str]] = vars(self).get(
+                "asked", ()
+            )  # a copy that a hook made has none; copying asked for all
             for names in asked:
                 names.append(name)
         return super().__getattribute__(name)
