@@ -24,7 +24,7 @@ def knows_quotas(allocator: Allocator) -> bool:
 
 
 def replaces_rows(choice: CachePolicy) -> bool:
-    """Return whether every token of an answer cuts, takes the smallest scores only, and has a quota known before."""
+    """Return whether an answer is cut at every token, by scores alone and with quotas that are known beforehand."""
     method, allocator = choice.method, choice.allocator
     if not choice.codec.cuts_in_graph or not method.decoding or method.decode_interval > 1:
         return False
@@ -57,16 +57,16 @@ class AnswerQuotas:
     @cached_property
     def cut(self) -> list[bool]:
         """Whether each layer is cut at all."""
-        found: list[bool] = (self.quotas < NEVER).flatten(2).any(-1).any(0).tolist()
-        return found
+        is_cut: list[bool] = (self.quotas < NEVER).flatten(2).any(-1).any(0).tolist()
+        return is_cut
 
     @cached_property
     def constant(self) -> list[bool]:
         """Whether every head of each layer holds the same number of rows and loses one of them at every token."""
         rows, quotas = self.rows.flatten(2), self.quotas.flatten(2)
         alike = (rows == rows[:1, :, :1]).all(-1).all(0) & (quotas < NEVER).all(-1).all(0)
-        found: list[bool] = alike.tolist()
-        return found
+        is_constant: list[bool] = alike.tolist()
+        return is_constant
 
     def select(self, layers: Sequence[int]) -> "AnswerQuotas":
         """Return the quotas of some layers."""
@@ -111,26 +111,26 @@ def join_answer_quotas(plans: Sequence[AnswerQuotas], sizes: Sequence[int]) -> A
 
 
 def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> AnswerQuotas:
-    """Return the quotas for as many tokens as no head gives up more than one row at.
+    """Return the quotas up to the first token at which a head would give up more than one row.
 
     Args:
         layers: All layers.
         nominal: For each token, the rows per head that a cut leaves, as the mean over the layers.
     """
-    numbers = {own: number for number, own in enumerate(sorted(set(nominal)))}
-    which = torch.tensor([numbers[own] for own in nominal])
+    numbers = {rows: number for number, rows in enumerate(sorted(set(nominal)))}
+    which = torch.tensor([numbers[rows] for rows in nominal])
     wanted, held, even, stays_even = [], [], [], []
     streams, uniform = layers[0].choice.streams, layers[0].choice.allocator.is_uniform
-    known: dict[bool, Tensor] = {}  # of layers that the method spares or not, if all of them have the same quotas
+    known: dict[bool, Tensor] = {}  # by whether the method spares a layer, if only that matters
     for layer in layers:
         spared = layer.index not in layer.cut_layers
-        found = known.get(spared)
-        if found is None:
-            each = [find_layer_quotas(layer, own, len(nominal)) for own in numbers]
-            found = torch.stack(each)[which]  # (T, B, H or 1)
+        layer_quotas = known.get(spared)
+        if layer_quotas is None:
+            each = [find_layer_quotas(layer, rows, len(nominal)) for rows in numbers]
+            layer_quotas = torch.stack(each)[which]  # (T, B, H or 1)
         if uniform and not streams:
-            known[spared] = found
-        wanted.append(found)
+            known[spared] = layer_quotas
+        wanted.append(layer_quotas)
         held.append(torch.tensor([[layer.rows.longest_head]]) if layer.rows.even else layer.rows.counts().cpu())
         even.append(layer.rows.even or streams)
         stays_even.append(layer.even or streams)
@@ -143,7 +143,7 @@ def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> Answe
     rows = torch.cat([start.expand_as(rows[:1]), rows])
     exceeded = (rows[:-1] + 1 > quotas).flatten(2).any(-1)  # (T, L): a head has too many rows
     uneven = ~torch.tensor(even) | (exceeded.cummax(0).values.roll(1, 0) & ~torch.tensor(stays_even))
-    uneven[0] = ~torch.tensor(even)  # a layer of other uneven heads is cut at every token, even if nothing leaves
+    uneven[0] = ~torch.tensor(even)  # uneven heads that do not stream are cut at every token, even if no row leaves
     quotas = quotas.masked_fill(~(exceeded | uneven)[..., None, None], NEVER)
     falls = (rows[1:] < rows[:-1]).flatten(1).any(-1).nonzero()
     count = int(falls[0]) if len(falls) else len(nominal)

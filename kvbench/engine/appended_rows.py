@@ -47,9 +47,14 @@ class AppendedRows(StepRows):
     """The rows of some layers of one or several answers. The number of tokens read so far is on the device (`step`)."""
 
     def __init__(
-        self, weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int,
-        implementation: str | None = None, states: Sequence[State] | None = None, since: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        weights: DecoderWeights,
+        answers: Sequence[Sequence[Layer]],
+        tokens: int,
+        implementation: str | None = None,
+        states: Sequence[State] | None = None,
+        since: int = 0,
+    ) -> None:
         """Reserve memory for the tokens.
 
         Args:
@@ -81,11 +86,13 @@ class AppendedRows(StepRows):
         self.growing = {index: layer.reserve_packed(tokens, CHUNK) for index, layer in packed.items()}
         self.packed_angles: dict[int, Angles] = {}  # of each packed layer
         if packed:
-            own = every = join_angles(*self.angles)
+            answer_angles = prompt_angles = join_angles(*self.angles)
             late = {number for number, layer in packed.items() if layer.codec.packing.takes_unrotated_keys}
             if late:  # their keys are rotated when they are read
-                every = join_angles(*find_angles(self.weights.rotation, 0, self.seen[0] + tokens, self.weights.embed))
-            self.packed_angles = {number: every if number in late else own for number in packed}
+                prompt_angles = join_angles(
+                    *find_angles(self.weights.rotation, 0, self.seen[0] + tokens, self.weights.embed)
+                )
+            self.packed_angles = {number: prompt_angles if number in late else answer_angles for number in packed}
         for growing in self.growing.values():
             growing.begin()
 
@@ -126,14 +133,29 @@ class AppendedRows(StepRows):
         queries, keys, values = projected
         if self.joined:
             return append_joined(
-                queries, keys, values, *self.angles, self.offsets, self.joined[index], self.step,
-                norms=norms, implementation=self.implementation,
-            )  # fmt: skip
+                queries,
+                keys,
+                values,
+                *self.angles,
+                self.offsets,
+                self.joined[index],
+                self.step,
+                norms=norms,
+                implementation=self.implementation,
+            )
         (part,) = self.parts[index]
         return append(
-            queries, keys, values, *self.angles, part.tail_keys, part.tail_values, part.tail, self.step,
-            norms=norms, implementation=self.implementation,
-        )  # fmt: skip
+            queries,
+            keys,
+            values,
+            *self.angles,
+            part.tail_keys,
+            part.tail_values,
+            part.tail,
+            self.step,
+            norms=norms,
+            implementation=self.implementation,
+        )
 
     def attend_all(
         self, index: int, queries: Tensor, lse: bool = False, largest: Tensor | None = None
@@ -147,17 +169,32 @@ class AppendedRows(StepRows):
             return attend_joined(queries, self.joined[index], scaling, self.step, implementation=implementation), None
         (part,) = self.parts[index]
         return attend_ragged(
-            queries, part.held, part.tail_keys, part.tail_values, scaling, lse=lse, largest=largest,
-            tail=part.tail + 1, step=self.step, implementation=implementation,
-        )  # fmt: skip
+            queries,
+            part.held,
+            part.tail_keys,
+            part.tail_values,
+            scaling,
+            lse=lse,
+            largest=largest,
+            tail=part.tail + 1,
+            step=self.step,
+            implementation=implementation,
+        )
 
     def attend_packed(self, index: int, projected: Sequence[Tensor], norms: Norms, *made: Any) -> Tensor:
-        """Append a token to a packed layer and attend to all rows, or to made ones (`ListingGrowing.attend`)."""
+        """Append a token to a packed layer and attend to all rows, or to `made`, some rows made of packed ones."""
         queries, keys, values = projected
         return self.growing[index].attend(
-            queries, keys, values, self.packed_angles[index], self.step, self.weights.scaling, norms,
-            self.implementation, *made,
-        )  # fmt: skip
+            queries,
+            keys,
+            values,
+            self.packed_angles[index],
+            self.step,
+            self.weights.scaling,
+            norms,
+            self.implementation,
+            *made,
+        )
 
     def pack_due(self, number: int) -> None:
         for growing in self.growing.values():
@@ -169,7 +206,7 @@ class AppendedRows(StepRows):
     def back(self, step: int) -> int:
         if self.view is not None:
             self.view.take_columns([0] * len(self.layers))
-            step = self.kept[0]  # those of earlier tokens are lost
+            step = self.kept[0]  # columns of earlier tokens are lost
         self.step.fill_(step)
         return step
 

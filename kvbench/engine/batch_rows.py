@@ -36,9 +36,12 @@ class BatchRows(StepRows):
     """Groups of rows, each for its own samples of a batch."""
 
     def __init__(
-        self, groups: Sequence[Sequence[StepRows]], sizes: Sequence[Sequence[int]], device: torch.device,
+        self,
+        groups: Sequence[Sequence[StepRows]],
+        sizes: Sequence[Sequence[int]],
+        device: torch.device,
         keeps: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Put rows together that have read none of their tokens.
 
         Args:
@@ -48,13 +51,17 @@ class BatchRows(StepRows):
             device: Where the rows are.
             keeps: Whether the layers get the tokens while the answer goes on, so that `back` can undo the last ones.
         """
-        self.groups, self.sizes, self.keeps = groups, [sum(own) for own in sizes], keeps
+        self.groups, self.sizes, self.keeps = groups, [sum(counts) for counts in sizes], keeps
         self.kinds = [rows for group in groups for rows in group]
-        self.owners = [(group, number) for group, own in enumerate(sizes) for number in range(len(own))]
+        self.owners = [(group, number) for group, counts in enumerate(sizes) for number in range(len(counts))]
         self.running = set(range(len(self.owners)))  # numbers of the answers that are not over
         self.indices = sorted(index for rows in groups[0] for index in rows.indices)
-        owner = {(g, index): (rows, n) for g, group in enumerate(groups) for rows in group
-                 for n, index in enumerate(rows.indices)}  # fmt: skip
+        owner = {
+            (g, index): (rows, n)
+            for g, group in enumerate(groups)
+            for rows in group
+            for n, index in enumerate(rows.indices)
+        }
         self.by_layer = {index: [owner[group, index] for group in range(len(groups))] for index in self.indices}
         for number, group in enumerate(groups):
             for rows in group:
@@ -70,9 +77,14 @@ class BatchRows(StepRows):
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             owners = self.by_layer[index]
-            own = zip(*(part.split(self.sizes) for part in projected), strict=True) if len(owners) > 1 else [projected]
+            per_owner = (
+                zip(*(part.split(self.sizes) for part in projected), strict=True) if len(owners) > 1 else [projected]
+            )
             return self.side_by_side(
-                [partial(readers[id(rows)], n, three, norms) for (rows, n), three in zip(owners, own, strict=True)]
+                [
+                    partial(readers[id(rows)], n, three, norms)
+                    for (rows, n), three in zip(owners, per_owner, strict=True)
+                ]
             )
 
         return attend
@@ -82,7 +94,7 @@ class BatchRows(StepRows):
         if len(work) == 1:
             return work[0]()
         if not self.streams:
-            return torch.cat([own() for own in work])
+            return torch.cat([compute() for compute in work])
         here = torch.cuda.current_stream()
         every = [here, *self.streams]
         for other in self.streams:
@@ -94,9 +106,9 @@ class BatchRows(StepRows):
                 here.wait_stream(other)
 
         with join_after(join):
-            for number, own in enumerate(work):
+            for number, compute in enumerate(work):
                 with torch.cuda.stream(every[number % len(every)]):
-                    results.append(own())
+                    results.append(compute())
         return torch.cat(results)
 
     def prepare(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,10 +27,12 @@ from kvbench.models.loading import check_finite, find_stop_tokens
 from kvbench.models.transformers_port import text_config
 from kvbench.validation import SettingError, format_value, require_choice, require_int
 
+T = TypeVar("T")
+
 REPLACEABLE = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 
-def make_part(group: str, kind: type, given: Any, args: Mapping[str, Any] | None) -> Any:
+def make_part(group: str, kind: type[T], given: object, args: Mapping[str, Any] | None) -> T:
     """Return a method, an allocator or a codec.
 
     Args:
@@ -50,7 +52,8 @@ def make_part(group: str, kind: type, given: Any, args: Mapping[str, Any] | None
         require_choice(group, given, list_choices(group))  # refuses it and lists the names
     if not isinstance(given, str):
         raise SettingError(f"{group}={format_value(given)}: a name of conf/{group} or a {kind.__name__} object")
-    return build(group, load_settings(group, given, args))
+    part: T = build(group, load_settings(group, given, args))
+    return part
 
 
 def check_attention(model: torch.nn.Module) -> None:
@@ -59,10 +62,10 @@ def check_attention(model: torch.nn.Module) -> None:
     Raises:
         SettingError: The text model has an attention implementation that is not one of transformers' own.
     """
-    own = text_config(model)._attn_implementation
-    if own is not None and own not in REPLACEABLE:
+    attention = text_config(model)._attn_implementation
+    if attention is not None and attention not in REPLACEABLE:
         raise SettingError(
-            f"model: has the attention implementation {own}, which kvbench would replace; "
+            f"model: has the attention implementation {attention}, which kvbench would replace; "
             "model.set_attn_implementation('sdpa') allows that"
         )
 
@@ -98,7 +101,7 @@ def prefill(
     allocator_args: Mapping[str, Any] | None = None,
     codec_args: Mapping[str, Any] | None = None,
     budget_of: str = "prompt",
-    tokenizer: Any = None,
+    tokenizer: object = None,
     prefix: int = 0,
     attention_mask: Tensor | None = None,
 ) -> "CompressedCache":
@@ -173,8 +176,8 @@ def prefill(
     alone = input_ids.device.type == "cpu"
     contexts = []
     for ids in input_ids.split(1) if alone else [input_ids]:
-        own = make_prompt_encoder(tokenizer) if tokenizer is not None else None
-        context = GenerationContext(model, choice, amount, block_size, (seed,) * len(ids), prefix, own)
+        encoder = make_prompt_encoder(tokenizer) if tokenizer is not None else None
+        context = GenerationContext(model, choice, amount, block_size, (seed,) * len(ids), prefix, encoder)
         context.prefill(ids)
         contexts.append(context)
     return CompressedCache(contexts, input_ids.to("cpu", copy=True), tokenizer)
@@ -217,7 +220,9 @@ class HeldText(NamedTuple):
 class CompressedCache:
     """The compressed KV cache of a batch of prompts. Layers and samples count from 0; heads are KV heads."""
 
-    def __init__(self, contexts: list[GenerationContext], prompt: Tensor | None = None, tokenizer: Any = None) -> None:
+    def __init__(
+        self, contexts: list[GenerationContext], prompt: Tensor | None = None, tokenizer: object = None
+    ) -> None:
         """Take over contexts.
 
         Args:
@@ -231,7 +236,7 @@ class CompressedCache:
         first = self.contexts[0]
         samples = sum(len(context.seeds) for context in self.contexts)
         counts = [layer.rows.counts() for context in self.contexts for layer in context.own_layers]
-        held = sorted({row for own in counts for row in own.flatten().tolist()})
+        held = sorted({row for layer_counts in counts for row in layer_counts.flatten().tolist()})
         rows = " to ".join(map(str, dict.fromkeys([held[0], held[-1]]))) if held else "no"
         choice = first.choice
         return (
@@ -243,29 +248,31 @@ class CompressedCache:
 
     @property
     def logits(self) -> Tensor:
-        """(batch, vocab) of the last token read."""
+        """The logits of the last token read, (batch, vocab)."""
         return torch.cat([context.last_logits for context in self.contexts])
 
     def places(self, layer: int, head: int, sample: int = 0) -> Tensor:
-        """1-D LongTensor, ascending: original positions of the rows held."""
-        own, sample = self._layer(layer, sample)
-        return own.rows.head_places(sample, head)
+        """Return the original positions of the rows that a head holds, a 1-D LongTensor, ascending."""
+        cut_layer, sample = self._layer(layer, sample)
+        return cut_layer.rows.head_places(sample, head)
 
     def masses(self, layer: int, head: int, sample: int = 0) -> Tensor:
-        """1-D LongTensor: tokens that each of those rows stands for. If the method weighs rows (`Method.weighs_rows`),
-        their weights in attention, a 1-D float tensor.
+        """Return how many tokens each of those rows stands for, a 1-D LongTensor.
+
+        If the method weighs rows (`Method.weighs_rows`), it is a 1-D float tensor of their weights in attention.
         """
-        own, sample = self._layer(layer, sample)
-        return own.rows.head_masses(sample, head)
+        cut_layer, sample = self._layer(layer, sample)
+        return cut_layer.rows.head_masses(sample, head)
 
     def evicted(self, layer: int, head: int, sample: int = 0) -> int:
-        """Tokens whose rows are gone; with the masses held (the number of rows if they are weighed) they make the
-        tokens seen.
-        """
-        own, sample = self._layer(layer, sample)
-        return 0 if own.tally.evicted is None else int(own.tally.evicted[sample, head])
+        """Return the number of tokens whose rows are gone.
 
-    def where(self, text: str, tokenizer: Any = None, sample: int = 0) -> HeldText:
+        Together with the masses of the rows held (or their number, if rows are weighed) they are the tokens seen.
+        """
+        cut_layer, sample = self._layer(layer, sample)
+        return 0 if cut_layer.tally.evicted is None else int(cut_layer.tally.evicted[sample, head])
+
+    def where(self, text: str, tokenizer: object = None, sample: int = 0) -> HeldText:
         """Find which tokens of a text in the prompt are still held.
 
         Args:
@@ -285,15 +292,15 @@ class CompressedCache:
             raise SettingError("tokenizer=null: give the tokenizer of the prompt, here or to prefill")
         if self.prompt is None:
             raise SettingError("prompt: not known, because the contexts were put together without it")
-        context, own = self._context(sample)
-        found = find_text(tokenizer, self.prompt[sample].tolist(), text) if text else []
-        if not found:
+        context, row = self._context(sample)
+        positions = find_text(tokenizer, self.prompt[sample].tolist(), text) if text else []
+        if not positions:
             raise SettingError(f"text={format_value(text)}: not in the prompt of sample {sample}")
-        places = torch.tensor(found)
+        places = torch.tensor(positions)
         held, windows = [], iter(context.sliding_layers())
         for layer in context.layers:
             if layer is not None:
-                held.append(layer.rows.holds(places)[own].cpu())
+                held.append(layer.rows.holds(places)[row].cpu())
             else:
                 _, heads, tokens, _ = next(windows).keys.shape
                 held.append((places >= context.seen - tokens).expand(heads, -1))
@@ -342,7 +349,7 @@ class CompressedCache:
         return tuple(i for i, layer in enumerate(self.contexts[0].layers) if layer is None)
 
     def extend(self, more_ids: Tensor) -> Tensor:
-        """Feed further tokens (batch, t) over the held rows: logits (batch, t, vocab)."""
+        """Read further tokens, (batch, t), which attend to the rows held. Return their logits, (batch, t, vocab)."""
         batch = sum(len(context.seeds) for context in self.contexts)
         if more_ids.dim() != 2 or more_ids.shape[0] != batch or more_ids.shape[1] == 0:
             raise SettingError(f"more_ids: shape ({batch}, tokens), got {tuple(more_ids.shape)}")
@@ -382,7 +389,7 @@ class CompressedCache:
 
     @contextmanager
     def branch(self) -> Iterator["CompressedCache"]:
-        """What is read inside is forgotten afterwards: several questions over one compressed context."""
+        """Forget what is read inside the `with` block, so that the next question finds the same compressed context."""
         with ExitStack() as stack:
             for context in self.contexts:
                 stack.enter_context(context.branch())
@@ -390,10 +397,10 @@ class CompressedCache:
 
     def _layer(self, layer: int, sample: int) -> tuple[Layer, int]:
         context, sample = self._context(sample)
-        own = context.layers[layer]
-        if own is None:
+        cut_layer = context.layers[layer]
+        if cut_layer is None:
             raise SettingError(f"layer={layer}: keeps transformers' own sliding-window cache, not rows")
-        return own, sample
+        return cut_layer, sample
 
     def _context(self, sample: int) -> tuple[GenerationContext, int]:
         """Return the context of a sample, and the sample's number in it."""
@@ -405,6 +412,6 @@ class CompressedCache:
 
 
 def trim(tokens: Tensor, stop: frozenset[int]) -> Tensor:
-    """(T,) ids up to and including the first one of `stop`."""
+    """Return the ids, (T,), up to and including the first one of `stop`."""
     ends = torch.isin(tokens, torch.tensor(sorted(stop), device=tokens.device, dtype=tokens.dtype)).nonzero()
     return tokens if len(ends) == 0 else tokens[: int(ends[0]) + 1]

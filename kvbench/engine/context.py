@@ -110,8 +110,8 @@ class PromptContext:
         state = State(seeds)
         self.layers = Layers(shape.layers)
         for index in range(shape.layers):
-            own = None if index in shape.sliding else Layer(index, shape.layers, choice, state, self.layers)
-            self.layers.append(own)
+            cut_layer = None if index in shape.sliding else Layer(index, shape.layers, choice, state, self.layers)
+            self.layers.append(cut_layer)
         self.window = shape.window
         self.cache = make_cache(model, self.layers)
         self.logits: Tensor | None = None  # of the last token read, (B, vocab)
@@ -124,14 +124,14 @@ class PromptContext:
         self.decoding = "modules"  # how the answer's tokens were read: "modules" or "graph"
         self.decoded_together = 1  # contexts whose answers were decoded as one batch, this one included
         self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, and keys or values that other contexts may share
-        self.watched: list[Handed] = []  # the same while `branch` watches them
+        self.watched: list[Handed] = []  # the same tensors while `branch` watches them
         self.path: DecodePath | None = None  # reads the current answer
         self.method = guard_hooks(choice.method, Guard(exact=choice.exact))  # its hooks that belong to no layer
         self.defers_faults = False  # whether blocks are read ahead of the device, until `raise_faults` is called
         usable = compile and can_capture(model) and decodes_in_graph(choice)
         lent = like.weights if like is not None else None
-        found = (lent or collect_weights(model)) if usable else None
-        self.weights: DecoderWeights | None = found  # None if the model cannot be decoded in a graph
+        weights = (lent or collect_weights(model)) if usable else None
+        self.weights: DecoderWeights | None = weights  # None if the model cannot be decoded in a graph
 
     @property
     def progress(self) -> Progress:
@@ -184,9 +184,8 @@ class PromptContext:
             while self.seen < prompt:
                 check_stop()
                 tokens = min(size, prompt - self.seen)
-                if (
-                    quota is not None and self.seen < quota
-                ):  # blocks below the quota are never cut, so read several at once
+                # blocks below the quota are never cut, so read several at once
+                if quota is not None and self.seen < quota:
                     tokens = min(prompt - self.seen, max(size, min(quota - self.seen, MOST) // size * size))
                 block = ids[:, self.seen : self.seen + tokens]
                 rows = self.expect(tokens, max((reading.ids.shape[1] for reading in again), default=0))
@@ -256,11 +255,11 @@ class PromptContext:
         quota = self.budget.rows(prompt, prompt)
         if not method.needs_extra_reads or quota is None or quota >= prompt:
             return []
-        found = list(self.method.extra_reads(ids, self.progress.prefix, self.words))
+        readings = list(self.method.extra_reads(ids, self.progress.prefix, self.words))
         vocabulary = text_config(self.model).vocab_size
-        if any(int(reading.ids.max()) >= vocabulary for reading in found):
+        if any(int(reading.ids.max()) >= vocabulary for reading in readings):
             raise SettingError(f"method: {method.name} gives the model token ids above {vocabulary - 1}, its last")
-        return found
+        return readings
 
     def _reread(self, readings: list[ExtraRead], quota: int) -> None:
         """Let the model read about the prompt, keep only what the method remembered of it, and cut."""
@@ -271,8 +270,8 @@ class PromptContext:
                 self._read(reading.ids, None, keep=1)
                 noted = [(dict(layer.state.layer), layer.tally.peak_attended) for layer in layers]
                 shared, peak = dict(layers[0].state.shared), self.memory.peak
-            for layer, (own, attended) in zip(layers, noted, strict=True):
-                layer.state.layer = own
+            for layer, (remembered, attended) in zip(layers, noted, strict=True):
+                layer.state.layer = remembered
                 layer.count_peak_attended(attended)
                 layer.update_memory()
             layers[0].state.shared.update(shared)
@@ -334,10 +333,10 @@ class PromptContext:
             return tokens
         for layer in self.own_layers:
             layer.stamp()
-        found = self.method.steps(tokens, quota)
+        steps = self.method.steps(tokens, quota)
         for layer in self.own_layers:
             layer.check_stamped()
-        return found
+        return steps
 
     def _read(self, ids: Tensor, quota: int | None, keep: int) -> Tensor:
         """Read a block through the model; return the logits of its last `keep` tokens, or of all tokens for 0."""
@@ -388,8 +387,8 @@ class PromptContext:
         if not noted:
             return
         device = next(self.model.parameters()).device
-        found = torch.stack([flag.to(device) for _, flag in noted]).tolist()
-        for (line, _), wrong in zip(noted, found, strict=True):
+        flags = torch.stack([flag.to(device) for _, flag in noted]).tolist()
+        for (line, _), wrong in zip(noted, flags, strict=True):
             if wrong:
                 raise ContractError(line)
         for layer in self.own_layers:
@@ -397,8 +396,8 @@ class PromptContext:
 
     def _check_total(self, quota: int, owner: str) -> None:
         """Note a fault if the layers that share the budget hold more than `quota` rows per head on average."""
-        own = self.own_layers
-        layers = [layer for layer in own if layer.index in layer.cut_layers]
+        layers_with_rows = self.own_layers
+        layers = [layer for layer in layers_with_rows if layer.index in layer.cut_layers]
         if not layers or all(layer.rows.even and layer.rows.longest_head <= quota for layer in layers):
             return
         device = next(self.model.parameters()).device
@@ -453,8 +452,8 @@ class PromptContext:
             self.restore(snapshot)
         checked = [(lent, "a hook that kept a reference to what it was handed")]
         if not keeps_state:
-            for layer, own in zip(self.own_layers, snapshot.layers, strict=True):
-                layer.check_snapshot(own)
+            for layer, layer_snapshot in zip(self.own_layers, snapshot.layers, strict=True):
+                layer.check_snapshot(layer_snapshot)
             checked.append((kept, "a hook"))
         for written, hook in checked:
             self.own_layers[0].guard.check(self.choice.owners, hook, [written])
@@ -465,21 +464,25 @@ class PromptContext:
         frequencies = self.cache.frequencies
         return ContextSnapshot(
             layers=[layer.snapshot() for layer in self.own_layers],
-            sliding=[(own.keys, own.values, own.cumulative_length) for own in self.sliding_layers()],
+            sliding=[(window.keys, window.values, window.cumulative_length) for window in self.sliding_layers()],
             frequencies=frequencies and frequencies.copy(),
-            seen=self.seen, since_cut=self.since_cut, drawn=self.drawn, logits=self.logits,
-            progress=self.progress, memory=self.memory.snapshot(),
+            seen=self.seen,
+            since_cut=self.since_cut,
+            drawn=self.drawn,
+            logits=self.logits,
+            progress=self.progress,
+            memory=self.memory.snapshot(),
             shared=copy_containers(self.own_layers[0].state.shared),
-        )  # fmt: skip
+        )
 
     @spend("restoring")
     def restore(self, snapshot: ContextSnapshot) -> None:
         """Return to a snapshot, also during an answer."""
         self.path = None
-        for layer, own in zip(self.own_layers, snapshot.layers, strict=True):
-            layer.restore(own)
-        for own, (keys, values, length) in zip(self.sliding_layers(), snapshot.sliding, strict=True):
-            own.keys, own.values, own.cumulative_length = keys, values, length
+        for layer, layer_snapshot in zip(self.own_layers, snapshot.layers, strict=True):
+            layer.restore(layer_snapshot)
+        for window, (keys, values, length) in zip(self.sliding_layers(), snapshot.sliding, strict=True):
+            window.keys, window.values, window.cumulative_length = keys, values, length
         if snapshot.frequencies and self.cache.frequencies:
             self.cache.frequencies.take_over(snapshot.frequencies)
         self.since_cut, self.drawn, self.logits = snapshot.since_cut, snapshot.drawn, snapshot.logits
@@ -495,20 +498,20 @@ class PromptContext:
     @spend("restoring")
     def _lent(self) -> Handed:
         """Return the shared keys and values that other contexts still hold, watched."""
-        found = self.own_layers[0].guard.handed()
-        own = {id(tensor) for layer in self.own_layers for tensor in layer.rows.named_tensors().values()}
+        watched = self.own_layers[0].guard.handed()
+        held = {id(tensor) for layer in self.own_layers for tensor in layer.rows.named_tensors().values()}
         for index, reference in self.lent:
-            if (tensor := reference()) is not None and id(tensor) not in own:
-                found.add(f"keys or values of layer {index}, which other runs share", tensor)
-        return found
+            if (tensor := reference()) is not None and id(tensor) not in held:
+                watched.add(f"keys or values of layer {index}, which other runs share", tensor)
+        return watched
 
     def ports(self) -> list[CacheLayerPort]:
         """Return the ports of the layers that hold rows."""
-        return [own for own in self.cache.layers if isinstance(own, CacheLayerPort)]
+        return [port for port in self.cache.layers if isinstance(port, CacheLayerPort)]
 
     def sliding_layers(self) -> list[Any]:
         """Return transformers' own cache layers of the layers with a sliding window."""
-        return [own for own, layer in zip(self.cache.layers, self.layers, strict=True) if layer is None]
+        return [window for window, layer in zip(self.cache.layers, self.layers, strict=True) if layer is None]
 
     def bytes(self) -> Bytes:
         """Return the bytes that the cache occupies now. Layers with a sliding window count as rows."""

@@ -52,13 +52,17 @@ class SeenBlock:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors of the block and of the layer."""
-        return [own for own in (self.queries, self.outputs, self.lse, self.output_weight) if own is not None]
+        return [tensor for tensor in (self.queries, self.outputs, self.lse, self.output_weight) if tensor is not None]
 
 
 def cut_in_turn(
-    layers: Mapping[int, Layer], groups: Sequence[int], block: SeenBlock, check: Callable[[str, Handed], None],
-    scores: list[SharedScores], timed: bool = True,
-) -> Iterator[int]:  # fmt: skip
+    layers: Mapping[int, Layer],
+    groups: Sequence[int],
+    block: SeenBlock,
+    check: Callable[[str, Handed], None],
+    scores: list[SharedScores],
+    timed: bool = True,
+) -> Iterator[int]:
     """Let the layers with the same index see a block and cut them, one context after the other.
 
     Args:
@@ -78,13 +82,13 @@ def cut_in_turn(
     shown = Handed()  # what hooks of several contexts are shown
 
     def view(rows: StoredRows) -> Rows:
-        found = rows.view()
-        shown.add("rows", found)
-        return found
+        shown_rows = rows.view()
+        shown.add("rows", shown_rows)
+        return shown_rows
 
     views: dict[int, Lazy] = {}  # of the same rows
-    own_views = {n: views.setdefault(id(own.rows), Lazy(partial(view, own.rows))) for n, own in layers.items()}
-    kinds = {number: (groups[number], id(own.rows)) for number, own in layers.items()}
+    own_views = {n: views.setdefault(id(layer.rows), Lazy(partial(view, layer.rows))) for n, layer in layers.items()}
+    kinds = {number: (groups[number], id(layer.rows)) for number, layer in layers.items()}
     device = block.queries.device.type
     alike = {kind: SharedScores(device, shown, timed) for kind, n in Counter(kinds.values()).items() if n > 1}
     for number, layer in layers.items():
@@ -92,9 +96,14 @@ def cut_in_turn(
         with attribute_errors_to(number):
             layer.share_scores = partial(shared.find, number) if shared is not None else None
             layer.after_attention(
-                block.queries, block.outputs, block.lse, block.scaling, block.output_weight, block.rotation,
+                block.queries,
+                block.outputs,
+                block.lse,
+                block.scaling,
+                block.output_weight,
+                block.rotation,
                 own_views[number],
-            )  # fmt: skip
+            )
             layer.share_scores = None
             check(f"method={layer.choice.method.name}", shown)
         yield number

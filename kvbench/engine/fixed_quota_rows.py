@@ -37,9 +37,16 @@ class FixedQuotaRows(QuotaRows):
     """Whether heads hold different numbers of rows (`kvbench.engine.uneven_rows`)."""
 
     def __init__(
-        self, weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, size: int, room: int,
-        implementation: str | None = None, states: Sequence[State] | None = None, stored: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        weights: DecoderWeights,
+        answers: Sequence[Sequence[Layer]],
+        tokens: int,
+        size: int,
+        room: int,
+        implementation: str | None = None,
+        states: Sequence[State] | None = None,
+        stored: Sequence[int] | None = None,
+    ) -> None:
         """Allocate memory. `back` copies the layers' rows into it.
 
         Args:
@@ -74,12 +81,12 @@ class FixedQuotaRows(QuotaRows):
         if not self.uneven:
             self.spare = torch.empty_like(self.padded(0)[:, :, :, :room])
             self.all = torch.arange(self.spare[0, ..., 0].numel(), device=self.device)  # indices of all spare rows
-        # of each layer and head: rows after a cut, rows that the last cut left, if a hook of the method's chose them,
-        # and tokens evicted since `keep`, if others than `size` at every cut
+        # of each layer and head: rows that a cut should leave; rows that the last one left, if a hook chose them;
+        # tokens evicted since `keep`, if their number is not `size` at every cut
         self.lengths = torch.full((len(self.layers), *self.held), room, device=self.device)
         self.left = self.lengths.clone()
         self.evicted = torch.zeros_like(self.left)
-        self.miscounted = torch.zeros((), dtype=torch.bool, device=self.device)  # whether a cut left others than quota
+        self.miscounted = torch.zeros((), dtype=torch.bool, device=self.device)  # whether a cut left other numbers
         self.at = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of complete intervals
         self.since = torch.zeros((), dtype=torch.int32, device=self.device)  # tokens read since the last cut
 
@@ -109,9 +116,18 @@ class FixedQuotaRows(QuotaRows):
             new_keys, new_values = self.pack(index, new_keys, new_values, first)
             keys, values = self.find_tail(index)
             queries = append(
-                queries, new_keys, new_values, cos, sin, keys, values, self.behind, self.since,
-                norms=norms, implementation=implementation,
-            )  # fmt: skip
+                queries,
+                new_keys,
+                new_values,
+                cos,
+                sin,
+                keys,
+                values,
+                self.behind,
+                self.since,
+                norms=norms,
+                implementation=implementation,
+            )
             asking, others = queries, self.find_others(index)
             if self.table is not None:
                 offsets = torch.arange(queries.shape[2], device=self.device)
@@ -119,9 +135,16 @@ class FixedQuotaRows(QuotaRows):
                 asking, turned = self.rotate_by_slot(index, queries, offsets + first, slots, self.slots)
                 keys, others = turned[:, :, self.begin :], others and replace(others, keys=turned.flatten(0, 2))
             outputs, sums = attend_ragged(
-                asking, others, keys, values, self.weights.scaling,
-                lse=lse, tail=tail, step=step, implementation=implementation,
-            )  # fmt: skip
+                asking,
+                others,
+                keys,
+                values,
+                self.weights.scaling,
+                lse=lse,
+                tail=tail,
+                step=step,
+                implementation=implementation,
+            )
             if cuts:
                 self.cut(index, queries, outputs, sums, first)
             elif held is not None:
@@ -156,10 +179,10 @@ class FixedQuotaRows(QuotaRows):
         policy = LayerPolicy(layer.method, layer.allocator, self.view.states[index], self.note_scores)
         with layer.guard.unnoted():  # `invalid` notes NaN and wrong counts, so guards add nothing to the graph
             observation, rows = self.view.show(index, rows, queries, outputs, lse, first, self.each)
-            found = evict(observation, rows, policy, self.find_quota(index))
+            eviction = evict(observation, rows, policy, self.find_quota(index))
         layer.guard.release()
-        self.move(index, found)
-        self.count_cut(index, found)
+        self.move(index, eviction)
+        self.count_cut(index, eviction)
 
     def find_quota(self, index: int) -> Quota:
         """Return the quota of a layer at the next cut."""
@@ -173,24 +196,24 @@ class FixedQuotaRows(QuotaRows):
         self.invalid |= scores.max().isnan()
         return scores
 
-    def list_left(self, found: Eviction) -> Tensor:
-        """Return which of `found.rows` stay, as `kept_indices` counts them: the quota's number of each head.
+    def list_left(self, eviction: Eviction) -> Tensor:
+        """Return which of `eviction.rows` stay, as `kept_indices` counts them: the quota's number of each head.
 
         Raises:
             ContractError: A hook returned fewer rows.
         """
-        if found.index is not None:
-            return found.index
-        if len(found.rows) == self.room:
+        if eviction.index is not None:
+            return eviction.index
+        if len(eviction.rows) == self.room:
             return self.all
-        if len(found.rows) < self.room:
+        if len(eviction.rows) < self.room:
             raise self.refuse_count()
-        present = found.rows.present.to(found.rows.mass.dtype)
+        present = eviction.rows.present.to(eviction.rows.mass.dtype)
         return top_k_indices(present, self.room, flat=True, implementation=self.implementation)
 
-    def move(self, index: int, found: Eviction) -> None:
+    def move(self, index: int, eviction: Eviction) -> None:
         """Move the rows that stay at a cut of a layer to the first slots."""
-        after, which = found.rows, self.list_left(found)
+        after, which = eviction.rows, self.list_left(eviction)
         quota, implementation, places = self.room, self.implementation, self.places[index]
         into = self.padded(index)[:, :, :, :quota].unbind()
         spare = gather_rows(
@@ -210,21 +233,21 @@ class FixedQuotaRows(QuotaRows):
             column[..., :quota] = take(after.columns[name])
             column[..., quota:] = 0
 
-    def count_cut(self, index: int, found: Eviction) -> None:
-        """Count the protected rows that fit the quota, the most that ever did not, and the tokens that are gone.
+    def count_cut(self, index: int, eviction: Eviction) -> None:
+        """Count the protected rows that fit the quota, the most that did not fit at any cut, and the evicted tokens.
 
         If a hook chose the rows that stay, note whether it left every head its quota.
         """
-        if found.given_up:
+        if eviction.given_up:
             protected, *given_up = self.tally[index]
-            protected.copy_(found.protected)
+            protected.copy_(eviction.protected)
             for most, kind in zip(given_up, (SINKS, RECENTS), strict=True):
-                if kind in found.given_up:
-                    torch.maximum(most, found.given_up[kind], out=most)
+                if kind in eviction.given_up:
+                    torch.maximum(most, eviction.given_up[kind], out=most)
         if self.every_mass is not None:
-            self.evicted[index].add_(found.evicted)
-        if found.index is None:
-            torch.sum(found.rows.present, -1, out=self.left[index])
+            self.evicted[index].add_(eviction.evicted)
+        if eviction.index is None:
+            torch.sum(eviction.rows.present, -1, out=self.left[index])
             if index == len(self.layers) - 1:  # of all layers at once
                 self.miscounted |= (self.left != self.lengths).any()
                 self.invalid |= self.miscounted
@@ -293,18 +316,24 @@ class FixedQuotaRows(QuotaRows):
                 self.give_tally(index)
 
     def copy_rows(self, index: int, tokens: int, tail: Sequence[Tensor] | None) -> StoredRows:
-        """Return a copy of a layer's rows after `tokens` further tokens. `tail` holds the newest."""
+        """Return a copy of a layer's rows after `tokens` further tokens. `tail` holds those since the last cut."""
         rows, room, mass = self.layers[index].rows, self.room, None
         since = tail[0].shape[2] if tail else 0
         if self.merges:
-            weighs, seen = self.layers[0].choice.method.weighs_rows, rows.seen + tokens - since  # by the last cut
+            weighs, seen = self.layers[0].choice.method.weighs_rows, rows.seen + tokens - since  # at the last cut
             dtype = self.mass[0].dtype if weighs else count_dtype(seen)
             mass = self.mass[index][..., :room].to(dtype, copy=True).flatten()
         return rows.replace_all(
-            tokens, Plain(*(part[:, :, :room].clone().flatten(0, 2) for part in self.padded(index))),
-            self.places[index][..., :room].int().flatten(), self.lengths[index].clone(), room, True,
-            self.view.copy_columns(index, room + since), tail, mass,
-        )  # fmt: skip
+            tokens,
+            Plain(*(part[:, :, :room].clone().flatten(0, 2) for part in self.padded(index))),
+            self.places[index][..., :room].int().flatten(),
+            self.lengths[index].clone(),
+            room,
+            True,
+            self.view.copy_columns(index, room + since),
+            tail,
+            mass,
+        )
 
     def list_packed(self, index: int, tokens: int, since: int) -> StoredRows:
         """Return the rows of a layer whose codec packs, packed.
@@ -340,11 +369,11 @@ class FixedQuotaRows(QuotaRows):
             self.view.release_states(count_since_cut(self.layers[0], self.room))
 
     def forget(self, read: int, answer: int = 0) -> None:
-        """Do the same with rows of no meaning, which no codec needs to pack."""
+        """Give the layers rows whose content is arbitrary, so no codec packs them. Otherwise like `finish`."""
         self.packed = [None] * len(self.layers)
         self.finish(read, answer)
 
 
 def count_since_cut(layer: Layer, quota: int) -> int:
-    """Return how many tokens a layer at its quota has read since the last cut. They may be packed like the others."""
+    """Return how many tokens a layer at its quota has read since the last cut, whether they are packed or not."""
     return layer.rows.longest_head - quota if layer.packs else layer.rows.tail

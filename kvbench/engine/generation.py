@@ -8,7 +8,6 @@ across cuts if every cut runs the same operations (`kvbench.engine.quota_rows`).
 import math
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -273,7 +272,11 @@ def plan_rows(context: GenerationContext, left: int, worth: int = WORTH) -> Plan
 
 
 def make_alone(
-    kind: Callable[..., StepRows], weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, **more: Any
+    kind: Callable[..., StepRows],
+    weights: DecoderWeights,
+    answers: Sequence[Sequence[Layer]],
+    tokens: int,
+    **more: object,
 ) -> list[StepRows]:
     """Make rows of one kind for all layers."""
     return [kind(weights, answers, tokens, **more)]
@@ -287,7 +290,7 @@ def plan_appended(context: GenerationContext, tokens: int) -> PlannedRows | None
         return PlannedRows(partial(make_alone, AppendedRows), tokens, kind=AppendedRows if shares else None)
     shows = method.watches and cuts_in_graph(choice) and not method.uses_cache_positions and not method.attends_subset
     cuts = context.find_decode_quota(context.seen + 1) is not None and not replaces_rows(choice)
-    if not shows or not cuts or context.weights is None or any(own.rows.stored is not None for own in layers):
+    if not shows or not cuts or context.weights is None or any(layer.rows.stored is not None for layer in layers):
         return None
     states = capture_states(context.weights, layers, context.since_cut)
     if states is None:
@@ -305,15 +308,15 @@ def find_first_cut(context: GenerationContext, left: int) -> int | None:
     if quota is None:
         return None
     free = 0  # tokens that still fit the quota of uniform heads
-    if context.choice.allocator.is_uniform and not method.sets_head_quotas and all(own.rows.even for own in layers):
-        free = max(0, quota - max(own.rows.longest_head for own in layers))
+    if context.choice.allocator.is_uniform and not method.sets_head_quotas and all(layer.rows.even for layer in layers):
+        free = max(0, quota - max(layer.rows.longest_head for layer in layers))
     first = method.decode_interval - context.since_cut
     first += max(0, -((first - free - 1) // method.decode_interval)) * method.decode_interval
     return first if first <= left else None
 
 
 def plan_reading(context: GenerationContext, left: int, worth: int) -> PlannedRows | None:
-    """Plan rows of which the next `left` tokens attend to few, or return None if the modules must read them.
+    """Plan rows of which each of the next `left` tokens attends to a few, or return None if the modules must read.
 
     The rows serve tokens with the same quota. If it grows within the answer, further rows serve those that follow.
     """
@@ -323,7 +326,7 @@ def plan_reading(context: GenerationContext, left: int, worth: int) -> PlannedRo
     quota = budget.rows(prompt, seen + 1)
     tokens = left
     if quota != budget.rows(prompt, seen + left):
-        tokens = next(own for own in range(1, left) if budget.rows(prompt, seen + own + 1) != quota)
+        tokens = next(token for token in range(1, left) if budget.rows(prompt, seen + token + 1) != quota)
     if tokens < worth:
         return None
     reader = make_reader(context.weights, context.own_layers, tokens, quota, budget.fraction)
@@ -346,13 +349,13 @@ def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., list[S
 def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None:
     """Return the quotas of the next `left` tokens, or of as many as `ReplacedRows` can read.
 
-    Returns None if these are too few to pay for capturing a graph. The modules ask again at every token, so the first
-    tokens are planned alone before all are.
+    Returns None if these are too few to pay for capturing a graph. The modules ask again at every token, so a plan of
+    the first tokens must show that a plan of all is worth its time.
     """
     choice, layers = context.choice, context.own_layers
-    if not replaces_rows(choice) or any(own.rows.mass is not None for own in layers):
+    if not replaces_rows(choice) or any(layer.rows.mass is not None for layer in layers):
         return None
-    if choice.method.watches and any(own.index not in own.cut_layers for own in layers):
+    if choice.method.watches and any(layer.index not in layer.cut_layers for layer in layers):
         return None  # the method must see spared layers too, and `ReplacedRows` do not show them
 
     def plan(tokens: int) -> AnswerQuotas | None:
@@ -370,28 +373,31 @@ def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None
 
 
 def find_interval_quotas(context: GenerationContext, left: int) -> list[list[tuple[int, ...]] | int] | None:
-    """Return the quotas of rows that are cut after every few of the next `left` tokens, or None if no graph can.
+    """Return the quotas of rows that a graph cuts after every few of the next `left` tokens, or None for no graph.
 
-    No graph can if rows are cut at every token by replacing them (`plan_replacing`), or if the answer is too short to
-    pay for capturing one. The modules ask again at every token, so the first tokens are planned alone before all are.
+    There is none if rows are replaced at every token (`plan_replacing`), or if the answer is too short to pay for
+    capturing it. The modules ask again at every token, so the first tokens are planned alone before all are.
 
     Returns:
-        For each layer: the rows of every head after each cut; for each cut the means of the samples, if heads hold
-        different numbers of rows or more from cut to cut; `NEVER` if the method spares the layer.
+        For each layer one of three: the number of rows of every head after each cut; a list with the mean number of
+        rows per head of each sample for each cut, if heads hold different numbers of rows or more from cut to cut;
+        `NEVER` if the method spares the layer.
     """
     choice, method = context.choice, context.choice.method
-    least = WORTH if method.watches else max(WORTH, method.decode_interval)  # others are read without cuts before one
+    least = (
+        WORTH if method.watches else max(WORTH, method.decode_interval)
+    )  # others' tokens before a cut are planned without it
     if not method.decoding or replaces_rows(choice) or not cuts_in_graph(choice) or left < least:
         return None
     begin = min(left, max(WORTH_BETWEEN_CUTS, 2 * method.decode_interval))
-    first = [find_quotas_of_cuts(layer, context, begin) for layer in context.own_layers]
-    found = [own for own in first if own is not None]
-    if len(found) < len(first) or all(own == NEVER for own in found):
+    by_layer = [find_quotas_of_cuts(layer, context, begin) for layer in context.own_layers]
+    known = [quotas for quotas in by_layer if quotas is not None]
+    if len(known) < len(by_layer) or all(quotas == NEVER for quotas in known):
         return None
     if begin < left:
-        first = [find_quotas_of_cuts(layer, context, left) for layer in context.own_layers]
-        found = [own for own in first if own is not None]
-    return found if len(found) == len(first) else None
+        by_layer = [find_quotas_of_cuts(layer, context, left) for layer in context.own_layers]
+        known = [quotas for quotas in by_layer if quotas is not None]
+    return known if len(known) == len(by_layer) else None
 
 
 def find_quotas_of_cuts(layer: Layer, context: GenerationContext, left: int) -> list[tuple[int, ...]] | int | None:
@@ -404,8 +410,8 @@ def find_quotas_of_cuts(layer: Layer, context: GenerationContext, left: int) -> 
         if nominal is None:
             return None
         if nominal not in known:
-            own = find_layer_quotas(layer, nominal, left).expand(len(context.seeds), 1)
-            known[nominal] = tuple(own.flatten().tolist())
+            head_quotas = find_layer_quotas(layer, nominal, left).expand(len(context.seeds), 1)
+            known[nominal] = tuple(head_quotas.flatten().tolist())
         quotas.append(known[nominal])
     quota = quotas[0][0]
     if quota == NEVER:  # rows that only grow are shown to a method if the layer was never cut

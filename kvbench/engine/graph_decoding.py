@@ -15,7 +15,6 @@ together:
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,9 +64,13 @@ def forward_step(weights: DecoderWeights, ids: Tensor, attend: Attend, implement
         outputs = outputs.transpose(1, 2).reshape(len(x), -1)
         x = add_projected(x, outputs, block.output, block.output_norms[0], epsilon, implementation)
         inner = rms_norm_glu(
-            x, block.gate, block.up, (block.norms[1], epsilon),
-            activation=weights.activation, implementation=implementation,
-        )  # fmt: skip
+            x,
+            block.gate,
+            block.up,
+            (block.norms[1], epsilon),
+            activation=weights.activation,
+            implementation=implementation,
+        )
         x = add_projected(x, inner, block.down, block.output_norms[1], epsilon, implementation)
     return x
 
@@ -101,7 +104,7 @@ def find_angles(
 @cache
 def capture_stream(gpu: int) -> torch.cuda.Stream:
     """Return the stream on which graphs are captured: one per GPU, because cuBLAS keeps a workspace for each stream."""
-    return torch.cuda.Stream(gpu, priority=-1)  # before what is done beside it
+    return torch.cuda.Stream(gpu, priority=-1)  # its kernels run before those of streams beside it
 
 
 @cache
@@ -144,11 +147,11 @@ def record_launches(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return try_to_record(work)
 
 
-def forget_capture(gpu: int, pool: Any) -> None:
+def forget_capture(gpu: int, pool: tuple[int, int]) -> None:
     """Tell PyTorch that a capture has ended that it could not end itself.
 
-    It would take the capture for one under way, and return no free memory to the GPU any more. Versions of PyTorch that
-    know of the end refuse to be told.
+    Otherwise PyTorch believes that the capture goes on, and returns no free memory to the GPU any more. Versions of
+    PyTorch that know of the end raise an error here, which is ignored.
     """
     keep_pool.cache_clear()
     with suppress(RuntimeError):
@@ -187,7 +190,7 @@ class StepRows:
     indices: Sequence[int]
     """The model's indices of the layers."""
     beside: Beside | None = None
-    """What reading a token does beside the current stream, if anything."""
+    """The work that reading a token does beside the current stream; None if there is none."""
 
     def cuts(self, number: int) -> bool:
         """Return whether the layers are cut after this token. Such tokens need a graph of their own."""
@@ -257,9 +260,15 @@ class GraphDecoder:
     """Decodes up to `tokens` further tokens of B samples."""
 
     def __init__(
-        self, weights: DecoderWeights, rows: StepRows, first: Tensor, tokens: int,
-        pick: Callable[[Tensor, Tensor], Tensor], draws: Tensor, implementation: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        weights: DecoderWeights,
+        rows: StepRows,
+        first: Tensor,
+        tokens: int,
+        pick: Callable[[Tensor, Tensor], Tensor],
+        draws: Tensor,
+        implementation: str | None = None,
+    ) -> None:
         """Capture the graphs, if the device is a GPU.
 
         Args:
@@ -299,7 +308,7 @@ class GraphDecoder:
         self.logits.copy_(logits)  # both graphs write to the same tensor
         self.token.copy_(self.pick(logits, self.draws.index_select(1, self.at).squeeze(1)))
         self.at += 1
-        marked = mark_tokens(self.rows.marked(self.token), logits)  # the model is at fault before the rows are
+        marked = mark_tokens(self.rows.marked(self.token), logits)  # NaN logits come before other faults
         self.tokens.index_copy_(1, self.at, marked[:, None])
         self.rows.advance(cuts)
 

@@ -79,8 +79,8 @@ def make_rows(
     for context in contexts:
         context.set_progress(decoding=True)
         context.decoding = "graph"
-    plans = [own.plan for own in planned if own.plan is not None]
-    layers, more = [own.own_layers for own in contexts], {"plans": plans} if plans else {}
+    plans = [rows.plan for rows in planned if rows.plan is not None]
+    layers, more = [context.own_layers for context in contexts], {"plans": plans} if plans else {}
     rows = first.make(weights, layers, first.tokens, implementation=implementation, **more)
     return [*make_rings(weights, windows, first.tokens, implementation=implementation), *rows]
 
@@ -101,29 +101,34 @@ class AnswerBatch:
         assert weights is not None  # a context without them has no planned rows
         device = weights.head.device
         self.tokens = planned.tokens
-        groups = [[parts[number] for number in group] for group in group_alike([own.kind for _, own in parts])]
+        groups = [[parts[number] for number in group] for group in group_alike([rows.kind for _, rows in parts])]
         answers = [answer for group in groups for answer, _ in group]
         self.sizes = sizes = [len(answer.token) for answer in answers]
         # another path reads the tokens that the graph cannot read, and needs the rows of those before
-        self.forgotten = {n for n, own in enumerate(answers) if not own.keeps_rows and own.left == self.tokens}
+        self.forgotten = {n for n, answer in enumerate(answers) if not answer.keeps_rows and answer.left == self.tokens}
         self.rows = BatchRows(
-            [make_rows([answer.context for answer, _ in group], [own for _, own in group]) for group in groups],
-            [[len(answer.token) for answer, _ in group] for group in groups], device,
+            [make_rows([answer.context for answer, _ in group], [rows for _, rows in group]) for group in groups],
+            [[len(answer.token) for answer, _ in group] for group in groups],
+            device,
             keeps=len(parts) == 1 and not self.forgotten,
-        )  # fmt: skip
+        )
         samplings = [answer.sampling for answer in answers]
-        alike = all(own == samplings[0] for own in samplings)
+        alike = all(sampling == samplings[0] for sampling in samplings)
 
         def pick(logits: Tensor, draws: Tensor) -> Tensor:
             if alike:
                 return samplings[0].pick(logits, draws)
-            own = zip(samplings, logits.split(sizes), draws.split(sizes), strict=True)
-            return torch.cat([sampling.pick(some, numbers) for sampling, some, numbers in own])
+            split = zip(samplings, logits.split(sizes), draws.split(sizes), strict=True)
+            return torch.cat([sampling.pick(some, numbers) for sampling, some, numbers in split])
 
         self.decoder = GraphDecoder(
-            weights, self.rows, torch.cat([answer.token for answer in answers]).to(device), self.tokens, pick,
+            weights,
+            self.rows,
+            torch.cat([answer.token for answer in answers]).to(device),
+            self.tokens,
+            pick,
             torch.cat([answer.left_draws[:, : self.tokens] for answer in answers]),
-        )  # fmt: skip
+        )
         self.history: list[tuple[Sequence[Tensor], float]] = []  # tokens of each answer, seconds since the first step
         spent = 1000 * (now(device.type) - begin) / len(parts)
         for number, answer in enumerate(answers):
@@ -136,8 +141,8 @@ class AnswerBatch:
         while len(self.history) <= read:
             tokens, elapsed = self.decoder.next()
             self.history.append((tokens.split(self.sizes), elapsed))
-        own, elapsed = self.history[read]
-        return own[number], elapsed
+        per_answer, elapsed = self.history[read]
+        return per_answer[number], elapsed
 
     def leave(self, number: int) -> None:
         """Let the other answers go on without one that is over."""
@@ -160,7 +165,7 @@ class AnswerBatch:
         if number in self.forgotten:
             self.rows.forget(read, number)
             return read, None
-        if len(self.sizes) == 1:  # the graph can read again what counts, a token that raised an error included
+        if len(self.sizes) == 1:  # keep all tokens read, also one that raised an error
             return self.decoder.read, self.decoder.close()
         if read < self.tokens:
             return 0, None

@@ -24,9 +24,14 @@ class GraphPrefill:
     """Reads blocks of `size` tokens into layers that hold `quota` rows per head."""
 
     def __init__(
-        self, weights: DecoderWeights, layers: Sequence[Layer], windows: Sequence[Any], ids: Tensor, size: int,
+        self,
+        weights: DecoderWeights,
+        layers: Sequence[Layer],
+        windows: Sequence[Any],
+        ids: Tensor,
+        size: int,
         quota: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Allocate memory.
 
         Args:

@@ -128,19 +128,18 @@ def run_together(sessions: Iterable[Session[T]]) -> list[T]:
             begun.append(stack.enter_context(closing(session)))
             go_on(number)
         while waiting:
-            # what answers follow comes first, then the shortest: the others are not ready to join yet
+            # answers that others follow come first, then the shortest: the others are not ready to join yet
             first = sorted(waiting.values(), key=lambda answer: (not answer.keeps_rows, answer.left))
             joined = join_answers(first) or first[:1]
-            members = {number: own for number, own in waiting.items() if own in joined}
+            members = {number: answer for number, answer in waiting.items() if answer in joined}
             while running := [number for number, answer in members.items() if not answer.is_over]:
                 for number in running:
                     members[number].step()
                     go_on(number)
                     if members[number].is_over:
                         leave(members[number])
-            for number in sorted(
-                members.keys() & waiting.keys()
-            ):  # no step of the others changes their contexts any more
+            # no step of the others changes the contexts of these any more
+            for number in sorted(members.keys() & waiting.keys()):
                 for handed in waiting[number].context.watched:
                     handed.renew()
                 go_on(number)

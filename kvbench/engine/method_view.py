@@ -45,7 +45,7 @@ def capture_states(weights: DecoderWeights, layers: Sequence[Layer], since: int)
 
 @dataclass(frozen=True)
 class PresentRows:
-    """Which of n slots hold a row when a token has been appended after which no cut follows."""
+    """Which of n slots hold a row after a token that no cut follows was appended."""
 
     present: Tensor
     """(n,) bool"""
@@ -94,14 +94,20 @@ class MethodView:
         self.prompt: Tensor | None = None
         self.wants_lse = "lse" in layers[0].choice.method.wants
         self.columns: list[dict[str, Tensor]] = [
-            {name: own.new_zeros(shape) for name, own in layer.rows.columns.items()}
+            {name: column.new_zeros(shape) for name, column in layer.rows.columns.items()}
             for layer, shape in zip(layers, shapes, strict=True)
         ]
 
     def show(
-        self, index: int, rows: Rows, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor,
+        self,
+        index: int,
+        rows: Rows,
+        queries: Tensor,
+        outputs: Tensor,
+        lse: Tensor | None,
+        first: Tensor,
         each: int | None,
-    ) -> tuple[Observation, Rows]:  # fmt: skip
+    ) -> tuple[Observation, Rows]:
         """Show a layer's block to the method.
 
         Args:
@@ -119,21 +125,39 @@ class MethodView:
         layer = self.layers[index]
         progress = layer.progress
         observation = Observation(
-            queries, outputs, lse, self.weights.scaling, self.weights.blocks[layer.index].output,
-            self.weights.rotation, layer.index, layer.layers, cast(int, first),
-            progress.prompt if self.prompt is None else cast(int, self.prompt), False, progress.decoding,
-            layer.cut_layers, progress.prefix, each=each,
-        )  # fmt: skip
+            queries=queries,
+            outputs=outputs,
+            lse=lse,
+            scaling=self.weights.scaling,
+            output_weight=self.weights.blocks[layer.index].output,
+            rotation=self.weights.rotation,
+            layer=layer.index,
+            layers=layer.layers,
+            first=cast(int, first),
+            prompt=progress.prompt if self.prompt is None else cast(int, self.prompt),
+            last=False,
+            decoding=progress.decoding,
+            cut_layers=layer.cut_layers,
+            prefix=progress.prefix,
+            each=each,
+        )
         if layer.choice.method.overrides("update"):
             columns = {**rows.columns, **layer.method.update(observation, rows, self.states[index])}
             rows = replace(rows, columns=columns)
         return observation, rows
 
     def watch(
-        self, index: int, keys: Tensor, values: Tensor, held: PresentRows, queries: Tensor, outputs: Tensor,
-        lse: Tensor | None, first: Tensor,
-    ) -> None:  # fmt: skip
-        """Show a token to the method after which no cut follows. Arguments as of `show`, keys and values (B, H, n, d).
+        self,
+        index: int,
+        keys: Tensor,
+        values: Tensor,
+        held: PresentRows,
+        queries: Tensor,
+        outputs: Tensor,
+        lse: Tensor | None,
+        first: Tensor,
+    ) -> None:
+        """Show the method a token that no cut follows. Arguments as of `show`, keys and values (B, H, n, d).
 
         What `update` returned is kept for the rows that are present. The columns of absent rows stay 0.
         """

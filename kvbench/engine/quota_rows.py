@@ -52,10 +52,11 @@ def shares_in_graph(layer: Layer, quotas: Sequence[tuple[int, ...]], size: int, 
         return False
     if rows.even != layer.even or rows.lengths is None or rows.tail != since or not rows.is_raw:
         return False
-    for own in quotas if layer.even else ():
-        if len(set(own)) > 1 or held + size <= own[0]:  # nothing would be cut, which the modules leave out
+    for per_sample in quotas if layer.even else ():
+        # the modules leave out a cut that would evict nothing
+        if len(set(per_sample)) > 1 or held + size <= per_sample[0]:
             return False
-        held = own[0]
+        held = per_sample[0]
     return True
 
 
@@ -79,10 +80,16 @@ class QuotaRows(StepRows):
     """
 
     def __init__(
-        self, weights: DecoderWeights, answers: Sequence[Sequence[Layer]], capacities: Sequence[Tensor], first: int,
-        end: int, implementation: str | None = None, states: Sequence[State] | None = None,
+        self,
+        weights: DecoderWeights,
+        answers: Sequence[Sequence[Layer]],
+        capacities: Sequence[Tensor],
+        first: int,
+        end: int,
+        implementation: str | None = None,
+        states: Sequence[State] | None = None,
         stored: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Allocate memory for the rows, empty.
 
         Args:
@@ -100,15 +107,18 @@ class QuotaRows(StepRows):
         self.weights, self.answers, self.implementation = weights, answers, implementation
         self.layers = layers = answers[0]
         self.indices = [layer.index for layer in layers]
-        sizes = [own[0].rows.shape[0] for own in answers]
+        sizes = [answer_layers[0].rows.shape[0] for answer_layers in answers]
         self.samples = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]  # of each answer
         self.held, self.device = torch.Size((sum(sizes), layers[0].rows.shape[1])), weights.embed.device
         self.angles = find_angles(weights.rotation, first, end, weights.embed)
         dim = len(weights.blocks[self.indices[0]].project[1]) // self.held[1]
-        shapes = [torch.Size((*self.held, int(own.max()))) for own in capacities]
-        counts = [int(own.sum()) for own in capacities] if stored is None else stored
+        shapes = [torch.Size((*self.held, int(capacity.max()))) for capacity in capacities]
+        counts = [int(capacity.sum()) for capacity in capacities] if stored is None else stored
         self.rows = [weights.embed.new_zeros(2, count, dim) for count in counts]  # keys and values
-        self.starts = [(own.flatten().cumsum(0) - own.flatten()).view_as(own).to(self.device) for own in capacities]
+        self.starts = [
+            (capacity.flatten().cumsum(0) - capacity.flatten()).view_as(capacity).to(self.device)
+            for capacity in capacities
+        ]
         self.places = [torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes]
         self.view = MethodView(weights, layers, states or [layer.state for layer in layers], shapes)
         self.columns = self.view.columns

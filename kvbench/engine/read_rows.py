@@ -51,15 +51,24 @@ def make_reader(
     for layer in raw:
         layer.reserve(tokens)
     keys = {layer.index: layer.rows.tail_keys for layer in raw if layer.rows.tail_keys is not None}
-    first, method, own = layers[0], layers[0].choice.method, {layer.index: layer for layer in layers}
+    first, method, by_index = layers[0], layers[0].choice.method, {layer.index: layer for layer in layers}
     if not keys:  # nothing to choose by
         return None
     query_heads = count_query_heads(weights, next(iter(keys.values())))
     answer = CapturedAnswer(
-        keys, {layer.index: layer.state for layer in layers}, len(weights.blocks), query_heads, first.rows.seen,
-        tokens, first.progress.prompt, quota, fraction, weights.scaling, CHUNK,
-        lambda layer, number: own[layer].find_packed(number),
-    )  # fmt: skip
+        keys=keys,
+        states={layer.index: layer.state for layer in layers},
+        layers=len(weights.blocks),
+        query_heads=query_heads,
+        seen=first.rows.seen,
+        tokens=tokens,
+        prompt=first.progress.prompt,
+        quota=quota,
+        fraction=fraction,
+        scaling=weights.scaling,
+        undone=CHUNK,
+        find_packed=lambda layer, number: by_index[layer].find_packed(number),
+    )
     reader: RowReader | None = call_captured(guard_hooks(method), "row_reader", answer)
     return reader
 
@@ -68,9 +77,13 @@ class ReadRows(AppendedRows):
     """Rows that only grow. A reader lists those that a token attends to."""
 
     def __init__(
-        self, weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, reader: RowReader,
+        self,
+        weights: DecoderWeights,
+        answers: Sequence[Sequence[Layer]],
+        tokens: int,
+        reader: RowReader,
         implementation: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Reserve memory for the tokens.
 
         Args:
@@ -112,7 +125,7 @@ class ReadRows(AppendedRows):
                 if not isinstance(rows, ListedRows):
                     layer = self.layers[index].index
                     raise ContractError(f"{owner}: row_reader watches layer {layer}, whose rows are packed")
-                # behind a raw layer, and with several prompts, the layer waits for these rows
+                # behind a raw layer, or with several prompts, the layer waits for these rows: no limit then
                 limited = len(rows.blocks) == 1 and index - 1 in self.growing
                 with self.beside.work(rows.blocks, limited=limited):
                     ahead[index] = self.growing[index].make_rows(rows, heads, self.step, self.implementation)
@@ -147,9 +160,17 @@ class ReadRows(AppendedRows):
             if early:
                 self.beside.settle()
             return attend_listed(
-                queries, part.tail_keys, part.tail_values, rows.blocks, rows.size, last, self.weights.scaling,
-                after=rows.after, counts=counts, implementation=self.implementation,
-            )  # fmt: skip
+                queries,
+                part.tail_keys,
+                part.tail_values,
+                rows.blocks,
+                rows.size,
+                last,
+                self.weights.scaling,
+                after=rows.after,
+                counts=counts,
+                implementation=self.implementation,
+            )
 
         return attend
 

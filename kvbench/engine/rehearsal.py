@@ -41,10 +41,10 @@ def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, 
     budget = Budget(0.5 if cuts else 1.0)
     if method.decoding:
         method = replace(method, decode_interval=1, decode_size=None)
-    own = replace(choice, method=method, exact=True)
+    rehearsed = replace(choice, method=method, exact=True)
     with use_first_layers(model, LAYERS) if serves_first_layers(model, choice) else nullcontext():
         for block in {None} if method.one_block else {None, ids.shape[1] // 2}:
-            context = GenerationContext(model, own, budget, block, (0,) * len(ids), 0, words, compile=False)
+            context = GenerationContext(model, rehearsed, budget, block, (0,) * len(ids), 0, words, compile=False)
             context.prefill(ids)
             with context.branch():
                 context.extend(ids[:, :2])

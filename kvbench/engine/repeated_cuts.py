@@ -10,7 +10,7 @@ layers share, cuts each layer itself. So do contexts that `can_repeat` excludes,
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from kvbench.engine.quota_rows import repeats_cuts
 from kvbench.interfaces.observation import State
 from kvbench.kernels.dispatch import is_announcing
 from kvbench.validation import ContractError
+
+T = TypeVar("T")
 
 FEWEST = 6  # layers; with fewer, capturing takes longer than it saves
 MOST = 32 << 20  # bytes of a block's queries; with more, the GPU needs longer for a cut than the host
@@ -66,44 +68,47 @@ class CutGraph:
             RuntimeError: The cuts cannot be captured, or memory does not suffice.
         """
         self.block = replace(
-            block, queries=block.queries.clone(), outputs=block.outputs.clone(), lse=copy_tensor(block.lse),
+            block,
+            queries=block.queries.clone(),
+            outputs=block.outputs.clone(),
+            lse=copy_tensor(block.lse),
             output_weight=block.output_weight.clone(),
-        )  # fmt: skip
-        self.rows = {id(own.rows): own.rows.copy_tail() for own in layers.values()}
-        self.sources = {id(own.rows): number for number, own in layers.items()}
+        )
+        self.rows = {id(layer.rows): layer.rows.copy_tail() for layer in layers.values()}
+        self.sources = {id(layer.rows): number for number, layer in layers.items()}
         self.layer = next(iter(layers.values())).index
         self.cuts: dict[int, CapturedCut] = {}
-        self.differing: set[int] = set()  # contexts whose hooks make each layer's cut another one
+        self.differing: set[int] = set()  # contexts whose hooks cut each layer differently
         self.flags = block.queries.new_zeros(0, dtype=torch.bool)
         self.counted = block.queries.new_zeros(0, dtype=torch.int64)  # what tallies have counted, one after the other
         self.shapes: list[torch.Size] = []  # of the parts of `counted`
-        meters = [own.cache.memory for own in layers.values()]
+        meters = [layer.cache.memory for layer in layers.values()]
         before = [meter.snapshot() for meter in meters]
 
         def cut() -> None:
-            for meter, own in zip(meters, before, strict=True):
-                meter.restore(own)
+            for meter, snapshot in zip(meters, before, strict=True):
+                meter.restore(snapshot)
             self._cut(layers, groups, check)
 
         try:
             self.graph = record_launches(cut)
         finally:
-            for meter, own in zip(meters, before, strict=True):
-                meter.restore(own)
+            for meter, snapshot in zip(meters, before, strict=True):
+                meter.restore(snapshot)
 
     def _cut(self, layers: Mapping[int, Layer], groups: Sequence[int], check: Callable[[str, Handed], None]) -> None:
-        own = {number: self._copy(layer) for number, layer in layers.items()}
-        totals = {number: layer.cache.memory.total for number, layer in own.items()}
-        asked: dict[int, list[str]] = {number: [] for number in own}
-        for number, layer in own.items():
+        copies = {number: self._copy(layer) for number, layer in layers.items()}
+        totals = {number: layer.cache.memory.total for number, layer in copies.items()}
+        asked: dict[int, list[str]] = {number: [] for number in copies}
+        for number, layer in copies.items():
             layer.cache.memory.peak, layer.asked = totals[number], asked[number]
-        for number in cut_in_turn(own, groups, self.block, check, [], timed=False):
-            layer, meter = own[number], own[number].cache.memory
+        for number in cut_in_turn(copies, groups, self.block, check, [], timed=False):
+            layer, meter = copies[number], copies[number].cache.memory
             held, rise, faults = meter.held[layer.index], meter.peak - totals[number], tuple(layer.guard.faults)
             self.cuts[number] = CapturedCut(layer.rows, layer.tally, layer.state.layer, held, rise, faults)
             if "layer" in asked[number] or mark(layer.state.shared) != mark(layers[number].state.shared):
                 self.differing.add(number)
-        flags = [flag for layer in own.values() for flag in layer.guard.faults.values()]
+        flags = [flag for layer in copies.values() for flag in layer.guard.faults.values()]
         if flags:
             self.flags = torch.stack(flags)
         counted = [numbers for cut in self.cuts.values() for numbers in cut.tally.counted]
@@ -114,18 +119,20 @@ class CutGraph:
     def _copy(self, layer: Layer) -> Layer:
         """Return a layer that holds copies of the rows and may change without changing anything but the meter."""
         state = State(layer.state.seeds, {}, copy_containers(layer.state.shared))
-        found = Layer(layer.index, layer.layers, layer.choice, state, layer.cache)
-        found.rows, found.tally = self.rows[id(layer.rows)], layer.tally
-        return found
+        copy = Layer(layer.index, layer.layers, layer.choice, state, layer.cache)
+        copy.rows, copy.tally = self.rows[id(layer.rows)], layer.tally
+        return copy
 
     def fits(self, layers: Sequence[Layer], block: SeenBlock) -> bool:
         """Return whether a block and the rows have the shapes of the captured ones, on the same device."""
         pairs = [*zip(block.tensors, self.block.tensors, strict=True)]
         for key, number in self.sources.items():
-            own, held = layers[number].rows.tail_keys, self.rows[key].tail_keys
-            assert own is not None and held is not None  # the layers have read the block
-            pairs.append((own, held))
-        return all((one.shape, one.dtype, one.device) == (own.shape, own.dtype, own.device) for one, own in pairs)
+            tail, captured_tail = layers[number].rows.tail_keys, self.rows[key].tail_keys
+            assert tail is not None and captured_tail is not None  # the layers have read the block
+            pairs.append((tail, captured_tail))
+        return all(
+            (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) for one, other in pairs
+        )
 
     def repeat(self, layers: Sequence[Layer], block: SeenBlock) -> Tensor:
         """Cut the layers of all contexts as the captured ones, and return the guards' flags.
@@ -134,32 +141,32 @@ class CutGraph:
             layers: The layers of all contexts, of which those that were captured are cut.
             block: What attention made of the block.
         """
-        for into, own in zip(self.block.tensors, block.tensors, strict=True):
-            into.copy_(own)
+        for target, source in zip(self.block.tensors, block.tensors, strict=True):
+            target.copy_(source)
         for key, number in self.sources.items():
             self.rows[key].take_tail(layers[number].rows)
         self.graph.replay()
         copied = self.counted.clone().split([shape.numel() for shape in self.shapes])  # instead of many small copies
         counted = (numbers.view(shape) for numbers, shape in zip(copied, self.shapes, strict=True))
         for number, cut in self.cuts.items():
-            state = {name: copy_tensor(own) for name, own in cut.state.items()}
-            tally = cut.tally.with_counted(counted)  # which takes as many as it has
+            state = {name: copy_tensor(value) for name, value in cut.state.items()}
+            tally = cut.tally.with_counted(counted)  # which takes as many tensors as it counts
             layers[number].take_over_cut(cut.rows.copy_cut(), tally, state, cut.held, cut.rise, block.output_weight)
         return self.flags.clone()
 
 
-def copy_tensor(value: Any) -> Any:
+def copy_tensor(value: T) -> T:
     """Return a copy of a tensor, and any other value itself."""
-    return value.clone() if isinstance(value, Tensor) else value
+    return cast(T, value.clone()) if isinstance(value, Tensor) else value
 
 
-def mark(value: Any) -> Any:
-    """Return what tells whether a value is the same as before: containers with the ids of their tensors."""
+def mark(value: object) -> object:
+    """Return a value to compare with an earlier one: the same containers, with ids in place of tensors."""
     if isinstance(value, Tensor):
         return id(value)
     if isinstance(value, Mapping):
-        return {key: mark(own) for key, own in value.items()}
-    return [mark(own) for own in value] if isinstance(value, list | tuple) else value
+        return {key: mark(member) for key, member in value.items()}
+    return [mark(member) for member in value] if isinstance(value, list | tuple) else value
 
 
 class RepeatedCuts:
@@ -174,11 +181,13 @@ class RepeatedCuts:
     ) -> None:
         """Choose contexts. Arguments are those of `cut_in_turn`."""
         self.groups, self.check, self.count = groups, check, len(contexts[0].own_layers)
-        self.numbers = {n for n, own in enumerate(contexts) if can_repeat(own)} if self.count >= FEWEST else set()
+        self.numbers = (
+            {n for n, context in enumerate(contexts) if can_repeat(context)} if self.count >= FEWEST else set()
+        )
         self.asked: dict[int, list[str]] = {number: [] for number in self.numbers}
         self.first: Sequence[Layer] = []  # the first layers of the contexts
         self.graph: CutGraph | None = None
-        self.found: list[tuple[int, Tensor]] = []  # layers, and the flags that their guards would have noted
+        self.noted: list[tuple[int, Tensor]] = []  # layers, and the flags that their guards would have noted
 
     def cut(self, place: int, layers: Sequence[Layer], block: SeenBlock) -> set[int]:
         """Cut the layers of some contexts, and return the numbers of these.
@@ -197,13 +206,13 @@ class RepeatedCuts:
             self._capture(layers, block)
         if self.graph is None or place == self.count - 1 or not self.graph.fits(layers, block):
             return set()
-        self.found.append((layers[0].index, self.graph.repeat(layers, block)))
+        self.noted.append((layers[0].index, self.graph.repeat(layers, block)))
         return self.numbers
 
     def _choose(self, block: SeenBlock) -> None:
         """Leave out the contexts that the first layer has shown to differ from layer to layer.
 
-        Of contexts that share scores, only one was asked for them.
+        Of contexts that share scores only one computed them, so what it asked for holds for its whole group.
         """
         asked = {self.groups[number] for number, names in self.asked.items() if "layer" in names}
         for number in sorted(self.numbers):
@@ -215,17 +224,17 @@ class RepeatedCuts:
     def _capture(self, layers: Sequence[Layer], block: SeenBlock) -> None:
         """Capture the cuts of the contexts that are left. If that fails, every layer is cut on its own.
 
-        An error of a hook then comes again, and is attributed to its context.
+        If a hook raised, it raises again then, and its context is known.
         """
         while self.numbers and self.graph is None:
-            own, graph = {number: layers[number] for number in sorted(self.numbers)}, None
+            captured, graph = {number: layers[number] for number in sorted(self.numbers)}, None
             try:
-                graph = CutGraph(own, self.groups, block, self.check)
+                graph = CutGraph(captured, self.groups, block, self.check)
             except torch.cuda.OutOfMemoryError:
                 self.numbers = set()
             except (ContextFailed, RuntimeError):  # as CUDA's errors are
                 self.numbers = set()
-                for layer in own.values():
+                for layer in captured.values():
                     layer.choice.uncaptured.add(CUTS)
             if graph is not None:
                 self.numbers -= graph.differing
@@ -241,7 +250,9 @@ class RepeatedCuts:
         if graph is None or not len(graph.flags):
             return
         lines = [(number, line) for number, cut in graph.cuts.items() for line in cut.faults]
-        for (layer, _), flags in zip(self.found, torch.stack([own for _, own in self.found]).tolist(), strict=True):
+        for (layer, _), flags in zip(
+            self.noted, torch.stack([layer_flags for _, layer_flags in self.noted]).tolist(), strict=True
+        ):
             for (number, line), wrong in zip(lines, flags, strict=True):
                 with attribute_errors_to(number):
                     if wrong:
@@ -250,9 +261,9 @@ class RepeatedCuts:
 
 def is_flat(state: Mapping[str, Any]) -> bool:
     """Return whether `copy_tensor` copies what a method remembers: numbers, texts, tensors that are no views."""
-    tensors = [own for own in state.values() if isinstance(own, Tensor)]
-    simple = all(isinstance(own, Tensor | int | float | str | None) for own in state.values())
-    return simple and all(own.untyped_storage().nbytes() == own.nbytes for own in tensors)
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    simple = all(isinstance(value, Tensor | int | float | str | None) for value in state.values())
+    return simple and all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
 
 
 def can_repeat(context: PromptContext) -> bool:
@@ -268,4 +279,4 @@ def can_repeat(context: PromptContext) -> bool:
     if choice.asks_for_inputs or choice.codec.packing.before_attention or CUTS in choice.uncaptured:
         return False
     alike = repeats_cuts(choice) and choice.allocator.is_uniform
-    return alike and context.layers.cut_layers == tuple(own.index for own in context.own_layers)
+    return alike and context.layers.cut_layers == tuple(layer.index for layer in context.own_layers)

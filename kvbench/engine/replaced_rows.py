@@ -47,9 +47,12 @@ def find_replaced_layers(layers: Sequence[Layer], plan: AnswerQuotas) -> list[in
 
 
 def make_replaced_rows(
-    weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, plans: Sequence[AnswerQuotas],
+    weights: DecoderWeights,
+    answers: Sequence[Sequence[Layer]],
+    tokens: int,
+    plans: Sequence[AnswerQuotas],
     implementation: str | None = None,
-) -> list[StepRows]:  # fmt: skip
+) -> list[StepRows]:
     """Make rows for all layers of answers: `ReplacedRows`, and `AppendedRows` for the layers that are not cut.
 
     Arguments as of `ReplacedRows`. The answers are of one kind (`find_shared_kind`).
@@ -57,13 +60,13 @@ def make_replaced_rows(
     replaced = find_replaced_layers(answers[0], plans[0])
     appended = [number for number in range(len(answers[0])) if number not in replaced]
     some, others = ([[layers[n] for n in numbers] for layers in answers] for numbers in (replaced, appended))
-    found: list[StepRows] = []
+    made: list[StepRows] = []
     if replaced:
-        own = [plan.select(replaced) for plan in plans]
-        found.append(ReplacedRows(weights, some, tokens, own, implementation))
+        selected = [plan.select(replaced) for plan in plans]
+        made.append(ReplacedRows(weights, some, tokens, selected, implementation))
     if appended:
-        found.append(AppendedRows(weights, others, tokens, implementation))
-    return found
+        made.append(AppendedRows(weights, others, tokens, implementation))
+    return made
 
 
 def find_shared_kind(layers: Sequence[Layer], plan: AnswerQuotas) -> object | None:
@@ -75,10 +78,10 @@ def find_shared_kind(layers: Sequence[Layer], plan: AnswerQuotas) -> object | No
     packs the tokens of one answer.
     """
     choice = layers[0].choice
-    remembers = any(own.state.layer or own.state.shared for own in layers)
+    remembers = any(layer.state.layer or layer.state.shared for layer in layers)
     if choice.streams or choice.codec.packs or remembers:
         return None
-    columns = tuple(tuple(sorted(own.rows.columns)) for own in layers)
+    columns = tuple(tuple(sorted(layer.rows.columns)) for layer in layers)
     cut = tuple(find_replaced_layers(layers, plan))
     return choice.method, choice.codec, choice.exact, cut, columns, layers[0].progress.prefix, plan.tokens
 
@@ -112,9 +115,13 @@ class ReplacedRows(QuotaRows):
     """
 
     def __init__(
-        self, weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, plans: Sequence[AnswerQuotas],
+        self,
+        weights: DecoderWeights,
+        answers: Sequence[Sequence[Layer]],
+        tokens: int,
+        plans: Sequence[AnswerQuotas],
         implementation: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Allocate memory, which holds zeros until `back` copies the layers' rows.
 
         Args:
@@ -124,24 +131,27 @@ class ReplacedRows(QuotaRows):
             plans: For each answer, what the heads may keep and do hold after each of these tokens.
             implementation: Name of the kernels' implementation; None chooses one.
         """
-        layers, self.plans, self.seen = answers[0], plans, [own[0].rows.seen for own in answers]
-        sizes = [own[0].rows.shape[0] for own in answers]
+        layers, self.plans, self.seen = answers[0], plans, [answer[0].rows.seen for answer in answers]
+        sizes = [answer[0].rows.shape[0] for answer in answers]
         plan = join_answer_quotas(plans, sizes)
         capacities = [rows.expand(sum(sizes), layers[0].rows.shape[1]) + 1 for rows in plan.rows[-1]]
         if not layers[0].choice.streams:  # it sees keys and values, which are padded to the longest head
             capacities = [torch.full_like(count, int(count.max())) for count in capacities]
         states = None
         if len(answers) > 1:
-            seeds = tuple(chain.from_iterable(own[0].state.seeds for own in answers))
+            seeds = tuple(chain.from_iterable(answer[0].state.seeds for answer in answers))
             states = [State(seeds) for _ in layers]
         first, end = min(self.seen), max(self.seen) + tokens
         super().__init__(weights, answers, capacities, first, end, implementation, states)
-        per_sample = [(seen, own[0].progress.prompt) for seen, own, size in zip(self.seen, answers, sizes, strict=True)
-                      for _ in range(size)]  # fmt: skip
+        per_sample = [
+            (seen, answer[0].progress.prompt)
+            for seen, answer, size in zip(self.seen, answers, sizes, strict=True)
+            for _ in range(size)
+        ]
         begins, prompts = torch.tensor(per_sample, device=self.device).T
         self.begins = begins[:, None, None]  # each sample's position at step 0
         self.offsets = begins - first  # of `angles`
-        if len({own[0].progress.prompt for own in answers}) > 1:
+        if len({answer[0].progress.prompt for answer in answers}) > 1:
             self.view.prompt = prompts[:, None, None]
         self.quotas = plan.quotas.to(self.device)
         self.grows = [not constant for constant in plan.constant]
@@ -150,18 +160,21 @@ class ReplacedRows(QuotaRows):
         self.ragged = [bool((count != count.max()).any()) for count in capacities]
         self.in_memory = [  # of all heads' slots, padded to the longest head, those that a ragged layer has memory for
             (torch.arange(int(count.max())) < count[..., None]).flatten().nonzero()[:, 0].to(self.device)
-            if ragged else None
+            if ragged
+            else None
             for count, ragged in zip(capacities, self.ragged, strict=True)
-        ]  # fmt: skip
-        self.ranks = [torch.zeros_like(own) for own in self.places]  # of each slot's row
-        self.order = [torch.zeros_like(own) for own in self.places]  # the slot of each rank
+        ]
+        self.ranks = [torch.zeros_like(places) for places in self.places]  # of each slot's row
+        self.order = [torch.zeros_like(places) for places in self.places]  # the slot of each rank
         self.free = torch.zeros(len(layers), *self.held, dtype=torch.int64, device=self.device)  # the next token's
         self.lengths = torch.ones_like(self.free)  # slots in use, the next token's included
-        self.mass = [torch.zeros_like(own) if grows else own for own, grows in zip(self.mass, self.grows, strict=True)]
+        self.mass = [
+            torch.zeros_like(mass) if grows else mass for mass, grows in zip(self.mass, self.grows, strict=True)
+        ]
         # a new row's rank in a layer that does not grow
         self.last = torch.tensor([int(count.max()) - 1 for count in capacities], device=self.device)
-        self.kept_tally: Tensor | None = None  # when the layers got their rows last; None if they hold their first
-        self.kept_order: Tensor | None = None  # of all layers at that time, flat; None for that of the text
+        self.kept_tally: Tensor | None = None  # when the layers last got rows; None if they hold their first ones
+        self.kept_order: Tensor | None = None  # `order` of all layers at that time, flat; None for that of the text
 
     def prepare(self) -> None:
         """Do nothing: each head has a slot for a token, and its other slots hold zeros."""
@@ -178,10 +191,21 @@ class ReplacedRows(QuotaRows):
             new_keys, new_values = self.pack(index, new_keys, new_values, position)
             keys, values = (self.rows[index] if self.ragged[index] else self.padded(index)).unbind()
             queries = append(
-                queries, new_keys, new_values, cos, sin, keys, values, 0, self.step, slots=self.free[index],
-                starts=self.starts[index] if self.ragged[index] else None, offsets=self.offsets, norms=norms,
+                queries,
+                new_keys,
+                new_values,
+                cos,
+                sin,
+                keys,
+                values,
+                0,
+                self.step,
+                slots=self.free[index],
+                starts=self.starts[index] if self.ragged[index] else None,
+                offsets=self.offsets,
+                norms=norms,
                 implementation=implementation,
-            )  # fmt: skip
+            )
             asking, held = queries, keys
             if self.table is not None:
                 asking, held = self.rotate(index, queries, position)
@@ -238,9 +262,18 @@ class ReplacedRows(QuotaRows):
             masks = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
         layer.guard.release()
         replace_row(
-            scores, *masks, places, self.ranks[index], order, free, position, self.invalid, self.tally[index],
-            growth=(self.lengths[index], quotas, mass) if grows else None, implementation=self.implementation,
-        )  # fmt: skip
+            scores,
+            *masks,
+            places,
+            self.ranks[index],
+            order,
+            free,
+            position,
+            self.invalid,
+            self.tally[index],
+            growth=(self.lengths[index], quotas, mass) if grows else None,
+            implementation=self.implementation,
+        )
         for name, column in columns.items():
             column.copy_(rows.columns[name])
             column.scatter_(-1, free[..., None], 0)
@@ -250,21 +283,26 @@ class ReplacedRows(QuotaRows):
 
     def slots(self, index: int, answer: int) -> Slots:
         """Return a layer's slots of one answer."""
-        own, rows, (_, heads, count) = self.samples[answer], self.rows[index], self.places[index].shape
+        samples, rows, (_, heads, count) = self.samples[answer], self.rows[index], self.places[index].shape
         if len(self.answers) > 1:  # no layer is ragged then
-            rows = rows[:, own.start * heads * count : own.stop * heads * count]
+            rows = rows[:, samples.start * heads * count : samples.stop * heads * count]
         return Slots(
-            rows, self.starts[index][: own.stop - own.start], self.places[index][own], self.ranks[index][own],
-            self.order[index][own], self.mass[index][own],
-            {name: column[own] for name, column in self.columns[index].items()}, self.free[index, own],
-        )  # fmt: skip
+            rows,
+            self.starts[index][: samples.stop - samples.start],
+            self.places[index][samples],
+            self.ranks[index][samples],
+            self.order[index][samples],
+            self.mass[index][samples],
+            {name: column[samples] for name, column in self.columns[index].items()},
+            self.free[index, samples],
+        )
 
     def back(self, step: int) -> int:
         """Copy the rows from the layers and return how many tokens have been read by then: `step` or fewer."""
         if self.kept_order is None:  # the rows stand in the slots in the order of the text
             slots = torch.arange(max(order.shape[2] for order in self.order), device=self.device)
-            for own in (*self.order, *self.ranks):
-                own.copy_(slots[: own.shape[2]].expand_as(own))
+            for slot_numbers in (*self.order, *self.ranks):
+                slot_numbers.copy_(slots[: slot_numbers.shape[2]].expand_as(slot_numbers))
         else:  # back into the same slots, so that sums are done in the same order again
             kept = self.kept_order.split([order.numel() for order in self.order])
             for order, before in zip(self.order, kept, strict=True):
@@ -283,13 +321,15 @@ class ReplacedRows(QuotaRows):
 
         Returns how many tokens were read then.
         """
-        layers, own = self.answers[answer], self.samples[answer]
+        layers, samples = self.answers[answer], self.samples[answer]
         read = layers[0].rows.seen - self.seen[answer]
         rows = self.plans[answer].rows[read]
         counts = rows.to(self.device)  # once for all layers, because the host waits for it
-        equal = [own[0] if len(set(own)) == 1 else None for own in rows.flatten(1).tolist()]  # of all heads of a layer
-        self.free[:, own] = counts
-        self.lengths[:, own] = counts + 1
+        equal = [
+            held[0] if len(set(held)) == 1 else None for held in rows.flatten(1).tolist()
+        ]  # of all heads of a layer
+        self.free[:, samples] = counts
+        self.lengths[:, samples] = counts + 1
         for index, (layer, count) in enumerate(zip(layers, equal, strict=True)):
             slots = self.slots(index, answer)
             if count is not None and self.kept_order is None and self.takes_in_order(index, layer, count):
@@ -323,7 +363,7 @@ class ReplacedRows(QuotaRows):
     def take_rows(self, index: int, layer: Layer, slots: Slots, count: Tensor) -> None:
         """Copy a layer's rows into the slots that `order` says. The host does not wait for the GPU.
 
-        Slots that are not in use get some row.
+        Slots that are not in use get an arbitrary row.
 
         Args:
             index: The layer's number here.
@@ -371,7 +411,7 @@ class ReplacedRows(QuotaRows):
                 self.give_tally(index, answer)
 
     def forget(self, read: int, answer: int = 0) -> None:
-        """Let an answer's layers count its first `read` tokens, and give them that many raw rows of no meaning."""
+        """Let an answer's layers count its first `read` tokens, and give them as many rows of arbitrary content."""
         layers, plan = self.answers[answer], self.plans[answer]
         before = layers[0].rows.seen - self.seen[answer]
         shape = layers[0].rows.shape
@@ -416,7 +456,7 @@ class ReplacedRows(QuotaRows):
         if slots.columns:
             ranks = torch.arange(int(now.max()), device=self.device) - (longest - held)[..., None]  # absent rows first
             numbers = order.gather(-1, ranks.clamp(min=0))
-            columns = {n: own.gather(-1, numbers).masked_fill(ranks < 0, 0) for n, own in slots.columns.items()}
+            columns = {n: column.gather(-1, numbers).masked_fill(ranks < 0, 0) for n, column in slots.columns.items()}
         if packed is None:
             rows = rows.replace_all(read - before, stored, held_places, lengths, longest, even, columns, tail)
         else:
@@ -431,7 +471,7 @@ class ReplacedRows(QuotaRows):
         if plan.find_last_cut(index, before, read) is None:
             gone = 0
         elif not plan.constant[index]:
-            more = plan.rows[read, index] - plan.rows[before, index]  # rows than before
+            more = plan.rows[read, index] - plan.rows[before, index]  # rows that were added
             gone = (evicted - more).expand(rows.shape).to(self.device)
         attended, most = plan.count_attended(before, read)
         self.answers[answer][index].replace_rows(rows, gone, attended[index], most[index])

@@ -36,8 +36,8 @@ def replicate(context: PromptContext, times: int, room: int) -> None:
         raise ValueError(f"replicate: the context has {len(context.seeds)} samples, not one")
     context.seeds = context.seeds * times
     context.logits = copy_samples(context.logits, times)
-    for own in context.sliding_layers():
-        own.keys, own.values = copy_samples(own.keys, times), copy_samples(own.values, times)
+    for window in context.sliding_layers():
+        window.keys, window.values = copy_samples(window.keys, times), copy_samples(window.values, times)
     shared = context.own_layers[0].state.shared
     shared.update({name: copy_samples(value, times) for name, value in shared.items()})
     for layer in context.own_layers:

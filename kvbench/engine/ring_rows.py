@@ -31,9 +31,14 @@ class RingRows(StepRows):
     """The windows of all layers that have one."""
 
     def __init__(
-        self, weights: DecoderWeights, window: SlidingWindow, layers: Sequence[Any], tokens: int, block: int = 1,
+        self,
+        weights: DecoderWeights,
+        window: SlidingWindow,
+        layers: Sequence[Any],
+        tokens: int,
+        block: int = 1,
         implementation: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Allocate memory. `back` copies the windows into it.
 
         Args:
@@ -67,9 +72,19 @@ class RingRows(StepRows):
         def attend(ring: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             (queries, new_keys, new_values), (keys, values) = projected, self.rings[ring].unbind()
             queries = append(
-                queries, new_keys, new_values, cos, sin, keys, values, 0, self.step,
-                slots=slots, norms=norms, implementation=self.implementation,
-            )  # fmt: skip
+                queries,
+                new_keys,
+                new_values,
+                cos,
+                sin,
+                keys,
+                values,
+                0,
+                self.step,
+                slots=slots,
+                norms=norms,
+                implementation=self.implementation,
+            )
             outputs, _ = attend_ragged(
                 queries, None, keys, values, self.scaling, tail=0, step=count, implementation=self.implementation
             )
@@ -91,9 +106,18 @@ class RingRows(StepRows):
         def attend(ring: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             queries, new_keys, new_values = projected
             queries = append(
-                queries, new_keys, new_values, cos, sin, fresh[0], fresh[1], 0, none,
-                norms=norms, implementation=self.implementation,
-            )  # fmt: skip
+                queries,
+                new_keys,
+                new_values,
+                cos,
+                sin,
+                fresh[0],
+                fresh[1],
+                0,
+                none,
+                norms=norms,
+                implementation=self.implementation,
+            )
             self.rings[ring].index_copy_(3, slots, fresh)
             keys, values = self.rings[ring].unbind()
             return attend_masked(queries, keys, values, self.scaling, seen)

@@ -38,7 +38,7 @@ class TokenChooser(Protocol):
 
 @dataclass(frozen=True)
 class GivenTokens:
-    """A `TokenChooser` that picks given tokens. All are equal, because what is picked comes with the numbers."""
+    """A `TokenChooser` that picks given tokens. All compare equal: the ids come in place of the random numbers."""
 
     ids: Tensor = field(compare=False)
     """The tokens, (B, n)."""
@@ -76,8 +76,8 @@ class Sampling:
             tokens: Number of tokens to choose.
             after: Number of tokens chosen before; their random numbers are skipped.
         """
-        own = [torch.rand(after + tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-        return torch.stack(own)[:, after:]
+        numbers = [torch.rand(after + tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        return torch.stack(numbers)[:, after:]
 
     def pick(self, logits: Tensor, draws: Tensor) -> Tensor:
         """Choose a token per sample: the one whose interval of the cumulative probability contains the draw.

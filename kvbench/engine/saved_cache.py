@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -52,11 +52,13 @@ from kvbench.validation import SettingError, format_value, refuse_on_error, requ
 
 FORMAT, VERSION = "kvbench compressed context", "1"
 WHAT = "compressed context"  # what messages call the file
+Part = Method | Allocator | Codec
 JSON = (bool, int, float, str, type(None))  # types of values that JSON holds as they are
 OF_SNAPSHOT = "seen", "since_cut", "drawn", "logits", "progress", "shared", "sliding"  # saved as they are
 OF_LAYER = "tally", "shares", "token_bytes", "attended", "state"
 KINDS = (StoredRows, Plain, LayerTally, HeadShares, Progress, Budget)  # what the engine itself saves
-GROUPS = {"method": Method, "allocator": Allocator, "codec": Codec}  # folders of conf/, in the order of a policy
+# folders of conf/, in the order of a policy
+GROUPS: dict[str, type[Part]] = {"method": Method, "allocator": Allocator, "codec": Codec}
 UNCOUNTED = {  # settings of a model's configuration that change no logits
     "architectures", "chunk_size_feed_forward", "dtype", "id2label", "initializer_range", "label2id",
     "output_attentions", "output_hidden_states", "problem_type", "return_dict", "torch_dtype", "transformers_version",
@@ -284,15 +286,15 @@ def find_kinds(choice: CachePolicy) -> dict[str, type]:
     return {kind.__name__: kind for kind in (*classes, *KINDS) if is_dataclass(kind) or hasattr(kind, "_fields")}
 
 
-def list_modules(part: Any) -> Iterator[str]:
+def list_modules(part: Part) -> Iterator[str]:
     """Yield the modules of a part's classes, and of those of a part that it holds, as a composite does."""
     yield from (kind.__module__ for kind in type(part).__mro__)
     for field in fields(part):
-        if isinstance(value := getattr(part, field.name), tuple(GROUPS.values())):
+        if isinstance(value := getattr(part, field.name), Part):
             yield from list_modules(value)
 
 
-def describe_part(group: str, part: Any) -> dict[str, Any]:
+def describe_part(group: str, part: Part) -> dict[str, Any]:
     """Return the name and the settings of a part, and the hash of its file.
 
     Args:
@@ -343,7 +345,7 @@ def make_part(where: str, group: str, described: Mapping[str, Any]) -> Any:
     return part
 
 
-def hash_file(part: Any) -> str | None:
+def hash_file(part: object) -> str | None:
     """Return the hash of the file or folder that a part reads, or None if it reads none."""
     path = getattr(part, "path", None)
     return None if path is None else content_hash(Path(path).expanduser())
@@ -420,8 +422,8 @@ def make_layer_snapshot(
     values = {key: reader.read(value, find_codec(layer)) for key, value in described.items()}
     rows: StoredRows = values["rows"]
     if values["packed"] is not None:
-        guarded: Any = layer.codec
-        rows = replace(rows, stored=guard_rows(Call(guarded.owner, "pack", ()), rows.stored, **values["packed"]))
+        owner = cast(Guarded, layer.codec).owner
+        rows = replace(rows, stored=guard_rows(Call(owner, "pack", ()), rows.stored, **values["packed"]))
     if values["rotates"]:
         rows = replace(rows, rotate=rotate)
     state = {key: values[key] for key in OF_LAYER}
@@ -430,8 +432,7 @@ def make_layer_snapshot(
 
 def find_codec(layer: Layer) -> Codec:
     """Return the codec of a layer without its guard."""
-    guarded: Any = layer.codec
-    codec: Codec = guarded.owner.subject
+    codec: Codec = cast(Guarded, layer.codec).owner.subject
     return codec
 
 

@@ -32,9 +32,13 @@ class FanOutLayer:
     """The layers with the same index in several contexts, as one layer for the model."""
 
     def __init__(
-        self, layers: Sequence[Layer], watched: "SharedTensors", groups: Sequence[int], repeated: RepeatedCuts,
+        self,
+        layers: Sequence[Layer],
+        watched: "SharedTensors",
+        groups: Sequence[int],
+        repeated: RepeatedCuts,
         place: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Combine the layers.
 
         Args:
@@ -42,7 +46,7 @@ class FanOutLayer:
             watched: The tensors that they share.
             groups: A number for each layer. Layers with the same number may share scores.
             repeated: Cuts those whose cuts can be repeated.
-            place: How many layers the model has before that hold rows.
+            place: How many earlier layers of the model hold rows.
         """
         self.layers, self.watched, self.groups = layers, watched, groups
         self.repeated, self.place = repeated, place
@@ -87,7 +91,8 @@ class FanOutLayer:
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Attend once, then cut all layers. Arguments and result are those of `Layer.attend`."""
-        reader = next((own for own in self.layers if own.rows.is_raw), self.layers[0])  # need not rotate keys again
+        # a layer with raw rows need not rotate keys again
+        reader = next((layer for layer in self.layers if layer.rows.is_raw), self.layers[0])
         outputs, lse = reader.run_attention(queries, scaling, None, None)
         for layer in self.layers:
             if layer is not reader:
@@ -110,11 +115,11 @@ class FanOutLayer:
         """
         assert self.stamps is not None  # the model has read the block
         between = self.stamps.between()
-        own = dict(zip(self.cut_here, between[1:], strict=True))
+        cut_times = dict(zip(self.cut_here, between[1:], strict=True))
         for shared in (shared for shared in self.scores if shared.borrowers):
             for number in shared.borrowers:
-                own[number] += shared.saved()
-        return sum(between), own
+                cut_times[number] += shared.saved()
+        return sum(between), cut_times
 
 
 class SharedTensors:
@@ -129,8 +134,8 @@ class SharedTensors:
     def add(self, layer: Layer) -> None:
         """Watch the keys and values that a layer has just read."""
         rows = layer.rows
-        tails = [own for own in (rows.tail_keys, rows.tail_values) if own is not None]
-        self.tensors += [(ref(own), own._version, layer.index) for own in tails]
+        tails = [tensor for tensor in (rows.tail_keys, rows.tail_values) if tensor is not None]
+        self.tensors += [(ref(tensor), tensor._version, layer.index) for tensor in tails]
 
     def check(self, owner: str, shown: Handed) -> None:
         """Check that neither these tensors nor those that hooks of several contexts were shown were written to.
@@ -163,7 +168,7 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
         ContextFailed: A context failed.
         ValueError: The codec of one context changes what the model attends to, and another context has another codec.
     """
-    if len({codec if (codec := own.choice.codec).packing.before_attention else None for own in contexts}) > 1:
+    if len({codec if (codec := context.choice.codec).packing.before_attention else None for context in contexts}) > 1:
         raise ValueError("prefill: contexts whose codecs pack before attention must have the same codec")
     model, device, tokens = contexts[0].model, contexts[0].device, ids.shape[1]
     begin = now(device)
@@ -173,7 +178,7 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
     watched, groups = SharedTensors(), group_by_scores(contexts)
     repeated = RepeatedCuts(contexts, groups, watched.check)
     every = zip(*(context.own_layers for context in contexts), strict=True)
-    layers = [FanOutLayer(own, watched, groups, repeated, place) for place, own in enumerate(every)]
+    layers = [FanOutLayer(same_layer, watched, groups, repeated, place) for place, same_layer in enumerate(every)]
     cache = make_cache(model, layers)
     with kvbench_attention(model):
         logits = forward(model, ids, cache, keep=1)[:, -1]
@@ -182,7 +187,7 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
     measured = [layer.measure() for layer in layers]
     cutting = sum(time for time, _ in measured)
     last = measured[-1][1]  # no cut of it was repeated
-    own = [sum(times.get(number, last[number]) for _, times in measured) for number in range(len(contexts))]
+    cut_times = [sum(times.get(number, last[number]) for _, times in measured) for number in range(len(contexts))]
     common = spent - cutting
     for number, context in enumerate(contexts):
         begin = now(device)
@@ -191,7 +196,7 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
             context.end(logits)
             context.lent = [(index, reference) for reference, _, index in watched.tensors]
         ending = 1000 * (now(device) - begin)
-        own[number] += ending
+        cut_times[number] += ending
         cutting += ending
     move("reading", "cutting", cutting / 1000)
-    return [common + times for times in own]
+    return [common + times for times in cut_times]

@@ -34,7 +34,7 @@ class SharedScores:
         """
         self.borrowers: list[int] = []
         self.shown, self.timed, self.stamps = shown, timed, Stamps(device)
-        self.found: tuple[Rows, Tensor] | None = None
+        self.kept: tuple[Rows, Tensor] | None = None
 
     def find(
         self, number: int, observation: Observation, rows: Rows, state: State, compute: Callable[[Observation], Tensor]
@@ -43,11 +43,11 @@ class SharedScores:
 
         The other arguments are those of `kvbench.cache.eviction.ScoreSharing`.
         """
-        if state.layer or state.shared or (self.found and self.found[0] is not rows):
+        if state.layer or state.shared or (self.kept and self.kept[0] is not rows):
             return compute(observation)
-        if self.found:
+        if self.kept:
             self.borrowers.append(number)
-            return self.found[1]
+            return self.kept[1]
         asked: list[str] = []
         self.stamps = Stamps(self.stamps.device)
         if self.timed:
@@ -56,13 +56,13 @@ class SharedScores:
         if self.timed:
             self.stamps.put()
         if not ("share" in asked or state.layer or state.shared):
-            self.found = rows, scores
+            self.kept = rows, scores
             self.shown.add("scores", scores)
         return scores
 
     def release(self) -> None:
         """Release the rows and the scores, because all contexts have cut the layer."""
-        self.found = None
+        self.kept = None
 
     def saved(self) -> float:
         """Return the milliseconds that the scores took, which each borrower has saved."""
@@ -71,15 +71,15 @@ class SharedScores:
 
 def group_by_scores(contexts: Sequence[PromptContext]) -> list[int]:
     """Return for each context the number of the first one whose method, seeds and prefix are equal."""
-    found: list[int] = []
-    for number, own in enumerate(contexts):
-        equal = (first for first in range(number) if scores_alike(contexts[first], own))
-        found.append(next(equal, number))
-    return found
+    groups: list[int] = []
+    for number, context in enumerate(contexts):
+        equal = (first for first in range(number) if scores_alike(contexts[first], context))
+        groups.append(next(equal, number))
+    return groups
 
 
 def scores_alike(one: PromptContext, other: PromptContext) -> bool:
     """Return whether hooks of two contexts get the same settings, seeds and prefix."""
-    methods = [own.choice.method for own in (one, other)]
+    methods = [context.choice.method for context in (one, other)]
     same = methods[0] == methods[1] and repr(methods[0]) == repr(methods[1])  # 1 == 1.0 == True
     return same and (one.seeds, one.prefix) == (other.seeds, other.prefix)

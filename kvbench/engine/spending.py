@@ -34,7 +34,7 @@ def spend(part: str) -> Iterator[None]:
     Time that is counted for another part inside is not counted twice. A GPU that still works when the block ends is
     counted where the host waits for it.
     """
-    if part != "loading" and any(own in WHOLE for own, _ in INNER):
+    if part != "loading" and any(counted in WHOLE for counted, _ in INNER):
         yield
         return
     begin = time.perf_counter()
@@ -50,14 +50,14 @@ def spend(part: str) -> Iterator[None]:
 
 
 def move(before: str, part: str, seconds: float) -> None:
-    """Count seconds for another part than they were or will be counted for."""
-    if not any(own in WHOLE for own, _ in INNER):
+    """Count seconds for `part` that are counted for the part `before`, now or later."""
+    if not any(counted in WHOLE for counted, _ in INNER):
         SECONDS[before] -= seconds
         SECONDS[part] += seconds
 
 
 def start_counting(who: str = "") -> Callable[[], None]:
-    """Begin at zero. Returns a function that says what the time of `who` was spent on, if any was counted."""
+    """Set all counts to zero. Returns a function that writes what the time of `who` was spent on, if any was."""
     SECONDS.update(dict.fromkeys(SECONDS, 0.0))
     begin = time.perf_counter()
 
@@ -70,7 +70,7 @@ def start_counting(who: str = "") -> Callable[[], None]:
 
 def describe(wall: float) -> str:
     """Return one line that says what `wall` seconds were spent on, the largest part first."""
-    parts = sorted(SECONDS.items(), key=lambda own: -own[1])
+    parts = sorted(SECONDS.items(), key=lambda entry: -entry[1])
     parts.append(("rest", wall - sum(SECONDS.values())))
     shown = ", ".join(f"{name} {100 * seconds / wall:.0f} %" for name, seconds in parts if seconds >= 0.005 * wall)
     return f"{wall:.0f} s: {shown}"

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-STREAMS = 8  # most streams on which contexts attend side by side; as many settle what attention leaves to do
+STREAMS = 8  # most streams on which contexts attend side by side, and most for the work beside them
 SHARE = 0.35  # of the multiprocessors, for products in the background; chosen by trial on one H200, at one shape
 
 
@@ -16,7 +16,7 @@ SHARE = 0.35  # of the multiprocessors, for products in the background; chosen b
 def make_streams(gpu: torch.device) -> list[torch.cuda.Stream]:
     """Make three times `STREAMS` streams: once for each GPU, because cuBLAS keeps a workspace for each.
 
-    What runs in the first third comes before what runs in the second one, and after what runs in the last one.
+    The GPU prefers work in the last third to work in the first, and work in the first to work in the second.
     """
     return [torch.cuda.Stream(gpu, priority=priority) for priority in (-1, 0, -2) for _ in range(STREAMS)]
 
@@ -37,9 +37,9 @@ def load_cublas() -> ctypes.CDLL | None:
 def limit_products(gpu: torch.device) -> Iterator[None]:
     """Let cuBLAS compute the matrix products inside on `SHARE` of the multiprocessors.
 
-    A large product otherwise takes all of them, and nothing runs beside it. The limit is one of the thread's handle of
-    cuBLAS. Without the library, products stay unlimited, as do those with a bias, which are cublasLt's. Only their time
-    differs.
+    A large product otherwise takes all of them, and nothing runs beside it. The limit belongs to the
+    thread's handle of cuBLAS. It changes times only. Products stay unlimited without the library, and so do products
+    with a bias, which cublasLt computes.
 
     Raises:
         RuntimeError: If cuBLAS refuses.
@@ -66,7 +66,7 @@ def limit_products(gpu: torch.device) -> Iterator[None]:
 
 @contextmanager
 def join_after(join: Callable[[], None]) -> Iterator[None]:
-    """Let other streams join the current one behind what is inside, also if that fails.
+    """Let other streams join the current one after the `with` block, also if it fails.
 
     A capture can end only when all streams have joined it. The first error stays: it may have ended the capture, and
     then joining fails too.
@@ -103,7 +103,7 @@ class Beside:
             limited: Whether matrix products leave most of the GPU to what else it does (`limit_products`). They take
                 longer then.
         """
-        self.used += [own for own in used if own is not None]
+        self.used += [held for held in used if held is not None]
         if self.device.type != "cuda":
             yield
             return

@@ -32,8 +32,8 @@ FREE = re.compile(r"total capacity of ([\d.]+ [KMGT]?i?B) of which ([\d.]+ [KMGT
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median, mean, extremes, quartiles and count of some values."""
     least, first, middle, third, most = np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist()
-    own = {"median": middle, "mean": float(np.mean(values)), "least": least, "quartile_1": first}
-    return own | {"quartile_3": third, "most": most, "count": len(values)}
+    summary = {"median": middle, "mean": float(np.mean(values)), "least": least, "quartile_1": first}
+    return summary | {"quartile_3": third, "most": most, "count": len(values)}
 
 
 def now(device: str) -> float:
@@ -52,7 +52,7 @@ class Stamps:
         self.points: list[Any] = []
 
     def put(self) -> None:
-        """Take the time. On a GPU it is when the stream gets here that was current when the stamps were made."""
+        """Take the time. On a GPU it is when the stream that was current in `__init__` gets to this point."""
         if self.stream is None:
             self.points.append(time.perf_counter())
         else:
@@ -112,8 +112,8 @@ def peak(device: str) -> int | None:
     """Return the peak of the bytes since `forget_peak`, or None on the CPU."""
     if device == "cpu":
         return None
-    found = torch.cuda.memory_stats_as_nested_dict()  # `max_memory_allocated` would also flatten and sort it
-    return int(found["allocated_bytes"]["all"]["peak"])
+    stats = torch.cuda.memory_stats_as_nested_dict()  # `max_memory_allocated` would also flatten and sort it
+    return int(stats["allocated_bytes"]["all"]["peak"])
 
 
 def forget_peak(device: str) -> None:
@@ -137,8 +137,8 @@ def scratch(work: Callable[[], Any]) -> int:
     torch.cuda.reset_peak_memory_stats()
     result = work()
     torch.cuda.synchronize()
-    own = sum(tensor.untyped_storage().nbytes() for tensor in tensors(result))
-    return torch.cuda.max_memory_allocated() - before - own
+    result_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors(result))
+    return torch.cuda.max_memory_allocated() - before - result_bytes
 
 
 def tensors(value: object) -> list[Tensor]:
@@ -146,11 +146,11 @@ def tensors(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     several = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [tensor for own in several for tensor in tensors(own)]
+    return [tensor for part in several for tensor in tensors(part)]
 
 
 def try_in_memory(work: Callable[[], Any], device: str) -> tuple[Any, str]:
-    """Return the result of `work` and "", or None and what did not fit into memory, which is freed then."""
+    """Return the result of `work` and "", or None and a line on what did not fit into memory. That is freed then."""
     try:
         return work(), ""
     except RuntimeError as error:
@@ -187,7 +187,7 @@ def launches(work: Callable[[], Any]) -> dict[str, tuple[int, float]]:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
         work()
         torch.cuda.synchronize()
-    found: dict[str, tuple[int, float]] = {}
+    kernels: dict[str, tuple[int, float]] = {}
     for event in profiled.events():
         on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
         if (
@@ -195,6 +195,6 @@ def launches(work: Callable[[], Any]) -> dict[str, tuple[int, float]]:
             and not event.name.startswith(("Memcpy", "Memset"))
             and not getattr(event, "is_user_annotation", False)
         ):
-            count, total = found.get(event.name, (0, 0.0))
-            found[event.name] = count + 1, total + event.time_range.elapsed_us()
-    return found
+            count, total = kernels.get(event.name, (0, 0.0))
+            kernels[event.name] = count + 1, total + event.time_range.elapsed_us()
+    return kernels

@@ -7,8 +7,8 @@ attention reads on the device where each head begins and how many rows it has. T
 them, in slots of their own.
 
 Hooks see rows padded to the longest head that the answer may come to, absent rows on the left, as from the modules.
-Keys and values are gathered for them at each cut, and at each token if the method watches. One layer at a time needs
-this memory. What is small (positions, masses, columns) lies padded all the time.
+Keys and values are gathered for the hooks at each cut, and at each token if the method watches, into memory that one
+layer needs at a time. Positions, masses and columns are small, so they lie padded all the time.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,15 @@ from kvbench.models.decoder_weights import DecoderWeights
 
 
 def make_interval_rows(
-    weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, size: int,
-    quotas: Sequence[list[tuple[int, ...]] | int], states: Sequence[State], since: int,
+    weights: DecoderWeights,
+    answers: Sequence[Sequence[Layer]],
+    tokens: int,
+    size: int,
+    quotas: Sequence[list[tuple[int, ...]] | int],
+    states: Sequence[State],
+    since: int,
     implementation: str | None = None,
-) -> list[StepRows]:  # fmt: skip
+) -> list[StepRows]:
     """Make rows for all layers of an answer: `FixedQuotaRows` for each quota, `UnevenRows`, and `AppendedRows`.
 
     Args:
@@ -57,13 +62,13 @@ def make_interval_rows(
     def select(numbers: Sequence[int]) -> tuple[list[Layer], list[State]]:
         return [layers[number] for number in numbers], [states[number] for number in numbers]
 
-    shared = {number: own for number, own in enumerate(quotas) if isinstance(own, list)}
+    shared = {number: quota for number, quota in enumerate(quotas) if isinstance(quota, list)}
     if shared:
         some, own_states = select([*shared])
         own_quotas = [*shared.values()]
         made.append(UnevenRows(weights, [some], tokens, size, own_quotas, implementation, own_states))
-    for quota in sorted({own for own in quotas if isinstance(own, int)}):  # layers that only append come last
-        some, own_states = select([number for number, own in enumerate(quotas) if own == quota])
+    for quota in sorted({quota for quota in quotas if isinstance(quota, int)}):  # layers that only append come last
+        some, own_states = select([number for number, layer_quota in enumerate(quotas) if layer_quota == quota])
         if quota < NEVER:
             made.append(FixedQuotaRows(weights, [some], tokens, size, quota, implementation, own_states))
         elif layers[0].choice.method.watches:
@@ -83,11 +88,11 @@ def count_rows_ahead(layer: Layer, quotas: Sequence[tuple[int, ...]], size: int)
     """
     heads, lengths = layer.rows.shape[1], layer.rows.lengths
     assert lengths is not None  # the layer was cut
-    found: list[list[int]] = [lengths.sum(1).tolist()]
-    for own in quotas:
-        pairs = zip(own, found[-1], strict=True)
-        found.append([min(heads * quota, held + heads * size) for quota, held in pairs])
-    return found
+    counts: list[list[int]] = [lengths.sum(1).tolist()]
+    for per_sample in quotas:
+        pairs = zip(per_sample, counts[-1], strict=True)
+        counts.append([min(heads * quota, held + heads * size) for quota, held in pairs])
+    return counts
 
 
 class UnevenRows(FixedQuotaRows):
@@ -96,10 +101,15 @@ class UnevenRows(FixedQuotaRows):
     uneven = True
 
     def __init__(
-        self, weights: DecoderWeights, answers: Sequence[Sequence[Layer]], tokens: int, size: int,
-        quotas: Sequence[Sequence[tuple[int, ...]]], implementation: str | None = None,
+        self,
+        weights: DecoderWeights,
+        answers: Sequence[Sequence[Layer]],
+        tokens: int,
+        size: int,
+        quotas: Sequence[Sequence[tuple[int, ...]]],
+        implementation: str | None = None,
         states: Sequence[State] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Allocate memory. `back` copies the layers' rows into it.
 
         Args:
@@ -114,23 +124,29 @@ class UnevenRows(FixedQuotaRows):
         """
         (layers,) = answers
         samples, heads = layers[0].rows.shape
-        counts = [count_rows_ahead(*own, size) for own in zip(layers, quotas, strict=True)]
-        self.counts = [[sum(own) for own in layer] for layer in counts]  # rows of each layer now and after each cut
-        self.most = [max(own) for own in self.counts]
+        counts = [count_rows_ahead(*layer_and_quotas, size) for layer_and_quotas in zip(layers, quotas, strict=True)]
+        self.counts = [
+            [sum(per_sample) for per_sample in layer] for layer in counts
+        ]  # rows of each layer now and after each cut
+        self.most = [max(after_cuts) for after_cuts in self.counts]
         longest = max(layer.rows.longest_head for layer in layers) + tokens
         room = max(
-            min(longest, of // heads if layer.even else of - heads + 1)  # of uneven heads each keeps a row
-            for layer, of in zip(layers, (max(map(max, own)) for own in counts), strict=True)
+            min(longest, of // heads if layer.even else of - heads + 1)  # each of uneven heads keeps at least one row
+            for layer, of in zip(layers, (max(map(max, per_cut)) for per_cut in counts), strict=True)
         )
         stored = [most + 1 + samples * heads * size for most in self.most]  # with a row of zeros
         super().__init__(weights, answers, tokens, size, room, implementation, states, stored)
         self.begin, self.behind, self.each = room, 0, None
-        self.wanted = [Quota(own[0], shares=layer.shares) for own, layer in zip(quotas, layers, strict=True)]
+        self.wanted = [Quota(per_cut[0], shares=layer.shares) for per_cut, layer in zip(quotas, layers, strict=True)]
         # of each layer whose quota changes, for each cut, (cuts, B)
         self.changing = {
-            index: torch.tensor(own, device=self.device) for index, own in enumerate(quotas) if len(set(own)) > 1
+            index: torch.tensor(per_cut, device=self.device)
+            for index, per_cut in enumerate(quotas)
+            if len(set(per_cut)) > 1
         }
-        self.differing = {index for index, own in enumerate(quotas) if any(len(set(samples)) > 1 for samples in own)}
+        self.differing = {
+            index for index, per_cut in enumerate(quotas) if any(len(set(samples)) > 1 for samples in per_cut)
+        }
         self.starts = list(torch.zeros_like(self.lengths))
         # of each layer: rows of the longest head after the last cut, and the most of a head after a cut and before one
         self.longest = torch.zeros(3, len(layers), dtype=torch.int64, device=self.device)
@@ -140,8 +156,8 @@ class UnevenRows(FixedQuotaRows):
         wanted = self.wanted[index]
         if index not in self.changing:
             return wanted
-        own = cast(tuple[int, ...], self.changing[index].index_select(0, self.at)[0].unbind())
-        return replace(wanted, samples=own if index in self.differing else own[:1] * len(own))
+        samples = cast(tuple[int, ...], self.changing[index].index_select(0, self.at)[0].unbind())
+        return replace(wanted, samples=samples if index in self.differing else samples[:1] * len(samples))
 
     def count_held(self, index: int, cuts: int) -> float:
         return self.counts[index][cuts] / self.held.numel()
@@ -184,18 +200,20 @@ class UnevenRows(FixedQuotaRows):
         self.invalid |= (scores.isnan() & rows.present).any()
         return scores
 
-    def move(self, index: int, found: Eviction) -> None:
+    def move(self, index: int, eviction: Eviction) -> None:
         """Move the rows that stay at a cut of a layer behind each other."""
-        after, room, implementation = found.rows, self.room, self.implementation
-        present = after.present.to(after.mass.dtype)  # whose number is wrong if a hook's is, which `count_cut` notes
-        kept = top_k_mask(present, found.counts, implementation=implementation).flatten()
+        after, room, implementation = eviction.rows, self.room, self.implementation
+        present = after.present.to(
+            after.mass.dtype
+        )  # a wrong number of them, which a hook may cause, is noted by `count_cut`
+        kept = top_k_mask(present, eviction.counts, implementation=implementation).flatten()
         most, numbers = self.most[index], torch.arange(len(kept), device=self.device)
         places = (count_marks(kept).long() - 1).where(kept, most)
         which = torch.zeros(most + 1, dtype=torch.int64, device=self.device).scatter_(0, places, numbers)[:most]
         into = self.rows[index][:, None, None, :most].unbind()
         keys, values = (part.flatten(0, 2)[None, None] for part in (after.keys, after.values))
         gather_rows(which, keys, values, into=(into[0], into[1]), implementation=implementation)
-        self.set_lengths(index, found.counts)
+        self.set_lengths(index, eviction.counts)
         stays, source = self.find_rows(index)
         source = which[source]
         self.places[index][..., :room] = torch.where(stays, after.places.flatten()[source], -1)
@@ -242,11 +260,16 @@ class UnevenRows(FixedQuotaRows):
         which = kept_indices(self.find_rows(index)[0], count, implementation=self.implementation)
         since = tail[0].shape[2] if tail else 0
         return layer.rows.replace_all(
-            tokens, Plain(*self.rows[index][:, :count].clone()), self.places[index][..., :room].take(which).int(),
-            self.lengths[index].clone(), longest, layer.even,
-            self.view.copy_columns(index, room + since, room - longest), tail,
-        )  # fmt: skip
+            tokens,
+            Plain(*self.rows[index][:, :count].clone()),
+            self.places[index][..., :room].take(which).int(),
+            self.lengths[index].clone(),
+            longest,
+            layer.even,
+            self.view.copy_columns(index, room + since, room - longest),
+            tail,
+        )
 
     def find_peak(self, index: int, attended: Sequence[float], since: int) -> int:
-        now, _, before = (own[index] for own in self.known)
+        now, _, before = (lengths[index] for lengths in self.known)
         return max(before, now + since if since else 0)

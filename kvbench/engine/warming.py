@@ -100,10 +100,10 @@ def compile_announced(work: Callable[[], None]) -> bool:
 
     launch = JITFunction.run
 
-    def announce(kernel: Any, *args: object, warmup: bool, **named: object) -> None:
-        found = launch(kernel, *args, warmup=True, **named)
-        if hasattr(found, "future") and found.future.done():
-            found.result(ignore_errors=True)  # now Triton knows the variant, and finds it sooner
+    def announce(kernel: object, *args: object, warmup: bool, **named: object) -> None:
+        launched = launch(kernel, *args, warmup=True, **named)
+        if hasattr(launched, "future") and launched.future.done():
+            launched.result(ignore_errors=True)  # now Triton knows the variant, and finds it sooner
 
     threads, gpu = count_processors(), torch.cuda.current_device()
     with ThreadPoolExecutor(threads, initializer=partial(torch.cuda.set_device, gpu)) as pool:
