@@ -22,7 +22,7 @@ from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.configuration import find_max_tokens
-from kvbench.models.encoding import find_text
+from kvbench.models.encoding import FastTokenizer, find_text
 from kvbench.models.loading import check_finite, find_stop_tokens
 from kvbench.models.transformers_port import text_config
 from kvbench.validation import SettingError, format_value, require_choice, require_int
@@ -101,7 +101,7 @@ def prefill(
     allocator_args: Mapping[str, Any] | None = None,
     codec_args: Mapping[str, Any] | None = None,
     budget_of: str = "prompt",
-    tokenizer: object = None,
+    tokenizer: FastTokenizer | None = None,
     prefix: int = 0,
     attention_mask: Tensor | None = None,
 ) -> "CompressedCache":
@@ -221,7 +221,7 @@ class CompressedCache:
     """The compressed KV cache of a batch of prompts. Layers and samples count from 0; heads are KV heads."""
 
     def __init__(
-        self, contexts: list[GenerationContext], prompt: Tensor | None = None, tokenizer: object = None
+        self, contexts: list[GenerationContext], prompt: Tensor | None = None, tokenizer: FastTokenizer | None = None
     ) -> None:
         """Take over contexts.
 
@@ -272,7 +272,7 @@ class CompressedCache:
         cut_layer, sample = self._layer(layer, sample)
         return 0 if cut_layer.tally.evicted is None else int(cut_layer.tally.evicted[sample, head])
 
-    def where(self, text: str, tokenizer: object = None, sample: int = 0) -> HeldText:
+    def where(self, text: str, tokenizer: FastTokenizer | None = None, sample: int = 0) -> HeldText:
         """Find which tokens of a text in the prompt are still held.
 
         Args:

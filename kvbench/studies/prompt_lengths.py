@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.interfaces.task import Sample, Tokenizer
-from kvbench.models.encoding import encode_text
+from kvbench.interfaces.task import Sample
+from kvbench.models.encoding import FastTokenizer, encode_text
 from kvbench.store.study_lines import Line
 from kvbench.studies.study import PromptStudy, count_bins, list_shares
 
@@ -30,7 +30,7 @@ class PromptLengths(PromptStudy):
 
     name: ClassVar[str] = "prompt_lengths"
 
-    def compute(self, samples: Sequence[Sample], tokenizer: Tokenizer) -> Iterable[Line]:
+    def compute(self, samples: Sequence[Sample], tokenizer: FastTokenizer) -> Iterable[Line]:
         lengths: dict[str, list[int]] = {}
         for sample in samples:
             text = sample.context + sample.question + sample.answer_prefix

@@ -24,8 +24,9 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
-from kvbench.interfaces.task import Sample, Tokenizer
+from kvbench.interfaces.task import Sample
 from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.encoding import FastTokenizer
 from kvbench.store.study_lines import HOLDS, Line
 
 SHOWN = 6  # layers that an exhibit of single heads shows
@@ -164,7 +165,7 @@ class LayerStudy(Study):
 class PromptStudy(Study):
     """Looks at the samples of a task and at their tokens."""
 
-    def compute(self, samples: Sequence[Sample], tokenizer: Tokenizer) -> Iterable[Line]:
+    def compute(self, samples: Sequence[Sample], tokenizer: FastTokenizer) -> Iterable[Line]:
         """Return the lines of all samples."""
         raise NotImplementedError
 

@@ -39,11 +39,10 @@ from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.networks import Network
 from kvbench.interfaces.observation import Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
-from kvbench.interfaces.task import Tokenizer
 from kvbench.methods.kvzap import name_surrogate
 from kvbench.methods.kvzip import KVzip
 from kvbench.models.chat_template import make_prompt_encoder, split_template
-from kvbench.models.encoding import encode_text
+from kvbench.models.encoding import FastTokenizer, encode_text
 from kvbench.training.delta_training import count_held_out, count_needed
 from kvbench.training.recording import record_states, write_tensors
 from kvbench.validation import SettingError, is_number, require_int
@@ -147,7 +146,7 @@ class RepeatedTexts:
     """Encodes the request, and has the tokens between it and the repetition."""
 
 
-def divide_texts(sequences: Tensor, tokenizer: Tokenizer) -> RepeatedTexts:
+def divide_texts(sequences: Tensor, tokenizer: FastTokenizer) -> RepeatedTexts:
     """Hold out the last texts, and find the tokens around a text.
 
     Args:
