@@ -59,6 +59,8 @@ class ExpectedAttention(Method):
     decode_queries: str = setting(choices=("text", "buffer"))
     """Which queries a cut while decoding uses."""
 
+    takes_rotation = True
+
     @property
     def weighs_values(self) -> bool:
         return self.use_vnorm

@@ -127,6 +127,7 @@ def draft_run_table(
     heading = {
         "model": value["model"]["name"],
         "revision": value["model"].get("identity"),
+        **_describe_architecture(full_records),
         **{group: value[group]["name"] for group in CACHE_GROUPS},
         **({} if brief else {"settings": _describe_settings(value)}),
         "budget": value.get("budget") or name_budget(value),
@@ -138,6 +139,12 @@ def draft_run_table(
     averages = dict(value.get("averages") or []) or None
     solvable = solvable_subtasks.list_solvable(value)
     return draft_table(full_records, method_records, heading, averages, solvable, brief)
+
+
+def _describe_architecture(records: Records) -> dict[str, str]:
+    """Return a line of the heading if a probe admitted the model's architecture."""
+    name = next((record["architecture"] for record in records.values() if "architecture" in record), None)
+    return {} if name is None else {"architecture": f"{name}, probed, not on the tested list"}
 
 
 def _describe_settings(value: Mapping[str, Any]) -> str:

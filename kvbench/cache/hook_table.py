@@ -128,6 +128,26 @@ def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> Non
         )
 
 
+def check_known_rotation(method: Method, codec: Codec, layout: Layout) -> None:
+    """Refuse what rotates keys for a model whose keys kvbench cannot rotate.
+
+    Raises:
+        SettingError: The method or the codec does. The message says what a probe of the model noticed.
+    """
+    if layout.rotation_fault is None:
+        return
+    if method.takes_rotation:
+        raise SettingError(
+            f"method={method.name}: it rotates keys, which kvbench cannot do for this model: {layout.rotation_fault}; "
+            "use another method"
+        )
+    if codec.packing.takes_unrotated_keys:
+        raise SettingError(
+            f"codec={codec.name}: it stores keys before rotation, and kvbench cannot rotate this model's: "
+            f"{layout.rotation_fault}; use codec=raw"
+        )
+
+
 def check_identity(method: Method, codec: Codec, identify: Callable[[], str]) -> None:
     """Check that the files of a method and a codec were made for a model (see `ModelFile.check_identity`)."""
     file = method.file

@@ -58,7 +58,7 @@ PACKAGES = {
     "kvbench.kernels.row_shares": METHOD, "kvbench.kernels.rerotation": METHOD,
     "kvbench.kernels.accumulated_attention": METHOD,
 }  # fmt: skip
-FUNCTIONS = {("kvbench.engine.graph_decoding", "forward_step"): MODEL, ("kvbench.cache.layer", "cut"): METHOD}
+FUNCTIONS = {("kvbench.cache.layer", "cut"): METHOD}
 INSIDE = {METHOD: (CODEC,), CODEC: (ATTENTION,)}  # regions that may begin inside another one; by default all
 
 

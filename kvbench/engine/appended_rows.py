@@ -17,13 +17,14 @@ from torch import Tensor
 
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
-from kvbench.engine.graph_decoding import CHUNK, Attend, Norms, StepRows, find_angles
+from kvbench.engine.graph_decoding import CHUNK, StepRows, find_angles
 from kvbench.engine.method_view import MethodView, find_present_rows
 from kvbench.interfaces.codec import Angles, join_angles
 from kvbench.interfaces.observation import State
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.joined_rows import Part, append_joined, attend_joined, join_parts
 from kvbench.kernels.rope_append import append
+from kvbench.models.decoder_step import Attend, Norms
 from kvbench.models.decoder_weights import DecoderWeights
 
 

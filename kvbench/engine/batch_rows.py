@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvbench.engine.graph_decoding import Attend, Norms, StepRows
+from kvbench.engine.graph_decoding import StepRows
 from kvbench.engine.streams import STREAMS, join_after, make_streams
+from kvbench.models.decoder_step import Attend, Norms
 
 
 def group_alike(kinds: Sequence[object | None]) -> list[list[int]]:

@@ -20,9 +20,10 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget, check_budget
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
+from kvbench.models.admission import admit_model
 from kvbench.models.chat_template import make_prompt_encoder
-from kvbench.models.configuration import find_max_tokens
 from kvbench.models.encoding import FastTokenizer, find_text
+from kvbench.models.layouts import find_max_tokens
 from kvbench.models.loading import check_finite, find_stop_tokens
 from kvbench.models.transformers_port import text_config
 from kvbench.validation import SettingError, format_value, require_choice, require_int
@@ -79,8 +80,9 @@ def check_length(model: torch.nn.Module, name: str, tokens: int) -> None:
         tokens: Tokens read so far, those to read and those to generate.
 
     Raises:
-        SettingError: The model takes fewer tokens.
+        SettingError: The model takes fewer tokens, or its architecture is not supported.
     """
+    admit_model(model)
     longest = find_max_tokens(model.config)
     positions = text_config(model).max_position_embeddings
     if tokens > longest >= positions:  # the engine refuses what a model of sliding layers alone cannot read

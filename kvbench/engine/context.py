@@ -32,6 +32,7 @@ from kvbench.engine.timing import now
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
 from kvbench.kernels.dispatch import FAST
+from kvbench.models.admission import admit_model
 from kvbench.models.decoder_weights import DecoderWeights, collect_weights
 from kvbench.models.transformers_port import (
     CacheLayerPort,
@@ -105,6 +106,7 @@ class PromptContext:
         self.model, self.choice, self.budget, self.block_size, self.seeds = model, choice, budget, block_size, seeds
         self.device = next(model.parameters()).device.type
         self.prefix, self.words, self.answer = prefix, words or PromptEncoder(), answer
+        admit_model(model)
         shape = read_layout(model)
         choice.check(shape)
         state = State(seeds)

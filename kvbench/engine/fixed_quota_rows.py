@@ -16,7 +16,6 @@ from torch import Tensor
 from kvbench.cache.eviction import Eviction, LayerPolicy, Quota, evict
 from kvbench.cache.layer import Layer
 from kvbench.cache.storage import StoredRows, count_dtype
-from kvbench.engine.graph_decoding import Attend, Norms
 from kvbench.engine.method_view import find_present_rows
 from kvbench.engine.quota_rows import QuotaRows
 from kvbench.interfaces.codec import Plain
@@ -26,6 +25,7 @@ from kvbench.kernels.attention import RaggedRows, attend_ragged
 from kvbench.kernels.cut_order import RECENTS, SINKS
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import gather_rows, top_k_indices
+from kvbench.models.decoder_step import Attend, Norms
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import ContractError
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.engine.batch_rows import BatchRows
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
-from kvbench.engine.graph_decoding import capture, forward_step
+from kvbench.engine.graph_decoding import capture
 from kvbench.engine.ring_rows import make_rings
 from kvbench.kernels.dispatch import is_announcing
+from kvbench.models.decoder_step import forward_step
 from kvbench.models.decoder_weights import DecoderWeights
 
 SHORT = 511  # longest block that is read in a graph; longer ones keep a GPU busy anyway

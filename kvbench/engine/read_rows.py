@@ -12,12 +12,13 @@ from kvbench.cache.hook_table import call_captured, guard_hooks
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.appended_rows import AppendedRows
-from kvbench.engine.graph_decoding import CHUNK, Attend, Norms
+from kvbench.engine.graph_decoding import CHUNK
 from kvbench.engine.streams import Beside
 from kvbench.interfaces.codec import MadeRows
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowReader, Watcher
 from kvbench.interfaces.rows import mass_dtype
 from kvbench.kernels.listed_attention import attend_listed
+from kvbench.models.decoder_step import Attend, Norms
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import ContractError
 

@@ -22,7 +22,7 @@ from kvbench.cache.layer import Layer
 from kvbench.cache.storage import StoredRows
 from kvbench.engine.answer_quotas import AnswerQuotas, join_answer_quotas
 from kvbench.engine.appended_rows import AppendedRows
-from kvbench.engine.graph_decoding import Attend, Norms, StepRows
+from kvbench.engine.graph_decoding import StepRows
 from kvbench.engine.quota_rows import QuotaRows
 from kvbench.engine.streams import Beside
 from kvbench.interfaces.codec import Plain
@@ -32,6 +32,7 @@ from kvbench.kernels.attention import RaggedRows, attend_ragged
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_replacement import replace_row
 from kvbench.kernels.row_selection import gather_rows
+from kvbench.models.decoder_step import Attend, Norms
 from kvbench.models.decoder_weights import DecoderWeights
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.graph_decoding import Attend, Norms, StepRows, find_angles
+from kvbench.engine.graph_decoding import StepRows, find_angles
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.attention.sdpa import attend_masked
 from kvbench.kernels.rope_append import append
+from kvbench.models.decoder_step import Attend, Norms
 from kvbench.models.decoder_weights import DecoderWeights, SlidingWindow
 
 

@@ -40,10 +40,11 @@ from kvbench.config.catalogue import load_settings
 from kvbench.engine.generation import GenerationContext, require_logits
 from kvbench.interfaces.budget import Budget, check_budget
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
+from kvbench.models.admission import admit_model
 from kvbench.models.chat_template import TODAY
 from kvbench.models.checkpoint import Checkpoint, find_model
-from kvbench.models.configuration import find_max_tokens
 from kvbench.models.encoding import encode_text, find_ids_beyond
+from kvbench.models.layouts import find_max_tokens
 from kvbench.models.transformers_port import read_layout
 from kvbench.runs.checks import DTYPES
 from kvbench.runs.prompt import Prompt, encode_parts
@@ -163,6 +164,8 @@ class KVBenchLM(TemplateLM):
         )
         check_budget(self.run.budget, method, groups["method"].get("budget_setting"))
         self.choice = self.run.choice()  # refuses what does not go together before weights are loaded
+        if not isinstance(model, str):
+            admit_model(model)
         config = checkpoint.config() if isinstance(model, str) else model.config
         self.max_length = find_max_tokens(config) if max_length is None else max_length
         require_int("max_length", self.max_length, 1)

@@ -67,6 +67,10 @@ class Composite(Method):
         return self.base.sets_head_quotas or self.budget_setting is not None
 
     @property
+    def takes_rotation(self) -> bool:
+        return self.base.takes_rotation
+
+    @property
     def needs_extra_reads(self) -> bool:
         return self.base.needs_extra_reads
 

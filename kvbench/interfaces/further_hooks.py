@@ -107,6 +107,11 @@ class FurtherHooks(Hooks):
         return False
 
     @property
+    def takes_rotation(self) -> bool:
+        """Whether the method needs `Observation.rotation`, or keys that it can norm and rotate as the model does."""
+        return "rope_switch" in self.refusals or "unrotated_keys" in self.wants or self.uses_cache_positions
+
+    @property
     def token_by_token(self) -> bool:
         """Whether known tokens that follow the prefill, such as the question, are read one at a time."""
         return False

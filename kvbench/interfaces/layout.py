@@ -4,6 +4,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Probe:
+    """What a probe says about an architecture that it admits (`kvbench.models.probe`)."""
+
+    architecture: str
+    """Its name in transformers."""
+    rotation_fault: str | None
+    """Why kvbench cannot norm and rotate keys as the model does, or None if it can."""
+    graphs: bool
+    """Whether kvbench's own step computes what the model computes, so that answers can be decoded in CUDA graphs."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """What methods, codecs and caches must know about a model."""
 
@@ -25,3 +37,10 @@ class Layout:
     """How many tokens the model supports."""
     rope_switch: int | None
     """The length beyond which RoPE changes its frequencies (LongRoPE, dynamic), or None if it never does."""
+    probe: Probe | None = None
+    """What a probe says about the model, or None if its architecture is on the tested list."""
+
+    @property
+    def rotation_fault(self) -> str | None:
+        """Why kvbench cannot norm and rotate keys as the model does, or None if it can."""
+        return None if self.probe is None else self.probe.rotation_fault

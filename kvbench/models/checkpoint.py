@@ -86,7 +86,7 @@ class Checkpoint:
         """Return the configuration.
 
         Raises:
-            SettingError: There is no configuration, or the architecture is not supported.
+            SettingError: There is no configuration, or a probe refuses the architecture.
         """
         check_model_path(self.path)
         return load_configuration(self.path, self.revision)
@@ -95,7 +95,7 @@ class Checkpoint:
         """Return what a cache must know about the model. It is read once for this object.
 
         Raises:
-            SettingError: There is no configuration, or the architecture is not supported.
+            SettingError: There is no configuration, or a probe refuses the architecture.
         """
         return self._layout
 

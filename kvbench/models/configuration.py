@@ -5,6 +5,7 @@ local configuration in the user's cache folder, so that the settings of a sweep 
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,16 +13,17 @@ from copy import deepcopy
 from dataclasses import asdict
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any
 
 from kvbench.atomic import replace_file
 from kvbench.config.paths import CACHE
 from kvbench.config.provenance import content_hash, find_installed_version
-from kvbench.interfaces.layout import Layout
+from kvbench.interfaces.layout import Layout, Probe
+from kvbench.models.admission import hash_sources, probe_architecture
+from kvbench.models.layouts import Configuration, is_tested, read_config_layout, read_rope_settings
 from kvbench.network import use_hub
 from kvbench.validation import SettingError, refuse_on_error, summarize
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 LARGEST = {  # what a configuration may say, several times that of the largest models
     "num_hidden_layers": 1024,
     "num_attention_heads": 1024,
@@ -31,33 +33,15 @@ LARGEST = {  # what a configuration may say, several times that of the largest m
     "intermediate_size": 1 << 19,
     "vocab_size": 1 << 22,
 }
-LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the largest position
 
 
-class Configuration(Protocol):
-    """The part of a transformers configuration that all supported architectures have."""
+def check_architecture(config: Configuration) -> Probe | None:
+    """Return what a probe says about an architecture, or None if it was tested with kvbench's attention function.
 
-    model_type: ClassVar[str]
-    hidden_size: int
-    max_position_embeddings: int
-    num_attention_heads: int
-    num_hidden_layers: int
-    num_key_value_heads: int
-
-    def get_text_config(self, decoder: bool = ...) -> "Configuration": ...
-
-
-def read_rope_settings(config: object) -> dict[str, Any]:
-    """Return the settings of the rotary embedding, {} for the plain one. (`rope_scaling` before transformers 5.)"""
-    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-
-
-def check_architecture(config: Configuration) -> None:
-    """Raise a SettingError unless the architecture was tested with kvbench's attention function."""
-    if config.model_type not in ARCHITECTURES:
-        raise SettingError(
-            f"model: architecture {config.model_type} is not supported; use one of {', '.join(ARCHITECTURES)}"
-        )
+    Raises:
+        SettingError: The probe refuses it.
+    """
+    return None if is_tested(config) else probe_architecture(config)
 
 
 def load_configuration(path: str, revision: str | None = None) -> Any:
@@ -68,7 +52,7 @@ def load_configuration(path: str, revision: str | None = None) -> Any:
         revision: A revision of the hub.
 
     Raises:
-        SettingError: There is no configuration, or the architecture is not supported.
+        SettingError: There is no configuration, or a probe refuses the architecture.
     """
     config = find_stamped(path, revision) if Path(path).exists() else deepcopy(find_on_hub(path, revision))
     if isinstance(config, str):
@@ -89,7 +73,18 @@ def find_files(path: str, revision: str | None) -> Any:
                 return config
         return read_as_longrope(path, revision)
     except Exception as error:  # transformers may fail in any way on a damaged file
-        return summarize(error)
+        return explain_type(str(error)) or summarize(error)
+
+
+def explain_type(message: str) -> str | None:
+    """Return what is wrong with the type of a configuration if transformers' message is about that, otherwise None."""
+    if "custom code" in message:
+        return "its type needs custom code, which kvbench does not run"
+    if "does not recognize this architecture" in message:
+        name = re.search("model type `([^`]*)`", message)
+        type_ = name[1] if name else "in its config.json"
+        return f"transformers {find_installed_version('transformers')} does not know the type {type_}"
+    return None
 
 
 def read_as_longrope(path: str, revision: str | None) -> Any:
@@ -149,28 +144,6 @@ def find_on_hub(path: str, revision: str | None) -> Any:
         return find_files(path, revision)
 
 
-def find_max_tokens(config: Any) -> int:
-    """Return how many tokens a model supports.
-
-    These are its positions, or those that its RoPE scaling extends them to (YaRN, dynamic, LongRoPE), or its window if
-    all layers slide. Positions of a linear scaling are taken as they are stated: some checkpoints state them as scaled
-    (Gemma 3), others as they were before. `model.longest` overrides them.
-    """
-    from transformers.cache_utils import DynamicCache
-
-    text = config.get_text_config(decoder=True)
-    longest, rope = text.max_position_embeddings, read_rope_settings(text)
-    parts = [part for part in rope.values() if isinstance(part, dict)]  # Gemma 3 has one for each kind of layer
-    for scaling in (rope, *parts):
-        if scaling.get("rope_type") in ("yarn", *LENGTH_DEPENDENT_ROPE):
-            original = scaling.get("original_max_position_embeddings") or text.max_position_embeddings
-            longest = max(longest, int(original * (scaling.get("factor") or 1)))
-    layers: list[Any] = list(DynamicCache(config=text).layers)
-    if layers and all(layer.is_sliding for layer in layers):
-        longest = min(longest, layers[0].sliding_window)
-    return longest
-
-
 @cache
 def note_linear_rope(path: str) -> None:
     """Print a line once if the RoPE of a local configuration is scaled linearly, because its length is not certain."""
@@ -190,64 +163,33 @@ def note_linear_rope(path: str) -> None:
         )
 
 
-def find_rope_switch(text: Configuration) -> int | None:
-    """Return the length beyond which a text decoder's RoPE changes its frequencies, or None if it never does."""
-    rope = read_rope_settings(text)
-    if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
-        return None
-    original = rope.get("original_max_position_embeddings")
-    return original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
-
-
-def read_config_layout(config: Configuration) -> Layout:
-    """Return the layout of a model by its configuration, before the model is loaded."""
-    from transformers.cache_utils import DynamicCache
-
-    check_architecture(config)
-    longest = find_max_tokens(config)
-    config = config.get_text_config(decoder=True)
-    layers: list[Any] = list(DynamicCache(config=cast(Any, config)).layers)
-    sliding = tuple(i for i, layer in enumerate(layers) if layer.is_sliding)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    all_slide = len(sliding) == config.num_hidden_layers
-    window = layers[0].sliding_window if all_slide else None
-    return Layout(
-        layers=config.num_hidden_layers,
-        heads=config.num_key_value_heads,
-        query_heads=config.num_attention_heads,
-        dim=dim,
-        hidden=config.hidden_size,
-        sliding=() if all_slide else sliding,
-        window=window,
-        longest=longest,
-        rope_switch=find_rope_switch(config),
-    )
-
-
 def load_layout(path: str, revision: str | None = None) -> Layout:
     """Return the layout of a model that is not loaded.
 
     For a local configuration it is read once: a file in the user's cache folder, named by a hash of the configuration,
-    of transformers' version and of this module, keeps it.
+    of transformers' version and of the sources that read and probe it, keeps it.
 
     Args:
         path: A folder, a config.json, or an id of the hub.
         revision: A revision of the hub.
 
     Raises:
-        SettingError: There is no configuration, or the architecture is not supported.
+        SettingError: There is no configuration, or a probe refuses the architecture.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        return read_config_layout(load_configuration(path, revision))
-    made_of = f"{content_hash(file)}-{find_installed_version('transformers')}-{content_hash(Path(__file__))}"
+        config = load_configuration(path, revision)
+        return read_config_layout(config, check_architecture(config))
+    versions = "-".join(find_installed_version(name) for name in ("torch", "transformers"))
+    made_of = f"{content_hash(file)}-{versions}-{hash_sources()}"
     kept = CACHE / "layouts" / f"{made_of}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: read again
-        fields = json.loads(kept.read_text())
-        return Layout(**fields | {"sliding": tuple(fields["sliding"])})
+        found = json.loads(kept.read_text())
+        probe = None if found["probe"] is None else Probe(**found["probe"])
+        return Layout(**found | {"sliding": tuple(found["sliding"]), "probe": probe})
     config = load_configuration(path, revision)
     with refuse_on_error(f"model.path={path}: cannot read a model there"):
-        layout = read_config_layout(config)
+        layout = read_config_layout(config, check_architecture(config))
     with suppress(OSError):  # without the file the next process reads the configuration again
         kept.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(kept) as draft:

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
+from kvbench.models.layouts import Configuration
 from kvbench.models.transformers_port import (
+    PROBED,
     copy_frequencies,
+    find_class,
     find_text_decoder,
     list_decoder_layers,
     make_rotation,
@@ -97,10 +100,38 @@ class DecoderWeights:
 def collect_weights(model: Any) -> DecoderWeights | None:
     """Return the weights of a model whose decoder layers compute exactly what `forward_step` computes, or None.
 
-    See `kvbench.engine.graph_decoding.forward_step`.
+    See `kvbench.models.decoder_step.forward_step`.
+    """
+    probe = PROBED.get(model)
+    listed = type(model).__name__ in GRAPH_ARCHITECTURES
+    graphs = listed if probe is None else probe.graphs
+    return collect_plain_weights(model, read_layout(model)) if graphs else None
+
+
+def can_collect_weights(config: Configuration, layout: Layout) -> bool:
+    """Return whether the weights of a model that is not loaded will be collected, as far as its configuration tells."""
+    if layout.probe is not None:
+        return layout.probe.graphs
+    class_, text = find_class(config), config.get_text_config(decoder=True)
+    listed = class_ is not None and class_.__name__ in GRAPH_ARCHITECTURES
+    return listed and layout.rope_switch is None and getattr(text, "final_logit_softcapping", None) is None
+
+
+@torch.no_grad()
+def collect_plain_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeights | None:
+    """Return the weights of a model by the names of its modules, or None if they are not those of a plain decoder.
+
+    Whether the step computes what the model computes is not checked here (see `kvbench.models.probe`).
+
+    Args:
+        model: The model.
+        layout: Its layout.
+
+    Raises:
+        AttributeError: The model has other modules.
     """
     config = text_config(model)
-    if type(model).__name__ not in GRAPH_ARCHITECTURES or getattr(config, "final_logit_softcapping", None) is not None:
+    if getattr(config, "final_logit_softcapping", None) is not None:
         return None
     # the rotations of a whole answer are computed at once, so the frequencies must not change with its length
     if copy_frequencies(model) is not None:
@@ -110,7 +141,7 @@ def collect_weights(model: Any) -> DecoderWeights | None:
     # on several GPUs, quantised in place, or not contiguous
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) > 1 or not plain:
         return None
-    inner, head, layout = find_text_decoder(model), model.lm_head, read_layout(model)
+    inner, head = find_text_decoder(model), cast(Any, model).lm_head
     activation = ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
     layers = list_decoder_layers(model)
     blocks = tuple(block for layer in layers if (block := read_block(layer, layout)) is not None)

@@ -35,8 +35,8 @@ from tokenizers import Regex, decoders, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.models import local_models
-from kvbench.models.loading import silence_transformers
 from kvbench.models.local_models import NOTE, VERSION, hold_lock, is_converted, read_samples
+from kvbench.models.silence import silence_transformers
 from kvbench.validation import SettingError, name_file_in_errors, summarize
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # as GGUF names them; Mistral's files say llama

@@ -5,10 +5,8 @@ checkpoint, because a score of it says nothing.
 """
 
 import hashlib
-import io
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -17,9 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
-from transformers.utils import cached_file, logging
+from transformers.utils import cached_file
 
+from kvbench.models.admission import admit_model
 from kvbench.models.configuration import load_configuration
+from kvbench.models.silence import silence_transformers
 from kvbench.models.transformers_port import text_config
 from kvbench.validation import SettingError, refuse_on_error, summarize
 
@@ -77,6 +77,7 @@ def load_weights(
     check_report(path, report)
     model = (model if device_map else model.to(device)).eval()
     assert isinstance(model, torch.nn.Module)
+    admit_model(model)
     check_finite(model, f"model.path={path}", lambda: find_stored_fault(path, revision))
     return model
 
@@ -187,21 +188,6 @@ def find_stored_fault(path: str, revision: str | None) -> str | None:
     return None
 
 
-@contextmanager
-def silence_transformers() -> Iterator[None]:
-    """Let transformers print no progress bar and no warning inside the `with` block."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with redirect_stderr(io.StringIO()):  # its bar over a GGUF file's tensors cannot be switched off
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def find_stop_tokens(model: Any) -> frozenset[int]:
     """Return the token ids with which the model's generation_config, or else its config, ends an answer."""
     ids = model.generation_config.eos_token_id
@@ -222,7 +208,9 @@ def make_random_model(config: PreTrainedConfig, dtype: torch.dtype, device: str,
     gpus = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices=gpus), torch.device(device):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    admit_model(model)
+    return model
 
 
 def count_parameters(config: PreTrainedConfig) -> int:

@@ -10,19 +10,28 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 
-from kvbench.interfaces.layout import Layout
+from kvbench.interfaces.layout import Layout, Probe
 from kvbench.interfaces.observation import KeyRotation, LayerInputs
 from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.rerotation import rotate
-from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, read_config_layout
+from kvbench.models.layouts import LENGTH_DEPENDENT_ROPE, read_config_layout
+from kvbench.validation import SettingError
 
 NAME = "kvbench"
+HARMLESS = frozenset(  # arguments of attention that change none of its outputs, if nothing is trained
+    ["dropout", "position_ids", "cache_position", "use_cache"]
+    + ["output_attentions", "output_hidden_states", "output_router_logits", "return_dict"]
+)
+
+
+PROBED: WeakKeyDictionary[torch.nn.Module, Probe] = WeakKeyDictionary()  # models of architectures beside the list
 
 
 class AttentionLayer(Protocol):
@@ -180,14 +189,18 @@ def attention(
         query: (B, Hq, T, d)
         key: A `CacheLayerPort`, or keys (B, H, n, d) in a layer with a sliding window.
         value: Likewise.
-        attention_mask: Not used; attention is causal.
+        attention_mask: None; attention is causal.
         scaling: The factor of the logits; None is 1/√d.
         sliding_window: Number of tokens of the layer's window.
-        **kwargs: Not used.
+        **kwargs: Not used (`HARMLESS`).
 
     Returns:
         The outputs, (B, T, Hq, d), and None for the probabilities.
+
+    Raises:
+        SettingError: The model computes another attention, for example with sinks or a cap of the logits.
     """
+    refuse_arguments({"attention_mask": attention_mask, **kwargs})
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.cuda.device_of(query):  # a layer's kernels must run on the layer's GPU
         if isinstance(key, CacheLayerPort):
@@ -197,14 +210,29 @@ def attention(
     return outputs.transpose(1, 2), None
 
 
+def refuse_arguments(given: Mapping[str, object]) -> None:
+    """Raise a SettingError if the attention function of a model is given an argument that may change its outputs."""
+    for name, argument in given.items():
+        is_causal = name == "is_causal" and argument is True
+        if argument is not None and name not in HARMLESS and not is_causal:
+            raise SettingError(f"model: its attention takes {name}, which kvbench does not compute")
+
+
 @contextmanager
 def kvbench_attention(model: torch.nn.Module) -> Iterator[None]:
     """Let the model attend through kvbench inside the `with` block, and as before afterwards."""
     AttentionInterface.register(NAME, attention)
+    with use_attention(model, NAME):
+        yield
+
+
+@contextmanager
+def use_attention(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Let the model attend by a function of transformers' registry inside the `with` block."""
     config = cast(PreTrainedModel, model).config
     parts = {"": config} | {key: getattr(config, key) for key in config.sub_configs}
     before = {key: part._attn_implementation for key, part in parts.items() if part is not None}
-    config._attn_implementation = NAME  # `set_attn_implementation` would visit every module, for every token
+    config._attn_implementation = name  # `set_attn_implementation` would visit every module, for every token
     try:
         yield
     finally:
@@ -242,13 +270,19 @@ def embedding_tables(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
     return inputs.get_parameter("weight"), outputs.get_parameter("weight")
 
 
+def find_class(config: object) -> type | None:
+    """Return the class of transformers' causal language model with such a configuration, or None if there is none."""
+    kind = cast(type[PreTrainedConfig], type(config))
+    return cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[kind]) if kind in MODEL_FOR_CAUSAL_LM_MAPPING else None
+
+
 def read_layout(model: torch.nn.Module) -> Layout:
     """Return the layout of a model.
 
     Raises:
-        SettingError: The architecture is not supported.
+        SettingError: The architecture is not on the tested list, and the model is not in `PROBED`.
     """
-    return read_config_layout(cast(PreTrainedModel, model).config)
+    return read_config_layout(cast(PreTrainedModel, model).config, PROBED.get(model))
 
 
 def find_text_decoder(model: torch.nn.Module) -> Any:
@@ -392,6 +426,8 @@ def make_rotation(
     Returns:
         A function that maps positions (B, n) to cos and sin (B, n, rotated dimensions).
     """
+    if (probe := PROBED.get(model)) is not None and probe.rotation_fault is not None:
+        return partial(refuse_rotation, probe.rotation_fault)
     module, frequencies = find_text_decoder(model).rotary_emb, frequencies or copy_frequencies(model)
     kind_args = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
 
@@ -402,6 +438,11 @@ def make_rotation(
         return cos.to(places.device), sin.to(places.device)
 
     return rotate
+
+
+def refuse_rotation(fault: str, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Raise a SettingError in place of rotating, because a probe of the model says that it would be wrong."""
+    raise SettingError(f"model: kvbench cannot rotate its keys: {fault}")
 
 
 def forward(model: torch.nn.Module, ids: Tensor, cache: ContextCache, keep: int) -> Tensor:

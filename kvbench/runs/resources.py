@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from kvbench.engine.full_cache_check import check_full_cache
 from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import count_template_tokens, find_end, settle_template
@@ -19,6 +20,8 @@ from kvbench.runs.spec import RunSpec
 from kvbench.runs.task_calls import read_samples
 from kvbench.store.run_folder import RunFolder
 from kvbench.validation import SettingError, exempt_imports_from_collection
+
+BEGINNING = 300  # tokens of the first prompt that a model of a probed architecture reads to compare its logits
 
 
 @dataclass
@@ -59,7 +62,9 @@ class Resources:
         if same and (run.system, run.thinking) == (before.system, before.thinking):
             loaded |= {name: resource for name, resource in self.loaded.items() if name in ("tokenizer", "beyond")}
         if same and (run.dtype, run.device) == (before.dtype, before.device) and "model" in self.loaded:
-            loaded |= {name: resource for name, resource in self.loaded.items() if name in ("model", "weights", "ends")}
+            loaded |= {
+                name: part for name, part in self.loaded.items() if name in ("model", "weights", "ends", "law 1")
+            }
             rehearsed = self.rehearsed
         asked = run.thinking == before.thinking and run.task_settings == before.task_settings
         if same and asked and "prompts" in self.loaded:
@@ -87,6 +92,28 @@ class Resources:
         if name not in self.loaded:
             self.loaded[name] = make()
         return self.loaded[name]
+
+    @property
+    def probed(self) -> str | None:
+        """The name of the model's architecture if a probe admitted it, or None if it is on the tested list."""
+        probe = self.run.checkpoint.layout().probe
+        return None if probe is None else probe.architecture
+
+    def check_probed(self) -> None:
+        """Repeat with the loaded weights and the beginning of the first prompt what the probe did with a miniature.
+
+        Nothing is done for an architecture on the tested list. What is loaded is checked once.
+
+        Raises:
+            SettingError: The full cache gives other logits than transformers' eager attention.
+        """
+        if self.probed is not None:
+            self._once("law 1", self._compare_with_eager)
+
+    def _compare_with_eager(self) -> float:
+        self._say(f"its architecture {self.probed} was probed, and is not on the tested list (docs/models.md)")
+        _, prompt = next(iter(self.prompts.values()))
+        return check_full_cache(self.model, torch.tensor([prompt.ids[:BEGINNING]], device=self.run.device))
 
     @property
     def tokenizer(self) -> FastTokenizer:

@@ -243,7 +243,7 @@ class Responder:
             "tokens_in": len(prompt.ids), "tokens_context": len(prompt.context),
             "budget": 1.0 if self.run.full else self.run.budget.value, "meta": dict(sample.meta),
             "conversation": sample.conversation or None, "turn": len(prompt.earlier),
-            "retokenized": prompt.retokenized or ABSENT,
+            "retokenized": prompt.retokenized or ABSENT, "architecture": self.bench.probed or ABSENT,
         }  # fmt: skip
 
     def _measure(self, batch: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:

@@ -104,6 +104,7 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
 def make_records(open_: Mapping[RunFolder, RunSpec], bench: Resources, watch: GroupWatch) -> None:
     """Answer the samples that lack a record in the runs of a group, and finish those that then lack none."""
     prompts = bench.prompts
+    bench.check_probed()
     with spend("warming up"):
         company = make_warm_group(open_, bench)
     name = next(iter(open_.values())).groups["method"]["name"] if len(open_) == 1 else f"{len(open_)} together"

@@ -35,6 +35,7 @@ REFERENCE = "the same, of the full cache"
 ASKED_TOGETHER = "records whose question was read beside others"
 RETOKENIZED = "turns before which the tokenizer would give other tokens"
 THOUGHT = "records whose `output` ends a thought with `</think>`"
+PROBED = "records of a model whose architecture is not on the tested list"
 SHARED_GPU = "records made beside other processes of the sweep on the same GPU"
 
 
@@ -59,7 +60,7 @@ def described(
         meaning: One or two sentences for the table of fields.
         unit: Unit of the value, "" if it has none.
         held_by: Which records have the field: `ALWAYS`, `TEXT`, `ANSWERED`, `COMPARED`, `PREDICTED`, `REFERENCE`,
-            `ASKED_TOGETHER`, `RETOKENIZED`, `THOUGHT` or `SHARED_GPU`.
+            `ASKED_TOGETHER`, `RETOKENIZED`, `THOUGHT`, `PROBED` or `SHARED_GPU`.
         since: Version of the record that introduced the field.
         default: Value of a record that is built without the field.
         least: The smallest number that the field may hold.
@@ -115,6 +116,9 @@ class Record:
         "tokens",
         RETOKENIZED,
         since=3,
+    )
+    architecture: str = described(
+        "Name of the model's architecture, which a probe admitted (docs/models.md).", held_by=PROBED, since=4
     )
 
     # The cache when the answer begins

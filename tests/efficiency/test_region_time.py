@@ -65,7 +65,7 @@ def test_a_kernel_belongs_to_the_region_that_launched_it():
         ("kvbench.kernels.attention", "attend_ragged", "attention"), ("kvbench.kernels.attention", "combine", None),
         ("kvbench.methods.codecs.delta", "pack", "codec"), ("kvbench.methods.keydiff", "score", "method"),
         ("kvbench.methods.allocators.ada", "heads", "method"), ("kvbench.cache.eviction", "evict", "method"),
-        ("kvbench.engine.graph_decoding", "forward_step", "model"), ("kvbench.engine.graph_decoding", "one", "rest"),
+        ("kvbench.models.decoder_step", "forward_step", "model"), ("kvbench.engine.graph_decoding", "one", "rest"),
         ("transformers.models.llama.modeling_llama", "forward", "model"), ("torch.nn.functional", "linear", None),
         ("kvbench.methodsx", "score", None),
     ],

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
+from transformers import MambaConfig, MambaForCausalLM
 
 import kvbench
 from kvbench.cache.policy import CachePolicy
@@ -40,6 +41,7 @@ from tests.support.palu_files import build_palu, find_palu
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import (
     SLIDING,
+    VOCAB,
     distinct,
     draw_model,
     ids,
@@ -491,9 +493,15 @@ def test_a_model_of_sliding_layers_only_counts_as_full_up_to_its_window():
 
 
 def test_unknown_architectures_are_refused():
+    model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(SettingError, match="^model: architecture mamba is not supported: it has no attention layer"):
+        kvbench.prefill(model, ids(9))
+
+
+def test_custom_code_is_refused():
     model = make_fresh("llama")
-    model.config.model_type = "mamba"
-    with pytest.raises(SettingError, match="^model: architecture mamba is not supported; use one of llama, "):
+    model.config = MambaConfig()
+    with pytest.raises(SettingError, match="LlamaForCausalLM is no causal language model of transformers"):
         kvbench.prefill(model, ids(9))
 
 

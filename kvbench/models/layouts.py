@@ -1,0 +1,102 @@
+"""Read the layout of a model from its configuration, and say which architectures were tested with kvbench."""
+
+from typing import Any, Protocol
+
+from kvbench.interfaces.layout import Layout, Probe
+from kvbench.validation import SettingError
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the largest position
+
+
+class Configuration(Protocol):
+    """What kvbench uses of a configuration of transformers, besides the fields of its text decoder."""
+
+    model_type: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Configuration":
+        """Return the configuration that has these fields."""
+
+    def get_text_config(self, decoder: bool) -> Any:
+        """Return the configuration of the text decoder."""
+
+
+def is_tested(config: Configuration) -> bool:
+    """Return whether an architecture was tested with kvbench's attention function. Others are probed."""
+    return config.model_type in ARCHITECTURES
+
+
+def read_rope_settings(config: Any) -> dict[str, Any]:
+    """Return the settings of the rotary embedding, {} for the plain one. (`rope_scaling` before transformers 5.)"""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def find_max_tokens(config: Any) -> int:
+    """Return how many tokens a model supports.
+
+    These are its positions, or those that its RoPE scaling extends them to (YaRN, dynamic, LongRoPE), or its window if
+    all layers slide. Positions of a linear scaling are taken as they are stated: some checkpoints state them as scaled
+    (Gemma 3), others as they were before. `model.longest` overrides them.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    text = config.get_text_config(decoder=True)
+    longest, rope = text.max_position_embeddings, read_rope_settings(text)
+    for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # Gemma 3 has one a kind of layer
+        if own.get("rope_type") in ("yarn", *LENGTH_DEPENDENT_ROPE):
+            original = own.get("original_max_position_embeddings") or text.max_position_embeddings
+            longest = max(longest, int(original * (own.get("factor") or 1)))
+    layers: list[Any] = list(DynamicCache(config=text).layers)
+    if layers and all(layer.is_sliding for layer in layers):
+        longest = min(longest, layers[0].sliding_window)
+    return longest
+
+
+def find_rope_switch(text: Any) -> int | None:
+    """Return the length beyond which a text decoder's RoPE changes its frequencies, or None if it never does."""
+    rope = read_rope_settings(text)
+    if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
+        return None
+    original = rope.get("original_max_position_embeddings")
+    return original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+
+
+def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
+    """Return the layout of a model by its configuration, before the model is loaded.
+
+    Args:
+        config: The configuration.
+        probe: What a probe says about its architecture. None if it is on the list.
+
+    Raises:
+        SettingError: The architecture is not on the list, and there is no probe.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    if probe is None and not is_tested(config):
+        raise SettingError(
+            f"model: architecture {config.model_type} is not on the list {', '.join(ARCHITECTURES)}, and was not probed"
+        )
+    longest = find_max_tokens(config)
+    config = config.get_text_config(decoder=True)
+    own: list[Any] = list(DynamicCache(config=config).layers)
+    sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    all_slide = len(sliding) == config.num_hidden_layers
+    window = own[0].sliding_window if all_slide else None
+    return Layout(
+        layers=config.num_hidden_layers,
+        heads=config.num_key_value_heads,
+        query_heads=config.num_attention_heads,
+        dim=dim,
+        hidden=config.hidden_size,
+        sliding=() if all_slide else sliding,
+        window=window,
+        longest=longest,
+        rope_switch=find_rope_switch(config),
+        probe=probe,
+    )

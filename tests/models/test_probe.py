@@ -1,0 +1,364 @@
+"""Architectures beside the tested list are probed: right ones are admitted, and each check notices a mistake."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvbench.cache.layer import Layer
+from kvbench.cache.policy import CachePolicy, choose_cache
+from kvbench.engine.context import PromptContext
+from kvbench.engine.full_cache_check import check_full_cache
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.layout import Probe
+from kvbench.interfaces.method import Method
+from kvbench.models import admission, miniature, probe, transformers_port
+from kvbench.models.admission import admit_model, make_key, probe_architecture
+from kvbench.models.loading import make_random_model
+from kvbench.models.miniature import draw_miniature, shrink
+from kvbench.models.probe import Refused
+from kvbench.models.transformers_port import read_layout
+from kvbench.validation import SettingError
+from tests.support.tiny_models import distinct, ids, tiny
+
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+FEW = dict(num_hidden_layers=2)
+NEEDED = {  # what a checkpoint states and the defaults of transformers do not
+    "hunyuan_v1_dense": dict(head_dim=16, rope_parameters=PLAIN_ROPE),
+    "hunyuan_v1_moe": dict(head_dim=16, rope_parameters=PLAIN_ROPE),
+    "ministral": dict(head_dim=128, rope_parameters=PLAIN_ROPE),
+    "nemotron": dict(num_key_value_heads=8),
+    "dots1": dict(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1),
+    "granite": dict(residual_multiplier=0.3, embedding_multiplier=12.0),
+}
+RIGHT = (  # types whose keys kvbench rotates as they do
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmo", "gemma", "granite", "granitemoe", "granitemoeshared", "glm4_moe"),
+    *("hyperclovax", "hy_v3", "seed_oss", "phimoe", "phi4_multimodal", "starcoder2", "nemotron", "arcee", "apertus"),
+    *("bitnet", "ministral", "ministral3", "dots1", "aria_text", "cwm", "jais2", "laguna", "mellum", "solar_open"),
+)
+ROTATED_OTHERWISE = (
+    *("olmo2", "olmo3", "olmoe", "flex_olmo", "cohere", "cohere2", "cohere2_moe", "glm", "glm4", "smollm3", "exaone4"),
+    *("exaone_moe", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "helium", "minimax_m2", "afmoe"),
+    *("nanochat",),
+)
+GRAPHS = ("seed_oss", "phi4_multimodal", "ministral", "cwm")  # ministral3 scales queries by their position
+REFUSED = {
+    "gpt_oss": "its attention takes s_aux",
+    "granite_swa": "its attention takes s_aux",
+    "granitemoe_swa": "its attention takes s_aux",
+    "gemma2": "its attention takes softcap",
+    "vaultgemma": "its attention takes softcap",
+    "mimo_v2_flash": "layer 0: it appends values",
+    "deepseek_v3": "latent rows",
+    "glm4_moe_lite": "latent rows",
+    "deepseek_v32": "a sparse indexer",
+    "glm_moe_dsa": "a sparse indexer",
+    "minimax_m3_vl_text": "a sparse indexer",
+    "gemma3n_text": "15 layers .* that read the rows of earlier ones",
+    "llama4_text": "attend within chunks",
+    "qwen3_next": "a recurrent state",
+    "granitemoehybrid": "a recurrent state",
+    "jamba": "a recurrent state",
+    "bamba": "a recurrent state",
+    "recurrent_gemma": "a recurrent state",
+    "falcon_h1": "a recurrent state",
+    "mamba": "no attention layer",
+    "rwkv": "no attention layer",
+    "opt": "no module of it has both its layers and a rotary embedding",
+    "bloom": "no module of it has both its layers and a rotary embedding",
+    "diffllama": "kvbench's cache does not fit it",
+    "phi": "has no attribute 'o_proj'",
+    "doge": "transformers' own cache differs",
+    "jetmoe": "no module self_attn",
+}
+AT_ONCE = ("deepseek_v3", "deepseek_v32", "gemma3n_text", "llama4_text", "qwen3_next", "jamba", "mamba")
+
+
+def configure(name: str, **more: object):
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    return CONFIG_MAPPING[name](**(NEEDED.get(name, {}) | more))
+
+
+def probe_type(name: str, **more: object) -> Probe:
+    return probe.probe(configure(name, **more))
+
+
+@cache
+def make_trial() -> probe.Trial:
+    """A Llama with three KV heads of two queries each, read once by eager attention."""
+    config = CONFIG_MAPPING["llama"](
+        vocab_size=128, hidden_size=48, intermediate_size=48, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, head_dim=8,
+    )  # fmt: skip
+    return probe.make_trial(draw_miniature(config))
+
+
+# Verdicts
+
+
+def test_experts_are_read_and_not_decoded_in_graphs():
+    assert probe_type("qwen3_moe", **FEW) == Probe("qwen3_moe", None, graphs=False)
+
+
+def test_a_plain_decoder_is_decoded_in_graphs():
+    assert probe_type("seed_oss", **FEW) == Probe("seed_oss", None, graphs=True)
+
+
+def test_a_layer_of_each_kind_is_probed():
+    """Every fourth layer of Cohere 2 has no window and no RoPE."""
+    small = shrink(configure("cohere2"))
+    assert small.layer_types == ["sliding_attention"] * 3 + ["full_attention"] and small.sliding_window == 16
+    verdict = probe_type("cohere2", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    assert "in layer 1 keys that kvbench norms and rotates differ from the model's by" in verdict.rotation_fault
+    assert not verdict.graphs
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_layers_of_other_kinds_are_refused_at_once(name):
+    with pytest.raises(Refused, match=REFUSED[name]):
+        probe_type(name)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_another_attention_is_refused(name):
+    with pytest.raises(Refused, match=REFUSED[name]):
+        probe_type(name, **FEW)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*RIGHT, *ROTATED_OTHERWISE])
+def test_every_right_type_is_admitted(name):
+    verdict = probe_type(name)
+    assert (verdict.rotation_fault is None, verdict.graphs) == (name in RIGHT, name in GRAPHS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(set(REFUSED) - set(AT_ONCE)))
+def test_every_wrong_type_is_refused(name):
+    with pytest.raises(Refused, match=REFUSED[name]):
+        probe_type(name)
+
+
+def test_what_does_not_shrink_is_refused(monkeypatch):
+    with pytest.raises(Refused, match="its configuration does not shrink to a miniature"):
+        probe_type("qwen3_moe", num_hidden_layers=2, hidden_act="none such")
+    monkeypatch.setattr(miniature, "MOST", 1000)
+    with pytest.raises(Refused, match=r"does not shrink to a miniature \(the miniature has [\d,]+ weights\)"):
+        probe_type("qwen3_moe", **FEW)
+
+
+# A mistake in each check
+
+
+def test_a_llama_passes_all_checks():
+    assert probe.probe_miniature(make_trial().model) == Probe("llama", None, graphs=True)
+
+
+def test_an_argument_that_is_dropped_is_noticed(monkeypatch):
+    monkeypatch.setattr(transformers_port, "refuse_arguments", lambda given: None)
+    line = "kvbench's full cache in one block differs .* by .* of the logits' spread, from layer 0 on"
+    with pytest.raises(Refused, match=line):
+        probe_type("gemma2", **FEW)
+
+
+def test_interleaved_pairs_are_noticed(monkeypatch):
+    def rotate(rows, cos, sin):
+        pairs = rows.unflatten(-1, (-1, 2))
+        turned = torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2)
+        return rows * cos + turned * sin
+
+    monkeypatch.setattr(transformers_port, "rotate", rotate)
+    assert "in layer 0 keys that kvbench norms and rotates differ" in probe.find_rotation_fault(make_trial())
+
+
+def test_a_cut_that_comes_a_layer_late_is_noticed(monkeypatch):
+    waiting, cut = [], Layer.cut
+
+    def cut_late(*given):
+        waiting.append(given)
+        if len(waiting) > 1:
+            cut(*waiting.pop(0))
+
+    monkeypatch.setattr(Layer, "cut", cut_late)
+    with pytest.raises(Refused, match=r"layer 1: heads hold \[96, 96, 96\] rows after a cut to 28"):
+        probe.check_cuts(make_trial())
+
+
+def test_rows_of_another_head_are_noticed(monkeypatch):
+    """The heads of a cut cache are compared, whose full cache would not tell."""
+    take_rows = probe.show_rows
+
+    def flip_heads(held, seen, start, stop):
+        take_rows(held, seen, start, stop)
+        for layer in seen:
+            seen[layer] = seen[layer].flip(0)
+
+    monkeypatch.setattr(probe, "show_rows", flip_heads)
+    with pytest.raises(Refused, match="a cut cache in one block differs"):
+        probe.check_cuts(make_trial())
+
+
+def test_another_order_of_heads_is_noticed(monkeypatch):
+    append = Layer.append
+    monkeypatch.setattr(Layer, "append", lambda layer, keys, values: append(layer, keys.flip(1), values.flip(1)))
+    with pytest.raises(Refused, match="kvbench's full cache in one block differs"):
+        probe.check_full_cache(make_trial())
+
+
+def test_an_answer_that_is_not_forgotten_is_noticed(monkeypatch):
+    monkeypatch.setattr(Layer, "restore", lambda layer, snapshot: None)
+    with pytest.raises(Refused, match="kvbench's full cache after an answer was forgotten differs"):
+        probe.check_full_cache(make_trial())
+
+
+def test_a_wrong_cache_of_transformers_is_noticed(monkeypatch):
+    update = DynamicLayer.update
+
+    def shift(layer, *given, **more):
+        keys, values = update(layer, *given, **more)
+        return keys, values.roll(1, 2)
+
+    monkeypatch.setattr(DynamicLayer, "update", shift)
+    with pytest.raises(Refused, match="transformers' own cache differs"):
+        probe.check_cached_reading(make_trial())
+
+
+def test_other_shapes_and_a_second_attention_are_noticed(monkeypatch):
+    trial = make_trial()
+    with pytest.raises(Refused, match=r"layer 0: it appends keys \(1, 3, 96, 8\), expected \(1, 6, 96, 8\)"):
+        probe.check_full_cache(replace(trial, layout=replace(trial.layout, heads=6)))
+    with pytest.raises(Refused, match=r"layer 0: W_o is \(48, 48\), expected \(50, 48\)"):
+        probe.check_full_cache(replace(trial, layout=replace(trial.layout, hidden=50)))
+    attend = probe.WatchedLayer.attend
+
+    def attend_twice(layer, *given):
+        layer.attended += 1
+        return attend(layer, *given)
+
+    monkeypatch.setattr(probe.WatchedLayer, "attend", attend_twice)
+    with pytest.raises(Refused, match="layer 0: it appends 1 times and attends 2 times to a block, expected once"):
+        probe.check_full_cache(trial)
+
+
+def test_another_step_is_noticed(monkeypatch):
+    collect = probe.collect_plain_weights
+    assert probe.matches_step(make_trial())
+    monkeypatch.setattr(probe, "collect_plain_weights", lambda *given: replace(collect(*given), activation="gelu_tanh"))
+    assert not probe.matches_step(make_trial())
+
+
+# What a verdict does
+
+
+def test_a_probe_leaves_no_trace():
+    before = torch.random.get_rng_state(), torch.get_default_dtype(), set(ALL_ATTENTION_FUNCTIONS.keys())
+    probe.probe_miniature(draw_miniature(make_trial().model.config, seed=1))
+    assert torch.equal(torch.random.get_rng_state(), before[0]) and torch.get_default_dtype() == before[1]
+    assert set(ALL_ATTENTION_FUNCTIONS.keys()) - {transformers_port.NAME} == before[2] - {transformers_port.NAME}
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(admission, "CACHE", tmp_path)
+    monkeypatch.setattr(admission, "VERDICTS", {})
+    return tmp_path / "probes"
+
+
+def test_a_verdict_is_kept(kept, monkeypatch):
+    config, verdict = configure("qwen3_moe", **FEW), Probe("qwen3_moe", None, graphs=False)
+    monkeypatch.setattr(probe, "probe", lambda config: verdict)
+    assert probe_architecture(config) == verdict
+    [file] = kept.iterdir()
+    monkeypatch.setattr(probe, "probe", None)  # nobody asks for it again
+    for _ in range(2):
+        assert probe_architecture(config) == verdict
+        admission.VERDICTS.clear()
+    assert json.loads(file.read_text())["architecture"] == "qwen3_moe"
+
+
+def test_a_refusal_is_kept(kept, monkeypatch):
+    config = configure("mamba")
+    for _ in range(2):
+        with pytest.raises(SettingError, match="^model: architecture mamba is not supported: it has no attention"):
+            probe_architecture(config)
+        monkeypatch.setattr(probe, "probe", None)
+        admission.VERDICTS.clear()
+
+
+def test_names_do_not_change_the_key_and_numbers_do():
+    one, other = configure("qwen3_moe", **FEW), configure("qwen3_moe", **FEW)
+    other.name_or_path, other.architectures, other.dtype = "elsewhere", ["Some"], torch.bfloat16
+    assert make_key(one) == make_key(other)
+    other.rms_norm_eps = 1e-3
+    assert make_key(one) != make_key(other)
+
+
+def check_policy(method: Method, codec: str, verdict: Probe | None) -> None:
+    layout = replace(make_trial().layout, probe=verdict)
+    CachePolicy(method, Allocator("uniform"), Packed(codec) if codec == "packed" else Codec(codec)).check(layout)
+
+
+class Rotating(Method):
+    takes_rotation = True
+
+
+class Packed(Codec):
+    takes_unrotated_keys = True
+
+
+def test_what_rotates_keys_is_refused_where_rotations_differ():
+    fault = Probe("cohere2", "in layer 3 keys differ", graphs=False)
+    check_policy(Method("full"), "raw", fault)
+    with pytest.raises(SettingError, match="^method=rotating: it rotates keys, .*: in layer 3 keys differ"):
+        check_policy(Rotating("rotating"), "raw", fault)
+    with pytest.raises(SettingError, match="^codec=packed: it stores keys before rotation, .* in layer 3 keys differ"):
+        check_policy(Method("full"), "packed", fault)
+    for verdict in (None, replace(fault, rotation_fault=None)):
+        check_policy(Rotating("rotating"), "packed", verdict)
+
+
+class Asking(Method):
+    """Rotates without saying so."""
+
+    def update(self, observation, rows, state):
+        observation.rotation(rows.places[0])
+        return {}
+
+
+def test_rotations_are_refused_at_run_time_too(kept, monkeypatch):
+    monkeypatch.setattr(probe, "probe", lambda config: Probe("cohere2", "in layer 3 keys differ", graphs=False))
+    model = make_random_model(shrink(configure("cohere2", **FEW)), torch.float32, "cpu", 0)
+    assert read_layout(model).rotation_fault == "in layer 3 keys differ"
+    context = PromptContext(
+        model, choose_cache(Asking("rotating"), Allocator("uniform"), Codec("raw")), Budget(1.0), None, (0,)
+    )
+    with pytest.raises(SettingError, match="^model: kvbench cannot rotate its keys: in layer 3 keys differ"):
+        context.prefill(ids(20) % 100)
+
+
+def test_a_model_that_was_not_admitted_has_no_layout():
+    model = draw_miniature(shrink(configure("qwen3_moe", **FEW)))
+    with pytest.raises(SettingError, match="architecture qwen3_moe is not on the list"):
+        read_layout(model)
+    with pytest.raises(SettingError, match="LlamaForCausalLM is no causal language model of transformers"):
+        other = draw_miniature(make_trial().model.config)
+        other.config = model.config
+        admit_model(other)
+
+
+def test_law_1_is_repeated_with_loaded_weights(monkeypatch):
+    assert check_full_cache(tiny("llama"), distinct(150)) < 1e-4
+    append = Layer.append
+    monkeypatch.setattr(
+        Layer, "append", lambda layer, keys, values, inputs: append(layer, keys.flip(1), values, inputs)
+    )
+    with pytest.raises(SettingError, match="the full cache's logits differ by .* over 150 tokens"):
+        check_full_cache(tiny("llama"), distinct(150))
