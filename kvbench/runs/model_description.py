@@ -1,11 +1,12 @@
 """Say what kvbench would do with a checkpoint, without loading its weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config.catalogue import build, list_choices, load_class, load_settings
+from kvbench.interfaces.codec import Packing
 from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.decoder_weights import can_collect_weights
@@ -128,7 +129,10 @@ def build_policy(group: str, name: str) -> CachePolicy:
 def rotates_keys(group: str, name: str) -> bool:
     """Return whether the class of a method or codec says that it rotates keys, whatever its settings are."""
     class_ = load_class(f"{group}={name}", load_settings(group, name)["_target_"])
-    return any(getattr(class_, flag, None) is True for flag in ("needs_fixed_rotation", "takes_unrotated_keys"))
+    refusals, packing = getattr(class_, "refusals", None), getattr(class_, "packing", None)  # unless settings decide
+    if isinstance(packing, Packing):
+        return packing.takes_unrotated_keys
+    return isinstance(refusals, Mapping) and "rope_switch" in refusals
 
 
 def list_faults(policy: CachePolicy, layout: Layout) -> Iterator[str]:

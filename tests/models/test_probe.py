@@ -16,7 +16,7 @@ from kvbench.engine.context import PromptContext
 from kvbench.engine.full_cache_check import check_full_cache
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.codec import Codec, Packing
 from kvbench.interfaces.layout import Probe
 from kvbench.interfaces.method import Method
 from kvbench.models import admission, miniature, probe, transformers_port
@@ -311,7 +311,7 @@ class Rotating(Method):
 
 
 class Packed(Codec):
-    takes_unrotated_keys = True
+    packing = Packing(takes_unrotated_keys=True)
 
 
 def test_what_rotates_keys_is_refused_where_rotations_differ():
