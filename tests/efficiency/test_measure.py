@@ -431,8 +431,8 @@ def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsy
     own = tmp_path / "plan.yaml"
     own.write_text(
         "few:\n"
-        "- model.like=tiny device=cpu method=full task.measure=scoring,latency task.length=50 task.new_tokens=3\n"
-        "- model.like=tiny device=cpu method=knorm,sink budget=0.5 task.length=50 task.new_tokens=3\n"
+        "- model.like=tiny device=cpu method=full task.measure=scoring,latency task.length=50 task.new_tokens=3 task.repeats=1\n"
+        "- model.like=tiny device=cpu method=knorm,sink budget=0.5 task.length=50 task.new_tokens=3 task.repeats=1\n"
     )
     generate = KVBenchCache.generate
 
