@@ -256,13 +256,13 @@ def test_a_full_disk_ends_a_run_in_one_line(many, size, where, quick, tmp_path, 
     # what cells.json holds is longer
     monkeypatch.setattr("kvbench.sweeps.status.write_cells", lambda folder, cells: None)
     monkeypatch.setattr("kvbench.sweeps.plan.Sweep.print_states", lambda own: None)
-    samples = 30 if "workers=2" in many else 11  # more than two workers and the process that waits for them can write
+    samples = 36 if "workers=2" in many else 11  # more than two workers and the process that waits for them can write
     base = [f"results={tmp_path}", *quick, f"task.samples={samples}"]
     given = [*many, "budget=0.3", *base]
     assert run_cli(["method=full", *base], monkeypatch, capsys)[0] == 0
     with full_beyond(size):
         code, _, err = run_cli(given, monkeypatch, capsys)
-    said = [line for line in err.replace("\r", "\n").splitlines() if line and not re.search(r"/(11|22|30) \[", line)]
+    said = [line for line in err.replace("\r", "\n").splitlines() if line and not re.search(r"/(11|22|36) \[", line)]
     assert code == 1 and len(said) == 1 and re.fullmatch(rf"kvbench: {tmp_path}/{where}: .*", said[0]), err
     assert lines(tmp_path) and all(json.loads(line)["error"] is None for line in lines(tmp_path))
 
