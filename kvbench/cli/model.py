@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.models.local_models import FETCHED_MODELS
-from kvbench.validation import SettingError, require_choice, require_int
+from kvbench.validation import SettingError, require_int
 
 
 def make_parser() -> CommandParser:
@@ -36,7 +36,7 @@ def show(arguments: Sequence[str]) -> None:
     if options.wheel is not None:
         raise SettingError(f"--wheel={options.wheel}: is for {', '.join(FETCHED_MODELS)}")
     if "/" not in options.model and not Path(options.model).exists():
-        require_choice("model", options.model, FETCHED_MODELS)
+        raise SettingError(f"model={options.model}: {', '.join(FETCHED_MODELS)}, or the path or hub id of a checkpoint")
     from kvbench.runs.model_description import describe_model
 
     print("\n".join(describe_model(options.model, options.tokens)))
