@@ -429,10 +429,11 @@ def test_appending_never_touches_what_is_there(tmp_path):
 
 def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsys):
     own = tmp_path / "plan.yaml"
+    short = "model.like=tiny device=cpu task.length=50 task.new_tokens=3 task.repeats=1"
     own.write_text(
         "few:\n"
-        "- model.like=tiny device=cpu method=full task.measure=scoring,latency task.length=50 task.new_tokens=3 task.repeats=1\n"
-        "- model.like=tiny device=cpu method=knorm,sink budget=0.5 task.length=50 task.new_tokens=3 task.repeats=1\n"
+        f"- {short} method=full task.measure=scoring,latency\n"
+        f"- {short} method=knorm,sink budget=0.5\n"
     )
     generate = KVBenchCache.generate
 
