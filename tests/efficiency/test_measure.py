@@ -431,9 +431,7 @@ def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsy
     own = tmp_path / "plan.yaml"
     short = "model.like=tiny device=cpu task.length=50 task.new_tokens=3 task.repeats=1"
     own.write_text(
-        "few:\n"
-        f"- {short} method=full task.measure=scoring,latency\n"
-        f"- {short} method=knorm,sink budget=0.5\n"
+        f"few:\n- {short} method=full task.measure=scoring,latency\n- {short} method=knorm,sink budget=0.5\n"
     )
     generate = KVBenchCache.generate
 
