@@ -124,6 +124,7 @@ class KVBenchCache:
                     yield
 
     def answer(self, count: int, most: int | None = None) -> list[float]:
+        self.count = 0  # if memory runs out, there is no answer
         for _ in islice(self.generate(count), most):
             pass
         stamps, self.count = self.context.stamps[:most], count
@@ -157,8 +158,10 @@ class KVBenchCache:
     def bytes_after(self) -> int:
         context = self.context
         with context.branch():
-            if self.count > 1:  # the last token is not read
-                context.extend(context.last_logits.argmax(-1, keepdim=True).expand(-1, self.count - 1))
+            # token by token, because the cuts of an answer are not those of one block
+            with closing(Answer(context, max(1, self.count), Sampling(), frozenset(), keeps_rows=True)) as answer:
+                while not answer.is_over:
+                    answer.step()
             return context.bytes().rows
 
     def operations_per_token(self) -> int:

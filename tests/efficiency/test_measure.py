@@ -320,9 +320,12 @@ def test_random_weights_are_the_seed_s_and_leave_the_global_state(monkeypatch):
     assert RandomCheckpoint.like("tiny", 0).identity() != RandomCheckpoint.like("tiny", 1).identity()
 
 
-@pytest.mark.parametrize("method, grown", [("full", 40), ("knorm", 0)])
+CUT_INSIDE = "knorm method.decoding=true method.decode_interval=24"  # a cut after 24 of 40 tokens that are read
+
+
+@pytest.mark.parametrize("method, grown", [("full", 40), ("knorm", 0), (CUT_INSIDE, 16)])
 def test_a_floor_is_the_mean_over_an_answer_whose_rows_grow(method, grown):
-    row, run = 2 * 2 * 2 * 32 * 4, compose_run(f"method={method}", "task.length=60", "task.new_tokens=41")
+    row, run = 2 * 2 * 2 * 32 * 4, compose_run(*f"method={method} task.length=60 task.new_tokens=41".split())
     model, machine = run.checkpoint.weights(torch.float32, "cpu"), Machine(1e9, 1e30)
     own = KVBenchCache(model, run, 41)
     own.read(torch.arange(3, 63)[None])
