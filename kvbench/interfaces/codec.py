@@ -164,7 +164,7 @@ class Growing(Protocol):
 
 
 class CuttableGrowing(Growing, Protocol):
-    """Growing rows of a codec that `packs_before_attention`.
+    """Growing rows of a codec that packs `before_attention`.
 
     A graph that cuts while it decodes attends to rows of its own memory, in which it moves what packed rows stand for.
     The codec only packs the tokens. `finish` is called whenever the layer needs packed rows, with more tokens each
