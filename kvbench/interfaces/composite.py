@@ -1,5 +1,6 @@
 """The interface of a composite: a method that holds another one, its base, and decides by the base's scores."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -56,7 +57,11 @@ class Composite(Method):
     @property
     def refusals(self) -> Mapping[str, str]:
         of = f"has {self.base.name} as its base, which"
-        return {name: f"{of} {reason}" for name, reason in self.base.refusals.items()}
+        reasons = {name: f"{of} {name_base_args(reason)}" for name, reason in self.base.refusals.items()}
+        if self.budget_setting is None:
+            return reasons
+        # whatever the base says of allocators, a method that counts its rows needs allocator=uniform
+        return {name: reason for name, reason in reasons.items() if not name.endswith("allocator")}
 
     @property
     def file(self) -> ModelFile | None:
@@ -110,6 +115,16 @@ class Composite(Method):
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         return self.base.score(observation, rows, state)
+
+
+def name_base_args(reason: str) -> str:
+    """Return a base's reason, whose advice names the base's own settings as those of a composite."""
+
+    def rename(setting: re.Match[str]) -> str:
+        name, value = setting.groups()
+        return setting[0] if name in Method.__dataclass_fields__ else f"method.base_args={{{name}: {value}}}"
+
+    return re.sub(r"method\.(\w+)=(\w+)", rename, reason)
 
 
 def ask_base(hook: Callable[..., T] | None) -> Callable[..., T] | None:

@@ -9,6 +9,7 @@ import kvbench
 from kvbench.cache.hook_table import check_declarations
 from kvbench.cache.policy import choose_cache
 from kvbench.cache.refusals import CONDITIONS, find_refusal
+from kvbench.config.catalogue import build, load_settings
 from kvbench.interfaces.further_hooks import REFUSABLE, WANTED
 from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation
@@ -89,3 +90,16 @@ def test_what_needs_a_block_size_or_a_model_is_refused_there():
         kvbench.prefill(
             tiny("llama"), ids(9), declare("refusals", {"block_size": "sees the whole prompt; use null"}), 5, 7
         )
+
+
+@pytest.mark.parametrize(
+    "method, more, line",
+    [
+        ("criticalkv", {"base": "tova"}, "; use method.base_args={scope: group}"),
+        ("dms_threshold", {"base": "tova"}, "dms_threshold shares rows out itself; use allocator=uniform"),
+    ],
+)
+def test_advice_about_a_base_names_settings_that_exist(method, more, line):
+    built = build("method", load_settings("method", method, more))
+    refusal = find_refusal(built, build("allocator", load_settings("allocator", "ada")), RAW)
+    assert refusal is not None and refusal.startswith("allocator=ada: ") and refusal.endswith(line)

@@ -110,7 +110,7 @@ def test_a_wrong_setting_of_the_base_is_named_as_such():
 
 
 def test_what_the_base_refuses_is_refused():
-    with pytest.raises(SettingError, match="tova .*scope=group"):
+    with pytest.raises(SettingError, match="tova .*scope: group"):
         args = {"base": "tova", "base_args": {}}
         kvbench.prefill(tiny("llama"), ids(9), "criticalkv", 5, allocator="ada", method_args=args)
 
