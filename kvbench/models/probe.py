@@ -145,7 +145,17 @@ def blame(label: str) -> Iterator[None]:
     except SettingError as error:
         raise Refused(str(error).removeprefix("model: ")) from None
     except Exception as error:  # other architectures may fail in any way
+        reraise_shortage(error)
         raise Refused(f"{label} ({type(error).__name__}: {summarize(error)})") from None
+
+
+def reraise_shortage(error: Exception) -> None:
+    """Raise an error that says of the machine that it is short of memory or files, and nothing of the architecture.
+
+    What the probe says is kept for later processes, so it must not depend on this.
+    """
+    if isinstance(error, MemoryError | OSError) or "allocate memory" in str(error):  # PyTorch raises a RuntimeError
+        raise error
 
 
 @dataclass(frozen=True)
@@ -470,6 +480,7 @@ def find_rotation_fault(trial: Trial) -> str | None:
             for part in trial.ids.split(BLOCK, 1):
                 cache.read(part)
     except Exception as error:  # other modules than kvbench knows may fail in any way
+        reraise_shortage(error)
         return f"kvbench cannot rotate keys as the model does ({type(error).__name__}: {summarize(error)})"
     for index, layer in enumerate(cache.watched):
         if layer is not None and layer.rotation_error > TOLERANCE:
@@ -485,7 +496,8 @@ def matches_step(trial: Trial) -> bool:
         if weights is None:
             return False
         logits = run_step(weights, trial.layout, trial.ids[:, :STEPS])
-    except Exception:  # modules of another architecture have other parts
+    except Exception as error:  # modules of another architecture have other parts
+        reraise_shortage(error)
         return False
     return measure(logits, trial.truth.logits[:, :STEPS]) <= TOLERANCE
 
