@@ -69,11 +69,12 @@ class EncodedRows:
         return [*self.keys, *self.values]
 
     def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "EncodedRows":
-        more = lengths - self.lengths
+        held = self.lengths.cpu()  # once, because the host waits for it
+        more = lengths.cpu() - held
 
         def follow(known: Parts, rows: Tensor) -> Parts:
             return tuple(
-                join(old, self.lengths, new, more) for old, new in zip(known, self.codec.encode_all(rows), strict=True)
+                join(old, held, new, more) for old, new in zip(known, self.codec.encode_all(rows), strict=True)
             )
 
         return replace(self, keys=follow(self.keys, keys), values=follow(self.values, values), lengths=lengths)
