@@ -75,6 +75,11 @@ def check_declarations(method: Method, codec: Codec) -> None:
             raise ContractError(f"method={method.name}: {title} is {declared!r}, allowed are {', '.join(allowed)}")
     if not isinstance(method.captured, Captured | None):
         raise ContractError(f"method={method.name}: captured is {method.captured!r}, expected a Captured or None")
+    for name in HOOKS["captured"] if method.captured is not None else ():
+        hook = getattr(method.captured, name)
+        if hook is not None and getattr(type(method), hook.__name__, hook) is not hook:
+            line = f"captured has another {name} than the class, which overrides it; set captured there too"
+            raise ContractError(f"method={method.name}: {line}")
     if not isinstance(codec.packing, Packing):
         raise ContractError(f"codec={codec.name}: packing is {codec.packing!r}, expected a Packing")
     subjects: tuple[tuple[Method | Codec, type], ...] = ((method, Method), (codec, Codec))

@@ -1,7 +1,7 @@
 """What a method declares is checked before it is used, and what it refuses is said in one line."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 
@@ -13,6 +13,7 @@ from kvbench.config.catalogue import build, load_settings
 from kvbench.interfaces.further_hooks import REFUSABLE, WANTED
 from kvbench.interfaces.method import Captured, Method
 from kvbench.interfaces.observation import Observation
+from kvbench.methods.rkv import RKV
 from kvbench.validation import ContractError, SettingError
 from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, tiny
@@ -103,3 +104,16 @@ def test_advice_about_a_base_names_settings_that_exist(method, more, line):
     built = build("method", load_settings("method", method, more))
     refusal = find_refusal(built, build("allocator", load_settings("allocator", "ada")), RAW)
     assert refusal is not None and refusal.startswith("allocator=ada: ") and refusal.endswith(line)
+
+
+def test_a_subclass_cannot_override_a_hook_that_captured_does_not_have():
+    @dataclass(frozen=True)
+    class Other(RKV):
+        def capture_state(self, state, capture):
+            return None
+
+    method = build_policy("rkv", "uniform", "llama")[0]
+    other = Other(**{field.name: getattr(method, field.name) for field in fields(method)})
+    check_declarations(method, RAW)
+    with pytest.raises(ContractError, match="^method=rkv: captured has another capture_state than the class"):
+        check_declarations(other, RAW)
