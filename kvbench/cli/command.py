@@ -182,7 +182,7 @@ def run_command(work: Callable[[], int | None]) -> int:
     try:
         try:
             if find_spec("hydra") is None:
-                raise SettingError("this Python has no hydra; .venv/bin/python, which `make setup` makes, has all packages")
+                raise SettingError("this Python has no hydra; .venv/bin/python, which `make setup` makes, has it")
             with stop_at_safe_points(), refuse_exits():
                 return work() or 0
         except (SettingError, ContractError) as error:
