@@ -181,13 +181,16 @@ def run_command(work: Callable[[], int | None]) -> int:
     """
     try:
         try:
-            if find_spec("hydra") is None:
-                raise SettingError("this Python has no hydra; .venv/bin/python, which `make setup` makes, has it")
             with stop_at_safe_points(), refuse_exits():
                 return work() or 0
         except (SettingError, ContractError) as error:
             print(f"kvbench: {error}", file=sys.stderr)
             return 1 if isinstance(error, ContractError) else 2
+        except ModuleNotFoundError as error:
+            if error.name != "hydra":  # which a run needs first
+                raise
+            print("kvbench: this Python has no hydra; .venv/bin/python, which `make setup` makes, has it", file=sys.stderr)
+            return 2
         except KeyboardInterrupt as stop:
             print(f"kvbench: stopped{stop.args[0] if stop.args else ''}", file=sys.stderr)
             return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
