@@ -189,7 +189,9 @@ def run_command(work: Callable[[], int | None]) -> int:
         except ModuleNotFoundError as error:
             if error.name != "hydra":  # which a run needs first
                 raise
-            print("kvbench: this Python has no hydra; `make setup` makes .venv/bin/python, which has it", file=sys.stderr)
+            print(
+                "kvbench: this Python has no hydra; `make setup` makes .venv/bin/python, which has it", file=sys.stderr
+            )
             return 2
         except KeyboardInterrupt as stop:
             print(f"kvbench: stopped{stop.args[0] if stop.args else ''}", file=sys.stderr)
