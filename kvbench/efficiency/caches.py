@@ -159,9 +159,8 @@ class KVBenchCache:
         context = self.context
         with context.branch():
             # token by token, because the cuts of an answer are not those of one block
-            with closing(Answer(context, max(1, self.count), Sampling(), frozenset(), keeps_rows=True)) as answer:
-                while not answer.is_over:
-                    answer.step()
+            for _ in context.generate(max(1, self.count), Sampling(), frozenset()):
+                pass
             return context.bytes().rows
 
     def operations_per_token(self) -> int:
