@@ -25,7 +25,7 @@ HELP = ("-h", "--help")
 
 def format_start() -> str:
     """Return what `kvbench` alone prints: three commands for a newcomer, and the groups."""
-    words = [own.word for own in COMMANDS if not own.group]
+    words = [command.word for command in COMMANDS if not command.group]
     return "\n".join([BEGIN, "All commands:", *format_lines([("", ", ".join(words)), *list_groups()], "kvbench ")])
 
 
@@ -34,7 +34,7 @@ def format_help(group: str = "") -> str:
     prefix = f"kvbench {group}".rstrip()
     lines = [f"usage: {prefix} COMMAND [arguments …]"]
     lines += ["", GROUPS[group], ""] if group else ["       kvbench --help | --version", "", "Commands:"]
-    lines += format_lines((own.word, own.summary) for own in COMMANDS if own.group == group)
+    lines += format_lines((command.word, command.summary) for command in COMMANDS if command.group == group)
     if not group:
         lines += ["", "Groups of commands, which kvbench GROUP --help lists:", *format_lines(list_groups())]
     more = "" if group else " kvbench dev lists commands for kvbench's maintainers."
@@ -83,9 +83,10 @@ def describe_unknown(words: Sequence[str]) -> str:
     """Return a line about words that name no command, with the commands that may be meant."""
     group = words[0]
     if group in GROUPS:
-        known = [own.word for own in COMMANDS if own.group == group]
+        known = [command.word for command in COMMANDS if command.group == group]
         return f"{group} {words[1]}: no such command; {describe_choices(words[1], known, f'kvbench {group} --help')}"
-    places = {name: own.name for own in COMMANDS for name in (*own.old, own.word)} | {name: name for name in GROUPS}
+    places = {name: command.name for command in COMMANDS for name in (*command.old, command.word)}
+    places |= {name: name for name in GROUPS}
     close = dict.fromkeys(f"kvbench {places[word]}" for word in find_closest(group, places, 3))
     meant = f"did you mean {' or '.join(close)}? kvbench --help lists all" if close else None
     return f"{group}: no such command; {meant or 'choose one that kvbench --help lists'}"
@@ -112,7 +113,7 @@ def start(arguments: Sequence[str]) -> int:
     if words[0] in GROUPS and words[1:2] in ([HELP[0]], [HELP[1]]):
         print(format_help(words[0]))
         return 0
-    if words[0] in GROUPS.keys() - {name for own in COMMANDS for name in own.old} and not words[1:]:
+    if words[0] in GROUPS.keys() - {name for command in COMMANDS for name in command.old} and not words[1:]:
         print(format_help(words[0]), file=sys.stderr)
         return 2
     command, rest = find_command(words)
