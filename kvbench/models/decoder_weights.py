@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
-from kvbench.models.layouts import Configuration
+from kvbench.models.layouts import ARCHITECTURES, Configuration
 from kvbench.models.transformers_port import (
-    PROBED,
     copy_frequencies,
     find_class,
     find_text_decoder,
@@ -20,15 +19,6 @@ from kvbench.models.transformers_port import (
     text_config,
 )
 
-GRAPH_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Phi3ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration",  # its text decoder
-)  # see `collect_weights`
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names in transformers and in kernels.fused_linear
 
 Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -102,19 +92,20 @@ def collect_weights(model: Any) -> DecoderWeights | None:
 
     See `kvbench.models.decoder_step.forward_step`.
     """
-    probe = PROBED.get(model)
-    listed = type(model).__name__ in GRAPH_ARCHITECTURES
-    graphs = listed if probe is None else probe.graphs
-    return collect_plain_weights(model, read_layout(model)) if graphs else None
+    layout, class_ = read_layout(model), find_class(model.config)
+    graphs = type(model) is class_ and has_plain_step(model.config, layout)
+    return collect_plain_weights(model, layout) if graphs else None
+
+
+def has_plain_step(config: Configuration, layout: Layout) -> bool:
+    """Return whether tests or a probe say that `forward_step` computes what a model of a type computes."""
+    return ARCHITECTURES[config.model_type].graphs if layout.probe is None else layout.probe.graphs
 
 
 def can_collect_weights(config: Configuration, layout: Layout) -> bool:
     """Return whether the weights of a model that is not loaded will be collected, as far as its configuration tells."""
-    if layout.probe is not None:
-        return layout.probe.graphs
-    class_, text = find_class(config), config.get_text_config(decoder=True)
-    listed = class_ is not None and class_.__name__ in GRAPH_ARCHITECTURES
-    return listed and layout.rope_switch is None and getattr(text, "final_logit_softcapping", None) is None
+    cap = getattr(config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    return has_plain_step(config, layout) and layout.rope_switch is None and cap is None
 
 
 @torch.no_grad()

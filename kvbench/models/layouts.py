@@ -1,12 +1,33 @@
 """Read the layout of a model from its configuration, and say which architectures were tested with kvbench."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvbench.interfaces.layout import Layout, Probe
 from kvbench.validation import SettingError
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the largest position
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What is known about a tested type of model."""
+
+    family: str
+    """The name of its family in docs/models.md."""
+    graphs: bool = False
+    """Whether `kvbench.models.decoder_step.forward_step` computes what the model computes."""
+
+
+ARCHITECTURES = {  # the tested list, by transformers' names of types
+    "llama": Architecture("Llama", graphs=True),
+    "mistral": Architecture("Mistral", graphs=True),
+    "qwen2": Architecture("Qwen", graphs=True),
+    "qwen3": Architecture("Qwen", graphs=True),
+    "gemma3": Architecture("Gemma", graphs=True),  # its text decoder
+    "gemma3_text": Architecture("Gemma", graphs=True),
+    "phi3": Architecture("Phi", graphs=True),
+}
 
 
 class Configuration(Protocol):
