@@ -2,7 +2,8 @@
 
     floor = max(bytes / bandwidth, operations / rate)
 
-Decoding reads every weight, but the embedding table only if it is the output layer too, and the held keys and values. A
+Decoding reads every weight, but the embedding table only if it is the output layer too, and of a mixture of experts
+those that the tokens of the batch choose, as the mean over random choices. It also reads the held keys and values. A
 method that attends to few of many rows reads only those, and what it chooses them by. A codec may have to make the rows
 that are attended to of what it stores (DeltaKV), which takes further operations. A prefill multiplies every token with
 the weights (only the last token with the output layer), and its queries with the rows that they see, with 4·Hq·d
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from kvbench.config.catalogue import CONF
 from kvbench.interfaces.layout import Layout
@@ -40,26 +42,48 @@ class Machine:
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Sizes of a model's weights.
-
-    Attributes:
-        total: Bytes of all weights.
-        read: Bytes that a decoding step reads.
-        layers: Number of weights with which every token is multiplied.
-    """
+    """Sizes of a model's weights."""
 
     total: int
+    """Bytes of all weights."""
     read: int
+    """Bytes that every decoding step reads, which are those of all weights but the embeddings and the experts."""
     layers: int
+    """Number of weights with which every token is multiplied, without the output layer and the experts."""
+    experts: int = 0
+    """Bytes of the experts that a router chooses from."""
+    share: float = 0.0
+    """Which part of the experts a token is multiplied with."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "WeightSizes":
         """Read the sizes of a model."""
         sizes = {id(weight): weight.nbytes for weight in model.parameters()}
         table, output = embedding_tables(model)
-        total = sum(sizes.values())
-        read = total if table is output else total - table.nbytes
-        return cls(total, read, (read - output.nbytes) // table.element_size())
+        total, experts = sum(sizes.values()), sum(weight.nbytes for weight in list_experts(model))
+        read = total - experts if table is output else total - experts - table.nbytes
+        share = find_active_share(model) if experts else 0.0
+        return cls(total, read, (read - output.nbytes) // table.element_size(), experts, share)
+
+    def read_by(self, tokens: int) -> float:
+        """Return the bytes that a step of so many tokens reads. Each token chooses its experts at random."""
+        return self.read + self.experts * (1 - (1 - self.share) ** tokens)
+
+
+def list_experts(model: torch.nn.Module) -> list[Tensor]:
+    """Return the weights of the experts that a router chooses from, which transformers keeps in 3-dimensional tensors."""
+    convolutions = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
+    layers = (module for module in model.modules() if not isinstance(module, convolutions))
+    weights = [list(layer.parameters(recurse=False)) for layer in layers]
+    return [weight for stacked in weights if any(part.dim() == 3 for part in stacked) for weight in stacked]
+
+
+def find_active_share(model: torch.nn.Module) -> float:
+    """Return which part of a layer's experts a token is multiplied with."""
+    config = text_config(model)
+    count = next(weight.shape[0] for weight in list_experts(model))
+    chosen: int = getattr(config, "num_experts_per_tok", None) or config.moe_topk
+    return chosen / count
 
 
 def decode_ms(
@@ -76,8 +100,9 @@ def decode_ms(
         element: Bytes of a weight.
         making: Operations that make the rows that it attends to.
     """
-    read, operations = weights.read + read, 2 * batch * weights.read / element + making
-    return machine.ms(read, operations), machine.ms(read, 0) + machine.ms(0, operations)
+    operations = 2 * batch * weights.read_by(1) / element + making
+    moved = weights.read_by(batch) + read
+    return machine.ms(moved, operations), machine.ms(moved, 0) + machine.ms(0, operations)
 
 
 Needs = Callable[[int, int, int], tuple[int, int]]
@@ -119,11 +144,12 @@ def prefill_ms(
         pairs = full * new * (held + (new + 1) / 2)
         pairs += len(shape.sliding) * new * min(window, seen + (new + 1) / 2)
         rows = full * held + len(shape.sliding) * min(window, seen)
-        read = weights.layers * element + rows * row_bytes(shape, element) * batch
+        read = weights.layers * element + weights.experts + rows * row_bytes(shape, element) * batch
         layer_rows = held + new
         packed = 0 if seen + new < tokens else layer_rows if quota is None else min(layer_rows, quota)
         more, operations = needs(layer_rows, new, packed)
-        operations = full * operations + 2 * weights.layers * new * batch + pair * pairs
+        multiplied = weights.layers + weights.experts * weights.share / element
+        operations = full * operations + 2 * multiplied * new * batch + pair * pairs
         total += machine.ms(read + full * more, operations)
         seen += new
     return total

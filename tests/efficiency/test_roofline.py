@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from kvbench.efficiency.roofline import (
     Machine,
@@ -47,6 +48,20 @@ def test_a_token_reads_and_computes_at_the_same_time_or_in_turn():
     machine, weights = Machine(bandwidth=1e12, flops=1e13), WeightSizes(3 * 10**9, 2 * 10**9, 0)
     assert decode_ms(machine, weights, 10**9, 1, 2) == pytest.approx((3.0, 3.2))
     assert decode_ms(machine, weights, 10**9, 1, 2, 10**11) == pytest.approx((10.2, 13.2))
+
+
+def test_a_token_reads_the_experts_that_it_chooses():
+    """Three layers of 8 experts, of which a token chooses 2: 64 × (2 × 32 + 32) weights each."""
+    config = CONFIG_MAPPING["qwen3_moe"](
+        vocab_size=128, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    weights = WeightSizes.of(make_random_model(config, torch.bfloat16, "meta", 0))
+    assert (weights.experts, weights.share) == (3 * 8 * 64 * 96 * 2, 0.25)
+    assert weights.read_by(1) == weights.read + weights.experts / 4
+    assert weights.read_by(2) == weights.read + weights.experts * 7 / 16
+    machine = Machine(bandwidth=1e12, flops=1e10)
+    assert decode_ms(machine, weights, 0, 2, 2)[0] == pytest.approx(2 * weights.read_by(1) / 1e7)
 
 
 def test_a_machine_reads_and_computes_at_the_same_time():
