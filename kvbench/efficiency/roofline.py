@@ -71,7 +71,7 @@ class WeightSizes:
 
 
 def list_experts(model: torch.nn.Module) -> list[Tensor]:
-    """Return the weights of the experts that a router chooses from, which transformers keeps in 3-dimensional tensors."""
+    """Return the weights of the experts that a router chooses from, which are 3-dimensional tensors."""
     convolutions = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
     layers = (module for module in model.modules() if not isinstance(module, convolutions))
     weights = [list(layer.parameters(recurse=False)) for layer in layers]
