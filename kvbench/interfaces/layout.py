@@ -39,8 +39,5 @@ class Layout:
     """The length beyond which RoPE changes its frequencies (LongRoPE, dynamic), or None if it never does."""
     probe: Probe | None = None
     """What a probe says about the model, or None if its architecture is on the tested list."""
-
-    @property
-    def rotation_fault(self) -> str | None:
-        """Why kvbench cannot norm and rotate keys as the model does, or None if it can."""
-        return None if self.probe is None else self.probe.rotation_fault
+    rotation_fault: str | None = None
+    """Why kvbench cannot norm and rotate keys as the model does, or None if it can."""

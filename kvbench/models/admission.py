@@ -17,7 +17,7 @@ from kvbench.atomic import replace_file
 from kvbench.config.paths import CACHE
 from kvbench.config.provenance import content_hash, find_installed_version
 from kvbench.interfaces.layout import Probe
-from kvbench.models.layouts import ARCHITECTURES, Configuration, is_tested
+from kvbench.models.layouts import Configuration, is_tested
 from kvbench.validation import SettingError
 
 SOURCES = ("admission", "configuration", "decoder_step", "decoder_weights", "layouts", "miniature", "probe")
@@ -48,7 +48,7 @@ def probe_architecture(config: Configuration) -> Probe:
     if isinstance(verdict, Probe):
         return verdict
     raise SettingError(
-        f"model: architecture {config.model_type} is not supported: {verdict}; tested are {', '.join(ARCHITECTURES)}"
+        f"model: architecture {config.model_type} is not supported: {verdict}; docs/models.md lists those that are"
     )
 
 

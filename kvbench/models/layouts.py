@@ -17,16 +17,72 @@ class Architecture:
     """The name of its family in docs/models.md."""
     graphs: bool = False
     """Whether `kvbench.models.decoder_step.forward_step` computes what the model computes."""
+    rotation_fault: str | None = None
+    """Why kvbench cannot norm and rotate keys as the model does, or None if it can."""
 
+
+PAIRS = "it rotates neighbouring dimensions, and kvbench halves"
+UNROTATED = "some of its layers have no RoPE"
+JOINT_NORM = "it norms the keys of all heads together"
+LATE_NORM = "it norms keys behind RoPE"
 
 ARCHITECTURES = {  # the tested list, by transformers' names of types
     "llama": Architecture("Llama", graphs=True),
     "mistral": Architecture("Mistral", graphs=True),
+    "mixtral": Architecture("Mistral"),
+    "ministral": Architecture("Mistral", graphs=True),
+    "ministral3": Architecture("Mistral"),
     "qwen2": Architecture("Qwen", graphs=True),
     "qwen3": Architecture("Qwen", graphs=True),
+    "qwen2_moe": Architecture("Qwen"),
+    "qwen3_moe": Architecture("Qwen"),
     "gemma3": Architecture("Gemma", graphs=True),  # its text decoder
     "gemma3_text": Architecture("Gemma", graphs=True),
+    "gemma": Architecture("Gemma"),
     "phi3": Architecture("Phi", graphs=True),
+    "phimoe": Architecture("Phi"),
+    "phi4_multimodal": Architecture("Phi", graphs=True),
+    "olmo": Architecture("OLMo"),
+    "olmo2": Architecture("OLMo", rotation_fault=JOINT_NORM),
+    "olmo3": Architecture("OLMo", rotation_fault=JOINT_NORM),
+    "olmoe": Architecture("OLMo", rotation_fault=JOINT_NORM),
+    "flex_olmo": Architecture("OLMo", rotation_fault=JOINT_NORM),
+    "granite": Architecture("Granite"),
+    "granitemoe": Architecture("Granite"),
+    "granitemoeshared": Architecture("Granite"),
+    "cohere": Architecture("Cohere", rotation_fault=PAIRS),
+    "cohere2": Architecture("Cohere", rotation_fault=UNROTATED),
+    "cohere2_moe": Architecture("Cohere", rotation_fault=UNROTATED),
+    "glm": Architecture("GLM", rotation_fault=PAIRS),
+    "glm4": Architecture("GLM", rotation_fault=PAIRS),
+    "glm4_moe": Architecture("GLM"),
+    "smollm3": Architecture("SmolLM", rotation_fault=UNROTATED),
+    "exaone4": Architecture("EXAONE", rotation_fault=UNROTATED),
+    "exaone_moe": Architecture("EXAONE", rotation_fault=UNROTATED),
+    "ernie4_5": Architecture("ERNIE", rotation_fault=PAIRS),
+    "ernie4_5_moe": Architecture("ERNIE", rotation_fault=PAIRS),
+    "hunyuan_v1_dense": Architecture("Hunyuan", rotation_fault=LATE_NORM),
+    "hunyuan_v1_moe": Architecture("Hunyuan", rotation_fault=LATE_NORM),
+    "hy_v3": Architecture("Hunyuan"),
+    "hyperclovax": Architecture("HyperCLOVA"),
+    "seed_oss": Architecture("Seed-OSS", graphs=True),
+    "starcoder2": Architecture("StarCoder"),
+    "stablelm": Architecture("StableLM", rotation_fault="it norms keys by another module"),
+    "nemotron": Architecture("Nemotron"),
+    "helium": Architecture("Helium", rotation_fault=PAIRS),
+    "arcee": Architecture("AFM"),
+    "afmoe": Architecture("AFM", rotation_fault=UNROTATED),
+    "apertus": Architecture("Apertus"),
+    "bitnet": Architecture("BitNet"),
+    "minimax_m2": Architecture("MiniMax", rotation_fault=JOINT_NORM),
+    "dots1": Architecture("dots"),
+    "aria_text": Architecture("Aria"),
+    "cwm": Architecture("CWM", graphs=True),
+    "jais2": Architecture("Jais"),
+    "laguna": Architecture("Laguna"),
+    "mellum": Architecture("Mellum"),
+    "nanochat": Architecture("nanochat", rotation_fault=LATE_NORM),
+    "solar_open": Architecture("Solar"),
 }
 
 
@@ -49,6 +105,13 @@ class Configuration(Protocol):
 def is_tested(config: Configuration) -> bool:
     """Return whether an architecture was tested with kvbench's attention function. Others are probed."""
     return config.model_type in ARCHITECTURES
+
+
+def find_rotation_fault(kind: str, probe: Probe | None) -> str | None:
+    """Return why kvbench cannot norm and rotate the keys of a type of model, or None. A probe itself tries any type."""
+    if probe is not None:
+        return probe.rotation_fault
+    return ARCHITECTURES[kind].rotation_fault if kind in ARCHITECTURES else None
 
 
 def read_rope_settings(config: Any) -> dict[str, Any]:
@@ -99,10 +162,8 @@ def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
     from transformers.cache_utils import DynamicCache
 
     if probe is None and not is_tested(config):
-        raise SettingError(
-            f"model: architecture {config.model_type} is not on the list {', '.join(ARCHITECTURES)}, and was not probed"
-        )
-    longest = find_max_tokens(config)
+        raise SettingError(f"model: architecture {config.model_type} is not on the tested list, and was not probed")
+    longest, kind = find_max_tokens(config), config.model_type
     config = config.get_text_config(decoder=True)
     own: list[Any] = list(DynamicCache(config=config).layers)
     sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
@@ -120,4 +181,5 @@ def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
         longest=longest,
         rope_switch=find_rope_switch(config),
         probe=probe,
+        rotation_fault=find_rotation_fault(kind, probe),
     )

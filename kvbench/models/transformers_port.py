@@ -21,7 +21,7 @@ from kvbench.interfaces.layout import Layout, Probe
 from kvbench.interfaces.observation import KeyRotation, LayerInputs
 from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.rerotation import rotate
-from kvbench.models.layouts import LENGTH_DEPENDENT_ROPE, read_config_layout
+from kvbench.models.layouts import LENGTH_DEPENDENT_ROPE, find_rotation_fault, read_config_layout
 from kvbench.validation import SettingError
 
 NAME = "kvbench"
@@ -426,8 +426,9 @@ def make_rotation(
     Returns:
         A function that maps positions (B, n) to cos and sin (B, n, rotated dimensions).
     """
-    if (probe := PROBED.get(model)) is not None and probe.rotation_fault is not None:
-        return partial(refuse_rotation, probe.rotation_fault)
+    fault = find_rotation_fault(cast(PreTrainedModel, model).config.model_type, PROBED.get(model))
+    if fault is not None:
+        return partial(refuse_rotation, fault)
     module, frequencies = find_text_decoder(model).rotary_emb, frequencies or copy_frequencies(model)
     kind_args = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
 
@@ -441,7 +442,7 @@ def make_rotation(
 
 
 def refuse_rotation(fault: str, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Raise a SettingError in place of rotating, because a probe of the model says that it would be wrong."""
+    """Raise a SettingError in place of rotating, because it would be wrong."""
     raise SettingError(f"model: kvbench cannot rotate its keys: {fault}")
 
 

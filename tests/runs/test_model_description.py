@@ -9,7 +9,7 @@ import pytest
 from kvbench.cli.model import main
 from kvbench.config.catalogue import SHAPES
 from kvbench.interfaces.layout import Probe
-from kvbench.models import loading, probe
+from kvbench.models import layouts, loading, probe
 from kvbench.runs import model_description
 
 CHOICES = {"method": ("sink", "expected_attention", "triattention", "snapkv"), "codec": ("raw", "delta", "palu")}
@@ -40,6 +40,7 @@ def test_layers_bytes_and_memory_are_those_of_the_configuration(describe, tmp_pa
 
 def test_what_rotates_keys_is_listed_where_rotations_differ(describe, tmp_path, monkeypatch):
     verdict = Probe("cohere2", "in layer 3 keys differ", graphs=False)
+    monkeypatch.delitem(layouts.ARCHITECTURES, "cohere2")
     monkeypatch.setattr(probe, "probe", lambda config: verdict)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "cohere2", "num_hidden_layers": 4}))
     code, out, _ = describe(tmp_path)
