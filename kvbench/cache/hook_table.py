@@ -134,22 +134,28 @@ def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> Non
 
 
 def check_known_rotation(method: Method, codec: Codec, layout: Layout) -> None:
-    """Refuse what rotates keys for a model whose keys kvbench cannot rotate.
+    """Refuse what norms or rotates keys for a model with which kvbench cannot do that.
 
     Raises:
-        SettingError: The method or the codec does. The message says what a probe of the model noticed.
+        SettingError: The method or the codec does. The message says why.
     """
-    if layout.rotation_fault is None:
-        return
-    if method.takes_rotation:
+    fault = layout.rotation_fault or layout.rerotation_fault
+    if fault is not None and method.takes_rotation:
         raise SettingError(
-            f"method={method.name}: it rotates keys, which kvbench cannot do for this model: {layout.rotation_fault}; "
+            f"method={method.name}: it rotates keys, which kvbench cannot do for this model: {fault}; "
             "use another method"
         )
-    if codec.packing.takes_unrotated_keys:
+    if not codec.packing.takes_unrotated_keys:
+        return
+    if layout.rotation_fault is not None:
         raise SettingError(
             f"codec={codec.name}: it stores keys before rotation, and kvbench cannot rotate this model's: "
             f"{layout.rotation_fault}; use codec=raw"
+        )
+    if layout.joint_norm and method.cuts:
+        raise SettingError(
+            f"codec={codec.name}: it stores keys before their norm, which this model computes over all heads of a "
+            f"token, and {method.name} may keep other tokens in each head; use codec=raw or method=full"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
-from kvbench.engine.graph_decoding import CHUNK, StepRows, find_angles
+from kvbench.engine.graph_decoding import CHUNK, StepRows, find_layer_angles
 from kvbench.engine.method_view import MethodView, find_present_rows
 from kvbench.interfaces.codec import Angles, join_angles
 from kvbench.interfaces.observation import State
@@ -72,7 +72,7 @@ class AppendedRows(StepRows):
         self.seen = [layers[0].rows.seen for layers in answers]  # tokens read before the first one
         self.kept = [0] * len(answers)  # tokens that the layers have counted
         first, end, like = min(self.seen), max(self.seen) + tokens, weights.embed
-        self.angles = find_angles(weights.rotation, first, end, like)
+        self.angles = find_layer_angles(weights, self.indices, first, end, like)  # of each layer
         self.step = torch.zeros((), dtype=torch.int32, device=like.device)
         raw = [index for index, layer in enumerate(self.layers) if not layer.packs]
         self.parts = {index: [reserve_part(layers[index], tokens) for layers in answers] for index in raw}
@@ -87,13 +87,12 @@ class AppendedRows(StepRows):
         self.growing = {index: layer.reserve_packed(tokens, CHUNK) for index, layer in packed.items()}
         self.packed_angles: dict[int, Angles] = {}  # of each packed layer
         if packed:
-            answer_angles = prompt_angles = join_angles(*self.angles)
             late = {number for number, layer in packed.items() if layer.codec.packing.takes_unrotated_keys}
-            if late:  # their keys are rotated when they are read
-                prompt_angles = join_angles(
-                    *find_angles(self.weights.rotation, 0, self.seen[0] + tokens, self.weights.embed)
-                )
-            self.packed_angles = {number: prompt_angles if number in late else answer_angles for number in packed}
+            end, like = self.seen[0] + tokens, self.weights.embed
+            from_start = find_layer_angles(self.weights, self.indices, 0, end, like) if late else self.angles
+            tables = {number: (from_start if number in late else self.angles)[number] for number in packed}
+            joined = {id(cos): join_angles(cos, sin) for cos, sin in {id(t[0]): t for t in tables.values()}.values()}
+            self.packed_angles = {number: joined[id(cos)] for number, (cos, _) in tables.items()}
         for growing in self.growing.values():
             growing.begin()
 
@@ -137,7 +136,7 @@ class AppendedRows(StepRows):
                 queries,
                 keys,
                 values,
-                *self.angles,
+                *self.angles[index],
                 self.offsets,
                 self.joined[index],
                 self.step,
@@ -149,7 +148,7 @@ class AppendedRows(StepRows):
             queries,
             keys,
             values,
-            *self.angles,
+            *self.angles[index],
             part.tail_keys,
             part.tail_values,
             part.tail,

@@ -30,6 +30,7 @@ from kvbench.engine.read_rows import reads_in_graph
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
 from kvbench.kernels.dispatch import FAST
 from kvbench.models.admission import admit_model
@@ -133,6 +134,8 @@ class PromptContext:
         usable = compile and can_capture(model) and decodes_in_graph(choice)
         lent = like.weights if like is not None else None
         weights = (lent or collect_weights(model)) if usable else None
+        if weights is not None and choice.codec.packing.takes_unrotated_keys and not has_plain_keys(weights, shape):
+            weights = None
         self.weights: DecoderWeights | None = weights  # None if the model cannot be decoded in a graph
 
     @property
@@ -543,6 +546,14 @@ def decodes_in_graph(choice: CachePolicy) -> bool:
     if asks or (codec.packing.takes_unrotated_keys and not grows):
         return False
     return only_appends(choice) or cuts_in_graph(choice) or replaces_rows(choice) or reads_in_graph(choice)
+
+
+def has_plain_keys(weights: DecoderWeights, layout: Layout) -> bool:
+    """Return whether a codec that takes keys before norm and rotation can norm and rotate them in a captured step.
+
+    Its kernels norm each head, and its own weights were made for the order of the model's projection.
+    """
+    return not layout.joint_norm and all(order is None for order in weights.orders)
 
 
 def can_capture(model: torch.nn.Module) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvbench.cache.eviction import Eviction, LayerPolicy, Quota, evict
 from kvbench.cache.layer import Layer
 from kvbench.cache.storage import StoredRows, count_dtype
+from kvbench.engine.graph_decoding import change_tables
 from kvbench.engine.method_view import find_present_rows
 from kvbench.engine.quota_rows import QuotaRows
 from kvbench.interfaces.codec import Plain
@@ -77,7 +78,7 @@ class FixedQuotaRows(QuotaRows):
         self.places = list(self.every_place)
         self.every_mass = torch.stack(self.mass) if self.merges or self.uneven else None
         self.mass = self.mass if self.every_mass is None else list(self.every_mass)
-        self.intervals = [part.unflatten(0, (-1, size)) for part in self.angles]
+        self.intervals = change_tables(self.angles, lambda part: part.unflatten(0, (-1, size)))
         if not self.uneven:
             self.spare = torch.empty_like(self.padded(0)[:, :, :, :room])
             self.all = torch.arange(self.spare[0, ..., 0].numel(), device=self.device)  # indices of all spare rows
@@ -100,7 +101,7 @@ class FixedQuotaRows(QuotaRows):
         It reads one token while decoding, or the tokens of a whole interval of a prompt. With `cuts` they are the last
         of the interval, and every layer is cut.
         """
-        cos, sin = (part.index_select(0, self.at)[0] for part in self.intervals)
+        angles = change_tables(self.intervals, lambda part: part.index_select(0, self.at)[0])
         tail, step = (None, None) if cuts else (self.behind + 1, self.since)
         first = self.at[0] * self.size + (self.since.long() + self.seen)  # position of the first token read
         implementation, method = self.implementation, self.layers[0].choice.method
@@ -119,8 +120,7 @@ class FixedQuotaRows(QuotaRows):
                 queries,
                 new_keys,
                 new_values,
-                cos,
-                sin,
+                *angles[index],
                 keys,
                 values,
                 self.behind,
@@ -129,7 +129,7 @@ class FixedQuotaRows(QuotaRows):
                 implementation=implementation,
             )
             asking, others = queries, self.find_others(index)
-            if self.table is not None:
+            if self.tables is not None:
                 offsets = torch.arange(queries.shape[2], device=self.device)
                 slots = offsets + (self.since + self.room)
                 asking, turned = self.rotate_by_slot(index, queries, offsets + first, slots, self.slots)

@@ -31,6 +31,8 @@ from kvbench.validation import pause_garbage_collection
 
 CHUNK = 16  # tokens that are decoded before the host reads them
 
+Angles = tuple[Tensor, Tensor]  # cos and sin
+
 
 def find_angles(
     rotation: Callable[[Tensor], tuple[Tensor, Tensor]], first: int, end: int, like: Tensor
@@ -45,6 +47,30 @@ def find_angles(
     """
     cos, sin = rotation(torch.arange(first, end, device=like.device)[None])
     return cos[0].to(like.dtype), sin[0].to(like.dtype)
+
+
+def find_layer_angles(
+    weights: DecoderWeights, layers: Sequence[int], first: int, end: int, like: Tensor
+) -> list[Angles]:
+    """Return for each layer what `find_angles` does. Layers that rotate alike share one pair of tables.
+
+    Args:
+        weights: The model's weights.
+        layers: The model's indices of the layers.
+        first: The first position.
+        end: The position behind the last one.
+        like: Gives device and dtype.
+    """
+    rotations = [weights.rotations[layer] for layer in layers]
+    tables = {rotation: find_angles(rotation, first, end, like) for rotation in dict.fromkeys(rotations)}
+    return [tables[rotation] for rotation in rotations]
+
+
+def change_tables(tables: Sequence[Angles], change: Callable[[Tensor], Tensor]) -> list[Angles]:
+    """Return the changed cos and sin of each layer. Layers that share a pair of tables share the changed one."""
+    distinct = {id(cos): (cos, sin) for cos, sin in tables}
+    changed = {key: (change(cos), change(sin)) for key, (cos, sin) in distinct.items()}
+    return [changed[id(cos)] for cos, _ in tables]
 
 
 @cache

@@ -130,7 +130,7 @@ class MethodView:
             lse=lse,
             scaling=self.weights.scaling,
             output_weight=self.weights.blocks[layer.index].output,
-            rotation=self.weights.rotation,
+            rotation=self.weights.rotations[layer.index],
             layer=layer.index,
             layers=layer.layers,
             first=cast(int, first),

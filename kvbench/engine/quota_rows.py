@@ -10,7 +10,7 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.answer_quotas import knows_quotas
-from kvbench.engine.graph_decoding import CHUNK, StepRows, find_angles
+from kvbench.engine.graph_decoding import CHUNK, Angles, StepRows, find_layer_angles
 from kvbench.engine.method_view import MethodView
 from kvbench.interfaces.codec import CuttableGrowing
 from kvbench.interfaces.method import Method
@@ -110,7 +110,7 @@ class QuotaRows(StepRows):
         sizes = [answer_layers[0].rows.shape[0] for answer_layers in answers]
         self.samples = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]  # of each answer
         self.held, self.device = torch.Size((sum(sizes), layers[0].rows.shape[1])), weights.embed.device
-        self.angles = find_angles(weights.rotation, first, end, weights.embed)
+        self.angles = find_layer_angles(weights, self.indices, first, end, weights.embed)  # of each layer
         dim = len(weights.blocks[self.indices[0]].project[1]) // self.held[1]
         shapes = [torch.Size((*self.held, int(capacity.max()))) for capacity in capacities]
         counts = [int(capacity.sum()) for capacity in capacities] if stored is None else stored
@@ -126,11 +126,11 @@ class QuotaRows(StepRows):
         dtype = mass_dtype(weights.embed)
         ones = {shape: torch.ones(shape, dtype=dtype, device=self.device) for shape in set(shapes)}
         self.mass = [ones[shape] for shape in shapes]
-        self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of all positions, if rows are rotated by slot
+        self.tables: list[Angles] | None = None  # cos and sin of all positions, if rows are rotated by slot
         if layers[0].choice.method.uses_cache_positions:
             most = max(end, *(shape[2] for shape in shapes))
-            cos, sin = weights.rotation(torch.arange(most, device=self.device)[None])
-            self.table = cos[0], sin[0]
+            like = weights.embed.new_empty(0, dtype=torch.float32)
+            self.tables = find_layer_angles(weights, self.indices, 0, most, like)
         self.invalid = torch.zeros((), dtype=torch.bool, device=self.device)  # whether a score was NaN
         # for each head the rows that it protected at its last cut, and the largest numbers of sinks and of other
         # protected rows that its quota had no room for at a cut
@@ -178,10 +178,11 @@ class QuotaRows(StepRows):
         Returns:
             The queries and the keys (B, H, n, d).
         """
-        assert self.table is not None
-        queries = rotate_rows(queries, *self.table, places, asking, implementation=self.implementation)
+        assert self.tables is not None
+        table = self.tables[index]
+        queries = rotate_rows(queries, *table, places, asking, implementation=self.implementation)
         return queries, rotate_rows(
-            self.padded(index)[0], *self.table, self.places[index], slots, implementation=self.implementation
+            self.padded(index)[0], *table, self.places[index], slots, implementation=self.implementation
         )
 
     def marked(self, tokens: Tensor) -> Tensor:

@@ -124,7 +124,12 @@ class CutGraph:
         return copy
 
     def fits(self, layers: Sequence[Layer], block: SeenBlock) -> bool:
-        """Return whether a block and the rows have the shapes of the captured ones, on the same device."""
+        """Return whether a block and the rows have the shapes of the captured ones, on the same device.
+
+        The captured hooks rotate as their layer does, so the block's layer must rotate alike.
+        """
+        if block.rotation is not self.block.rotation:
+            return False
         pairs = [*zip(block.tensors, self.block.tensors, strict=True)]
         for key, number in self.sources.items():
             tail, captured_tail = layers[number].rows.tail_keys, self.rows[key].tail_keys

@@ -182,7 +182,6 @@ class ReplacedRows(QuotaRows):
 
     def reader(self, cuts: bool) -> Attend:
         """Return the function that replaces a row and attends in one layer, for `forward_step`."""
-        cos, sin = self.angles
         position = self.begins + self.step  # int64 as `places`, so that comparing them needs no conversion
         quotas = self.quotas.index_select(0, self.step[None])[0] if any(self.grows) else self.quotas[0]
         implementation, lse = self.implementation, self.view.wants_lse
@@ -195,8 +194,7 @@ class ReplacedRows(QuotaRows):
                 queries,
                 new_keys,
                 new_values,
-                cos,
-                sin,
+                *self.angles[index],
                 keys,
                 values,
                 0,
@@ -208,7 +206,7 @@ class ReplacedRows(QuotaRows):
                 implementation=implementation,
             )
             asking, held = queries, keys
-            if self.table is not None:
+            if self.tables is not None:
                 asking, held = self.rotate(index, queries, position)
             in_use, tail = self.find_slots_in_use(index, held, values)
             outputs, sums = attend_ragged(

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.graph_decoding import StepRows, find_angles
+from kvbench.engine.graph_decoding import StepRows, change_tables, find_layer_angles
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.attention.sdpa import attend_masked
 from kvbench.kernels.rope_append import append
 from kvbench.models.decoder_step import Attend, Norms
 from kvbench.models.decoder_weights import DecoderWeights, SlidingWindow
+from kvbench.models.transformers_port import put_in_order
 
 
 def make_rings(
@@ -57,7 +58,8 @@ class RingRows(StepRows):
         self.size = window.tokens - 1 + block  # slots of a ring: all rows that a query of a block sees
         # keys and values, (L, 2, B, H, size, d)
         self.rings = keys.new_zeros(len(layers), 2, *self.held, self.size, keys.shape[3])
-        self.angles = find_angles(window.rotation, self.seen, self.seen + tokens, keys)
+        self.angles = find_layer_angles(weights, window.layers, self.seen, self.seen + tokens, keys)
+        self.orders = [weights.orders[layer] for layer in window.layers]  # the layers hold the model's own
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)  # number of tokens read
 
     def reader(self, cuts: bool) -> Attend:
@@ -68,7 +70,6 @@ class RingRows(StepRows):
         position = self.step + self.seen
         slots = (position % self.size).repeat(self.held)
         count = (position + 1).clamp(max=self.size)  # rows of the ring that exist
-        cos, sin = self.angles
 
         def attend(ring: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             (queries, new_keys, new_values), (keys, values) = projected, self.rings[ring].unbind()
@@ -76,8 +77,7 @@ class RingRows(StepRows):
                 queries,
                 new_keys,
                 new_values,
-                cos,
-                sin,
+                *self.angles[ring],
                 keys,
                 values,
                 0,
@@ -96,7 +96,7 @@ class RingRows(StepRows):
     def read_block(self) -> Attend:
         """Return the function that appends a block to a ring. Each of its queries attends to its own window."""
         tokens = self.step + torch.arange(self.block, device=self.device)
-        cos, sin = (part.index_select(0, tokens) for part in self.angles)
+        angles = change_tables(self.angles, lambda part: part.index_select(0, tokens))
         position, slot = (tokens + self.seen)[:, None], torch.arange(self.size, device=self.device)
         held = position[-1] - (position[-1] - slot) % self.size  # the position of each slot's row; below 0 for none
         seen = (held >= 0) & (held <= position) & (held > position - self.window)  # (T, size)
@@ -110,8 +110,7 @@ class RingRows(StepRows):
                 queries,
                 new_keys,
                 new_values,
-                cos,
-                sin,
+                *angles[ring],
                 fresh[0],
                 fresh[1],
                 0,
@@ -132,8 +131,8 @@ class RingRows(StepRows):
         """Copy the windows from their layers, and return how many tokens these have read: `step` or fewer."""
         read = self.layers[0].cumulative_length - self.seen
         slots = self.list_slots(read)
-        for ring, layer in zip(self.rings, self.layers, strict=True):
-            for into, rows in zip(ring, (layer.keys, layer.values), strict=True):
+        for ring, layer, order in zip(self.rings, self.layers, self.orders, strict=True):
+            for into, rows in zip(ring, (put_in_order(layer.keys, order), layer.values), strict=True):
                 into.index_copy_(2, slots, rows)
         self.step.fill_(read)
         return int(read)
@@ -142,8 +141,9 @@ class RingRows(StepRows):
         """Give the layers the windows that the first `read` tokens left."""
         if read + self.seen > self.layers[0].cumulative_length:
             slots = self.list_slots(read)
-            for ring, layer in zip(self.rings, self.layers, strict=True):
-                layer.keys, layer.values = (rows.index_select(2, slots) for rows in ring)
+            for ring, layer, order in zip(self.rings, self.layers, self.orders, strict=True):
+                keys, layer.values = (rows.index_select(2, slots) for rows in ring)
+                layer.keys = put_in_order(keys, None if order is None else order.argsort())
                 layer.cumulative_length = read + self.seen
 
     def finish(self, read: int, answer: int = 0) -> None:

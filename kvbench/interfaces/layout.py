@@ -13,6 +13,10 @@ class Probe:
     """Why kvbench cannot norm and rotate keys as the model does, or None if it can."""
     graphs: bool
     """Whether kvbench's own step computes what the model computes, so that answers can be decoded in CUDA graphs."""
+    rerotation_fault: str | None = None
+    """Why rotated keys cannot be rotated to other positions, or None if they can."""
+    joint_norm: bool = False
+    """Whether it norms the keys of all heads of a token together."""
 
 
 @dataclass(frozen=True)
@@ -41,3 +45,7 @@ class Layout:
     """What a probe says about the model, or None if its architecture is on the tested list."""
     rotation_fault: str | None = None
     """Why kvbench cannot norm and rotate keys as the model does, or None if it can."""
+    rerotation_fault: str | None = None
+    """Why rotated keys cannot be rotated to other positions, or None if they can."""
+    joint_norm: bool = False
+    """Whether the model norms the keys of all heads of a token together."""

@@ -52,15 +52,17 @@ def make_ring(known: Tensor, count: int, capture: StateCapture) -> QueryRing:
 
 
 def share_among_layers(name: str, observation: Observation, state: State, make: Callable[[], T]) -> T:
-    """Compute a value that depends on positions alone once for all layers of a block.
+    """Compute a value that depends on positions and the rotation alone once for a block's layers that rotate alike.
 
-    The block's first layer computes it and the last one drops it. Inside a CUDA graph, layers of another kind of rows
-    have a position of their own, which cannot be compared there. They compute the value again.
+    The first of these layers computes it, and the block's last layer drops it. Inside a CUDA graph, layers of another
+    kind of rows have a position of their own, which cannot be compared there. They compute the value again.
     """
     first, about = observation.first, (observation.queries.shape[2], observation.queries.device)
     position, before, shared = state.shared.pop(name, (None, None, None))
     known = position is first or (isinstance(position, int) and isinstance(first, int) and position == first)
-    made: T = shared if known and before == about else make()
+    every: dict[object, T] = shared if known and before == about else {}
+    if (rotation := observation.rotation) not in every:
+        every = {**every, rotation: make()}
     if not observation.is_last_layer:
-        state.shared[name] = first, about, made
-    return made
+        state.shared[name] = first, about, every
+    return every[rotation]

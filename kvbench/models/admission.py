@@ -20,7 +20,10 @@ from kvbench.interfaces.layout import Probe
 from kvbench.models.layouts import Configuration, is_tested
 from kvbench.validation import SettingError
 
-SOURCES = ("admission", "configuration", "decoder_step", "decoder_weights", "layouts", "miniature", "probe")
+SOURCES = (
+    *("admission", "configuration", "decoder_step", "decoder_weights", "layouts", "miniature", "probe"),
+    "rotations",
+)
 NAMES = frozenset(  # of what no probe depends on
     ["_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"]
     + ["_attn_implementation", "attn_implementation", "quantization_config", "auto_map", "id2label", "label2id"]

@@ -1,7 +1,6 @@
 """Collect the weights of a plain decoder, so that a step can run without the model's modules."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -9,24 +8,25 @@ from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
 from kvbench.models.layouts import ARCHITECTURES, Configuration
+from kvbench.models.rotations import Rotation
 from kvbench.models.transformers_port import (
     copy_frequencies,
     find_class,
     find_text_decoder,
     list_decoder_layers,
-    make_rotation,
+    make_rotations,
     read_layout,
     text_config,
 )
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names in transformers and in kernels.fused_linear
 
-Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]
-
 
 @dataclass(frozen=True)
 class Block:
     """The weights of one decoder layer. They are the modules' tensors or rows of them, apart from Gemma's norms.
+
+    Projections to queries and keys may be copies, with their rows in another order (`DecoderWeights.orders`).
 
     A norm's weights are those of `kernels.fused_linear.rms_norm`: Gemma multiplies by 1 + weight in float32.
     """
@@ -56,8 +56,6 @@ class SlidingWindow:
     """Their indices."""
     tokens: int
     """Number of last tokens that a query attends to, its own token included."""
-    rotation: Rotation
-    """Their rotary embedding: positions (B, n) -> cos, sin."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,12 @@ class DecoderWeights:
     """The ε of all norms."""
     scaling: float
     """The factor of the logits of attention."""
-    rotation: Rotation
-    """The rotary embedding of layers without a sliding window: positions (B, n) -> cos, sin."""
+    rotations: tuple[Rotation, ...]
+    """The rotary embedding of each layer: positions (B, n) -> cos, sin. Layers that rotate alike have the same one."""
+    orders: tuple[Tensor | None, ...]
+    """For each layer the model's dimensions of a head in the order of the step's queries and keys, (d,), or None if
+    they are the same (`kvbench.models.transformers_port.LayerRotation`).
+    """
     activation: str
     """The activation of the MLPs (`kernels.fused_linear.rms_norm_glu`)."""
     embed_scale: Tensor | None = None
@@ -138,18 +140,19 @@ def collect_plain_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeig
     blocks = tuple(block for layer in layers if (block := read_block(layer, layout)) is not None)
     if activation is None or len(blocks) < len(layers) or not is_plain_linear(head):
         return None
-    sliding = None
-    if layout.sliding:
-        sliding = SlidingWindow(layout.sliding, config.sliding_window, make_rotation(model, "sliding_attention"))
+    sliding = SlidingWindow(layout.sliding, config.sliding_window) if layout.sliding else None
+    turnings = make_rotations(model)
+    orders = tuple(turning.order for turning in turnings)
     embed, scale = inner.embed_tokens.weight, getattr(inner.embed_tokens, "embed_scale", None)
     return DecoderWeights(
         embed,
-        blocks,
+        tuple(reorder_block(block, order) for block, order in zip(blocks, orders, strict=True)),
         read_norm(inner.norm),
         head.weight,
         config.rms_norm_eps,
         inner.layers[0].self_attn.scaling,
-        make_rotation(model, "full_attention"),
+        tuple(turning.rotation for turning in turnings),
+        orders,
         activation,
         None if scale is None else scale.to(embed.dtype),
         sliding,
@@ -182,6 +185,29 @@ def read_block(layer: Any, layout: Layout) -> Block | None:
     return Block(
         norms, project, biases, head_norms, attention.o_proj.weight, gate, up, mlp.down_proj.weight, output_norms
     )
+
+
+def reorder_block(block: Block, order: Tensor | None) -> Block:
+    """Return a layer's weights so that its queries and keys have their dimensions in another order.
+
+    Args:
+        block: The weights.
+        order: The present dimensions in their new order, (d,), or None for no change.
+    """
+    if order is None:
+        return block
+    project, biases = list(block.project), list(block.biases)
+    for part in (0, 1):
+        project[part] = reorder_heads(project[part], order)
+        bias = biases[part]
+        biases[part] = None if bias is None else reorder_heads(bias, order)
+    norms = block.head_norms and (block.head_norms[0][order], block.head_norms[1][order])
+    return replace(block, project=tuple(project), biases=tuple(biases), head_norms=norms)
+
+
+def reorder_heads(rows: Tensor, order: Tensor) -> Tensor:
+    """Return the rows (heads·d, …) of all heads with the dimensions of each head in another order, (d,)."""
+    return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
 
 
 def is_plain_linear(module: object, biased: bool = False) -> bool:

@@ -19,12 +19,13 @@ class Architecture:
     """Whether `kvbench.models.decoder_step.forward_step` computes what the model computes."""
     rotation_fault: str | None = None
     """Why kvbench cannot norm and rotate keys as the model does, or None if it can."""
+    rerotation_fault: str | None = None
+    """Why rotated keys cannot be rotated to other positions, or None if they can."""
+    joint_norm: bool = False
+    """Whether it norms the keys of all heads of a token together."""
 
 
-PAIRS = "it rotates neighbouring dimensions, and kvbench halves"
-UNROTATED = "some of its layers have no RoPE"
-JOINT_NORM = "it norms the keys of all heads together"
-LATE_NORM = "it norms keys behind RoPE"
+LATE_NORM = "it norms rotated keys by weights that do not rotate with them"
 
 ARCHITECTURES = {  # the tested list, by transformers' names of types
     "llama": Architecture("Llama", graphs=True),
@@ -43,45 +44,45 @@ ARCHITECTURES = {  # the tested list, by transformers' names of types
     "phimoe": Architecture("Phi"),
     "phi4_multimodal": Architecture("Phi", graphs=True),
     "olmo": Architecture("OLMo"),
-    "olmo2": Architecture("OLMo", rotation_fault=JOINT_NORM),
-    "olmo3": Architecture("OLMo", rotation_fault=JOINT_NORM),
-    "olmoe": Architecture("OLMo", rotation_fault=JOINT_NORM),
-    "flex_olmo": Architecture("OLMo", rotation_fault=JOINT_NORM),
+    "olmo2": Architecture("OLMo", joint_norm=True),
+    "olmo3": Architecture("OLMo", joint_norm=True),
+    "olmoe": Architecture("OLMo", joint_norm=True),
+    "flex_olmo": Architecture("OLMo", joint_norm=True),
     "granite": Architecture("Granite"),
     "granitemoe": Architecture("Granite"),
     "granitemoeshared": Architecture("Granite"),
-    "cohere": Architecture("Cohere", rotation_fault=PAIRS),
-    "cohere2": Architecture("Cohere", rotation_fault=UNROTATED),
-    "cohere2_moe": Architecture("Cohere", rotation_fault=UNROTATED),
-    "glm": Architecture("GLM", rotation_fault=PAIRS),
-    "glm4": Architecture("GLM", rotation_fault=PAIRS),
+    "cohere": Architecture("Cohere"),
+    "cohere2": Architecture("Cohere"),
+    "cohere2_moe": Architecture("Cohere"),
+    "glm": Architecture("GLM"),
+    "glm4": Architecture("GLM"),
     "glm4_moe": Architecture("GLM"),
-    "smollm3": Architecture("SmolLM", rotation_fault=UNROTATED),
-    "exaone4": Architecture("EXAONE", rotation_fault=UNROTATED),
-    "exaone_moe": Architecture("EXAONE", rotation_fault=UNROTATED),
-    "ernie4_5": Architecture("ERNIE", rotation_fault=PAIRS),
-    "ernie4_5_moe": Architecture("ERNIE", rotation_fault=PAIRS),
-    "hunyuan_v1_dense": Architecture("Hunyuan", rotation_fault=LATE_NORM),
-    "hunyuan_v1_moe": Architecture("Hunyuan", rotation_fault=LATE_NORM),
+    "smollm3": Architecture("SmolLM", graphs=True),
+    "exaone4": Architecture("EXAONE"),
+    "exaone_moe": Architecture("EXAONE"),
+    "ernie4_5": Architecture("ERNIE", graphs=True),
+    "ernie4_5_moe": Architecture("ERNIE"),
+    "hunyuan_v1_dense": Architecture("Hunyuan", rerotation_fault=LATE_NORM),
+    "hunyuan_v1_moe": Architecture("Hunyuan", rerotation_fault=LATE_NORM),
     "hy_v3": Architecture("Hunyuan"),
     "hyperclovax": Architecture("HyperCLOVA"),
     "seed_oss": Architecture("Seed-OSS", graphs=True),
     "starcoder2": Architecture("StarCoder"),
-    "stablelm": Architecture("StableLM", rotation_fault="it norms keys by another module"),
+    "stablelm": Architecture("StableLM"),
     "nemotron": Architecture("Nemotron"),
-    "helium": Architecture("Helium", rotation_fault=PAIRS),
+    "helium": Architecture("Helium", graphs=True),
     "arcee": Architecture("AFM"),
-    "afmoe": Architecture("AFM", rotation_fault=UNROTATED),
+    "afmoe": Architecture("AFM"),
     "apertus": Architecture("Apertus"),
     "bitnet": Architecture("BitNet"),
-    "minimax_m2": Architecture("MiniMax", rotation_fault=JOINT_NORM),
+    "minimax_m2": Architecture("MiniMax", joint_norm=True),
     "dots1": Architecture("dots"),
     "aria_text": Architecture("Aria"),
     "cwm": Architecture("CWM", graphs=True),
     "jais2": Architecture("Jais"),
     "laguna": Architecture("Laguna"),
     "mellum": Architecture("Mellum"),
-    "nanochat": Architecture("nanochat", rotation_fault=LATE_NORM),
+    "nanochat": Architecture("nanochat"),
     "solar_open": Architecture("Solar"),
 }
 
@@ -107,11 +108,9 @@ def is_tested(config: Configuration) -> bool:
     return config.model_type in ARCHITECTURES
 
 
-def find_rotation_fault(kind: str, probe: Probe | None) -> str | None:
-    """Return why kvbench cannot norm and rotate the keys of a type of model, or None. A probe itself tries any type."""
-    if probe is not None:
-        return probe.rotation_fault
-    return ARCHITECTURES[kind].rotation_fault if kind in ARCHITECTURES else None
+def find_rotation_facts(kind: str, probe: Probe | None) -> Architecture | Probe:
+    """Return what is known about the rotation of a type of model: what a probe says, or the tested list."""
+    return ARCHITECTURES[kind] if probe is None else probe
 
 
 def read_rope_settings(config: Any) -> dict[str, Any]:
@@ -163,7 +162,7 @@ def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
 
     if probe is None and not is_tested(config):
         raise SettingError(f"model: architecture {config.model_type} is not on the tested list, and was not probed")
-    longest, kind = find_max_tokens(config), config.model_type
+    longest, facts = find_max_tokens(config), find_rotation_facts(config.model_type, probe)
     config = config.get_text_config(decoder=True)
     own: list[Any] = list(DynamicCache(config=config).layers)
     sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
@@ -181,5 +180,7 @@ def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
         longest=longest,
         rope_switch=find_rope_switch(config),
         probe=probe,
-        rotation_fault=find_rotation_fault(kind, probe),
+        rotation_fault=facts.rotation_fault,
+        rerotation_fault=facts.rerotation_fault,
+        joint_norm=facts.joint_norm,
     )

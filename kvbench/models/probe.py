@@ -9,8 +9,9 @@ Gemma 2's cap of the logits as kvbench would. The probe refuses the architecture
    each query sees the rows that its KV head held,
 4. keys, values and W_o have the shapes that methods and codecs are told, and each layer attends once to a block.
 
-Then it compares the keys that kvbench norms and rotates with those that the model appended, and kvbench's own step with
-the model's logits. What differs there is not refused: methods that rotate keys, and CUDA graphs, are then not used.
+Then it compares the keys that kvbench norms and rotates with those that the model appended, rotated keys that it
+rotates to other positions with keys that are rotated to these at once, and kvbench's own step with the model's logits.
+What differs there is not refused: methods that rotate keys, and CUDA graphs, are then not used.
 """
 
 import sys
@@ -35,12 +36,15 @@ from kvbench.interfaces.observation import LayerInputs, Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.fused_linear import rms_norm_linear
+from kvbench.kernels.rerotation import rerotate
 from kvbench.kernels.rope_append import append
 from kvbench.models.decoder_step import Norms, forward_step
-from kvbench.models.decoder_weights import DecoderWeights, Rotation, collect_plain_weights
+from kvbench.models.decoder_weights import DecoderWeights, collect_plain_weights
 from kvbench.models.layouts import Configuration, read_config_layout
 from kvbench.models.miniature import VOCABULARY, Unshrinkable, draw_miniature, shrink
+from kvbench.models.rotations import Rotation, find_key_norm
 from kvbench.models.transformers_port import (
+    PROBED,
     find_class,
     forward,
     kvbench_attention,
@@ -132,7 +136,11 @@ def probe_miniature(model: torch.nn.Module) -> Probe:
         with blame("kvbench's cache does not fit it"):
             check_full_cache(trial)
             check_cuts(trial)
-        return Probe(find_config(model).model_type, find_rotation_fault(trial), graphs=matches_step(trial))
+        rotation_fault, rerotation_fault = find_rotation_faults(trial)
+        norms = [find_key_norm(layer.self_attn) for layer in list_decoder_layers(model)]
+        joint = any(norm.joint for norm in norms)
+        name = find_config(model).model_type
+        return Probe(name, rotation_fault, matches_step(trial), rerotation_fault, joint)
 
 
 @contextmanager
@@ -188,7 +196,8 @@ def make_trial(model: torch.nn.Module) -> Trial:
     if not any(hasattr(module, "rotary_emb") and hasattr(module, "layers") for module in model.modules()):
         raise Refused("no module of it has both its layers and a rotary embedding")
     with blame("its configuration lacks something"):
-        layout = read_config_layout(find_config(model), Probe(find_config(model).model_type, None, False))
+        PROBED[model] = anything = Probe(find_config(model).model_type, None, graphs=False)  # nothing is refused
+        layout = read_config_layout(find_config(model), anything)
         layers = list_decoder_layers(model)
     if len(layers) != layout.layers or not all(hasattr(layer, "self_attn") for layer in layers):
         raise Refused("its layers have no module self_attn")
@@ -267,6 +276,8 @@ class WatchedLayer:
         self.layer, self.layout, self.wants_unrotated_keys = layer, layout, wants_unrotated_keys
         self.appended, self.attended = 0, 0  # blocks
         self.rotation_error = 0.0  # of keys that kvbench normed and rotated
+        self.rerotation_error = 0.0  # of rotated keys that kvbench rotated to other positions
+        self.block: tuple[Tensor, LayerInputs] | None = None  # the last one, if keys are to be rotated
 
     wants_hidden = False
     wants_normed_hidden = False
@@ -279,9 +290,9 @@ class WatchedLayer:
                 raise Refused(f"layer {self.layer.index}: it appends {name} {tuple(rows.shape)}, expected {expected}")
         if self.wants_unrotated_keys:
             assert inputs is not None and inputs.keys is not None  # `observe_inputs`
-            first = self.layer.rows.seen
-            places = torch.arange(first, first + keys.shape[2]).expand(keys.shape[:3])
+            places = self.layer.rows.seen + torch.arange(keys.shape[2]).expand(keys.shape[:3])
             self.rotation_error = max(self.rotation_error, measure(inputs.rotate(inputs.keys, places), keys))
+            self.block = keys, inputs
         self.layer.append(keys, values)
         self.appended += 1
 
@@ -291,7 +302,20 @@ class WatchedLayer:
         if output_weight.shape != expected:
             raise Refused(f"layer {self.layer.index}: W_o is {tuple(output_weight.shape)}, expected {expected}")
         self.attended += 1
+        self.move_keys(rotation)
         return self.layer.attend(queries, scaling, output_weight, rotation)
+
+    def move_keys(self, rotation: Rotation) -> None:
+        """Rotate the block's keys to other positions, and compare them with keys that were rotated to these at once."""
+        if self.block is None:
+            return
+        (keys, inputs), self.block = self.block, None
+        assert inputs.keys is not None  # `append`
+        places = self.layer.rows.seen - keys.shape[2] + torch.arange(keys.shape[2])[None]
+        moved = PROMPT - places.clamp(max=PROMPT)
+        before, after = ((cos[:, None], sin[:, None]) for cos, sin in map(rotation, (places, moved)))
+        truth = inputs.rotate(inputs.keys, moved[:, None])
+        self.rerotation_error = max(self.rerotation_error, measure(rerotate(keys, before, after), truth))
 
 
 @dataclass(frozen=True)
@@ -472,8 +496,13 @@ def read_masked(trial: Trial, seen: Mapping[int, Tensor]) -> Reading:
         del ALL_ATTENTION_FUNCTIONS[MASKED]
 
 
-def find_rotation_fault(trial: Trial) -> str | None:
-    """Return how keys that kvbench norms and rotates differ from those that the model appends, or None."""
+def find_rotation_faults(trial: Trial) -> tuple[str | None, str | None]:
+    """Return what is wrong with keys that kvbench norms and rotates, and with rotated keys that it rotates further.
+
+    Returns:
+        How the first differ from those that the model appends, and how the second differ from those that are rotated at
+        once; None for what is right. If the first are wrong, nothing is known about the second.
+    """
     try:
         cache = TrialCache(trial, choose_full_cache(), rotates=True)
         with kvbench_attention(trial.model):
@@ -481,12 +510,17 @@ def find_rotation_fault(trial: Trial) -> str | None:
                 cache.read(part)
     except Exception as error:  # other modules than kvbench knows may fail in any way
         reraise_shortage(error)
-        return f"kvbench cannot rotate keys as the model does ({type(error).__name__}: {summarize(error)})"
-    for index, layer in enumerate(cache.watched):
-        if layer is not None and layer.rotation_error > TOLERANCE:
+        return f"kvbench cannot rotate keys as the model does ({type(error).__name__}: {summarize(error)})", None
+    watched = [(index, layer) for index, layer in enumerate(cache.watched) if layer is not None]
+    for index, layer in watched:
+        if layer.rotation_error > TOLERANCE:
             spread = f"{layer.rotation_error:.1e} of their spread"
-            return f"in layer {index} keys that kvbench norms and rotates differ from the model's by {spread}"
-    return None
+            return f"in layer {index} keys that kvbench norms and rotates differ from the model's by {spread}", None
+    for index, layer in watched:
+        if layer.rerotation_error > TOLERANCE:
+            spread = f"{layer.rerotation_error:.1e} of their spread"
+            return None, f"in layer {index} keys that are rotated to other positions differ by {spread}"
+    return None, None
 
 
 def matches_step(trial: Trial) -> bool:
@@ -507,13 +541,13 @@ def run_step(weights: DecoderWeights, layout: Layout, ids: Tensor) -> Tensor:
     tokens, sliding = ids.shape[1], weights.sliding
 
     def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-        kind = sliding if sliding is not None and index in sliding.layers else weights
-        cos, sin = (part[0] for part in kind.rotation(torch.arange(tokens)[None]))
+        window = sliding.tokens if sliding is not None and index in sliding.layers else None
+        cos, sin = (part[0] for part in weights.rotations[index](torch.arange(tokens)[None]))
         keys, values = (torch.zeros(1, layout.heads, tokens, layout.dim) for _ in range(2))
         step, (new_queries, new_keys, new_values) = torch.zeros((), dtype=torch.int32), projected
         given = new_queries, new_keys, new_values, cos, sin, keys, values, 0, step
         rotated = append(*given, norms=norms, implementation="reference")
-        return attend_windowed(rotated, keys, values, weights.scaling, getattr(kind, "tokens", None))
+        return attend_windowed(rotated, keys, values, weights.scaling, window)
 
     x = forward_step(weights, ids, attend, "reference")
     norm = weights.norm, weights.epsilon

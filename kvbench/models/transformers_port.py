@@ -7,7 +7,7 @@ therefore returns itself, and the attention function calls it. Nothing of transf
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -21,7 +21,22 @@ from kvbench.interfaces.layout import Layout, Probe
 from kvbench.interfaces.observation import KeyRotation, LayerInputs
 from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.rerotation import rotate
-from kvbench.models.layouts import LENGTH_DEPENDENT_ROPE, find_rotation_fault, read_config_layout
+from kvbench.models.layouts import (
+    LENGTH_DEPENDENT_ROPE,
+    find_rotation_facts,
+    read_config_layout,
+    read_rope_settings,
+)
+from kvbench.models.rotations import (
+    AngleForm,
+    Rotation,
+    find_form,
+    find_key_norm,
+    find_order,
+    find_rotary,
+    is_rotated,
+    stand_still,
+)
 from kvbench.validation import SettingError
 
 NAME = "kvbench"
@@ -70,9 +85,9 @@ class CacheLayerPort(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, layer: AttentionLayer, rotation: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, layer: AttentionLayer, turning: "LayerRotation") -> None:
         super().__init__()
-        self.layer, self.rotation, self.seen = layer, rotation, 0
+        self.layer, self.turning, self.seen = layer, turning, 0
         self.inputs: LayerInputs | None = None  # of the block that the model reads
 
     @property
@@ -91,17 +106,20 @@ class CacheLayerPort(CacheLayerMixin):
             self.lazy_initialization(key_states)
         self.seen += key_states.shape[2]
         inputs, self.inputs = self.inputs, None
-        self.layer.append(key_states, value_states, inputs)
+        self.layer.append(put_in_order(key_states, self.turning.order), value_states, inputs)
         return self, self
 
     def make_key_rotation(self, module: Any) -> KeyRotation:
-        """Return what norms and rotates keys as a decoder layer does."""
-        norm, rotation = getattr(module.self_attn, "k_norm", None), self.rotation  # the function must not hold the port
+        """Return what norms and rotates keys as a decoder layer does, and puts them in the order of `LayerRotation`."""
+        norm, rotation, order = find_key_norm(module.self_attn), self.turning.rotation, self.turning.order
 
         def rotate_keys(keys: Tensor, places: Tensor) -> Tensor:
             shape = places.shape
+            if norm.joint and shape[1] > 1 and not bool((places == places[:, :1]).all()):
+                raise SettingError("model: it norms the keys of all heads together, but heads hold other tokens")
             cos, sin = (part.unflatten(0, shape[:2]).to(keys.dtype) for part in rotation(places.flatten(0, 1)))
-            return rotate(keys if norm is None else norm(keys), cos, sin)
+            rotated = rotate(put_in_order(keys if norm.late else norm(keys), order), cos, sin)
+            return norm(rotated) if norm.late else rotated
 
         return rotate_keys
 
@@ -204,7 +222,8 @@ def attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.cuda.device_of(query):  # a layer's kernels must run on the layer's GPU
         if isinstance(key, CacheLayerPort):
-            outputs = key.layer.attend(query, scaling, module.o_proj.weight, key.rotation)
+            query = put_in_order(query, key.turning.order)
+            outputs = key.layer.attend(query, scaling, module.o_proj.weight, key.turning.again)
         else:
             outputs = attend_windowed(query, key, value, scaling, sliding_window)
     return outputs.transpose(1, 2), None
@@ -398,47 +417,122 @@ class ContextCache(Cache):
 
 def make_cache(model: torch.nn.Module, layers: Sequence[AttentionLayer | None]) -> ContextCache:
     """Make a transformers cache: a port for each of `layers`, or a layer with a sliding window for None."""
-    config = text_config(model)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-    frequencies = copy_frequencies(model)
-    rotations = {kind: make_rotation(model, kind, frequencies) for kind in set(kinds)}
+    config, frequencies = text_config(model), copy_frequencies(model)
     return ContextCache(
         [
             SlidingWindowLayer(sliding_window=config.sliding_window)
             if layer is None
-            else CacheLayerPort(layer, rotations[kind])
-            for layer, kind in zip(layers, kinds, strict=True)
+            else CacheLayerPort(layer, turning)
+            for layer, turning in zip(layers, make_rotations(model, frequencies), strict=True)
         ],
         frequencies,
     )
 
 
-def make_rotation(
-    model: torch.nn.Module, kind: str, frequencies: Frequencies | None = None
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Return the model's own rotary embedding as a function.
+@dataclass(frozen=True)
+class LayerRotation:
+    """How a layer rotates queries and keys. Layers that rotate alike have the same function."""
+
+    rotation: Rotation
+    """The rotary embedding, for halves."""
+    again: Rotation
+    """The same for keys and queries that were rotated before; it refuses where that is not the model's rotation."""
+    order: Tensor | None
+    """The model's dimensions of a head in the order in which kvbench holds those of queries and keys, (d,), or None if
+    it holds them as they are.
+    """
+
+
+def put_in_order(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Return queries or keys (…, d) with their dimensions in the order of `LayerRotation.order`."""
+    return rows if order is None else rows.index_select(-1, order.to(rows.device))
+
+
+FORMS: WeakKeyDictionary[torch.nn.Module, tuple[AngleForm, int]] = WeakKeyDictionary()
+"""For rotary modules how they state angles, and the number of dimensions that they rotate."""
+
+
+def make_rotations(model: torch.nn.Module, frequencies: Frequencies | None = None) -> list[LayerRotation]:
+    """Return how the layers of a model rotate.
 
     Args:
         model: A supported transformers model.
-        kind: The kind of layer, such as "full_attention".
         frequencies: The context's own frequencies. Without them the original ones are used if the model's change.
-
-    Returns:
-        A function that maps positions (B, n) to cos and sin (B, n, rotated dimensions).
     """
-    fault = find_rotation_fault(cast(PreTrainedModel, model).config.model_type, PROBED.get(model))
-    if fault is not None:
-        return partial(refuse_rotation, fault)
-    module, frequencies = find_text_decoder(model).rotary_emb, frequencies or copy_frequencies(model)
-    kind_args = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
+    config, decoder = text_config(model), find_text_decoder(model)
+    modules = [layer.self_attn for layer in list_decoder_layers(model)]
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(modules)
+    frequencies = frequencies or copy_frequencies(model)
+    known: dict[object, LayerRotation] = {}
+    turnings = []
+    for attention, kind in zip(modules, kinds, strict=True):
+        rotary, rotated = find_rotary(decoder, attention), is_rotated(attention)
+        same = rotated, rotary, kind if hasattr(rotary, "layer_types") else ""
+        if same not in known:
+            own_frequencies = frequencies if frequencies is not None and frequencies.module is rotary else None
+            state_angles = partial(compute_angles, model, rotary, same[2], own_frequencies)
+            known[same] = make_layer_rotation(model, attention, rotary, rotated, state_angles)
+        turnings.append(known[same])
+    return turnings
 
-    def rotate(places: Tensor) -> tuple[Tensor, Tensor]:
-        device = next(model.parameters()).device
-        like, there = torch.empty(0, dtype=torch.float32, device=device), places.to(device)
-        cos, sin = frequencies.rotate(there, kind_args, like) if frequencies else module(like, there, *kind_args)
+
+def make_layer_rotation(
+    model: torch.nn.Module,
+    attention: Any,
+    rotary: torch.nn.Module,
+    rotated: bool,
+    state_angles: Callable[[Tensor], tuple[Tensor, Tensor] | Tensor],
+) -> LayerRotation:
+    """Return how a layer rotates.
+
+    Args:
+        model: A supported transformers model.
+        attention: The layer's attention module.
+        rotary: Its rotary module.
+        rotated: Whether it rotates at all.
+        state_angles: Returns what the rotary module does for positions (B, n).
+    """
+    facts = find_rotation_facts(cast(PreTrainedModel, model).config.model_type, PROBED.get(model))
+    if facts.rotation_fault is not None:
+        refuse = partial(refuse_rotation, facts.rotation_fault)
+        return LayerRotation(refuse, refuse, None)
+    device = next(model.parameters()).device
+    if rotary not in FORMS:
+        sample = state_angles(torch.ones(1, 1, dtype=torch.int64, device=device))
+        form = find_form(attention, sample)
+        FORMS[rotary] = form, form.convert(sample)[0].shape[-1]
+    form, width = FORMS[rotary]
+
+    def rotation(places: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = form.convert(state_angles(places.to(device)))
         return cos.to(places.device), sin.to(places.device)
 
-    return rotate
+    if not rotated:
+        return LayerRotation(still := partial(stand_still, width), still, None)
+    fault = facts.rerotation_fault
+    again = rotation if fault is None else partial(refuse_rotation, fault)
+    return LayerRotation(rotation, again, find_order(form, width, attention.head_dim, device))
+
+
+def compute_angles(
+    model: torch.nn.Module, rotary: Any, kind: str, frequencies: Frequencies | None, places: Tensor
+) -> tuple[Tensor, Tensor] | Tensor:
+    """Return what a rotary module does for positions (B, n).
+
+    Args:
+        model: The model.
+        rotary: The rotary module.
+        kind: The kind of layer, for a module that has one rotation for each kind, such as Gemma 3's. Otherwise "".
+        frequencies: The context's own frequencies, or None if the module's never change.
+        places: The positions, on the model's device.
+    """
+    like, extra = torch.empty(0, dtype=torch.float32, device=places.device), (kind,) if kind else ()
+    if frequencies is not None:
+        return frequencies.rotate(places, extra, like)
+    if "mrope_section" in read_rope_settings(text_config(model)) or hasattr(rotary, "mrope_section"):
+        places = places.expand(3, -1, -1)  # a text has the same position on each axis of an image
+    angles: tuple[Tensor, Tensor] | Tensor = rotary(like, places, *extra)
+    return angles
 
 
 def refuse_rotation(fault: str, places: Tensor) -> tuple[Tensor, Tensor]:

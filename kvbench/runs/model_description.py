@@ -106,10 +106,11 @@ def describe_refusals(layout: Layout) -> list[str]:
             try:
                 policy = build_policy(group, name)
             except SettingError:
-                if layout.rotation_fault is None or not rotates_keys(group, name):
+                fault = layout.rotation_fault or (layout.rerotation_fault if group == "method" else None)
+                if fault is None or not rotates_keys(group, name):
                     unchecked.append(f"{group}={name}")
                 else:
-                    lines.append(f"refused: {group}={name}: it rotates keys; {layout.rotation_fault}")
+                    lines.append(f"refused: {group}={name}: it rotates keys; {fault}")
                 continue
             lines += [f"refused: {line}" for line in list_faults(policy, layout)]
     if not lines:

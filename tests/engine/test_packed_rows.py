@@ -51,7 +51,7 @@ class DefinedRows(StepRows):
         self.weights, (self.layers,), self.implementation = weights, answers, implementation
         self.indices = [layer.index for layer in self.layers]
         seen = self.layers[0].rows.seen
-        self.angles = find_angles(weights.rotation, seen, seen + tokens, weights.embed)
+        self.angles = find_angles(weights.rotations[0], seen, seen + tokens, weights.embed)
         self.history, self.step = [[layer.rows for layer in self.layers]], torch.zeros((), dtype=torch.int32)
 
     def reader(self, cuts):

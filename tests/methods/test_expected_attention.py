@@ -20,7 +20,7 @@ from kvbench.kernels.expected_attention import expected_logits, merge, moments
 from kvbench.kernels.expected_attention.reference import undo_rotation
 from kvbench.methods import expected_attention
 from kvbench.methods.expected_attention import mean_rotation, rotations
-from kvbench.models.transformers_port import make_rotation
+from kvbench.models.transformers_port import make_rotations
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.oracles import assert_engines_agree, assert_same_rows
@@ -374,7 +374,7 @@ def test_settings_that_are_refused(setting):
 
 
 def seen_of(name: str, queries: torch.Tensor, first: int) -> Observation:
-    turn = make_rotation(tiny(name), "full_attention")
+    turn = make_rotations(tiny(name))[-1].again
     return Observation(queries, queries, None, 1.0, torch.zeros(1), turn, 0, 1, first, 10**6, False, False)
 
 
@@ -492,7 +492,7 @@ def test_places_to_come_leave_the_models_own_rotation_alone():
     config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     model = type(tiny("llama"))(config).eval()
     module, places = model.model.rotary_emb, torch.arange(40)[None]
-    before, turn = module.inv_freq.clone(), make_rotation(model, "full_attention")
+    before, turn = module.inv_freq.clone(), make_rotations(model)[0].again
     cos, _ = turn(places)
     turn(torch.arange(40, 40 + 512)[None])
     assert torch.equal(module.inv_freq, before) and torch.equal(turn(places)[0], cos)

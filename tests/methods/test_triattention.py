@@ -21,7 +21,7 @@ from kvbench.cli import calibrate
 from kvbench.config.catalogue import build, load_settings
 from kvbench.methods import triattention
 from kvbench.methods.triattention import mean_rotation, normalise, pair_sizes, weigh_keys
-from kvbench.models.transformers_port import make_rotation
+from kvbench.models.transformers_port import make_rotations
 from kvbench.training.query_statistics import compute_query_statistics
 from kvbench.validation import SettingError
 from tests.replay.adapter import make_model
@@ -145,7 +145,7 @@ def test_scores_follow_from_keys_that_were_never_rotated(model, horizon, close, 
 @pytest.mark.parametrize("model", ["llama", "yarn", "phi3", "llama3"])
 def test_the_score_of_a_fixed_query_is_its_mean_logit(model):
     """A query that is always the same: E|q| = |E q|, and the score is what it would see, as the model rotates it."""
-    rotation = make_rotation(make_double(model), "full_attention")
+    rotation = make_rotations(make_double(model))[0].again
     draw = torch.Generator().manual_seed(0)
     query, keys = torch.randn(4, 32, generator=draw).double(), torch.randn(2, 50, 32, generator=draw).double()
     like = SimpleNamespace(rotation=rotation, tokens=torch.tensor(50))

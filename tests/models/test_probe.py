@@ -21,6 +21,7 @@ from kvbench.interfaces.layout import Probe
 from kvbench.interfaces.method import Method
 from kvbench.models import admission, layouts, miniature, probe, transformers_port
 from kvbench.models.admission import admit_model, make_key, probe_architecture
+from kvbench.models.layouts import ARCHITECTURES
 from kvbench.models.loading import make_random_model
 from kvbench.models.miniature import draw_miniature, shrink
 from kvbench.models.probe import Refused
@@ -38,17 +39,19 @@ NEEDED = {  # what a checkpoint states and the defaults of transformers do not
     "dots1": dict(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1),
     "granite": dict(residual_multiplier=0.3, embedding_multiplier=12.0),
 }
-RIGHT = (  # types whose keys kvbench rotates as they do
+RIGHT = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmo", "gemma", "granite", "granitemoe", "granitemoeshared", "glm4_moe"),
     *("hyperclovax", "hy_v3", "seed_oss", "phimoe", "phi4_multimodal", "starcoder2", "nemotron", "arcee", "apertus"),
     *("bitnet", "ministral", "ministral3", "dots1", "aria_text", "cwm", "jais2", "laguna", "mellum", "solar_open"),
-)
-ROTATED_OTHERWISE = (
     *("olmo2", "olmo3", "olmoe", "flex_olmo", "cohere", "cohere2", "cohere2_moe", "glm", "glm4", "smollm3", "exaone4"),
     *("exaone_moe", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "helium", "minimax_m2", "afmoe"),
-    *("nanochat",),
+    *("nanochat", "stablelm"),
 )
-GRAPHS = ("seed_oss", "phi4_multimodal", "ministral", "cwm")  # ministral3 scales queries by their position
+LATE = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # their norm's weights follow the rotation
+JOINT = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")  # their norm is over all heads
+GRAPHS = (  # ministral3 scales queries by their position
+    *("seed_oss", "phi4_multimodal", "ministral", "cwm", "smollm3", "ernie4_5", "helium"),
+)
 REFUSED = {
     "gpt_oss": "its attention takes s_aux",
     "granite_swa": "its attention takes s_aux",
@@ -117,8 +120,7 @@ def test_a_layer_of_each_kind_is_probed():
     small = shrink(configure("cohere2"))
     assert small.layer_types == ["sliding_attention"] * 3 + ["full_attention"] and small.sliding_window == 16
     verdict = probe_type("cohere2", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
-    assert verdict.rotation_fault is not None
-    assert not verdict.graphs
+    assert verdict.rotation_fault is None and not verdict.graphs
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
@@ -134,10 +136,14 @@ def test_another_attention_is_refused(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*RIGHT, *ROTATED_OTHERWISE])
+@pytest.mark.parametrize("name", RIGHT)
 def test_every_right_type_is_admitted(name):
     verdict = probe_type(name)
-    assert (verdict.rotation_fault is None, verdict.graphs) == (name in RIGHT, name in GRAPHS)
+    assert verdict.rotation_fault is None and verdict.graphs == (name in GRAPHS)
+    assert ((verdict.rerotation_fault is not None), verdict.joint_norm) == (name in LATE, name in JOINT)
+    facts = ARCHITECTURES[name]
+    assert (facts.graphs, facts.rerotation_fault is not None) == (name in GRAPHS, name in LATE)
+    assert facts.rotation_fault is None and facts.joint_norm == (name in JOINT)
 
 
 @pytest.mark.full
@@ -176,7 +182,7 @@ def test_interleaved_pairs_are_noticed(monkeypatch):
         return rows * cos + turned * sin
 
     monkeypatch.setattr(transformers_port, "rotate", rotate)
-    assert "in layer 0 keys that kvbench norms and rotates differ" in probe.find_rotation_fault(make_trial())
+    assert "in layer 0 keys that kvbench norms and rotates differ" in probe.find_rotation_faults(make_trial())[0]
 
 
 def test_a_cut_that_comes_a_layer_late_is_noticed(monkeypatch):

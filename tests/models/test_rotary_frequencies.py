@@ -15,7 +15,7 @@ from kvbench.engine.shared_prefill import prefill
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec
-from kvbench.models.transformers_port import make_plain_cache, make_rotation
+from kvbench.models.transformers_port import make_plain_cache, make_rotations
 from tests.support.selection import choose_quick
 from tests.support.tiny_models import heads, ids, rope, tiny
 
@@ -214,9 +214,9 @@ def test_earlier_places_are_turned_with_the_frequencies_of_now(kind):
     held = context(model, "full")
     held.prefill(ids(LONG))
     for some in (slice(0, 10), slice(0, LONG), slice(100, 120)):
-        found = held.cache.layers[0].rotation(places[some][None])
+        found = held.cache.layers[0].turning.again(places[some][None])
         assert all(torch.equal(part, own[:, some]) for part, own in zip(found, expected, strict=True))
-    original = make_rotation(model, "full_attention")(places[None, :10])
+    original = make_rotations(model)[0].again(places[None, :10])
     assert not torch.equal(original[0], expected[0][:, :10])
 
 
