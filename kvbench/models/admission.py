@@ -17,7 +17,7 @@ from kvbench.atomic import replace_file
 from kvbench.config.paths import CACHE
 from kvbench.config.provenance import content_hash, find_installed_version
 from kvbench.interfaces.layout import Probe
-from kvbench.models.layouts import Configuration, is_tested
+from kvbench.models.layouts import Configuration, is_tested, name_type
 from kvbench.validation import SettingError
 
 SOURCES = (
@@ -51,7 +51,7 @@ def probe_architecture(config: Configuration) -> Probe:
     if isinstance(verdict, Probe):
         return verdict
     raise SettingError(
-        f"model: architecture {config.model_type} is not supported: {verdict}; docs/models.md lists those that are"
+        f"model: architecture {name_type(config)} is not supported: {verdict}; docs/models.md lists those that are"
     )
 
 

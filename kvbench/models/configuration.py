@@ -73,7 +73,7 @@ def find_files(path: str, revision: str | None) -> Any:
                 return config
         return read_as_longrope(path, revision)
     except Exception as error:  # transformers may fail in any way on a damaged file
-        return explain_type(str(error)) or summarize(error)
+        return explain_type(str(error)) or explain_part(path, revision) or summarize(error)
 
 
 def explain_type(message: str) -> str | None:
@@ -84,6 +84,22 @@ def explain_type(message: str) -> str | None:
         name = re.search("model type `([^`]*)`", message)
         type_ = name[1] if name else "in its config.json"
         return f"transformers {find_installed_version('transformers')} does not know the type {type_}"
+    return None
+
+
+def explain_part(path: str, revision: str | None) -> str | None:
+    """Return which part of a configuration, such as the text decoder's, has a type that transformers does not know."""
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    with suppress(Exception):  # the file may be damaged in any way
+        raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+        for name, part in iterate_items(raw):
+            kind = part.get("model_type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+                if "auto_map" in part:
+                    return f"the type {kind} of its {name} needs custom code, which kvbench does not run"
+                version = find_installed_version("transformers")
+                return f"transformers {version} does not know the type {kind} of its {name}"
     return None
 
 

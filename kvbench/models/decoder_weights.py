@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
-from kvbench.models.layouts import ARCHITECTURES, Configuration
+from kvbench.models.layouts import ARCHITECTURES, Configuration, read_text_type
 from kvbench.models.rotations import Rotation
 from kvbench.models.transformers_port import (
     copy_frequencies,
@@ -95,13 +95,13 @@ def collect_weights(model: Any) -> DecoderWeights | None:
     See `kvbench.models.decoder_step.forward_step`.
     """
     layout, class_ = read_layout(model), find_class(model.config)
-    graphs = type(model) is class_ and has_plain_step(model.config, layout)
+    graphs = has_plain_step(model.config, layout) and type(model) is class_
     return collect_plain_weights(model, layout) if graphs else None
 
 
 def has_plain_step(config: Configuration, layout: Layout) -> bool:
     """Return whether tests or a probe say that `forward_step` computes what a model of a type computes."""
-    return ARCHITECTURES[config.model_type].graphs if layout.probe is None else layout.probe.graphs
+    return ARCHITECTURES[read_text_type(config)].graphs if layout.probe is None else layout.probe.graphs
 
 
 def can_collect_weights(config: Configuration, layout: Layout) -> bool:

@@ -1,7 +1,7 @@
 """Read the layout of a model from its configuration, and say which architectures were tested with kvbench."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from kvbench.interfaces.layout import Layout, Probe
 from kvbench.validation import SettingError
@@ -37,7 +37,6 @@ ARCHITECTURES = {  # the tested list, by transformers' names of types
     "qwen3": Architecture("Qwen", graphs=True),
     "qwen2_moe": Architecture("Qwen"),
     "qwen3_moe": Architecture("Qwen"),
-    "gemma3": Architecture("Gemma", graphs=True),  # its text decoder
     "gemma3_text": Architecture("Gemma", graphs=True),
     "gemma": Architecture("Gemma"),
     "phi3": Architecture("Phi", graphs=True),
@@ -87,6 +86,12 @@ ARCHITECTURES = {  # the tested list, by transformers' names of types
 }
 
 
+MULTIMODAL = frozenset(  # types whose text decoder reads a text as it does alone; the decoder's type may be any
+    ["gemma3", "llava", "llava_next", "llava_onevision", "vipllava", "mistral3", "internvl", "idefics3", "smolvlm"]
+    + ["cohere2_vision", "aya_vision", "lighton_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+)
+
+
 class Configuration(Protocol):
     """What kvbench uses of a configuration of transformers, besides the fields of its text decoder."""
 
@@ -105,7 +110,19 @@ class Configuration(Protocol):
 
 def is_tested(config: Configuration) -> bool:
     """Return whether an architecture was tested with kvbench's attention function. Others are probed."""
-    return config.model_type in ARCHITECTURES
+    kind = read_text_type(config)
+    return kind in ARCHITECTURES and config.model_type in (kind, *MULTIMODAL)
+
+
+def read_text_type(config: Configuration) -> str:
+    """Return the type of a model's text decoder, which is the model's own unless it is multimodal."""
+    return cast(str, config.get_text_config(decoder=True).model_type)
+
+
+def name_type(config: Configuration) -> str:
+    """Return the type of a model for messages and records, and that of its text decoder if it is another one."""
+    kind = read_text_type(config)
+    return kind if kind == config.model_type else f"{config.model_type} (text decoder {kind})"
 
 
 def find_rotation_facts(kind: str, probe: Probe | None) -> Architecture | Probe:
@@ -161,8 +178,8 @@ def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
     from transformers.cache_utils import DynamicCache
 
     if probe is None and not is_tested(config):
-        raise SettingError(f"model: architecture {config.model_type} is not on the tested list, and was not probed")
-    longest, facts = find_max_tokens(config), find_rotation_facts(config.model_type, probe)
+        raise SettingError(f"model: architecture {name_type(config)} is not on the tested list, and was not probed")
+    longest, facts = find_max_tokens(config), find_rotation_facts(read_text_type(config), probe)
     config = config.get_text_config(decoder=True)
     own: list[Any] = list(DynamicCache(config=config).layers)
     sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)

@@ -14,13 +14,13 @@ from weakref import WeakSet
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
 from kvbench.models.admission import admit_model
 from kvbench.models.configuration import load_configuration
 from kvbench.models.silence import silence_transformers
-from kvbench.models.transformers_port import text_config
+from kvbench.models.transformers_port import find_factory, text_config
 from kvbench.validation import SettingError, refuse_on_error, summarize
 
 SHOWN = 3  # names of weights in a message
@@ -62,7 +62,7 @@ def load_weights(
     if Path(path).is_dir():
         check_stored_size(Path(path), config)
     with refuse_on_error(f"model.path={path}: cannot read weights there"), silence_transformers():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = find_factory(config).from_pretrained(
             path,
             config=config,
             revision=revision,
@@ -208,7 +208,8 @@ def make_random_model(config: PreTrainedConfig, dtype: torch.dtype, device: str,
     gpus = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices=gpus), torch.device(device):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        model = find_factory(config).from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    assert isinstance(model, torch.nn.Module)
     admit_model(model)
     return model
 
@@ -216,5 +217,5 @@ def make_random_model(config: PreTrainedConfig, dtype: torch.dtype, device: str,
 def count_parameters(config: Any) -> int:
     """Return how many parameters a model of this configuration has. Tied ones count once. It needs no memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = find_factory(config).from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from kvbench.models.layouts import LENGTH_DEPENDENT_ROPE, Configuration
 from kvbench.models.silence import silence_transformers
+from kvbench.models.transformers_port import find_factory
 from kvbench.validation import summarize
 
 VOCABULARY = 128
@@ -27,6 +27,7 @@ GAIN = 1.7  # of the projections to queries, keys and values
 SIZES = {  # the largest number that a field may have
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "audio_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim"), HIDDEN),
+    **dict.fromkeys(("embed_dim", "out_hidden_size"), HIDDEN),  # of vision towers
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp"), 96),
     **dict.fromkeys(("dense_intermediate_size", "attention_hidden_size", "hidden_size_per_layer_input"), HIDDEN),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
@@ -45,13 +46,14 @@ SIZES = {  # the largest number that a field may have
     "original_max_position_embeddings": 2 * SHORT,
     "query_pre_attn_scalar": SHORT,
 }
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "swa_num_attention_heads")
 KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_query_groups")
 HEAD_DIMS = ("head_dim", "swa_head_dim", "global_head_dim", "kv_channels", "attention_head_dim")
 FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # how many of another kind
 LAYER_LISTS = ("mlp_only_layers", "full_attn_idxs", "moe_layers", "ple_layer_ids", "hybrid_layer_ids")  # indices
 HEADS_BY_LAYER = "num_attention_heads_per_layer"
+FIELDS_BY_LAYER = "per_layer_config"  # the fields of single layers that differ from all others, by their indices
 
 
 class Unshrinkable(Exception):
@@ -85,6 +87,9 @@ def shrink_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     kept = choose_layers(fields, layers) if layers else []
     small: dict[str, Any] = {name: shrink_field(name, value) for name, value in fields.items()}
     small |= shrink_heads(fields)
+    if isinstance(by_layer := fields.get(FIELDS_BY_LAYER), Mapping):
+        others = {int(index): shrink_differing(own, fields, small) for index, own in by_layer.items()}
+        small[FIELDS_BY_LAYER] = {place: others[index] for place, index in enumerate(kept) if index in others}
     for name, value in fields.items():
         if name in LAYER_COUNTS:
             small[name] = len(kept)
@@ -104,7 +109,7 @@ def shrink_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 def shrink_field(name: str, value: object) -> object:
     """Return the small value of a field that does not depend on others."""
     if isinstance(value, Mapping):
-        return shrink_fields(value)
+        return shrink_fields(value) if all(isinstance(key, str) for key in value) else value
     if isinstance(value, list) and all(isinstance(part, int) for part in value) and name.endswith("token_id"):
         return [min(part, 2) for part in value]
     if not isinstance(value, int) or isinstance(value, bool):
@@ -119,10 +124,11 @@ def choose_layers(fields: Mapping[str, Any], layers: int) -> list[int]:
     lists = [value for value in fields.values() if is_by_layer(value, layers)]
     named = [fields[name] for name in LAYER_LISTS if isinstance(fields.get(name), Sequence)]
     firsts = [fields[name] for name in FIRST_LAYERS if isinstance(fields.get(name), int)]
+    single = {int(index): own for index, own in (fields.get(FIELDS_BY_LAYER) or {}).items()}
     kinds: dict[str, int] = {}
     for index in range(layers):
         parts = [entries[index] for entries in lists], [index in some for some in named], [index < n for n in firsts]
-        kinds.setdefault(repr(parts), index)
+        kinds.setdefault(repr((*parts, single.get(index))), index)
     kept = set(kinds.values())
     for index in range(layers):
         if len(kept) < LAYERS:
@@ -148,9 +154,29 @@ def shrink_heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in HEAD_DIMS:
         if isinstance(given := fields.get(name), int):
             small[name] = HIDDEN // HEADS * (1 if given * query == hidden else 2)
+    if isinstance(given := fields.get("v_head_dim"), int) and "head_dim" in small:
+        small["v_head_dim"] = small["head_dim"] if given == fields["head_dim"] else small["head_dim"] * 3 // 4
     if isinstance(by_layer := fields.get(HEADS_BY_LAYER), list):
         small[HEADS_BY_LAYER] = [HEADS if heads <= query else 2 * HEADS for heads in by_layer]
     return small
+
+
+def shrink_differing(own: Mapping[str, Any], fields: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the small fields of a layer that differs from others, so that it differs still.
+
+    Args:
+        own: The layer's own fields.
+        fields: The fields of all layers.
+        small: What these become.
+    """
+    shrunk: dict[str, Any] = {}
+    for name, value in own.items():
+        if name in (*HEAD_DIMS, *KV_HEAD_COUNTS) and isinstance(small.get(name), int):
+            more = 2 * small[name] if value > fields[name] else max(1, small[name] // 2)
+            shrunk[name] = small[name] if value == fields[name] else more
+        else:
+            shrunk[name] = shrink_field(name, value)
+    return shrunk
 
 
 def slides_everywhere(fields: Mapping[str, Any], layers: int | None) -> bool:
@@ -168,10 +194,15 @@ def shrink_rope(small: dict[str, Any]) -> int | None:
         The number of positions if the frequencies follow the length, otherwise None.
     """
     rope = small.get("rope_parameters") or small.get("rope_scaling")
-    if not isinstance(rope, dict) or rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
+    if not isinstance(rope, dict):
         return None
     dim = small.get("head_dim") or HIDDEN // HEADS
     part = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1
+    if sections := rope.get("mrope_section"):  # pairs of dimensions for time, height and width
+        each = int(dim * part) // 2 // len(sections)
+        rope["mrope_section"] = [int(dim * part) // 2 - each * (len(sections) - 1), *[each] * (len(sections) - 1)]
+    if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
+        return None
     for name in ("short_factor", "long_factor"):
         if isinstance(rope.get(name), list):
             rope[name] = rope[name][: int(dim * part) // 2]
@@ -183,7 +214,7 @@ def shrink_rope(small: dict[str, Any]) -> int | None:
 def count_weights(config: Configuration) -> int:
     """Return the number of weights of a model. It needs no memory."""
     with silence_transformers(), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        return sum(weight.numel() for weight in find_factory(config).from_config(config).parameters())
 
 
 @torch.no_grad()
@@ -198,7 +229,8 @@ def draw_miniature(config: Configuration, seed: int = 0) -> torch.nn.Module:
     """
     with silence_transformers(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        model = find_factory(config).from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        assert isinstance(model, torch.nn.Module)
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.add_(0.3 * torch.randn_like(weight))

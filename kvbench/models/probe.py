@@ -40,7 +40,7 @@ from kvbench.kernels.rerotation import rerotate
 from kvbench.kernels.rope_append import append
 from kvbench.models.decoder_step import Norms, forward_step
 from kvbench.models.decoder_weights import DecoderWeights, collect_plain_weights
-from kvbench.models.layouts import Configuration, read_config_layout
+from kvbench.models.layouts import Configuration, name_type, read_config_layout
 from kvbench.models.miniature import VOCABULARY, Unshrinkable, draw_miniature, shrink
 from kvbench.models.rotations import Rotation, find_key_norm
 from kvbench.models.transformers_port import (
@@ -139,7 +139,7 @@ def probe_miniature(model: torch.nn.Module) -> Probe:
         rotation_fault, rerotation_fault = find_rotation_faults(trial)
         norms = [find_key_norm(layer.self_attn) for layer in list_decoder_layers(model)]
         joint = any(norm.joint for norm in norms)
-        name = find_config(model).model_type
+        name = name_type(find_config(model))
         return Probe(name, rotation_fault, matches_step(trial), rerotation_fault, joint)
 
 
@@ -193,12 +193,10 @@ class Trial:
 
 def make_trial(model: torch.nn.Module) -> Trial:
     """Let a miniature read a text in one pass by `eager`, without a cache."""
-    if not any(hasattr(module, "rotary_emb") and hasattr(module, "layers") for module in model.modules()):
-        raise Refused("no module of it has both its layers and a rotary embedding")
     with blame("its configuration lacks something"):
-        PROBED[model] = anything = Probe(find_config(model).model_type, None, graphs=False)  # nothing is refused
-        layout = read_config_layout(find_config(model), anything)
         layers = list_decoder_layers(model)
+        PROBED[model] = anything = Probe(name_type(find_config(model)), None, graphs=False)  # nothing is refused
+        layout = read_config_layout(find_config(model), anything)
     if len(layers) != layout.layers or not all(hasattr(layer, "self_attn") for layer in layers):
         raise Refused("its layers have no module self_attn")
     generator = torch.Generator().manual_seed(1)

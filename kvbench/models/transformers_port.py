@@ -14,7 +14,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 
 from kvbench.interfaces.layout import Layout, Probe
@@ -23,9 +31,11 @@ from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.rerotation import rotate
 from kvbench.models.layouts import (
     LENGTH_DEPENDENT_ROPE,
+    Configuration,
     find_rotation_facts,
     read_config_layout,
     read_rope_settings,
+    read_text_type,
 )
 from kvbench.models.rotations import (
     AngleForm,
@@ -41,7 +51,7 @@ from kvbench.validation import SettingError
 
 NAME = "kvbench"
 HARMLESS = frozenset(  # arguments of attention that change none of its outputs, if nothing is trained
-    ["dropout", "position_ids", "cache_position", "use_cache"]
+    ["dropout", "position_ids", "cache_position", "use_cache", "logits_to_keep"]
     + ["output_attentions", "output_hidden_states", "output_router_logits", "return_dict"]
 )
 
@@ -290,9 +300,26 @@ def embedding_tables(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def find_class(config: object) -> type | None:
-    """Return the class of transformers' causal language model with such a configuration, or None if there is none."""
+    """Return the class of transformers' language model with such a configuration, or None if there is none.
+
+    A multimodal model is taken as a whole, so that each of its weights has a place, although no image is read.
+    """
     kind = cast(type[PreTrainedConfig], type(config))
-    return cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[kind]) if kind in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return cast(type, mapping[kind]) if kind in mapping else None
+
+
+def find_factory(config: object) -> Any:
+    """Return the class of transformers that makes and loads models of the class that `find_class` returns."""
+    return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+
+
+def is_multimodal(config: object) -> bool:
+    """Return whether a model has a text decoder beside parts for images, which transformers loads by another class."""
+    kind = cast(type[PreTrainedConfig], type(config))
+    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return False
+    return kind not in MODEL_FOR_CAUSAL_LM_MAPPING or read_text_type(cast(Configuration, config)) != kind.model_type
 
 
 def read_layout(model: torch.nn.Module) -> Layout:
@@ -305,8 +332,17 @@ def read_layout(model: torch.nn.Module) -> Layout:
 
 
 def find_text_decoder(model: torch.nn.Module) -> Any:
-    """Return the module that has the embedding, the layers, the last norm and the rotary embedding."""
-    return next(module for module in model.modules() if hasattr(module, "rotary_emb") and hasattr(module, "layers"))
+    """Return the module that has the embedding, the layers, the last norm and the rotary embedding.
+
+    A vision tower may have layers and a rotary embedding too, so only transformers' text decoder is searched.
+
+    Raises:
+        SettingError: There is no such module.
+    """
+    for module in cast(PreTrainedModel, model).get_decoder().modules():
+        if hasattr(module, "rotary_emb") and hasattr(module, "layers"):
+            return module
+    raise SettingError("model: no module of it has both its layers and a rotary embedding")
 
 
 def list_decoder_layers(model: torch.nn.Module) -> list[Any]:
@@ -492,7 +528,7 @@ def make_layer_rotation(
         rotated: Whether it rotates at all.
         state_angles: Returns what the rotary module does for positions (B, n).
     """
-    facts = find_rotation_facts(cast(PreTrainedModel, model).config.model_type, PROBED.get(model))
+    facts = find_rotation_facts(read_text_type(cast(Configuration, model.config)), PROBED.get(model))
     if facts.rotation_fault is not None:
         refuse = partial(refuse_rotation, facts.rotation_fault)
         return LayerRotation(refuse, refuse, None)

@@ -10,7 +10,7 @@ from kvbench.interfaces.codec import Packing
 from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.decoder_weights import can_collect_weights
-from kvbench.models.layouts import Configuration
+from kvbench.models.layouts import Configuration, name_type
 from kvbench.models.loading import count_parameters
 from kvbench.models.model_kinds import name_checkpoint
 from kvbench.validation import SettingError
@@ -38,7 +38,7 @@ def describe_model(model: str, tokens: int | None = None) -> list[str]:
     dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16
     facts = {
         "model": checkpoint.name,
-        "architecture": f"{config.model_type}, {how}",
+        "architecture": f"{name_type(config)}, {how}",
         **describe_layers(layout, config),
         **describe_memory(layout, config, tokens, dtype),
         "longest text": describe_length(layout),
