@@ -8,6 +8,7 @@ from torch import Tensor
 from kvbench.kernels.attention.reference import attend_reference, find_largest, pad_ragged
 from kvbench.kernels.attention.sdpa import attend_cudnn, attend_sdpa, attend_sdpa_lse, cudnn_serves
 from kvbench.kernels.dispatch import FAST, announced, choose_implementation
+from kvbench.kernels.softmax_extras import SoftmaxExtras, add_sinks, get_cap, get_sinks
 
 PLANNED = 2.5e12  # smallest work of a sample's block for cuDNN, in operations; chosen by trial on an H200 (README.md)
 
@@ -21,6 +22,7 @@ def attend(
     *,
     look: Tensor | None = None,
     lse: bool = False,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to padded rows.
@@ -33,6 +35,7 @@ def attend(
         scaling: The factor of the logits.
         look: Rows that each query head may attend to, (B, Hq, n) bool; None for all.
         lse: Whether the log-sum-exp is returned.
+        extras: Sinks and cap of the softmax; None for the plain one. The log-sum-exp includes the sinks.
         implementation: "reference" or "sdpa"; None chooses.
 
     Returns:
@@ -52,17 +55,20 @@ def attend(
         )
     if mass is not None and mass.shape != keys.shape[:3]:
         raise ValueError(f"attend: mass {tuple(mass.shape)} for keys {tuple(keys.shape)}")
-    whole = mass is None and look is None and tokens == keys.shape[2]
-    if whole and implementation is None and queries.is_cuda and queries.dtype in FAST:
-        return attend_ragged(queries, None, keys, values, scaling, lse=lse)
-    whole = whole and queries.device.type == "cpu"
-    implementation = implementation or ("reference" if lse and not whole else "sdpa")
+    plain = mass is None and look is None
+    fast = implementation is None and queries.is_cuda and queries.dtype in FAST
+    if plain and fast and (tokens == keys.shape[2] or extras is not None):
+        return attend_ragged(queries, None, keys, values, scaling, lse=lse, extras=extras)
+    whole = plain and tokens == keys.shape[2] and queries.device.type == "cpu"
+    needs_lse, capped = lse or get_sinks(extras) is not None, get_cap(extras) is not None
+    implementation = implementation or ("reference" if capped or (needs_lse and not whole) else "sdpa")
     if implementation == "reference":
-        return attend_reference(queries, keys, values, mass, scaling, look, lse)
-    if implementation != "sdpa" or (lse and not whole):
-        raise ValueError(f"attend: implementation {implementation!r} with lse={lse}")
-    if lse:
-        return attend_sdpa_lse(queries, keys, values, scaling)
+        return attend_reference(queries, keys, values, mass, scaling, look, lse, extras)
+    if implementation != "sdpa" or capped or (needs_lse and not whole):
+        raise ValueError(f"attend: implementation {implementation!r} with lse={lse}, extras={extras}")
+    if needs_lse:
+        outputs, sums = add_sinks(*attend_sdpa_lse(queries, keys, values, scaling), extras)
+        return outputs, sums if lse else None
     return attend_sdpa(queries, keys, values, mass, scaling, look), None
 
 
@@ -101,6 +107,7 @@ def attend_ragged(
     tail: int | None = None,
     step: Tensor | None = None,
     largest: Tensor | None = None,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to ragged rows and to a tail behind them, without copying them together.
@@ -116,10 +123,12 @@ def attend_ragged(
             none, a single query attends to the ragged rows.
         step: Further rows that exist in the tail, int32 on the device. A CUDA graph needs it, because all other
             arguments of a graph are fixed.
-        largest: Gets the largest product q·k, without the factor, that a query of a KV head has with each row of the
-            tail that exists, (B, H, m) in at least float32, contiguous. Other rows may get any number. With one token
-            only.
-        implementation: "reference", "triton" or "cudnn" (for a block over even heads of single tokens); None chooses.
+        largest: Gets the largest product q·k, without the factor and the cap, that a query of a KV head has with each
+            row of the tail that exists, (B, H, m) in at least float32, contiguous. Other rows may get any number. With
+            one token only.
+        extras: Sinks and cap of the softmax; None for the plain one. The log-sum-exp includes the sinks.
+        implementation: "reference", "triton" or "cudnn" (for a block over even heads of single tokens, and no cap);
+            None chooses.
 
     Returns:
         The outputs, (B, Hq, T, d) in the queries' dtype, and the log-sum-exp, (B, Hq, T) in at least float32, or None.
@@ -143,9 +152,11 @@ def attend_ragged(
         fits = largest.shape == keys.shape[:3] and largest.dtype == torch.promote_types(keys.dtype, torch.float32)
         if not fits or tokens != 1 or implementation == "cudnn" or not largest.is_contiguous():
             raise ValueError(f"attend: largest {tuple(largest.shape)} {largest.dtype} of {tokens} tokens, {room} rows")
-    implementation = choose_implementation(
-        "attend", implementation or choose_cudnn(queries, held, keys, tail, step), queries, ("cudnn",)
-    )
+    capped = get_cap(extras) is not None
+    if capped and implementation == "cudnn":
+        raise ValueError("attend: implementation 'cudnn' has no cap of logits")
+    chosen = implementation or (None if capped else choose_cudnn(queries, held, keys, tail, step))
+    implementation = choose_implementation("attend", chosen, queries, ("cudnn",))
     if implementation == "cudnn":
         keys, values = keys[:, :, :tail], values[:, :, :tail]
         earlier = (keys[:, :, : tail - tokens], values[:, :, : tail - tokens]) if tail > tokens else None
@@ -153,7 +164,7 @@ def attend_ragged(
             cut = held.keys.view(batch, heads, held.longest, dim), held.values.view(batch, heads, held.longest, dim)
             earlier = (torch.cat([cut[0], earlier[0]], 2), torch.cat([cut[1], earlier[1]], 2)) if earlier else cut
         keys, values = keys[:, :, tail - tokens :], values[:, :, tail - tokens :]
-        outputs, sums = attend_cudnn(queries, earlier, keys, values, scaling)
+        outputs, sums = add_sinks(*attend_cudnn(queries, earlier, keys, values, scaling), extras)
         return outputs, sums if lse else None
     if implementation == "triton":
         from kvbench.kernels.attention.triton import attend_triton, count_together
@@ -165,15 +176,15 @@ def attend_ragged(
         if held is not None:
             parts = held.keys, held.values, held.mass, held.starts, held.lengths
         longest = (tail if step is None else room) + (0 if held is None else held.longest)
-        return attend_triton(queries, parts, keys, values, scaling, longest, tail, lse, step, largest)
+        return attend_triton(queries, parts, keys, values, scaling, longest, tail, lse, step, largest, extras)
     if largest is not None:
         largest.copy_(find_largest(queries, keys))
     tail += 0 if step is None else int(step)
     keys, values = keys[:, :, :tail], values[:, :, :tail]
     if held is None:
-        return attend_reference(queries, keys, values, None, scaling, None, lse)
+        return attend_reference(queries, keys, values, None, scaling, None, lse, extras)
     everything = pad_ragged(held.keys, held.values, held.mass, held.starts, held.lengths, keys, values)
-    return attend_reference(queries, *everything, scaling, None, lse)
+    return attend_reference(queries, *everything, scaling, None, lse, extras)
 
 
 def choose_cudnn(queries: Tensor, held: RaggedRows | None, keys: Tensor, tail: int, step: Tensor | None) -> str | None:

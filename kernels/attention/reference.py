@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kvbench.kernels.softmax_extras import SoftmaxExtras, add_sinks, cap_logits
+
 CHUNK = 1 << 24  # logits that are held at once
 
 
@@ -13,7 +15,14 @@ def visible_mask(tokens: int, start: int, stop: int, rows: int, device: torch.de
 
 
 def attend_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, mass: Tensor | None, scaling: float, look: Tensor | None, lse: bool
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mass: Tensor | None,
+    scaling: float,
+    look: Tensor | None,
+    lse: bool,
+    extras: SoftmaxExtras | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
@@ -24,7 +33,7 @@ def attend_reference(
     step = max(1, CHUNK // (batch * query_heads * rows))
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
-        logits = grouped[..., start:stop, :].to(dtype) @ keys[:, :, None].mT * scaling
+        logits = cap_logits(grouped[..., start:stop, :].to(dtype) @ keys[:, :, None].mT * scaling, extras)
         if mass is not None:
             logits = logits + mass.log().to(dtype)[:, :, None, None]
         logits = logits.masked_fill(~visible_mask(tokens, start, stop, rows, keys.device), -torch.inf)
@@ -32,7 +41,8 @@ def attend_reference(
             logits = logits.masked_fill(~look.view(batch, heads, -1, 1, rows), -torch.inf)
         outputs[..., start:stop, :] = logits.softmax(-1) @ values[:, :, None]
         sums[..., start:stop] = logits.logsumexp(-1)
-    return outputs.view_as(queries), sums.view(batch, query_heads, tokens) if lse else None
+    outputs, sums = add_sinks(outputs.view_as(queries), sums.view(batch, query_heads, tokens), extras)
+    return outputs, sums if lse else None
 
 
 def find_largest(queries: Tensor, keys: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbench.kernels.attention.reference import CHUNK, visible_mask
+from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits, weigh_logits
 
 PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -107,7 +108,14 @@ def _bias(
     return bias.reshape(*bias.shape[:2], -1, rows)
 
 
-def attend_windowed(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
+def attend_windowed(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    window: int | None,
+    extras: SoftmaxExtras | None = None,
+) -> Tensor:
     """Attend within a sliding window.
 
     Args:
@@ -116,10 +124,13 @@ def attend_windowed(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
         values: (B, H, n, d)
         scaling: The factor of the logits.
         window: Number of last rows that a query sees; None for all.
+        extras: Sinks and cap of the softmax; None for the plain one.
 
     Returns:
         The outputs, (B, Hq, T, d).
     """
+    if extras is not None:
+        return attend_windowed_extras(queries, keys, values, scaling, window, extras)
     tokens, rows = queries.shape[2], keys.shape[2]
     step = max(1, CHUNK // (queries.shape[0] * queries.shape[1] * rows))
     outputs = torch.empty_like(queries)
@@ -133,8 +144,40 @@ def attend_windowed(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
     return outputs
 
 
-def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, seen: Tensor) -> Tensor:
+def attend_windowed_extras(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None, extras: SoftmaxExtras
+) -> Tensor:
+    """Attend within a window as torch's kernels cannot. Each chunk of queries reads only the rows of its windows."""
+    tokens, rows = queries.shape[2], keys.shape[2]
+    reach = rows if window is None else min(window, rows)
+    step = max(1, min(reach, CHUNK // (2 * queries.shape[0] * queries.shape[1] * reach)))
+    outputs = torch.empty_like(queries)
+    for start in range(0, tokens, step):
+        stop = min(start + step, tokens)
+        last = torch.arange(start, stop, device=keys.device)[:, None] + rows - tokens
+        read = slice(max(0, rows - tokens + start - reach + 1), rows - tokens + stop)
+        place = torch.arange(read.start, read.stop, device=keys.device)
+        seen = (place <= last) & (place > last - reach)
+        given = queries[:, :, start:stop], keys[:, :, read], values[:, :, read]
+        outputs[:, :, start:stop] = attend_masked(*given, scaling, seen, extras)
+    return outputs
+
+
+def attend_masked(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    seen: Tensor,
+    extras: SoftmaxExtras | None = None,
+) -> Tensor:
     """Attend with queries (B, Hq, T, d) to the keys and values (B, H, n, d) of the rows that `seen` (T, n) marks."""
+    if extras is not None:
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        grouped = queries.unflatten(1, (keys.shape[1], -1)).to(dtype)
+        logits = cap_logits(grouped @ keys[:, :, None].to(dtype).mT * scaling, extras).masked_fill(~seen, -torch.inf)
+        outputs = weigh_logits(logits, extras) @ values[:, :, None].to(dtype)
+        return outputs.flatten(1, 2).to(queries.dtype)
     with avoid_plans(queries):
         return scaled_dot_product_attention(
             queries, keys, values, attn_mask=seen, scale=scaling, enable_gqa=keys.shape[1] != queries.shape[1]

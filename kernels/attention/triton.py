@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_cap, get_sinks
+
 LOG2E = tl.constexpr(1.4426950408889634)
 PROGRAMS = {16: 512, 32: 512, 64: 264, 128: 132}  # most programs that rows are split into, by a program's queries
 SPLITS = (16, 128)  # most splits that are joined at once; only two values, because each is compiled
@@ -31,6 +33,26 @@ def add_tile(logits, v, m, norm, acc):
     norm = norm * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")  # (M, D)
     return new, norm, acc
+
+
+@triton.jit
+def cap_tile(logits, CAP: tl.constexpr):
+    """Return CAP·tanh(logits / CAP), or the logits if CAP is None. Both are in the same base."""
+    if CAP is not None:
+        logits = CAP - 2.0 * CAP / (1.0 + tl.exp2(logits * (2.0 * LOG2E / CAP)))
+    return logits
+
+
+@triton.jit
+def add_sink(m, norm, acc, sink):
+    """Add a sink, a term of the denominator without a value, to an online softmax in base 2. Shapes as in `add_tile`.
+
+    `sink` (M,) is a logit in base e; -inf for none.
+    """
+    sink = sink.to(tl.float32) * LOG2E
+    new = tl.maximum(m, sink)
+    shrink = tl.exp2(m - new)
+    return new, norm * shrink + tl.exp2(sink - new), acc * shrink[:, None]
 
 
 @triton.jit
@@ -58,12 +80,13 @@ def attend_tile(
     LARGEST: tl.constexpr = False,
     asking=None,
     largest=None,
+    CAP: tl.constexpr = None,
 ):
     """Process one tile of rows.
 
     `row` (N,) are the rows' indices; those before `stop` exist. With MASKED a query sees rows up to `limit` (M,).
     `offset` is the number of elements from keys and values to row 0. With LARGEST, each row's largest product with the
-    queries that there are, `asking` (M,), is stored.
+    queries that there are, `asking` (M,), is stored. CAP is the cap of the logits in base 2, or None.
     """
     here = row < stop
     where = here[:, None] if WHOLE else here[:, None] & (columns < dim)[None]
@@ -74,7 +97,7 @@ def attend_tile(
     logits = tl.dot(q, k.T, input_precision="ieee")  # (M, N); for float32 inputs; other products are exact anyway
     if LARGEST:
         tl.store(largest + row, tl.max(tl.where(asking[:, None], logits, float("-inf")), 0), mask=here)
-    logits *= scale
+    logits = cap_tile(logits * scale, CAP)
     if MASS:
         weight = tl.load(mass + offset + row, mask=here, other=1).to(tl.float32)  # (N,)
         logits += tl.log2(weight)[None]
@@ -102,6 +125,7 @@ def _few(
     part_acc,
     part_max,
     part_norm,
+    sinks,
     query_heads,
     heads,
     tokens,
@@ -130,6 +154,7 @@ def _few(
     D: tl.constexpr,
     WHOLE: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Attend with M queries of one KV head to one of `splits` ranges of its rows.
 
@@ -191,6 +216,7 @@ def _few(
                 False,
                 WHOLE,
                 CAST,
+                CAP=CAP,
             )
     keys = tail_keys + b.to(tl.int64) * sk_b + h.to(tl.int64) * sk_h
     values = tail_values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
@@ -220,8 +246,12 @@ def _few(
             LARGEST,
             asking,
             largest + head.to(tl.int64) * room,
+            CAP,
         )
     if SINGLE:
+        if sinks is not None:
+            sink = tl.load(sinks + query_head, mask=asking, other=float("-inf"))
+            m, norm, acc = add_sink(m, norm, acc, sink)
         place = (b.to(tl.int64) * query_heads + query_head) * tokens + t
         tl.store(outputs + place[:, None] * dim + columns[None], acc / norm[:, None], mask=where)
         if LSE:
@@ -247,8 +277,10 @@ def combine_splits(
     LSE: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    sinks=None,
+    query_heads=1,
 ):
-    """Join the splits of one query. There is a program for each (sample, query head, token)."""
+    """Join the splits of one query, and its head's sink. There is a program for each (sample, query head, token)."""
     place = tl.program_id(0).to(tl.int64)
     head, rest = place // (group * tokens), place % (group * tokens)
     split, columns = tl.arange(0, S), tl.arange(0, D)
@@ -258,8 +290,13 @@ def combine_splits(
     where = (split < splits)[:, None] & (columns < dim)[None]
     acc = tl.load(part_acc + index[:, None] * dim + columns[None], mask=where, other=0.0)  # (S, D)
     most = tl.max(m, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + place // tokens % query_heads).to(tl.float32) * LOG2E
+        most = tl.maximum(most, sink)
     weight = tl.exp2(m - most)
     total = tl.sum(weight * norm, 0)
+    if sinks is not None:
+        total += tl.exp2(sink - most)
     tl.store(outputs + place * dim + columns, tl.sum(acc * weight[:, None], 0) / total, mask=columns < dim)
     if LSE:
         tl.store(lse + place, (most + tl.log2(total)) / LOG2E)
@@ -277,6 +314,7 @@ def _many(
     tail_values,
     outputs,
     lse,
+    sinks,
     query_heads,
     heads,
     tokens,
@@ -300,6 +338,7 @@ def _many(
     D: tl.constexpr,
     WHOLE: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Attend with M queries of one query head to the rows that they see. The last queries see most and come first."""
     block, query_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -346,6 +385,7 @@ def _many(
                 False,
                 WHOLE,
                 CAST,
+                CAP=CAP,
             )
     keys = tail_keys + b.to(tl.int64) * sk_b + h.to(tl.int64) * sk_h
     values = tail_values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
@@ -372,6 +412,7 @@ def _many(
             False,
             WHOLE,
             CAST,
+            CAP=CAP,
         )
     for first in range(whole, tl.minimum(tail, tail - tokens + (block + 1) * M), N):
         m, norm, acc = attend_tile(
@@ -395,7 +436,10 @@ def _many(
             True,
             WHOLE,
             CAST,
+            CAP=CAP,
         )
+    if sinks is not None:
+        m, norm, acc = add_sink(m, norm, acc, tl.load(sinks + head_of_sample + tl.zeros([M], tl.int32)))
     place = query_head.to(tl.int64) * tokens + t
     tl.store(outputs + place[:, None] * dim + columns[None], acc / norm[:, None], mask=where)
     if LSE:
@@ -409,6 +453,12 @@ def count_together(queries: Tensor) -> int:
     return 64 if queries.shape[3] > 128 else 128
 
 
+def find_cap(extras: SoftmaxExtras | None) -> float | None:
+    """Return the cap of logits in base 2, or None if there is none. Kernels are compiled for it."""
+    cap = get_cap(extras)
+    return None if cap is None else cap * LOG2E.value
+
+
 def attend_triton(
     queries: Tensor,
     held: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor] | None,
@@ -420,6 +470,7 @@ def attend_triton(
     lse: bool,
     step: Tensor | None,
     largest: Tensor | None,
+    extras: SoftmaxExtras | None,
 ) -> tuple[Tensor, Tensor | None]:
     """See `attend_ragged`. `longest` is the largest number of rows that a head may have.
 
@@ -440,9 +491,11 @@ def attend_triton(
         "MASS": mass is not None,
         "LSE": lse,
         "CAST": triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16,
+        "CAP": find_cap(extras),
     }
     strides = (*queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     scale, mass = scaling * LOG2E.value, held_keys if mass is None else mass
+    sinks = get_sinks(extras)
     given = (queries, held_keys, held_values, mass, starts, lengths, keys, values)
     block_of_prompt = group * tokens > FEW  # rounded alike in any batch, because methods select rows by it
     if block_of_prompt and largest is None and query_heads * triton.cdiv(tokens, 128) >= ENOUGH:
@@ -452,6 +505,7 @@ def attend_triton(
             *given,
             outputs,
             sums,
+            sinks,
             query_heads,
             heads,
             tokens,
@@ -489,6 +543,7 @@ def attend_triton(
                 lse,
                 step,
                 None if largest is None else largest[chunk],
+                extras,
             )
             if part_sums is not None:
                 sums[chunk] = part_sums
@@ -506,6 +561,7 @@ def attend_triton(
         outputs,
         sums,
         *parts,
+        sinks,
         query_heads,
         heads,
         tokens,
@@ -536,6 +592,8 @@ def attend_triton(
             LSE=lse,
             S=SPLITS[most > SPLITS[0]],
             D=sizes["D"],
+            sinks=sinks,
+            query_heads=query_heads,
             num_warps=4,
         )
     return outputs, sums if lse else None

@@ -37,6 +37,7 @@ from kvbench.interfaces.observation import LayerInputs, Observation, ReadRequest
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend, attend_ragged
 from kvbench.kernels.dispatch import FAST
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 class Layers(list["Layer | None"]):
@@ -189,6 +190,7 @@ class Layer:
         scaling: float,
         output_weight: Tensor,
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
+        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         """Attend to all rows, then ask the method and cut the layer.
 
@@ -197,6 +199,7 @@ class Layer:
             scaling: The factor of the logits.
             output_weight: The layer's output projection W_o.
             rotation: The model's rotary embedding: positions -> cos, sin.
+            extras: Sinks and cap of the layer's softmax; None for the plain one.
 
         Returns:
             The attention outputs, (B, H·G, T, d).
@@ -213,6 +216,7 @@ class Layer:
                 first=first,
                 prompt=progress.prompt,
                 scaling=scaling,
+                extras=extras,
                 quota=progress.look,
                 fraction=progress.fraction,
                 packed=self.find_packed() if self.choice.codec.packs and self.choice.method.attends_subset else None,
@@ -221,9 +225,9 @@ class Layer:
                 look = expecting(self.method, held=rows.longest_head).read(request, view, self.state)
         if self.choice.method.uses_cache_positions and not (rows.even and rows.longest_head == rows.seen):
             rolled = rotate_by_slot(queries, view(), rotation)
-        outputs, lse = self.run_attention(queries, scaling, look, rolled)
+        outputs, lse = self.run_attention(queries, scaling, look, rolled, extras)
         seen = (queries.detach(), outputs.detach()) if self.differentiates else (queries, outputs)
-        self.after_attention(*seen, lse, scaling, output_weight, rotation, view)
+        self.after_attention(*seen, lse, scaling, output_weight, rotation, view, extras)
         return outputs
 
     def find_packed(self, more: int = 0) -> tuple[int, int] | None:
@@ -240,7 +244,12 @@ class Layer:
         return None
 
     def run_attention(
-        self, queries: Tensor, scaling: float, look: Tensor | None, rolled: tuple[Tensor, Tensor] | None
+        self,
+        queries: Tensor,
+        scaling: float,
+        look: Tensor | None,
+        rolled: tuple[Tensor, Tensor] | None,
+        extras: SoftmaxExtras | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention outputs and, if the method wants them, the log-sum-exps.
 
@@ -249,24 +258,24 @@ class Layer:
             scaling: The factor of the logits.
             look: Rows that each query head attends to, (B, H·G, n) bool; None for all.
             rolled: Queries and keys to use instead of the given queries and the rows' keys.
+            extras: Sinks and cap of the softmax; None for the plain one.
         """
         rows, lse = self.rows, "lse" in self.choice.method.wants
         if self.fresh is not None:
-            return self.run_differentiable_attention(queries, scaling), None
+            return self.run_differentiable_attention(queries, scaling, extras), None
         held = rows.stored is not None or queries.shape[2] < rows.tail
         if queries.is_cuda and queries.dtype in FAST and held and rows.is_raw and look is None and rolled is None:
             self.count_attended(None, None)
             self.rows = rows = rows.with_starts()
             assert rows.tail_keys is not None and rows.tail_values is not None  # the block was appended to the tail
-            return attend_ragged(
-                queries, rows.ragged(), rows.tail_keys, rows.tail_values, scaling, lse=lse, tail=rows.tail
-            )
+            tail = rows.tail_keys, rows.tail_values
+            return attend_ragged(queries, rows.ragged(), *tail, scaling, lse=lse, tail=rows.tail, extras=extras)
         keys, values, mass = rows.attention_view()
         self.count_attended(look, mass)
         asking, keys = rolled or (queries, keys)
-        return attend(asking, keys, values, mass, scaling, look=look, lse=lse)
+        return attend(asking, keys, values, mass, scaling, look=look, lse=lse, extras=extras)
 
-    def run_differentiable_attention(self, queries: Tensor, scaling: float) -> Tensor:
+    def run_differentiable_attention(self, queries: Tensor, scaling: float, extras: SoftmaxExtras | None) -> Tensor:
         """Return the attention outputs of a block over all rows, (B, H·G, T, d). Gradients reach only the block.
 
         The backward pass computes the outputs again, so that only the block is held for it.
@@ -278,7 +287,8 @@ class Layer:
 
         def work(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             keys, values = torch.cat([held[0], keys], 2), torch.cat([held[1], values], 2)
-            return attend(queries, keys, values, None, scaling, implementation="sdpa")[0]
+            name = "sdpa" if extras is None else "reference"
+            return attend(queries, keys, values, None, scaling, extras=extras, implementation=name)[0]
 
         outputs: Tensor = checkpoint(work, queries, *fresh, use_reentrant=False, preserve_rng_state=False)
         return outputs
@@ -299,6 +309,7 @@ class Layer:
         output_weight: Tensor,
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
         view: Callable[[], Rows],
+        extras: SoftmaxExtras | None = None,
     ) -> None:
         """Let the method see the block, then cut the layer if a cut is due. `view` returns the rows."""
         method, progress = self.choice.method, self.progress
@@ -330,6 +341,7 @@ class Layer:
             unrotated_keys=unrotated,
             hidden=inputs.hidden if inputs and "hidden" in method.wants else None,
             normed_hidden=inputs.normed_hidden if inputs and "normed_hidden" in method.wants else None,
+            extras=extras,
         )
         if self.asked is not None:
             observation = watch(observation, self.asked)

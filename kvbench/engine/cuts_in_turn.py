@@ -14,6 +14,7 @@ from kvbench.cache.layer import Layer, Lazy
 from kvbench.cache.storage import StoredRows
 from kvbench.engine.shared_scores import SharedScores
 from kvbench.interfaces.rows import Rows
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
 
 
 class ContextFailed(Exception):
@@ -48,11 +49,13 @@ class SeenBlock:
     scaling: float
     output_weight: Tensor
     rotation: Callable[[Tensor], tuple[Tensor, Tensor]]
+    extras: SoftmaxExtras | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors of the block and of the layer."""
-        return [tensor for tensor in (self.queries, self.outputs, self.lse, self.output_weight) if tensor is not None]
+        given = self.queries, self.outputs, self.lse, self.output_weight, get_sinks(self.extras)
+        return [tensor for tensor in given if tensor is not None]
 
 
 def cut_in_turn(
@@ -103,6 +106,7 @@ def cut_in_turn(
                 block.output_weight,
                 block.rotation,
                 own_views[number],
+                block.extras,
             )
             layer.share_scores = None
             check(f"method={layer.choice.method.name}", shown)

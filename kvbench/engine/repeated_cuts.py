@@ -25,6 +25,7 @@ from kvbench.engine.graph_decoding import record_launches
 from kvbench.engine.quota_rows import repeats_cuts
 from kvbench.interfaces.observation import State
 from kvbench.kernels.dispatch import is_announcing
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_cap, get_sinks
 from kvbench.validation import ContractError
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ class CutGraph:
             outputs=block.outputs.clone(),
             lse=copy_tensor(block.lse),
             output_weight=block.output_weight.clone(),
+            extras=copy_extras(block.extras),
         )
         self.rows = {id(layer.rows): layer.rows.copy_tail() for layer in layers.values()}
         self.sources = {id(layer.rows): number for number, layer in layers.items()}
@@ -128,7 +130,7 @@ class CutGraph:
 
         The captured hooks rotate as their layer does, so the block's layer must rotate alike.
         """
-        if block.rotation is not self.block.rotation:
+        if block.rotation is not self.block.rotation or describe(block.extras) != describe(self.block.extras):
             return False
         pairs = [*zip(block.tensors, self.block.tensors, strict=True)]
         for key, number in self.sources.items():
@@ -163,6 +165,16 @@ class CutGraph:
 def copy_tensor(value: T) -> T:
     """Return a copy of a tensor, and any other value itself."""
     return cast(T, value.clone()) if isinstance(value, Tensor) else value
+
+
+def copy_extras(extras: SoftmaxExtras | None) -> SoftmaxExtras | None:
+    """Return a copy whose sinks lie in memory of their own."""
+    return None if extras is None else replace(extras, sinks=copy_tensor(extras.sinks))
+
+
+def describe(extras: SoftmaxExtras | None) -> tuple[bool, float | None]:
+    """Return what must be equal for the same operations to compute two softmaxes."""
+    return get_sinks(extras) is not None, get_cap(extras)
 
 
 def mark(value: object) -> object:

@@ -24,6 +24,7 @@ from kvbench.engine.shared_scores import SharedScores, group_by_scores
 from kvbench.engine.spending import move
 from kvbench.engine.timing import Stamps, now
 from kvbench.interfaces.observation import LayerInputs
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.models.transformers_port import forward, kvbench_attention, make_cache
 from kvbench.validation import ContractError
 
@@ -89,17 +90,18 @@ class FanOutLayer:
         scaling: float,
         output_weight: Tensor,
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
+        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         """Attend once, then cut all layers. Arguments and result are those of `Layer.attend`."""
         # a layer with raw rows need not rotate keys again
         reader = next((layer for layer in self.layers if layer.rows.is_raw), self.layers[0])
-        outputs, lse = reader.run_attention(queries, scaling, None, None)
+        outputs, lse = reader.run_attention(queries, scaling, None, None, extras)
         for layer in self.layers:
             if layer is not reader:
                 layer.count_attended(None, None)
         self.stamps = Stamps(queries.device.type)
         self.stamps.put()
-        block = SeenBlock(queries, outputs, lse, scaling, output_weight, rotation)
+        block = SeenBlock(queries, outputs, lse, scaling, output_weight, rotation, extras)
         done = self.repeated.cut(self.place, self.layers, block)
         self.stamps.put()
         others = {number: layer for number, layer in enumerate(self.layers) if number not in done}

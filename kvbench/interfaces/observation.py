@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.validation import SettingError
 
 
@@ -126,6 +127,10 @@ class Observation:
     """Hidden states behind the layer's norm, which the projections of queries, keys and values read, (B, T, hidden).
     None unless the method wants them.
     """
+    extras: SoftmaxExtras | None = None
+    """Sinks and cap of the layer's softmax, which its outputs and the log-sum-exps include; None for the plain one.
+    Kernels that compute probabilities take them.
+    """
     gradient: Tensor | None = None
     """Gradient of the method's `objective` by what the layer's attention returns, after W_o, (B, T, hidden). None
     unless the method wants it, and the block is an `ExtraRead`.
@@ -197,3 +202,5 @@ class ReadRequest:
     """Start and stop of the rows that the codec has packed in this layer, or in the next one for which it tells
     (`Codec.find_packed`). None if it tells for none.
     """
+    extras: SoftmaxExtras | None = None
+    """Sinks and cap of the layer's softmax; None for the plain one."""

@@ -38,6 +38,7 @@ from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.fused_linear import rms_norm_linear
 from kvbench.kernels.rerotation import rerotate
 from kvbench.kernels.rope_append import append
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.models.decoder_step import Norms, forward_step
 from kvbench.models.decoder_weights import DecoderWeights, collect_plain_weights
 from kvbench.models.layouts import Configuration, name_type, read_config_layout
@@ -294,14 +295,21 @@ class WatchedLayer:
         self.layer.append(keys, values)
         self.appended += 1
 
-    def attend(self, queries: Tensor, scaling: float, output_weight: Tensor, rotation: Rotation) -> Tensor:
+    def attend(
+        self,
+        queries: Tensor,
+        scaling: float,
+        output_weight: Tensor,
+        rotation: Rotation,
+        extras: SoftmaxExtras | None = None,
+    ) -> Tensor:
         """Attend after the shape of W_o was checked."""
         expected = (self.layout.hidden, queries.shape[1] * self.layout.dim)
         if output_weight.shape != expected:
             raise Refused(f"layer {self.layer.index}: W_o is {tuple(output_weight.shape)}, expected {expected}")
         self.attended += 1
         self.move_keys(rotation)
-        return self.layer.attend(queries, scaling, output_weight, rotation)
+        return self.layer.attend(queries, scaling, output_weight, rotation, extras)
 
     def move_keys(self, rotation: Rotation) -> None:
         """Rotate the block's keys to other positions, and compare them with keys that were rotated to these at once."""

@@ -29,6 +29,7 @@ from kvbench.interfaces.layout import Layout, Probe
 from kvbench.interfaces.observation import KeyRotation, LayerInputs
 from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.rerotation import rotate
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.models.layouts import (
     LENGTH_DEPENDENT_ROPE,
     Configuration,
@@ -83,6 +84,7 @@ class AttentionLayer(Protocol):
         scaling: float,
         output_weight: Tensor,
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
+        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         """Return the attention outputs of the block that was appended last."""
 
@@ -208,6 +210,8 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend for transformers, which calls this function by name.
@@ -220,23 +224,41 @@ def attention(
         attention_mask: None; attention is causal.
         scaling: The factor of the logits; None is 1/√d.
         sliding_window: Number of tokens of the layer's window.
+        s_aux: The layer's sinks, one logit for each query head, (Hq,) (gpt-oss).
+        softcap: The cap of the logits (Gemma 2).
         **kwargs: Not used (`HARMLESS`).
 
     Returns:
         The outputs, (B, T, Hq, d), and None for the probabilities.
 
     Raises:
-        SettingError: The model computes another attention, for example with sinks or a cap of the logits.
+        SettingError: The model computes another attention, for example with a bias of positions.
     """
     refuse_arguments({"attention_mask": attention_mask, **kwargs})
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    extras = make_extras(query, s_aux, softcap)
     with torch.cuda.device_of(query):  # a layer's kernels must run on the layer's GPU
         if isinstance(key, CacheLayerPort):
             query = put_in_order(query, key.turning.order)
-            outputs = key.layer.attend(query, scaling, module.o_proj.weight, key.turning.again)
+            outputs = key.layer.attend(query, scaling, module.o_proj.weight, key.turning.again, extras)
         else:
-            outputs = attend_windowed(query, key, value, scaling, sliding_window)
+            outputs = attend_windowed(query, key, value, scaling, sliding_window, extras)
     return outputs.transpose(1, 2), None
+
+
+def make_extras(query: Tensor, sinks: Tensor | None, cap: float | None) -> SoftmaxExtras | None:
+    """Return what the softmax of a layer with queries (B, Hq, T, d) has beside its logits, or None if it is plain.
+
+    Raises:
+        SettingError: The sinks are not one logit for each query head, or the cap is not above 0.
+    """
+    if sinks is None and cap is None:
+        return None
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise SettingError(f"model: its attention takes s_aux {tuple(sinks.shape)} for {query.shape[1]} query heads")
+    if cap is not None and not cap > 0:
+        raise SettingError(f"model: its attention takes softcap={cap}, expected a number above 0")
+    return SoftmaxExtras(None if sinks is None else sinks.detach(), cap)
 
 
 def refuse_arguments(given: Mapping[str, object]) -> None:

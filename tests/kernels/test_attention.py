@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvbench.kernels.attention import RaggedRows, attend, attend_ragged, choose_cudnn
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from tests.support.selection import only_in_full
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,6 +73,28 @@ def test_triton_agrees_with_the_equation(shape, enough, merged, dtype, monkeypat
     assert (own - sums).abs().max() <= 2e-5
     without, none = attend_ragged(queries, held, keys, values, scaling, implementation="triton")
     assert none is None and torch.equal(without, found)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("sinks, cap", [(True, None), (False, 1.5), (True, 1.5)])
+@pytest.mark.parametrize("programs", [1, 512], ids=["single", "split"])
+@pytest.mark.parametrize("enough", [0, 10**6], ids=["many", "few"])
+@pytest.mark.parametrize("shape", [(2, 2, 3, 1, 5, 37, 32), (2, 1, 3, 5, 9, 70, 16)], ids=str)
+def test_sinks_and_caps(shape, enough, programs, sinks, cap, monkeypatch):
+    monkeypatch.setattr("kvbench.kernels.attention.triton.ENOUGH", enough)
+    monkeypatch.setattr("kvbench.kernels.attention.triton.PROGRAMS", dict.fromkeys((16, 32, 64, 128), programs))
+    monkeypatch.setattr("kvbench.kernels.attention.triton.FEW", 0)
+    queries, held, keys, values = made(shape, True, torch.float32)
+    one_each = torch.tensor([40.0, -3.0, 0.0, 1.0, -40.0, 2.0], device=DEVICE)[: queries.shape[1]]
+    extras = SoftmaxExtras(one_each if sinks else None, cap)
+    exact, sums = attend_ragged(
+        queries.double(), as_double(held), keys.double(), values.double(), 0.2, lse=True, extras=extras
+    )
+    found, own = attend_ragged(queries, held, keys, values, 0.2, lse=True, extras=extras, implementation="triton")
+    largest = max(values.abs().max(), held.values.abs().max())
+    assert (found - exact).abs().max() <= largest * 2e-6 and (own - sums).abs().max() <= 2e-5
+    plain, _ = attend_ragged(queries, held, keys, values, 0.2, implementation="triton")
+    assert (found - plain).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("enough", [0, 10**6], ids=["many", "few"])
@@ -263,7 +286,7 @@ def test_what_does_not_fit_is_refused(change, word):
         attend_ragged(queries, held, keys, values, 0.2, **change)
 
 
-def ahead_of_time(kind, dtype, dim):
+def ahead_of_time(kind, dtype, dim, extras):
     from kvbench.kernels.attention import triton as own
 
     kernel = getattr(own, kind)
@@ -279,8 +302,9 @@ def ahead_of_time(kind, dtype, dim):
     constants = {
         "D": dim, "WHOLE": True, "HELD": True, "MASS": True, "LSE": True, "CAST": False, "STEP": True,
         "SINGLE": False, "LARGEST": True, "M": 128 if kind == "_many" else 16, "N": 64, "S": 64,
+        **({"CAP": 50.0} if extras else {"CAP": None, "sinks": None}),
     }  # fmt: skip
-    pointers = ("queries", "keys", "values", "outputs")
+    pointers = ("queries", "keys", "values", "outputs", "sinks")
     types = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -296,4 +320,5 @@ def ahead_of_time(kind, dtype, dim):
 def ahead():
     for kind in ("_few", "_many", "combine_splits"):
         for dim in (64, 128):
-            yield ahead_of_time(kind, "bf16", dim)
+            for extras in (True, False):
+                yield ahead_of_time(kind, "bf16", dim, extras)

@@ -15,6 +15,7 @@ from kvbench.kernels.attention import sdpa as attend_sdpa
 from kvbench.kernels.max_attention import max_attention
 from kvbench.kernels.soft_matching import even_rows, match
 from kvbench.kernels.soft_matching import reference as match_reference
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.kernels.window_attention import window_probabilities
 from kvbench.kernels.window_attention.pooling import pool
 
@@ -51,7 +52,7 @@ def made(shape, mass="all", look=False, seed=0):
     return queries, keys, values, masses, seen
 
 
-def by_loops(queries, keys, values, mass, scaling, look=None, sliding=None):
+def by_loops(queries, keys, values, mass, scaling, look=None, sliding=None, sinks=None, cap=None):
     """Outputs and log-sum-exps, one query and one row at a time."""
     batch, query_heads, tokens, _ = queries.shape
     heads, rows = keys.shape[1:3]
@@ -67,8 +68,9 @@ def by_loops(queries, keys, values, mass, scaling, look=None, sliding=None):
                     hidden = look is not None and not look[b, q, j]
                     if m == 0 or hidden or (sliding is not None and j <= last - sliding):
                         continue
-                    weights[j] = m * math.exp(float(queries[b, q, t] @ keys[b, h, j]) * scaling)
-                total = sum(weights.values())
+                    logit = float(queries[b, q, t] @ keys[b, h, j]) * scaling
+                    weights[j] = m * math.exp(logit if cap is None else cap * math.tanh(logit / cap))
+                total = sum(weights.values()) + (0 if sinks is None else math.exp(float(sinks[q])))
                 for j, weight in weights.items():
                     outputs[b, q, t] += weight / total * values[b, h, j]
                 sums[b, q, t] = math.log(total)
@@ -96,6 +98,31 @@ def test_attend(shape, mass, look):
         torch.testing.assert_close(outputs.double(), expected, rtol=0, atol=tolerance)
     outputs, none = attend(*inputs[:4], scaling, look=inputs[4], implementation="sdpa")
     torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("cap", [None, 0.9])
+@pytest.mark.parametrize("sinks", [None, (0.5, -2.0, 3.0, 90.0, 1.0, -90.0, 0.0, 2.0)])
+@pytest.mark.parametrize("shape, mass, look", [(SHAPES[3], "merged", True), (SHAPES[1], "all", False)])
+def test_sinks_and_caps(shape, mass, look, sinks, cap):
+    """A sink is one more term of the denominator, and a cap bends logits before the mass."""
+    *inputs, seen = made(shape, mass, look)
+    logits = None if sinks is None else torch.tensor(sinks, dtype=torch.float64)[: inputs[0].shape[1]]
+    extras = SoftmaxExtras(logits, cap)
+    expected, sums = by_loops(*inputs, 0.3, seen, sinks=logits, cap=cap)
+    outputs, lse = attend(*inputs, 0.3, look=seen, lse=True, extras=extras, implementation="reference")
+    torch.testing.assert_close((outputs, lse), (expected, sums), rtol=1e-10, atol=1e-12)
+    without_lse, none = attend(*inputs, 0.3, look=seen, extras=extras)
+    assert none is None
+    torch.testing.assert_close(without_lse, expected, rtol=1e-10, atol=1e-12)
+    if shape[3] == shape[4]:
+        outputs, lse = attend(*(x if x is None else x.float() for x in inputs), 0.3, lse=True, extras=extras)
+        torch.testing.assert_close((outputs.double(), lse.double()), (expected, sums), rtol=1e-5, atol=1e-5)
+
+
+def test_sdpa_refuses_a_cap():
+    queries, keys, values, *_ = made(SHAPES[1])
+    with pytest.raises(ValueError, match="attend: implementation 'sdpa'"):
+        attend(queries, keys, values, None, 0.3, extras=SoftmaxExtras(cap=1.0), implementation="sdpa")
 
 
 @pytest.mark.cover
@@ -182,6 +209,10 @@ def test_attend_windowed(shape, chunk, sliding, monkeypatch):
     queries, keys, values, _, _ = made(shape)
     expected, _ = by_loops(queries, keys, values, None, 0.3, sliding=sliding)
     found = attend_sdpa.attend_windowed(queries, keys, values, 0.3, sliding)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    sinks = torch.linspace(-2, 4, queries.shape[1], dtype=torch.float64)
+    expected, _ = by_loops(queries, keys, values, None, 0.3, sliding=sliding, sinks=sinks, cap=0.9)
+    found = attend_sdpa.attend_windowed(queries, keys, values, 0.3, sliding, SoftmaxExtras(sinks, 0.9))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 

@@ -193,9 +193,9 @@ def test_a_centroid_for_each_row_attends_to_the_best_rows():
     layer = held.contexts[0].own_layers[0]
     own, attend = [], layer.run_attention
 
-    def note(queries, scaling, look, rolled):
+    def note(queries, scaling, look, *more):
         own.append((queries, look))
-        return attend(queries, scaling, look, rolled)
+        return attend(queries, scaling, look, *more)
 
     layer.run_attention = note
     held.extend(ids(1, seed=1))

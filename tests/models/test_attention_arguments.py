@@ -9,11 +9,15 @@ from kvbench.validation import SettingError
 ROWS = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    "given", [dict(softcap=50.0), dict(s_aux=ROWS[0, :, 0, 0]), dict(is_causal=False), dict(indices=False)]
-)
+@pytest.mark.parametrize("given", [dict(position_bias=ROWS), dict(is_causal=False), dict(indices=False)])
 def test_attention_refuses_what_changes_its_outputs(given):
     with pytest.raises(SettingError, match=f"model: its attention takes {next(iter(given))}, which kvbench"):
+        attention(None, ROWS, ROWS, ROWS, None, **given)
+
+
+@pytest.mark.parametrize("given", [dict(s_aux=ROWS[0, :1, 0, 0]), dict(softcap=0.0)])
+def test_attention_refuses_sinks_and_caps_of_another_kind(given):
+    with pytest.raises(SettingError, match=f"model: its attention takes {next(iter(given))}"):
         attention(None, ROWS, ROWS, ROWS, None, **given)
 
 

@@ -45,7 +45,7 @@ RIGHT = (
     *("bitnet", "ministral", "ministral3", "dots1", "aria_text", "cwm", "jais2", "laguna", "mellum", "solar_open"),
     *("olmo2", "olmo3", "olmoe", "flex_olmo", "cohere", "cohere2", "cohere2_moe", "glm", "glm4", "smollm3", "exaone4"),
     *("exaone_moe", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "helium", "minimax_m2", "afmoe"),
-    *("nanochat", "stablelm"),
+    *("nanochat", "stablelm", "gemma2", "vaultgemma", "granite_swa", "granitemoe_swa", "gpt_oss"),
 )
 LATE = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # their norm's weights follow the rotation
 JOINT = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")  # their norm is over all heads
@@ -53,11 +53,6 @@ GRAPHS = (  # ministral3 scales queries by their position
     *("seed_oss", "phi4_multimodal", "ministral", "cwm", "smollm3", "ernie4_5", "helium"),
 )
 REFUSED = {
-    "gpt_oss": "its attention takes s_aux",
-    "granite_swa": "its attention takes s_aux",
-    "granitemoe_swa": "its attention takes s_aux",
-    "gemma2": "its attention takes softcap",
-    "vaultgemma": "its attention takes softcap",
     "mimo_v2_flash": "layer 0: it appends values",
     "deepseek_v3": "latent rows",
     "glm4_moe_lite": "latent rows",
@@ -130,9 +125,19 @@ def test_layers_of_other_kinds_are_refused_at_once(name):
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_another_attention_is_refused(name):
-    with pytest.raises(Refused, match=REFUSED[name]):
-        probe_type(name, **FEW)
+def test_sinks_and_caps_are_read_and_dropping_them_is_noticed(name, monkeypatch):
+    """Layer 0 slides and layer 1 does not."""
+    kinds = ["sliding_attention", "full_attention"]
+    trial = probe.make_trial(draw_miniature(shrink(configure(name, **FEW, layer_types=kinds))))
+    probe.check_full_cache(trial)
+    windowed, run = transformers_port.attend_windowed, Layer.run_attention
+    for layer, owner, attribute, dropping in (
+        (0, transformers_port, "attend_windowed", lambda *given: windowed(*given[:5])),
+        (1, Layer, "run_attention", lambda *given: run(*given[:5])),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(Refused, match=f"eager attention .*from layer {layer} on"):
+            patch.setattr(owner, attribute, dropping)
+            probe.check_full_cache(trial)
 
 
 @pytest.mark.full
@@ -166,13 +171,6 @@ def test_what_does_not_shrink_is_refused(monkeypatch):
 
 def test_a_llama_passes_all_checks():
     assert probe.probe_miniature(make_trial().model) == Probe("llama", None, graphs=True)
-
-
-def test_an_argument_that_is_dropped_is_noticed(monkeypatch):
-    monkeypatch.setattr(transformers_port, "refuse_arguments", lambda given: None)
-    line = "kvbench's full cache in one block differs .* by .* of the logits' spread, from layer 0 on"
-    with pytest.raises(Refused, match=line):
-        probe_type("gemma2", **FEW)
 
 
 def test_interleaved_pairs_are_noticed(monkeypatch):
