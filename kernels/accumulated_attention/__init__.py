@@ -4,6 +4,7 @@ from torch import Tensor
 
 from kvbench.kernels.accumulated_attention.reference import accumulated_attention_reference
 from kvbench.kernels.dispatch import announced, choose_implementation
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 @announced
@@ -15,6 +16,7 @@ def accumulated_attention(
     scaling: float,
     *,
     group: str | None = None,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Return Σ_t exp(q_t·k_j·scaling + log mass_j - lse_t) for each row j.
@@ -23,9 +25,10 @@ def accumulated_attention(
         queries: (B, H·G, T, d). The last query belongs to the last row; query t sees rows up to n - T + t.
         keys: (B, H, n, d)
         mass: Tokens that each row stands for, (B, H, n), at least 0.
-        lse: The log-sum-exp of the same logits, (B, H·G, T).
+        lse: The log-sum-exp of the same logits and sinks, (B, H·G, T).
         scaling: The factor of the logits.
         group: "mean" averages over the G query heads of a KV head; None does not.
+        extras: The cap of the logits; None for none.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -45,6 +48,6 @@ def accumulated_attention(
     if choose_implementation("accumulated_attention", implementation, queries) == "triton":
         from kvbench.kernels.accumulated_attention.triton import accumulated_attention_triton
 
-        return accumulated_attention_triton(queries, keys, mass, lse, scaling, group == "mean")
-    sums = accumulated_attention_reference(queries, keys, mass, lse, scaling)
+        return accumulated_attention_triton(queries, keys, mass, lse, scaling, group == "mean", extras)
+    sums = accumulated_attention_reference(queries, keys, mass, lse, scaling, extras)
     return sums if group is None else sums.mean(2)

@@ -3,10 +3,14 @@
 import torch
 from torch import Tensor
 
+from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits
+
 CHUNK = 1 << 20  # logits that are held at once; they fit the cache of a core
 
 
-def accumulated_attention_reference(queries: Tensor, keys: Tensor, mass: Tensor, lse: Tensor, scaling: float) -> Tensor:
+def accumulated_attention_reference(
+    queries: Tensor, keys: Tensor, mass: Tensor, lse: Tensor, scaling: float, extras: SoftmaxExtras | None = None
+) -> Tensor:
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     grouped, keys = queries.reshape(batch, heads, -1, tokens, dim).to(mass.dtype), keys.to(mass.dtype)
@@ -17,7 +21,8 @@ def accumulated_attention_reference(queries: Tensor, keys: Tensor, mass: Tensor,
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
         past, end = rows - tokens + start, rows - tokens + stop  # every query of the chunk sees the rows before `past`
-        logits = grouped[..., start:stop, :] @ keys[:, :, None, :end].mT * scaling + bias[..., :end]
+        logits = grouped[..., start:stop, :] @ keys[:, :, None, :end].mT * scaling
+        logits = cap_logits(logits, extras) + bias[..., :end]
         later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., past:].masked_fill_(later, -torch.inf)
         sums[..., :end] += (logits - logsums[..., start:stop, :]).exp_().sum(-2)

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.attention.triton import cap_tile, find_cap
 from kvbench.kernels.dispatch import is_interpreting
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 LOG2E = 1.4426950408889634
 
@@ -39,6 +41,7 @@ def over_queries(
     UNIT: tl.constexpr,
     CAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Add the queries from `begin` to `end` of one head to `acc` (BLOCK_T, BLOCK_N).
 
@@ -58,7 +61,8 @@ def over_queries(
         lse += BLOCK_T * stride_l
         if CAST:
             query = query.to(tl.float32)
-        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale - total[:, None]  # (BLOCK_T, BLOCK_N)
+        products = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # (BLOCK_T, BLOCK_N)
+        logits = cap_tile(products, CAP) - total[:, None]
         if DIAGONAL:
             logits = tl.where(row[None, :] <= past + token[:, None], logits, float("-inf"))
         acc = tl.maximum(acc, logits) if MAXIMUM else acc + tl.exp2(logits)
@@ -112,6 +116,7 @@ def columns_kernel(
     BLOCK_T: tl.constexpr,
     CAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Reduce all queries for one tile of rows.
 
@@ -158,6 +163,7 @@ def columns_kernel(
             UNIT,
             CAST,
             PRECISION,
+            CAP,
         )
         acc = over_queries(
             acc,
@@ -181,6 +187,7 @@ def columns_kernel(
             UNIT,
             CAST,
             PRECISION,
+            CAP,
         )
         if not TOGETHER:
             column = out + (sample * heads * GROUP + asking) * rows
@@ -211,6 +218,7 @@ def columns(
     together: bool,
     maximum: bool,
     unit: float,
+    extras: SoftmaxExtras | None,
 ) -> Tensor:
     """Return (B, H, n) if `together`, otherwise (B, H, G, n), float32. `lse` times `unit` is in units of log 2."""
     batch, query_heads, tokens, dim = queries.shape
@@ -242,12 +250,19 @@ def columns(
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         CAST=is_interpreting(),
         PRECISION="ieee",
+        CAP=find_cap(extras),
         **sizes,
     )
     return out
 
 
 def accumulated_attention_triton(
-    queries: Tensor, keys: Tensor, mass: Tensor, lse: Tensor, scaling: float, mean: bool
+    queries: Tensor,
+    keys: Tensor,
+    mass: Tensor,
+    lse: Tensor,
+    scaling: float,
+    mean: bool,
+    extras: SoftmaxExtras | None,
 ) -> Tensor:
-    return columns(queries, keys, mass, lse, scaling, mean, False, LOG2E)
+    return columns(queries, keys, mass, lse, scaling, mean, False, LOG2E, extras)

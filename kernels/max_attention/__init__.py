@@ -4,6 +4,7 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.max_attention.reference import max_attention_reference
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 @announced
@@ -14,6 +15,7 @@ def max_attention(
     *,
     weight: Tensor | None = None,
     together: bool = True,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Return the maximum of weight_t·softmax(q_t·k·scaling)_j over queries t and the group's query heads.
@@ -24,6 +26,7 @@ def max_attention(
         scaling: The factor of the logits.
         weight: A positive factor of each query's probabilities, (B, T); None for 1.
         together: Whether the query heads of a group share one maximum.
+        extras: Sinks and cap of the softmax; None for the plain one.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -40,5 +43,5 @@ def max_attention(
     if choose_implementation("max_attention", implementation, queries) == "triton":
         from kvbench.kernels.max_attention.triton import max_attention_triton
 
-        return max_attention_triton(queries, keys, scaling, weight, together)
-    return max_attention_reference(queries, keys, scaling, weight, together)
+        return max_attention_triton(queries, keys, scaling, weight, together, extras)
+    return max_attention_reference(queries, keys, scaling, weight, together, extras)

@@ -3,11 +3,18 @@
 import torch
 from torch import Tensor
 
+from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits, weigh_logits
+
 CHUNK = 1 << 20  # logits that are held at once; they fit the cache of a core
 
 
 def max_attention_reference(
-    queries: Tensor, keys: Tensor, scaling: float, weight: Tensor | None = None, together: bool = True
+    queries: Tensor,
+    keys: Tensor,
+    scaling: float,
+    weight: Tensor | None = None,
+    together: bool = True,
+    extras: SoftmaxExtras | None = None,
 ) -> Tensor:
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
@@ -18,10 +25,10 @@ def max_attention_reference(
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
         past, end = rows - tokens + start, rows - tokens + stop  # every query of the chunk sees the rows before `past`
-        logits = grouped[..., start:stop, :] @ keys[:, :, None, :end].mT * scaling
+        logits = cap_logits(grouped[..., start:stop, :] @ keys[:, :, None, :end].mT * scaling, extras)
         later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., past:].masked_fill_(later, -torch.inf)
-        p = logits.softmax(-1)
+        p = weigh_logits(logits, extras)
         if weight is not None:
             p *= weight[:, None, None, start:stop, None]
         largest[..., :end] = torch.maximum(largest[..., :end], p.amax(3))

@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.accumulated_attention.triton import LOG2E, columns
+from kvbench.kernels.attention.triton import cap_tile, find_cap
 from kvbench.kernels.dispatch import is_interpreting
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
 
 
 @triton.jit
@@ -33,6 +35,7 @@ def over_rows(
     DIAGONAL: tl.constexpr,
     CAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Add the rows from `begin` to `end` to the running maximum and sum of exponentials.
 
@@ -46,6 +49,7 @@ def over_rows(
         if CAST:
             key = key.to(tl.float32)
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # (BLOCK_T, BLOCK_N)
+        logits = cap_tile(logits, CAP)
         if DIAGONAL:
             logits = tl.where(row[None, :] <= last[:, None], logits, float("-inf"))
         new = tl.maximum(top, tl.max(logits, 1))
@@ -78,6 +82,7 @@ def lse_kernel(
     BLOCK_T: tl.constexpr,
     CAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_T  # late queries see most rows, so they start first
     sample, head = (tl.program_id(1) // query_heads).to(tl.int64), (tl.program_id(1) % query_heads).to(tl.int64)
@@ -108,6 +113,7 @@ def lse_kernel(
         False,
         CAST,
         PRECISION,
+        CAP,
     )
     top, total = over_rows(
         top,
@@ -127,6 +133,7 @@ def lse_kernel(
         True,
         CAST,
         PRECISION,
+        CAP,
     )
     at = out + tl.program_id(1).to(tl.int64) * tokens + token
     tl.store(at, top + tl.log2(total), mask=token < tokens)
@@ -140,8 +147,8 @@ def tiles(dtype: torch.dtype, dim: int, tokens: int) -> dict[str, int]:
     return {"BLOCK_N": wide, "BLOCK_T": 16 if tokens <= 16 else 128, "num_warps": 8, "num_stages": 2}
 
 
-def lse(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    """Return the log-sum-exp of every query's logits in units of log 2, (B, H·G, T) float32."""
+def lse(queries: Tensor, keys: Tensor, scaling: float, extras: SoftmaxExtras | None) -> Tensor:
+    """Return the log-sum-exp of every query's logits and sink in units of log 2, (B, H·G, T) float32."""
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     out = torch.empty(batch, query_heads, tokens, dtype=torch.float32, device=queries.device)
@@ -161,15 +168,22 @@ def lse(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         CAST=is_interpreting(),
         PRECISION="ieee",
+        CAP=find_cap(extras),
         **sizes,
     )
-    return out
+    sinks = get_sinks(extras)
+    return out if sinks is None else torch.logaddexp2(out, LOG2E * sinks.float()[:, None])
 
 
 def max_attention_triton(
-    queries: Tensor, keys: Tensor, scaling: float, weight: Tensor | None = None, together: bool = True
+    queries: Tensor,
+    keys: Tensor,
+    scaling: float,
+    weight: Tensor | None = None,
+    together: bool = True,
+    extras: SoftmaxExtras | None = None,
 ) -> Tensor:
-    sums = lse(queries, keys, scaling)
+    sums = lse(queries, keys, scaling, extras)
     if weight is not None:  # a factor of the probabilities is a term of their logarithms
         sums = sums - weight.float().log2()[:, None]
-    return columns(queries, keys, None, sums, scaling, together, True, 1.0)
+    return columns(queries, keys, None, sums, scaling, together, True, 1.0, extras)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import announced
 from kvbench.kernels.removal_scores.reference import andpro_reference, dropkv_reference
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.kernels.window_attention import check_shapes, choose_window_implementation
 
 
@@ -22,6 +23,7 @@ def dropkv(
     epsilon: float,
     rounded: bool,
     *,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Return DropKV's scores, 1/G·Σ_t (p/(1 - p + ε))²·‖a_t - v_j‖².
@@ -35,6 +37,7 @@ def dropkv(
         scaling: The factor of the logits.
         epsilon: ε
         rounded: Whether p is rounded to bfloat16 first.
+        extras: Sinks and cap of the softmax, which the outputs include; None for the plain one.
         implementation: "reference", or "triton" for up to 64 queries; None chooses.
 
     Returns:
@@ -45,10 +48,10 @@ def dropkv(
     """
     check_value_shapes("dropkv", queries, keys, values, outputs, mass)
     if choose_window_implementation("dropkv", implementation, queries, keys, values, outputs) == "reference":
-        return dropkv_reference(queries, keys, values, outputs, mass, scaling, epsilon, rounded)
+        return dropkv_reference(queries, keys, values, outputs, mass, scaling, epsilon, rounded, extras)
     from kvbench.kernels.removal_scores.triton import score_triton
 
-    return score_triton(queries, keys, values, outputs, mass, scaling, epsilon, rounded)
+    return score_triton(queries, keys, values, outputs, mass, scaling, epsilon, rounded, extras)
 
 
 @announced
@@ -60,15 +63,16 @@ def andpro(
     mass: Tensor | None,
     scaling: float,
     *,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Return AnDPro's scores, 1/G·Σ_t p·⟨a_t, v_j⟩, (B, H, n). Arguments and errors are those of `dropkv`."""
     check_value_shapes("andpro", queries, keys, values, outputs, mass)
     if choose_window_implementation("andpro", implementation, queries, keys, values, outputs) == "reference":
-        return andpro_reference(queries, keys, values, outputs, mass, scaling)
+        return andpro_reference(queries, keys, values, outputs, mass, scaling, extras)
     from kvbench.kernels.removal_scores.triton import score_triton
 
-    return score_triton(queries, keys, values, outputs, mass, scaling)
+    return score_triton(queries, keys, values, outputs, mass, scaling, extras=extras)
 
 
 def check_value_shapes(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.kernels.window_attention.reference import window_probabilities_reference
 
 
@@ -20,8 +21,9 @@ def dropkv_reference(
     scaling: float,
     epsilon: float,
     rounded: bool,
+    extras: SoftmaxExtras | None = None,
 ) -> Tensor:
-    p = window_probabilities_reference(queries, keys, mass, scaling)
+    p = window_probabilities_reference(queries, keys, mass, scaling, extras)
     if rounded:
         p = p.bfloat16().to(p.dtype)
     weights = (p / (1 - p + epsilon)).square()  # (B, H, G, w, n)
@@ -33,7 +35,13 @@ def dropkv_reference(
 
 
 def andpro_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor, mass: Tensor | None, scaling: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    outputs: Tensor,
+    mass: Tensor | None,
+    scaling: float,
+    extras: SoftmaxExtras | None = None,
 ) -> Tensor:
-    p = window_probabilities_reference(queries, keys, mass, scaling)
+    p = window_probabilities_reference(queries, keys, mass, scaling, extras)
     return (p.flatten(2, 3) * (flatten_anchors(outputs, p) @ values.to(p.dtype).mT)).sum(2) / p.shape[2]

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.attention.triton import find_cap
 from kvbench.kernels.dispatch import is_interpreting
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.kernels.window_attention.triton import (
     LOG2E,
     load_queries,
@@ -104,13 +106,14 @@ def score_rows(
     ROUNDED: tl.constexpr,
     CAUSAL: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Compute the scores of the rows from `first` to `last`, N at a time."""
     for start in range(first, last, N):
         row = start + tl.arange(0, N)
         k = load_rows(k_start, row, rows, k_row, D, DIM, CAST)
         v = load_rows(v_start, row, rows, v_row, D, DIM, CAST)
-        x = logits(k, q, mass, row, rows, tokens, m_row, scale, WT, MASS, CAUSAL)
+        x = logits(k, q, mass, row, rows, tokens, m_row, scale, WT, MASS, CAUSAL, CAP)
         p = tl.minimum(tl.exp2(x - top[None, :]) * share[None, :], 1.0)
         along = tl.dot(v, tl.trans(a), input_precision="ieee")  # (N, GT * WT)
         if REMOVAL:
@@ -173,6 +176,7 @@ def score_kernel(
     REMOVAL: tl.constexpr,
     ROUNDED: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Compute scores (count, B, H, n) of a tile of queries over `span` rows: DropKV's with REMOVAL, else AnDPro's."""
     tile, split, pair = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
@@ -222,6 +226,7 @@ def score_kernel(
         ROUNDED,
         False,
         CAST,
+        CAP,
     )
     score_rows(
         q,
@@ -257,6 +262,7 @@ def score_kernel(
         ROUNDED,
         True,
         CAST,
+        CAP,
     )
 
 
@@ -269,13 +275,14 @@ def score_triton(
     scaling: float,
     epsilon: float | None = None,
     rounding: bool = False,
+    extras: SoftmaxExtras | None = None,
 ) -> Tensor:
     """Return DropKV's scores, or AnDPro's without `epsilon`."""
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     group = query_heads // heads
     cut = tiles(group, tokens, dim, keys.dtype, products=2)
-    top, share = query_sums(queries, keys, mass, scaling)
+    top, share = query_sums(queries, keys, mass, scaling, extras=extras)
     span, splits = spans(rows, batch * heads * cut.count, cut)
     scores = torch.empty(cut.count, batch, heads, rows, dtype=torch.float32, device=keys.device)
     score_kernel[(splits * cut.count, batch * heads)](
@@ -287,7 +294,7 @@ def score_triton(
         top,
         share,
         scores,
-        scaling * LOG2E,
+        scaling * LOG2E.value,
         epsilon or 0.0,
         heads,
         group,
@@ -307,6 +314,7 @@ def score_triton(
         REMOVAL=epsilon is not None,
         ROUNDED=rounding,
         CAST=is_interpreting(),
+        CAP=find_cap(extras),
         num_warps=cut.warps,
         num_stages=cut.stages,
     )

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.kernels.window_attention.reference import window_probabilities_reference, window_statistics_reference
 
 REDUCTIONS = ("mean", "variance", "entropy")
@@ -10,7 +11,9 @@ WIDEST = 64  # most queries that the kernels support
 DEEPEST = 256  # largest head dimension that they support
 
 
-def window_probabilities(queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float) -> Tensor:
+def window_probabilities(
+    queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float, *, extras: SoftmaxExtras | None = None
+) -> Tensor:
     """Return the attention probabilities of the last w queries. It computes w·n logits per query head.
 
     Args:
@@ -18,6 +21,7 @@ def window_probabilities(queries: Tensor, keys: Tensor, mass: Tensor | None, sca
         keys: (B, H, n, d)
         mass: Tokens that each row stands for, (B, H, n), at least 0; None for one each.
         scaling: The factor of the logits.
+        extras: Sinks and cap of the softmax; None for the plain one. With sinks probabilities sum up to less than 1.
 
     Returns:
         (B, H, G, w, n) in float32, or in float64 for float64 inputs.
@@ -26,7 +30,7 @@ def window_probabilities(queries: Tensor, keys: Tensor, mass: Tensor | None, sca
         ValueError: w is larger than n, or shapes do not fit.
     """
     check_shapes("window_probabilities", queries, keys, mass)
-    return window_probabilities_reference(queries, keys, mass, scaling)
+    return window_probabilities_reference(queries, keys, mass, scaling, extras)
 
 
 @announced
@@ -37,6 +41,7 @@ def window_statistics(
     scaling: float,
     of: tuple[str, ...] = ("mean",),
     *,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, ...]:
     """Return statistics of the probabilities p of `window_probabilities` over the w queries t.
@@ -47,6 +52,7 @@ def window_statistics(
         mass: Tokens that each row stands for, (B, H, n), at least 0; None for one each.
         scaling: The factor of the logits.
         of: Which statistics: "mean", "variance" (unbiased; 0 for one query) or "entropy", -Σ_t p·log(p + 1e-10).
+        extras: Sinks and cap of the softmax; None for the plain one.
         implementation: "reference", which holds p, or "triton", which does not and supports up to 64 queries; None
             chooses.
 
@@ -60,10 +66,10 @@ def window_statistics(
     if not of or not set(of) <= set(REDUCTIONS):
         raise ValueError(f"window_statistics: of {of}; some of {', '.join(REDUCTIONS)}")
     if choose_window_implementation("window_statistics", implementation, queries, keys) == "reference":
-        return window_statistics_reference(queries, keys, mass, scaling, of)
+        return window_statistics_reference(queries, keys, mass, scaling, of, extras)
     from kvbench.kernels.window_attention.triton import window_statistics_triton
 
-    return window_statistics_triton(queries, keys, mass, scaling, of)
+    return window_statistics_triton(queries, keys, mass, scaling, of, extras)
 
 
 def check_shapes(op: str, queries: Tensor, keys: Tensor, mass: Tensor | None) -> None:

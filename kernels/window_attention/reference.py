@@ -3,18 +3,21 @@
 import torch
 from torch import Tensor
 
+from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits, weigh_logits
 
-def window_probabilities_reference(queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float) -> Tensor:
+
+def window_probabilities_reference(
+    queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float, extras: SoftmaxExtras | None = None
+) -> Tensor:
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     dtype = torch.promote_types(keys.dtype, torch.float32) if mass is None else mass.dtype
     grouped = queries.view(batch, heads, query_heads // heads, tokens, dim).to(dtype)
-    logits = grouped @ keys[:, :, None].to(dtype).mT * scaling
+    logits = cap_logits(grouped @ keys[:, :, None].to(dtype).mT * scaling, extras)
     if mass is not None:
         logits = logits + mass.log()[:, :, None, None]
     last = torch.arange(rows - tokens, rows, device=keys.device)[:, None]
-    logits = logits.masked_fill(torch.arange(rows, device=keys.device) > last, -torch.inf)
-    return logits.softmax(-1)
+    return weigh_logits(logits.masked_fill(torch.arange(rows, device=keys.device) > last, -torch.inf), extras)
 
 
 def mean(p: Tensor) -> Tensor:
@@ -31,8 +34,13 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def window_statistics_reference(
-    queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float, of: tuple[str, ...]
+    queries: Tensor,
+    keys: Tensor,
+    mass: Tensor | None,
+    scaling: float,
+    of: tuple[str, ...],
+    extras: SoftmaxExtras | None,
 ) -> tuple[Tensor, ...]:
-    p = window_probabilities_reference(queries, keys, mass, scaling)
+    p = window_probabilities_reference(queries, keys, mass, scaling, extras)
     reduce = {"mean": mean, "variance": variance, "entropy": entropy}
     return tuple(reduce[name](p) for name in of)

@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.attention.triton import cap_tile, find_cap
 from kvbench.kernels.dispatch import is_interpreting
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
 
 SPLITS = 128  # most parts of the rows; the second launch reads as many partial sums per query
 PROGRAMS = 1056  # target: 8 for each of the 132 multiprocessors of an H100 or H200, 4 if each has many queries
 LOWEST = tl.constexpr(-1e30)  # x of a row that a query does not see; finite, so that differences are not NaN
 MOST = tl.constexpr(1e30)  # largest sum; beyond it, terms may have been infinite
-LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,21 @@ def unbound(first, last, rows, tokens, N: tl.constexpr):
 
 @triton.jit
 def logits(
-    k, q, mass, row, rows, tokens, stride_row, scale, WT: tl.constexpr, MASS: tl.constexpr, CAUSAL: tl.constexpr
+    k,
+    q,
+    mass,
+    row,
+    rows,
+    tokens,
+    stride_row,
+    scale,
+    WT: tl.constexpr,
+    MASS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Compute x of the rows, (N, M). It is LOWEST where a query does not see a row, whatever the row holds."""
-    x = tl.dot(k, tl.trans(q), input_precision="ieee") * scale  # (N, GT * WT)
+    x = cap_tile(tl.dot(k, tl.trans(q), input_precision="ieee") * scale, CAP)  # (N, GT * WT)
     if MASS:
         weight = tl.load(mass + row.to(tl.int64) * stride_row, mask=row < rows, other=0.0)  # (N,)
         seen = (weight > 0)[:, None]
@@ -158,6 +171,7 @@ def gather_sums(
     MASS: tl.constexpr,
     HOLD: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Return Σ 2^(x - top) over the rows from `first` to `last`, (M,). All queries see the rows before `free`.
 
@@ -167,14 +181,14 @@ def gather_sums(
     for start in range(first, free, N):
         row = start + tl.arange(0, N)
         k = load_rows(k_start, row, rows, stride_row, D, DIM, CAST)
-        x = logits(k, q, mass, row, rows, tokens, stride_mass, scale, WT, MASS, False)
+        x = logits(k, q, mass, row, rows, tokens, stride_mass, scale, WT, MASS, False, CAP)
         sums += tl.exp2(x - top[None, :])
         if HOLD:
             hold(x, held, row, rows, group, N, GT, WT)
     for start in range(free, last, N):
         row = start + tl.arange(0, N)
         k = load_rows(k_start, row, rows, stride_row, D, DIM, CAST)
-        x = logits(k, q, mass, row, rows, tokens, stride_mass, scale, WT, MASS, True)
+        x = logits(k, q, mass, row, rows, tokens, stride_mass, scale, WT, MASS, True, CAP)
         sums += tl.exp2(x - top[None, :])
         if HOLD:
             hold(x, held, row, rows, group, N, GT, WT)
@@ -223,6 +237,7 @@ def partial_kernel(
     HOLD: tl.constexpr,
     AGAIN: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Compute the maxima and sums (splits, B·H·count, M) float32 of a tile of queries over `span` rows.
 
@@ -247,7 +262,7 @@ def partial_kernel(
         for start in range(first, last if AGAIN else first + N, N):
             row = start + tl.arange(0, N)
             k = load_rows(k_start, row, rows, k_row, D, DIM, CAST)
-            top = tl.maximum(top, logits(k, q, m_start, row, rows, tokens, m_row, scale, WT, MASS, True))
+            top = tl.maximum(top, logits(k, q, m_start, row, rows, tokens, m_row, scale, WT, MASS, True, CAP))
         high = tl.max(top, 0)
         total = gather_sums(
             k_start,
@@ -272,6 +287,7 @@ def partial_kernel(
             MASS,
             HOLD,
             CAST,
+            CAP,
         )
         tl.store(maxima + at, high)
         tl.store(sums + at, total)
@@ -279,11 +295,24 @@ def partial_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def join_kernel(
-    maxima, sums, top, share, tokens, group, count, splits, GT: tl.constexpr, WT: tl.constexpr, SPLITS: tl.constexpr
+    maxima,
+    sums,
+    top,
+    share,
+    sinks,
+    tokens,
+    heads,
+    group,
+    count,
+    splits,
+    GT: tl.constexpr,
+    WT: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Compute each query's maximum of x and 1 / Σ 2^(x - maximum), (B·H·count, M) each.
 
-    The latter is 0 for padding and for a query that sees no row.
+    The sum has a term for the query head's sink, if there are any. The latter is 0 for padding and for a query that
+    sees no row.
     """
     pack, m, split = tl.program_id(0), tl.arange(0, GT * WT), tl.arange(0, SPLITS)
     at = (split * tl.num_programs(0) + pack).to(tl.int64)[:, None] * (GT * WT) + m[None, :]
@@ -292,7 +321,11 @@ def join_kernel(
     total = tl.load(sums + at, mask=there, other=0.0)  # (SPLITS, GT * WT)
     most = tl.max(high, 0)
     total = tl.sum(total * tl.exp2(high - most[None, :]), 0)
-    valid = (pack % count * GT + m // WT < group) & (m % WT < tokens) & (most > LOWEST)
+    member = pack % count * GT + m // WT
+    valid = (member < group) & (m % WT < tokens) & (most > LOWEST)
+    if sinks is not None:
+        sink = tl.load(sinks + pack // count % heads * group + member, mask=valid, other=0.0).to(tl.float32)
+        total += tl.where(valid, tl.exp2(sink * LOG2E - most), 0.0)  # infinite if no row has a share
     tl.store(top + pack.to(tl.int64) * (GT * WT) + m, most)
     tl.store(share + pack.to(tl.int64) * (GT * WT) + m, tl.where(valid, 1.0 / tl.where(valid, total, 1.0), 0.0))
 
@@ -334,12 +367,13 @@ def reduce_rows(
     ENTROPY: tl.constexpr,
     CAUSAL: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Write the statistics of the rows from `first` to `last` to `out` (GT,) + row, for the heads that are `real`."""
     for start in range(first, last, N):
         row = start + tl.arange(0, N)
         k = load_rows(k_start, row, rows, stride_row, D, DIM, CAST)
-        x = logits(k, q, mass, row, rows, tokens, stride_mass, scale, WT, MASS, CAUSAL)
+        x = logits(k, q, mass, row, rows, tokens, stride_mass, scale, WT, MASS, CAUSAL, CAP)
         p = tl.reshape(tl.exp2(x - top[None, :]) * share[None, :], (N, GT, WT))
         at = out[None, :] + row[:, None]
         there = (row < rows)[:, None] & real[None, :]
@@ -389,6 +423,7 @@ def reduce_kernel(
     VARIANCE: tl.constexpr,
     ENTROPY: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Compute the chosen statistics, (B, H, G, n) float32 each, of a tile of queries over `span` rows."""
     tile, split, pair = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
@@ -430,6 +465,7 @@ def reduce_kernel(
         ENTROPY,
         False,
         CAST,
+        CAP,
     )
     reduce_rows(
         k_start,
@@ -460,6 +496,7 @@ def reduce_kernel(
         ENTROPY,
         True,
         CAST,
+        CAP,
     )
 
 
@@ -479,7 +516,12 @@ def strides(queries: Tensor, keys: Tensor, mass: Tensor | None) -> tuple[int, ..
 
 
 def query_sums(
-    queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float, held: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    mass: Tensor | None,
+    scaling: float,
+    held: Tensor | None = None,
+    extras: SoftmaxExtras | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the first three launches.
 
@@ -499,7 +541,7 @@ def query_sums(
             maxima,
             sums,
             maxima if held is None else held,
-            scaling * LOG2E,
+            scaling * LOG2E.value,
             heads,
             group,
             tokens,
@@ -516,6 +558,7 @@ def query_sums(
             HOLD=held is not None and not again,
             AGAIN=again,
             CAST=is_interpreting(),
+            CAP=find_cap(extras),
             **cut.options,
         )
     top, share = torch.empty(2, packs, cut.queries, dtype=torch.float32, device=keys.device)
@@ -524,7 +567,9 @@ def query_sums(
         sums,
         top,
         share,
+        get_sinks(extras),
         tokens,
+        heads,
         group,
         cut.count,
         splits,
@@ -537,7 +582,12 @@ def query_sums(
 
 
 def window_statistics_triton(
-    queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float, of: tuple[str, ...]
+    queries: Tensor,
+    keys: Tensor,
+    mass: Tensor | None,
+    scaling: float,
+    of: tuple[str, ...],
+    extras: SoftmaxExtras | None,
 ) -> tuple[Tensor, ...]:
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
@@ -549,12 +599,12 @@ def window_statistics_triton(
     }
     if tokens == 1 and set(of) == {"mean"}:  # for one query x has the size of the result, so keys are read once
         held = made["mean"]
-        top, share = query_sums(queries, keys, mass, scaling, held)
+        top, share = query_sums(queries, keys, mass, scaling, held, extras)
         share_kernel[(triton.cdiv(rows, 1024), batch * query_heads)](
             held, top, share, group, rows, cut.count, GT=cut.heads, WT=cut.width, N=1024
         )
         return tuple(held for _ in of)
-    top, share = query_sums(queries, keys, mass, scaling)
+    top, share = query_sums(queries, keys, mass, scaling, extras=extras)
     span, splits = spans(rows, batch * heads * cut.count, cut)
     reduce_kernel[(splits * cut.count, batch * heads)](
         queries,
@@ -563,7 +613,7 @@ def window_statistics_triton(
         top,
         share,
         *(made.get(name, top) for name in ("mean", "variance", "entropy")),
-        scaling * LOG2E,
+        scaling * LOG2E.value,
         heads,
         group,
         tokens,
@@ -581,6 +631,7 @@ def window_statistics_triton(
         VARIANCE="variance" in made,
         ENTROPY="entropy" in made,
         CAST=is_interpreting(),
+        CAP=find_cap(extras),
         **cut.options,
     )
     return tuple(made[name] for name in of)

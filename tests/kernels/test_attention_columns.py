@@ -7,6 +7,7 @@ import torch
 
 from kvbench.kernels.accumulated_attention import accumulated_attention
 from kvbench.kernels.max_attention import max_attention
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from tests.support.compile_kernels import list_typed_kernel
 from tests.support.kernel_checks import DEVICE, DTYPES, assert_equal_sums, poison_memory
 
@@ -94,6 +95,19 @@ def test_peaks(shape, dtype, monkeypatch):
     close(found, exact, shape[-1])
 
 
+@pytest.mark.parametrize("sinks, cap", [(True, None), (False, 1.5), (True, 1.5)])
+def test_sinks_and_caps(sinks, cap):
+    queries, keys, mass, lse = made((2, 2, 3, 20, 67, 24), torch.float32, "merged")
+    logits = torch.tensor([0.0, 4.0, -4.0, 40.0, 1.0, 2.0], device=DEVICE) if sinks else None
+    extras, exact = SoftmaxExtras(logits, cap), [x.double() for x in (queries, keys, mass)]
+    expected = accumulated_attention(*exact, lse, 0.2, extras=extras, implementation="reference")
+    found = accumulated_attention(queries, keys, mass, lse.float(), 0.2, extras=extras, implementation="triton")
+    close(found, expected, 24)
+    expected = max_attention(*exact[:2], 0.2, together=False, extras=extras, implementation="reference")
+    found = max_attention(queries, keys, 0.2, together=False, extras=extras, implementation="triton")
+    close(found, expected, 24)
+
+
 def test_views_as_models_and_storage_make_them():
     """Heads and tokens swapped, a slice of a tail with room, log-sum-exps and masses of another order."""
     shape = (2, 2, 2, 9, 35, 32)
@@ -149,6 +163,7 @@ def ahead():
         kinds = {"queries": f"*{name}", "keys": f"*{name}", "mass": "*fp32", "lse": "*fp32", "out": "*fp32"}
         kinds |= {"scale": "fp32"}
         same = {"DIM": dim, "BLOCK_D": 1 << (dim - 1).bit_length(), "CAST": False, "PRECISION": "ieee"}
+        same["CAP"] = 50.0 if dim == 96 else None
         ways = [(True, False, True), (False, False, True), (True, True, False)]
         for together, maximum, mass in ways if dim == 128 else ways[1:2]:
             more = {"GROUP": 4, "TOGETHER": together, "MAXIMUM": maximum, "HAS_MASS": mass, "UNIT": 1.0}

@@ -257,6 +257,26 @@ def test_window(shape, mass):
     assert window_probabilities(queries.bfloat16(), keys.bfloat16(), masses.float(), 0.4).dtype == torch.float32
 
 
+@pytest.mark.parametrize("sinks, cap", [(True, None), (False, 0.9), (True, 0.9)])
+def test_probabilities_with_sinks_and_caps(sinks, cap):
+    """Values that are unit vectors make outputs of probabilities."""
+    shape = 2, 2, 2, 5, 33, 33
+    queries, keys, _, masses, _ = made(shape, "merged")
+    logits = torch.tensor([1.0, 6.0, -3.0, 0.0], dtype=torch.float64) if sinks else None
+    extras, eye = SoftmaxExtras(logits, cap), torch.eye(33, dtype=torch.float64).expand(2, 2, 33, 33)
+
+    def expect(mass):
+        outputs, sums = by_loops(queries, keys, eye, mass, 0.4, sinks=logits, cap=cap)
+        return outputs.unflatten(1, (2, 2)), sums
+
+    expected, sums = expect(masses)
+    torch.testing.assert_close(window_probabilities(queries, keys, masses, 0.4, extras=extras), expected)
+    votes = accumulated_attention(queries, keys, masses, sums, 0.4, extras=extras)
+    torch.testing.assert_close(votes, expected.sum(3))
+    peaks = max_attention(queries, keys, 0.4, together=False, extras=extras)
+    torch.testing.assert_close(peaks, expect(None)[0].amax(3))
+
+
 def test_window_refuses_what_does_not_fit():
     queries, keys, _, mass, _ = made(SHAPES[3], "ones")
     for arguments in ((queries[:, :7], keys, mass), (queries, keys[:, :, :6], mass[:, :, :6])):

@@ -5,6 +5,7 @@ p is off by that factor, and every tolerance below follows from it.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kvbench.interfaces.rows import Rows
 from kvbench.kernels import window_attention as window_package
 from kvbench.kernels.removal_scores import andpro, dropkv
 from kvbench.kernels.removal_scores.reference import dropkv_reference
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.kernels.window_attention import REDUCTIONS, window_probabilities, window_statistics
 from kvbench.kernels.window_attention import pooling as pool_module
 from kvbench.kernels.window_attention.pooling import pool_group
@@ -169,6 +171,27 @@ def test_glance(case, dtype, programs):
     if inputs.mass is not None:
         absent = (inputs.mass == 0)[:, :, None].expand_as(mean)
         assert (mean[absent] == 0).all() and (alone[absent] == 0).all()
+
+
+@pytest.mark.parametrize("sinks, cap", [(True, None), (False, 1.5), (True, 1.5)])
+@pytest.mark.parametrize("case", [(2, 2, 3, 1, 70, 24, "none", 3), (1, 2, 3, 5, 77, 32, "merged", 1056)])
+def test_sinks_and_caps(case, sinks, cap, programs):
+    """In statistics, for one query and for several, and in the scores of `removal_scores`."""
+    inputs = made(case, torch.float32)
+    programs(case[-1])
+    exact = inputs.double()
+    logits = torch.tensor([0.0, 6.0, -4.0, 90.0, 1.0, 2.0], device=DEVICE) if sinks else None
+    more = dict(extras=SoftmaxExtras(logits, cap))
+    p, off = window_probabilities(*exact.looked, **more), blur(exact)
+    assert p.sum(-1).min() < 0.01 if sinks else torch.allclose(p.sum(-1), torch.ones_like(p[..., 0]))
+    for of in (("mean",), REDUCTIONS):
+        expected = window_statistics(*exact.looked, of, **more)
+        found = window_statistics(*inputs.looked, of, **more, **TRITON)
+        close(found[of.index("mean")], expected[of.index("mean")], off * p.mean(-2) + 1e-37)
+    for score in (andpro, partial(dropkv, epsilon=1e-3, rounded=False)):
+        expected, found = score(*exact.all, **more), score(*inputs.all, **more, **TRITON)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
+        assert not torch.allclose(found, score(*inputs.all, **TRITON), rtol=0.1)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -418,7 +441,7 @@ def ahead():
         for argument in kernel.arg_names:
             if argument in constants:
                 types[argument] = "constexpr"
-            elif argument in ("queries", "keys", "values", "outputs"):
+            elif argument in ("queries", "keys", "values", "outputs", "sinks"):
                 types[argument] = f"*{name}"
             elif argument in floats:
                 types[argument] = "*fp32"
@@ -442,7 +465,9 @@ def ahead():
         for kernel, products, more in kernels:
             cut = tiles(group, tokens, dim, dtype, products)
             shape = dict(GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim, MASS=True, CAST=False)
+            shape["CAP"] = 50.0 if tokens == 8 else None
             yield entry(kernel, shape | more, name, **cut.options)
-    yield entry(join_kernel, dict(GT=4, WT=32, SPLITS=128), "fp32", num_warps=8)
+    yield entry(join_kernel, dict(GT=4, WT=32, SPLITS=128), "bf16", num_warps=8)
+    yield entry(join_kernel, dict(GT=4, WT=32, SPLITS=128, sinks=None), "fp32", num_warps=8)
     yield entry(share_kernel, dict(GT=4, WT=4, N=1024), "fp32")
     yield entry(pool_kernel, dict(N=512, KERNEL=11, LARGEST=True, BEFORE=False, HIDDEN=True, ORDER=True), "fp32")
