@@ -64,10 +64,10 @@ class AnDPro(Method):
         batch, heads, n = rows.mass.shape
         queries, outputs = observation.queries[:, :, -self.window :], observation.outputs[:, :, -self.window :]
         if self.kernel == 1 and self.anchor == "output":
-            return self.by_chunks(
-                andpro(queries, rows.keys, rows.values, outputs, rows.mass, observation.scaling), rows
-            )
-        p = window_probabilities(queries, rows.keys, rows.mass, observation.scaling)  # (B, H, G, w, n)
+            given = queries, rows.keys, rows.values, outputs, rows.mass, observation.scaling
+            return self.by_chunks(andpro(*given, extras=observation.extras), rows)
+        looked = queries, rows.keys, rows.mass, observation.scaling
+        p = window_probabilities(*looked, extras=observation.extras)  # (B, H, G, w, n)
         groups = p.shape[2]
         p = pool(p, self.kernel, "max").flatten(2, 3)  # p is never negative, so an absent row is never the maximum
         p = p * rows.present[:, :, None]

@@ -41,6 +41,7 @@ from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.repeating import Repeating
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
+from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits
 from kvbench.validation import SettingError
 
 LOGITS, LOGITS_ON_GPU = 1 << 21, 1 << 23  # how many logits are held in memory at once
@@ -120,7 +121,7 @@ class AttentionMatching(Repeating):
         mass = self.find_fitted_mass(observation, rows)
         scores, count = torch.zeros_like(mass, dtype=torch.float64), 0
         given = stack_queries(state, rows), rows.keys.flatten(0, 1), mass.flatten(0, 1)
-        for logits in compute_logits(*given, observation.scaling):
+        for logits in compute_logits(*given, observation.scaling, observation.extras):
             p = logits.softmax(-1)
             votes = p.amax(1) if self.rank == "max" else p.square().sum(1)
             scores = scores.maximum(votes.view_as(scores)) if self.rank == "max" else scores + votes.view_as(scores)
@@ -144,7 +145,7 @@ class AttentionMatching(Repeating):
         together = max(1, SCRATCH // (4 * 8 * count**2))  # number of heads that are fitted at once
         for start in range(0, len(queries), together):
             some = [x[start : start + together] for x in (queries, *given)]
-            fits.append(self.fit(observation.scaling, *some))
+            fits.append(self.fit(observation.scaling, *some, observation.extras))
         weights, values = (torch.cat(parts).view(*kept.shape[:2], count, -1) for parts in zip(*fits, strict=True))
         there, wide = to_fit.gather(2, index), index[..., None].expand_as(values)
         mass = torch.where(there, weights[..., 0].to(left.mass.dtype), left.mass.gather(2, index))
@@ -155,7 +156,15 @@ class AttentionMatching(Repeating):
         )
 
     def fit(
-        self, scaling: float, queries: Tensor, keys: Tensor, values: Tensor, mass: Tensor, index: Tensor, there: Tensor
+        self,
+        scaling: float,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mass: Tensor,
+        index: Tensor,
+        there: Tensor,
+        extras: SoftmaxExtras | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return weights (P, t, 1) and values (P, t, d), float64, of the rows that stay in P heads.
 
@@ -167,11 +176,12 @@ class AttentionMatching(Repeating):
             mass: Masses of the fitted rows, (P, n); 0 for others.
             index: The rows that stay, (P, t).
             there: Which of these exist, (P, t) bool. The others have weight 1 and their own values.
+            extras: The cap of the logits.
         """
         held = mass.gather(1, index).double().masked_fill(~there, 1)
         gram = queries.new_zeros(*index.shape, index.shape[1], dtype=torch.float64)
         target = gram.new_zeros(index.shape)
-        for logits in compute_logits(queries, keys, mass, scaling):
+        for logits in compute_logits(queries, keys, mass, scaling, extras):
             powers = (logits - logits.amax(-1, keepdim=True)).exp()
             chosen = take(powers, index) * there[:, None]
             gram += chosen.mT @ chosen
@@ -181,7 +191,7 @@ class AttentionMatching(Repeating):
         more, before = factors.log().masked_fill(~there, torch.finfo(gram.dtype).min), values.double()
         kept_values = before.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
         gram, cross = gram.zero_(), torch.zeros_like(kept_values)
-        for logits in compute_logits(queries, keys, mass, scaling):
+        for logits in compute_logits(queries, keys, mass, scaling, extras):
             shares = (take(logits, index) + more[:, None]).softmax(-1)
             gram += shares.mT @ shares
             cross += shares.mT @ (logits.softmax(-1) @ before - shares @ kept_values)
@@ -203,7 +213,9 @@ def stack_queries(state: State, rows: Rows) -> Tensor:
     return state.layer["queries"].unflatten(1, (rows.heads, -1)).flatten(2, 3).flatten(0, 1)
 
 
-def compute_logits(queries: Tensor, keys: Tensor, mass: Tensor, scaling: float) -> Iterator[Tensor]:
+def compute_logits(
+    queries: Tensor, keys: Tensor, mass: Tensor, scaling: float, extras: SoftmaxExtras | None = None
+) -> Iterator[Tensor]:
     """Yield q·k·s + log m of some queries, (P, c, n) float64; a finite number next to nothing for rows of mass 0.
 
     Args:
@@ -211,11 +223,13 @@ def compute_logits(queries: Tensor, keys: Tensor, mass: Tensor, scaling: float) 
         keys: (P, n, d)
         mass: (P, n)
         scaling: The factor of the logits, s.
+        extras: Their cap. Sinks, like the rows of the prefix, are in no softmax here.
     """
     keys, mass = keys.double().mT, mass.double()[:, None]
     most = LOGITS_ON_GPU if keys.is_cuda else LOGITS
     for some in queries.split(max(1, most // mass.numel()), dim=1):
-        yield (some.double() @ keys * scaling + mass.log()).masked_fill(mass == 0, torch.finfo(keys.dtype).min)
+        logits = cap_logits(some.double() @ keys * scaling, extras) + mass.log()
+        yield logits.masked_fill(mass == 0, torch.finfo(keys.dtype).min)
 
 
 def take(columns: Tensor, index: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class Cake(Method):
         count = 1 if observation.decoding else self.window
         queries = observation.queries[:, :, -count:]
         of = ("mean", "variance") if queries.shape[2] > 1 else ("mean",)
-        # (B, H, G, n) each
-        scores, *variance = window_statistics(queries, rows.keys, rows.mass, observation.scaling, of)
+        given = queries, rows.keys, rows.mass, observation.scaling
+        scores, *variance = window_statistics(*given, of, extras=observation.extras)  # (B, H, G, n) each
         for spread in variance:
             scores = scores.add(spread, alpha=self.gamma)
         inside = find_rows_without_votes(observation, rows, self.window)

@@ -45,5 +45,6 @@ class DropKV(Method):
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         queries, outputs = observation.queries[:, :, -self.window :], observation.outputs[:, :, -self.window :]
         rounded = self.p_dtype == "bf16"
-        scores = dropkv(queries, rows.keys, rows.values, outputs, rows.mass, observation.scaling, self.epsilon, rounded)
+        given = queries, rows.keys, rows.values, outputs, rows.mass, observation.scaling
+        scores = dropkv(*given, self.epsilon, rounded, extras=observation.extras)
         return pool_group(scores[:, :, None], None, self.kernel, self.pooling, order=rows.order)

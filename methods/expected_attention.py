@@ -6,7 +6,7 @@ after the sinks; R̄ the mean rotation of the T positions after the last token r
 towards 0; it is the identity on dimensions that the model does not rotate); s the scaling of the logits; m_j the mass.
 
     z_j = s·(R̄μ)·k_j + s²·k_jᵀ(R̄ΣR̄ᵀ)k_j/2 + log m_j
-    p = softmax of z over the rows that are no sinks, per query head
+    p = softmax of z over the rows that are no sinks (first rows or a model's own), per query head
     score_j = (mean of p_j over the group + ε)·‖v_j‖
 
 With fewer than two queries the newest rows stay. The queries are the layer's own (after its QK norm, if any), rotated
@@ -60,6 +60,7 @@ class ExpectedAttention(Method):
     """Which queries a cut while decoding uses."""
 
     takes_rotation = True
+    refusals = {"softcap": "expects exponentials of logits without a cap; use another method"}
 
     @property
     def weighs_values(self) -> bool:

@@ -55,7 +55,13 @@ class H2O(Method):
         assert observation.lse is not None  # the method wants it
         group = "mean" if self.gqa == "mean" else None
         votes = accumulated_attention(
-            observation.queries, rows.keys, rows.mass, observation.lse, observation.scaling, group=group
+            observation.queries,
+            rows.keys,
+            rows.mass,
+            observation.lse,
+            observation.scaling,
+            group=group,
+            extras=observation.extras,
         )
         parts = votes.unbind(2) if group is None else [votes]
         before = [rows.columns.get(f"votes{g}") for g in range(len(parts))]

@@ -31,6 +31,7 @@ from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.max_logits import max_logits
 from kvbench.kernels.row_selection import top_k_mask, top_k_of_heads
+from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits, weigh_logits
 from kvbench.kernels.window_attention import window_statistics
 
 
@@ -82,7 +83,7 @@ class OmniKV(Method):
         if layer == chooser:
             decoded = request.first + 1 - prompt
             keys = rows().keys[:, :, :prompt]
-            state.shared["look"] = self.choose(queries, keys, quota, decoded, request.scaling, state)
+            state.shared["look"] = self.choose(queries, keys, quota, decoded, request, state)
         # A filter layer with a sliding window chooses no rows.
         if layer <= chooser + self.wait or "look" not in state.shared:
             return None
@@ -90,7 +91,9 @@ class OmniKV(Method):
         look = torch.cat([state.shared["look"].to(after.device), after], 1)
         return look[:, None].expand(-1, queries.shape[1], -1)
 
-    def choose(self, queries: Tensor, keys: Tensor, quota: int, decoded: int, scaling: float, state: State) -> Tensor:
+    def choose(
+        self, queries: Tensor, keys: Tensor, quota: int, decoded: int, request: ReadRequest, state: State
+    ) -> Tensor:
         """Return the rows to attend to, (B, prompt) bool.
 
         `decoded` is the number of tokens read after the prompt, this one included.
@@ -100,7 +103,7 @@ class OmniKV(Method):
         inside = min(max(0, self.window - decoded), prompt) if self.windowed else 0
         if self.windowed:
             queries = self.recent(queries, state)
-        scores = self.score_rows(queries, keys[:, :, : prompt - inside], scaling)
+        scores = self.score_rows(queries, keys[:, :, : prompt - inside], request.scaling, request.extras)
         chosen = top_k_mask(scores[:, None], max(1, quota - inside))[:, 0]
         return torch.cat([chosen, chosen.new_ones(len(chosen), inside)], 1)
 
@@ -112,16 +115,16 @@ class OmniKV(Method):
 
     captured = Captured(row_reader=row_reader)
 
-    def score_rows(self, queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    def score_rows(self, queries: Tensor, keys: Tensor, scaling: float, extras: SoftmaxExtras | None = None) -> Tensor:
         """Score keys (B, H, n, d) by queries (B, H·G, w, d): (B, n) in float32, or float64 for float64 keys."""
         if self.selector == "last":
-            return max_logits(queries[:, :, -1], keys, scaling)
+            return max_logits(queries[:, :, -1], keys, scaling)  # a cap does not change their order
         if self.selector == "softmax_last":
-            return window_statistics(queries[:, :, -1:], keys, None, scaling)[0].amax((1, 2))
+            return window_statistics(queries[:, :, -1:], keys, None, scaling, extras=extras)[0].amax((1, 2))
         dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
         grouped = queries.to(dtype).unflatten(1, (keys.shape[1], -1))
-        logits = grouped @ keys.to(dtype)[:, :, None].mT * scaling
-        p = logits.softmax(-1).amax((1, 2))
+        logits = cap_logits(grouped @ keys.to(dtype)[:, :, None].mT * scaling, extras)
+        p = weigh_logits(logits, extras).amax((1, 2))
         if self.selector == "exp":
             age = torch.arange(p.shape[1] - 1, -1, -1, device=p.device)
             p = p * 2.0 ** -age[:, None]
@@ -181,7 +184,8 @@ class FilterReader:
             if layer == chooser:
                 if method.selector == "last":
                     return lambda largest: take(largest[:, :, :prompt])
-                take(method.score_rows(queries, keys[:, :, :prompt], answer.scaling)[:, None])
+                given = queries, keys[:, :, :prompt], answer.scaling, answer.extras.get(layer)
+                take(method.score_rows(*given)[:, None])
             if layer <= chooser + method.wait:
                 return None
             return looks.get("rows")

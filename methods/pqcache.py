@@ -49,6 +49,7 @@ from kvbench.kernels.product_quantization import (
     find_centroids,
 )
 from kvbench.kernels.row_selection import top_k_indices
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.validation import SettingError
 
 LOOK = 4096  # rows of which the first centroids are chosen
@@ -123,7 +124,7 @@ class PQCache(Method):
         if queries.shape[2] > 1 or counts is None:
             return None
         last = torch.tensor(request.first, device=queries.device)
-        listed = self.list_rows(queries, state.layer, request.scaling, counts, last)
+        listed = self.list_rows(queries, state.layer, request.scaling, counts, last, request.extras)
         none = torch.zeros(*listed.shape[:2], request.first + 1, dtype=torch.bool, device=queries.device)
         return none.scatter_(2, listed, True).repeat_interleave(queries.shape[1] // listed.shape[1], 1)
 
@@ -138,7 +139,13 @@ class PQCache(Method):
         return torch.cat([torch.arange(self.sinks, device=last.device), newest])
 
     def list_rows(
-        self, queries: Tensor, table: Mapping[str, Tensor], scaling: float, counts: tuple[int, int], last: Tensor
+        self,
+        queries: Tensor,
+        table: Mapping[str, Tensor],
+        scaling: float,
+        counts: tuple[int, int],
+        last: Tensor,
+        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         """List the rows that the query heads of a KV head attend to, (B, H, k) int64.
 
@@ -148,12 +155,14 @@ class PQCache(Method):
             scaling: The factor of the logits.
             counts: Numbers of recent and of chosen rows.
             last: The token's own row, without dimensions.
+            extras: The cap of the logits.
         """
         recent, chosen = counts
         always = self.list_always(recent, last).expand(*table["codes"].shape[:2], -1)
         if not chosen:
             return always
-        scores = code_scores(queries[:, :, 0], table["codes"], table["codebook"], scaling, self.sinks, last - recent)
+        given = queries[:, :, 0], table["codes"], table["codebook"], scaling, self.sinks, last - recent
+        scores = code_scores(*given, extras=extras)
         return torch.cat([always, top_k_indices(scores, chosen)], 2)
 
 
@@ -197,9 +206,8 @@ class CodeReader:
             codes, codebook = self.tables[layer]["codes"], self.tables[layer]["codebook"]
             chosen_rows = lists[0][..., len(always) :]
             counted = (self.counts[layer], self.counted) if layer in self.counts else None
-            choose_by_codes(
-                queries[:, :, 0], keys, codes, codebook, scaling, method.sinks, stop, last, chosen_rows, counted=counted
-            )
+            given = queries[:, :, 0], keys, codes, codebook, scaling, method.sinks, stop, last, chosen_rows
+            choose_by_codes(*given, counted=counted, extras=self.answer.extras.get(layer))
             return ListedRows(lists[0])
 
         return choose

@@ -32,6 +32,7 @@ from kvbench.interfaces.query_ring import make_ring
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.key_redundancy import key_redundancy
+from kvbench.kernels.softmax_extras import cap_logits
 from kvbench.kernels.window_attention.pooling import pool
 
 
@@ -83,6 +84,7 @@ class RKV(Method):
         keys, queries = rows.keys.to(rows.mass.dtype), self.last_queries(observation, state)
         asking = queries.to(keys.dtype).reshape(*keys.shape[:2], -1, keys.shape[3])  # (B, H, G·w, d)
         logits = (asking @ keys.mT).unflatten(2, (-1, queries.shape[2])).amax(2) * observation.scaling
+        logits = cap_logits(logits, observation.extras)  # the softmax goes over candidates, so sinks are not in it
         logits = logits.masked_fill(hidden[:, :, None], torch.finfo(keys.dtype).min)  # finite if all rows are hidden
         attention = logits.softmax(-1).mean(2).masked_fill(hidden, 0)
         pooled = pool(attention, self.kernel, "max").masked_fill(hidden, 0)

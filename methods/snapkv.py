@@ -43,8 +43,7 @@ class SnapKV(Method):
         return rows.places >= observation.tokens - self.window
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
-        (votes,) = window_statistics(
-            observation.queries[:, :, -self.window :], rows.keys, rows.mass, observation.scaling
-        )
+        given = observation.queries[:, :, -self.window :], rows.keys, rows.mass, observation.scaling
+        (votes,) = window_statistics(*given, extras=observation.extras)
         inside = find_rows_without_votes(observation, rows, self.window)
         return pool_group(votes, inside, self.kernel, self.pooling, self.group, order=rows.order)

@@ -42,7 +42,8 @@ class TOVA(Method):
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         # p: (B, H, G, n)
-        (p,) = window_statistics(observation.queries[:, :, -1:], rows.keys, rows.mass, observation.scaling)
+        given = observation.queries[:, :, -1:], rows.keys, rows.mass, observation.scaling
+        (p,) = window_statistics(*given, extras=observation.extras)
         if self.scope == "group":
             return p.mean(2)
         return p.flatten(1, 2).mean(1, keepdim=True).expand_as(rows.mass)

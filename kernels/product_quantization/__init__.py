@@ -18,6 +18,7 @@ from kvbench.kernels.product_quantization.reference import (
     encode_reference,
     find_centroids_reference,
 )
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 __all__ = ["choose_by_codes", "code_scores", "count_pairs", "encode", "find_centroids"]
 
@@ -86,6 +87,7 @@ def code_scores(
     first: int,
     stop: Tensor,
     *,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Return the sum over a group of the softmax of the logits, with centroids in place of keys.
@@ -99,6 +101,7 @@ def code_scores(
         scaling: The factor of the logits.
         first: The first candidate.
         stop: The row after the last candidate, a whole number without dimensions, at most first + n.
+        extras: The cap of the logits; None for none. Sinks are no candidates.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -114,10 +117,10 @@ def code_scores(
             f"code_scores: queries {tuple(queries.shape)}, codes {tuple(codes.shape)} of the rows from {first} on"
         )
     if choose_implementation("code_scores", implementation, queries) == "reference":
-        return code_scores_reference(queries, codes, codebook, scaling, first, stop)
+        return code_scores_reference(queries, codes, codebook, scaling, first, stop, extras)
     from kvbench.kernels.product_quantization.triton import code_scores_triton
 
-    return code_scores_triton(queries, codes, codebook, scaling, first, stop)
+    return code_scores_triton(queries, codes, codebook, scaling, first, stop, extras=extras)
 
 
 @announced
@@ -133,6 +136,7 @@ def choose_by_codes(
     rows: Tensor,
     *,
     counted: tuple[Tensor, int] | None = None,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> None:
     """Compute the codes of the newest row, in place, and list the candidates with the largest scores.
@@ -150,6 +154,7 @@ def choose_by_codes(
             heads lie at equal distances. With fewer than k candidates, rows that are none follow.
         counted: `count_pairs` of the codes of the rows from `first` on and before a number, which is at most `stop` and
             at least first + k, and that number. The kernel is faster with them.
+        extras: See `code_scores`.
         implementation: "reference" or "triton"; None chooses.
 
     Raises:
@@ -173,11 +178,11 @@ def choose_by_codes(
         )
     given = queries, keys, codes, codebook, scaling, first, stop, last, rows
     if choose_implementation("choose_by_codes", implementation, queries) == "reference":
-        choose_by_codes_reference(*given)
+        choose_by_codes_reference(*given, extras)
         return
     from kvbench.kernels.product_quantization.triton import choose_by_codes_triton
 
-    choose_by_codes_triton(*given, counted)
+    choose_by_codes_triton(*given, counted, extras)
 
 
 def choose_to_cluster(op: str, asked: str | None, keys: Tensor, centroids: Tensor) -> str:

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.attention.triton import cap_tile, find_cap
 from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.product_quantization.centroids import find_width, round_up
 from kvbench.kernels.row_selection.triton import score_to_number, wait_for_programs
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 LOG2E = 1.4426950408889634
 CENTROIDS = 64  # centroids that a program multiplies or compares at once
@@ -142,6 +144,7 @@ def _rank_pairs(
     STEPS: tl.constexpr,
     CAST: tl.constexpr,
     AHEAD: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Write the class of each pair of a head (B·H, W·W), and for how many rows of class 1 there is room.
 
@@ -180,7 +183,7 @@ def _rank_pairs(
         one, two = tl.load(at, mask=asking, other=0.0), tl.load(at + size * q_d, mask=asking, other=0.0)  # (M, E)
         logits = _multiply(one, codebook, code, column, there, count, size, scale, G, M, CAST)[:, None]
         more = _multiply(two, codebook + count * size, code, column, there, count, size, scale, G, M, CAST)
-        logits = tl.reshape(logits + more[None], [WIDE * WIDE, G])
+        logits = cap_tile(tl.reshape(logits + more[None], [WIDE * WIDE, G]), CAP)
         tl.debug_barrier()
         rows = tl.load(head_totals + pair, cache_modifier=".cg")  # (WIDE * WIDE,)
         logits = tl.where((rows > 0)[:, None] & (tl.arange(0, G) < group)[None], logits, float("-inf"))
@@ -304,6 +307,7 @@ def list_by_pairs(
     rows: Tensor,
     counts: Tensor,
     counted: int,
+    extras: SoftmaxExtras | None,
 ) -> None:
     """List the k candidates with the largest scores, of which there are at least k, and find the newest row's codes.
 
@@ -319,6 +323,7 @@ def list_by_pairs(
         rows: As of `choose_by_codes`.
         counts: `count_pairs` of the codes of the rows from `first` to `counted`.
         counted: The row after the last one in `counts`, at least first + k.
+        extras: As of `choose_by_codes`.
     """
     batch, heads, _, count, size = codebook.shape
     group, lines, wide, device = queries.shape[1] // heads, batch * heads, find_width(count), codes.device
@@ -364,6 +369,7 @@ def list_by_pairs(
         STEPS=STEPS,
         CAST=is_interpreting() and queries.dtype == torch.bfloat16,
         AHEAD=ahead,
+        CAP=find_cap(extras),
         num_warps=8 if wide * wide * grouped > 4096 else 4,
     )
     given = codes, classes, rooms, arrived, tallies, stop, rows, heads, first, per_split, splits

@@ -6,10 +6,17 @@ from torch.nn.functional import embedding, pad
 
 from kvbench.kernels.product_quantization.centroids import cut_keys, find_nearest, split_points
 from kvbench.kernels.row_selection import top_k_indices
+from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits
 
 
 def code_scores_reference(
-    queries: Tensor, codes: Tensor, codebook: Tensor, scaling: float, first: int, stop: Tensor
+    queries: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scaling: float,
+    first: int,
+    stop: Tensor,
+    extras: SoftmaxExtras | None = None,
 ) -> Tensor:
     batch, heads, parts, count = codebook.shape[:4]
     asking = cut_keys(queries.unflatten(1, (heads, -1)), parts)  # (B, H, m, G, d/m)
@@ -18,7 +25,8 @@ def code_scores_reference(
     candidates = codes.masked_fill(absent, 0)
     starts = torch.arange(0, batch * heads * count, count, device=codes.device).view(batch, heads, 1)
     products = [embedding(candidates[:, :, part] + starts, tables[:, :, part].flatten(0, 2)) for part in range(parts)]
-    logits = sum(products[1:], products[0]).masked_fill(absent[:, None], -torch.inf)  # (B, H, n, G)
+    logits = cap_logits(sum(products[1:], products[0]), extras)  # (B, H, n, G)
+    logits = logits.masked_fill(absent[:, None], -torch.inf)
     scores = (logits - logits.logsumexp(2, keepdim=True)).exp().sum(-1)
     return pad(scores.masked_fill(absent, -torch.inf), (first, 0), value=-torch.inf)
 
@@ -38,11 +46,12 @@ def choose_by_codes_reference(
     stop: Tensor,
     last: Tensor,
     rows: Tensor,
+    extras: SoftmaxExtras | None = None,
 ) -> None:
     at = last.long().view(1)
     codes.index_copy_(3, at - first, encode_reference(keys.index_select(2, at), codebook))
     if rows.numel():
-        scores = code_scores_reference(queries, codes, codebook, scaling, first, stop)
+        scores = code_scores_reference(queries, codes, codebook, scaling, first, stop, extras)
         rows.copy_(top_k_indices(scores, rows.shape[2], implementation="reference"))
 
 

@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.attention.triton import cap_tile, find_cap
 from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.product_quantization.pairs import CENTROIDS, LOG2E, find_nearest_centroid, list_by_pairs
 from kvbench.kernels.row_selection.triton import LINE, SINGLE, clear_work, count_first_digits, list_top
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 SPAN = 2048  # rows of a program, unless the group is large; it does not depend on the batch (order of sums)
 LOGITS = 16384  # most logits that a program holds
@@ -83,7 +85,9 @@ def _products(
 
 
 @triton.jit
-def _load_logits(codes, tables, row, first, stop, line, count, group, c_m, PARTS: tl.constexpr, G: tl.constexpr):
+def _load_logits(
+    codes, tables, row, first, stop, line, count, group, c_m, PARTS: tl.constexpr, G: tl.constexpr, CAP: tl.constexpr
+):
     """Return the logits of rows in base 2, (N, G); -inf for rows that are no candidates and beyond the group.
 
     `codes` points to the codes of row `first` of the head number `line`.
@@ -93,7 +97,7 @@ def _load_logits(codes, tables, row, first, stop, line, count, group, c_m, PARTS
     for part in tl.static_range(PARTS):
         code = tl.load(codes + part * c_m + (row - first), mask=here, other=0).to(tl.int32)  # (N,)
         logits += tl.load(tables + ((line * PARTS + part) * count + code)[:, None] * G + member[None])  # (N, G)
-    return tl.where(here[:, None] & (member < group)[None], logits, float("-inf"))
+    return tl.where(here[:, None] & (member < group)[None], cap_tile(logits, CAP), float("-inf"))
 
 
 @triton.jit
@@ -121,6 +125,7 @@ def _sums(
     G: tl.constexpr,
     N: tl.constexpr,
     COUNT: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Compute the logarithm of the sum of 2^logit over a span of rows, (B·H, spans, G), in base 2.
 
@@ -131,7 +136,7 @@ def _sums(
         clear_work(work + line * LINE)
     codes += (line // heads).to(tl.int64) * c_b + (line % heads).to(tl.int64) * c_h
     row, last = span * N + tl.arange(0, N), tl.minimum(tl.load(stop), rows).to(tl.int32)
-    logits = _load_logits(codes, tables, row, first, last, line, count, group, c_m, PARTS, G)
+    logits = _load_logits(codes, tables, row, first, last, line, count, group, c_m, PARTS, G, CAP)
     most = tl.max(logits, 0)
     total = tl.sum(tl.exp2(logits - tl.where(most == float("-inf"), 0.0, most)[None]), 0)
     at = (line * tl.num_programs(0) + span).to(tl.int64) * G + tl.arange(0, G)
@@ -158,6 +163,7 @@ def _scores(
     G: tl.constexpr,
     N: tl.constexpr,
     COUNT: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Join the sums of all spans, SPANS at once, and write the scores of a span.
 
@@ -177,7 +183,7 @@ def _scores(
         most = new
     whole = _add_logarithm(most, total, 0.0)
     row, last = span * N + tl.arange(0, N), tl.minimum(tl.load(stop), rows).to(tl.int32)
-    logits = _load_logits(codes, tables, row, first, last, line, count, group, c_m, PARTS, G)
+    logits = _load_logits(codes, tables, row, first, last, line, count, group, c_m, PARTS, G, CAP)
     score = tl.sum(tl.exp2(logits - whole[None]), 1)
     score = tl.where((row >= first) & (row < last), score, float("-inf"))
     tl.store(scores + line.to(tl.int64) * rows + row, score, mask=row < rows)
@@ -194,6 +200,7 @@ def code_scores_triton(
     stop: Tensor,
     newest: tuple[Tensor, Tensor] | None = None,
     work: Tensor | None = None,
+    extras: SoftmaxExtras | None = None,
 ) -> Tensor:
     """Return scores.
 
@@ -206,6 +213,7 @@ def code_scores_triton(
         stop: As of `code_scores`.
         newest: The keys, and the newest row, whose codes are written.
         work: Where the first digits of the scores are counted (`choose_by_digits`).
+        extras: As of `code_scores`.
     """
     batch, heads, parts, count, size = codebook.shape
     group, rows, lines = queries.shape[1] // heads, first + codes.shape[3], batch * heads
@@ -219,7 +227,7 @@ def code_scores_triton(
     tables = multiply(queries, codes, codebook, scaling, first, stop, newest)
     sums = torch.empty(lines, spans, wide, dtype=torch.float32, device=codes.device)
     sizes = heads, count, group, first, rows, *codes.stride()[:3]
-    shape = {"PARTS": parts, "G": wide, "N": span, "COUNT": work is not None, "num_warps": 8}
+    shape = {"PARTS": parts, "G": wide, "N": span, "COUNT": work is not None, "CAP": find_cap(extras), "num_warps": 8}
     _sums[spans, lines](codes, tables, stop, sums, work, *sizes, **shape)
     _scores[spans, lines](codes, tables, stop, sums, scores, work, *sizes, **shape)
     return scores
@@ -282,14 +290,15 @@ def choose_by_codes_triton(
     last: Tensor,
     rows: Tensor,
     counted: tuple[Tensor, int] | None,
+    extras: SoftmaxExtras | None,
 ) -> None:
     all_rows = first + codes.shape[3]
     if counted is not None and rows.numel():
-        list_by_pairs(queries, keys, codes, codebook, scaling, first, stop, last, rows, *counted)
+        list_by_pairs(queries, keys, codes, codebook, scaling, first, stop, last, rows, *counted, extras)
         return
     lines, work = codes[:, :, 0, 0].numel(), None
     if all_rows > SINGLE:
         work = torch.empty(lines, LINE.value, dtype=torch.int32, device=codes.device)
-    scores = code_scores_triton(queries, codes, codebook, scaling, first, stop, (keys, last), work)
+    scores = code_scores_triton(queries, codes, codebook, scaling, first, stop, (keys, last), work, extras)
     if rows.numel():
         list_top(scores, rows, counted=work)

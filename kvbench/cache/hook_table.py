@@ -133,6 +133,19 @@ def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> Non
         )
 
 
+def check_softcap(method: Method, softcap: float | None) -> None:
+    """Refuse a method that cannot score rows by capped logits for a model that caps them at `softcap`.
+
+    Raises:
+        SettingError: The method cannot. The message has the reason that the method gives.
+    """
+    if softcap is not None and "softcap" in method.refusals:
+        reason = f"{method.name} {method.refusals['softcap']}"
+        raise SettingError(
+            f"method={method.name}: this model caps the logits of attention at {softcap:g}, and {reason}"
+        )
+
+
 def check_known_rotation(method: Method, codec: Codec, layout: Layout) -> None:
     """Refuse what norms or rotates keys for a model with which kvbench cannot do that.
 

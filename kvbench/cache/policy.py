@@ -3,7 +3,13 @@
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kvbench.cache.hook_table import check_declarations, check_known_rotation, check_rotation, check_shape
+from kvbench.cache.hook_table import (
+    check_declarations,
+    check_known_rotation,
+    check_rotation,
+    check_shape,
+    check_softcap,
+)
 from kvbench.cache.refusals import find_refusal
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
@@ -65,6 +71,7 @@ class CachePolicy:
         if layout not in self.served:
             check_shape(self.method, self.codec, layout)
             check_rotation(self.method, self.codec, layout.rope_switch)
+            check_softcap(self.method, layout.softcap)
             check_known_rotation(self.method, self.codec, layout)
             self.served.add(layout)
 

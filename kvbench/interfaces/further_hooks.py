@@ -35,6 +35,7 @@ REFUSABLE: Mapping[str, str] = {
     "codec": "codecs that pack rows",
     "block_size": "a prompt that is read in several blocks",
     "rope_switch": "models whose rotary frequencies change with the length of the text",
+    "softcap": "models that cap the logits of attention",
 }
 """What a method may refuse."""
 

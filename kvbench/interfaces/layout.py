@@ -41,6 +41,8 @@ class Layout:
     """How many tokens the model supports."""
     rope_switch: int | None
     """The length beyond which RoPE changes its frequencies (LongRoPE, dynamic), or None if it never does."""
+    softcap: float | None = None
+    """The cap of the logits of attention, or None if there is none."""
     probe: Probe | None = None
     """What a probe says about the model, or None if its architecture is on the tested list."""
     rotation_fault: str | None = None

@@ -101,7 +101,8 @@ class RepeatScores(Repeating):
         keys, chunk = torch.cat(parts, 2), slice(safe, safe + stop - start)
         weight = self.weigh(observation)
         if weight is None:
-            chunk_scores = max_attention(observation.queries, keys, observation.scaling)[..., chunk]
+            given = observation.queries, keys, observation.scaling
+            chunk_scores = max_attention(*given, extras=observation.extras)[..., chunk]
         else:
             chunk_scores = self.score_weighed(observation, weight, keys, rows.values[:, :, start:stop], chunk)
         scores = state.layer.get("scores", chunk_scores.new_zeros(*chunk_scores.shape[:2], observation.prompt)).clone()
@@ -124,7 +125,8 @@ class RepeatScores(Repeating):
             values: Values of the rows that are scored, (B, H, n, d).
             chunk: Where these rows stand among the keys.
         """
-        attention = max_attention(observation.queries, keys, observation.scaling, weight=weight, together=False)
+        given, extras = (observation.queries, keys, observation.scaling), observation.extras
+        attention = max_attention(*given, weight=weight, together=False, extras=extras)
         return (attention[..., chunk] * cls.project_norms(observation, values)).amax(2)
 
     @staticmethod

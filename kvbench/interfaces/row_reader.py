@@ -5,13 +5,14 @@ every token of an answer, so a method describes its choice once, as an object th
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol
 
 from torch import Tensor
 
 from kvbench.interfaces.observation import State
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class CapturedAnswer:
     """Most tokens that may be undone: `choose` may be called again for any of so many last tokens."""
     find_packed: Callable[[int, int], tuple[int, int] | None]
     """Returns `ReadRequest.packed` of a layer at a token of the answer, by its number, counted from 0."""
+    extras: Mapping[int, SoftmaxExtras] = field(default_factory=dict)
+    """Sinks and cap of the softmax of each layer that has any."""
 
     @property
     def all_layers(self) -> Sequence[int]:

@@ -196,6 +196,7 @@ def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
         window=window,
         longest=longest,
         rope_switch=find_rope_switch(config),
+        softcap=getattr(config, "attn_logit_softcapping", None),
         probe=probe,
         rotation_fault=facts.rotation_fault,
         rerotation_fault=facts.rerotation_fault,

@@ -38,7 +38,7 @@ from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.fused_linear import rms_norm_linear
 from kvbench.kernels.rerotation import rerotate
 from kvbench.kernels.rope_append import append
-from kvbench.kernels.softmax_extras import SoftmaxExtras
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_cap
 from kvbench.models.decoder_step import Norms, forward_step
 from kvbench.models.decoder_weights import DecoderWeights, collect_plain_weights
 from kvbench.models.layouts import Configuration, name_type, read_config_layout
@@ -307,6 +307,9 @@ class WatchedLayer:
         expected = (self.layout.hidden, queries.shape[1] * self.layout.dim)
         if output_weight.shape != expected:
             raise Refused(f"layer {self.layer.index}: W_o is {tuple(output_weight.shape)}, expected {expected}")
+        if get_cap(extras) != self.layout.softcap:
+            line = f"its logits are capped at {get_cap(extras)}, expected {self.layout.softcap}"
+            raise Refused(f"layer {self.layer.index}: {line}")
         self.attended += 1
         self.move_keys(rotation)
         return self.layer.attend(queries, scaling, output_weight, rotation, extras)

@@ -28,6 +28,7 @@ from kvbench.interfaces.task import Sample
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.encoding import FastTokenizer
 from kvbench.store.study_lines import HOLDS, Line
+from kvbench.validation import SettingError
 
 SHOWN = 6  # layers that an exhibit of single heads shows
 
@@ -196,9 +197,17 @@ class Recorder(Method):
         return tuple({name for study in self.studies for name in study.wants})
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        refuse_extras(observation, "study")
         for study in self.studies:
             study.update(state.layer.setdefault(study.name, {}), observation, rows)
         return {}
+
+
+def refuse_extras(observation: Observation, asking: str) -> None:
+    """Raise a SettingError if the softmax of a layer has sinks or a cap, which the formulas of studies leave out."""
+    if observation.extras is not None:
+        line = "has sinks or a cap of its logits, which its formulas leave out; use another model"
+        raise SettingError(f"{asking}: attention of layer {observation.layer} {line}")
 
 
 def widen(x: Tensor) -> Tensor:

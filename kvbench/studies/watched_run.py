@@ -14,6 +14,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import Observation, PromptEncoder, ReadRequest
 from kvbench.interfaces.rows import Rows
 from kvbench.studies.row_attention import attend_rows
+from kvbench.studies.study import refuse_extras
 from kvbench.studies.watched_method import watch_method
 
 
@@ -181,6 +182,7 @@ class WatchedRun:
         """Remember what a layer shows of a block."""
         if observation.about is not None:
             return
+        refuse_extras(observation, "diagnose")
         layer, reading = self.layers.setdefault(observation.layer, LayerTrace()), self.reading
         layer.scaling = observation.scaling
         queries, tokens, stop = observation.queries[0], observation.queries.shape[2], observation.tokens

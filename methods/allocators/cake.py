@@ -91,8 +91,8 @@ class Cake(Allocator):
     def preference(self, observation: Observation, rows: Rows) -> Tensor:
         """Return log P of the layer, (B,). The logarithm cannot overflow if 1/τ is large."""
         queries = observation.queries[:, :, -self.window :]
-        # (B, H, G, n) each
-        both = window_statistics(queries, rows.keys, rows.mass, observation.scaling, ("entropy", "variance"))
+        given = queries, rows.keys, rows.mass, observation.scaling
+        both = window_statistics(*given, ("entropy", "variance"), extras=observation.extras)  # (B, H, G, n) each
         inside = rows.places >= observation.tokens - self.window
         entropy, variance = (
             x.sum(2, dtype=torch.float64).masked_fill(inside, 0).flatten(1).sum(-1).clamp(min=0) for x in both

@@ -86,7 +86,7 @@ def test_a_refusal_names_the_setting_and_the_reason(name):
 
 
 def test_what_needs_a_block_size_or_a_model_is_refused_there():
-    assert REFUSABLE.keys() - CONDITIONS.keys() == {"block_size", "rope_switch"}
+    assert REFUSABLE.keys() - CONDITIONS.keys() == {"block_size", "rope_switch", "softcap"}
     with pytest.raises(SettingError, match="^block_size=7: newest sees the whole prompt; use null$"):
         kvbench.prefill(
             tiny("llama"), ids(9), declare("refusals", {"block_size": "sees the whole prompt; use null"}), 5, 7

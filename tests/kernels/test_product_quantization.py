@@ -7,6 +7,7 @@ import torch
 
 from kvbench.kernels.product_quantization import choose_by_codes, code_scores, count_pairs, encode, find_centroids
 from kvbench.kernels.row_selection import top_k_indices
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from tests.support.compile_kernels import list_kernel
 from tests.support.kernel_checks import BOTH
 from tests.support.selection import only_in_full
@@ -37,7 +38,7 @@ def case(name, dtype):
     return queries.to(DEVICE, dtype)[:, :, 0], codes.to(DEVICE), codebook.to(DEVICE, dtype), first, stop
 
 
-def score_by_loops(queries, codes, codebook, scaling, first, stop):
+def score_by_loops(queries, codes, codebook, scaling, first, stop, cap=None):
     """Scores in float64, row by row; nan where there is no candidate."""
     batch, heads, parts, _, size = codebook.shape
     queries, codebook, codes = queries.double().cpu(), codebook.double().cpu(), codes.cpu().long()
@@ -50,6 +51,7 @@ def score_by_loops(queries, codes, codebook, scaling, first, stop):
                 key[:] = torch.cat([codebook[b, h, part, codes[b, h, part, row]] for part in range(parts)])
             for query in queries[b, h * group : (h + 1) * group]:
                 weights = keys @ query * scaling
+                weights = weights if cap is None else cap * (weights / cap).tanh()
                 weights = (weights - weights.max()).exp() if len(weights) else weights
                 total += weights / weights.sum()
             scores[b, h, first:stop] = total
@@ -74,6 +76,15 @@ def test_scores_are_sums_of_probabilities(name, implementation, dtype):
     close = 2.0**-24 * float(sizes) * 4 + 1e-6
     torch.testing.assert_close(found.cpu().double()[there], exact[there], rtol=close, atol=1e-30)
     assert torch.equal(found, code_scores(*given, implementation=implementation))
+
+
+@BOTH
+def test_capped_scores(implementation):
+    queries, codes, codebook, first, stop = case("pairs", torch.float32)
+    given = queries, codes, codebook, 0.3, first, torch.tensor(stop, device=DEVICE)
+    found = code_scores(*given, extras=SoftmaxExtras(cap=0.8), implementation=implementation)[..., first:stop].cpu()
+    expected = score_by_loops(queries, codes, codebook, 0.3, first, stop, cap=0.8)[..., first:stop]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
 
 
 def test_float64_is_computed_in_float64():
@@ -203,10 +214,11 @@ def test_chosen_rows_are_those_with_the_largest_scores(rows, k, dtype, monkeypat
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count, group", [(16, 3), (64, 4), (11, 1)])
 @pytest.mark.parametrize(
-    "rows, later, k, scaling",
-    [(600, 0, 1, 0.2), (600, 300, 150, 0.2), (9000, 20, 700, 0.2), (9000, 20, 8980, 0.2), (9000, 20, 3500, 3e-3)],
+    "rows, later, k, scaling, cap",
+    [(600, 0, 1, 0.2, None), (600, 300, 150, 0.2, 2.0)]
+    + [(9000, 20, 700, 0.2, None), (9000, 20, 8980, 0.2, None), (9000, 20, 3500, 3e-3, None)],
 )
-def test_rows_listed_by_pairs_are_those_with_the_largest_scores(rows, later, k, scaling, count, group, dtype):
+def test_rows_listed_by_pairs_are_those_with_the_largest_scores(rows, later, k, scaling, cap, count, group, dtype):
     """The pairs of all candidates but the `later` ones are counted. Codes behind the candidates are garbage.
 
     With a small factor of the logits the scores of all pairs are near each other.
@@ -221,11 +233,10 @@ def test_rows_listed_by_pairs_are_those_with_the_largest_scores(rows, later, k, 
     pairs = count_pairs(codes[..., : rows - later], count, group)
     assert pairs.sum() == 4 * (rows - later)
     lists = torch.full((2, 2, 5 + k), -7, device=DEVICE)
-    choose_by_codes(
-        queries, keys, codes, codebook, scaling, 7, stop, last, lists[..., 5:], counted=(pairs, rows + 7 - later),
-        implementation="triton",
-    )  # fmt: skip
-    scores = code_scores(queries, codes, codebook, scaling, 7, stop, implementation="triton")
+    more = dict(extras=SoftmaxExtras(cap=cap), implementation="triton")
+    given = queries, keys, codes, codebook, scaling, 7, stop, last, lists[..., 5:]
+    choose_by_codes(*given, counted=(pairs, rows + 7 - later), **more)
+    scores = code_scores(queries, codes, codebook, scaling, 7, stop, **more)
     assert torch.equal(lists[..., 5:], top_k_indices(scores, k, implementation="triton"))
     assert (lists[..., :5] == -7).all()
     assert torch.equal(codes[..., rows + 1], encode(keys[:, :, rows + 8 :][:, :, :1], codebook)[..., 0])
@@ -388,7 +399,13 @@ def ahead():
         wide = 1 << (dim // parts - 1).bit_length()
         sizes = {"M": max(16, group), "N": pairs.CENTROIDS, "E": wide, "G": group, "CAST": False, "q_d": 1, "k_d": 1}
         yield list_kernel(own._products, kinds, {**sizes, "ENCODE": True}, num_warps=4)
-        sizes = {"PARTS": parts, "G": group, "N": min(own.SPAN, own.LOGITS // group), "COUNT": True}
+        sizes = {
+            "PARTS": parts,
+            "G": group,
+            "N": min(own.SPAN, own.LOGITS // group),
+            "COUNT": True,
+            "CAP": 50.0 if group == 4 else None,
+        }
         for kernel in (own._sums, own._scores):
             yield list_kernel(kernel, kinds, sizes, num_warps=8)
     numbers = dict.fromkeys(("counts", "totals", "rooms", "arrived", "tallies"), "*i32")
@@ -397,6 +414,7 @@ def ahead():
     for wide, group, early in ((64, 4, True), (16, 1, True), (64, 8, True), (64, 4, False)):
         sizes = {"WIDE": wide, "G": group, "M": 16, "E": 64, "N": pairs.MORE, "CENTROIDS": pairs.CENTROIDS}
         sizes |= {"COUNTED": pairs.COUNTED, "NEAR": pairs.NEAR, "STEPS": pairs.STEPS, "CAST": False, "AHEAD": early}
+        sizes["CAP"] = 50.0 if group == 8 else None
         yield list_kernel(pairs._rank_pairs, kinds | vectors, sizes | {"q_d": 1, "k_d": 1}, num_warps=8)
         sizes = {"WIDE": wide, "MOST": pairs.MOST, "TILE": pairs.TILE, "AHEAD": early, "BEGIN": 0, "END": 2}
         for one in (True, False):
