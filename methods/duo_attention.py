@@ -51,14 +51,14 @@ class Pattern:
     """Newest rows that a streaming head holds."""
 
     @property
-    def sliding(self) -> tuple[int, ...]:
-        """Layers without α, which have a sliding window."""
+    def unheld(self) -> tuple[int, ...]:
+        """Layers without α, which have a sliding window or no rows."""
         return tuple(layer for layer, alphas in enumerate(self.alpha) if all(map(math.isnan, alphas)))
 
     def order(self) -> list[tuple[int, int]]:
         """Return (layer, head) of every head that can stream. The heads that stream first come last."""
         heads = [(layer, head) for layer, alphas in enumerate(self.alpha) for head in range(len(alphas))]
-        cut = [place for place in heads if place[0] not in self.sliding]
+        cut = [place for place in heads if place[0] not in self.unheld]
         return sorted(cut, key=lambda place: -self.alpha[place[0]][place[1]])
 
 
@@ -98,10 +98,11 @@ class DuoAttention(Method):
             raise SettingError(
                 f"method.path={self.path}: the pattern has (layers, KV heads) {stated}, the model {needed}"
             )
-        if self.pattern.sliding != layout.sliding:
+        unheld = tuple(layer for layer in range(layout.layers) if layer not in layout.held)
+        if self.pattern.unheld != unheld:
             raise SettingError(
-                f"method.path={self.path}: layers {self.pattern.sliding} have no α (nan), but the model's layers with "
-                f"a sliding window are {layout.sliding}"
+                f"method.path={self.path}: layers {self.pattern.unheld} have no α (nan), but the model's layers "
+                f"without rows to cut are {unheld}"
             )
 
     def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:

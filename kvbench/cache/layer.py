@@ -43,8 +43,8 @@ from kvbench.kernels.softmax_extras import SoftmaxExtras
 class Layers(list["Layer | None"]):
     """All layers of a cache, with the progress of the prompt and the bytes of all layers.
 
-    An entry is None for a layer with a sliding window, which keeps its own cache. Layers refer to this list weakly, so
-    that the memory of a cache is freed at once when the cache is dropped.
+    An entry is None for a layer that keeps transformers' own cache: a sliding window or a recurrent state. Layers refer
+    to this list weakly, so that the memory of a cache is freed at once when the cache is dropped.
     """
 
     def __init__(self, count: int) -> None:

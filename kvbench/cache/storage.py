@@ -590,6 +590,8 @@ class Bytes:
     """What the method remembers."""
     headroom: int = 0
     """Memory reserved for further tokens."""
+    recurrent: int = 0
+    """Recurrent and convolutional states of the model's layers, which do not grow with the text."""
 
     def __add__(self, other: "Bytes") -> "Bytes":
         return Bytes(
@@ -597,12 +599,13 @@ class Bytes:
             self.metadata + other.metadata,
             self.state + other.state,
             self.headroom + other.headroom,
+            self.recurrent + other.recurrent,
         )
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.rows + self.metadata + self.state + self.headroom
+        return self.rows + self.metadata + self.state + self.headroom + self.recurrent
 
 
 def count_dtype(seen: int) -> torch.dtype:

@@ -25,7 +25,14 @@ from kvbench.interfaces.derived_method import derive_method
 from kvbench.interfaces.method import Method
 from kvbench.kernels.dispatch import force_implementation
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.transformers_port import list_plain_rows, make_plain_cache, text_config
+from kvbench.models.transformers_port import (
+    copy_plain_rows,
+    count_plain_rows,
+    count_plain_states,
+    make_plain_cache,
+    repeat_plain_rows,
+    text_config,
+)
 from kvbench.runs.spec import RunSpec
 
 
@@ -143,9 +150,9 @@ class KVBenchCache:
         """
         context, held = self.context, self.context.bytes()
         if self.choice.codec.packing.lists_rows:
-            return sum(read for read, _ in self.count_needs()) + context.sliding_bytes() + held.state
+            return sum(read for read, _ in self.count_needs()) + context.sliding_bytes() + held.state + held.recurrent
         if not self.choice.method.attends_subset:
-            return held.rows
+            return held.rows + held.recurrent
         with context.branch(), ExitStack() as stack:
             counts = [stack.enter_context(count_rows_read(layer)) for layer in context.own_layers]
             context.extend(context.last_logits.argmax(-1, keepdim=True))
@@ -153,7 +160,7 @@ class KVBenchCache:
                 layer.bytes().rows * (sum(rows) / layer.rows.mean_rows if rows else 1)
                 for rows, layer in zip(counts, context.own_layers, strict=True)
             )
-        return round(read) + context.sliding_bytes() + (held.state if any(counts) else 0)
+        return round(read) + context.sliding_bytes() + held.recurrent + (held.state if any(counts) else 0)
 
     def bytes_after(self) -> int:
         context = self.context
@@ -259,7 +266,7 @@ class TransformersDynamic(StepwiseAnswer):
         self.token = logits[:, -1:].argmax(-1)
 
     def replicate(self, times: int) -> None:
-        self.cache.batch_repeat_interleave(times)
+        repeat_plain_rows(self.cache, times)
         self.token = self.token.repeat(times, 1)
 
     def tokens(self, count: int) -> Iterator[None]:
@@ -271,10 +278,10 @@ class TransformersDynamic(StepwiseAnswer):
             yield
 
     def bytes(self) -> Bytes:
-        return Bytes(rows=sum(keys.nbytes + values.nbytes for keys, values in list_plain_rows(self.cache)))
+        return Bytes(rows=count_plain_rows(self.cache), recurrent=count_plain_states(self.cache))
 
     def bytes_per_token(self) -> int:
-        return self.bytes().rows
+        return self.bytes().rows + self.bytes().recurrent
 
     def drop(self) -> None:
         self.cache = make_plain_cache(self.model)
@@ -299,8 +306,7 @@ class TransformersStatic(StepwiseAnswer):
         grown = TransformersDynamic(self.model)
         grown.read(ids)
         self.cache.reset()  # the same addresses: the graph stays valid
-        for index, (keys, values) in enumerate(list_plain_rows(grown.cache)):
-            self.cache.update(keys, values, index)
+        copy_plain_rows(grown.cache, self.cache)
         self.token, self.place = grown.token, torch.full((1, 1), self.rows, device=ids.device)
 
     def plain_step(self, token: Tensor, place: Tensor) -> Tensor:
@@ -318,10 +324,10 @@ class TransformersStatic(StepwiseAnswer):
             yield
 
     def bytes(self) -> Bytes:
-        return Bytes(rows=sum(keys.nbytes + values.nbytes for keys, values in list_plain_rows(self.cache)))
+        return Bytes(rows=count_plain_rows(self.cache), recurrent=count_plain_states(self.cache))
 
     def bytes_per_token(self) -> int:
-        return self.bytes().rows
+        return self.bytes().rows + self.bytes().recurrent
 
     def drop(self) -> None:
         """Do nothing: the graph needs its addresses, and the next prompt overwrites this one."""

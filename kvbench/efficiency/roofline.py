@@ -129,13 +129,13 @@ def prefill_ms(
         batch: Number of prompts.
         block: Tokens of a block; None for one block.
         quota: Number of rows to which a head is cut after each block; None for no cut.
-        needs: What is done with the rows of each layer without a sliding window after each block.
+        needs: What is done with the rows of each layer that holds rows after each block.
     """
     shape, weights = read_layout(model), WeightSizes.of(model)
     config = text_config(model)
     pair = 4 * config.num_attention_heads * shape.dim * batch
     window = getattr(config, "sliding_window", None) or tokens
-    full = shape.layers - len(shape.sliding)
+    full = len(shape.held)
     element = embedding_tables(model)[0].element_size()
     total, seen = 0.0, 0
     while seen < tokens:

@@ -82,7 +82,7 @@ def prepare_score(run: RunSpec) -> ScoreCall:
     if "lse" in method.wants:  # for normally distributed logits: log of the number of rows, plus half the variance
         seen_rows = torch.arange(task.length - tokens + 1, task.length + 1, device=run.device)
         lse = (seen_rows.to(rows.mass.dtype).log() + 0.5).expand(batch, query_heads, tokens).contiguous()
-    layers = tuple(layer for layer in range(shape.layers) if layer not in shape.sliding)
+    layers = shape.held
     observation = Observation(
         normal(batch, query_heads, tokens, shape.dim),
         normal(batch, query_heads, tokens, shape.dim),

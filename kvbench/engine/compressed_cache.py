@@ -284,7 +284,7 @@ class CompressedCache:
 
         Returns:
             The positions of the tokens, and for each layer and head whether it holds them. A layer with a sliding
-            window holds the tokens in its window.
+            window holds the tokens in its window. A layer with a recurrent state alone holds none.
 
         Raises:
             SettingError: The text is not in the prompt, or the prompt or a tokenizer is not known.
@@ -299,12 +299,13 @@ class CompressedCache:
         if not positions:
             raise SettingError(f"text={format_value(text)}: not in the prompt of sample {sample}")
         places = torch.tensor(positions)
-        held, windows = [], iter(context.sliding_layers())
-        for layer in context.layers:
+        held, windows = [], dict(zip(context.sliding, context.sliding_layers(), strict=True))
+        for index, layer in enumerate(context.layers):
+            heads = context.own_layers[0].rows.shape[1]
             if layer is not None:
                 held.append(layer.rows.holds(places)[row].cpu())
             else:
-                _, heads, tokens, _ = next(windows).keys.shape
+                tokens = windows[index].keys.shape[2] if index in windows else 0
                 held.append((places >= context.seen - tokens).expand(heads, -1))
         return HeldText(places, torch.stack(held))
 
@@ -348,7 +349,14 @@ class CompressedCache:
     @property
     def sliding_layers(self) -> tuple[int, ...]:
         """Layers that keep their own sliding-window cache and are not compressed."""
-        return tuple(i for i, layer in enumerate(self.contexts[0].layers) if layer is None)
+        return self.contexts[0].sliding
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers without rows, which keep a recurrent or convolutional state, or nothing."""
+        return tuple(
+            i for i, layer in enumerate(self.contexts[0].layers) if layer is None and i not in self.sliding_layers
+        )
 
     def extend(self, more_ids: Tensor) -> Tensor:
         """Read further tokens, (batch, t), which attend to the rows held. Return their logits, (batch, t, vocab)."""
@@ -401,7 +409,8 @@ class CompressedCache:
         context, sample = self._context(sample)
         cut_layer = context.layers[layer]
         if cut_layer is None:
-            raise SettingError(f"layer={layer}: keeps transformers' own sliding-window cache, not rows")
+            kind = "sliding-window cache" if layer in context.sliding else "recurrent state"
+            raise SettingError(f"layer={layer}: keeps transformers' own {kind}, not rows")
         return cut_layer, sample
 
     def _context(self, sample: int) -> tuple[GenerationContext, int]:

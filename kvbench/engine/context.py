@@ -35,6 +35,7 @@ from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
 from kvbench.kernels.dispatch import FAST
 from kvbench.models.admission import admit_model
 from kvbench.models.decoder_weights import DecoderWeights, collect_weights
+from kvbench.models.layer_state import LayerState
 from kvbench.models.transformers_port import (
     CacheLayerPort,
     Frequencies,
@@ -60,6 +61,8 @@ class ContextSnapshot:
     layers: list[LayerSnapshot]
     sliding: list[tuple[Tensor, Tensor, int]]
     """Keys, values and number of tokens of each layer with a sliding window."""
+    recurrent: list[LayerState]
+    """Copies of the states of each layer with a recurrent or convolutional state."""
     frequencies: Frequencies | None
     seen: int
     since_cut: int
@@ -113,9 +116,10 @@ class PromptContext:
         state = State(seeds)
         self.layers = Layers(shape.layers)
         for index in range(shape.layers):
-            cut_layer = None if index in shape.sliding else Layer(index, shape.layers, choice, state, self.layers)
+            held = index in shape.held
+            cut_layer = Layer(index, shape.layers, choice, state, self.layers) if held else None
             self.layers.append(cut_layer)
-        self.window = shape.window
+        self.sliding, self.window = shape.sliding, shape.window
         self.cache = make_cache(model, self.layers)
         self.logits: Tensor | None = None  # of the last token read, (B, vocab)
         self.seen = 0
@@ -149,12 +153,12 @@ class PromptContext:
 
     @property
     def memory(self) -> MemoryMeter:
-        """The bytes that the layers occupy, and their peak. Layers with a sliding window are not included."""
+        """The bytes that the layers occupy, and their peak. Windows and recurrent states are not included."""
         return self.layers.memory
 
     @property
     def own_layers(self) -> list[Layer]:
-        """The layers that hold rows, which are all layers without a sliding window."""
+        """The layers whose rows kvbench holds (`Layout.held`)."""
         return [layer for layer in self.layers if layer is not None]
 
     @without_gradients
@@ -465,11 +469,12 @@ class PromptContext:
 
     @spend("restoring")
     def snapshot(self) -> ContextSnapshot:
-        """Return everything that `restore` needs. Rows are shared, not copied."""
+        """Return everything that `restore` needs. Rows are shared, not copied; recurrent states are copied."""
         frequencies = self.cache.frequencies
         return ContextSnapshot(
             layers=[layer.snapshot() for layer in self.own_layers],
             sliding=[(window.keys, window.values, window.cumulative_length) for window in self.sliding_layers()],
+            recurrent=self.cache.copy_states(),
             frequencies=frequencies and frequencies.copy(),
             seen=self.seen,
             since_cut=self.since_cut,
@@ -488,6 +493,7 @@ class PromptContext:
             layer.restore(layer_snapshot)
         for window, (keys, values, length) in zip(self.sliding_layers(), snapshot.sliding, strict=True):
             window.keys, window.values, window.cumulative_length = keys, values, length
+        self.cache.put_states(snapshot.recurrent)
         if snapshot.frequencies and self.cache.frequencies:
             self.cache.frequencies.take_over(snapshot.frequencies)
         self.since_cut, self.drawn, self.logits = snapshot.since_cut, snapshot.drawn, snapshot.logits
@@ -516,13 +522,13 @@ class PromptContext:
 
     def sliding_layers(self) -> list[Any]:
         """Return transformers' own cache layers of the layers with a sliding window."""
-        return [window for window, layer in zip(self.cache.layers, self.layers, strict=True) if layer is None]
+        return [self.cache.layers[index] for index in self.sliding]
 
     def bytes(self) -> Bytes:
-        """Return the bytes that the cache occupies now. Layers with a sliding window count as rows."""
+        """Return the bytes that the cache occupies now. The windows of sliding layers count as rows."""
         total = sum((layer.bytes() for layer in self.own_layers), Bytes())
         shared = count_bytes(v for v in self.own_layers[0].state.shared.values() if isinstance(v, Tensor))
-        return total + Bytes(rows=self.sliding_bytes(), state=shared)
+        return total + Bytes(rows=self.sliding_bytes(), state=shared, recurrent=self.cache.count_state_bytes())
 
     def sliding_bytes(self) -> int:
         """Return the bytes of the layers with a sliding window, which no method cuts."""

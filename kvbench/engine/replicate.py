@@ -38,6 +38,7 @@ def replicate(context: PromptContext, times: int, room: int) -> None:
     context.logits = copy_samples(context.logits, times)
     for window in context.sliding_layers():
         window.keys, window.values = copy_samples(window.keys, times), copy_samples(window.values, times)
+    context.cache.repeat_states(times)
     shared = context.own_layers[0].state.shared
     shared.update({name: copy_samples(value, times) for name, value in shared.items()})
     for layer in context.own_layers:

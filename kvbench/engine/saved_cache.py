@@ -54,7 +54,7 @@ FORMAT, VERSION = "kvbench compressed context", "1"
 WHAT = "compressed context"  # what messages call the file
 Part = Method | Allocator | Codec
 JSON = (bool, int, float, str, type(None))  # types of values that JSON holds as they are
-OF_SNAPSHOT = "seen", "since_cut", "drawn", "logits", "progress", "shared", "sliding"  # saved as they are
+OF_SNAPSHOT = "seen", "since_cut", "drawn", "logits", "progress", "shared", "sliding", "recurrent"  # saved as they are
 OF_LAYER = "tally", "shares", "token_bytes", "attended", "state"
 KINDS = (StoredRows, Plain, LayerTally, HeadShares, Progress, Budget)  # what the engine itself saves
 # folders of conf/, in the order of a policy
@@ -389,6 +389,7 @@ def make_context(
 ) -> GenerationContext:
     """Make a context that `describe_context` described."""
     values = {key: reader.read(value) for key, value in described.items() if key != "layers"}
+    values.setdefault("recurrent", [])  # of models without such states, older files say nothing
     context = GenerationContext(
         model, choice, values["budget"], values["block_size"], values["seeds"], values["prefix"]
     )

@@ -179,21 +179,26 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
         context.expect(tokens)
     watched, groups = SharedTensors(), group_by_scores(contexts)
     repeated = RepeatedCuts(contexts, groups, watched.check)
-    every = zip(*(context.own_layers for context in contexts), strict=True)
-    layers = [FanOutLayer(same_layer, watched, groups, repeated, place) for place, same_layer in enumerate(every)]
+    places = {layer.index: place for place, layer in enumerate(contexts[0].own_layers)}
+    every = list(zip(*(context.own_layers for context in contexts), strict=True))
+    layers = [
+        FanOutLayer(every[places[index]], watched, groups, repeated, places[index]) if index in places else None
+        for index in range(len(contexts[0].layers))
+    ]
     cache = make_cache(model, layers)
     with kvbench_attention(model):
         logits = forward(model, ids, cache, keep=1)[:, -1]
     spent = 1000 * (now(device) - begin)
     repeated.raise_faults()
-    measured = [layer.measure() for layer in layers]
+    measured = [layer.measure() for layer in layers if layer is not None]
     cutting = sum(time for time, _ in measured)
     last = measured[-1][1]  # no cut of it was repeated
     cut_times = [sum(times.get(number, last[number]) for _, times in measured) for number in range(len(contexts))]
-    common = spent - cutting
+    common, states = spent - cutting, cache.copy_states()
     for number, context in enumerate(contexts):
         begin = now(device)
         with attribute_errors_to(number):
+            context.cache.put_states(states)
             context.passed(tokens, cache.frequencies)
             context.end(logits)
             context.lent = [(index, reference) for reference, _, index in watched.tensors]

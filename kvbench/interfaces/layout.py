@@ -51,3 +51,12 @@ class Layout:
     """Why rotated keys cannot be rotated to other positions, or None if they can."""
     joint_norm: bool = False
     """Whether the model norms the keys of all heads of a token together."""
+    recurrent: tuple[int, ...] = ()
+    """Layers without rows. They keep a recurrent or convolutional state in transformers' own cache, or nothing."""
+    stateful: bool = False
+    """Whether some layers keep a recurrent or convolutional state. Layers that hold rows may have one beside them."""
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Layers whose rows kvbench holds, so that methods can cut them."""
+        return tuple(i for i in range(self.layers) if i not in self.sliding and i not in self.recurrent)

@@ -21,8 +21,8 @@ from kvbench.models.layouts import Configuration, is_tested, name_type
 from kvbench.validation import SettingError
 
 SOURCES = (
-    *("admission", "configuration", "decoder_step", "decoder_weights", "layouts", "miniature", "probe"),
-    "rotations",
+    *("admission", "configuration", "decoder_step", "decoder_weights", "layer_state", "layouts", "miniature", "probe"),
+    *("rotations", "transformers_port"),
 )
 NAMES = frozenset(  # of what no probe depends on
     ["_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"]
@@ -34,7 +34,7 @@ NAMES = frozenset(  # of what no probe depends on
 def hash_sources() -> str:
     """Return 16 hex digits over the sources that read layouts and probe."""
     folder = Path(__file__).parent
-    files = [folder / f"{name}.py" for name in (*SOURCES, "transformers_port")]
+    files = [folder / f"{name}.py" for name in SOURCES]
     return sha256(" ".join(map(content_hash, files)).encode()).hexdigest()[:16]
 
 

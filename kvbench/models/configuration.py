@@ -202,7 +202,8 @@ def load_layout(path: str, revision: str | None = None) -> Layout:
     with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: read again
         found = json.loads(kept.read_text())
         probe = None if found["probe"] is None else Probe(**found["probe"])
-        return Layout(**found | {"sliding": tuple(found["sliding"]), "probe": probe})
+        lists = {name: tuple(found[name]) for name in ("sliding", "recurrent")}
+        return Layout(**found | lists | {"probe": probe})
     config = load_configuration(path, revision)
     with refuse_on_error(f"model.path={path}: cannot read a model there"):
         layout = read_config_layout(config, check_architecture(config))

@@ -1,11 +1,14 @@
 """Read the layout of a model from its configuration, and say which architectures were tested with kvbench."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol, cast
 
+from kvbench.config.provenance import find_installed_version
 from kvbench.interfaces.layout import Layout, Probe
 from kvbench.validation import SettingError
 
+WITHOUT_ROPE = "it has no rotary embedding"
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the largest position
 
 
@@ -23,10 +26,12 @@ class Architecture:
     """Why rotated keys cannot be rotated to other positions, or None if they can."""
     joint_norm: bool = False
     """Whether it norms the keys of all heads of a token together."""
+    since: tuple[int, int] = (5, 0)
+    """The first version of transformers that reads such a model right. With an earlier one it is probed."""
 
 
 LATE_NORM = "it norms rotated keys by weights that do not rotate with them"
-
+STATES = (5, 17)  # earlier transformers lose the state between two blocks
 ARCHITECTURES = {  # the tested list, by transformers' names of types
     "llama": Architecture("Llama", graphs=True),
     "mistral": Architecture("Mistral", graphs=True),
@@ -42,6 +47,7 @@ ARCHITECTURES = {  # the tested list, by transformers' names of types
     "gemma2": Architecture("Gemma"),
     "vaultgemma": Architecture("Gemma"),
     "phi3": Architecture("Phi", graphs=True),
+    "phi": Architecture("Phi"),
     "phimoe": Architecture("Phi"),
     "phi4_multimodal": Architecture("Phi", graphs=True),
     "olmo": Architecture("OLMo"),
@@ -88,6 +94,16 @@ ARCHITECTURES = {  # the tested list, by transformers' names of types
     "mellum": Architecture("Mellum"),
     "nanochat": Architecture("nanochat"),
     "solar_open": Architecture("Solar"),
+    "qwen3_next": Architecture("Qwen", since=STATES),
+    "qwen3_5_text": Architecture("Qwen", since=STATES),
+    "qwen3_5_moe_text": Architecture("Qwen", since=STATES),
+    "lfm2": Architecture("LFM2", since=STATES),
+    "lfm2_moe": Architecture("LFM2", since=STATES),
+    "granitemoehybrid": Architecture("Granite", since=STATES),
+    "nemotron_h": Architecture("Nemotron", since=STATES),
+    "falcon_h1": Architecture("Falcon-H1", since=STATES, rotation_fault="it multiplies keys by a factor"),
+    "zaya": Architecture("Zaya", since=STATES, rotation_fault="its keys come out of a convolution"),
+    "olmo_hybrid": Architecture("OLMo", since=STATES, joint_norm=True),
 }
 
 
@@ -116,7 +132,15 @@ class Configuration(Protocol):
 def is_tested(config: Configuration) -> bool:
     """Return whether an architecture was tested with kvbench's attention function. Others are probed."""
     kind = read_text_type(config)
-    return kind in ARCHITECTURES and config.model_type in (kind, *MULTIMODAL)
+    known = ARCHITECTURES.get(kind)
+    return known is not None and known.since <= read_version() and config.model_type in (kind, *MULTIMODAL)
+
+
+@cache
+def read_version() -> tuple[int, int]:
+    """Return the first two numbers of transformers' version."""
+    major, minor, *_ = find_installed_version("transformers").split(".")
+    return int(major), int(minor)
 
 
 def read_text_type(config: Configuration) -> str:
@@ -130,9 +154,25 @@ def name_type(config: Configuration) -> str:
     return kind if kind == config.model_type else f"{config.model_type} (text decoder {kind})"
 
 
-def find_rotation_facts(kind: str, probe: Probe | None) -> Architecture | Probe:
-    """Return what is known about the rotation of a type of model: what a probe says, or the tested list."""
-    return ARCHITECTURES[kind] if probe is None else probe
+def find_rotation_facts(config: Configuration, probe: Probe | None) -> Architecture | Probe:
+    """Return what is known about the rotation of a model: what a probe says, or the tested list.
+
+    Args:
+        config: The model's configuration.
+        probe: What a probe says about its architecture. None if it is on the list.
+    """
+    facts: Architecture | Probe = ARCHITECTURES[read_text_type(config)] if probe is None else probe
+    without = is_without_rope(config.get_text_config(decoder=True))
+    return replace(facts, rotation_fault=WITHOUT_ROPE) if without else facts
+
+
+def is_without_rope(text: Any) -> bool:
+    """Return whether a model has no rotary embedding, by the configuration of its text decoder."""
+    if text.model_type == "olmo_hybrid":
+        return read_rope_settings(text).get("rope_theta") is None
+    if text.model_type == "granitemoehybrid":
+        return bool(text.position_embedding_type != "rope")
+    return bool(text.model_type == "nemotron_h")
 
 
 def read_rope_settings(config: Any) -> dict[str, Any]:
@@ -156,7 +196,7 @@ def find_max_tokens(config: Any) -> int:
             original = own.get("original_max_position_embeddings") or text.max_position_embeddings
             longest = max(longest, int(original * (own.get("factor") or 1)))
     layers: list[Any] = list(DynamicCache(config=text).layers)
-    if layers and all(layer.is_sliding for layer in layers):
+    if layers and all(getattr(layer, "is_sliding", False) for layer in layers):
         longest = min(longest, layers[0].sliding_window)
     return longest
 
@@ -180,14 +220,17 @@ def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
     Raises:
         SettingError: The architecture is not on the list, and there is no probe.
     """
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
     if probe is None and not is_tested(config):
         raise SettingError(f"model: architecture {name_type(config)} is not on the tested list, and was not probed")
-    longest, facts = find_max_tokens(config), find_rotation_facts(read_text_type(config), probe)
+    longest, facts = find_max_tokens(config), find_rotation_facts(config, probe)
     config = config.get_text_config(decoder=True)
     own: list[Any] = list(DynamicCache(config=config).layers)
-    sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
+    recurrent = tuple(i for i, layer in enumerate(own) if not isinstance(layer, CacheLayerMixin))
+    sliding = tuple(i for i, layer in enumerate(own) if i not in recurrent and layer.is_sliding)
+    if len(recurrent) + len(sliding) == len(own) != len(sliding):
+        raise SettingError("model: none of its layers keeps keys and values of all tokens, so there is nothing to cut")
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     all_slide = len(sliding) == config.num_hidden_layers
     window = own[0].sliding_window if all_slide else None
@@ -206,4 +249,6 @@ def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
         rotation_fault=facts.rotation_fault,
         rerotation_fault=facts.rerotation_fault,
         joint_norm=facts.joint_norm,
+        recurrent=recurrent,
+        stateful=any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in own),
     )

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 from kvbench.models.admission import admit_model
 from kvbench.models.configuration import load_configuration
 from kvbench.models.silence import silence_transformers
-from kvbench.models.transformers_port import find_factory, text_config
+from kvbench.models.transformers_port import count_plain_states, find_factory, make_plain_cache, text_config
 from kvbench.validation import SettingError, refuse_on_error, summarize
 
 SHOWN = 3  # names of weights in a message
@@ -219,3 +219,13 @@ def count_parameters(config: Any) -> int:
     with torch.device("meta"):
         model = find_factory(config).from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.no_grad()
+def count_states(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of a model's recurrent and convolutional states for one text. It needs no memory."""
+    with silence_transformers(), torch.device("meta"):
+        model = find_factory(config).from_config(config, dtype=dtype, attn_implementation="eager")
+        cache = make_plain_cache(model)
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    return count_plain_states(cache)

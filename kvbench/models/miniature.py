@@ -21,6 +21,7 @@ VOCABULARY = 128
 HIDDEN, HEADS, SHORT = 64, 4, 16  # width, query heads, and a threshold in tokens
 LAYERS = 4  # least number of layers: some models decide by a layer's number what it is
 POSITIONS = 512
+STATES = 8  # heads of a recurrent layer
 MOST = 20_000_000  # weights of a miniature
 GAIN = 1.7  # of the projections to queries, keys and values
 
@@ -43,6 +44,13 @@ SIZES = {  # the largest number that a field may have
     **dict.fromkeys(("index_topk_blocks", "index_n_heads", "mlp_only_period"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), POSITIONS),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step"), 2),
+    **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
+    **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups", "linear_num_key_heads"), 2),
+    "linear_num_value_heads": 4,
+    "mamba_num_heads": STATES,
+    "mamba_head_dim": SHORT,
     "original_max_position_embeddings": 2 * SHORT,
     "query_pre_attn_scalar": SHORT,
 }
@@ -51,7 +59,10 @@ HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attenti
 KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_query_groups")
 HEAD_DIMS = ("head_dim", "swa_head_dim", "global_head_dim", "kv_channels", "attention_head_dim")
 FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # how many of another kind
-LAYER_LISTS = ("mlp_only_layers", "full_attn_idxs", "moe_layers", "ple_layer_ids", "hybrid_layer_ids")  # indices
+LAYER_LISTS = (  # indices of layers
+    *("mlp_only_layers", "full_attn_idxs", "moe_layers", "ple_layer_ids", "hybrid_layer_ids", "attn_layer_indices"),
+)
+MAMBA_HEADS = (("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"), ("n_mamba_heads", "mamba_headdim", ""))
 HEADS_BY_LAYER = "num_attention_heads_per_layer"
 FIELDS_BY_LAYER = "per_layer_config"  # the fields of single layers that differ from all others, by their indices
 
@@ -121,7 +132,7 @@ def shrink_field(name: str, value: object) -> object:
 
 def choose_layers(fields: Mapping[str, Any], layers: int) -> list[int]:
     """Return the layers that stay: the first one of each kind, and the first ones of all until there are `LAYERS`."""
-    lists = [value for value in fields.values() if is_by_layer(value, layers)]
+    lists = [value for name, value in fields.items() if name not in LAYER_LISTS and is_by_layer(value, layers)]
     named = [fields[name] for name in LAYER_LISTS if isinstance(fields.get(name), Sequence)]
     firsts = [fields[name] for name in FIRST_LAYERS if isinstance(fields.get(name), int)]
     single = {int(index): own for index, own in (fields.get(FIELDS_BY_LAYER) or {}).items()}
@@ -156,6 +167,10 @@ def shrink_heads(fields: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = HIDDEN // HEADS * (1 if given * query == hidden else 2)
     if isinstance(given := fields.get("v_head_dim"), int) and "head_dim" in small:
         small["v_head_dim"] = small["head_dim"] if given == fields["head_dim"] else small["head_dim"] * 3 // 4
+    for name, dim, inner in MAMBA_HEADS:
+        if isinstance(fields.get(name), int):
+            width = HIDDEN * fields.get("mamba_expand", 2)
+            small |= {name: STATES, dim: width // STATES} | ({inner: width} if fields.get(inner) else {})
     if isinstance(by_layer := fields.get(HEADS_BY_LAYER), list):
         small[HEADS_BY_LAYER] = [HEADS if heads <= query else 2 * HEADS for heads in by_layer]
     return small

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.cache.layer import Layer, Layers
@@ -41,12 +41,16 @@ from kvbench.kernels.rope_append import append
 from kvbench.kernels.softmax_extras import SoftmaxExtras, get_cap
 from kvbench.models.decoder_step import Norms, forward_step
 from kvbench.models.decoder_weights import DecoderWeights, collect_plain_weights
-from kvbench.models.layouts import Configuration, name_type, read_config_layout
+from kvbench.models.layer_state import has_state
+from kvbench.models.layouts import WITHOUT_ROPE, Configuration, name_type, read_config_layout
 from kvbench.models.miniature import VOCABULARY, Unshrinkable, draw_miniature, shrink
 from kvbench.models.rotations import Rotation, find_key_norm
 from kvbench.models.transformers_port import (
     PROBED,
+    find_attention,
     find_class,
+    find_output_projection,
+    find_rotary_module,
     forward,
     kvbench_attention,
     list_decoder_layers,
@@ -62,6 +66,7 @@ STEPS = 60  # tokens that kvbench's own step reads
 QUOTA = 28  # rows per head that a cut leaves
 TOLERANCE = 1e-4  # of the spread; rounding is at 1e-5, what a model computes beside it at 1e-3 to 5
 MASKED = "kvbench_probe"
+HIDDEN_STATES = ("mamba", "recurrent")  # kinds of layers whose state may be no part of the cache
 
 
 class Refused(Exception):
@@ -109,12 +114,11 @@ def check_kind(config: Configuration) -> None:
     layers: list[Any] = list(DynamicCache(config=text).layers)
     kinds: list[str] = list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or [])
     known = DynamicLayer, DynamicSlidingWindowLayer
-    recurrent = {index for index, layer in enumerate(layers) if "Linear" in type(layer).__name__}
-    recurrent |= {index for index, kind in enumerate(kinds) if kind in ("mamba", "recurrent")}
-    if recurrent:
-        raise Refused(f"{name_layers(sorted(recurrent))} with a recurrent state")
-    if others := [index for index, layer in enumerate(layers) if type(layer) not in known]:
+    others = [i for i, layer in enumerate(layers) if type(layer) not in known and isinstance(layer, CacheLayerMixin)]
+    if others := [index for index in others if not has_state(layers[index])]:
         raise Refused(f"{name_layers(others)} with a cache of another kind ({type(layers[others[0]]).__name__})")
+    if hidden := [i for i, kind in enumerate(kinds) if kind in HIDDEN_STATES and not has_state(layers[i])]:
+        raise Refused(f"{name_layers(hidden)} with a recurrent state outside of transformers' cache")
     if chunked := [index for index, kind in enumerate(kinds) if kind == "chunked_attention"]:
         raise Refused(f"{name_layers(chunked)} that attend within chunks")
 
@@ -198,8 +202,11 @@ def make_trial(model: torch.nn.Module) -> Trial:
         layers = list_decoder_layers(model)
         PROBED[model] = anything = Probe(name_type(find_config(model)), None, graphs=False)  # nothing is refused
         layout = read_config_layout(find_config(model), anything)
-    if len(layers) != layout.layers or not all(hasattr(layer, "self_attn") for layer in layers):
-        raise Refused("its layers have no module self_attn")
+        if len(layers) != layout.layers:
+            raise Refused(f"its cache has {layout.layers} layers, and its decoder {len(layers)}")
+    for index in layout.held:
+        with blame(f"layer {index} has no attention module, or that has no W_o"):
+            find_output_projection(find_attention(layers[index]))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (1, PROMPT + ANSWER), generator=generator)
     with blame("transformers cannot read with it"), use_attention(model, "eager"):
@@ -355,10 +362,11 @@ class TrialCache:
 
     def __init__(self, trial: Trial, policy: CachePolicy, rotates: bool = False) -> None:
         self.model, layout = trial.model, trial.layout
+        self.sliding = layout.sliding
         self.layers, state = Layers(layout.layers), State((0,))
         for index in range(layout.layers):
-            sliding = index in layout.sliding
-            self.layers.append(None if sliding else Layer(index, layout.layers, policy, state, self.layers))
+            held = index in layout.held
+            self.layers.append(Layer(index, layout.layers, policy, state, self.layers) if held else None)
         self.watched = [None if layer is None else WatchedLayer(layer, layout, rotates) for layer in self.layers]
         self.ports = make_cache(trial.model, self.watched)
         self.seen = 0
@@ -391,7 +399,8 @@ class TrialCache:
     def branch(self) -> Iterator[None]:
         """Forget what is read inside the `with` block."""
         layers, seen, progress = [layer.snapshot() for layer in self.held], self.seen, self.layers.progress
-        others: list[Any] = [port for port, layer in zip(self.ports.layers, self.layers, strict=True) if layer is None]
+        others: list[Any] = [self.ports.layers[index] for index in self.sliding]
+        states = self.ports.copy_states()
         windows = [(other.keys, other.values, other.cumulative_length) for other in others]
         try:
             yield
@@ -400,6 +409,7 @@ class TrialCache:
                 layer.restore(before)
             for other, (keys, values, length) in zip(others, windows, strict=True):
                 other.keys, other.values, other.cumulative_length = keys, values, length
+            self.ports.put_states(states)
             for port in self.ports.layers:
                 if hasattr(port, "seen"):
                     port.seen = seen
@@ -512,6 +522,8 @@ def find_rotation_faults(trial: Trial) -> tuple[str | None, str | None]:
         How the first differ from those that the model appends, and how the second differ from those that are rotated at
         once; None for what is right. If the first are wrong, nothing is known about the second.
     """
+    if find_rotary_module(trial.model) is None:
+        return WITHOUT_ROPE, None
     try:
         cache = TrialCache(trial, choose_full_cache(), rotates=True)
         with kvbench_attention(trial.model):

@@ -104,14 +104,14 @@ def is_rotated(attention: Any) -> bool:
     return leaves_out is None or not leaves_out(attention)
 
 
-def find_rotary(decoder: Any, attention: Any) -> Any:
-    """Return the rotary module of a layer. Granite SWA has one for each base of the frequencies."""
+def find_rotary(decoder: Any, attention: Any, common: Any) -> Any:
+    """Return the rotary module of a layer, if it is not the `common` one. Granite SWA has one for each base."""
     bases = getattr(attention.config, "layer_rope_theta", None)
     if bases is None or not hasattr(decoder, "rotary_embs"):
-        return decoder.rotary_emb
+        return common
     base = bases[attention.layer_idx]
     fitting = (module for module in decoder.rotary_embs if module.config.rope_parameters["rope_theta"] == base)
-    return next(fitting, decoder.rotary_emb)
+    return next(fitting, common)
 
 
 def stand_still(rotated: int, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,15 +23,25 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticCache,
+)
 
 from kvbench.interfaces.layout import Layout, Probe
 from kvbench.interfaces.observation import KeyRotation, LayerInputs
 from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.kernels.rerotation import rotate
 from kvbench.kernels.softmax_extras import SoftmaxExtras
+from kvbench.models.layer_state import LayerState, copy_state, count_state_bytes, has_state, put_state, repeat_state
 from kvbench.models.layouts import (
     LENGTH_DEPENDENT_ROPE,
+    WITHOUT_ROPE,
     Configuration,
     find_rotation_facts,
     read_config_layout,
@@ -123,7 +133,7 @@ class CacheLayerPort(CacheLayerMixin):
 
     def make_key_rotation(self, module: Any) -> KeyRotation:
         """Return what norms and rotates keys as a decoder layer does, and puts them in the order of `LayerRotation`."""
-        norm, rotation, order = find_key_norm(module.self_attn), self.turning.rotation, self.turning.order
+        norm, rotation, order = find_key_norm(find_attention(module)), self.turning.rotation, self.turning.order
 
         def rotate_keys(keys: Tensor, places: Tensor) -> Tensor:
             shape = places.shape
@@ -143,7 +153,7 @@ class CacheLayerPort(CacheLayerMixin):
             module: The decoder layer.
             heads: Number of KV heads.
         """
-        layer, attention = self.layer, module.self_attn
+        layer, attention = self.layer, find_attention(module)
         fused = getattr(attention, "qkv_proj", None)  # Phi-3 has queries, keys and values in one projection
         projection = attention.k_proj if fused is None else fused
         rotate_keys = self.make_key_rotation(module)
@@ -187,6 +197,20 @@ class CacheLayerPort(CacheLayerMixin):
         return -1
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.17
+
+
+class StatefulLayerPort(CacheLayerPort, LinearAttentionAndFullAttentionLayer):
+    """A port of a layer that has a recurrent or convolutional state beside its rows. transformers keeps the state."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Prepare for rows of a kind (keys, values), or for a state of a kind (keyword arguments)."""
+        if args:
+            CacheLayerPort.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+
+PORT_FIELDS = frozenset(["layer", "turning", "seen", "inputs", "keys", "values", "is_initialized", "dtype", "device"])
 
 
 class SlidingWindowLayer(DynamicSlidingWindowLayer):
@@ -240,7 +264,7 @@ def attention(
     with torch.cuda.device_of(query):  # a layer's kernels must run on the layer's GPU
         if isinstance(key, CacheLayerPort):
             query = put_in_order(query, key.turning.order)
-            outputs = key.layer.attend(query, scaling, module.o_proj.weight, key.turning.again, extras)
+            outputs = key.layer.attend(query, scaling, find_output_projection(module).weight, key.turning.again, extras)
         else:
             outputs = attend_windowed(query, key, value, scaling, sliding_window, extras)
     return outputs.transpose(1, 2), None
@@ -306,12 +330,19 @@ def use_first_layers(model: torch.nn.Module, least: int) -> Iterator[None]:
     config = text_config(model)
     kinds: list[str] = list(getattr(config, "layer_types", None) or ())
     count = min(config.num_hidden_layers, max([least, *(kinds.index(kind) + 1 for kind in set(kinds))]))
-    before = {"num_hidden_layers": config.num_hidden_layers} | ({"layer_types": kinds} if kinds else {})
-    vars(config).update({"num_hidden_layers": count} | ({"layer_types": kinds[:count]} if kinds else {}))
+    names: Mapping[str, str] = getattr(config, "attribute_map", {})
+    fewer: dict[str, Any] = {"num_hidden_layers": count}
+    fewer |= {names.get("layer_types", "layer_types"): kinds[:count]} if kinds else {}
+    before = {name: value for name, value in vars(config).items() if name in fewer}  # others follow from these
+    decoder = find_text_decoder(model)
+    layers = decoder.layers
+    vars(config).update({name: fewer[name] for name in before})
+    decoder.layers = layers[:count]  # some models visit all layers that they have
     try:
         yield
     finally:
         vars(config).update(before)
+        decoder.layers = layers
 
 
 def embedding_tables(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
@@ -354,17 +385,43 @@ def read_layout(model: torch.nn.Module) -> Layout:
 
 
 def find_text_decoder(model: torch.nn.Module) -> Any:
-    """Return the module that has the embedding, the layers, the last norm and the rotary embedding.
+    """Return the module that has the embedding, the layers and the last norm.
 
-    A vision tower may have layers and a rotary embedding too, so only transformers' text decoder is searched.
+    A vision tower may have layers too, so only transformers' text decoder is searched.
 
     Raises:
         SettingError: There is no such module.
     """
     for module in cast(PreTrainedModel, model).get_decoder().modules():
-        if hasattr(module, "rotary_emb") and hasattr(module, "layers"):
+        if hasattr(module, "layers"):
             return module
-    raise SettingError("model: no module of it has both its layers and a rotary embedding")
+    raise SettingError("model: no module of it has its layers")
+
+
+def find_rotary_module(model: torch.nn.Module) -> Any:
+    """Return the module that computes the angles of the rotary embedding, or None if the model has none."""
+    decoder = find_text_decoder(model)
+    return getattr(decoder, "rotary_emb", None) or getattr(decoder, "pos_emb", None)  # LFM2-MoE has the second name
+
+
+def find_attention(layer: Any) -> Any:
+    """Return the attention module of a decoder layer that attends. Nemotron-H calls the only part of a layer its mixer.
+
+    Raises:
+        AttributeError: It has none, or it has another name.
+    """
+    attention = getattr(layer, "self_attn", None)
+    return layer.mixer if attention is None else attention
+
+
+def find_output_projection(attention: Any) -> Any:
+    """Return the projection W_o of an attention module.
+
+    Raises:
+        AttributeError: It has none, or it has another name.
+    """
+    name = next((name for name in ("out_proj", "dense") if hasattr(attention, name)), "o_proj")
+    return getattr(attention, name)
 
 
 def list_decoder_layers(model: torch.nn.Module) -> list[Any]:
@@ -460,7 +517,9 @@ def clone_state(state: ModuleState) -> ModuleState:
 
 def copy_frequencies(model: torch.nn.Module) -> Frequencies | None:
     """Return the original frequencies for a new context, or None for a model whose frequencies never change."""
-    module = find_text_decoder(model).rotary_emb
+    module = find_rotary_module(model)
+    if module is None:
+        return None
     kinds = module.rope_type if isinstance(module.rope_type, Mapping) else {"": module.rope_type}
     return Frequencies(module) if set(kinds.values()) & set(LENGTH_DEPENDENT_ROPE) else None
 
@@ -472,19 +531,54 @@ class ContextCache(Cache):
         super().__init__(layers=[*layers])
         self.frequencies = frequencies
 
+    @property
+    def stateful(self) -> list[CacheLayerMixin]:
+        """The layers that have a recurrent or convolutional state."""
+        return [layer for layer in self.layers if has_state(layer)]
+
+    def copy_states(self) -> list[LayerState]:
+        """Return copies of all recurrent and convolutional states.
+
+        Raises:
+            SettingError: A layer holds something that cannot be copied.
+        """
+        return [copy_state(layer, PORT_FIELDS) for layer in self.stateful]
+
+    def put_states(self, states: Sequence[LayerState]) -> None:
+        """Put copies of states into the layers, which `copy_states` of this cache or of another context's returned."""
+        for layer, state in zip(self.stateful, states, strict=True):
+            put_state(layer, state)
+
+    def repeat_states(self, times: int) -> None:
+        """Repeat all states for a batch of `times` equal samples."""
+        for layer in self.stateful:
+            repeat_state(layer, times, PORT_FIELDS)
+
+    def count_state_bytes(self) -> int:
+        """Return the bytes of all recurrent and convolutional states."""
+        return sum(count_state_bytes(layer, PORT_FIELDS) for layer in self.stateful)
+
 
 def make_cache(model: torch.nn.Module, layers: Sequence[AttentionLayer | None]) -> ContextCache:
-    """Make a transformers cache: a port for each of `layers`, or a layer with a sliding window for None."""
-    config, frequencies = text_config(model), copy_frequencies(model)
-    return ContextCache(
-        [
-            SlidingWindowLayer(sliding_window=config.sliding_window)
-            if layer is None
-            else CacheLayerPort(layer, turning)
-            for layer, turning in zip(layers, make_rotations(model, frequencies), strict=True)
-        ],
-        frequencies,
-    )
+    """Make a transformers cache: a port for each of `layers`, and transformers' own layer for None."""
+    frequencies = copy_frequencies(model)
+    every = zip(layers, DynamicCache(config=text_config(model)).layers, make_rotations(model, frequencies), strict=True)
+    return ContextCache([make_cache_layer(*layer) for layer in every], frequencies)
+
+
+def make_cache_layer(layer: AttentionLayer | None, plain: Any, turning: "LayerRotation") -> CacheLayerMixin:
+    """Make one layer of a transformers cache.
+
+    Args:
+        layer: The layer of kvbench's cache, or None if kvbench does not hold its rows.
+        plain: The new layer that transformers would take.
+        turning: How the layer rotates.
+    """
+    if layer is not None:
+        return (StatefulLayerPort if has_state(plain) else CacheLayerPort)(layer, turning)
+    if isinstance(plain, DynamicSlidingWindowLayer) and not has_state(plain):
+        return SlidingWindowLayer(sliding_window=plain.sliding_window)
+    return cast(CacheLayerMixin, plain)
 
 
 @dataclass(frozen=True)
@@ -517,19 +611,25 @@ def make_rotations(model: torch.nn.Module, frequencies: Frequencies | None = Non
         model: A supported transformers model.
         frequencies: The context's own frequencies. Without them the original ones are used if the model's change.
     """
-    config, decoder = text_config(model), find_text_decoder(model)
-    modules = [layer.self_attn for layer in list_decoder_layers(model)]
-    kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(modules)
-    frequencies = frequencies or copy_frequencies(model)
+    config, decoder, layers = text_config(model), find_text_decoder(model), list_decoder_layers(model)
+    held = set(read_layout(model).held) | set(read_layout(model).sliding)
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    frequencies, common = frequencies or copy_frequencies(model), find_rotary_module(model)
+    facts = find_rotation_facts(cast(Configuration, model.config), PROBED.get(model))
+    refuse = partial(refuse_rotation, facts.rotation_fault or WITHOUT_ROPE)
     known: dict[object, LayerRotation] = {}
     turnings = []
-    for attention, kind in zip(modules, kinds, strict=True):
-        rotary, rotated = find_rotary(decoder, attention), is_rotated(attention)
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        if index not in held or facts.rotation_fault is not None or common is None:
+            turnings.append(LayerRotation(refuse, refuse, None))
+            continue
+        attention = find_attention(layer)
+        rotary, rotated = find_rotary(decoder, attention, common), is_rotated(attention)
         same = rotated, rotary, kind if hasattr(rotary, "layer_types") else ""
         if same not in known:
-            own_frequencies = frequencies if frequencies is not None and frequencies.module is rotary else None
-            state_angles = partial(compute_angles, model, rotary, same[2], own_frequencies)
-            known[same] = make_layer_rotation(model, attention, rotary, rotated, state_angles)
+            changing = frequencies if frequencies is not None and frequencies.module is rotary else None
+            state_angles = partial(compute_angles, model, rotary, same[2], changing)
+            known[same] = make_layer_rotation(model, attention, rotary, rotated, state_angles, facts.rerotation_fault)
         turnings.append(known[same])
     return turnings
 
@@ -540,6 +640,7 @@ def make_layer_rotation(
     rotary: torch.nn.Module,
     rotated: bool,
     state_angles: Callable[[Tensor], tuple[Tensor, Tensor] | Tensor],
+    fault: str | None,
 ) -> LayerRotation:
     """Return how a layer rotates.
 
@@ -549,11 +650,8 @@ def make_layer_rotation(
         rotary: Its rotary module.
         rotated: Whether it rotates at all.
         state_angles: Returns what the rotary module does for positions (B, n).
+        fault: Why rotated keys cannot be rotated to other positions, or None if they can.
     """
-    facts = find_rotation_facts(read_text_type(cast(Configuration, model.config)), PROBED.get(model))
-    if facts.rotation_fault is not None:
-        refuse = partial(refuse_rotation, facts.rotation_fault)
-        return LayerRotation(refuse, refuse, None)
     device = next(model.parameters()).device
     if rotary not in FORMS:
         sample = state_angles(torch.ones(1, 1, dtype=torch.int64, device=device))
@@ -567,7 +665,6 @@ def make_layer_rotation(
 
     if not rotated:
         return LayerRotation(still := partial(stand_still, width), still, None)
-    fault = facts.rerotation_fault
     again = rotation if fault is None else partial(refuse_rotation, fault)
     return LayerRotation(rotation, again, find_order(form, width, attention.head_dim, device))
 
@@ -617,7 +714,7 @@ def forward(model: torch.nn.Module, ids: Tensor, cache: ContextCache, keep: int)
 
 def differentiate(
     model: torch.nn.Module, ids: Tensor, cache: ContextCache, objective: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Read tokens through the model and differentiate a number that depends on their last hidden states.
 
     Args:
@@ -627,31 +724,35 @@ def differentiate(
         objective: Makes a number of the hidden states that leave the last layer, before the final norm, (B, T, hidden).
 
     Returns:
-        The logits of the last token, (B, 1, vocab), and the gradients by what the attention of each layer returns,
-        after W_o, (B, T, hidden) each.
+        The logits of the last token, (B, 1, vocab), and, by the numbers of the layers whose rows kvbench holds, the
+        gradients by what their attention returns after W_o, (B, T, hidden) each.
     """
-    decoder, added, hidden = find_text_decoder(model), list[Tensor](), list[Tensor]()
+    added, hidden = dict[int, Tensor](), list[Tensor]()
     layers = list_decoder_layers(model)
+    attending = {index: layers[index] for index, port in enumerate(cache.layers) if isinstance(port, CacheLayerPort)}
 
     def begin(module: object, args: object, output: Tensor) -> Tensor:  # also if no weight requires a gradient
         return output.detach().requires_grad_()
 
-    def take_added(module: object, args: object, output: Tensor) -> None:
-        added.append(output)
+    def take_added(index: int, module: object, args: object, output: Tensor) -> None:
+        added[index] = output
 
     def take_hidden(module: object, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         hidden.append(output[0] if isinstance(output, tuple) else output)
 
-    handles = [decoder.embed_tokens.register_forward_hook(begin), layers[-1].register_forward_hook(take_hidden)]
-    handles += [layer.self_attn.o_proj.register_forward_hook(take_added) for layer in layers]
+    embedding = cast(PreTrainedModel, model).get_input_embeddings()
+    handles = [embedding.register_forward_hook(begin), layers[-1].register_forward_hook(take_hidden)]
+    for index, layer in attending.items():
+        projection = find_output_projection(find_attention(layer))
+        handles.append(projection.register_forward_hook(partial(take_added, index)))
     try:
         with torch.enable_grad():
             logits = forward(model, ids, cache, 1)
-            gradients = torch.autograd.grad(objective(hidden[0]), added)
+            gradients = torch.autograd.grad(objective(hidden[0]), list(added.values()))
     finally:
         for handle in handles:
             handle.remove()
-    return logits.detach(), gradients
+    return logits.detach(), dict(zip(added, gradients, strict=True))
 
 
 @contextmanager
@@ -695,7 +796,43 @@ def make_plain_cache(model: torch.nn.Module, rows: int | None = None) -> Cache:
     return DynamicCache(config=config) if rows is None else StaticCache(config=config, max_cache_len=rows)
 
 
-def list_plain_rows(cache: Cache) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values of each layer of a cache that `make_plain_cache` made and that has read a prompt."""
-    layers: list[Any] = list(cache.layers)
-    return [(layer.keys, layer.values) for layer in layers]
+def list_plain_rows(cache: Cache) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return keys and values, by layer, of a cache that `make_plain_cache` made and that has read a prompt.
+
+    Layers without rows are left out.
+    """
+    layers: dict[int, Any] = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)}
+    return {index: (layer.keys, layer.values) for index, layer in layers.items()}
+
+
+def count_plain_rows(cache: Cache) -> int:
+    """Return the bytes of the keys and values of such a cache."""
+    return sum(keys.nbytes + values.nbytes for keys, values in list_plain_rows(cache).values())
+
+
+def count_plain_states(cache: Cache) -> int:
+    """Return the bytes of the recurrent and convolutional states of such a cache."""
+    return sum(count_state_bytes(layer, PORT_FIELDS) for layer in cache.layers if has_state(layer))
+
+
+def repeat_plain_rows(cache: Cache, times: int) -> None:
+    """Repeat the rows and states of such a cache for a batch of `times` equal samples."""
+    for layer in cache.layers:
+        if isinstance(layer, CacheLayerMixin):
+            cast(Any, layer).batch_repeat_interleave(times)
+        if has_state(layer):
+            repeat_state(layer, times, PORT_FIELDS)
+
+
+def copy_plain_rows(source: Cache, target: Cache) -> None:
+    """Copy rows and states of such a cache into an empty one. The memory of a static cache stays where it is."""
+    for index, (keys, values) in list_plain_rows(source).items():
+        target.update(keys, values, index)
+    for index, layer in enumerate(cast(list[Any], source.layers)):
+        if has_state(layer):
+            for number, state in layer.conv_states.items():
+                if state is not None:
+                    target.update_conv_state(state, index, number)
+            for number, state in layer.recurrent_states.items():
+                if state is not None:
+                    target.update_recurrent_state(state, index, number)

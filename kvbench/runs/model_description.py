@@ -11,7 +11,7 @@ from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.decoder_weights import can_collect_weights
 from kvbench.models.layouts import Configuration, name_type
-from kvbench.models.loading import count_parameters
+from kvbench.models.loading import count_parameters, count_states
 from kvbench.models.model_kinds import name_checkpoint
 from kvbench.validation import SettingError
 
@@ -57,10 +57,13 @@ def find_window(config: Configuration) -> int:
 
 def describe_layers(layout: Layout, config: Configuration) -> dict[str, str]:
     """Return the layers by kind, and their heads."""
-    held = layout.layers - len(layout.sliding)
-    kinds = f"{held} full, which methods cut"
+    kinds = f"{len(layout.held)} full, which methods cut"
     if layout.sliding:
         kinds += f"; {len(layout.sliding)} with a sliding window of {find_window(config):,} tokens, which are not cut"
+    if layout.recurrent:
+        kinds += f"; {len(layout.recurrent)} without rows (a recurrent state, or none), which are not cut"
+    elif layout.stateful:
+        kinds += "; each has a recurrent state beside its rows, which is not cut"
     if layout.window is not None:
         kinds += f"; all have a sliding window, so a text has at most {layout.window:,} tokens"
     heads = f"{layout.query_heads} of queries, {layout.heads} of keys and values, dimension {layout.dim}"
@@ -70,12 +73,16 @@ def describe_layers(layout: Layout, config: Configuration) -> dict[str, str]:
 def describe_memory(layout: Layout, config: Configuration, tokens: int, dtype: torch.dtype) -> dict[str, str]:
     """Return the bytes of a token, and the memory of weights and of the full cache of a text."""
     layer, name = 2 * layout.heads * layout.dim * dtype.itemsize, str(dtype).removeprefix("torch.")
-    held = (layout.layers - len(layout.sliding)) * layer
+    held = len(layout.held) * layer
     cached = held * tokens + len(layout.sliding) * layer * min(tokens, find_window(config))
     weights = count_parameters(config) * dtype.itemsize
+    states = count_states(config, dtype) if layout.stateful else 0
+    more = f", of which {states / 1e9:.2g} GB are recurrent states" if states else ""
+    cached += states
+    cache = f"{cached / 1e9:.2f} GB for the full cache of {tokens:,} tokens{more}"
     return {
         "bytes per token": f"{held:,} in the layers that methods cut ({name})",
-        "memory": f"{weights / 1e9:.2f} GB of weights, {cached / 1e9:.2f} GB for the full cache of {tokens:,} tokens",
+        "memory": f"{weights / 1e9:.2f} GB of weights, {cache}",
     }
 
 

@@ -362,7 +362,7 @@ class Responder:
         answers = yield from self._tokens(context, [sample for sample, _ in batch])
         tokens, gpu = answers.shape[1], self.run.device != "cpu"
         attended = list(chain.from_iterable(layer.attended for layer in context.own_layers))
-        cached = context.memory.peak + context.sliding_bytes()
+        cached = context.memory.peak + context.sliding_bytes() + context.bytes().recurrent
         counted |= {
             "rows_attended": mean(attended) if attended else counted["rows_held"],
             "rows_held_end": mean([layer.rows.mean_rows for layer in context.own_layers]),
@@ -522,6 +522,7 @@ class Responder:
             "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,
             "weights_bytes": self.choice.weights_bytes,
             "headroom_bytes": held.headroom // batch, "sliding_bytes": context.sliding_bytes() // batch,
+            "recurrent_bytes": held.recurrent // batch or ABSENT,
             "rows_held": mean([layer.rows.mean_rows for layer in layers]), "rows_seen": context.seen,
             "while_decoding": "cuts" if self.choice.method.decoding else "appends",
             "reread_tokens": context.reread_tokens, "reread_ms": context.reread_ms,

@@ -35,6 +35,7 @@ REFERENCE = "the same, of the full cache"
 ASKED_TOGETHER = "records whose question was read beside others"
 RETOKENIZED = "turns before which the tokenizer would give other tokens"
 THOUGHT = "records whose `output` ends a thought with `</think>`"
+STATEFUL = "records without `error` of a model with recurrent or convolutional layers"
 PROBED = "records of a model whose architecture is not on the tested list"
 SHARED_GPU = "records made beside other processes of the sweep on the same GPU"
 
@@ -60,7 +61,7 @@ def described(
         meaning: One or two sentences for the table of fields.
         unit: Unit of the value, "" if it has none.
         held_by: Which records have the field: `ALWAYS`, `TEXT`, `ANSWERED`, `COMPARED`, `PREDICTED`, `REFERENCE`,
-            `ASKED_TOGETHER`, `RETOKENIZED`, `THOUGHT`, `PROBED` or `SHARED_GPU`.
+            `ASKED_TOGETHER`, `RETOKENIZED`, `THOUGHT`, `STATEFUL`, `PROBED` or `SHARED_GPU`.
         since: Version of the record that introduced the field.
         default: Value of a record that is built without the field.
         least: The smallest number that the field may hold.
@@ -152,6 +153,12 @@ class Record:
     headroom_bytes: int = described("Memory that is reserved for rows but not used.", "bytes", ANSWERED)
     sliding_bytes: int = described(
         "Keys and values of sliding-window layers, from which nothing is evicted.", "bytes", ANSWERED
+    )
+    recurrent_bytes: int = described(
+        "Recurrent and convolutional states of the model's layers, which `resident_bytes` does not include.",
+        "bytes",
+        STATEFUL,
+        since=4,
     )
     rows_held: float = described("Rows in the cache, mean over layers and KV heads.", "rows", ANSWERED)
     rows_seen: int = described("Tokens read so far, which is the number of rows in the full cache.", "rows", ANSWERED)

@@ -79,10 +79,9 @@ def choose_layers(text: str, layout: Layout) -> tuple[int, ...]:
         layout: The model's layout.
 
     Raises:
-        SettingError: A layer does not exist or has a sliding window, or the text is neither of both.
+        SettingError: A layer does not exist or holds no rows, or the text is neither of both.
     """
-    full = [layer for layer in range(layout.layers) if layer not in layout.sliding]
-    layers = []
+    full, layers = layout.held, []
     for word in text.split(","):
         if word.isdecimal():
             layers.append(int(word))

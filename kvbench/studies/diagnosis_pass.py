@@ -308,10 +308,10 @@ def require_memory(run: RunSpec, tokens: int, caches: float) -> None:
     """Raise a SettingError if weights and some full caches of a prompt do not fit into the memory that is free.
 
     bytes = size · (parameters + 2 · layers · KV heads · dimensions · tokens · caches), where a layer with a sliding
-    window counts as one that holds no rows. What a prefill needs besides is not counted.
+    window or a recurrent state counts as one that holds no rows. What a prefill needs besides is not counted.
     """
     shape, size = run.checkpoint.layout(), run.torch_dtype.itemsize
-    rows = 2 * (shape.layers - len(shape.sliding)) * shape.heads * shape.dim * tokens
+    rows = 2 * len(shape.held) * shape.heads * shape.dim * tokens
     wanted = size * (count_parameters(run.checkpoint.config()) + rows * caches)
     if wanted > (free := count_free_bytes(run)):
         raise SettingError(

@@ -97,6 +97,5 @@ def find_place(layer: int, head: int, layout: Layout) -> tuple[int, int]:
         head: KV head of the paper's model, from 0.
         layout: The model's.
     """
-    full = [index for index in range(layout.layers) if index not in layout.sliding]
     depth = layer * (layout.layers - 1) / (LAYERS - 1)
-    return min(full, key=lambda index: abs(index - depth)), round(head * (layout.heads - 1) / (HEADS - 1))
+    return min(layout.held, key=lambda index: abs(index - depth)), round(head * (layout.heads - 1) / (HEADS - 1))

@@ -214,11 +214,11 @@ def rebuild(compressor: Compressor, kv: Tensor, recipe: DeltaRecipe) -> Tensor:
 
 
 def check_layout(layout: Layout) -> None:
-    """Raise a SettingError if some layers have a sliding window."""
-    if layout.sliding:
-        raise SettingError(
-            f"--model: layer {layout.sliding[0]} has a sliding window; DeltaKV needs full attention in every layer"
-        )
+    """Raise a SettingError if some layers have a sliding window or no rows."""
+    if len(layout.held) < layout.layers:
+        layer = min(set(range(layout.layers)) - set(layout.held))
+        kind = "a sliding window" if layer in layout.sliding else "no attention"
+        raise SettingError(f"--model: layer {layer} has {kind}; DeltaKV needs full attention in every layer")
 
 
 @contextmanager

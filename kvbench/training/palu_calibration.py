@@ -294,7 +294,7 @@ def calibrate_model(
     Returns:
         The weights of the file by their names, and the ranks.
     """
-    layers = [layer for layer in range(layout.layers) if layer not in layout.sliding]
+    layers = list(layout.held)
     groups, width = layout.heads // recipe.group, recipe.group * layout.dim
     moments = compute_moments(model, layers, groups, [*sequences[: recipe.sequences, : recipe.length]])
     fisher = None
@@ -322,7 +322,7 @@ def draw_projections(layout: Layout, recipe: PaluRecipe, seed: int) -> tuple[dic
     """
     generator = torch.Generator().manual_seed(seed)
     groups, width = layout.heads // recipe.group, recipe.group * layout.dim
-    places = [(layer, side) for layer in range(layout.layers) if layer not in layout.sliding for side in SIDES]
+    places = [(layer, side) for layer in layout.held for side in SIDES]
     ranks = choose_ranks(places, width, groups, recipe, None)
     weights = {
         f"{name_group(place, group)}.weight": torch.linalg.qr(torch.randn(width, rank, generator=generator)).Q

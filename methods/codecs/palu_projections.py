@@ -222,7 +222,7 @@ def compare_model(described: PaluFile, path: object, layout: Layout) -> None:
     Args:
         described: What `peek_projections` returned.
         path: Its path, for messages.
-        layout: The model's layout. Layers with a sliding window need no projections.
+        layout: The model's layout. Layers that hold no rows need no projections.
 
     Raises:
         SettingError: The file was made for another model.
@@ -235,7 +235,7 @@ def compare_model(described: PaluFile, path: object, layout: Layout) -> None:
         )
     if any(layer >= layers for layer in described.layers):
         raise SettingError(f"{where}: there are projections of layer {described.layers[-1]}, the model has {layers}")
-    missing = sorted(set(range(layers)) - set(described.layers) - set(layout.sliding))
+    missing = sorted(set(layout.held) - set(described.layers))
     if missing:
         raise SettingError(f"{where}: the projections of layer {missing[0]} are missing")
 

@@ -43,6 +43,7 @@ RIGHT = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmo", "gemma", "granite", "granitemoe", "granitemoeshared", "glm4_moe"),
     *("hyperclovax", "hy_v3", "seed_oss", "phimoe", "phi4_multimodal", "starcoder2", "nemotron", "arcee", "apertus"),
     *("bitnet", "ministral", "ministral3", "dots1", "aria_text", "cwm", "jais2", "laguna", "mellum", "solar_open"),
+    *("phi",),
     *("olmo2", "olmo3", "olmoe", "flex_olmo", "cohere", "cohere2", "cohere2_moe", "glm", "glm4", "smollm3", "exaone4"),
     *("exaone_moe", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "helium", "minimax_m2", "afmoe"),
     *("nanochat", "stablelm", "gemma2", "vaultgemma", "granite_swa", "granitemoe_swa", "gpt_oss"),
@@ -61,22 +62,19 @@ REFUSED = {
     "minimax_m3_vl_text": "a sparse indexer",
     "gemma3n_text": "15 layers .* that read the rows of earlier ones",
     "llama4_text": "attend within chunks",
-    "qwen3_next": "a recurrent state",
-    "granitemoehybrid": "a recurrent state",
-    "jamba": "a recurrent state",
-    "bamba": "a recurrent state",
-    "recurrent_gemma": "a recurrent state",
-    "falcon_h1": "a recurrent state",
+    "jamba": "transformers' own cache differs",
+    "bamba": "none of its layers keeps keys and values of all tokens",
+    "zamba2": "layer 3 has no attention module, or that has no W_o",
+    "recurrent_gemma": "a recurrent state outside of transformers' cache|max_position_embeddings",
     "mamba": "no attention layer",
     "rwkv": "no attention layer",
-    "opt": "no module of it has both its layers and a rotary embedding",
-    "bloom": "no module of it has both its layers and a rotary embedding",
+    "opt": "its configuration lacks something",
+    "bloom": "its configuration lacks something",
     "diffllama": "kvbench's cache does not fit it",
-    "phi": "has no attribute 'o_proj'",
     "doge": "transformers' own cache differs",
-    "jetmoe": "no module self_attn",
+    "jetmoe": "layer 0 has no attention module, or that has no W_o",
 }
-AT_ONCE = ("deepseek_v3", "deepseek_v32", "gemma3n_text", "llama4_text", "qwen3_next", "jamba", "mamba")
+AT_ONCE = ("deepseek_v3", "deepseek_v32", "gemma3n_text", "llama4_text", "bamba", "mamba")
 
 
 def configure(name: str, **more: object):

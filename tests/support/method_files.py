@@ -33,7 +33,7 @@ def write_pattern(model: torch.nn.Module, sequences: Sequence[torch.Tensor], pat
     shape = read_layout(model)
     generator = torch.Generator().manual_seed(5)
     gates = torch.rand(shape.layers, shape.heads, generator=generator)
-    gates[list(shape.sliding)] = torch.nan
+    gates[[layer for layer in range(shape.layers) if layer not in shape.held]] = torch.nan
     path.mkdir()
     (path / "full_attention_heads.tsv").write_text("\n".join("\t".join(map(str, own)) for own in gates.tolist()))
     (path / "config.json").write_text(json.dumps({"sink_size": 3, "recent_size": 6}))
