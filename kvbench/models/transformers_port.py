@@ -199,7 +199,7 @@ class CacheLayerPort(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name before transformers 5.17
 
 
-class StatefulLayerPort(CacheLayerPort, LinearAttentionAndFullAttentionLayer):
+class StatefulLayerPort(CacheLayerPort, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
     """A port of a layer that has a recurrent or convolutional state beside its rows. transformers keeps the state."""
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -532,7 +532,7 @@ class ContextCache(Cache):
         self.frequencies = frequencies
 
     @property
-    def stateful(self) -> list[CacheLayerMixin]:
+    def stateful(self) -> list[object]:
         """The layers that have a recurrent or convolutional state."""
         return [layer for layer in self.layers if has_state(layer)]
 

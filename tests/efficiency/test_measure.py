@@ -44,6 +44,7 @@ from kvbench.store.efficiency_csv import (
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.delta_files import build_delta
+from tests.support.hybrids import make_hybrid
 
 QUICK = ("task.length=60", "task.new_tokens=[3,6]", "task.repeats=2", "budget=0.25")
 PARAMETERS = {  # billions, as the models' pages say
@@ -355,8 +356,10 @@ def test_a_codec_that_cannot_copy_rows_is_refused(kvbench, monkeypatch):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_transformers_own_caches_answer_alike(batch):
-    model, ids = RandomCheckpoint.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 43).repeat(batch, 1)
+@pytest.mark.parametrize("name", ["tiny", "lfm2", "qwen3_next"])
+def test_transformers_own_caches_answer_alike(batch, name):
+    model = RandomCheckpoint.like("tiny", 0).weights(torch.float32, "cpu") if name == "tiny" else make_hybrid(name)
+    ids = torch.arange(3, 43).repeat(batch, 1)
     one = TransformersDynamic(model)
     one.read(ids[:1])
     one.replicate(batch)
@@ -366,6 +369,7 @@ def test_transformers_own_caches_answer_alike(batch):
             own.read(ids)
             answers.append(torch.cat([own.token.clone() for _ in own.tokens(6)], 1))
     assert answers[0].shape == (batch, 6) and all(torch.equal(answers[0], own) for own in answers)
+    assert (one.bytes().recurrent > 0) == (name != "tiny") and one.bytes_per_token() == one.bytes().total
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 49, 130, 1000])
