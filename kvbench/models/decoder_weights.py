@@ -94,8 +94,8 @@ def collect_weights(model: Any) -> DecoderWeights | None:
 
     See `kvbench.models.decoder_step.forward_step`.
     """
-    layout, class_ = read_layout(model), find_class(model.config)
-    graphs = has_plain_step(model.config, layout) and type(model) is class_
+    layout, config = read_layout(model), model.config
+    graphs = type(model) is find_class(config) and has_plain_step(config, layout)
     return collect_plain_weights(model, layout) if graphs else None
 
 
@@ -196,18 +196,16 @@ def reorder_block(block: Block, order: Tensor | None) -> Block:
     """
     if order is None:
         return block
-    project, biases = list(block.project), list(block.biases)
-    for part in (0, 1):
-        project[part] = reorder_heads(project[part], order)
-        bias = biases[part]
-        biases[part] = None if bias is None else reorder_heads(bias, order)
-    norms = block.head_norms and (block.head_norms[0][order], block.head_norms[1][order])
-    return replace(block, project=tuple(project), biases=tuple(biases), head_norms=norms)
 
+    def reorder(rows: Tensor) -> Tensor:  # (heads·d, …), or a norm of each head or of all, (d,) or (heads·d,)
+        return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
 
-def reorder_heads(rows: Tensor, order: Tensor) -> Tensor:
-    """Return the rows (heads·d, …) of all heads with the dimensions of each head in another order, (d,)."""
-    return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
+    queries, keys, values = block.project
+    to_queries, to_keys, to_values = block.biases
+    biases = None if to_queries is None else reorder(to_queries), None if to_keys is None else reorder(to_keys)
+    norms = block.head_norms and (reorder(block.head_norms[0]), reorder(block.head_norms[1]))
+    project = reorder(queries), reorder(keys), values
+    return replace(block, project=project, biases=(*biases, to_values), head_norms=norms)
 
 
 def is_plain_linear(module: object, biased: bool = False) -> bool:
