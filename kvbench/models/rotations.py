@@ -33,6 +33,7 @@ UNROTATED: dict[str, Callable[[Any], bool]] = {  # types, and whether an attenti
     "granite_swa": lambda attention: not attention.config.layer_rope_theta[attention.layer_idx],
     "granitemoe_swa": lambda attention: not attention.config.layer_rope_theta[attention.layer_idx],
 }
+FIRST_POSITION = {"paligemma": 1}  # types whose first token has another position than 0
 LATE_NORM = frozenset(["hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "llama4_text"])  # types that norm rotated keys
 NORMS = ("k_norm", "key_layernorm", "k_layernorm", "qk_norm")  # what attention modules call the norm of keys
 TURNS = ("rotate_half_llm", "rotate_half_text", "rotate_half")  # a text decoder's functions beside a vision tower's

@@ -49,6 +49,7 @@ from kvbench.models.layouts import (
     read_text_type,
 )
 from kvbench.models.rotations import (
+    FIRST_POSITION,
     AngleForm,
     Rotation,
     find_form,
@@ -682,6 +683,7 @@ def compute_angles(
         places: The positions, on the model's device.
     """
     like, extra = torch.empty(0, dtype=torch.float32, device=places.device), (kind,) if kind else ()
+    places = places + FIRST_POSITION.get(cast(PreTrainedModel, model).config.model_type, 0)
     if frequencies is not None:
         return frequencies.rotate(places, extra, like)
     if "mrope_section" in read_rope_settings(text_config(model)) or hasattr(rotary, "mrope_section"):

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 
 from kvbench.cache.policy import choose_cache
@@ -18,13 +19,22 @@ from kvbench.engine.context import PromptContext
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec, Packing
+from kvbench.interfaces.layout import Probe
 from kvbench.interfaces.method import Method
 from kvbench.kernels.rerotation import rerotate
 from kvbench.models import probe, rotations, transformers_port
 from kvbench.models.miniature import draw_miniature, shrink
-from kvbench.models.transformers_port import find_text_decoder, list_decoder_layers, use_attention
+from kvbench.models.transformers_port import (
+    PROBED,
+    CacheLayerPort,
+    find_text_decoder,
+    list_decoder_layers,
+    make_rotations,
+    use_attention,
+)
 from kvbench.validation import SettingError
 from tests.support.method_files import build_policy
+from tests.support.selection import choose_quick
 from tests.support.tiny_models import ids
 
 TOKENS = 40
@@ -204,6 +214,55 @@ def test_rows_of_other_tokens_are_not_normed_together():
     places[0, 1, 2] = 7
     with pytest.raises(SettingError, match="heads hold other tokens"):
         rotate(keys, places)
+
+
+OTHERS = {  # further forms of angles, of types that need more than a rotation
+    "gpt_oss": {},  # once for each pair
+    "granite_swa": dict(layer_rope_theta=[1e4, 0, 5e5, 1e4], layer_types=["full_attention"] * 4),
+    "llama4_text": dict(no_rope_layers=[1, 0, 1, 1]),  # a complex number
+    "qwen3_next": dict(layer_types=["linear_attention"] * 3 + ["full_attention"]),  # layers without attention
+}
+
+
+@pytest.mark.parametrize("name", choose_quick(OTHERS, "gpt_oss", "granite_swa"))
+def test_other_types_are_rotated_as_their_modules_do(name, monkeypatch):
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    model = draw_miniature(shrink(CONFIG_MAPPING[name](num_hidden_layers=4, **OTHERS[name])))
+    monkeypatch.setitem(PROBED, model, Probe(name, None, graphs=False))
+    check_appended_keys(model)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "paligemma"])  # positions on three axes, and positions from 1 on
+def test_text_decoders_of_multimodal_types_are_rotated_as_their_modules_do(name, monkeypatch):
+    text = dict(vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    text |= dict(num_key_value_heads=1, head_dim=16, model_type={"paligemma": "gemma"}.get(name, f"{name}_text"))
+    text |= dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]))
+    if name == "paligemma":
+        del text["rope_parameters"]["mrope_section"]
+    few = dict(depth=1, embed_dim=16, num_heads=1, hidden_size=32, intermediate_size=16, num_hidden_layers=1)
+    vision = few | dict(num_attention_heads=1, model_type="siglip_vision_model" if name == "paligemma" else name)
+    config = CONFIG_MAPPING[name].from_dict(dict(text_config=text, vision_config=vision, projection_dim=32))
+    with torch.random.fork_rng():
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").requires_grad_(False)
+    monkeypatch.setitem(PROBED, model, Probe(name, None, graphs=False))
+    check_appended_keys(model)
+
+
+def check_appended_keys(model: torch.nn.Module) -> None:
+    """The keys that each layer appends are those of its projection, normed and rotated."""
+    projected, cache = dict[int, Tensor](), DynamicCache(config=transformers_port.text_config(model))
+    modules = [getattr(layer, "self_attn", None) for layer in list_decoder_layers(model)]
+    for index, attention in enumerate(modules):
+        if attention is not None:
+            attention.k_proj.register_forward_hook(lambda *given, index=index: projected.update({index: given[2]}))
+    model(input_ids=ids(12) % 100 + 3, past_key_values=cache, use_cache=True)
+    for index, turning in enumerate(make_rotations(model)):
+        if (attention := modules[index]) is not None:
+            keys = projected[index].unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            rotate = CacheLayerPort(None, turning).make_key_rotation(SimpleNamespace(self_attn=attention))
+            appended = transformers_port.put_in_order(cache.layers[index].keys, turning.order)
+            torch.testing.assert_close(rotate(keys, torch.arange(12).expand(1, 1, -1)), appended, atol=1e-5, rtol=1e-5)
 
 
 MISTAKES = {  # a type, and what is done wrongly with its keys
