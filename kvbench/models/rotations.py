@@ -76,8 +76,8 @@ def find_form(attention: Any, sample: tuple[Tensor, Tensor] | Tensor) -> AngleFo
         return AngleForm(pairs=True, once=True)
     source = vars(sys.modules[type(attention).__module__])
     turn = next((source[name] for name in TURNS if name in source), None)
-    if turn is None:  # GPT-OSS
-        return AngleForm(once=True)
+    if turn is None:  # GPT-OSS, which splits a head into halves itself
+        return AngleForm(once=2 * sample[0].shape[-1] <= attention.head_dim)
     turned = tuple(turn(torch.arange(1.0, 5.0, device="cpu")).tolist())
     sin, pairs = sample[1], turned == PAIRS
     repeated = pairs and torch.equal(sin[..., ::2], sin[..., 1::2])
