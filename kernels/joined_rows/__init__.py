@@ -5,6 +5,7 @@ from torch import Tensor
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.joined_rows.reference import append_joined_reference, attend_joined_reference
 from kvbench.kernels.joined_rows.rows import JoinedLayer, Part, join_parts
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 __all__ = ["JoinedLayer", "Part", "append_joined", "attend_joined", "join_parts"]
 
@@ -66,7 +67,13 @@ def append_joined(
 
 @announced
 def attend_joined(
-    queries: Tensor, layer: JoinedLayer, scaling: float, step: Tensor, *, implementation: str | None = None
+    queries: Tensor,
+    layer: JoinedLayer,
+    scaling: float,
+    step: Tensor,
+    *,
+    extras: SoftmaxExtras | None = None,
+    implementation: str | None = None,
 ) -> Tensor:
     """Attend with one token of each sample to all rows of the sample, its own row included.
 
@@ -77,6 +84,7 @@ def attend_joined(
         layer: The rows.
         scaling: The factor of the logits.
         step: Number of tokens read since the rows were joined, this one not counted, int32 on the device.
+        extras: Sinks and cap of the softmax; None for the plain one.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -89,7 +97,7 @@ def attend_joined(
     if len(queries) != samples or queries.shape[1] % heads or queries.shape[2:] != (1, dim):
         raise ValueError(f"attend: queries {tuple(queries.shape)}, {samples} samples and {heads} heads of {dim}")
     if choose_implementation("attend", implementation, queries) == "reference":
-        return attend_joined_reference(queries, layer, scaling, step)
+        return attend_joined_reference(queries, layer, scaling, step, extras)
     from kvbench.kernels.joined_rows.triton import attend_joined_triton
 
-    return attend_joined_triton(queries, layer, scaling, step)
+    return attend_joined_triton(queries, layer, scaling, step, extras)

@@ -6,6 +6,7 @@ from torch import Tensor
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.joined_rows.rows import JoinedLayer
 from kvbench.kernels.rope_append.reference import append_reference
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 def append_joined_reference(
@@ -43,7 +44,9 @@ def append_joined_reference(
     return torch.cat(rotated)
 
 
-def attend_joined_reference(queries: Tensor, layer: JoinedLayer, scaling: float, step: Tensor) -> Tensor:
+def attend_joined_reference(
+    queries: Tensor, layer: JoinedLayer, scaling: float, step: Tensor, extras: SoftmaxExtras | None
+) -> Tensor:
     by_part = queries.split([len(part.tail_keys) for part in layer.parts])
     return torch.cat(
         [
@@ -55,6 +58,7 @@ def attend_joined_reference(queries: Tensor, layer: JoinedLayer, scaling: float,
                 scaling,
                 tail=part.tail + 1,
                 step=step,
+                extras=extras,
                 implementation="reference",
             )[0]
             for some, part in zip(by_part, layer.parts, strict=True)

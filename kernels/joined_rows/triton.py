@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E, attend_tile
+from kvbench.kernels.attention.triton import LOG2E, attend_tile, find_cap
 from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.joined_rows.rows import JoinedLayer
 from kvbench.kernels.rope_append.triton import rotate_head
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
 
 # the columns of `JoinedLayer.table`
 HELD_KEYS, HELD_VALUES, TAIL_KEYS, TAIL_VALUES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -90,6 +91,7 @@ def _attend_joined(
     D: tl.constexpr,
     WHOLE: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Attend with M queries of one KV head to one of the ranges of its rows."""
     program = tl.program_id(0).to(tl.int64)
@@ -137,6 +139,7 @@ def _attend_joined(
             False,
             WHOLE,
             CAST,
+            CAP=CAP,
         )
     tail_keys = keys + tl.multiple_of(tl.load(line + TAIL_KEYS), ALIGN)
     tail_values = values + tl.multiple_of(tl.load(line + TAIL_VALUES), ALIGN)
@@ -162,6 +165,7 @@ def _attend_joined(
             False,
             WHOLE,
             CAST,
+            CAP=CAP,
         )
     part = program * group + index
     tl.store(part_acc + part[:, None] * dim + columns[None], acc, mask=where)
@@ -170,8 +174,10 @@ def _attend_joined(
 
 
 @triton.jit
-def _combine_joined(part_acc, part_max, part_norm, table, outputs, group, dim, S: tl.constexpr, D: tl.constexpr):
-    """Join what the programs of one head found for one query, S programs at once."""
+def _combine_joined(
+    part_acc, part_max, part_norm, table, outputs, sinks, query_heads, group, dim, S: tl.constexpr, D: tl.constexpr
+):
+    """Join what the programs of one head found for one query, S programs at once, and its head's sink."""
     place = tl.program_id(0).to(tl.int64)
     line = table + place // group * COLUMNS
     before, count = tl.load(line + FIRST), tl.load(line + COUNT).to(tl.int32)
@@ -192,6 +198,12 @@ def _combine_joined(part_acc, part_max, part_norm, table, outputs, group, dim, S
         total = total * shrink + tl.sum(weight * norm, 0)
         acc = acc * shrink + tl.sum(some * weight[:, None], 0)
         most = new
+    if sinks is not None:
+        sink = tl.load(sinks + place % query_heads).to(tl.float32) * LOG2E
+        new = tl.maximum(most, sink)
+        shrink = tl.exp2(most - new)
+        total = total * shrink + tl.exp2(sink - new)
+        acc *= shrink
     tl.store(outputs + place * dim + columns, acc / total, mask=columns < dim)
 
 
@@ -239,7 +251,9 @@ def append_joined_triton(
     return out
 
 
-def attend_joined_triton(queries: Tensor, layer: JoinedLayer, scaling: float, step: Tensor) -> Tensor:
+def attend_joined_triton(
+    queries: Tensor, layer: JoinedLayer, scaling: float, step: Tensor, extras: SoftmaxExtras | None
+) -> Tensor:
     samples, heads, dim = layer.shape
     query_heads, tails, count = queries.shape[1], layer.parts[0], len(layer.programs)
     group, exact, wide = query_heads // heads, queries.dtype == torch.float32, max(16, triton.next_power_of_2(dim))
@@ -269,10 +283,10 @@ def attend_joined_triton(queries: Tensor, layer: JoinedLayer, scaling: float, st
         D=wide,
         WHOLE=dim in (16, 32, 64, 128, 256),
         CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+        CAP=find_cap(extras),
         num_warps=4,
         num_stages=2 if exact else 3,
     )
-    _combine_joined[(samples * query_heads,)](
-        *partials, layer.table, outputs, group, dim, S=AT_ONCE, D=wide, num_warps=4
-    )
+    more = get_sinks(extras), query_heads, group, dim
+    _combine_joined[(samples * query_heads,)](*partials, layer.table, outputs, *more, S=AT_ONCE, D=wide, num_warps=4)
     return outputs

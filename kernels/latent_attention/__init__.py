@@ -6,6 +6,7 @@ from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.latent_attention.reference import append_latents_reference, attend_latents_reference
 from kvbench.kernels.latent_attention.rounding import restore_latents, round_latents
 from kvbench.kernels.latent_attention.rows import LatentRows, Rounding, Side
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 __all__ = ["LatentRows", "Rounding", "Side", "append_latents", "attend_latents", "restore_latents", "round_latents"]
 
@@ -72,6 +73,7 @@ def attend_latents(
     step: Tensor,
     *,
     norm: tuple[Tensor, float] | None = None,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Attend with one token to all rows and to its own, whose latents `append_latents` has written.
@@ -84,6 +86,7 @@ def attend_latents(
         scaling: The factor of the logits.
         step: Number of tokens read since the memory was made, this one not counted, int32 on the device.
         norm: The weight (d,) of the keys' RMS norm and its ε; None for no norm.
+        extras: Sinks and cap of the softmax; None for the plain one.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -104,7 +107,7 @@ def attend_latents(
             f"positions of {rows.dim} channels of {queries.dtype}"
         )
     if choose_implementation("attend", implementation, queries) == "reference":
-        return attend_latents_reference(queries, pairs, rows, scaling, step, norm)
+        return attend_latents_reference(queries, pairs, rows, scaling, step, norm, extras)
     from kvbench.kernels.latent_attention.triton import attend_latents_triton
 
-    return attend_latents_triton(queries, pairs, rows, scaling, step, norm)
+    return attend_latents_triton(queries, pairs, rows, scaling, step, norm, extras)

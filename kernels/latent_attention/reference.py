@@ -9,6 +9,7 @@ from kvbench.kernels.fused_linear.reference import rms_norm_reference
 from kvbench.kernels.latent_attention.rounding import restore_latents, round_latents
 from kvbench.kernels.latent_attention.rows import LatentRows, Side
 from kvbench.kernels.rerotation.reference import rotate_reference
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 def append_latents_reference(
@@ -35,10 +36,16 @@ def append_latents_reference(
 
 
 def attend_latents_reference(
-    queries: Tensor, pairs: Tensor, rows: LatentRows, scaling: float, step: Tensor, norm: tuple[Tensor, float] | None
+    queries: Tensor,
+    pairs: Tensor,
+    rows: LatentRows,
+    scaling: float,
+    step: Tensor,
+    norm: tuple[Tensor, float] | None,
+    extras: SoftmaxExtras | None,
 ) -> Tensor:
     cos, sin = (part.repeat(1, 2) for part in pairs.unbind(-1))
-    return attend_reference(queries, *pad_rows(rows, int(step), cos, sin, norm), scaling, None, False)[0]
+    return attend_reference(queries, *pad_rows(rows, int(step), cos, sin, norm), scaling, None, False, extras)[0]
 
 
 def pad_rows(

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E, add_tile
+from kvbench.kernels.attention.triton import LOG2E, add_tile, cap_tile, find_cap
 from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.latent_attention.rounding import EIGHT, LARGEST, LEAST
 from kvbench.kernels.latent_attention.rows import LatentRows, Side, find_unit
 from kvbench.kernels.quantize.triton import EVEN
 from kvbench.kernels.rope_append.triton import rotate_head
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
 
 CORES = 132  # multiprocessors that the rows are split over
 LATENTS = 128  # most latents of a row that a program multiplies with U at once; twice as many if codes have 4 bits
@@ -667,6 +668,7 @@ def _sum(
     EIGHT: tl.constexpr,
     BY_ROW: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Sum the latents of the values of every `splits`-th tile of a group's rows, weighed by the softmax of M logits."""
     place, split = tl.program_id(0), tl.program_id(1)
@@ -715,6 +717,9 @@ def _sum(
         tile_logits = tl.load(logits_at, mask=where, other=float("-inf"))  # (M, N)
         for part in tl.static_range(1, PARTS):
             tile_logits += tl.load(logits_at + part * tl.num_programs(0) * place_size, mask=where, other=0.0)  # (M, N)
+        if CAP is not None:
+            hidden = tile_logits == float("-inf")
+            tile_logits = tl.where(hidden, tile_logits, cap_tile(tile_logits, CAP))
         m, norm, acc = add_tile(tile_logits, h.to(tl.float32) if CAST else h, m, norm, acc)
     part = ((place * splits + split) * queries + query).to(tl.int64)
     tl.store(part_acc + part[:, None] * R + latent[None], acc, mask=asking[:, None])
@@ -730,6 +735,7 @@ def _join(
     addresses,
     ranks,
     outputs,
+    sinks,
     splits,
     groups,
     heads,
@@ -740,7 +746,7 @@ def _join(
     BLOCK: tl.constexpr,
     JOINED: tl.constexpr,
 ):
-    """Join the sums of one query and map them to some channels of its output."""
+    """Join the sums of one query, and its head's sink, and map them to some channels of its output."""
     head, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     queries = heads * each
     place, query = head // queries, head % queries
@@ -753,6 +759,9 @@ def _join(
         part = (place * splits + split) * queries + query
         # (JOINED,)
         top = tl.maximum(top, tl.max(tl.load(part_max + part, mask=split < splits, other=float("-inf")), 0))
+    if sinks is not None:
+        sink = tl.load(sinks + head % (groups * queries)).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
     total = 0.0
     acc = tl.zeros([R], tl.float32)
     for first in range(0, splits, JOINED):
@@ -764,14 +773,20 @@ def _join(
             part_acc + part[:, None].to(tl.int64) * R + latent[None], mask=(split < splits)[:, None], other=0.0
         )  # (JOINED, R)
         acc += tl.sum(some * weight[:, None], 0)
+    whole = total
+    if sinks is not None:
+        whole += tl.exp2(sink - top)
     row = query // each * dim + channel
     up = _point(addresses, 3 * groups + group, outputs)
     where = (channel < dim)[:, None] & (latent < rank)[None]
     matrix = tl.load(up + row[:, None] * rank + latent[None], mask=where, other=0.0).to(tl.float32)  # (BLOCK, R)
-    output = tl.sum(matrix * (acc / total)[None], 1)
+    output = tl.sum(matrix * (acc / whole)[None], 1)
     if BIAS:
         bias = _point(addresses, 7 * groups + group, outputs)
-        output += tl.load(bias + row, mask=channel < dim, other=0.0).to(tl.float32)  # (BLOCK,)
+        more = tl.load(bias + row, mask=channel < dim, other=0.0).to(tl.float32)  # (BLOCK,)
+        if sinks is not None:  # the rows' probabilities add up to less than 1
+            more *= total / whole
+        output += more
     tl.store(outputs + head.to(tl.int64) * dim + channel, output, mask=channel < dim)
 
 
@@ -859,7 +874,13 @@ def list_memory(side: Side) -> tuple[Tensor, ...]:
 
 
 def attend_latents_triton(
-    queries: Tensor, pairs: Tensor, rows: LatentRows, scaling: float, step: Tensor, norm: tuple[Tensor, float] | None
+    queries: Tensor,
+    pairs: Tensor,
+    rows: LatentRows,
+    scaling: float,
+    step: Tensor,
+    norm: tuple[Tensor, float] | None,
+    extras: SoftmaxExtras | None,
 ) -> Tensor:
     batch, query_heads, _, dim = queries.shape
     groups, heads = rows.groups, rows.heads // rows.groups
@@ -950,6 +971,7 @@ def attend_latents_triton(
         EIGHT=EIGHT,
         BY_ROW=by_row,
         CAST=cast,
+        CAP=find_cap(extras),
         **choose_stages(rank, some, exact, rows.values.bits),
     )
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
@@ -958,6 +980,7 @@ def attend_latents_triton(
         rows.addresses,
         rows.ranks,
         outputs,
+        get_sinks(extras),
         splits,
         groups,
         heads,

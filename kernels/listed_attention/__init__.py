@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.listed_attention.reference import attend_listed_reference
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 @announced
@@ -19,6 +20,7 @@ def attend_listed(
     *,
     after: int | None = None,
     counts: tuple[Tensor, Tensor] | None = None,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Attend with one query per head to the rows of listed blocks.
@@ -35,6 +37,7 @@ def attend_listed(
         after: The rows from this one on are attended to as well. No listed block may contain one of them.
         counts: A vector of whole numbers and an index into it, without dimensions. The number of rows that the query
             heads attended to, all together, is added there.
+        extras: Sinks and cap of the softmax; None for the plain one.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -52,7 +55,7 @@ def attend_listed(
     fits = blocks.dim() == 3 and blocks.shape[0] == batch and blocks.shape[2] > 0
     if not fits or blocks.shape[1] not in (1, keys.shape[1], query_heads) or size < 1 or blocks.dtype != torch.int64:
         raise ValueError(f"attend_listed: blocks {tuple(blocks.shape)} {blocks.dtype} of {size} rows")
-    given = queries, keys, values, blocks, size, last, scaling, after, counts
+    given = queries, keys, values, blocks, size, last, scaling, after, counts, extras
     if choose_implementation("attend_listed", implementation, queries) == "reference":
         return attend_listed_reference(*given)
     from kvbench.kernels.listed_attention.triton import attend_listed_triton

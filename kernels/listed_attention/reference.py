@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention.reference import attend_reference
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 def attend_listed_reference(
@@ -16,12 +17,13 @@ def attend_listed_reference(
     scaling: float,
     after: int | None,
     counts: tuple[Tensor, Tensor] | None,
+    extras: SoftmaxExtras | None,
 ) -> Tensor:
     held = int(last) + 1
     look = mark_rows(blocks, size, held, after).repeat_interleave(queries.shape[1] // blocks.shape[1], 1)
     if counts is not None:
         counts[0][int(counts[1])] += look.sum()
-    return attend_reference(queries, keys[:, :, :held], values[:, :, :held], None, scaling, look, False)[0]
+    return attend_reference(queries, keys[:, :, :held], values[:, :, :held], None, scaling, look, False, extras)[0]
 
 
 def mark_rows(blocks: Tensor, size: int, held: int, after: int | None) -> Tensor:

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E, SPLITS, add_tile, combine_splits
+from kvbench.kernels.attention.triton import LOG2E, SPLITS, add_sink, add_tile, cap_tile, combine_splits, find_cap
 from kvbench.kernels.dispatch import is_interpreting
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
 
 PROGRAMS = 264  # most programs that the rows are split into
 
@@ -27,6 +28,7 @@ def _listed(
     part_acc,
     part_max,
     part_norm,
+    sinks,
     query_heads,
     group,
     lists,
@@ -52,6 +54,7 @@ def _listed(
     N: tl.constexpr,
     D: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     line, split = tl.program_id(0), tl.program_id(1)
     first_query = line * queries_each
@@ -92,12 +95,15 @@ def _listed(
         v = tl.load(values + row[:, None].to(tl.int64) * sv_n + columns[None], mask=there, other=0.0)  # (N, D)
         if CAST:
             k, v = k.to(tl.float32), v.to(tl.float32)
-        logits = tl.dot(q, k.T, input_precision="ieee") * scale  # (M, N)
+        logits = cap_tile(tl.dot(q, k.T, input_precision="ieee") * scale, CAP)  # (M, N)
         logits = tl.where(here[None], logits, float("-inf"))
         m, norm, acc = add_tile(logits, v, m, norm, acc)
     if COUNT:
         tl.atomic_add(counts + tl.load(step), (tl.sum(seen) * queries_each).to(tl.int64))
     if SINGLE:
+        if sinks is not None:
+            sink = tl.load(sinks + first_head + member, mask=asking, other=float("-inf"))
+            m, norm, acc = add_sink(m, norm, acc, sink)
         place = (first_query + member).to(tl.int64)
         tl.store(outputs + place[:, None] * dim + columns[None], acc / norm[:, None], mask=where)
     else:
@@ -117,6 +123,7 @@ def attend_listed_triton(
     scaling: float,
     after: int | None,
     counts: tuple[Tensor, Tensor] | None,
+    extras: SoftmaxExtras | None,
 ) -> Tensor:
     batch, query_heads, _, dim = queries.shape
     group, (lists, listed) = query_heads // keys.shape[1], blocks.shape[1:]
@@ -146,6 +153,7 @@ def attend_listed_triton(
         counted,
         step,
         *parts,
+        get_sinks(extras),
         query_heads,
         group,
         lists,
@@ -166,6 +174,7 @@ def attend_listed_triton(
         N=tile,
         D=wide,
         CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+        CAP=find_cap(extras),
         num_warps=4,
         num_stages=2,
     )
@@ -181,6 +190,8 @@ def attend_listed_triton(
             LSE=False,
             S=SPLITS[most > SPLITS[0]],
             D=wide,
+            sinks=get_sinks(extras),
+            query_heads=query_heads,
             num_warps=4,
         )
     return outputs

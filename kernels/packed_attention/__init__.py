@@ -5,6 +5,7 @@ from torch import Tensor
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.packed_attention.reference import append_packed_reference, attend_packed_reference
 from kvbench.kernels.packed_attention.rows import PackedRows
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 __all__ = ["PackedRows", "append_packed", "attend_packed"]
 
@@ -61,7 +62,13 @@ def append_packed(
 
 @announced
 def attend_packed(
-    queries: Tensor, rows: PackedRows, scaling: float, step: Tensor, *, implementation: str | None = None
+    queries: Tensor,
+    rows: PackedRows,
+    scaling: float,
+    step: Tensor,
+    *,
+    extras: SoftmaxExtras | None = None,
+    implementation: str | None = None,
 ) -> Tensor:
     """Attend with one token to all rows and to its own, which `append_packed` has written.
 
@@ -70,6 +77,7 @@ def attend_packed(
         rows: The rows.
         scaling: The factor of the logits.
         step: Number of tokens read since the memory was made, this one not counted, int32 on the device.
+        extras: Sinks and cap of the softmax; None for the plain one.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -82,7 +90,7 @@ def attend_packed(
     if queries.shape[0] != batch or queries.shape[1] % heads or queries.shape[2:] != (1, dim):
         raise ValueError(f"attend: queries {tuple(queries.shape)}, {batch} samples and {heads} heads of {dim}")
     if choose_implementation("attend", implementation, queries) == "reference":
-        return attend_packed_reference(queries, rows, scaling, step)
+        return attend_packed_reference(queries, rows, scaling, step, extras)
     from kvbench.kernels.packed_attention.triton import attend_packed_triton
 
-    return attend_packed_triton(queries, rows, scaling, step)
+    return attend_packed_triton(queries, rows, scaling, step, extras)

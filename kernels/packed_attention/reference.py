@@ -7,6 +7,7 @@ from kvbench.kernels.attention.reference import attend_reference
 from kvbench.kernels.packed_attention.rows import PackedRows
 from kvbench.kernels.quantize import Groups, dequantize, quantize
 from kvbench.kernels.rope_append.reference import rotate_projected
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 def count_packed(rows: int, residual: int) -> tuple[int, int]:
@@ -52,8 +53,10 @@ def write(groups: Groups, b: int, h: int, into: slice, new: Groups) -> None:
         part[b, h, into] = quantized
 
 
-def attend_packed_reference(queries: Tensor, rows: PackedRows, scaling: float, step: Tensor) -> Tensor:
-    return attend_reference(queries, *pad_packed(rows, int(step), queries.dtype), scaling, None, False)[0]
+def attend_packed_reference(
+    queries: Tensor, rows: PackedRows, scaling: float, step: Tensor, extras: SoftmaxExtras | None
+) -> Tensor:
+    return attend_reference(queries, *pad_packed(rows, int(step), queries.dtype), scaling, None, False, extras)[0]
 
 
 def pad_packed(rows: PackedRows, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E, add_tile, combine_splits
+from kvbench.kernels.attention.triton import LOG2E, add_tile, cap_tile, combine_splits, find_cap
 from kvbench.kernels.packed_attention.rows import PackedRows
 from kvbench.kernels.quantize.triton import round_tile
 from kvbench.kernels.rope_append.triton import rotate_head
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
 
 WARPS = 1056  # most warps that rows are split over: 8 on each of 132 multiprocessors, by their registers
 SPLITS = 256  # most programs of one head, which `combine_splits` reads at once
@@ -186,11 +187,11 @@ def _ring_values(row, here, head, ring, RING: tl.constexpr, DIM: tl.constexpr, P
 
 
 @triton.jit
-def _update(q, m, norm, acc, k, v, here, weight, scale, MASS: tl.constexpr, CAST: tl.constexpr):
+def _update(q, m, norm, acc, k, v, here, weight, scale, MASS: tl.constexpr, CAST: tl.constexpr, CAP: tl.constexpr):
     """Process keys (D, N) and values (N, …) of N rows, of which those `here` exist, with an online softmax."""
     if CAST:
         k, v = k.to(tl.float32), v.to(tl.float32)
-    logits = tl.dot(q, k, input_precision="ieee") * scale  # (M, N)
+    logits = cap_tile(tl.dot(q, k, input_precision="ieee") * scale, CAP)  # (M, N)
     if MASS:
         logits += tl.log2(weight)[None]
     logits = tl.where(here[None], logits, float("-inf"))
@@ -231,6 +232,7 @@ def _tile(
     UNITS: tl.constexpr,
     CODES: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Process the tile of rows from `first` on, of which those from `low` to `high` exist.
 
@@ -266,7 +268,7 @@ def _tile(
         weight = norm
         if MASS:
             weight = tl.load(mass + row, mask=here & (row < held), other=1).to(tl.float32)  # (CODES * UNITS,)
-        m, norm, acc = _update(q, m, norm, acc, k, v, here, weight, scale, MASS, CAST)
+        m, norm, acc = _update(q, m, norm, acc, k, v, here, weight, scale, MASS, CAST, CAP)
     return m, norm, acc
 
 
@@ -324,6 +326,7 @@ def _attend(
     ROWS: tl.constexpr,
     M: tl.constexpr,
     CAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Attend with M queries of one KV head to some of its rows.
 
@@ -405,6 +408,7 @@ def _attend(
                 UNITS,
                 CODES,
                 CAST,
+                CAP,
             )
     else:
         one = _tiles(past_values, old_keys, GROUP, TILE)  # keys are held
@@ -445,6 +449,7 @@ def _attend(
                 UNITS,
                 CODES,
                 CAST,
+                CAP,
             )
         for first in range(past_keys + split * ROWS, now + 1, raws * ROWS):
             row = first + tl.arange(0, ROWS)
@@ -456,7 +461,7 @@ def _attend(
             weight = norm
             if MASS:
                 weight = tl.load(mass + row, mask=row < held, other=1).to(tl.float32)  # (ROWS,)
-            m, norm, acc = _update(q, m, norm, acc, k, v, here, weight, scale, MASS, CAST)
+            m, norm, acc = _update(q, m, norm, acc, k, v, here, weight, scale, MASS, CAST, CAP)
     channel, known = _channels(DIM, PER, WORDS)
     part = (head * splits + split) * group + index
     tl.store(part_acc + part[:, None] * DIM + channel[None], acc, mask=asking[:, None] & known[None])
@@ -516,7 +521,9 @@ def append_packed_triton(
     return out
 
 
-def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step: Tensor) -> Tensor:
+def attend_packed_triton(
+    queries: Tensor, rows: PackedRows, scaling: float, step: Tensor, extras: SoftmaxExtras | None
+) -> Tensor:
     batch, query_heads, _, dim = queries.shape
     heads, ring = rows.ring_keys.shape[1:3]
     group = query_heads // heads
@@ -570,6 +577,7 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
         DIM=dim,
         M=queries_each,
         CAST=triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16,
+        CAP=find_cap(extras),
         **shape,
     )
     combine_splits[(batch * query_heads,)](
@@ -583,6 +591,8 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
         LSE=False,
         S=triton.next_power_of_2(most),
         D=shape["D"],
+        sinks=get_sinks(extras),
+        query_heads=query_heads,
         num_warps=4 if most <= 128 else 8,
     )
     return outputs

@@ -6,6 +6,7 @@ from torch import Tensor
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.reconstruction.reference import attend_compressed_reference, take_codes_reference
 from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 __all__ = ["Expansion", "ReferencedRows", "attend_compressed", "reserve_weights", "take_codes"]
 
@@ -78,6 +79,7 @@ def attend_compressed(
     norm: tuple[Tensor, float] | None = None,
     counts: tuple[Tensor, Tensor] | None = None,
     weights: Tensor | None = None,
+    extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Attend with one token to listed rows and to its own.
@@ -99,6 +101,7 @@ def attend_compressed(
         counts: A vector of whole numbers and an index into it, without dimensions. The number of rows that the query
             heads attended to, all together, is added there.
         weights: What `reserve_weights` returned, not used since; None reserves it.
+        extras: Sinks and cap of the softmax; None for the plain one.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -120,14 +123,14 @@ def attend_compressed(
         raise ValueError(f"attend_compressed: keys {tuple(expansion.keys.shape)} for {tuple(listed.shape)} rows")
     given = queries, listed, expansion, rows, cos, sin, step, scaling, norm, counts
     if choose_implementation("attend_compressed", implementation, queries) == "reference":
-        return attend_compressed_reference(*given)
+        return attend_compressed_reference(*given, extras)
     from kvbench.kernels.reconstruction.triton import attend_compressed_triton
 
     if weights is None:
         weights = reserve_weights(rows, query_heads, implementation="triton")
     if weights.shape != (batch, count_places(rows) + 2, query_heads) or weights.dtype != torch.int64:
         raise ValueError(f"attend_compressed: weights {tuple(weights.shape)} {weights.dtype}")
-    return attend_compressed_triton(*given, weights)
+    return attend_compressed_triton(*given, weights, extras)
 
 
 def count_places(rows: ReferencedRows) -> int:

@@ -8,6 +8,7 @@ from kvbench.kernels.attention.reference import attend_reference
 from kvbench.kernels.fused_linear.reference import rms_norm_reference
 from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 from kvbench.kernels.rerotation.reference import rotate_reference
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 def find_compressed(listed: Tensor, rows: ReferencedRows, step: Tensor) -> Tensor:
@@ -55,6 +56,7 @@ def attend_compressed_reference(
     scaling: float,
     norm: tuple[Tensor, float] | None,
     counts: tuple[Tensor, Tensor] | None,
+    extras: SoftmaxExtras | None,
 ) -> Tensor:
     now, (query_heads, _, dim) = rows.seen + int(step), queries.shape[1:]
     heads, look = rows.raw.shape[2] // (2 * dim), pad(listed < now, (0, 1), value=True)
@@ -71,4 +73,4 @@ def attend_compressed_reference(
     look = look[:, None].expand(-1, query_heads, -1)
     if counts is not None:
         counts[0][int(counts[1])] += look.sum()
-    return attend_reference(queries, keys, values, None, scaling, look, False)[0]
+    return attend_reference(queries, keys, values, None, scaling, look, False, extras)[0]

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E
+from kvbench.kernels.attention.triton import LOG2E, cap_tile, find_cap
 from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.reconstruction.rows import Expansion, ReferencedRows
 from kvbench.kernels.row_selection.triton import number_to_score, score_to_number
+from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
 
 ROWS = 16  # listed rows of a program that gathers codes
 TILE = 32  # listed rows whose keys a program makes
@@ -173,6 +174,7 @@ def _weigh(
     HALF: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Make some heads of the keys of N listed rows, and their logits in base 2 with these heads' queries.
 
@@ -244,7 +246,7 @@ def _weigh(
             if CAST:
                 qz, kz = qz.to(tl.float32), kz.to(tl.float32)
             head_logits = tl.dot(qz, kz.T, head_logits, input_precision="ieee")  # (M, N)
-        head_logits = tl.where(exists[None], head_logits * factor, float("-inf"))
+        head_logits = tl.where(exists[None], cap_tile(head_logits * factor, CAP), float("-inf"))
         asked = head * group + member
         into = logits + (b * entries + entry[None]) * query_heads + asked[:, None]
         tl.store(into, head_logits, mask=asking[:, None] & (entry < entries)[None])
@@ -497,6 +499,7 @@ def _finish(
     sums,
     weight,
     outputs,
+    sinks,
     entries,
     places,
     splits,
@@ -510,7 +513,7 @@ def _finish(
     Z: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Join the sums of a query, and add f_d's last product of the summed codes."""
+    """Join the sums of a query, and its head's sink, and add f_d's last product of the summed codes."""
     index = tl.program_id(0)
     b, query = (index // query_heads).to(tl.int64), index % query_heads
     column, ranges = tl.program_id(1) * C + tl.arange(0, C), tl.arange(0, S)
@@ -529,7 +532,11 @@ def _finish(
             at = weight + (query // group * dim + column)[:, None] * numbers + z[None]
             matrix = tl.load(at, mask=here[:, None] & (z < numbers)[None], other=0.0)  # (C, Z)
             out += tl.sum(matrix.to(tl.float32) * summed[None], 1)
-    out = tl.where(total > 0, out / tl.maximum(total, 1), float("nan"))  # all weights are 0 if a logit is not a number
+    whole = tl.maximum(total, 1)
+    if sinks is not None:
+        most = number_to_score(tl.load(counted).to(tl.uint32))
+        whole += tl.exp2(tl.load(sinks + query).to(tl.float32) * LOG2E - most)
+    out = tl.where(total > 0, out / whole, float("nan"))  # all weights are 0 if a logit is not a number
     tl.store(outputs + index * dim + column, out, mask=here)
 
 
@@ -567,6 +574,7 @@ def attend_compressed_triton(
     norm: tuple[Tensor, float] | None,
     counts: tuple[Tensor, Tensor] | None,
     counted: Tensor,
+    extras: SoftmaxExtras | None,
 ) -> Tensor:
     (batch, query_heads, _, dim), (_, count), raw = queries.shape, listed.shape, rows.raw
     heads, turning = raw.shape[2] // (2 * dim), cos.shape[1]
@@ -636,6 +644,7 @@ def attend_compressed_triton(
         HALF=turning // 2,
         H=max(16, triton.next_power_of_2(turning // 2)),
         R=max(16, triton.next_power_of_2(dim - turning)),
+        CAP=find_cap(extras),
         num_warps=4,
         num_stages=1,
         **limit,
@@ -699,6 +708,7 @@ def attend_compressed_triton(
         sums,
         weight,
         outputs,
+        get_sinks(extras),
         count + 1,
         places,
         gathered,

@@ -19,6 +19,7 @@ from kvbench.interfaces.hooks import Hooks
 from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.row_reader import ListedRows
 from kvbench.interfaces.settings import check_settings
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
 class Angles(NamedTuple):
@@ -123,6 +124,8 @@ class Growing(Protocol):
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,
         implementation: str | None,
+        *,
+        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         """Append a token and attend with it to all rows, its own included.
 
@@ -140,6 +143,7 @@ class Growing(Protocol):
             scaling: The factor of the logits.
             norms: The weights (d,) of the queries' and the keys' RMS norm, and its ε; None for no norm.
             implementation: Name of the kernels' implementation; None chooses one.
+            extras: Sinks and cap of the layer's softmax; None for the plain one.
 
         Returns:
             The attention outputs, (B, Hq, 1, d).
@@ -212,6 +216,8 @@ class ListingGrowing(Growing, Protocol):
         implementation: str | None,
         made: MadeRows | None = None,
         counts: tuple[Tensor, Tensor] | None = None,
+        *,
+        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         """Append a token and attend with it to some rows, its own included (`Growing.attend`).
 
@@ -226,6 +232,7 @@ class ListingGrowing(Growing, Protocol):
             implementation: Name of the kernels' implementation; None chooses one.
             made: What `make_rows` returned for the rows; None attends to all rows.
             counts: Where the number of rows attended to is added (`kernels.reconstruction.attend_compressed`).
+            extras: See `Growing.attend`.
         """
 
 

@@ -50,6 +50,7 @@ from kvbench.kernels.reconstruction import (
 )
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import top_k_indices
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.methods.codecs.delta_compressors import (
     Compressor,
     CompressorFile,
@@ -494,6 +495,8 @@ class GrowingDelta:
         implementation: str | None,
         made: MadeRows | None = None,
         counts: tuple[Tensor, Tensor] | None = None,
+        *,
+        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         rows, first = self.rows, self.rows.seen - self.rows.raw_from
         raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)
@@ -528,6 +531,7 @@ class GrowingDelta:
             norm=None if norms is None else norms[1:],
             counts=counts,
             weights=weights,
+            extras=extras,
             implementation=implementation,
         )
 

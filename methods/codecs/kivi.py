@@ -24,6 +24,7 @@ from kvbench.interfaces.codec import Angles, Codec, Packing, copy_samples, join,
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.packed_attention import PackedRows, append_packed, attend_packed
 from kvbench.kernels.quantize import Groups, dequantize, quantize
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.validation import SettingError
 
 
@@ -179,11 +180,13 @@ class GrowingKivi:
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,
         implementation: str | None,
+        *,
+        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         queries = append_packed(
             queries, keys, values, *angles[:2], self.rows, step, norms=norms, implementation=implementation
         )
-        return attend_packed(queries, self.rows, scaling, step, implementation=implementation)
+        return attend_packed(queries, self.rows, scaling, step, extras=extras, implementation=implementation)
 
     def pack_due(self, number: int) -> None:
         """Do nothing: `attend` packs."""

@@ -49,6 +49,7 @@ from kvbench.kernels.latent_attention import (
     round_latents,
 )
 from kvbench.kernels.latent_attention.rounding import EIGHT
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.methods.codecs.palu_projections import (
     SIDES,
     LayerProjections,
@@ -368,14 +369,15 @@ class GrowingPalu:
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,
         implementation: str | None,
+        *,
+        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         norm_pairs = (None, None) if norms is None else ((norms[0], norms[2]), (norms[1], norms[2]))
         queries = append_latents(
             queries, keys, values, *angles[:2], self.rows, step, norm=norm_pairs[0], implementation=implementation
         )
-        return attend_latents(
-            queries, angles.pairs, self.rows, scaling, step, norm=norm_pairs[1], implementation=implementation
-        )
+        given = queries, angles.pairs, self.rows, scaling, step
+        return attend_latents(*given, norm=norm_pairs[1], extras=extras, implementation=implementation)
 
     def append(self, keys: Tensor, values: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         groups, codec = len(self.held.counts), self.held.codec

@@ -8,6 +8,7 @@ import torch
 from kvbench.kernels.attention import RaggedRows, attend_ragged
 from kvbench.kernels.joined_rows import Part, append_joined, attend_joined, join_parts, rows
 from kvbench.kernels.rope_append import append
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from tests.support.compile_kernels import list_kernel
 from tests.support.kernel_checks import BOTH, DEVICE, poison_memory
 from tests.support.selection import only_in_full
@@ -93,7 +94,9 @@ class Draw:
         ]
 
 
-def expect(draw: Draw, parts: list[Part], projected: list[torch.Tensor], step: torch.Tensor, scaling: float):
+def expect(
+    draw: Draw, parts: list[Part], projected: list[torch.Tensor], step: torch.Tensor, scaling: float, extras=None
+):
     """Rotated queries as `append` gives them, and outputs in float64, sample by sample. Writes into `parts`."""
     queries, outputs, sample = [], [], 0
     for part in parts:
@@ -111,7 +114,7 @@ def expect(draw: Draw, parts: list[Part], projected: list[torch.Tensor], step: t
         asked = torch.cat(queries[first:]).double()
         outputs.append(
             attend_ragged(
-                asked, held, *both, scaling, tail=part.tail + 1, step=step, implementation="reference"
+                asked, held, *both, scaling, tail=part.tail + 1, step=step, extras=extras, implementation="reference"
             )[0]
         )  # fmt: skip
     return torch.cat(queries), torch.cat(outputs)
@@ -149,6 +152,20 @@ def test_it_does_what_each_context_does_alone(case, implementation, dtype, least
         everything += [part.held.values for part in parts if part.held is not None]
         largest = float(torch.cat([own.flatten() for own in everything]).abs().max())
         assert float((found - exact).abs().max()) <= largest * bound
+
+
+@BOTH
+@EVERY
+def test_sinks_and_caps(case, implementation):
+    draw, scaling = Draw(case, torch.float32), case.dim**-0.5
+    extras = SoftmaxExtras(torch.linspace(-2, 5, case.heads * case.group, device=DEVICE), 0.7)
+    parts, exact_parts = draw.copy_parts(), draw.copy_parts()
+    layer, step, projected = join_parts(parts), torch.tensor(0, dtype=torch.int32, device=DEVICE), draw.project()
+    append_joined(*projected, *draw.angles, draw.places, layer, step, norms=draw.norms, implementation="reference")
+    asked, exact = expect(draw, exact_parts, projected, step, scaling, extras)
+    found = attend_joined(asked, layer, scaling, step, extras=extras, implementation=implementation)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+    assert (attend_joined(asked, layer, scaling, step, implementation=implementation) - found).abs().max() > 0.01
 
 
 def make_plain(*lengths: int, dim: int = 16, dtype: torch.dtype = torch.float32) -> list[Part]:
@@ -240,6 +257,8 @@ def ahead():
         exact = dtype == "fp32"
         yield list_kernel(own._append_joined, pointers, {"NORM": mass, "D": dim}, num_warps=2)
         sizes = {"MASS": mass, "ALIGN": 4 if exact else 8, "M": 16, "N": 32 if exact or dim > 128 else 64, "D": dim}
-        sizes |= {"WHOLE": True, "CAST": False}
+        sizes |= {"WHOLE": True, "CAST": False, "CAP": 50.0 if exact else None}
         yield list_kernel(own._attend_joined, pointers, sizes, num_warps=4, num_stages=2 if exact else 3)
-        yield list_kernel(own._combine_joined, pointers, {"S": own.AT_ONCE, "D": dim}, num_warps=4)
+        pointers["sinks"] = f"*{dtype}"
+        for plain in ({}, {"sinks": None}):
+            yield list_kernel(own._combine_joined, pointers, {"S": own.AT_ONCE, "D": dim} | plain, num_warps=4)

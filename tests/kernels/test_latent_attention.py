@@ -18,6 +18,7 @@ from kvbench.kernels.latent_attention import (
 )
 from kvbench.kernels.latent_attention import triton as own
 from kvbench.kernels.latent_attention.rounding import LARGEST, LEAST
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from tests.support.compile_kernels import list_typed_kernel
 from tests.support.kernel_checks import BOTH, poison_memory
 from tests.support.selection import only_in_full
@@ -168,7 +169,7 @@ class Run:
     def find_norm(self, number: int) -> tuple[torch.Tensor, float] | None:
         return None if self.norms is None else (self.norms[number], 1e-6)
 
-    def attend(self, step: int, implementation: str) -> torch.Tensor:
+    def attend(self, step: int, implementation: str, extras: SoftmaxExtras | None = None) -> torch.Tensor:
         count = torch.tensor(step, dtype=torch.int32, device=DEVICE)
         queries = append_latents(
             *self.project(step),
@@ -179,8 +180,9 @@ class Run:
             implementation=implementation,
         )
         return attend_latents(
-            queries, self.angles.pairs, self.rows, SCALING, count, norm=self.find_norm(1), implementation=implementation
-        )
+            queries, self.angles.pairs, self.rows, SCALING, count,
+            norm=self.find_norm(1), extras=extras, implementation=implementation,
+        )  # fmt: skip
 
     def turn(self, x: torch.Tensor, place: int, number: int) -> torch.Tensor:
         """Norm and rotate one head (d,) as a query (0) or as a key (1)."""
@@ -260,6 +262,16 @@ def expect_tokens(case: Case) -> list[torch.Tensor]:
     """The outputs of every token by the definition, once for both implementations."""
     run = Run(case)
     return [run.expect(step) for step in range(case.tokens)]
+
+
+@EVERY
+def test_sinks_and_caps(case):
+    """As in the reference, which `test_references` compares with the definition. A bias of values gets their share."""
+    sinks = torch.linspace(-2, 5, case.groups * case.heads * case.each, device=DEVICE, dtype=case.dtype)
+    extras = SoftmaxExtras(sinks, 0.7)
+    found, expected = (Run(case).attend(0, name, extras).double() for name in ("triton", "reference"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound(case))
+    assert case.dtype != torch.float32 or (found - Run(case).attend(0, "triton").double()).abs().max() > 0.01
 
 
 @EVERY
@@ -420,11 +432,12 @@ def ahead():
         asked |= {"angles": "*i64" if exact else "*i32"}
         yield list_typed_kernel(own._weigh, asked, flags | {"UNIT": 16, "RK": pitch} | eights | laid | shape)
         summing = {"UNIT": 16, "PARTS": terms, "R": rank, "RV": pitch, "M": 16, "N": shape["N"], "CAST": False}
-        summing |= eights | laid
+        summing |= eights | laid | {"CAP": 50.0 if more else None}
         yield list_typed_kernel(own._sum, kinds, summing | own.choose_stages(rank, 16, exact, bits))
         small = {"num_warps": 4, "num_stages": 3}
         joining = {"BIAS": more, "R": rank, "BLOCK": own.BLOCK, "JOINED": own.JOINED // rank}
-        yield list_typed_kernel(own._join, kinds, joining | small)
+        kinds["sinks"] = f"*{dtype}"
+        yield list_typed_kernel(own._join, kinds, joining | small | ({} if more else {"sinks": None}))
         appending = {"NORM": more, "KEY_BIAS": more, "VALUE_BIAS": False, "RK": rank, "RV": rank, "D": dim, "W": 256}
         appending |= {"BLOCK": own.BLOCK, "BLOCKS": rank // own.BLOCK, "ROUNDED": bits > 0}
         raw = dict.fromkeys(memory[:2], f"*{dtype}")  # what `_round` reads

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvbench.kernels.listed_attention import attend_listed
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from tests.support.compile_kernels import list_kernel
 from tests.support.kernel_checks import BOTH
 
@@ -32,7 +33,7 @@ def case(name, dtype):
     return own, blocks.view(batch, lists, listed).to(DEVICE), size, newest, after
 
 
-def attend_by_head(queries, keys, values, blocks, size, newest, after):
+def attend_by_head(queries, keys, values, blocks, size, newest, after, sinks=None, cap=None):
     """Outputs and the number of rows attended to."""
     outputs, count = torch.zeros_like(queries), 0
     for b in range(len(queries)):
@@ -43,7 +44,9 @@ def attend_by_head(queries, keys, values, blocks, size, newest, after):
             )
             rows = sorted(row for row in rows if row <= newest)
             kv = head * keys.shape[1] // queries.shape[1]
-            weights = (keys[b, kv, rows] @ queries[b, head, 0] * 0.3).softmax(0)
+            logits = keys[b, kv, rows] @ queries[b, head, 0] * 0.3
+            weights = (logits if cap is None else cap * (logits / cap).tanh()).exp()
+            weights /= weights.sum() + (0 if sinks is None else sinks[head].exp())
             outputs[b, head, 0] = weights @ values[b, kv, rows]
             count += len(rows)
     return outputs, count
@@ -66,6 +69,22 @@ def test_only_listed_rows_are_attended_to(name, implementation, dtype):
     assert counts.tolist() == [0, count, 0]
     again = attend_listed(*own, blocks, size, last, 0.3, after=after, implementation=implementation)
     assert torch.equal(found, again)
+
+
+@BOTH
+@pytest.mark.parametrize("programs", [1, 264])
+@pytest.mark.parametrize("name", ["pages", "one list and a tail", "a list per KV head"])
+def test_sinks_and_caps(name, programs, implementation, monkeypatch):
+    monkeypatch.setattr("kvbench.kernels.listed_attention.triton.PROGRAMS", programs)
+    own, blocks, size, newest, after = case(name, torch.float32)
+    sinks = torch.linspace(-2, 5, own[0].shape[1], device=DEVICE)
+    given = own, blocks, size, newest, after
+    exact, _ = attend_by_head(*(part.double() for part in own), *given[1:], sinks.double(), 0.7)
+    found = attend_listed(
+        *own, blocks, size, torch.tensor(newest, device=DEVICE), 0.3, after=after,
+        extras=SoftmaxExtras(sinks, 0.7), implementation=implementation,
+    )  # fmt: skip
+    assert (found - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
 @BOTH
@@ -98,7 +117,10 @@ def test_what_does_not_fit_is_refused():
 def ahead():
     from kvbench.kernels.listed_attention.triton import _listed
 
-    kinds = dict.fromkeys(("queries", "keys", "values", "outputs"), "*bf16") | {"scale": "fp32", "step": "*i32"}
+    kinds = dict.fromkeys(("queries", "keys", "values", "outputs", "sinks"), "*bf16") | {
+        "scale": "fp32",
+        "step": "*i32",
+    }
     kinds |= dict.fromkeys(("blocks", "last", "counts"), "*i64")
     kinds |= dict.fromkeys(("part_acc", "part_max", "part_norm"), "*fp32")
     for shared in (False, True):
@@ -111,5 +133,6 @@ def ahead():
             "N": 128,
             "D": 128,
             "CAST": False,
+            **({"CAP": 50.0} if shared else {"CAP": None, "sinks": None}),
         }
         yield list_kernel(_listed, kinds, constants, num_warps=4, num_stages=2)

@@ -8,6 +8,7 @@ import torch
 from kvbench.kernels.packed_attention import PackedRows, append_packed, attend_packed
 from kvbench.kernels.packed_attention import triton as own
 from kvbench.kernels.rope_append import append
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.methods.codecs.kivi import GrowingKivi, Kivi
 from tests.support.compile_kernels import list_typed_kernel
 from tests.support.kernel_checks import BOTH, poison_memory
@@ -108,9 +109,9 @@ class Run:
         widths = (heads * self.case.queries, heads, heads)
         return [self.case.draw(batch, n * self.case.dim, seed=50 + 3 * step + i) for i, n in enumerate(widths)]
 
-    def attend(self, step: int, implementation: str) -> torch.Tensor:
+    def attend(self, step: int, implementation: str, extras: SoftmaxExtras | None = None) -> torch.Tensor:
         count = torch.tensor(step, dtype=torch.int32, device=DEVICE)
-        return self.growing.attend(*self.project(step), self.angles, count, 0.3, None, implementation)
+        return self.growing.attend(*self.project(step), self.angles, count, 0.3, None, implementation, extras=extras)
 
     def expect(self, step: int) -> torch.Tensor:
         """The outputs by the definition, which reads the token behind the raw rows."""
@@ -144,6 +145,17 @@ def share_rows(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int = 4, a
         word, heads = own.choose_word(case.group * case.bits // 8), len(case.lengths) * len(case.lengths[0])
         shape = own.choose_shape(case.dim, case.bits, word, case.dtype == torch.float32)
         monkeypatch.setattr(own, "WARPS", programs * heads * shape["num_warps"])
+
+
+@EVERY
+def test_sinks_and_caps(case, monkeypatch):
+    """As in the reference, which `test_references` compares with the definition."""
+    share_rows(monkeypatch, case)
+    heads = len(case.lengths[0]) * case.queries
+    extras = SoftmaxExtras(torch.linspace(-2, 5, heads, device=DEVICE, dtype=case.dtype), 0.7)
+    found, expected = (Run(case).attend(0, name, extras).double() for name in ("triton", "reference"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound(case))
+    assert (found - Run(case).attend(0, "triton").double()).abs().max() > 2 * bound(case)
 
 
 @EVERY
@@ -255,7 +267,7 @@ def ahead():
     ):  # fmt: skip
         common = {"BITS": bits, "GROUP": 32, "RESIDUAL": 128, "RING": 145, "DIM": dim}
         shape = own.choose_shape(dim, bits, own.choose_word(32 * bits // 8), dtype == "fp32")
-        reading = {**common, "MASS": mass, "M": 16, "CAST": False, **shape}
+        reading = {**common, "MASS": mass, "M": 16, "CAST": False, "CAP": 50.0 if mass else None, **shape}
         writing = {**common, "NORM": True, "D": dim, "BYTES": 32 * bits // 8, "GROUPS": dim // 32}
         for kernel, codes, constants in (
             (own._attend, int32, reading),

@@ -13,6 +13,7 @@ from kvbench.kernels.reconstruction import (
     reserve_weights,
     take_codes,
 )
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from tests.support.compile_kernels import list_typed_kernel
 from tests.support.kernel_checks import BOTH, DEVICE, poison_memory
 from tests.support.selection import only_in_full
@@ -193,6 +194,26 @@ def test_rows_are_attended_to_as_defined(case, implementation, step, monkeypatch
     assert counts[0].tolist() == [7, int(look.sum()) * case.group * case.heads]
 
 
+@EVERY
+def test_sinks_and_caps(case):
+    """As in the reference, which `test_references` compares with the definition."""
+    made, listed = Made(case, 0), list_some(case, case.seen - 1, 10**6)
+    angles = torch.randn(case.seen + 1, case.turning // 2, generator=torch.Generator().manual_seed(6)).repeat(1, 2)
+    norm = None if case.norm is None else (case.draw(case.dim, seed=7).to(case.norm), 1e-6)
+    queries = case.draw(case.batch, case.group * case.heads, 1, case.dim, seed=9)
+    sinks = torch.linspace(-2, 5, queries.shape[1], device=DEVICE, dtype=case.dtype)
+    cos, sin = (part.to(DEVICE, case.dtype) for part in (angles.cos(), angles.sin()))
+    step = torch.tensor(0, dtype=torch.int32, device=DEVICE)
+    given = queries, listed, draw_expansion(case, listed), made.rows, cos, sin, step, 0.4
+    plain, found, expected = (
+        attend_compressed(*given, norm=norm, extras=extras, implementation=name).double()
+        for name, extras in [("triton", None), *((name, SoftmaxExtras(sinks, 0.7)) for name in ("triton", "reference"))]
+    )
+    bound = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-4}[case.dtype]
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+    assert (found - plain).abs().max() > bound
+
+
 @BOTH
 def test_many_equal_weights_add_up(implementation):
     """200 rows share one base. Their weights do not overflow half precision, whose numbers end at 65,504."""
@@ -319,12 +340,14 @@ def ahead():
         tile, run = 32 if dtype == "fp32" else 64, {"num_warps": 4, "num_stages": 3}
         both, decoded = {"NEAREST": change.get("NEAREST", 4), "CAST": False}, change.get("DECODED", True)
         one = {"DECODED": decoded, "NORM": norm, "REST": norm, "COUNT": True, "HEADS": 4, "M": 16, "N": 32}
+        one["CAP"] = 50.0 if norm else None
         halves = {"HALF": 48 if norm else 64, "H": 64, "R": 32}
         yield list_typed_kernel(_weigh, kinds, both | one | halves | run | {"num_stages": 1})
         yield list_typed_kernel(_spread, kinds, both | {"M": 32, "N": 4, "L": 32, "Z": 128, "SHARE": 4} | run)
         one = {"DIM": 128, "M": 16, "G": 4, "N": tile, "D": 128, "Z": 128, "S": 128}
         yield list_typed_kernel(_gather, kinds, both | one | run)
         one = {"NEAREST": both["NEAREST"], "DECODED": decoded, "C": 32, "Z": 512, "S": 32}
+        kinds["sinks"], one = f"*{dtype}", one | ({} if norm else {"sinks": None})
         yield list_typed_kernel(_finish, kinds, one | {"num_warps": 4})
     for dtype in ("*bf16", "*u8"):
         kinds = dict.fromkeys(("codes", "more", "out"), dtype) | {"listed": int64, "step": int32}
