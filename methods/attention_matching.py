@@ -145,7 +145,7 @@ class AttentionMatching(Repeating):
         together = max(1, SCRATCH // (4 * 8 * count**2))  # number of heads that are fitted at once
         for start in range(0, len(queries), together):
             some = [x[start : start + together] for x in (queries, *given)]
-            fits.append(self.fit(observation.scaling, *some, observation.extras))
+            fits.append(self.fit(observation.scaling, *some, extras=observation.extras))
         weights, values = (torch.cat(parts).view(*kept.shape[:2], count, -1) for parts in zip(*fits, strict=True))
         there, wide = to_fit.gather(2, index), index[..., None].expand_as(values)
         mass = torch.where(there, weights[..., 0].to(left.mass.dtype), left.mass.gather(2, index))

@@ -24,6 +24,7 @@ from kvbench.interfaces.observation import State
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.joined_rows import Part, append_joined, attend_joined, join_parts
 from kvbench.kernels.rope_append import append
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.models.decoder_step import Attend, Norms
 from kvbench.models.decoder_weights import DecoderWeights
 
@@ -164,9 +165,10 @@ class AppendedRows(StepRows):
 
         The rows of several answers give no log-sum-exps.
         """
-        scaling, implementation = self.weights.scaling, self.implementation
+        scaling, extras, implementation = self.weights.scaling, self.find_extras(index), self.implementation
         if self.joined:
-            return attend_joined(queries, self.joined[index], scaling, self.step, implementation=implementation), None
+            given = queries, self.joined[index], scaling, self.step
+            return attend_joined(*given, extras=extras, implementation=implementation), None
         (part,) = self.parts[index]
         return attend_ragged(
             queries,
@@ -178,8 +180,13 @@ class AppendedRows(StepRows):
             largest=largest,
             tail=part.tail + 1,
             step=self.step,
+            extras=extras,
             implementation=implementation,
         )
+
+    def find_extras(self, index: int) -> SoftmaxExtras | None:
+        """Return sinks and cap of a layer's softmax."""
+        return self.weights.blocks[self.indices[index]].extras
 
     def attend_packed(self, index: int, projected: Sequence[Tensor], norms: Norms, *made: Any) -> Tensor:
         """Append a token to a packed layer and attend to all rows, or to `made`, some rows made of packed ones."""
@@ -193,6 +200,7 @@ class AppendedRows(StepRows):
             self.weights.scaling,
             norms,
             self.implementation,
+            self.find_extras(index),
             *made,
         )
 

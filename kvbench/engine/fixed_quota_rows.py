@@ -143,6 +143,7 @@ class FixedQuotaRows(QuotaRows):
                 lse=lse,
                 tail=tail,
                 step=step,
+                extras=self.weights.blocks[self.layers[index].index].extras,
                 implementation=implementation,
             )
             if cuts:

@@ -25,7 +25,7 @@ from kvbench.engine.streams import Beside, join_after
 from kvbench.engine.timing import Stamps
 from kvbench.kernels.dispatch import is_announcing
 from kvbench.kernels.fused_linear import rms_norm_linear
-from kvbench.models.decoder_step import Attend, forward_step
+from kvbench.models.decoder_step import Attend, cap_logits, forward_step
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import pause_garbage_collection
 
@@ -225,7 +225,7 @@ def read_token(
         x = forward_step(weights, tokens[:, None], rows.reader(cuts), implementation)
         norm = (weights.norm, weights.epsilon)
         (logits,) = rms_norm_linear(x, [weights.head], norm=norm, implementation=implementation)
-    return logits
+    return cap_logits(logits, weights.logit_cap)
 
 
 class GraphDecoder:

@@ -140,6 +140,7 @@ class MethodView:
             cut_layers=layer.cut_layers,
             prefix=progress.prefix,
             each=each,
+            extras=self.weights.blocks[layer.index].extras,
         )
         if layer.choice.method.overrides("update"):
             columns = {**rows.columns, **layer.method.update(observation, rows, self.states[index])}

@@ -69,6 +69,7 @@ def make_reader(
         scaling=weights.scaling,
         undone=CHUNK,
         find_packed=lambda layer, number: by_index[layer].find_packed(number),
+        extras={index: block.extras for index, block in enumerate(weights.blocks) if block.extras is not None},
     )
     reader: RowReader | None = call_captured(guard_hooks(method), "row_reader", answer)
     return reader
@@ -170,6 +171,7 @@ class ReadRows(AppendedRows):
                 self.weights.scaling,
                 after=rows.after,
                 counts=counts,
+                extras=self.find_extras(index),
                 implementation=self.implementation,
             )
 

@@ -209,8 +209,9 @@ class ReplacedRows(QuotaRows):
             if self.tables is not None:
                 asking, held = self.rotate(index, queries, position)
             in_use, tail = self.find_slots_in_use(index, held, values)
+            extras = self.weights.blocks[self.layers[index].index].extras
             outputs, sums = attend_ragged(
-                asking, in_use, *tail, self.weights.scaling, lse=lse, implementation=implementation
+                asking, in_use, *tail, self.weights.scaling, lse=lse, extras=extras, implementation=implementation
             )
             with self.beside.work(queries, outputs, sums, position, quotas):
                 self.replace(index, queries, outputs, sums, position, quotas[index])

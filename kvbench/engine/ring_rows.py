@@ -52,6 +52,7 @@ class RingRows(StepRows):
             implementation: Name of the kernels' implementation; None chooses one.
         """
         self.scaling, self.window, self.layers, self.indices = weights.scaling, window.tokens, layers, window.layers
+        self.extras = [weights.blocks[index].extras for index in window.layers]
         self.seen, self.block, self.implementation = layers[0].cumulative_length, block, implementation
         keys = layers[0].keys
         self.held, self.device = keys.shape[:2], keys.device
@@ -87,7 +88,15 @@ class RingRows(StepRows):
                 implementation=self.implementation,
             )
             outputs, _ = attend_ragged(
-                queries, None, keys, values, self.scaling, tail=0, step=count, implementation=self.implementation
+                queries,
+                None,
+                keys,
+                values,
+                self.scaling,
+                tail=0,
+                step=count,
+                extras=self.extras[ring],
+                implementation=self.implementation,
             )
             return outputs
 
@@ -120,7 +129,7 @@ class RingRows(StepRows):
             )
             self.rings[ring].index_copy_(3, slots, fresh)
             keys, values = self.rings[ring].unbind()
-            return attend_masked(queries, keys, values, self.scaling, seen)
+            return attend_masked(queries, keys, values, self.scaling, seen, self.extras[ring])
 
         return attend
 

@@ -124,7 +124,6 @@ class Growing(Protocol):
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,
         implementation: str | None,
-        *,
         extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         """Append a token and attend with it to all rows, its own included.
@@ -214,10 +213,9 @@ class ListingGrowing(Growing, Protocol):
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,
         implementation: str | None,
+        extras: SoftmaxExtras | None = None,
         made: MadeRows | None = None,
         counts: tuple[Tensor, Tensor] | None = None,
-        *,
-        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         """Append a token and attend with it to some rows, its own included (`Growing.attend`).
 
@@ -230,9 +228,9 @@ class ListingGrowing(Growing, Protocol):
             scaling: The factor of the logits.
             norms: See `Growing.attend`.
             implementation: Name of the kernels' implementation; None chooses one.
+            extras: See `Growing.attend`.
             made: What `make_rows` returned for the rows; None attends to all rows.
             counts: Where the number of rows attended to is added (`kernels.reconstruction.attend_compressed`).
-            extras: See `Growing.attend`.
         """
 
 

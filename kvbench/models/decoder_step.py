@@ -47,6 +47,11 @@ def forward_step(weights: DecoderWeights, ids: Tensor, attend: Attend, implement
     return x
 
 
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """Return the model's logits, (…, vocab), as it caps them in their dtype; None for no cap."""
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
 def add_projected(
     x: Tensor, inputs: Tensor, weight: Tensor, norm: Tensor | None, epsilon: float, implementation: str | None
 ) -> Tensor:

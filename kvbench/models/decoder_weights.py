@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.models.layouts import ARCHITECTURES, Configuration, read_text_type
 from kvbench.models.rotations import Rotation
 from kvbench.models.transformers_port import (
@@ -46,6 +47,8 @@ class Block:
     down: Tensor
     output_norms: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
     """The norms of what attention and the MLP add to the hidden states, (hidden,) each (Gemma 3)."""
+    extras: SoftmaxExtras | None = None
+    """Sinks (gpt-oss) and cap (Gemma 2) of the layer's softmax."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class DecoderWeights:
     """The factor of the embeddings, () in their dtype (Gemma 3)."""
     sliding: SlidingWindow | None = None
     """The layers with a sliding window."""
+    logit_cap: float | None = None
+    """The cap c of the model's logits l, which become c·tanh(l/c) (Gemma 2)."""
 
 
 @torch.no_grad()
@@ -106,8 +111,7 @@ def has_plain_step(config: Configuration, layout: Layout) -> bool:
 
 def can_collect_weights(config: Configuration, layout: Layout) -> bool:
     """Return whether the weights of a model that is not loaded will be collected, as far as its configuration tells."""
-    cap = getattr(config.get_text_config(decoder=True), "final_logit_softcapping", None)
-    return has_plain_step(config, layout) and layout.rope_switch is None and cap is None
+    return has_plain_step(config, layout) and layout.rope_switch is None
 
 
 @torch.no_grad()
@@ -124,8 +128,6 @@ def collect_plain_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeig
         AttributeError: The model has other modules.
     """
     config = text_config(model)
-    if getattr(config, "final_logit_softcapping", None) is not None:
-        return None
     # the rotations of a whole answer are computed at once, so the frequencies must not change with its length
     if copy_frequencies(model) is not None:
         return None
@@ -156,6 +158,7 @@ def collect_plain_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeig
         activation,
         None if scale is None else scale.to(embed.dtype),
         sliding,
+        getattr(config, "final_logit_softcapping", None),
     )
 
 
@@ -182,9 +185,17 @@ def read_block(layer: Any, layout: Layout) -> Block | None:
     head_norms = None
     if hasattr(attention, "q_norm"):
         head_norms = read_norm(attention.q_norm), read_norm(attention.k_norm)
-    return Block(
-        norms, project, biases, head_norms, attention.o_proj.weight, gate, up, mlp.down_proj.weight, output_norms
-    )
+    extras = read_extras(attention, layout.softcap)
+    output, down = attention.o_proj.weight, mlp.down_proj.weight
+    return Block(norms, project, biases, head_norms, output, gate, up, down, output_norms, extras)
+
+
+def read_extras(attention: Any, cap: float | None) -> SoftmaxExtras | None:
+    """Return sinks and cap of the softmax of an attention module, or None if it is plain."""
+    sinks: Tensor | None = getattr(attention, "sinks", None)
+    if sinks is None and cap is None:
+        return None
+    return SoftmaxExtras(None if sinks is None else sinks.detach(), cap)
 
 
 def reorder_block(block: Block, order: Tensor | None) -> Block:

@@ -58,7 +58,7 @@ ARCHITECTURES = {  # the tested list, by transformers' names of types
     "granite": Architecture("Granite"),
     "granitemoe": Architecture("Granite"),
     "granitemoeshared": Architecture("Granite"),
-    "granite_swa": Architecture("Granite"),
+    "granite_swa": Architecture("Granite", graphs=True),
     "granitemoe_swa": Architecture("Granite"),
     "cohere": Architecture("Cohere"),
     "cohere2": Architecture("Cohere"),

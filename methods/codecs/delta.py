@@ -493,10 +493,9 @@ class GrowingDelta:
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,
         implementation: str | None,
+        extras: SoftmaxExtras | None = None,
         made: MadeRows | None = None,
         counts: tuple[Tensor, Tensor] | None = None,
-        *,
-        extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         rows, first = self.rows, self.rows.seen - self.rows.raw_from
         raw = rows.raw.unflatten(-1, (2, self.held.heads, -1)).transpose(1, 3)  # (B, H, 2, room, d)

@@ -180,7 +180,6 @@ class GrowingKivi:
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,
         implementation: str | None,
-        *,
         extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         queries = append_packed(

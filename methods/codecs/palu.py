@@ -369,7 +369,6 @@ class GrowingPalu:
         scaling: float,
         norms: tuple[Tensor, Tensor, float] | None,
         implementation: str | None,
-        *,
         extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         norm_pairs = (None, None) if norms is None else ((norms[0], norms[2]), (norms[1], norms[2]))

@@ -111,7 +111,7 @@ class Run:
 
     def attend(self, step: int, implementation: str, extras: SoftmaxExtras | None = None) -> torch.Tensor:
         count = torch.tensor(step, dtype=torch.int32, device=DEVICE)
-        return self.growing.attend(*self.project(step), self.angles, count, 0.3, None, implementation, extras=extras)
+        return self.growing.attend(*self.project(step), self.angles, count, 0.3, None, implementation, extras)
 
     def expect(self, step: int) -> torch.Tensor:
         """The outputs by the definition, which reads the token behind the raw rows."""

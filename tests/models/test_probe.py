@@ -19,7 +19,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec, Packing
 from kvbench.interfaces.layout import Probe
 from kvbench.interfaces.method import Method
-from kvbench.models import admission, layouts, miniature, probe, transformers_port
+from kvbench.models import admission, decoder_weights, layouts, miniature, probe, transformers_port
 from kvbench.models.admission import admit_model, make_key, probe_architecture
 from kvbench.models.layouts import ARCHITECTURES
 from kvbench.models.loading import make_random_model
@@ -51,7 +51,7 @@ RIGHT = (
 LATE = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # their norm's weights follow the rotation
 JOINT = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")  # their norm is over all heads
 GRAPHS = (  # ministral3 scales queries by their position
-    *("seed_oss", "phi4_multimodal", "ministral", "cwm", "smollm3", "ernie4_5", "helium"),
+    *("seed_oss", "phi4_multimodal", "ministral", "cwm", "smollm3", "ernie4_5", "helium", "granite_swa"),
 )
 REFUSED = {
     "mimo_v2_flash": "layer 0: it appends values",
@@ -248,6 +248,32 @@ def test_other_shapes_and_a_second_attention_are_noticed(monkeypatch):
     monkeypatch.setattr(probe.WatchedLayer, "attend", attend_twice)
     with pytest.raises(Refused, match="layer 0: it appends 1 times and attends 2 times to a block, expected once"):
         probe.check_full_cache(trial)
+
+
+@pytest.mark.parametrize("name, part", [("granite_swa", "sinks"), ("gemma2", "cap"), ("gemma2", "logit_cap")])
+def test_a_step_has_sinks_and_caps(name, part, monkeypatch):
+    """Without one of them it is noticed."""
+    monkeypatch.setattr(decoder_weights, "read_norm", read_norm)
+    trial = probe.make_trial(draw_miniature(shrink(configure(name, **FEW))))
+    assert probe.matches_step(trial)
+    collect = probe.collect_plain_weights
+
+    def drop(*given):
+        weights = collect(*given)
+        if part == "logit_cap":
+            return replace(weights, logit_cap=None)
+        blocks = weights.blocks
+        assert all(getattr(block.extras, part) is not None for block in blocks)
+        return replace(weights, blocks=tuple(replace(own, extras=None) for own in blocks))
+
+    monkeypatch.setattr(probe, "collect_plain_weights", drop)
+    assert not probe.matches_step(trial)
+
+
+def read_norm(norm):
+    """The weight of an RMS norm by what it does to ones: Gemma's have 1 + weight."""
+    found = norm(torch.ones_like(norm.weight))
+    return (1 + norm.weight).float() if torch.allclose(found, 1 + norm.weight, atol=1e-3) else norm.weight
 
 
 def test_another_step_is_noticed(monkeypatch):
