@@ -61,7 +61,7 @@ def rms_norm_glu(
     x: Tensor,
     gate: Tensor,
     up: Tensor,
-    norm: tuple[Tensor, float],
+    norm: tuple[Tensor, float] | None,
     *,
     activation: str = "silu",
     implementation: str | None = None,
@@ -72,7 +72,7 @@ def rms_norm_glu(
         x: (B, K)
         gate: (N, K)
         up: (N, K)
-        norm: The weight (K,) and ε of an RMS norm (`rms_norm`).
+        norm: The weight (K,) and ε of an RMS norm (`rms_norm`); None for no norm.
         activation: The function f: "silu", or "gelu_tanh" for GELU by its tanh formula.
         implementation: "reference" or "triton"; None chooses.
 
@@ -91,7 +91,8 @@ def rms_norm_glu(
         from kvbench.kernels.fused_linear.triton import rms_norm_glu_triton
 
         return rms_norm_glu_triton(x, gate, up, norm, activation)
-    x = rms_norm(x, *norm, implementation=chosen)
+    if norm is not None:
+        x = rms_norm(x, *norm, implementation=chosen)
     one, two = rms_norm_linear_reference(x, (gate, up), (None, None), None)
     if chosen == "reference":
         return gated_product_reference(one, two, activation)

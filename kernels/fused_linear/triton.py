@@ -115,6 +115,7 @@ def _gated(
     columns,
     rows,
     epsilon,
+    NORM: tl.constexpr,
     GELU: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -123,12 +124,14 @@ def _gated(
     """Compute N outputs, from the same rows of both weights."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     there = row < rows
-    inverse = _inverse(x, columns, epsilon, K)
+    inverse = 1.0
+    if NORM:
+        inverse = _inverse(x, columns, epsilon, K)
     one, two = tl.zeros([N, K], tl.float32), tl.zeros([N, K], tl.float32)
     for first in tl.range(0, columns, K, num_stages=STAGES):
         at = first + tl.arange(0, K)
         here = at < columns
-        part = _some(x, inverse, scale, at, here, True)
+        part = _some(x, inverse, scale, at, here, NORM)
         where, offset = there[:, None] & here[None], row[:, None].to(tl.int64) * columns + at[None]
         one += tl.load(gate + offset, mask=where, other=0.0).to(tl.float32) * part[None]  # (N, K)
         two += tl.load(up + offset, mask=where, other=0.0).to(tl.float32) * part[None]  # (N, K)
@@ -193,17 +196,21 @@ def rms_norm_linear_triton(
     return list(out.split(sizes, 1))
 
 
-def rms_norm_glu_triton(x: Tensor, gate: Tensor, up: Tensor, norm: tuple[Tensor, float], activation: str) -> Tensor:
+def rms_norm_glu_triton(
+    x: Tensor, gate: Tensor, up: Tensor, norm: tuple[Tensor, float] | None, activation: str
+) -> Tensor:
     out = torch.empty(1, len(gate), dtype=x.dtype, device=x.device)
+    scale, epsilon = norm or (x, 0.0)
     _gated[(triton.cdiv(len(gate), ROWS),)](
         x,
-        norm[0],
+        scale,
         gate,
         up,
         out,
         x.shape[1],
         len(gate),
-        norm[1],
+        epsilon,
+        NORM=norm is not None,
         GELU=activation == "gelu_tanh",
         N=ROWS,
         K=COLUMNS,

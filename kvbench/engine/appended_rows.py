@@ -186,7 +186,7 @@ class AppendedRows(StepRows):
 
     def find_extras(self, index: int) -> SoftmaxExtras | None:
         """Return sinks and cap of a layer's softmax."""
-        return self.weights.blocks[self.indices[index]].extras
+        return self.weights.blocks[self.indices[index]].attention.extras
 
     def attend_packed(self, index: int, projected: Sequence[Tensor], norms: Norms, *made: Any) -> Tensor:
         """Append a token to a packed layer and attend to all rows, or to `made`, some rows made of packed ones."""

@@ -559,7 +559,8 @@ def has_plain_keys(weights: DecoderWeights, layout: Layout) -> bool:
 
     Its kernels norm each head, and its own weights were made for the order of the model's projection.
     """
-    return not layout.joint_norm and all(order is None for order in weights.orders)
+    normed = any(block.attention.projected_norms is not None for block in weights.blocks)
+    return not (layout.joint_norm or normed) and all(order is None for order in weights.orders)
 
 
 def can_capture(model: torch.nn.Module) -> bool:

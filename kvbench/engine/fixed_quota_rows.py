@@ -143,7 +143,7 @@ class FixedQuotaRows(QuotaRows):
                 lse=lse,
                 tail=tail,
                 step=step,
-                extras=self.weights.blocks[self.layers[index].index].extras,
+                extras=self.weights.blocks[self.layers[index].index].attention.extras,
                 implementation=implementation,
             )
             if cuts:

@@ -24,8 +24,7 @@ from kvbench.engine.sampling import mark_tokens
 from kvbench.engine.streams import Beside, join_after
 from kvbench.engine.timing import Stamps
 from kvbench.kernels.dispatch import is_announcing
-from kvbench.kernels.fused_linear import rms_norm_linear
-from kvbench.models.decoder_step import Attend, cap_logits, forward_step
+from kvbench.models.decoder_step import Attend, find_logits, forward_step
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import pause_garbage_collection
 
@@ -223,9 +222,7 @@ def read_token(
     """Read a token of each sample, (B,), into the rows, which do not count it yet. Returns its logits, (B, vocab)."""
     with join_after(rows.settle):
         x = forward_step(weights, tokens[:, None], rows.reader(cuts), implementation)
-        norm = (weights.norm, weights.epsilon)
-        (logits,) = rms_norm_linear(x, [weights.head], norm=norm, implementation=implementation)
-    return cap_logits(logits, weights.logit_cap)
+        return find_logits(weights, x, implementation)
 
 
 class GraphDecoder:

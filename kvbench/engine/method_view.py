@@ -31,7 +31,7 @@ def capture_states(weights: DecoderWeights, layers: Sequence[Layer], since: int)
     if not layers[0].choice.captures_state:
         return [layer.state for layer in layers]
     like, rows = weights.embed, layers[0].rows
-    to_queries, to_keys, _ = weights.blocks[layers[0].index].project
+    to_queries, to_keys, _ = (linear.weight for linear in weights.blocks[layers[0].index].attention.project)
     dim = len(to_keys) // rows.shape[1]
     queries = like.new_empty(rows.shape[0], len(to_queries) // dim, 0, dim)
     capture, states = StateCapture(queries, rows.seen, since, CHUNK), []
@@ -129,7 +129,7 @@ class MethodView:
             outputs=outputs,
             lse=lse,
             scaling=self.weights.scaling,
-            output_weight=self.weights.blocks[layer.index].output,
+            output_weight=self.weights.blocks[layer.index].attention.output.weight,
             rotation=self.weights.rotations[layer.index],
             layer=layer.index,
             layers=layer.layers,
@@ -140,7 +140,7 @@ class MethodView:
             cut_layers=layer.cut_layers,
             prefix=progress.prefix,
             each=each,
-            extras=self.weights.blocks[layer.index].extras,
+            extras=self.weights.blocks[layer.index].attention.extras,
         )
         if layer.choice.method.overrides("update"):
             columns = {**rows.columns, **layer.method.update(observation, rows, self.states[index])}

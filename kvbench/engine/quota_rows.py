@@ -111,7 +111,7 @@ class QuotaRows(StepRows):
         self.samples = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]  # of each answer
         self.held, self.device = torch.Size((sum(sizes), layers[0].rows.shape[1])), weights.embed.device
         self.angles = find_layer_angles(weights, self.indices, first, end, weights.embed)  # of each layer
-        dim = len(weights.blocks[self.indices[0]].project[1]) // self.held[1]
+        dim = len(weights.blocks[self.indices[0]].attention.project[1].weight) // self.held[1]
         shapes = [torch.Size((*self.held, int(capacity.max()))) for capacity in capacities]
         counts = [int(capacity.sum()) for capacity in capacities] if stored is None else stored
         self.rows = [weights.embed.new_zeros(2, count, dim) for count in counts]  # keys and values

@@ -33,7 +33,7 @@ def reads_in_graph(choice: CachePolicy) -> bool:
 
 def count_query_heads(weights: DecoderWeights, keys: Tensor) -> int:
     """Return the number of query heads of a model whose keys are (B, H, n, d)."""
-    return weights.blocks[0].project[0].shape[0] // keys.shape[3]
+    return len(weights.blocks[0].attention.project[0].weight) // keys.shape[3]
 
 
 def make_reader(
@@ -69,7 +69,7 @@ def make_reader(
         scaling=weights.scaling,
         undone=CHUNK,
         find_packed=lambda layer, number: by_index[layer].find_packed(number),
-        extras={index: block.extras for index, block in enumerate(weights.blocks) if block.extras is not None},
+        extras={i: extras for i, block in enumerate(weights.blocks) if (extras := block.attention.extras) is not None},
     )
     reader: RowReader | None = call_captured(guard_hooks(method), "row_reader", answer)
     return reader

@@ -209,7 +209,7 @@ class ReplacedRows(QuotaRows):
             if self.tables is not None:
                 asking, held = self.rotate(index, queries, position)
             in_use, tail = self.find_slots_in_use(index, held, values)
-            extras = self.weights.blocks[self.layers[index].index].extras
+            extras = self.weights.blocks[self.layers[index].index].attention.extras
             outputs, sums = attend_ragged(
                 asking, in_use, *tail, self.weights.scaling, lse=lse, extras=extras, implementation=implementation
             )

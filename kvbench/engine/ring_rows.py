@@ -52,7 +52,7 @@ class RingRows(StepRows):
             implementation: Name of the kernels' implementation; None chooses one.
         """
         self.scaling, self.window, self.layers, self.indices = weights.scaling, window.tokens, layers, window.layers
-        self.extras = [weights.blocks[index].extras for index in window.layers]
+        self.extras = [weights.blocks[index].attention.extras for index in window.layers]
         self.seen, self.block, self.implementation = layers[0].cumulative_length, block, implementation
         keys = layers[0].keys
         self.held, self.device = keys.shape[:2], keys.device

@@ -21,8 +21,8 @@ from kvbench.models.layouts import Configuration, is_tested, name_type
 from kvbench.validation import SettingError
 
 SOURCES = (
-    *("admission", "configuration", "decoder_step", "decoder_weights", "layer_state", "layouts", "miniature", "probe"),
-    *("rotations", "transformers_port"),
+    *("admission", "configuration", "decoder_parts", "decoder_step", "decoder_weights", "layer_state", "layouts"),
+    *("miniature", "part_reader", "probe", "rotations", "transformers_port"),
 )
 NAMES = frozenset(  # of what no probe depends on
     ["_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"]

@@ -1,20 +1,22 @@
 """Run tokens through a plain decoder by its weights, without the model's modules."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from kvbench.kernels.fused_linear import rms_norm, rms_norm_glu, rms_norm_linear
+from kvbench.models.decoder_parts import Around, Block, HeadNorms, Linear, Norm, project
 from kvbench.models.decoder_weights import DecoderWeights
 
-Norms = tuple[Tensor, Tensor, float] | None  # the QK norm: weights of queries and of keys, (d,) each, and ε
+Norms = HeadNorms
 Attend = Callable[[int, Sequence[Tensor], Norms], Tensor]
 """Appends and attends in one layer.
 
 It maps the layer's index, the projected queries, keys and values (B·T, heads·d) and the QK norm to attention outputs
 (B, Hq, T, d).
 """
+Part = Callable[[Tensor, Norm | None, Tensor | None, str | None], Tensor]  # see `kvbench.models.decoder_parts`
 
 
 def forward_step(weights: DecoderWeights, ids: Tensor, attend: Attend, implementation: str | None) -> Tensor:
@@ -29,21 +31,13 @@ def forward_step(weights: DecoderWeights, ids: Tensor, attend: Attend, implement
     Returns:
         Hidden states after the last layer, (B·T, hidden).
     """
-    epsilon = weights.epsilon
     x = embedding(ids.flatten(), weights.embed)
     if weights.embed_scale is not None:
         x = x * weights.embed_scale
+    if weights.embed_norm is not None:
+        x = weights.embed_norm.apply(x, None, implementation)
     for index, block in enumerate(weights.blocks):
-        norm = (block.norms[0], epsilon)
-        three = rms_norm_linear(x, block.project, biases=block.biases, norm=norm, implementation=implementation)
-        outputs = attend(index, three, None if block.head_norms is None else (*block.head_norms, epsilon))
-        outputs = outputs.transpose(1, 2).reshape(len(x), -1)
-        x = add_projected(x, outputs, block.output, block.output_norms[0], epsilon, implementation)
-        inner = rms_norm_glu(
-            x, block.gate, block.up, (block.norms[1], epsilon),
-            activation=weights.activation, implementation=implementation,
-        )  # fmt: skip
-        x = add_projected(x, inner, block.down, block.output_norms[1], epsilon, implementation)
+        x = run_block(x, block, partial(block.attention, partial(attend, index)), implementation)
     return x
 
 
@@ -52,12 +46,31 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else (logits / cap).tanh() * cap
 
 
-def add_projected(
-    x: Tensor, inputs: Tensor, weight: Tensor, norm: Tensor | None, epsilon: float, implementation: str | None
-) -> Tensor:
-    """Return x + inputs·Wᵀ, or x + norm(inputs·Wᵀ) if `norm` is the weight of an RMS norm."""
-    if norm is None:
-        (x,) = rms_norm_linear(inputs, [weight], residual=x, implementation=implementation)
-        return x
-    (products,) = rms_norm_linear(inputs, [weight], implementation=implementation)
-    return rms_norm(products, norm, epsilon, residual=x, implementation=implementation)
+def run_block(x: Tensor, block: Block, attention: Part, implementation: str | None) -> Tensor:
+    """Run hidden states (B·T, hidden) through one layer."""
+    if block.parallel:
+        norm = block.around_attention.before
+        normed = x if norm is None else norm.apply(x, None, implementation)
+        x = attention(normed, None, x, implementation)
+        return block.mlp(normed, None, x, implementation)
+    x = add_part(x, attention, block.around_attention, block.factor, implementation)
+    return add_part(x, block.mlp, block.around_mlp, block.factor, implementation)
+
+
+def add_part(x: Tensor, part: Part, around: Around, factor: float | None, implementation: str | None) -> Tensor:
+    """Return hidden states and what attention or an MLP adds to them, (B·T, hidden)."""
+    if around.after is None and factor is None:
+        return part(x, around.before, x, implementation)
+    added = part(x, around.before, None, implementation)
+    if factor is None and around.after is not None:
+        return around.after.apply(added, x, implementation)
+    if around.after is not None:
+        added = around.after.apply(added, None, implementation)
+    return x if factor is None else x + added * factor
+
+
+def find_logits(weights: DecoderWeights, x: Tensor, implementation: str | None) -> Tensor:
+    """Return the logits (B·T, vocab) of hidden states after the last layer."""
+    (logits,) = project(x, (Linear(weights.head, weights.head_bias),), weights.norm, implementation)
+    logits = logits if weights.logit_factor is None else logits * weights.logit_factor
+    return cap_logits(logits, weights.logit_cap)

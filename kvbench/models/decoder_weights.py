@@ -7,8 +7,15 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
-from kvbench.kernels.softmax_extras import SoftmaxExtras
-from kvbench.models.layouts import ARCHITECTURES, Configuration, read_text_type
+from kvbench.models.decoder_parts import (
+    Block,
+    HeadLayerNorm,
+    Linear,
+    Norm,
+    ProjectedNorm,
+)
+from kvbench.models.layouts import ARCHITECTURES, Configuration, read_rope_settings, read_text_type
+from kvbench.models.part_reader import PartReader, UnknownPart, check_factors, list_children, read_block
 from kvbench.models.rotations import Rotation
 from kvbench.models.transformers_port import (
     copy_frequencies,
@@ -20,35 +27,8 @@ from kvbench.models.transformers_port import (
     text_config,
 )
 
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names in transformers and in kernels.fused_linear
-
-
-@dataclass(frozen=True)
-class Block:
-    """The weights of one decoder layer. They are the modules' tensors or rows of them, apart from Gemma's norms.
-
-    Projections to queries and keys may be copies, with their rows in another order (`DecoderWeights.orders`).
-
-    A norm's weights are those of `kernels.fused_linear.rms_norm`: Gemma multiplies by 1 + weight in float32.
-    """
-
-    norms: tuple[Tensor, Tensor]
-    """The norms before attention and before the MLP, (hidden,) each."""
-    project: tuple[Tensor, Tensor, Tensor]
-    """The projections to queries, keys and values."""
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None]
-    """Their biases."""
-    head_norms: tuple[Tensor, Tensor] | None
-    """The QK norm of queries and of keys, (d,) each."""
-    output: Tensor
-    """The output projection W_o of attention."""
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    output_norms: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-    """The norms of what attention and the MLP add to the hidden states, (hidden,) each (Gemma 3)."""
-    extras: SoftmaxExtras | None = None
-    """Sinks (gpt-oss) and cap (Gemma 2) of the layer's softmax."""
+UNUSED = ("embed_tokens_extend",)  # modules that read images and sounds
+NORMED_EMBEDDINGS = ("nanochat",)  # types whose last norm is also the embeddings'
 
 
 @dataclass(frozen=True)
@@ -69,12 +49,10 @@ class DecoderWeights:
     """(vocab, hidden)"""
     blocks: tuple[Block, ...]
     """The weights of each layer."""
-    norm: Tensor
-    """The last norm, (hidden,)."""
+    norm: Norm
+    """The last norm."""
     head: Tensor
     """(vocab, hidden)"""
-    epsilon: float
-    """The ε of all norms."""
     scaling: float
     """The factor of the logits of attention."""
     rotations: tuple[Rotation, ...]
@@ -83,10 +61,14 @@ class DecoderWeights:
     """For each layer the model's dimensions of a head in the order of the step's queries and keys, (d,), or None if
     they are the same (`kvbench.models.transformers_port.LayerRotation`).
     """
-    activation: str
-    """The activation of the MLPs (`kernels.fused_linear.rms_norm_glu`)."""
-    embed_scale: Tensor | None = None
-    """The factor of the embeddings, () in their dtype (Gemma 3)."""
+    head_bias: Tensor | None = None
+    """(vocab,)"""
+    embed_scale: Tensor | float | None = None
+    """The factor of the embeddings (Gemma, Granite)."""
+    embed_norm: Norm | None = None
+    """The norm of the embeddings (nanochat)."""
+    logit_factor: float | None = None
+    """The factor of the logits of tokens (Granite, Cohere)."""
     sliding: SlidingWindow | None = None
     """The layers with a sliding window."""
     logit_cap: float | None = None
@@ -111,91 +93,80 @@ def has_plain_step(config: Configuration, layout: Layout) -> bool:
 
 def can_collect_weights(config: Configuration, layout: Layout) -> bool:
     """Return whether the weights of a model that is not loaded will be collected, as far as its configuration tells."""
-    return has_plain_step(config, layout) and layout.rope_switch is None
+    if not has_plain_step(config, layout) or layout.rope_switch is not None:
+        return False
+    try:
+        check_config(config.get_text_config(decoder=True))
+    except UnknownPart:
+        return False
+    return True
 
 
 @torch.no_grad()
 def collect_plain_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeights | None:
-    """Return the weights of a model by the names of its modules, or None if they are not those of a plain decoder.
+    """Return the weights of a model by its modules, or None if they have parts that the step does not compute.
 
     Whether the step computes what the model computes is not checked here (see `kvbench.models.probe`).
 
     Args:
         model: The model.
         layout: Its layout.
-
-    Raises:
-        AttributeError: The model has other modules.
     """
-    config = text_config(model)
-    # the rotations of a whole answer are computed at once, so the frequencies must not change with its length
-    if copy_frequencies(model) is not None:
-        return None
     parameters = list(model.parameters())
     plain = all(type(parameter) is torch.nn.Parameter and parameter.is_contiguous() for parameter in parameters)
     # on several GPUs, quantised in place, or not contiguous
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) > 1 or not plain:
         return None
-    inner, head = find_text_decoder(model), cast(Any, model).lm_head
-    activation = ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
-    layers = list_decoder_layers(model)
-    blocks = tuple(block for layer in layers if (block := read_block(layer, layout)) is not None)
-    if activation is None or len(blocks) < len(layers) or not is_plain_linear(head):
+    # the rotations of a whole answer are computed at once, so the frequencies must not change with its length
+    if copy_frequencies(model) is not None:
         return None
-    sliding = SlidingWindow(layout.sliding, config.sliding_window) if layout.sliding else None
+    try:
+        return read_weights(model, layout)
+    except UnknownPart:
+        return None
+
+
+def read_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeights:
+    """Read the weights of a model by its modules.
+
+    Raises:
+        UnknownPart: It has a part that the step does not compute.
+    """
+    config, inner = text_config(model), find_text_decoder(model)
+    check_config(config)
+    names = list_children(inner)
+    last = "final_layernorm" if "final_layernorm" in names else "norm"
+    if others := [name for name in names - {"embed_tokens", "layers", last, *UNUSED} if not name.startswith("rotary")]:
+        raise UnknownPart(f"{type(inner).__name__} with {', '.join(sorted(others))}")
+    embed: Tensor = inner.embed_tokens.weight
+    reader, layers = PartReader(embed), list_decoder_layers(model)
     turnings = make_rotations(model)
     orders = tuple(turning.order for turning in turnings)
-    embed, scale = inner.embed_tokens.weight, getattr(inner.embed_tokens, "embed_scale", None)
+    blocks = tuple(
+        reorder_block(read_block(reader, layer, layout), order) for layer, order in zip(layers, orders, strict=True)
+    )
+    norm, head = reader.norm(getattr(inner, last), layout.hidden), reader.linear(cast(Any, model).lm_head)
+    scalings = {layer.self_attn.scaling for layer in layers}
+    if len(scalings) > 1:
+        raise UnknownPart("layers with other scalings")
+    for module in (model, inner, inner.embed_tokens):
+        check_factors(module)
+    sliding = SlidingWindow(layout.sliding, config.sliding_window) if layout.sliding else None
     return DecoderWeights(
         embed,
-        tuple(reorder_block(block, order) for block, order in zip(blocks, orders, strict=True)),
-        read_norm(inner.norm),
+        blocks,
+        norm,
         head.weight,
-        config.rms_norm_eps,
-        inner.layers[0].self_attn.scaling,
+        scalings.pop(),
         tuple(turning.rotation for turning in turnings),
         orders,
-        activation,
-        None if scale is None else scale.to(embed.dtype),
+        head.bias,
+        read_embed_scale(inner, config),
+        norm if config.model_type in NORMED_EMBEDDINGS else None,
+        read_logit_factor(model, config),
         sliding,
         getattr(config, "final_logit_softcapping", None),
     )
-
-
-def read_block(layer: Any, layout: Layout) -> Block | None:
-    """Return the weights of a decoder layer, or None if it is quantised, or has an adapter or unknown biases."""
-    attention, mlp = layer.self_attn, layer.mlp
-    fused = hasattr(attention, "qkv_proj")  # Phi-3 has queries, keys and values in one matrix, gate and up in another
-    inputs = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
-    others = [attention.o_proj, mlp.down_proj, *([mlp.gate_up_proj] if fused else [mlp.gate_proj, mlp.up_proj])]
-    if not all(is_plain_linear(linear, biased=not fused) for linear in inputs) or not all(map(is_plain_linear, others)):
-        return None
-    if fused:
-        weight, rows = attention.qkv_proj.weight, layout.heads * layout.dim
-        project, biases = weight.split([len(weight) - 2 * rows, rows, rows]), (None, None, None)
-        gate, up = mlp.gate_up_proj.weight.chunk(2)
-    else:
-        project, biases = (tuple(getattr(linear, name) for linear in inputs) for name in ("weight", "bias"))
-        gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
-    norms = read_norm(layer.input_layernorm), read_norm(layer.post_attention_layernorm)
-    output_norms: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 3, where the second of these norms is the attention's own
-        output_norms = norms[1], read_norm(layer.post_feedforward_layernorm)
-        norms = norms[0], read_norm(layer.pre_feedforward_layernorm)
-    head_norms = None
-    if hasattr(attention, "q_norm"):
-        head_norms = read_norm(attention.q_norm), read_norm(attention.k_norm)
-    extras = read_extras(attention, layout.softcap)
-    output, down = attention.o_proj.weight, mlp.down_proj.weight
-    return Block(norms, project, biases, head_norms, output, gate, up, down, output_norms, extras)
-
-
-def read_extras(attention: Any, cap: float | None) -> SoftmaxExtras | None:
-    """Return sinks and cap of the softmax of an attention module, or None if it is plain."""
-    sinks: Tensor | None = getattr(attention, "sinks", None)
-    if sinks is None and cap is None:
-        return None
-    return SoftmaxExtras(None if sinks is None else sinks.detach(), cap)
 
 
 def reorder_block(block: Block, order: Tensor | None) -> Block:
@@ -211,20 +182,73 @@ def reorder_block(block: Block, order: Tensor | None) -> Block:
     def reorder(rows: Tensor) -> Tensor:  # (heads·d, …), or a norm of each head or of all, (d,) or (heads·d,)
         return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
 
-    queries, keys, values = block.project
-    to_queries, to_keys, to_values = block.biases
-    biases = None if to_queries is None else reorder(to_queries), None if to_keys is None else reorder(to_keys)
-    norms = block.head_norms and (reorder(block.head_norms[0]), reorder(block.head_norms[1]))
-    project = reorder(queries), reorder(keys), values
-    return replace(block, project=project, biases=(*biases, to_values), head_norms=norms)
+    def reorder_linear(linear: Linear) -> Linear:
+        return Linear(reorder(linear.weight), None if linear.bias is None else reorder(linear.bias))
+
+    def reorder_norm(norm: ProjectedNorm) -> ProjectedNorm:
+        parts = {name: getattr(norm, name, None) for name in ("weight", "bias")}
+        by_head = isinstance(norm, HeadLayerNorm)  # (heads, d)
+        turned = {
+            name: part.index_select(1, order) if by_head else reorder(part)
+            for name, part in parts.items()
+            if part is not None
+        }
+        return replace(cast(Any, norm), **turned)
+
+    attention = block.attention
+    queries, keys, values = attention.project
+    head_norms, wide = attention.head_norms, attention.projected_norms
+    attention = replace(
+        attention,
+        project=(reorder_linear(queries), reorder_linear(keys), values),
+        head_norms=head_norms and (reorder(head_norms[0]), reorder(head_norms[1]), head_norms[2]),
+        projected_norms=wide and (reorder_norm(wide[0]), reorder_norm(wide[1])),
+    )
+    return replace(block, attention=attention)
 
 
-def is_plain_linear(module: object, biased: bool = False) -> bool:
-    """Return whether a module is torch's own linear layer, without a bias unless `biased`."""
-    return type(module) is torch.nn.Linear and (biased or module.bias is None)
+def check_config(config: Any) -> None:
+    """Check that a configuration sets nothing that the step does not compute and that no module shows.
+
+    Raises:
+        UnknownPart: It does.
+    """
+    if read_rope_settings(config).get("llama_4_scaling_beta"):
+        raise UnknownPart("queries are scaled by their position")
 
 
-def read_norm(norm: Any) -> Tensor:
-    """Return the weight of an RMS norm, as `kernels.fused_linear.rms_norm` takes it."""
-    weight: Tensor = norm.weight
-    return 1.0 + weight.float() if type(norm).__name__ == "Gemma3RMSNorm" else weight
+def read_embed_scale(inner: Any, config: Any) -> Tensor | float | None:
+    """Return the factor of the embeddings, or None.
+
+    Raises:
+        UnknownPart: They are computed in another way.
+    """
+    if type(inner.embed_tokens) is not torch.nn.Embedding:  # Gemma
+        scale = getattr(inner.embed_tokens, "embed_scale", None)
+        if not isinstance(scale, Tensor):
+            raise UnknownPart(f"{type(inner.embed_tokens).__name__} in place of an embedding")
+        return scale.to(inner.embed_tokens.weight.dtype)
+    if getattr(config, "mup_enabled", False):  # AFMoE
+        return float(config.hidden_size**0.5)
+    return nontrivial(getattr(inner, "embedding_multiplier", None))
+
+
+def read_logit_factor(model: torch.nn.Module, config: Any) -> float | None:
+    """Return the factor of the logits, or None.
+
+    Raises:
+        UnknownPart: Whether the model multiplies or divides by its setting is not known.
+    """
+    scaling = nontrivial(getattr(config, "logits_scaling", None))
+    if scaling is None:
+        return nontrivial(getattr(model, "logit_scale", None))
+    if config.model_type.startswith("granite"):
+        return 1 / scaling
+    if config.model_type == "hyperclovax":
+        return scaling
+    raise UnknownPart(f"logits_scaling={scaling}")
+
+
+def nontrivial(factor: float | None) -> float | None:
+    """Return a factor, or None if it changes nothing."""
+    return None if factor == 1 else factor

@@ -35,11 +35,10 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import LayerInputs, Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention.sdpa import attend_windowed
-from kvbench.kernels.fused_linear import rms_norm_linear
 from kvbench.kernels.rerotation import rerotate
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.softmax_extras import SoftmaxExtras, get_cap
-from kvbench.models.decoder_step import Norms, cap_logits, forward_step
+from kvbench.models.decoder_step import Norms, find_logits, forward_step
 from kvbench.models.decoder_weights import DecoderWeights, collect_plain_weights
 from kvbench.models.layer_state import has_state
 from kvbench.models.layouts import WITHOUT_ROPE, Configuration, name_type, read_config_layout
@@ -568,9 +567,7 @@ def run_step(weights: DecoderWeights, layout: Layout, ids: Tensor) -> Tensor:
         step, (new_queries, new_keys, new_values) = torch.zeros((), dtype=torch.int32), projected
         given = new_queries, new_keys, new_values, cos, sin, keys, values, 0, step
         rotated = append(*given, norms=norms, implementation="reference")
-        return attend_windowed(rotated, keys, values, weights.scaling, window, weights.blocks[index].extras)
+        return attend_windowed(rotated, keys, values, weights.scaling, window, weights.blocks[index].attention.extras)
 
     x = forward_step(weights, ids, attend, "reference")
-    norm = weights.norm, weights.epsilon
-    (logits,) = rms_norm_linear(x, [weights.head], norm=norm, implementation="reference")
-    return cap_logits(logits, weights.logit_cap)[None]
+    return find_logits(weights, x, "reference")[None]

@@ -100,7 +100,7 @@ def test_codecs_of_keys_before_rotation_leave_other_orders_to_the_modules():
 
 def test_cuts_are_not_repeated_for_layers_that_rotate_otherwise():
     class Block:
-        tensors = ()
+        tensors, extras = (), None
 
         def __init__(self, rotation):
             self.rotation = rotation

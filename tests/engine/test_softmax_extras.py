@@ -71,7 +71,7 @@ def read_prompts(kind: str, prompt: int = 90) -> tuple[GenerationContext, Genera
     choice = choose_cache(*policy[:2], build_codec(codec, name) or policy[2])
     modules, step = make_contexts(model, choice, 0.5 if codec == "kivi" else 0.3, prompt=prompt)
     own = take_extras(model.config.num_attention_heads)
-    blocks = tuple(replace(block, extras=own) for block in step.weights.blocks)
+    blocks = tuple(replace(block, attention=replace(block.attention, extras=own)) for block in step.weights.blocks)
     step.weights = replace(step.weights, blocks=blocks)
     return modules, step
 
@@ -107,7 +107,11 @@ def test_answers_that_are_decoded_together_have_them(monkeypatch):
 @pytest.mark.parametrize("part", ["sinks", "cap"])
 def test_a_part_that_a_step_drops_is_noticed(kind, part):
     modules, step = read_prompts(kind)
-    blocks = tuple(replace(block, extras=replace(block.extras, **{part: None})) for block in step.weights.blocks)
+    parts = [replace(block.attention.extras, **{part: None}) for block in step.weights.blocks]
+    blocks = tuple(
+        replace(block, attention=replace(block.attention, extras=extras))
+        for block, extras in zip(step.weights.blocks, parts, strict=True)
+    )
     step.weights = replace(step.weights, blocks=blocks)
     for context in (modules, step):
         list(context.generate(CHUNK + 6, Sampling(), frozenset()))

@@ -63,12 +63,13 @@ def test_a_residual_is_added(rows, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(("activation", "module"), [("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh")])
-def test_the_gated_product_agrees_with_the_modules(activation, module, rows, dtype):
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_gated_product_agrees_with_the_modules(normed, activation, module, rows, dtype):
     x, scale = made(rows, 1100, dtype=dtype), made(1100, dtype=dtype)
     gate, up = (made(19, 1100, dtype=dtype, seed=i) / 8 for i in range(2))
-    given = x, gate, up, (scale, 1e-6)
+    given = x, gate, up, (scale, 1e-6) if normed else None
     found = rms_norm_glu(*given, activation=activation, implementation="triton")
-    rounded = rms_norm(x, scale, 1e-6, implementation="reference").double()
+    rounded = (rms_norm(x, scale, 1e-6, implementation="reference") if normed else x).double()
     exact = ACT2FN[module](rounded @ gate.double().T) * (rounded @ up.double().T)
     close(found, exact, dtype, steps=6)
     expected = rms_norm_glu(*given, activation=activation, implementation="reference")
