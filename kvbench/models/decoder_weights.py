@@ -136,8 +136,10 @@ def read_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeights:
     check_config(config)
     names = list_children(inner)
     last = "final_layernorm" if "final_layernorm" in names else "norm"
-    if others := [name for name in names - {"embed_tokens", "layers", last, *UNUSED} if not name.startswith("rotary")]:
-        raise UnknownPart(f"{type(inner).__name__} with {', '.join(sorted(others))}")
+    needed = {"embed_tokens", "layers", last}
+    others = {name for name in names - needed - set(UNUSED) if not name.startswith("rotary")}
+    if others or not needed <= names:
+        raise UnknownPart(f"{type(inner).__name__} with {', '.join(sorted(names))}")
     embed: Tensor = inner.embed_tokens.weight
     reader, layers = PartReader(embed), list_decoder_layers(model)
     turnings = make_rotations(model)
@@ -145,10 +147,11 @@ def read_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeights:
     blocks = tuple(
         reorder_block(read_block(reader, layer, layout), order) for layer, order in zip(layers, orders, strict=True)
     )
-    norm, head = reader.norm(getattr(inner, last), layout.hidden), reader.linear(cast(Any, model).lm_head)
-    scalings = {layer.self_attn.scaling for layer in layers}
-    if len(scalings) > 1:
-        raise UnknownPart("layers with other scalings")
+    norm, head = reader.norm(getattr(inner, last), layout.hidden), reader.linear(getattr(model, "lm_head", None))
+    scalings = {getattr(layer.self_attn, "scaling", None) for layer in layers}
+    scaling = scalings.pop()
+    if scalings or scaling is None:
+        raise UnknownPart("layers with factors of their own for the logits of attention")
     for module in (model, inner, inner.embed_tokens):
         check_factors(module)
     sliding = SlidingWindow(layout.sliding, config.sliding_window) if layout.sliding else None
@@ -157,7 +160,7 @@ def read_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeights:
         blocks,
         norm,
         head.weight,
-        scalings.pop(),
+        scaling,
         tuple(turning.rotation for turning in turnings),
         orders,
         head.bias,

@@ -84,7 +84,7 @@ class PartReader:
         self.read: set[int] = set()  # ids of modules
         self.kinds: dict[object, int] = {}  # which formula the norms of a class follow
 
-    def linear(self, module: Module) -> Linear:
+    def linear(self, module: object) -> Linear:
         """Read torch's own linear layer. A quantised one, or one with an adapter, is another class."""
         if type(module) is not torch.nn.Linear:
             raise UnknownPart(f"{type(module).__name__} in place of a linear layer")

@@ -214,8 +214,27 @@ def test_norms_that_the_step_does_not_compute_are_unknown():
         reader.norm(norm, 48)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_norm_of_each_head_is_read(dtype):
+    module = CohereLayerNorm((3, 16), 1e-5).to(dtype)
+    module.weight += 0.3 * torch.randn(3, 16, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(4)).to(dtype)
+    norm = PartReader(torch.empty(0, dtype=dtype)).head_layer_norm(module, 3, 16)
+    assert torch.allclose(norm.apply(x, None, None), module(x.unflatten(-1, (3, 16))).flatten(-2), rtol=1e-5)
+    with pytest.raises(UnknownPart, match="CohereLayerNorm as QK norm"):
+        PartReader(x).head_layer_norm(module, 2, 24)
+
+
+def make_llama_trial() -> Trial:
+    config = CONFIG_MAPPING["llama"](
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
+    )
+    return make_trial(draw_miniature(config))
+
+
 def add_parameter(layer: torch.nn.Module) -> None:
-    layer.self_attn.sinks = torch.nn.Parameter(torch.ones(4))
+    layer.self_attn.temperatures = torch.nn.Parameter(torch.ones(4))
 
 
 def add_module(layer: torch.nn.Module) -> None:
@@ -260,10 +279,7 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("change", UNKNOWN, ids=lambda change: change.__name__)
 def test_a_layer_with_another_part_is_left_to_the_modules(change):
-    config = CONFIG_MAPPING["llama"](
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
-    )
-    trial = make_trial(draw_miniature(config))
+    trial = make_llama_trial()
     assert collect_plain_weights(trial.model, trial.layout) is not None
     change(trial.model.model.layers[1])
     with pytest.raises(UnknownPart, match=UNKNOWN[change]):
@@ -271,11 +287,29 @@ def test_a_layer_with_another_part_is_left_to_the_modules(change):
     assert collect_plain_weights(trial.model, trial.layout) is None
 
 
+OTHER_MODELS: dict[str, tuple[Callable[[torch.nn.Module], None], str]] = {
+    "two factors of logits": (lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.5), "of their own"),
+    "no factor": (lambda model: [delattr(layer.self_attn, "scaling") for layer in model.model.layers], "of their own"),
+    "a projection": (lambda model: setattr(model.model, "project_out", torch.nn.Linear(4, 4)), "with .*project_out"),
+    "no output layer": (lambda model: delattr(model, "lm_head"), "NoneType in place of a linear layer"),
+    "no last norm": (lambda model: delattr(model.model, "norm"), "LlamaModel with embed_tokens, layers"),
+    "another factor": (lambda model: setattr(model, "temperature", 0.7), "temperature=0.7"),
+}
+
+
+@pytest.mark.parametrize("part", OTHER_MODELS)
+def test_a_model_with_another_part_is_left_to_the_modules(part):
+    trial = make_llama_trial()
+    change, match = OTHER_MODELS[part]
+    change(trial.model)
+    with pytest.raises(UnknownPart, match=match):
+        read_weights(trial.model, trial.layout)
+
+
 def test_settings_that_no_module_shows_are_left_to_the_modules():
     trial = draw_trial("gemma2")
     config, other = trial.model.config, trial.model.config.to_dict()
-    for name, value in (("final_logit_softcapping", 30.0), ("attn_logit_softcapping", 50.0), ("logits_scaling", 2.0)):
-        trial.model.config = type(config).from_dict(other | {name: value})
-        assert collect_plain_weights(trial.model, trial.layout) is None
+    trial.model.config = type(config).from_dict(other | {"logits_scaling": 2.0})
+    assert collect_plain_weights(trial.model, trial.layout) is None
     trial.model.config = config
     assert collect_plain_weights(trial.model, trial.layout) is not None
