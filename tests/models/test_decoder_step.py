@@ -266,7 +266,7 @@ def add_buffer(layer: torch.nn.Module) -> None:
 
 
 UNKNOWN = {
-    add_parameter: "self_attn",
+    add_parameter: "LlamaAttention with temperatures",
     add_module: "self_attn.temperature",
     add_norm: "third_norm",
     add_factor: "gain=0.7",
