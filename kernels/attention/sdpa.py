@@ -115,8 +115,11 @@ def attend_windowed(
     scaling: float,
     window: int | None,
     extras: SoftmaxExtras | None = None,
+    *,
+    chunk: int | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """Attend within a sliding window.
+    """Attend within a sliding window, or within chunks: query i sees row j if i // chunk = j // chunk.
 
     Args:
         queries: (B, Hq, T, d)
@@ -125,6 +128,8 @@ def attend_windowed(
         scaling: The factor of the logits.
         window: Number of last rows that a query sees; None for all.
         extras: Sinks and cap of the softmax; None for the plain one.
+        chunk: Number of tokens of a chunk; None for no chunks.
+        first: Position of the first row in the text, where chunks are counted from its beginning.
 
     Returns:
         The outputs, (B, Hq, T, d).
@@ -140,6 +145,9 @@ def attend_windowed(
         if window is not None:
             last = torch.arange(start, stop, device=keys.device)[:, None] + rows - tokens
             seen = seen & (torch.arange(rows, device=keys.device) > last - window)
+        if chunk is not None:
+            places = torch.arange(first, first + rows, device=keys.device) // chunk
+            seen = seen & (places == places[start + rows - tokens : stop + rows - tokens, None])
         outputs[:, :, start:stop] = attend_masked(queries[:, :, start:stop], keys, values, scaling, seen)
     return outputs
 

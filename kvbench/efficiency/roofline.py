@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvbench.config.catalogue import CONF
 from kvbench.interfaces.layout import Layout
+from kvbench.models.layouts import find_window
 from kvbench.models.transformers_port import embedding_tables, read_layout, text_config
 
 
@@ -134,7 +135,7 @@ def prefill_ms(
     shape, weights = read_layout(model), WeightSizes.of(model)
     config = text_config(model)
     pair = 4 * config.num_attention_heads * shape.dim * batch
-    window = getattr(config, "sliding_window", None) or tokens
+    window = find_window(config) or tokens
     full = len(shape.held)
     element = embedding_tables(model)[0].element_size()
     total, seen = 0.0, 0

@@ -45,6 +45,8 @@ ARCHITECTURES = {  # the tested list, by transformers' names of types
     "gemma3_text": Architecture("Gemma", graphs=True),
     "gemma": Architecture("Gemma"),
     "gemma2": Architecture("Gemma"),
+    "gemma4_text": Architecture("Gemma"),
+    "gemma4_unified_text": Architecture("Gemma"),
     "vaultgemma": Architecture("Gemma"),
     "phi3": Architecture("Phi", graphs=True),
     "phi": Architecture("Phi"),
@@ -108,8 +110,9 @@ ARCHITECTURES = {  # the tested list, by transformers' names of types
 
 
 MULTIMODAL = frozenset(  # types whose text decoder reads a text as it does alone; the decoder's type may be any
-    ["gemma3", "llava", "llava_next", "llava_onevision", "vipllava", "mistral3", "internvl", "idefics3", "smolvlm"]
-    + ["cohere2_vision", "aya_vision", "lighton_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+    ["gemma3", "gemma4", "gemma4_unified", "llava", "llava_next", "llava_onevision", "vipllava", "mistral3"]
+    + ["internvl", "idefics3", "smolvlm", "cohere2_vision", "aya_vision", "lighton_ocr", "qwen2_vl", "qwen2_5_vl"]
+    + ["qwen3_vl", "qwen3_vl_moe"]
 )
 
 
@@ -131,7 +134,10 @@ class Configuration(Protocol):
 
 def is_tested(config: Configuration) -> bool:
     """Return whether an architecture was tested with kvbench's attention function. Others are probed."""
-    kind = read_text_type(config)
+    text, kind = config.get_text_config(decoder=True), read_text_type(config)
+    # Gemma 4 by setting; and before transformers 5.17, whose configurations say otherwise which heads differ by layer
+    if getattr(text, "num_kv_shared_layers", None) or hasattr(text, "global_head_dim"):
+        return False
     known = ARCHITECTURES.get(kind)
     return known is not None and known.since <= read_version() and config.model_type in (kind, *MULTIMODAL)
 
@@ -173,6 +179,32 @@ def is_without_rope(text: Any) -> bool:
     if text.model_type == "granitemoehybrid":
         return bool(text.position_embedding_type != "rope")
     return bool(text.model_type == "nemotron_h")
+
+
+def read_layer_config(text: Any, layer: int) -> Any:
+    """Return the configuration of one layer of a text decoder: the heads of single layers may differ from others."""
+    return text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
+
+
+def read_head_dim(config: Any) -> int:
+    """Return the width of keys by the configuration of a layer, as `read_layer_config` returns it."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def read_value_dim(config: Any) -> int:
+    """Return the width of values by the configuration of a layer, as `read_layer_config` returns it."""
+    return getattr(config, "v_head_dim", None) or read_head_dim(config)
+
+
+def find_window(config: Any) -> int:
+    """Return how many tokens the windows or chunks of some layers have, or 0 if no layer has one.
+
+    Args:
+        config: The configuration of a text decoder.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    name = "attention_chunk_size" if "chunked_attention" in kinds else "sliding_window"
+    return getattr(config, name, None) or 0
 
 
 def read_rope_settings(config: Any) -> dict[str, Any]:
@@ -231,14 +263,16 @@ def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
     sliding = tuple(i for i, layer in enumerate(own) if i not in recurrent and layer.is_sliding)
     if len(recurrent) + len(sliding) == len(own) != len(sliding):
         raise SettingError("model: none of its layers keeps keys and values of all tokens, so there is nothing to cut")
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     all_slide = len(sliding) == config.num_hidden_layers
     window = own[0].sliding_window if all_slide else None
+    others = {*sliding, *recurrent}
+    held = next((index for index in range(config.num_hidden_layers) if index not in others), 0)
+    layer = read_layer_config(config, held)
     return Layout(
         layers=config.num_hidden_layers,
-        heads=config.num_key_value_heads,
-        query_heads=config.num_attention_heads,
-        dim=dim,
+        heads=layer.num_key_value_heads,
+        query_heads=layer.num_attention_heads,
+        dim=read_head_dim(layer),
         hidden=config.hidden_size,
         sliding=() if all_slide else sliding,
         window=window,

@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 
 from kvbench.models.admission import admit_model
 from kvbench.models.configuration import load_configuration
+from kvbench.models.layouts import read_head_dim, read_layer_config, read_value_dim
 from kvbench.models.silence import silence_transformers
 from kvbench.models.transformers_port import count_plain_states, find_factory, make_plain_cache, text_config
 from kvbench.validation import SettingError, refuse_on_error, summarize
@@ -111,9 +112,11 @@ def check_stored_size(folder: Path, config: PreTrainedConfig) -> None:
         SettingError: The files are too small, or one of them cannot be read.
     """
     text = config.get_text_config(decoder=True)
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layer = text.hidden_size * (2 * text.num_attention_heads * dim + getattr(text, "intermediate_size", 0))
-    least = text.vocab_size * text.hidden_size + text.num_hidden_layers * layer
+    least = text.vocab_size * text.hidden_size
+    for index in range(text.num_hidden_layers):
+        layer = read_layer_config(text, index)
+        heads = layer.num_attention_heads * (read_head_dim(layer) + read_value_dim(layer))
+        least += text.hidden_size * (heads + getattr(layer, "intermediate_size", 0))
     stored = 0
     for file in sorted(folder.glob("*.safetensors")):
         with refuse_on_error(f"model.path={folder}: cannot read {file.name}"), safe_open(file, "pt") as opened:

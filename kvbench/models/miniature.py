@@ -28,7 +28,8 @@ GAIN = 1.7  # of the projections to queries, keys and values
 SIZES = {  # the largest number that a field may have
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "audio_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim"), HIDDEN),
-    **dict.fromkeys(("embed_dim", "out_hidden_size"), HIDDEN),  # of vision towers
+    **dict.fromkeys(("embed_dim", "out_hidden_size", "vision_output_dim"), HIDDEN),  # of vision towers
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim"), HIDDEN),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp"), 96),
     **dict.fromkeys(("dense_intermediate_size", "attention_hidden_size", "hidden_size_per_layer_input"), HIDDEN),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),

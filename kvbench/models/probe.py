@@ -41,7 +41,7 @@ from kvbench.kernels.softmax_extras import SoftmaxExtras, get_cap
 from kvbench.models.decoder_step import Norms, find_logits, forward_step
 from kvbench.models.decoder_weights import DecoderWeights, collect_plain_weights
 from kvbench.models.layer_state import has_state
-from kvbench.models.layouts import WITHOUT_ROPE, Configuration, name_type, read_config_layout
+from kvbench.models.layouts import WITHOUT_ROPE, Configuration, find_window, name_type, read_config_layout
 from kvbench.models.miniature import VOCABULARY, Unshrinkable, draw_miniature, shrink
 from kvbench.models.rotations import Rotation, find_key_norm
 from kvbench.models.transformers_port import (
@@ -118,8 +118,6 @@ def check_kind(config: Configuration) -> None:
         raise Refused(f"{name_layers(others)} with a cache of another kind ({type(layers[others[0]]).__name__})")
     if hidden := [i for i, kind in enumerate(kinds) if kind in HIDDEN_STATES and not has_state(layers[i])]:
         raise Refused(f"{name_layers(hidden)} with a recurrent state outside of transformers' cache")
-    if chunked := [index for index, kind in enumerate(kinds) if kind == "chunked_attention"]:
-        raise Refused(f"{name_layers(chunked)} that attend within chunks")
 
 
 def name_layers(layers: Sequence[int]) -> str:
@@ -474,11 +472,15 @@ def check_quotas(cache: TrialCache, quota: int) -> None:
 def make_masks(trial: Trial) -> dict[int, Tensor]:
     """Return for each layer which tokens a query sees if nothing is cut, (KV heads, tokens, tokens) bool."""
     tokens = trial.ids.shape[1]
-    window: int = getattr(text_config(trial.model), "sliding_window", None) or tokens
+    config, places = text_config(trial.model), torch.arange(tokens)
+    window = find_window(config) or tokens
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    windowed = causal.triu(1 - window)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        windowed = causal & (places // window == places[:, None] // window)
     masks = {}
     for index in range(trial.layout.layers):
-        seen = causal.triu(1 - window) if index in trial.layout.sliding else causal
+        seen = windowed if index in trial.layout.sliding else causal
         masks[index] = seen.repeat(trial.layout.heads, 1, 1)
     return masks
 

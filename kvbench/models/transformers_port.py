@@ -45,6 +45,7 @@ from kvbench.models.layouts import (
     Configuration,
     find_rotation_facts,
     read_config_layout,
+    read_layer_config,
     read_rope_settings,
     read_text_type,
 )
@@ -227,6 +228,32 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         return everything
 
 
+@dataclass(frozen=True)
+class ChunkedRows:
+    """The rows that a block of a layer attends to within chunks."""
+
+    keys: Tensor
+    """(B, H, n, d)"""
+    values: Tensor
+    """(B, H, n, d)"""
+    chunk: int
+    """Number of tokens of a chunk."""
+    first: int
+    """Position of the first row."""
+
+
+class ChunkedLayer(SlidingWindowLayer):
+    """A layer whose queries see the rows of their own chunk. It returns `ChunkedRows` in place of keys and values.
+
+    It holds as many of the last rows as a chunk has, whatever chunk they are in, as transformers' own layer does.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        rows = ChunkedRows(keys, values, self.sliding_window, self.cumulative_length - keys.shape[2])
+        return rows, rows
+
+
 def attention(
     module: Any,
     query: Tensor,
@@ -244,7 +271,7 @@ def attention(
     Args:
         module: The attention module of the layer.
         query: (B, Hq, T, d)
-        key: A `CacheLayerPort`, or keys (B, H, n, d) in a layer with a sliding window.
+        key: A `CacheLayerPort`, `ChunkedRows`, or keys (B, H, n, d) in a layer with a sliding window.
         value: Likewise.
         attention_mask: None; attention is causal.
         scaling: The factor of the logits; None is 1/√d.
@@ -266,6 +293,10 @@ def attention(
         if isinstance(key, CacheLayerPort):
             query = put_in_order(query, key.turning.order)
             outputs = key.layer.attend(query, scaling, find_output_projection(module).weight, key.turning.again, extras)
+        elif isinstance(key, ChunkedRows):
+            outputs = attend_windowed(
+                query, key.keys, key.values, scaling, None, extras, chunk=key.chunk, first=key.first
+            )
         else:
             outputs = attend_windowed(query, key, value, scaling, sliding_window, extras)
     return outputs.transpose(1, 2), None
@@ -563,22 +594,31 @@ class ContextCache(Cache):
 def make_cache(model: torch.nn.Module, layers: Sequence[AttentionLayer | None]) -> ContextCache:
     """Make a transformers cache: a port for each of `layers`, and transformers' own layer for None."""
     frequencies = copy_frequencies(model)
-    every = zip(layers, DynamicCache(config=text_config(model)).layers, make_rotations(model, frequencies), strict=True)
+    plain = DynamicCache(config=text_config(model)).layers
+    every = zip(layers, plain, list_kinds(model), make_rotations(model, frequencies), strict=True)
     return ContextCache([make_cache_layer(*layer) for layer in every], frequencies)
 
 
-def make_cache_layer(layer: AttentionLayer | None, plain: Any, turning: "LayerRotation") -> CacheLayerMixin:
+def list_kinds(model: torch.nn.Module) -> Sequence[str]:
+    """Return the kind of each layer, such as "sliding_attention"."""
+    config = text_config(model)
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+
+
+def make_cache_layer(layer: AttentionLayer | None, plain: Any, kind: str, turning: "LayerRotation") -> CacheLayerMixin:
     """Make one layer of a transformers cache.
 
     Args:
         layer: The layer of kvbench's cache, or None if kvbench does not hold its rows.
         plain: The new layer that transformers would take.
+        kind: The kind of layer.
         turning: How the layer rotates.
     """
     if layer is not None:
         return (StatefulLayerPort if has_state(plain) else CacheLayerPort)(layer, turning)
     if isinstance(plain, DynamicSlidingWindowLayer) and not has_state(plain):
-        return SlidingWindowLayer(sliding_window=plain.sliding_window)
+        like = ChunkedLayer if kind == "chunked_attention" else SlidingWindowLayer
+        return like(sliding_window=plain.sliding_window)
     return cast(CacheLayerMixin, plain)
 
 
@@ -612,9 +652,9 @@ def make_rotations(model: torch.nn.Module, frequencies: Frequencies | None = Non
         model: A supported transformers model.
         frequencies: The context's own frequencies. Without them the original ones are used if the model's change.
     """
-    config, decoder, layers = text_config(model), find_text_decoder(model), list_decoder_layers(model)
+    decoder, layers = find_text_decoder(model), list_decoder_layers(model)
     held = set(read_layout(model).held) | set(read_layout(model).sliding)
-    kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    kinds = list_kinds(model)
     frequencies, common = frequencies or copy_frequencies(model), find_rotary_module(model)
     facts = find_rotation_facts(cast(Configuration, model.config), PROBED.get(model))
     refuse = partial(refuse_rotation, facts.rotation_fault or WITHOUT_ROPE)
@@ -764,9 +804,9 @@ def observe_inputs(model: torch.nn.Module, cache: ContextCache) -> Iterator[None
         asking = {
             i: port for i, port in enumerate(cache.layers) if isinstance(port, CacheLayerPort) and port.wants_inputs
         }
-        layers = list_decoder_layers(model) if asking else []  # listing them visits all modules
+        layers, text = list_decoder_layers(model) if asking else [], text_config(model)  # listing visits all modules
         for index, port in asking.items():
-            stack.enter_context(port.observe_inputs(layers[index], text_config(model).num_key_value_heads))
+            stack.enter_context(port.observe_inputs(layers[index], read_layer_config(text, index).num_key_value_heads))
         yield
 
 

@@ -10,7 +10,7 @@ from kvbench.interfaces.codec import Packing
 from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.decoder_weights import can_collect_weights
-from kvbench.models.layouts import Configuration, name_type
+from kvbench.models.layouts import Configuration, find_window, name_type
 from kvbench.models.loading import count_parameters, count_states
 from kvbench.models.model_kinds import name_checkpoint
 from kvbench.validation import SettingError
@@ -50,16 +50,14 @@ def describe_model(model: str, tokens: int | None = None) -> list[str]:
     return [f"{name}: {fact}" for name, fact in facts.items()] + describe_refusals(layout)
 
 
-def find_window(config: Configuration) -> int:
-    """Return the sliding window of some layers, or 0 if none has one."""
-    return getattr(config.get_text_config(decoder=True), "sliding_window", None) or 0
-
-
 def describe_layers(layout: Layout, config: Configuration) -> dict[str, str]:
     """Return the layers by kind, and their heads."""
     kinds = f"{len(layout.held)} full, which methods cut"
     if layout.sliding:
-        kinds += f"; {len(layout.sliding)} with a sliding window of {find_window(config):,} tokens, which are not cut"
+        text = config.get_text_config(decoder=True)
+        chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ())
+        kind = "that attend within chunks" if chunked else "with a sliding window"
+        kinds += f"; {len(layout.sliding)} {kind} of {find_window(text):,} tokens, which are not cut"
     if layout.recurrent:
         kinds += f"; {len(layout.recurrent)} without rows (a recurrent state, or none), which are not cut"
     elif layout.stateful:
@@ -73,8 +71,8 @@ def describe_layers(layout: Layout, config: Configuration) -> dict[str, str]:
 def describe_memory(layout: Layout, config: Configuration, tokens: int, dtype: torch.dtype) -> dict[str, str]:
     """Return the bytes of a token, and the memory of weights and of the full cache of a text."""
     layer, name = 2 * layout.heads * layout.dim * dtype.itemsize, str(dtype).removeprefix("torch.")
-    held = len(layout.held) * layer
-    cached = held * tokens + len(layout.sliding) * layer * min(tokens, find_window(config))
+    held, window = len(layout.held) * layer, find_window(config.get_text_config(decoder=True))
+    cached = held * tokens + len(layout.sliding) * layer * min(tokens, window)
     weights = count_parameters(config) * dtype.itemsize
     states = count_states(config, dtype) if layout.stateful else 0
     more = f", of which {states / 1e9:.2g} GB are recurrent states" if states else ""

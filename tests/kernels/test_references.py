@@ -216,6 +216,23 @@ def test_attend_windowed(shape, chunk, sliding, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("chunk", [3, 50])
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_attend_within_chunks(shape, chunk, monkeypatch):
+    """The first row is at position 4, so that a chunk begins before it."""
+    monkeypatch.setattr(attend_sdpa, "CHUNK", 1)
+    queries, keys, values, _, _ = made(shape)
+    tokens, rows = queries.shape[2], keys.shape[2]
+    expected = torch.empty_like(queries)
+    for token in range(tokens):
+        position = rows - tokens + token
+        seen = [row for row in range(position + 1) if (4 + row) // chunk == (4 + position) // chunk]
+        part, _ = by_loops(queries[:, :, token : token + 1], keys[:, :, seen], values[:, :, seen], None, 0.3)
+        expected[:, :, token : token + 1] = part
+    found = attend_sdpa.attend_windowed(queries, keys, values, 0.3, None, chunk=chunk, first=4)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
 def test_attend_refuses_what_does_not_fit():
     queries, keys, values, mass, _ = made(SHAPES[3], "ones")
     wrong = [

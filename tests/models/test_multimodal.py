@@ -18,6 +18,7 @@ from kvbench.models.loading import check_stored_size, count_parameters, load_wei
 from kvbench.models.miniature import draw_miniature, shrink
 from kvbench.models.transformers_port import find_text_decoder, read_layout
 from kvbench.validation import SettingError
+from tests.support.selection import only_in_full
 
 LLAMA = dict(
     model_type="llama", vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -82,7 +83,9 @@ def test_the_vision_tower_is_not_taken_for_the_text_decoder():
     assert decoder is model.get_decoder() and len(decoder.layers) == 2
 
 
-@pytest.mark.parametrize("name", ["llava", "mistral3", "qwen2_5_vl", "gemma3", "paligemma"])
+@pytest.mark.parametrize(
+    "name", ["llava", "mistral3", "qwen2_5_vl", "gemma3", *map(only_in_full, ["paligemma", "llama4", "gemma4"])]
+)
 def test_a_checkpoint_is_loaded_with_all_its_weights(name, tmp_path, kept):
     model = save(name, tmp_path)
     loaded = load_weights(str(tmp_path), None, None, torch.float32, "cpu")
@@ -91,7 +94,7 @@ def test_a_checkpoint_is_loaded_with_all_its_weights(name, tmp_path, kept):
     assert all(torch.equal(weight, held[name]) for name, weight in model.state_dict().items())
     assert count_parameters(loaded.config) == sum(weight.numel() for weight in loaded.parameters())
     assert load_layout(str(tmp_path)) == read_layout(loaded)
-    compressed = kvbench.prefill(loaded, draw_tokens(), "knorm", 1.0)
+    compressed = kvbench.prefill(loaded, draw_tokens(), "knorm", 1.0, 16)
     truth = model(input_ids=draw_tokens()).logits[0, -1]
     torch.testing.assert_close(compressed.logits[0], truth, rtol=1e-3, atol=1e-3)
 

@@ -21,7 +21,7 @@ from kvbench.interfaces.layout import Probe
 from kvbench.interfaces.method import Method
 from kvbench.models import admission, layouts, miniature, probe, transformers_port
 from kvbench.models.admission import admit_model, make_key, probe_architecture
-from kvbench.models.layouts import ARCHITECTURES
+from kvbench.models.layouts import ARCHITECTURES, is_tested, read_config_layout
 from kvbench.models.loading import make_random_model
 from kvbench.models.miniature import draw_miniature, shrink
 from kvbench.models.probe import Refused
@@ -43,7 +43,7 @@ RIGHT = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmo", "gemma", "granite", "granitemoe", "granitemoeshared", "glm4_moe"),
     *("hyperclovax", "hy_v3", "seed_oss", "phimoe", "phi4_multimodal", "starcoder2", "nemotron", "arcee", "apertus"),
     *("bitnet", "ministral", "ministral3", "dots1", "aria_text", "cwm", "jais2", "laguna", "mellum", "solar_open"),
-    *("phi",),
+    *("phi", "gemma4_text", "gemma4_unified_text"),
     *("olmo2", "olmo3", "olmoe", "flex_olmo", "cohere", "cohere2", "cohere2_moe", "glm", "glm4", "smollm3", "exaone4"),
     *("exaone_moe", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "helium", "minimax_m2", "afmoe"),
     *("nanochat", "stablelm", "gemma2", "vaultgemma", "granite_swa", "granitemoe_swa", "gpt_oss"),
@@ -63,7 +63,6 @@ REFUSED = {
     "glm_moe_dsa": "a sparse indexer",
     "minimax_m3_vl_text": "a sparse indexer",
     "gemma3n_text": "15 layers .* that read the rows of earlier ones",
-    "llama4_text": "attend within chunks",
     "jamba": "transformers' own cache differs",
     "bamba": "none of its layers keeps keys and values of all tokens",
     "zamba2": "layer 3 has no attention module, or that has no W_o",
@@ -76,7 +75,7 @@ REFUSED = {
     "doge": "transformers' own cache differs",
     "jetmoe": "layer 0 has no attention module, or that has no W_o",
 }
-AT_ONCE = ("deepseek_v3", "deepseek_v32", "gemma3n_text", "llama4_text", "bamba", "mamba")
+AT_ONCE = ("deepseek_v3", "deepseek_v32", "gemma3n_text", "bamba", "mamba")
 
 
 def configure(name: str, **more: object):
@@ -164,6 +163,54 @@ def test_what_does_not_shrink_is_refused(monkeypatch):
     monkeypatch.setattr(miniature, "MOST", 1000)
     with pytest.raises(Refused, match=r"does not shrink to a miniature \(the miniature has [\d,]+ weights\)"):
         probe_type("qwen3_moe", **FEW)
+
+
+# Layers that attend within chunks, and heads that differ by layer
+
+
+CHUNKED = dict(num_hidden_layers=2, no_rope_layers=[1, 0], intermediate_size=64, intermediate_size_mlp=64)
+
+
+def test_layers_that_attend_within_chunks_are_read():
+    """Llama 4 has full layers without RoPE beside them, whose queries grow with the position."""
+    small = shrink(configure("llama4_text", **CHUNKED))
+    assert small.layer_types == ["chunked_attention", "full_attention"] and small.attention_chunk_size == 16
+    verdict = probe.probe_miniature(draw_miniature(small))
+    assert verdict.rotation_fault is not None and not verdict.graphs
+
+
+@pytest.mark.parametrize(
+    "change", [lambda given: given.pop("chunk"), lambda given: given.update(first=given["first"] + 1)], ids=str
+)
+def test_other_chunks_are_noticed(monkeypatch, change):
+    attend = transformers_port.attend_windowed
+
+    def attend_otherwise(*parts, **given):
+        change(given)
+        return attend(*parts, **given)
+
+    monkeypatch.setattr(transformers_port, "attend_windowed", attend_otherwise)
+    with pytest.raises(Refused, match="kvbench's full cache .* differs .* from layer 0 on"):
+        probe_type("llama4_text", **CHUNKED)
+
+
+WIDE = dict(attention_k_eq_v=True, num_global_key_value_heads=2)
+
+
+def test_heads_of_full_layers_differ_from_those_of_others():
+    small = shrink(configure("gemma4_text", **WIDE))
+    if not getattr(small, "is_heterogeneous", False):
+        pytest.skip("this transformers states no fields of single layers")
+    layout = read_config_layout(small)
+    assert (layout.heads, layout.dim, layout.sliding) == (1, 64, (0, 1, 2)) and small.per_layer_config[0].head_dim == 32
+    assert probe.probe_miniature(draw_miniature(small)) == Probe("gemma4_text", None, graphs=False)
+
+
+def test_shared_rows_are_refused_although_the_type_is_tested():
+    config = configure("gemma4_text", num_kv_shared_layers=10)
+    assert not is_tested(config)
+    with pytest.raises(Refused, match="10 layers .* that read the rows of earlier ones"):
+        probe.probe(config)
 
 
 # A mistake in each check
