@@ -139,7 +139,8 @@ def probe_miniature(model: torch.nn.Module) -> Probe:
             check_full_cache(trial)
             check_cuts(trial)
         rotation_fault, rerotation_fault = find_rotation_faults(trial)
-        norms = [find_key_norm(layer.self_attn) for layer in list_decoder_layers(model)]
+        layers = list_decoder_layers(model)
+        norms = [find_key_norm(find_attention(layers[index])) for index in trial.layout.held]
         joint = any(norm.joint for norm in norms)
         name = name_type(find_config(model))
         return Probe(name, rotation_fault, matches_step(trial), rerotation_fault, joint)

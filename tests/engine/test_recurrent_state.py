@@ -18,7 +18,7 @@ from kvbench.models.miniature import draw_miniature
 from kvbench.models.probe import Refused
 from kvbench.models.transformers_port import find_text_decoder, read_layout, text_config, use_first_layers
 from kvbench.validation import SettingError
-from tests.support.hybrids import COVERING, EVERY, HYBRIDS, configure_hybrid, draw_tokens, make_hybrid, read_at_once
+from tests.support.hybrids import COVERING, EVERY, configure_hybrid, draw_tokens, make_hybrid, read_at_once
 from tests.support.method_files import budget_for, hold_all, make_method_args
 
 PROMPT = 120
@@ -71,7 +71,7 @@ def test_a_full_cache_gives_the_models_own_logits(name, block):
 def test_a_cut_cache_gives_what_a_masked_pass_gives(name):
     """Layers with a state read all tokens, whatever the others hold."""
     with torch.no_grad():
-        trial = probe.make_trial(make_hybrid(name))
+        trial = probe.make_trial(draw_miniature(configure_hybrid(name)))
         probe.check_cached_reading(trial)
         probe.check_cuts(trial)
 
@@ -260,7 +260,7 @@ def test_earlier_versions_are_probed(monkeypatch):
 def test_a_state_that_is_not_copied_is_noticed_by_a_probe(monkeypatch):
     monkeypatch.setattr(layer_state, "clone", lambda value, name: value)
     with torch.no_grad(), pytest.raises(Refused, match="kvbench's full cache after an answer was forgotten differs"):
-        probe.check_full_cache(probe.make_trial(make_hybrid("qwen3_next")))
+        probe.check_full_cache(probe.make_trial(draw_miniature(configure_hybrid("qwen3_next"))))
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "granitemoehybrid"])
@@ -270,12 +270,11 @@ def test_what_rotates_keys_is_refused_without_rotary_embedding(name):
         kvbench.prefill(make_hybrid(name), draw_tokens(20), "expected_attention", 0.5)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_list_says_what_a_probe_says(name):
     """A type whose keys the list lets methods rotate is one whose keys the probe rotates."""
-    model = make_hybrid(name)
-    verdict = probe.probe_miniature(model)
-    assert not verdict.graphs and not ARCHITECTURES[name].graphs
-    if read_layout(model).rotation_fault is None:
-        assert verdict.rotation_fault is None
+    config = configure_hybrid(name)
+    verdict, layout = probe.probe_miniature(draw_miniature(config)), read_config_layout(config)
+    assert not verdict.graphs and not ARCHITECTURES[name].graphs and layout.probe is None
+    assert (verdict.rotation_fault is None) == (layout.rotation_fault is None)
+    assert layout.joint_norm == verdict.joint_norm
