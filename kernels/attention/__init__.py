@@ -1,9 +1,10 @@
 """Attend to rows with mass: softmax(q·k·scaling + log mass)·v, causal within the block."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvbench.kernels.attention.reference import attend_reference, find_largest, pad_ragged
 from kvbench.kernels.attention.sdpa import attend_cudnn, attend_sdpa, attend_sdpa_lse, cudnn_serves
@@ -30,7 +31,7 @@ def attend(
     Args:
         queries: (B, Hq, T, d)
         keys: (B, H, n, d); H divides Hq. The last T rows are the block: query t sees rows up to n - T + t.
-        values: (B, H, n, d)
+        values: (B, H, n, e); e may be another width than d.
         mass: Tokens that each row stands for, (B, H, n), at least 0; None for one each. Rows of mass 0 do not exist.
         scaling: The factor of the logits.
         look: Rows that each query head may attend to, (B, Hq, n) bool; None for all.
@@ -39,11 +40,15 @@ def attend(
         implementation: "reference" or "sdpa"; None chooses.
 
     Returns:
-        The outputs, (B, Hq, T, d) in the queries' dtype, and the log-sum-exp, (B, Hq, T) in at least float32, or None.
+        The outputs, (B, Hq, T, e) in the queries' dtype, and the log-sum-exp, (B, Hq, T) in at least float32, or None.
 
     Raises:
         ValueError: Shapes do not fit, or the implementation does not support the arguments.
     """
+    if (width := values.shape[3]) != keys.shape[3] == queries.shape[3]:
+        queries, keys, values = widen(queries, keys, values)
+        outputs, sums = attend(queries, keys, values, mass, scaling, look=look, lse=lse, implementation=implementation)
+        return outputs[..., :width], sums
     batch, query_heads, tokens, dim = queries.shape
     if keys.shape != values.shape or keys.shape[0] != batch or keys.shape[3] != dim:
         raise ValueError(
@@ -72,6 +77,12 @@ def attend(
     return attend_sdpa(queries, keys, values, mass, scaling, look), None
 
 
+def widen(*parts: Tensor) -> list[Tensor]:
+    """Fill keys or values, and what is multiplied by them, with zeros to one width. No product changes."""
+    width = max(part.shape[-1] for part in parts)
+    return [pad(part, (0, width - part.shape[-1])) for part in parts]
+
+
 @dataclass(frozen=True)
 class RaggedRows:
     """R rows of several heads, one after the other.
@@ -82,7 +93,7 @@ class RaggedRows:
     keys: Tensor
     """(R, d), contiguous"""
     values: Tensor
-    """(R, d), contiguous"""
+    """(R, e), contiguous"""
     mass: Tensor | None
     """Tokens that each row stands for, (R,), above 0; None for one each."""
     starts: Tensor
@@ -116,7 +127,7 @@ def attend_ragged(
         queries: (B, Hq, T, d)
         held: The ragged rows; None for none.
         keys: Keys of the tail, (B, H, m, d).
-        values: Values of the tail, (B, H, m, d).
+        values: Values of the tail, (B, H, m, e). If e is not d, both parts are copied to one width.
         scaling: The factor of the logits.
         lse: Whether the log-sum-exp is returned.
         tail: Number of rows of the tail that exist; None for all m. The last T of them are the block. If there are
@@ -131,11 +142,29 @@ def attend_ragged(
             None chooses.
 
     Returns:
-        The outputs, (B, Hq, T, d) in the queries' dtype, and the log-sum-exp, (B, Hq, T) in at least float32, or None.
+        The outputs, (B, Hq, T, e) in the queries' dtype, and the log-sum-exp, (B, Hq, T) in at least float32, or None.
 
     Raises:
         ValueError: Shapes do not fit, or the implementation does not support the arguments.
     """
+    if (width := values.shape[3]) != keys.shape[3] == queries.shape[3]:
+        queries, keys, values = widen(queries, keys, values)
+        if held is not None:
+            held_keys, held_values = widen(held.keys, held.values)
+            held = replace(held, keys=held_keys, values=held_values)
+        outputs, sums = attend_ragged(
+            queries,
+            held,
+            keys,
+            values,
+            scaling,
+            lse=lse,
+            tail=tail,
+            step=step,
+            largest=largest,
+            implementation=implementation,
+        )
+        return outputs[..., :width], sums
     batch, query_heads, tokens, dim = queries.shape
     heads, room = keys.shape[1:3]
     tail = room if tail is None else tail

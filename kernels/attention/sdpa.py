@@ -124,7 +124,7 @@ def attend_windowed(
     Args:
         queries: (B, Hq, T, d)
         keys: (B, H, n, d). The last T rows are the block: query t sees rows up to n - T + t.
-        values: (B, H, n, d)
+        values: (B, H, n, e)
         scaling: The factor of the logits.
         window: Number of last rows that a query sees; None for all.
         extras: Sinks and cap of the softmax; None for the plain one.
@@ -132,13 +132,13 @@ def attend_windowed(
         first: Position of the first row in the text, where chunks are counted from its beginning.
 
     Returns:
-        The outputs, (B, Hq, T, d).
+        The outputs, (B, Hq, T, e).
     """
     if extras is not None:
         return attend_windowed_extras(queries, keys, values, scaling, window, extras)
     tokens, rows = queries.shape[2], keys.shape[2]
     step = max(1, CHUNK // (queries.shape[0] * queries.shape[1] * rows))
-    outputs = torch.empty_like(queries)
+    outputs = queries.new_empty(*queries.shape[:3], values.shape[3])
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
         seen = visible_mask(tokens, start, stop, rows, keys.device)

@@ -6,6 +6,7 @@ Symbols: the last w queries t of the G query heads of a KV head, p_{t,j} their a
 
 from torch import Tensor
 
+from kvbench.kernels.attention import widen
 from kvbench.kernels.dispatch import announced
 from kvbench.kernels.removal_scores.reference import andpro_reference, dropkv_reference
 from kvbench.kernels.softmax_extras import SoftmaxExtras
@@ -31,8 +32,8 @@ def dropkv(
     Args:
         queries: (B, H·G, w, d). The last query belongs to the last row.
         keys: (B, H, n, d)
-        values: (B, H, n, d)
-        outputs: The queries' attention outputs, (B, H·G, w, d).
+        values: (B, H, n, e). If e is not d, the narrower ones are copied to one width.
+        outputs: The queries' attention outputs, (B, H·G, w, e).
         mass: Tokens that each row stands for, (B, H, n), at least 0; None for one each.
         scaling: The factor of the logits.
         epsilon: ε
@@ -46,6 +47,7 @@ def dropkv(
     Raises:
         ValueError: Shapes do not fit, or the implementation does not support the arguments.
     """
+    queries, keys, values, outputs = widen(queries, keys, values, outputs)
     check_value_shapes("dropkv", queries, keys, values, outputs, mass)
     if choose_window_implementation("dropkv", implementation, queries, keys, values, outputs) == "reference":
         return dropkv_reference(queries, keys, values, outputs, mass, scaling, epsilon, rounded, extras)
@@ -67,6 +69,7 @@ def andpro(
     implementation: str | None = None,
 ) -> Tensor:
     """Return AnDPro's scores, 1/G·Σ_t p·⟨a_t, v_j⟩, (B, H, n). Arguments and errors are those of `dropkv`."""
+    queries, keys, values, outputs = widen(queries, keys, values, outputs)
     check_value_shapes("andpro", queries, keys, values, outputs, mass)
     if choose_window_implementation("andpro", implementation, queries, keys, values, outputs) == "reference":
         return andpro_reference(queries, keys, values, outputs, mass, scaling, extras)

@@ -176,17 +176,20 @@ def gather_rows(
     Args:
         index: Indices of the rows, as `kept_indices` counts them, (R,).
         keys: (B, H, n, d)
-        values: (B, H, n, d)
-        into: Tensors to write to, (B, H, m, d) each with the same strides and R = B·H·m. They are returned.
+        values: (B, H, n, e). If e is not d, the reference gathers.
+        into: Tensors to write to, (B, H, m, d) each with the same strides and R = B·H·m. They are returned. Only if
+            d = e.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
-        Keys and values, (R, d) each, or `into`.
+        Keys and values, (R, d) and (R, e), or `into`.
 
     Raises:
-        ValueError: Keys and values differ in shape or dtype, or `into` does not fit.
+        ValueError: Keys and values differ in their first dimensions or dtype, or `into` does not fit.
     """
-    if index.dim() != 1 or keys.dim() != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
+    one_width = keys.shape == values.shape
+    other = keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype
+    if index.dim() != 1 or keys.dim() != 4 or values.dim() != 4 or other or not (one_width or into is None):
         raise ValueError(f"gather_rows: {tuple(index.shape)} of keys {tuple(keys.shape)}, values {tuple(values.shape)}")
     if into is not None and not (
         into[0].shape == into[1].shape == (*keys.shape[:2], len(index) // keys[..., 0, 0].numel(), keys.shape[3])
@@ -196,7 +199,7 @@ def gather_rows(
         and into[0].stride(0) == keys.shape[1] * into[0].stride(1)
     ):
         raise ValueError(f"gather_rows: {len(index)} rows into {tuple(into[0].shape)}, {tuple(into[1].shape)}")
-    if choose_implementation("gather_rows", implementation, keys) == "reference":
+    if choose_implementation("gather_rows", implementation, keys) == "reference" or not one_width:
         return gather_rows_reference(index, keys, values, into)
     from kvbench.kernels.row_selection.triton import gather_rows_triton
 

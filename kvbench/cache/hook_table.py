@@ -133,6 +133,19 @@ def check_rotation(method: Method, codec: Codec, rope_switch: int | None) -> Non
         )
 
 
+def check_widths(codec: Codec, layout: Layout) -> None:
+    """Refuse a codec that packs for a model whose values have another width than its keys.
+
+    Raises:
+        SettingError: The codec packs keys and values by one shape.
+    """
+    if codec.packs and layout.value_width is not None:
+        raise SettingError(
+            f"codec={codec.name}: it packs keys and values of one width, and this model's have dimensions {layout.dim} "
+            f"and {layout.value_width}; use codec=raw"
+        )
+
+
 def check_softcap(method: Method, softcap: float | None) -> None:
     """Refuse a method that cannot score rows by capped logits for a model that caps them at `softcap`.
 

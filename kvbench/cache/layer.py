@@ -165,7 +165,7 @@ class Layer:
             self.rows = self.rows.append_packed(self.codec, keys, values, rotate)
         else:
             self.rows = self.rows.append(keys, values, 0 if flushed else self.progress.room, rotate)
-        self.token_bytes = 2 * keys[:, :, 0].nbytes
+        self.token_bytes = keys[:, :, 0].nbytes + values[:, :, 0].nbytes
         if self.rows.tail_keys is not before or self.codec.packing.before_attention:
             self.update_memory()
         self.stamp()

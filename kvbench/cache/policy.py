@@ -9,6 +9,7 @@ from kvbench.cache.hook_table import (
     check_rotation,
     check_shape,
     check_softcap,
+    check_widths,
 )
 from kvbench.cache.refusals import find_refusal
 from kvbench.interfaces.allocator import Allocator
@@ -73,6 +74,7 @@ class CachePolicy:
             check_rotation(self.method, self.codec, layout.rope_switch)
             check_softcap(self.method, layout.softcap)
             check_known_rotation(self.method, self.codec, layout)
+            check_widths(self.codec, layout)
             self.served.add(layout)
 
     @property

@@ -51,7 +51,7 @@ class Packer(Protocol):
 class StoredRows:
     """The rows of one layer. `bytes` counts every byte that they occupy.
 
-    Symbols: B samples, H KV heads, R rows in the cut part, d head dimension.
+    Symbols: B samples, H KV heads, R rows in the cut part, d head dimension. Raw values may have another one than keys.
     """
 
     shape: tuple[int, int] = (0, 0)
@@ -124,7 +124,7 @@ class StoredRows:
         tail_keys, tail_values = self.tail_keys, self.tail_values
         if tail_keys is None or tail_values is None or need > tail_keys.shape[2]:
             tail_keys = self._grown(keys, tail_keys, need + room)
-            tail_values = self._grown(keys, tail_values, need + room)
+            tail_values = self._grown(values, tail_values, need + room)
         tail_keys[:, :, self.tail : need] = keys
         tail_values[:, :, self.tail : need] = values
         return replace(

@@ -187,7 +187,7 @@ def prefill_ratio(
 
 def row_bytes(shape: Layout, element: int) -> int:
     """Return the bytes of a key and a value of every KV head of a layer."""
-    return 2 * shape.heads * shape.dim * element
+    return shape.row_numbers * element
 
 
 @cache

@@ -30,7 +30,7 @@ class Layout:
     query_heads: int
     """Number of query heads of a layer."""
     dim: int
-    """Head dimension."""
+    """Head dimension of queries and keys."""
     hidden: int
     """Width of the hidden states."""
     sliding: tuple[int, ...]
@@ -55,6 +55,18 @@ class Layout:
     """Layers without rows. They keep a recurrent or convolutional state in transformers' own cache, or nothing."""
     stateful: bool = False
     """Whether some layers keep a recurrent or convolutional state. Layers that hold rows may have one beside them."""
+    value_width: int | None = None
+    """Head dimension of values, if it is another one than that of keys."""
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of values."""
+        return self.dim if self.value_width is None else self.value_width
+
+    @property
+    def row_numbers(self) -> int:
+        """How many numbers the keys and values of one token are in all KV heads of a layer."""
+        return self.heads * (self.dim + self.value_dim)
 
     @property
     def held(self) -> tuple[int, ...]:

@@ -112,6 +112,8 @@ def collect_plain_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeig
         model: The model.
         layout: Its layout.
     """
+    if layout.value_width is not None:
+        return None
     parameters = list(model.parameters())
     plain = all(type(parameter) is torch.nn.Parameter and parameter.is_contiguous() for parameter in parameters)
     # on several GPUs, quantised in place, or not contiguous

@@ -196,6 +196,13 @@ def read_value_dim(config: Any) -> int:
     return getattr(config, "v_head_dim", None) or read_head_dim(config)
 
 
+def count_row_numbers(text: Any, layer: int) -> int:
+    """Return how many numbers the keys and values of one token are in a layer of a text decoder."""
+    config = read_layer_config(text, layer)
+    doubled = text.model_type == "mimo_v2_flash" and text.layer_types[layer] == "sliding_attention"  # no field says so
+    return (1 + doubled) * config.num_key_value_heads * (read_head_dim(config) + read_value_dim(config))
+
+
 def find_window(config: Any) -> int:
     """Return how many tokens the windows or chunks of some layers have, or 0 if no layer has one.
 
@@ -285,4 +292,5 @@ def read_config_layout(config: Any, probe: Probe | None = None) -> Layout:
         joint_norm=facts.joint_norm,
         recurrent=recurrent,
         stateful=any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in own),
+        value_width=None if read_value_dim(layer) == read_head_dim(layer) else read_value_dim(layer),
     )

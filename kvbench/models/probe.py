@@ -288,9 +288,8 @@ class WatchedLayer:
 
     def append(self, keys: Tensor, values: Tensor, inputs: LayerInputs | None) -> None:
         """Append a block after its shapes were checked, and rotate its keys to compare them, if asked for."""
-        expected = (1, self.layout.heads, keys.shape[2], self.layout.dim)
-        for name, rows in (("keys", keys), ("values", values)):
-            if rows.shape != expected:
+        for name, rows, dim in (("keys", keys, self.layout.dim), ("values", values, self.layout.value_dim)):
+            if rows.shape != (expected := (1, self.layout.heads, keys.shape[2], dim)):
                 raise Refused(f"layer {self.layer.index}: it appends {name} {tuple(rows.shape)}, expected {expected}")
         if self.wants_unrotated_keys:
             assert inputs is not None and inputs.keys is not None  # `observe_inputs`
@@ -309,7 +308,7 @@ class WatchedLayer:
         extras: SoftmaxExtras | None = None,
     ) -> Tensor:
         """Attend after the shape of W_o was checked."""
-        expected = (self.layout.hidden, queries.shape[1] * self.layout.dim)
+        expected = (self.layout.hidden, queries.shape[1] * self.layout.value_dim)
         if output_weight.shape != expected:
             raise Refused(f"layer {self.layer.index}: W_o is {tuple(output_weight.shape)}, expected {expected}")
         if get_cap(extras) != self.layout.softcap:

@@ -35,7 +35,7 @@ def choose_joint_batches(runs: Sequence[RunSpec], prompt: int, answer: int, proc
     """
     first, size = runs[0], find_batch_size(runs)
     shape = first.checkpoint.layout()
-    row = 2 * shape.layers * shape.heads * shape.dim * first.torch_dtype.itemsize  # bytes, in all layers and heads
+    row = shape.layers * shape.row_numbers * first.torch_dtype.itemsize  # bytes, in all layers and heads
     needed = row * size * sum(count_rows(run, prompt, answer) for run in runs)
     room = int(ROOM * count_device_bytes(first.device, first.checkpoint.device_map is not None)) // processes
     return max(1, min(MOST // size, room // max(1, needed)))

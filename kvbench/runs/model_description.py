@@ -10,7 +10,7 @@ from kvbench.interfaces.codec import Packing
 from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.decoder_weights import can_collect_weights
-from kvbench.models.layouts import Configuration, find_window, name_type
+from kvbench.models.layouts import Configuration, count_row_numbers, find_window, name_type
 from kvbench.models.loading import count_parameters, count_states
 from kvbench.models.model_kinds import name_checkpoint
 from kvbench.validation import SettingError
@@ -65,14 +65,17 @@ def describe_layers(layout: Layout, config: Configuration) -> dict[str, str]:
     if layout.window is not None:
         kinds += f"; all have a sliding window, so a text has at most {layout.window:,} tokens"
     heads = f"{layout.query_heads} of queries, {layout.heads} of keys and values, dimension {layout.dim}"
+    if layout.value_width is not None:
+        heads += f", of values {layout.value_width}"
     return {"layers": kinds, "heads": heads}
 
 
 def describe_memory(layout: Layout, config: Configuration, tokens: int, dtype: torch.dtype) -> dict[str, str]:
     """Return the bytes of a token, and the memory of weights and of the full cache of a text."""
-    layer, name = 2 * layout.heads * layout.dim * dtype.itemsize, str(dtype).removeprefix("torch.")
-    held, window = len(layout.held) * layer, find_window(config.get_text_config(decoder=True))
-    cached = held * tokens + len(layout.sliding) * layer * min(tokens, window)
+    layer, name = layout.row_numbers * dtype.itemsize, str(dtype).removeprefix("torch.")
+    held, text = len(layout.held) * layer, config.get_text_config(decoder=True)
+    windowed = sum(count_row_numbers(text, index) for index in layout.sliding) * dtype.itemsize
+    cached = held * tokens + windowed * min(tokens, find_window(text))
     weights = count_parameters(config) * dtype.itemsize
     states = count_states(config, dtype) if layout.stateful else 0
     more = f", of which {states / 1e9:.2g} GB are recurrent states" if states else ""

@@ -311,7 +311,7 @@ def require_memory(run: RunSpec, tokens: int, caches: float) -> None:
     window or a recurrent state counts as one that holds no rows. What a prefill needs besides is not counted.
     """
     shape, size = run.checkpoint.layout(), run.torch_dtype.itemsize
-    rows = 2 * len(shape.held) * shape.heads * shape.dim * tokens
+    rows = len(shape.held) * shape.row_numbers * tokens
     wanted = size * (count_parameters(run.checkpoint.config()) + rows * caches)
     if wanted > (free := count_free_bytes(run)):
         raise SettingError(

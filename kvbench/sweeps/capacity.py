@@ -19,7 +19,7 @@ def count_needed_bytes(run: RunSpec) -> int:
     from kvbench.models.loading import count_parameters
 
     config, shape, size = run.checkpoint.config(), run.checkpoint.layout(), run.torch_dtype.itemsize
-    return size * (count_parameters(config) + 2 * shape.layers * shape.heads * shape.dim * (run.task.length or 0))
+    return size * (count_parameters(config) + shape.layers * shape.row_numbers * (run.task.length or 0))
 
 
 def count_available_bytes(run: RunSpec) -> int:

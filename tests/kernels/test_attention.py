@@ -322,3 +322,14 @@ def ahead():
         for dim in (64, 128):
             for extras in (True, False):
                 yield ahead_of_time(kind, "bf16", dim, extras)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_narrower_values_give_the_first_numbers_of_the_outputs(implementation):
+    """Each number of an output depends on one number of the values alone."""
+    queries, held, keys, values = made((1, 2, 2, 3, 9, 20, 32), True, torch.float32)
+    wide, sums = attend_ragged(queries, held, keys, values, 0.3, lse=True, implementation=implementation)
+    narrow = replace(held, values=held.values[:, :24])
+    outputs, lse = attend_ragged(queries, narrow, keys, values[..., :24], 0.3, lse=True, implementation=implementation)
+    torch.testing.assert_close(outputs, wide[..., :24])
+    torch.testing.assert_close(lse, sums)

@@ -9,10 +9,11 @@ from torch.nn.functional import normalize
 from kvbench.cache.storage import StoredRows
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.accumulated_attention import accumulated_attention
-from kvbench.kernels.attention import attend
+from kvbench.kernels.attention import attend, attend_ragged
 from kvbench.kernels.attention import reference as attend_reference
 from kvbench.kernels.attention import sdpa as attend_sdpa
 from kvbench.kernels.max_attention import max_attention
+from kvbench.kernels.row_selection import gather_rows
 from kvbench.kernels.soft_matching import even_rows, match
 from kvbench.kernels.soft_matching import reference as match_reference
 from kvbench.kernels.softmax_extras import SoftmaxExtras
@@ -214,6 +215,27 @@ def test_attend_windowed(shape, chunk, sliding, monkeypatch):
     expected, _ = by_loops(queries, keys, values, None, 0.3, sliding=sliding, sinks=sinks, cap=0.9)
     found = attend_sdpa.attend_windowed(queries, keys, values, 0.3, sliding, SoftmaxExtras(sinks, 0.9))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("width", [3, 11])
+@pytest.mark.parametrize("shape", SHAPES[1:3])
+def test_values_may_have_another_width(shape, width):
+    """A kernel of one width fills the narrower part with zeros."""
+    queries, keys, values, mass, _ = made(shape, "ones")
+    values = torch.cat([values, values.flip(2), values], -1)[..., :width]
+    parts = [values[..., [column] * queries.shape[3]] for column in range(width)]
+    expected = torch.stack([by_loops(queries, keys, part, None, 0.3)[0][..., 0] for part in parts], -1)
+    for call in (
+        lambda: attend(queries, keys, values, mass, 0.3)[0],
+        lambda: attend_ragged(queries, None, keys, values, 0.3, implementation="reference")[0],
+        lambda: attend_sdpa.attend_windowed(queries, keys, values, 0.3, None),
+    ):
+        torch.testing.assert_close(call(), expected, rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match="attend"):
+        attend(queries[..., :-1], keys, values, None, 0.3)
+    index = torch.arange(keys[..., 0].numel())
+    gathered = gather_rows(index, keys, values)
+    assert torch.equal(gathered[0], keys.flatten(0, 2)) and torch.equal(gathered[1], values.flatten(0, 2))
 
 
 @pytest.mark.parametrize("chunk", [3, 50])

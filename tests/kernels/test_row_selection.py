@@ -242,7 +242,8 @@ def test_inputs_that_do_not_fit():
         ("top_k_of_heads: window", lambda: top_k_of_heads(scores, 1, window=torch.zeros(3).long())),
         ("kept_indices: ", lambda: kept_indices(scores)),
         ("kept_indices: 3 rows of ", lambda: kept_indices(scores > 0, 3)),
-        ("gather_rows: ", lambda: gather_rows(torch.zeros(1, dtype=torch.int64), rows, rows[..., :2])),
+        ("gather_rows: ", lambda: gather_rows(torch.zeros(1, dtype=torch.int64), rows, rows[:, :, :2])),
+        ("gather_rows: ", lambda: gather_rows(torch.zeros(2).long(), rows, rows[..., :2], into=(rows, rows))),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call()

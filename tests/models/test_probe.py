@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import kvbench
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.engine.context import PromptContext
@@ -27,6 +28,7 @@ from kvbench.models.miniature import draw_miniature, shrink
 from kvbench.models.probe import Refused
 from kvbench.models.transformers_port import read_layout
 from kvbench.validation import SettingError
+from tests.support.selection import only_in_full
 from tests.support.tiny_models import distinct, ids, tiny
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -56,7 +58,6 @@ GRAPHS = (  # ministral3 scales queries by their position
     *("jais2",),
 )
 REFUSED = {
-    "mimo_v2_flash": "layer 0: it appends values",
     "deepseek_v3": "latent rows",
     "glm4_moe_lite": "latent rows",
     "deepseek_v32": "a sparse indexer",
@@ -211,6 +212,47 @@ def test_shared_rows_are_refused_although_the_type_is_tested():
     assert not is_tested(config)
     with pytest.raises(Refused, match="10 layers .* that read the rows of earlier ones"):
         probe.probe(config)
+
+
+TWO_WIDTHS = dict(num_hidden_layers=2, layer_types=["full_attention"] * 2, mlp_layer_types=["dense"] * 2)
+
+
+@cache
+def make_two_widths() -> torch.nn.Module:
+    """A MiMo-V2 without windows, whose keys are 32 numbers wide and its values 24."""
+    return draw_miniature(shrink(configure("mimo_v2_flash", **TWO_WIDTHS)))
+
+
+def test_values_may_have_another_width_than_keys():
+    assert probe.probe_miniature(make_two_widths()) == Probe("mimo_v2_flash", None, graphs=False)
+    layout = probe.make_trial(make_two_widths()).layout
+    assert (layout.dim, layout.value_dim, layout.row_numbers) == (32, 24, 2 * (32 + 24))
+
+
+def test_another_width_than_that_of_the_configuration_is_noticed():
+    trial = probe.make_trial(make_two_widths())
+    with pytest.raises(Refused, match=r"layer 0: it appends values \(1, 2, 96, 24\), expected \(1, 2, 96, 32\)"):
+        probe.check_full_cache(replace(trial, layout=replace(trial.layout, value_width=None)))
+
+
+@pytest.mark.parametrize("method", ["snapkv", "criticalkv", *map(only_in_full, ["dropkv", "andpro", "cake", "h2o"])])
+def test_narrower_values_are_stored_cut_and_counted_as_they_are(method, kept):
+    model, tokens = make_two_widths(), 40
+    whole = kvbench.prefill(model, ids(tokens) % 128)
+    torch.testing.assert_close(whole.logits[0], model(input_ids=ids(tokens) % 128).logits[0, -1], rtol=1e-3, atol=1e-3)
+    row = 2 * 2 * (32 + 24) * 4  # bytes of a token in both layers
+    context = whole.contexts[0]
+    assert context.bytes().rows == context.full_bytes() == tokens * row
+    cut = kvbench.prefill(model, ids(tokens) % 128, method, 20, 16)
+    cut.generate(3, stop=frozenset())
+    assert cut.contexts[0].bytes().rows % row == 0
+    if method != "full":
+        assert cut.contexts[0].bytes().rows <= 24 * row
+
+
+def test_codecs_that_pack_are_refused_for_two_widths(kept):
+    with pytest.raises(SettingError, match="^codec=kivi: it packs keys and values of one width, .* 32 and 24"):
+        kvbench.prefill(make_two_widths(), ids(20) % 128, codec="kivi")
 
 
 # A mistake in each check
