@@ -138,7 +138,9 @@ def attend_windowed(
         return attend_windowed_extras(queries, keys, values, scaling, window, extras)
     tokens, rows = queries.shape[2], keys.shape[2]
     step = max(1, CHUNK // (queries.shape[0] * queries.shape[1] * rows))
-    outputs = queries.new_empty(*queries.shape[:3], values.shape[3])
+    batch, heads = queries.shape[:2]
+    # tokens lie behind each other, because some models call `view` on the outputs with tokens first
+    outputs = queries.new_empty(batch, tokens, heads, values.shape[3]).transpose(1, 2)
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
         seen = visible_mask(tokens, start, stop, rows, keys.device)

@@ -210,6 +210,7 @@ def test_attend_windowed(shape, chunk, sliding, monkeypatch):
     queries, keys, values, _, _ = made(shape)
     expected, _ = by_loops(queries, keys, values, None, 0.3, sliding=sliding)
     found = attend_sdpa.attend_windowed(queries, keys, values, 0.3, sliding)
+    assert found.transpose(1, 2).is_contiguous()  # as models view it
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
     sinks = torch.linspace(-2, 4, queries.shape[1], dtype=torch.float64)
     expected, _ = by_loops(queries, keys, values, None, 0.3, sliding=sliding, sinks=sinks, cap=0.9)
