@@ -218,8 +218,12 @@ def make_random_model(config: PreTrainedConfig, dtype: torch.dtype, device: str,
 
 
 def count_parameters(config: Any) -> int:
-    """Return how many parameters a model of this configuration has. Tied ones count once. It needs no memory."""
-    with torch.device("meta"):
+    """Return how many parameters a model of this configuration has. Tied ones count once. It needs no memory.
+
+    Raises:
+        SettingError: transformers cannot make a model of it.
+    """
+    with refuse_on_error("model: its config.json makes no model"), torch.device("meta"):
         model = find_factory(config).from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -1,6 +1,7 @@
 """Checkpoints that read images too are read as text only: their text decoder, by its own type, with all weights."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import kvbench
+from kvbench.cli.model import main
 from kvbench.models import admission, probe
 from kvbench.models.configuration import load_layout
 from kvbench.models.decoder_weights import collect_weights
@@ -160,13 +162,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_a_text_decoder_does_otherwise_is_named(name, tmp_path, kept):
+def test_what_a_text_decoder_does_otherwise_is_named(name, tmp_path, kept, capsys):
     configure(name)
     stated = {"text_config": {"num_kv_shared_layers": 10}} if name == "gemma4" else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **stated}))
-    with pytest.raises(SettingError, match=REFUSED[name]) as error:
-        load_layout(str(tmp_path))
-    assert "\n" not in str(error.value)
+    assert main([str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and re.match(f"kvbench: .*{REFUSED[name]}", err)
 
 
 @pytest.mark.parametrize(

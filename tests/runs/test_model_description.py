@@ -5,11 +5,12 @@ import re
 import shutil
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from kvbench.cli.model import main
 from kvbench.config.catalogue import SHAPES
 from kvbench.interfaces.layout import Probe
-from kvbench.models import layouts, loading, probe
+from kvbench.models import admission, layouts, loading, probe
 from kvbench.runs import model_description
 
 CHOICES = {"method": ("sink", "expected_attention", "triattention", "snapkv"), "codec": ("raw", "delta", "palu")}
@@ -38,6 +39,31 @@ def test_layers_bytes_and_memory_are_those_of_the_configuration(describe, tmp_pa
     assert "refused: no method and no codec" in lines
 
 
+@pytest.mark.parametrize(
+    ("settings", "heads", "held", "windowed"),
+    [
+        ({"model_type": "gemma4_text"}, "dimension 512", 5 * 4 * 2 * 512, 25 * 4 * 2 * 256 * 512),
+        (
+            {"model_type": "mimo_v2_flash", "num_hidden_layers": 4},
+            "dimension 192, of values 128", 1 * 4 * (192 + 128), 3 * 8 * (192 + 128) * 128,
+        ),
+    ],
+)  # fmt: skip
+def test_heads_that_differ_by_layer_are_counted(describe, tmp_path, monkeypatch, settings, heads, held, windowed):
+    if settings["model_type"] not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no such type")
+    monkeypatch.setattr(admission, "VERDICTS", {})
+    monkeypatch.setattr(admission, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(model_description, "count_parameters", lambda config: 0)
+    monkeypatch.setattr(probe, "probe", lambda config: Probe("mimo_v2_flash", None, graphs=False))
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    code, out, _ = describe(tmp_path, "--tokens", 5000)
+    assert code == 0 and re.search(f"^heads: .* {heads}$", out, re.MULTILINE)
+    assert f"bytes per token: {2 * held:,} in the layers that methods cut (bfloat16)" in out.splitlines()
+    cached = 2 * (held * 5000 + windowed)
+    assert f"{cached / 1e9:.2f} GB for the full cache of 5,000 tokens" in out
+
+
 def test_what_rotates_keys_is_listed_where_rotations_differ(describe, tmp_path, monkeypatch):
     verdict = Probe("cohere2", "in layer 3 keys differ", graphs=False)
     monkeypatch.delitem(layouts.ARCHITECTURES, "cohere2")
@@ -55,6 +81,8 @@ def test_what_rotates_keys_is_listed_where_rotations_differ(describe, tmp_path, 
     [
         ({"model_type": "none_such"}, r"does not know the type none_such\)"),
         ({"model_type": "none_such", "auto_map": {"AutoConfig": "a.B"}}, "its type needs custom code"),
+        ({"model_type": "llama", "hidden_act": "magic"}, r"its config.json makes no model \(.*magic"),
+        ({"model_type": "llava", "text_config": {"hidden_act": "magic"}}, r"its config.json makes no model \(.*magic"),
         ({"model_type": "mamba"}, "architecture mamba is not supported: it has no attention layer, and so no KV cache"),
     ],
 )
