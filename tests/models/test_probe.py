@@ -172,16 +172,23 @@ def test_what_does_not_shrink_is_refused(monkeypatch):
 CHUNKED = dict(num_hidden_layers=2, no_rope_layers=[1, 0], intermediate_size=64, intermediate_size_mlp=64)
 
 
+@cache
+def make_chunked() -> torch.nn.Module:
+    return draw_miniature(shrink(configure("llama4_text", **CHUNKED)))
+
+
 def test_layers_that_attend_within_chunks_are_read():
     """Llama 4 has full layers without RoPE beside them, whose queries grow with the position."""
-    small = shrink(configure("llama4_text", **CHUNKED))
+    small = make_chunked().config
     assert small.layer_types == ["chunked_attention", "full_attention"] and small.attention_chunk_size == 16
-    verdict = probe.probe_miniature(draw_miniature(small))
+    verdict = probe.probe_miniature(make_chunked())
     assert verdict.rotation_fault is not None and not verdict.graphs
 
 
 @pytest.mark.parametrize(
-    "change", [lambda given: given.pop("chunk"), lambda given: given.update(first=given["first"] + 1)], ids=str
+    "change",
+    [lambda given: given.pop("chunk"), lambda given: given.update(first=given["first"] + 1)],
+    ids=["dropped", "shifted"],
 )
 def test_other_chunks_are_noticed(monkeypatch, change):
     attend = transformers_port.attend_windowed
@@ -192,7 +199,18 @@ def test_other_chunks_are_noticed(monkeypatch, change):
 
     monkeypatch.setattr(transformers_port, "attend_windowed", attend_otherwise)
     with pytest.raises(Refused, match="kvbench's full cache .* differs .* from layer 0 on"):
-        probe_type("llama4_text", **CHUNKED)
+        probe.probe_miniature(make_chunked())
+
+
+def test_a_batch_and_its_copy_answer_across_the_ends_of_chunks(kept, tmp_path, monkeypatch):
+    model = make_chunked()
+    monkeypatch.setattr(probe, "probe", lambda config: Probe("llama4_text", "complex numbers", graphs=False))
+    texts = 3 + torch.cat([ids(42, seed) for seed in (0, 1)]) % 125
+    expected = model.generate(texts, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 42:]
+    cache = kvbench.prefill(model, texts, block_size=9)
+    cache.save(tmp_path / "saved")
+    for each in (cache, kvbench.load_cache(tmp_path / "saved", model)):
+        assert torch.equal(each.generate(8, stop=frozenset()), expected)
 
 
 WIDE = dict(attention_k_eq_v=True, num_global_key_value_heads=2)
