@@ -71,7 +71,9 @@ def test_the_type_that_counts_is_that_of_the_text_decoder():
 
 
 def test_a_type_that_shifts_positions_is_probed_although_its_text_decoder_may_be_listed():
-    assert "paligemma" not in MULTIMODAL
+    config = configure("paligemma")
+    config.text_config = configure("llama")
+    assert not is_tested(config)
     verdict = probe.probe(configure("paligemma"))
     assert verdict.architecture == "paligemma (text decoder gemma)" and "in layer 0 keys" in verdict.rotation_fault
 
