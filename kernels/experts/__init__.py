@@ -4,10 +4,10 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.experts.reference import gated_experts_reference, route_reference, sum_experts_reference
-from kvbench.kernels.experts.routing import SCORES, Routing
+from kvbench.kernels.experts.routing import MOST_TOKENS, SCORES, Routing
 from kvbench.kernels.fused_linear import rms_norm
 
-__all__ = ["MOST_EXPERTS", "Routing", "gated_experts", "route", "sum_experts"]
+__all__ = ["MOST_EXPERTS", "MOST_TOKENS", "Routing", "gated_experts", "route", "sum_experts"]
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
 MOST_EXPERTS = 1024
 

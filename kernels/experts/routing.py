@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+MOST_TOKENS = 64  # that share reads of the experts' weights; each further 64 read them anew
 SCORES = ("softmax", "sigmoid", "sparsemixer")
 
 

@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
-from kvbench.kernels.experts.routing import Routing
-
-MOST_TOKENS = 64  # whose experts' weights are read once; there is a further read for each further number of tokens
+from kvbench.kernels.experts.routing import MOST_TOKENS, Routing
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,7 @@ class PromptContext:
         rows: int | None = None
         again, size = self._readings(ids), self.block_size or prompt
         captured = self.weights is not None and repeats_cuts(self.choice) and size <= SHORT and not each
+        captured = captured and not self._is_too_long(size * len(ids))
         captured = captured and self.choice.allocator.is_uniform
         captured = captured and self.budget.of == "prompt" and self.fits_window(prompt)
         captured = captured and not self.choice.captures_state and not self.choice.asks_for_inputs
@@ -212,6 +213,11 @@ class PromptContext:
                 self._reread(again, rows)
         last = logits[:, -1].clone() if each else logits[:, -1]  # a view would keep the logits of the block alive
         return self.end(last)
+
+    def _is_too_long(self, tokens: int) -> bool:
+        """Return whether the model's modules read a block of this many tokens faster than kvbench's own step."""
+        longest = None if self.weights is None else self.weights.longest_block
+        return longest is not None and tokens > longest
 
     def begin(self, prompt: int) -> None:
         """Begin a prompt of this many tokens."""

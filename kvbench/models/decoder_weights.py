@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.layout import Layout
-from kvbench.models.decoder_parts import (
-    Block,
-    HeadLayerNorm,
-    Linear,
-    Norm,
-    ProjectedNorm,
-)
+from kvbench.kernels.experts import MOST_TOKENS
+from kvbench.models.decoder_parts import Block, HeadLayerNorm, Linear, Norm, ProjectedNorm
+from kvbench.models.expert_parts import Mixture
+from kvbench.models.expert_reader import read_feed_forward
 from kvbench.models.layouts import ARCHITECTURES, Configuration, read_rope_settings, read_text_type
 from kvbench.models.part_reader import PartReader, UnknownPart, check_factors, list_children, read_block
 from kvbench.models.rotations import Rotation
@@ -73,6 +70,11 @@ class DecoderWeights:
     """The layers with a sliding window."""
     logit_cap: float | None = None
     """The cap c of the model's logits l, which become c·tanh(l/c) (Gemma 2)."""
+
+    @property
+    def longest_block(self) -> int | None:
+        """The number of tokens beyond which transformers' modules read a block faster than the step; None if none."""
+        return MOST_TOKENS if any(isinstance(block.mlp, Mixture) for block in self.blocks) else None
 
 
 @torch.no_grad()
@@ -146,9 +148,8 @@ def read_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeights:
     reader, layers = PartReader(embed), list_decoder_layers(model)
     turnings = make_rotations(model)
     orders = tuple(turning.order for turning in turnings)
-    blocks = tuple(
-        reorder_block(read_block(reader, layer, layout), order) for layer, order in zip(layers, orders, strict=True)
-    )
+    read = (read_block(reader, layer, layout, read_feed_forward) for layer in layers)
+    blocks = tuple(reorder_block(block, order) for block, order in zip(read, orders, strict=True))
     norm, head = reader.norm(getattr(inner, last), layout.hidden), reader.linear(getattr(model, "lm_head", None))
     scalings = {getattr(layer.self_attn, "scaling", None) for layer in layers}
     scaling = scalings.pop()

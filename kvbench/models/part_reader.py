@@ -44,6 +44,7 @@ NORMS = (  # the names of a layer's norms: before and after attention, before an
 )
 PARALLEL_NORMS = {"input_layernorm"}  # of a layer whose MLP reads what its attention reads
 HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # of queries and keys, before they are rotated
+MLPS = ("mlp", "block_sparse_moe", "shared_mlp")  # the last two: Granite's experts and the MLP beside them
 PLAIN_MLPS = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"))
 ACTIVATIONS = ("act_fn", "act", "activation_fn")
 GATES: dict[str, Callable[[Tensor], Tensor]] = {  # of the outputs of attention: AFMoE, Laguna
@@ -58,15 +59,10 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon")  # a norm's attribute
 DEFAULT_EPSILON = 1e-5  # of norms without one (OLMo)
 OUTPUTS = ("o_proj", "dense")  # names of W_o
 FACTORS = (  # attributes that are read elsewhere, or change nothing
-    *(
-        "scaling",
-        "attn_logit_softcapping",
-        "residual_multiplier",
-        "embedding_multiplier",
-        "logit_scale",
-        "scalar_embed_scale",
-    ),
+    *("scaling", "attn_logit_softcapping", "residual_multiplier", "embedding_multiplier", "logit_scale"),
     *("scalar_embed_scale", "partial_rotary_factor", "norm_type"),
+    *("routed_scaling_factor", "router_scaling_factor", "route_scale", "alpha", "limit"),  # `expert_reader`
+    *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "router_aux_loss_coef", "norm_min"),
 )
 ROUNDING = 1e-6  # transformers computes norms in float32 also in a model in float64
 
@@ -202,16 +198,25 @@ def find_error(given: Tensor, expected: Tensor) -> float:
     return max(float(difference.max().nan_to_num(inf)), ROUNDING)
 
 
-def read_block(reader: PartReader, layer: Module, layout: Layout) -> Block:
+def read_block(
+    reader: PartReader, layer: Module, layout: Layout, read_mlps: Callable[[PartReader, Sequence[Module]], Mlp]
+) -> Block:
     """Read a decoder layer.
+
+    Args:
+        reader: Notes what is read.
+        layer: The layer.
+        layout: The layout of the model.
+        read_mlps: Reads the modules behind attention, which are added up.
 
     Raises:
         UnknownPart: It has a part that the step does not compute.
     """
     parts = list_children(layer)
-    if not {"self_attn", "mlp"} <= parts:
+    mlps = [name for name in MLPS if name in parts]
+    if "self_attn" not in parts or not mlps:
         raise UnknownPart(f"{type(layer).__name__} without self_attn and mlp")
-    names = parts - {"self_attn", "mlp"}
+    names = parts - {"self_attn", *mlps}
     around = next((row for row in NORMS if names == {name for name in row if name is not None}), None)
     if around is None and names != PARALLEL_NORMS:
         raise UnknownPart(f"{type(layer).__name__} with {', '.join(sorted(names))}")
@@ -222,7 +227,7 @@ def read_block(reader: PartReader, layer: Module, layout: Layout) -> Block:
     factor = getattr(layer, "residual_multiplier", None)
     block = Block(
         read_attention(reader, layer.get_submodule("self_attn"), layout),
-        read_mlp(reader, layer.get_submodule("mlp")),
+        read_mlps(reader, [layer.get_submodule(name) for name in mlps]),
         Around(*norms[:2]),
         Around(*norms[2:]),
         parallel=around is None,

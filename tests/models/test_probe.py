@@ -52,10 +52,8 @@ RIGHT = (
 )
 LATE = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # their norm's weights follow the rotation
 JOINT = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")  # their norm is over all heads
-GRAPHS = (  # ministral3 scales queries by their position
-    *("seed_oss", "phi4_multimodal", "ministral", "cwm", "smollm3", "ernie4_5", "helium", "granite_swa", "gemma"),
-    *("granite", "hyperclovax", "olmo", "olmo2", "olmo3", "starcoder2", "nemotron", "arcee", "apertus", "bitnet"),
-    *("jais2",),
+MODULES = (  # what the step does not compute; ministral3 scales queries by their position
+    *("ministral3", "gemma4_text", "gemma4_unified_text", "hunyuan_v1_dense", "hunyuan_v1_moe"),
 )
 REFUSED = {
     "deepseek_v3": "latent rows",
@@ -102,8 +100,8 @@ def make_trial() -> probe.Trial:
 # Verdicts
 
 
-def test_experts_are_read_and_not_decoded_in_graphs():
-    assert probe_type("qwen3_moe", **FEW) == Probe("qwen3_moe", None, graphs=False)
+def test_experts_are_decoded_in_graphs():
+    assert probe_type("qwen3_moe", **FEW) == Probe("qwen3_moe", None, graphs=True)
 
 
 def test_a_plain_decoder_is_decoded_in_graphs():
@@ -144,10 +142,10 @@ def test_sinks_and_caps_are_read_and_dropping_them_is_noticed(name, monkeypatch)
 @pytest.mark.parametrize("name", RIGHT)
 def test_every_right_type_is_admitted(name):
     verdict = probe_type(name)
-    assert verdict.rotation_fault is None and verdict.graphs == (name in GRAPHS)
+    assert verdict.rotation_fault is None and verdict.graphs == (name not in MODULES)
     assert ((verdict.rerotation_fault is not None), verdict.joint_norm) == (name in LATE, name in JOINT)
     facts = ARCHITECTURES[name]
-    assert (facts.graphs, facts.rerotation_fault is not None) == (name in GRAPHS, name in LATE)
+    assert (facts.graphs, facts.rerotation_fault is not None) == (name not in MODULES, name in LATE)
     assert facts.rotation_fault is None and facts.joint_norm == (name in JOINT)
 
 
