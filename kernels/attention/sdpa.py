@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbench.kernels.attention.reference import CHUNK, visible_mask
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits, weigh_logits
 
 PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -154,10 +155,26 @@ def attend_windowed(
     return outputs
 
 
+@announced
 def attend_windowed_extras(
-    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None, extras: SoftmaxExtras
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    window: int | None,
+    extras: SoftmaxExtras,
+    *,
+    implementation: str | None = None,
 ) -> Tensor:
-    """Attend within a window as torch's kernels cannot. Each chunk of queries reads only the rows of its windows."""
+    """Attend within a window with sinks or a cap, which torch's kernels have not. Arguments as of `attend_windowed`.
+
+    In the reference each chunk of queries reads only the rows of its windows.
+    """
+    if choose_implementation("attend_windowed", implementation, queries) == "triton":
+        from kvbench.kernels.attention.triton import attend_triton
+
+        rows = keys.shape[2]
+        return attend_triton(queries, None, keys, values, scaling, rows, rows, False, None, None, extras, window)[0]
     tokens, rows = queries.shape[2], keys.shape[2]
     reach = rows if window is None else min(window, rows)
     step = max(1, min(reach, CHUNK // (2 * queries.shape[0] * queries.shape[1] * reach)))

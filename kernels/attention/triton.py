@@ -81,12 +81,14 @@ def attend_tile(
     asking=None,
     largest=None,
     CAP: tl.constexpr = None,
+    WINDOW: tl.constexpr = None,
 ):
     """Process one tile of rows.
 
     `row` (N,) are the rows' indices; those before `stop` exist. With MASKED a query sees rows up to `limit` (M,).
     `offset` is the number of elements from keys and values to row 0. With LARGEST, each row's largest product with the
-    queries that there are, `asking` (M,), is stored. CAP is the cap of the logits in base 2, or None.
+    queries that there are, `asking` (M,), is stored. CAP is the cap of the logits in base 2, or None. With
+    MASKED and a WINDOW a query sees no more than so many rows.
     """
     here = row < stop
     where = here[:, None] if WHOLE else here[:, None] & (columns < dim)[None]
@@ -102,7 +104,10 @@ def attend_tile(
         weight = tl.load(mass + offset + row, mask=here, other=1).to(tl.float32)  # (N,)
         logits += tl.log2(weight)[None]
     if MASKED:
-        logits = tl.where(here[None] & (row[None] <= limit[:, None]), logits, float("-inf"))
+        seen = here[None] & (row[None] <= limit[:, None])
+        if WINDOW is not None:
+            seen = seen & (row[None] > limit[:, None] - WINDOW)
+        logits = tl.where(seen, logits, float("-inf"))
     else:
         logits = tl.where(here[None], logits, float("-inf"))
     return add_tile(logits, v, m, norm, acc)
@@ -155,6 +160,7 @@ def _few(
     WHOLE: tl.constexpr,
     CAST: tl.constexpr,
     CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Attend with M queries of one KV head to one of `splits` ranges of its rows.
 
@@ -247,6 +253,7 @@ def _few(
             asking,
             largest + head.to(tl.int64) * room,
             CAP,
+            WINDOW,
         )
     if SINGLE:
         if sinks is not None:
@@ -339,6 +346,7 @@ def _many(
     WHOLE: tl.constexpr,
     CAST: tl.constexpr,
     CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Attend with M queries of one query head to the rows that they see. The last queries see most and come first."""
     block, query_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -390,7 +398,9 @@ def _many(
     keys = tail_keys + b.to(tl.int64) * sk_b + h.to(tl.int64) * sk_h
     values = tail_values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
     whole = (tail - tokens + block * M + 1) // N * N  # all queries see the rows before this one
-    for first in range(0, whole, N):
+    if WINDOW is not None:  # none sees rows before the first one's window
+        whole = tl.maximum(tail - tokens + block * M + 1 - WINDOW, 0) // N * N
+    for first in range(0 if WINDOW is None else whole, whole, N):
         m, norm, acc = attend_tile(
             q,
             m,
@@ -437,6 +447,7 @@ def _many(
             WHOLE,
             CAST,
             CAP=CAP,
+            WINDOW=WINDOW,
         )
     if sinks is not None:
         m, norm, acc = add_sink(m, norm, acc, tl.load(sinks + head_of_sample + tl.zeros([M], tl.int32)))
@@ -471,10 +482,12 @@ def attend_triton(
     step: Tensor | None,
     largest: Tensor | None,
     extras: SoftmaxExtras | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """See `attend_ragged`. `longest` is the largest number of rows that a head may have.
 
-    `largest` is given only if a program can take all queries of a KV head (`count_together`).
+    `largest` is given only if a program can take all queries of a KV head (`count_together`). `window` is the number of
+    rows that a query sees at most, if no rows are held.
     """
     batch, query_heads, tokens, dim = queries.shape
     heads = keys.shape[1]
@@ -492,6 +505,7 @@ def attend_triton(
         "LSE": lse,
         "CAST": triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16,
         "CAP": find_cap(extras),
+        "WINDOW": window,
     }
     strides = (*queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     scale, mass = scaling * LOG2E.value, held_keys if mass is None else mass
@@ -544,6 +558,7 @@ def attend_triton(
                 step,
                 None if largest is None else largest[chunk],
                 extras,
+                window,
             )
             if part_sums is not None:
                 sums[chunk] = part_sums

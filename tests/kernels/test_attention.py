@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvbench.kernels.attention import RaggedRows, attend, attend_ragged, choose_cudnn
+from kvbench.kernels.attention.sdpa import attend_windowed, attend_windowed_extras
 from kvbench.kernels.softmax_extras import SoftmaxExtras
 from tests.support.selection import only_in_full
 
@@ -95,6 +96,22 @@ def test_sinks_and_caps(shape, enough, programs, sinks, cap, monkeypatch):
     assert (found - exact).abs().max() <= largest * 2e-6 and (own - sums).abs().max() <= 2e-5
     plain, _ = attend_ragged(queries, held, keys, values, 0.2, implementation="triton")
     assert (found - plain).abs().max() > 0.1
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("window", [1, 20, 300])
+@pytest.mark.parametrize("tokens, rows", [(70, 70), (66, 140), (1, 19)])
+@pytest.mark.parametrize("enough", [0, 10**6], ids=["many", "few"])
+def test_windows_with_sinks_and_caps(enough, tokens, rows, window, monkeypatch):
+    monkeypatch.setattr("kvbench.kernels.attention.triton.ENOUGH", enough)
+    monkeypatch.setattr("kvbench.kernels.attention.triton.FEW", 0)
+    queries, _, keys, values = made((1, 1, 2, tokens, rows, 0, 16), False, torch.float32)
+    sinks = torch.tensor([2.0, -1.0], device=DEVICE)
+    exact = [x.double() for x in (queries, keys, values)]
+    expected = attend_windowed(*exact, 0.2, window, SoftmaxExtras(sinks.double(), 1.5))
+    extras = SoftmaxExtras(sinks, 1.5)
+    found = attend_windowed_extras(queries, keys, values, 0.2, window, extras, implementation="triton")
+    assert (found - expected).abs().max() <= values.abs().max() * 2e-6
 
 
 @pytest.mark.parametrize("enough", [0, 10**6], ids=["many", "few"])
@@ -302,7 +319,7 @@ def ahead_of_time(kind, dtype, dim, extras):
     constants = {
         "D": dim, "WHOLE": True, "HELD": True, "MASS": True, "LSE": True, "CAST": False, "STEP": True,
         "SINGLE": False, "LARGEST": True, "M": 128 if kind == "_many" else 16, "N": 64, "S": 64,
-        **({"CAP": 50.0} if extras else {"CAP": None, "sinks": None}),
+        **({"CAP": 50.0, "WINDOW": 128} if extras else {"CAP": None, "WINDOW": None, "sinks": None}),
     }  # fmt: skip
     pointers = ("queries", "keys", "values", "outputs", "sinks")
     types = {}
