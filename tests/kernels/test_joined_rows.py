@@ -259,6 +259,6 @@ def ahead():
         sizes = {"MASS": mass, "ALIGN": 4 if exact else 8, "M": 16, "N": 32 if exact or dim > 128 else 64, "D": dim}
         sizes |= {"WHOLE": True, "CAST": False, "CAP": 50.0 if exact else None}
         yield list_kernel(own._attend_joined, pointers, sizes, num_warps=4, num_stages=2 if exact else 3)
-        pointers["sinks"] = f"*{dtype}"
-        for plain in ({}, {"sinks": None}):
-            yield list_kernel(own._combine_joined, pointers, {"S": own.AT_ONCE, "D": dim} | plain, num_warps=4)
+        joining = {"S": own.AT_ONCE, "D": dim}
+        yield list_kernel(own._combine_joined, pointers, joining | {"sinks": None}, num_warps=4)
+        yield list_kernel(own._combine_joined, pointers | {"sinks": f"*{dtype}"}, joining, num_warps=4)

@@ -135,4 +135,5 @@ def ahead():
             "CAST": False,
             **({"CAP": 50.0} if shared else {"CAP": None, "sinks": None}),
         }
-        yield list_kernel(_listed, kinds, constants, num_warps=4, num_stages=2)
+        pointers = kinds if shared else {name: kind for name, kind in kinds.items() if name != "sinks"}
+        yield list_kernel(_listed, pointers, constants, num_warps=4, num_stages=2)
