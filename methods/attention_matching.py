@@ -164,6 +164,7 @@ class AttentionMatching(Repeating):
         mass: Tensor,
         index: Tensor,
         there: Tensor,
+        *,
         extras: SoftmaxExtras | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return weights (P, t, 1) and values (P, t, d), float64, of the rows that stay in P heads.

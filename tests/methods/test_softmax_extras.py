@@ -16,6 +16,7 @@ from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend
 from kvbench.kernels.softmax_extras import SoftmaxExtras
+from kvbench.studies.study import refuse_extras
 from kvbench.validation import SettingError
 
 HEADS, GROUP, TOKENS, ROWS, SCALING, CAP = 2, 2, 6, 30, 0.5, 0.8
@@ -105,6 +106,13 @@ def test_peaks_with_a_sink_are_shares_of_all_terms():
     _, keys, values = draw_block()
     plain, found = (score("kvzip", {}, *observe(keys, values, extras)) for extras in (None, SoftmaxExtras(SINKS)))
     assert (found < plain).all()
+
+
+def test_studies_refuse_layers_with_either():
+    _, keys, values = draw_block()
+    refuse_extras(observe(keys, values, None)[0], "study")
+    with pytest.raises(SettingError, match="^study: attention of layer 0 has sinks or a cap"):
+        refuse_extras(observe(keys, values, SoftmaxExtras(SINKS))[0], "study")
 
 
 def test_an_estimate_without_a_cap_is_refused():
