@@ -143,6 +143,11 @@ def test_two_calls_joined_are_one_attention(monkeypatch, longest, tail):
     chosen, _ = attend_ragged(queries, held, keys, values, 0.125)
     assert torch.equal(found, chosen)
     assert (found - exact).abs().max() <= exact.abs().max() * 2**-6 and (own - sums).abs().max() <= 2e-4
+    extras = SoftmaxExtras(torch.linspace(-1, 6, 8, device=DEVICE).bfloat16())
+    given = as_double(held), keys.double(), values.double(), 0.125
+    exact, sums = attend_ragged(queries.double(), *given, lse=True, extras=extras)
+    found, own = attend_ragged(queries, held, keys, values, 0.125, lse=True, extras=extras, implementation="cudnn")
+    assert (found - exact).abs().max() <= exact.abs().max() * 2**-6 and (own - sums).abs().max() <= 2e-4
 
 
 def test_a_single_earlier_row_is_not_cudnns(monkeypatch):
