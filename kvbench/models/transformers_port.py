@@ -299,7 +299,7 @@ def attention(
             )
         else:
             outputs = attend_windowed(query, key, value, scaling, sliding_window, extras)
-    return outputs.transpose(1, 2), None
+    return outputs.transpose(1, 2).contiguous(), None  # as eager's: AFMoE calls `view` on it
 
 
 def make_extras(query: Tensor, sinks: Tensor | None, cap: float | None) -> SoftmaxExtras | None:
