@@ -1,7 +1,8 @@
 """Write what README.md and docs/ lack about methods, allocators, codecs and tasks.
 
 Example:
-  kvbench dev docs-tables      after a file was added to conf/method, or a preset to such a file
+  kvbench dev docs-tables             after a file was added to conf/method, or a preset to such a file
+  kvbench dev docs-tables --types     after kvbench reads other types of models, in half a minute: docs/models.md
 
 Rows and sections that people wrote stay as they are.
 """
@@ -12,20 +13,40 @@ from kvbench.atomic import replace_file
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError
 
+TYPES = "docs/models.md"
+
 
 def make_parser() -> CommandParser:
-    return CommandParser("dev docs-tables", __doc__)
+    parser = CommandParser("dev docs-tables", __doc__)
+    parser.add_argument(
+        "--types", action="store_true", help="try every type of transformers, too, and write its tables"
+    )
+    return parser
+
+
+def complete_types(text: str) -> str:
+    """Return docs/models.md with the tables of what kvbench does with each type of model."""
+    from kvbench.models.type_tables import list_tables
+    from kvbench.report.doc_tables import replace_table
+
+    for label, rows in list_tables().items():
+        text = replace_table(text, label, rows)
+    return text
 
 
 def write_tables(arguments: Sequence[str]) -> None:
     """Write the pages that are not as they should be, and print their names."""
-    make_parser().parse(arguments)
+    options = make_parser().parse(arguments)
     from kvbench.config.paths import FILES, IS_CHECKOUT
     from kvbench.report.doc_tables import complete_pages
 
     if not IS_CHECKOUT:
         raise SettingError(f"{FILES}: no checkout, so there are no README.md and no docs/ to write")
-    for page, (before, after) in complete_pages().items():
+    pages = complete_pages()
+    if options.types:
+        before = (FILES / TYPES).read_text(encoding="utf-8")
+        pages[TYPES] = before, complete_types(before)
+    for page, (before, after) in pages.items():
         if before != after:
             with replace_file(FILES / page) as draft:
                 draft.write_text(after, encoding="utf-8")

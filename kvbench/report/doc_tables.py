@@ -19,6 +19,7 @@ from kvbench.validation import SettingError, format_value
 
 COMMAND = "python -m kvbench dev docs-tables"
 WRITTEN = "<!-- kvbench dev docs-tables writes this section. To write it by hand, delete this line. -->"
+TABLE = "<!-- kvbench dev docs-tables --types writes this table: {label} -->"
 OTHER = "| other"  # rows that this module writes begin so
 FURTHER = "## Further methods"  # heading of the methods whose sections this module writes
 NEXT = {"method": "## Allocators", "allocator": "## Codecs", "codec": "## What a method costs"}  # group -> next heading
@@ -190,6 +191,25 @@ PAGES: dict[str, Callable[[str, Path], str]] = {
     "docs/methods.md": complete_methods,
     "docs/benchmarks.md": complete_benchmarks,
 }
+
+
+def replace_table(text: str, label: str, rows: Sequence[str]) -> str:
+    """Return a page in which a whole table is written anew: the one behind the line `TABLE` of its label.
+
+    Args:
+        text: The page.
+        label: What the line calls the table.
+        rows: The lines of the table, its head included.
+
+    Raises:
+        SettingError: The page has no such line.
+    """
+    line = TABLE.format(label=label)
+    before, marker, after = text.partition(f"\n{line}\n")
+    if not marker:
+        raise SettingError(f"{label}: the line {line} is not on the page")
+    rest = re.sub(r"\A\n(\|[^\n]*\n)*", "", after)
+    return before + marker + "".join(f"{row}\n" for row in ("", *rows)) + rest
 
 
 def complete_pages(root: Path = FILES) -> dict[str, tuple[str, str]]:
