@@ -28,19 +28,11 @@ from kvbench.models.miniature import draw_miniature, shrink
 from kvbench.models.probe import Refused
 from kvbench.models.transformers_port import read_layout
 from kvbench.validation import SettingError
+from tests.support.families import configure
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import distinct, ids, tiny
 
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FEW = dict(num_hidden_layers=2)
-NEEDED = {  # what a checkpoint states and the defaults of transformers do not
-    "hunyuan_v1_dense": dict(head_dim=16, rope_parameters=PLAIN_ROPE),
-    "hunyuan_v1_moe": dict(head_dim=16, rope_parameters=PLAIN_ROPE),
-    "ministral": dict(head_dim=128, rope_parameters=PLAIN_ROPE),
-    "nemotron": dict(num_key_value_heads=8),
-    "dots1": dict(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1),
-    "granite": dict(residual_multiplier=0.3, embedding_multiplier=12.0),
-}
 RIGHT = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmo", "gemma", "granite", "granitemoe", "granitemoeshared", "glm4_moe"),
     *("hyperclovax", "hy_v3", "seed_oss", "phimoe", "phi4_multimodal", "starcoder2", "nemotron", "arcee", "apertus"),
@@ -75,12 +67,6 @@ REFUSED = {
     "jetmoe": "layer 0 has no attention module, or that has no W_o",
 }
 AT_ONCE = ("deepseek_v3", "deepseek_v32", "gemma3n_text", "bamba", "mamba")
-
-
-def configure(name: str, **more: object):
-    if name not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {name}")
-    return CONFIG_MAPPING[name](**(NEEDED.get(name, {}) | more))
 
 
 def probe_type(name: str, **more: object) -> Probe:
