@@ -51,6 +51,9 @@ PARAMETERS = {  # billions, as the models' pages say
     "llama31_8b": 8.03, "r1_llama_8b": 8.03, "llama32_3b": 3.21, "mistral_7b_v02": 7.24, "megabeam_mistral_7b": 7.24,
     "qwen25_7b": 7.62, "qwen25_7b_1m": 7.62, "qwen25_3b": 3.09, "qwen25_32b": 32.76, "r1_qwen_1_5b": 1.78,
     "r1_qwen_7b": 7.62, "openmath_nemotron_14b": 14.77, "qwen3_8b": 8.19, "gemma3_12b": 11.77,
+    "gemma2_9b": 9.24, "smollm3_3b": 3.08, "glm4_9b": 9.40, "mixtral_8x7b": 46.70, "phi4": 14.66, "exaone4_32b": 32.00,
+    "seed_oss_36b": 36.15, "olmoe_1b_7b": 6.92, "ernie45_0_3b": 0.36, "granite33_8b": 8.17, "glm45_air": 106.85,
+    "olmo3_7b": 7.30,
 }  # fmt: skip
 
 
