@@ -82,7 +82,7 @@ ARCHITECTURES = {  # the tested list, by transformers' names of types
     "seed_oss": Architecture("Seed-OSS", graphs=True),
     "starcoder2": Architecture("StarCoder", graphs=True),
     "stablelm": Architecture("StableLM", graphs=True),
-    "nemotron": Architecture("Nemotron", graphs=True),
+    "nemotron": Architecture("Nemotron", graphs=True, since=(5, 17)),  # its attention was none of the registry's
     "helium": Architecture("Helium", graphs=True),
     "arcee": Architecture("AFM", graphs=True),
     "afmoe": Architecture("AFM", graphs=True),

@@ -7,8 +7,10 @@ import pytest
 from kvbench.models import configuration
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.configuration import load_configuration, load_layout, read_config_layout
+from kvbench.models.layouts import is_tested
 from kvbench.models.random_weights import RandomCheckpoint
 from kvbench.validation import SettingError
+from tests.support.families import configure
 
 
 @pytest.fixture
@@ -52,3 +54,10 @@ def test_sliding_layers_and_refusals_survive(kept, tmp_path):
     for _ in range(2):
         with pytest.raises(SettingError, match="architecture gpt2 is not supported"):
             load_layout(str(tmp_path))
+
+
+def test_a_type_counts_as_tested_from_a_version_on(monkeypatch):
+    config = configure("nemotron")
+    for version, tested in {"5.5.4": False, "5.16.1": False, "5.17.0": True, "5.23.0.dev0": True, "6.0": True}.items():
+        monkeypatch.setattr("transformers.__version__", version)
+        assert is_tested(config) == tested

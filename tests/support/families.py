@@ -9,7 +9,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvbench.models import probe
-from kvbench.models.layouts import ARCHITECTURES, Configuration
+from kvbench.models.layouts import ARCHITECTURES, Configuration, is_tested
 from kvbench.models.miniature import draw_miniature, shrink
 from kvbench.models.type_tables import make_default_config
 
@@ -33,7 +33,10 @@ def configure_miniature(name: str) -> Configuration:
 @cache
 def make_trial(name: str) -> probe.Trial:
     """A miniature of a type, a text of distinct positions, and what one pass of `eager` computes for it."""
-    return probe.make_trial(draw_miniature(configure_miniature(name)))
+    small = configure_miniature(name)
+    if not is_tested(small):
+        pytest.skip(f"{name} counts as tested in later versions of transformers")
+    return probe.make_trial(draw_miniature(small))
 
 
 def choose_types() -> list[str]:
