@@ -170,7 +170,8 @@ def attend_windowed_extras(
 
     In the reference each chunk of queries reads only the rows of its windows.
     """
-    if choose_implementation("attend_windowed", implementation, queries) == "triton":
+    width = values.shape[3]  # the Triton kernel reads values as wide as keys
+    if width == keys.shape[3] and choose_implementation("attend_windowed", implementation, queries) == "triton":
         from kvbench.kernels.attention.triton import attend_triton
 
         rows = keys.shape[2]
@@ -178,7 +179,7 @@ def attend_windowed_extras(
     tokens, rows = queries.shape[2], keys.shape[2]
     reach = rows if window is None else min(window, rows)
     step = max(1, min(reach, CHUNK // (2 * queries.shape[0] * queries.shape[1] * reach)))
-    outputs = torch.empty_like(queries)
+    outputs = queries.new_empty(*queries.shape[:3], width)
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
         last = torch.arange(start, stop, device=keys.device)[:, None] + rows - tokens

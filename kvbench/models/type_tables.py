@@ -27,6 +27,9 @@ STATED: dict[str, dict[str, Any]] = {  # what checkpoints state and the defaults
     "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": PLAIN_ROPE},
     "ministral": {"head_dim": 128, "rope_parameters": PLAIN_ROPE},
     "nemotron": {"num_key_value_heads": 8},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1} | SCALED_EXPERTS,
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "hyperclovax"), MULTIPLIERS),
     **dict.fromkeys(("glm4_moe", "solar_open"), SCALED_EXPERTS),
@@ -77,7 +80,8 @@ def try_tested_type(name: str) -> TypeFacts:
     config = make_default_config(name)
     trial = make_trial(draw_miniature(shrink(config)))
     known = ARCHITECTURES[name]
-    rotations = describe_rotations(*find_rotation_faults(trial), known.joint_norm)
+    fault, further = find_rotation_faults(trial)
+    rotations = describe_rotations(known.rotation_fault or fault, further, known.joint_norm)
     return TypeFacts(describe_cut(config), rotations, known.graphs)
 
 
