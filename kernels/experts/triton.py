@@ -18,19 +18,21 @@ class Tile:
     rows: int
     """Outputs of a program."""
     columns: int
-    """Inputs that are read at once."""
+    """Inputs that are read at once. Where a program serves all experts, of all of them together."""
     stages: int
     """Such parts that are being loaded at a time."""
     warps: int
-    by_slot: bool = False
-    """Whether a program serves one expert of a token instead of all."""
+    parts: int = 0
+    """Programs that the inputs of each expert are divided among. 0 if a program serves all experts of a token."""
 
 
-# chosen by trial on an H200; "across" is for weights whose outputs follow one another in memory
-LOGITS = Tile(4, 1024, 2, 4)
-GATED = {"along": Tile(8, 512, 3, 4), "across": Tile(32, 64, 4, 4)}
-DOWN = {"along": Tile(8, 256, 4, 4), "across": Tile(64, 64, 4, 4, by_slot=True)}
-SHARED = {"along": Tile(32, 128, 4, 4), "across": Tile(64, 64, 4, 4)}  # several tokens
+# "across" is for weights whose outputs follow one another in memory. Tiles were chosen by trial on an H200 (README.md).
+# DOWN and the GATED_SHARED of "across" were not measured.
+LOGITS = Tile(2, 1024, 2, 4)
+GATED = {"along": Tile(16, 256, 3, 4), "across": Tile(32, 128, 2, 4)}
+DOWN = {"along": Tile(4, 1024, 3, 4), "across": Tile(64, 128, 2, 4, parts=2)}
+GATED_SHARED = {"along": Tile(32, 128, 3, 4), "across": Tile(32, 128, 3, 4)}  # several tokens
+DOWN_SHARED = {"along": Tile(64, 128, 3, 4), "across": Tile(64, 64, 3, 4)}
 
 
 @triton.jit
@@ -339,42 +341,50 @@ def _down(
     stride_e,
     stride_n,
     stride_k,
-    BY_SLOT: tl.constexpr,
+    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    C: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute N outputs of a token, or of one of its experts without share and bias if BY_SLOT."""
+    """Compute N outputs of a token. With PARTS, those of a part of one expert's inputs, without share and bias."""
     block, number = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = block * N + tl.arange(0, N)
     there = row < rows
-    first, slots = number * each, each
-    if BY_SLOT:
-        first, slots = number, 1
-    blocks = tl.cdiv(columns, K)
-    total = tl.zeros([N, K], tl.float32)
-    for step in tl.range(0, slots * blocks, num_stages=STAGES):
-        slot = first + step // blocks
-        at = step % blocks * K + tl.arange(0, K)
-        here = at < columns
-        expert = tl.load(experts + slot).to(tl.int64)
-        part = tl.load(inner + slot * columns + at, mask=here, other=0.0).to(tl.float32)  # (K,)
-        if not BY_SLOT:
-            part *= tl.load(shares + slot)
-        offset, where = row[:, None] * stride_n + at[None] * stride_k, there[:, None] & here[None]
-        w = tl.load(weight + expert * stride_e + offset, mask=where, other=0.0)  # (N, K)
-        total += w.to(tl.float32) * part[None]
-    sums = tl.sum(total, 1)
-    if BIAS and not BY_SLOT:
-        for place in range(each):
-            expert = tl.load(experts + first + place).to(tl.int64)
-            own = tl.load(bias + expert * rows + row, mask=there, other=0.0).to(tl.float32)  # (N,)
-            sums += tl.load(shares + first + place) * own
-    if RESIDUAL and not BY_SLOT:
-        sums = sums.to(out.dtype.element_ty).to(tl.float32)
-        sums += tl.load(residual + number * rows + row, mask=there, other=0.0).to(tl.float32)  # (N,)
+    start, end = 0, columns
+    slot = number * each + tl.arange(0, C)
+    taken = tl.arange(0, C) < each
+    if PARTS:
+        width = tl.cdiv(tl.cdiv(columns, K), PARTS) * K
+        start = number % PARTS * width
+        end = tl.minimum(start + width, columns)
+        slot = number // PARTS + tl.arange(0, C)
+        taken = tl.arange(0, C) < 1
+    # numbers of all experts are read before the loop, so that no address in it waits for another read
+    expert = tl.load(experts + slot, mask=taken, other=0).to(tl.int64)  # (C,)
+    inner += slot[:, None] * columns
+    weight += expert[:, None, None] * stride_e + row[None, :, None] * stride_n
+    total = tl.zeros([C, N, K], tl.float32)
+    for first in tl.range(start, end, K, num_stages=STAGES):
+        at = first + tl.arange(0, K)
+        here = taken[:, None] & (at < columns)[None]
+        part = tl.load(inner + at[None], mask=here, other=0.0).to(tl.float32)  # (C, K)
+        where = here[:, None] & there[None, :, None]
+        w = tl.load(weight + at[None, None] * stride_k, mask=where, other=0.0)  # (C, N, K)
+        total += w.to(tl.float32) * part[:, None]
+    products = tl.sum(total, 2)  # (C, N)
+    if PARTS:
+        sums = tl.sum(products, 0)
+    else:
+        if BIAS:
+            where_bias = bias + expert[:, None] * rows + row[None]
+            products += tl.load(where_bias, mask=taken[:, None] & there[None], other=0.0).to(tl.float32)
+        sums = tl.sum(tl.load(shares + slot, mask=taken, other=0.0)[:, None] * products, 0)
+        if RESIDUAL:
+            sums = sums.to(out.dtype.element_ty).to(tl.float32)
+            sums += tl.load(residual + number * rows + row, mask=there, other=0.0).to(tl.float32)  # (N,)
     tl.store(out + number * rows + row, sums, mask=there)
 
 
@@ -432,16 +442,19 @@ def _combine(
     out,
     rows,
     each,
+    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Sum N products of all experts of a token."""
+    """Sum N products of all experts of a token, in PARTS each."""
     row, token = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1).to(tl.int64)
     there = row < rows
     sums = tl.zeros([N], tl.float32)
     for slot in range(token * each, token * each + each):
-        product = tl.load(products + slot * rows + row, mask=there, other=0.0)  # (N,)
+        product = tl.zeros([N], tl.float32)
+        for part in tl.static_range(PARTS):
+            product += tl.load(products + (slot * PARTS + part) * rows + row, mask=there, other=0.0)  # (N,)
         if BIAS:
             expert = tl.load(experts + slot).to(tl.int64)
             product += tl.load(bias + expert * rows + row, mask=there, other=0.0).to(tl.float32)  # (N,)
@@ -532,7 +545,7 @@ def gated_experts_triton(
             *given, *sizes, **common, N=tile.rows, K=tile.columns, STAGES=tile.stages, num_warps=tile.warps
         )
         return out
-    tile, (shared, slots, reads) = SHARED[find_direction(gate_up)], count_shared(tokens, each)
+    tile, (shared, slots, reads) = GATED_SHARED[find_direction(gate_up)], count_shared(tokens, each)
     _gated_shared[(triton.cdiv(rows, tile.rows), min(tokens, shared) * each, reads)](
         *given,
         tokens,
@@ -557,10 +570,11 @@ def sum_experts_triton(
     sizes = inner.shape[2], rows, each, *down.stride()
     common = {"BIAS": bias is not None, "RESIDUAL": residual is not None}
     tile = DOWN[find_direction(down)]
-    by_slot = tile.by_slot or tokens > 1
-    products = torch.empty(tokens * each, rows, dtype=torch.float32, device=inner.device) if by_slot else out
+    parts = tile.parts if tokens == 1 else 1
+    served = 1 if parts else triton.next_power_of_2(each)
+    products = torch.empty(tokens * each * parts, rows, dtype=torch.float32, device=inner.device) if parts else out
     if tokens == 1:
-        _down[(triton.cdiv(rows, tile.rows), each if by_slot else 1)](
+        _down[(triton.cdiv(rows, tile.rows), each * parts if parts else 1)](
             inner,
             down,
             bias,
@@ -570,14 +584,15 @@ def sum_experts_triton(
             products,
             *sizes,
             **common,
-            BY_SLOT=by_slot,
+            PARTS=parts,
+            C=served,
             N=tile.rows,
-            K=tile.columns,
+            K=max(16, tile.columns // served),
             STAGES=tile.stages,
             num_warps=tile.warps,
         )
     else:
-        tile, (shared, slots, reads) = SHARED[find_direction(down)], count_shared(tokens, each)
+        tile, (shared, slots, reads) = DOWN_SHARED[find_direction(down)], count_shared(tokens, each)
         _down_shared[(triton.cdiv(rows, tile.rows), min(tokens, shared) * each, reads)](
             inner,
             down,
@@ -593,8 +608,7 @@ def sum_experts_triton(
             STAGES=tile.stages,
             num_warps=tile.warps,
         )
-    if by_slot:
-        _combine[(triton.cdiv(rows, 256), tokens)](
-            products, bias, experts, shares, residual, out, rows, each, **common, N=256, num_warps=4
-        )
+    if parts:
+        given = products, bias, experts, shares, residual, out
+        _combine[(triton.cdiv(rows, 256), tokens)](*given, rows, each, **common, PARTS=parts, N=256, num_warps=4)
     return out

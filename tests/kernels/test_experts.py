@@ -176,6 +176,21 @@ def test_what_experts_make_is_summed_by_their_shares(implementation, tokens, acr
     close(result, exact, steps=3)
 
 
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_inputs_of_an_expert_are_divided_among_programs(monkeypatch, parts):
+    """Of 40 inputs in blocks of 16, the last of 3 parts has half a block."""
+    triton = pytest.importorskip("kvbench.kernels.experts.triton")
+    tile = triton.Tile(16, 64 if parts == 0 else 16, 2, 4, parts)
+    monkeypatch.setattr(triton, "DOWN", dict.fromkeys(triton.DOWN, tile))
+    inner, down, bias, residual = made(1, 3, 40), made(EXPERTS, 24, 40), made(EXPERTS, 24), made(1, 24)
+    experts, shares = draw_experts(1, 3), made(1, 3)
+    results = [
+        sum_experts(inner, down, experts, shares, bias=bias, residual=residual, implementation=implementation)
+        for implementation in ("triton", "reference")
+    ]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 def test_tokens_beyond_those_that_share_reads_are_read_too():
     tokens = 70
     x, gate_up, down = made(tokens, 8), made(EXPERTS, 8, 8), made(EXPERTS, 8, 4)
