@@ -39,6 +39,13 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {  # a type and what its defau
     "phimoe": ("phimoe", dict(router_jitter_noise=0.2)),
     "laguna": ("laguna", dict(moe_routed_scaling_factor=2.5)),
     "flex_olmo": ("flex_olmo", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "granitemoe_swa": ("granitemoe_swa", {}),
+    "exaone_moe": ("exaone_moe", dict(n_group=2, topk_group=1, routed_scaling_factor=2.5)),
+    "afmoe": ("afmoe", dict(route_norm=False, route_scale=2.5)),
+    "cohere2_moe": ("cohere2_moe", dict(num_shared_experts=2, shared_expert_combination_strategy="sum")),
+    "cohere2_moe, by sigmoid": ("cohere2_moe", dict(expert_selection_fn="sigmoid")),
+    "ernie4_5_moe, some layers dense": ("ernie4_5_moe", dict(moe_layer_interval=2)),
 }
 AT_ONCE = ("qwen2_moe", "granitemoeshared", "glm4_moe", "aria_text", "phimoe")  # together they have each part
 
@@ -179,6 +186,16 @@ def test_an_unknown_part_is_refused():
         change(block)
         with pytest.raises(UnknownPart):
             read_mixture(PartReader(x), block)
+
+
+@pytest.mark.full
+def test_the_mean_of_experts_and_shared_experts_is_refused():
+    if "cohere2_moe" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no cohere2_moe")
+    model = draw_miniature(shrink(CONFIG_MAPPING["cohere2_moe"](num_shared_experts=1)))
+    trial = make_trial(model)
+    with pytest.raises(UnknownPart, match="computes something else than router, experts and shared expert"):
+        read_weights(trial.model, trial.layout)
 
 
 def test_long_blocks_are_left_to_the_modules():
