@@ -127,6 +127,7 @@ def draft_run_table(
     heading = {
         "model": value["model"]["name"],
         "revision": value["model"].get("identity"),
+        **({"weights": value["model"]["weights"]} if value["model"].get("weights") else {}),
         **_describe_architecture(full_records),
         **{group: value[group]["name"] for group in CACHE_GROUPS},
         **({} if brief else {"settings": _describe_settings(value)}),

@@ -63,6 +63,11 @@ def find_model(model: str, setting: str = "model.path") -> str:
     return str(find_converted(Path(path).expanduser()))
 
 
+def add_format(name: str, weights_format: str | None) -> str:
+    """Return the name of a model whose weights have a format, as tables show it."""
+    return name if weights_format is None else f"{name}_{weights_format}"
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model that is not loaded yet."""
@@ -76,6 +81,8 @@ class Checkpoint:
     """Use "auto" to spread the layers over all GPUs (accelerate)."""
     most: int | None = None
     """How many tokens the model reads (`model.longest`); None takes what its configuration states."""
+    weights_format: str | None = None
+    """The format of the linear layers' weights (`model.weights`): "int4", or None for the dtype of the run."""
 
     @property
     def reads_text(self) -> bool:
@@ -143,13 +150,14 @@ class Checkpoint:
         """
         from kvbench.models.loading import load_weights
 
-        return load_weights(self.path, self.revision, self.device_map, dtype, device)
+        return load_weights(self.path, self.revision, self.device_map, dtype, device, self.weights_format)
 
     def identity(self) -> str:
         """Return a text that identifies the weights.
 
         For a model of the hub that is its commit. For a local folder it is a hash over weights, settings and tokenizer;
-        of a file over 64 MiB it covers 64 samples of 1 MiB. It is computed once for this object.
+        of a file over 64 MiB it covers 64 samples of 1 MiB. It is computed once for this object. The format of the
+        weights is not part of it, so that files that were made for a model serve it in every format.
         """
         return self._identity
 

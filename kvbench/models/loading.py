@@ -19,6 +19,13 @@ from transformers.utils import cached_file
 
 from kvbench.models.admission import admit_model
 from kvbench.models.configuration import load_configuration
+from kvbench.models.int4 import (
+    check_linear_share,
+    count_quantized_bytes,
+    fill_quantized,
+    list_linear_layers,
+    move_quantized,
+)
 from kvbench.models.layouts import read_head_dim, read_layer_config, read_value_dim
 from kvbench.models.silence import silence_transformers
 from kvbench.models.transformers_port import count_plain_states, find_factory, make_plain_cache, text_config
@@ -44,7 +51,12 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
 
 
 def load_weights(
-    path: str, revision: str | None, device_map: str | None, dtype: torch.dtype, device: str
+    path: str,
+    revision: str | None,
+    device_map: str | None,
+    dtype: torch.dtype,
+    device: str,
+    weights_format: str | None = None,
 ) -> torch.nn.Module:
     """Load a model from safetensors, ready to run.
 
@@ -54,14 +66,17 @@ def load_weights(
         device_map: "auto" spreads the layers over all GPUs; None moves the model to `device`.
         dtype: The dtype of the weights.
         device: "cpu" or "cuda".
+        weights_format: "int4" quantises the linear layers on their way to `device`; None keeps them in `dtype`.
 
     Raises:
-        SettingError: The weights cannot be read. Some are missing, have no place in the model or another shape than in
-            the model, or are not finite.
+        SettingError: The weights cannot be read, or most of them cannot be quantised. Some are missing, have no place
+            in the model or another shape than in the model, or are not finite.
     """
     config = load_configuration(path, revision)
     if Path(path).is_dir():
         check_stored_size(Path(path), config)
+    if weights_format is not None:
+        check_linear_share(make_skeleton(config), "model.weights=int4")
     with refuse_on_error(f"model.path={path}: cannot read weights there"), silence_transformers():
         loaded: Any = find_factory(config).from_pretrained(
             path,
@@ -76,7 +91,10 @@ def load_weights(
         )
     model, report = loaded
     check_report(path, report)
-    model = (model if device_map else model.to(device)).eval()
+    if weights_format is not None:
+        model = move_quantized(model, device).eval()
+    else:
+        model = (model if device_map else model.to(device)).eval()
     assert isinstance(model, torch.nn.Module)
     admit_model(model)
     check_finite(model, f"model.path={path}", lambda: find_stored_fault(path, revision))
@@ -199,7 +217,9 @@ def find_stop_tokens(model: Any) -> frozenset[int]:
     return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
-def make_random_model(config: PreTrainedConfig, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
+def make_random_model(
+    config: PreTrainedConfig, dtype: torch.dtype, device: str, seed: int, weights_format: str | None = None
+) -> torch.nn.Module:
     """Make a model with random weights. The global random state does not change.
 
     Its attention is the one that transformers chooses for its type: gpt-oss refuses `sdpa`, which has no sinks.
@@ -209,25 +229,58 @@ def make_random_model(config: PreTrainedConfig, dtype: torch.dtype, device: str,
         dtype: The dtype of the weights.
         device: Where the weights are initialised, "cpu" or "cuda".
         seed: The seed of the weights.
+        weights_format: "int4" quantises each linear layer when it is drawn; None keeps them in `dtype`.
+
+    Raises:
+        SettingError: Most weights cannot be quantised.
     """
     gpus = [torch.cuda.current_device()] if device == "cuda" else []
-    with torch.random.fork_rng(devices=gpus), torch.device(device):
+    made_on = device if weights_format is None else "meta"
+    with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(seed)
-        model = find_factory(config).from_config(config, dtype=dtype).eval()
-    assert isinstance(model, torch.nn.Module)
+        with torch.device(made_on):
+            model = find_factory(config).from_config(config, dtype=dtype).eval()
+        assert isinstance(model, torch.nn.Module)
+        if weights_format is not None:
+            check_linear_share(model, "model.weights=int4")
+            model = fill_quantized(model, device)
     admit_model(model)
     return model
 
 
-def count_parameters(config: Any) -> int:
-    """Return how many parameters a model of this configuration has. Tied ones count once. It needs no memory.
+def count_weight_bytes(config: Any, dtype: torch.dtype, weights_format: str | None) -> int:
+    """Return the bytes that the weights of a model of this configuration take, tied ones once. It needs no memory.
+
+    Args:
+        config: The configuration.
+        dtype: The dtype of the weights.
+        weights_format: "int4", or None if all weights have the dtype.
+
+    Raises:
+        SettingError: transformers cannot make a model of it.
+    """
+    model = make_skeleton(config)
+    saved = (
+        0
+        if weights_format is None
+        else sum(
+            layer.weight.numel() * dtype.itemsize - count_quantized_bytes(layer)
+            for _, layer in list_linear_layers(model)
+        )
+    )
+    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize - saved
+
+
+def make_skeleton(config: Any) -> torch.nn.Module:
+    """Return a model of a configuration whose weights have shapes and no memory.
 
     Raises:
         SettingError: transformers cannot make a model of it.
     """
     with refuse_on_error("model: its config.json makes no model"), torch.device("meta"):
         model = find_factory(config).from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+    assert isinstance(model, torch.nn.Module)
+    return model
 
 
 @torch.no_grad()

@@ -26,6 +26,11 @@ class ModelKind:
         """The file's name, which tables show."""
         return self.settings["name"]
 
+    @property
+    def weights(self) -> str | None:
+        """The format of the linear layers' weights, "int4" or None. Older records have no such setting."""
+        return self.settings.get("weights")
+
     def check(self) -> None:
         """Check the settings without torch.
 
@@ -71,6 +76,11 @@ class FetchedModel(EmbeddedModel):
         super().check()
         check_fetched(self.name)
 
+    def checkpoint(self, seed: int) -> Any:
+        from kvbench.models.checkpoint import Checkpoint, add_format, find_model
+
+        return Checkpoint(add_format(self.name, self.weights), find_model(self.name), weights_format=self.weights)
+
 
 @dataclass(frozen=True)
 class HuggingFaceModel(ModelKind):
@@ -87,12 +97,17 @@ class HuggingFaceModel(ModelKind):
             raise SettingError(f"model.revision={revision}: is of the hub, a GGUF file has none; null")
 
     def checkpoint(self, seed: int) -> Any:
-        from kvbench.models.checkpoint import Checkpoint, find_model
+        from kvbench.models.checkpoint import Checkpoint, add_format, find_model
 
-        path = str(self.settings["path"])
-        name = self.name if self.name != "hf" else name_checkpoint(path)
-        settings = self.settings
-        return Checkpoint(name, find_model(path), settings["revision"], settings["device_map"], settings.get("longest"))
+        path, settings = str(self.settings["path"]), self.settings
+        return Checkpoint(
+            add_format(self.name if self.name != "hf" else name_checkpoint(path), self.weights),
+            find_model(path),
+            settings["revision"],
+            settings["device_map"],
+            settings.get("longest"),
+            self.weights,
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,7 @@ class RandomModel(ModelKind):
     def checkpoint(self, seed: int) -> Any:
         from kvbench.models.random_weights import RandomCheckpoint
 
-        return RandomCheckpoint.like(self.settings["like"], seed, self.settings["tokenizer"])
+        return RandomCheckpoint.like(self.settings["like"], seed, self.settings["tokenizer"], self.weights)
 
 
 def name_checkpoint(path: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.config.catalogue import SHAPES, list_shapes
 from kvbench.config.provenance import content_hash
 from kvbench.interfaces.layout import Layout
-from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.checkpoint import Checkpoint, add_format
 from kvbench.models.configuration import load_configuration, load_layout
 from kvbench.models.embedded import REFERENCE
 from kvbench.validation import SettingError, require_choice
@@ -29,13 +29,16 @@ class RandomCheckpoint(Checkpoint):
     """The model whose tokenizer it uses."""
 
     @classmethod
-    def like(cls, name: object, seed: int, tokenizer: object = None) -> "RandomCheckpoint":
+    def like(
+        cls, name: object, seed: int, tokenizer: object = None, weights_format: str | None = None
+    ) -> "RandomCheckpoint":
         """Make the checkpoint of a shape. It is named random_<name> if it has a tokenizer.
 
         Args:
             name: The shape's file is conf/model/shapes/<name>.json.
             seed: The seed of the weights.
             tokenizer: None, or "reference" for the embedded model's tokenizer.
+            weights_format: The attribute of the checkpoint, which also ends its name.
 
         Raises:
             SettingError: There is no such shape or tokenizer.
@@ -44,8 +47,10 @@ class RandomCheckpoint(Checkpoint):
         require_choice("model.tokenizer", tokenizer, (None, "reference"))
         path = str(SHAPES / f"{name}.json")
         if tokenizer is None:
-            return cls(str(name), path, seed=seed)
-        return cls(f"random_{name}", path, seed=seed, lender=Checkpoint("reference", str(REFERENCE)))
+            return cls(add_format(str(name), weights_format), path, weights_format=weights_format, seed=seed)
+        named = add_format(f"random_{name}", weights_format)
+        lender = Checkpoint("reference", str(REFERENCE))
+        return cls(named, path, weights_format=weights_format, seed=seed, lender=lender)
 
     @property
     def reads_text(self) -> bool:
@@ -80,7 +85,7 @@ class RandomCheckpoint(Checkpoint):
         """Make the model with its architecture's own random initialisation. No copy is made on the CPU."""
         from kvbench.models.loading import make_random_model
 
-        return make_random_model(self.config(), dtype, device, self.seed)
+        return make_random_model(self.config(), dtype, device, self.seed, self.weights_format)
 
     def identity(self) -> str:
         text = f"random {Path(self.path).stem} {content_hash(Path(self.path))} seed {self.seed}"

@@ -61,6 +61,10 @@ def check_settings(config: DictConfig, tasks: dict[str, Task] | None = None) -> 
         require_int("block_size", config.block_size, 1)
     require_int("max_batch", config.max_batch, 1)
     require_choice("model.device_map", config.model.device_map, (None, "auto"))
+    weights = OmegaConf.select(config, "model.weights")  # older records have no such setting
+    require_choice("model.weights", weights, (None, "int4"))
+    if weights is not None and config.model.device_map is not None:
+        raise SettingError(f"model.weights={weights}: is loaded onto one GPU; model.device_map=null")
     require_choice("model.compile", config.model.compile, ("auto", "off"))
     for name in ("sweep.share_prefill", "sweep.share_decoding"):
         require_choice(name, OmegaConf.select(config, name), (True, False))

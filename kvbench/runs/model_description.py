@@ -11,7 +11,7 @@ from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.decoder_weights import can_collect_weights
 from kvbench.models.layouts import Configuration, count_row_numbers, find_window, name_type
-from kvbench.models.loading import count_parameters, count_states
+from kvbench.models.loading import count_states, count_weight_bytes
 from kvbench.models.model_kinds import name_checkpoint
 from kvbench.validation import SettingError
 
@@ -76,14 +76,14 @@ def describe_memory(layout: Layout, config: Configuration, tokens: int, dtype: t
     held, text = len(layout.held) * layer, config.get_text_config(decoder=True)
     windowed = sum(count_row_numbers(text, index) for index in layout.sliding) * dtype.itemsize
     cached = held * tokens + windowed * min(tokens, find_window(text))
-    weights = count_parameters(config) * dtype.itemsize
+    plain, packed = (count_weight_bytes(config, dtype, weights_format) for weights_format in (None, "int4"))
     states = count_states(config, dtype) if layout.stateful else 0
     more = f", of which {states / 1e9:.2g} GB are recurrent states" if states else ""
     cached += states
     cache = f"{cached / 1e9:.2f} GB for the full cache of {tokens:,} tokens{more}"
     return {
         "bytes per token": f"{held:,} in the layers that methods cut ({name})",
-        "memory": f"{weights / 1e9:.2f} GB of weights, {cache}",
+        "memory": f"{plain / 1e9:.2f} GB of weights ({packed / 1e9:.2f} with model.weights=int4), {cache}",
     }
 
 

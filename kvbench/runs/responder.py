@@ -244,6 +244,7 @@ class Responder:
             "budget": 1.0 if self.run.full else self.run.budget.value, "meta": dict(sample.meta),
             "conversation": sample.conversation or None, "turn": len(prompt.earlier),
             "retokenized": prompt.retokenized or ABSENT, "architecture": self.bench.probed or ABSENT,
+            "weights": self.run.checkpoint.weights_format or ABSENT,
         }  # fmt: skip
 
     def _measure(self, batch: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:

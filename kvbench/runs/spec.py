@@ -106,6 +106,9 @@ class RunSpec:
         if groups["method"]["name"] == "full":  # it cuts nothing, whatever allocator and budget say
             groups["allocator"], budget = catalogue.load_settings("allocator", UNCUT["allocator"]), Budget(1.0)
         checkpoint = find_model_kind(checked.settings["model"]).checkpoint(config.seed)
+        weights = OmegaConf.select(config, "model.weights")  # older records have no such setting
+        if weights != checkpoint.weights_format:
+            raise SettingError(f"model.weights={weights}: model={config.model.name} has no such weights; null")
         return cls(
             checkpoint=shared.share(checkpoint, shared.checkpoints),
             groups=groups,
@@ -259,6 +262,7 @@ class RunSpec:
         averages = getattr(self.task, "averages", None) or {}
         model: dict[str, Any] = {"name": self.checkpoint.name, "identity": self.checkpoint.identity()}
         model |= {} if self.checkpoint.most is None else {"longest": self.checkpoint.most}
+        model |= {} if self.checkpoint.weights_format is None else {"weights": self.checkpoint.weights_format}
         model |= {} if self.thinking is None else {"thinking": self.thinking}
         return fidelity | {
             "model": model,

@@ -45,6 +45,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
     "model.compile": ("auto", "off"),
     "model.device_map": ("auto",),
     "model.thinking": ("on", "off"),
+    "model.weights": ("int4",),
     **dict.fromkeys(("model.longest", "model.solvable"), ()),
     "method.anchor": ("median", "pairwise"),
     "method.metric": ("dot", "euclidean"),
@@ -116,6 +117,8 @@ def choose_names(value: Mapping[str, Any]) -> dict[str, str]:
     for group in GROUPS:
         part = value.get(group)
         name = part.get("name") if isinstance(part, Mapping) else None
+        if group == "model" and isinstance(name, str) and (weights := get(value, group, "weights")) is not None:
+            name = name.removesuffix(f"_{weights}")  # the format of its weights ends its name
         if group == "model" and name not in list_choices(group):
             name = "hf"  # a checkpoint is named after its folder
         if name not in list_choices(group):
@@ -182,7 +185,7 @@ def read_top_level(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "fidelity", value.get("fidelity", False)
     for name in ("temperature", "top_p"):
         yield name, get(value, "sampling", name)
-    for name in ("longest", "thinking"):
+    for name in ("longest", "thinking", "weights"):
         yield f"model.{name}", get(value, "model", name)
     yield "device", get(value, "device", "type")
     yield "dtype", get(value, "device", "dtype")

@@ -36,6 +36,7 @@ ASKED_TOGETHER = "records whose question was read beside others"
 RETOKENIZED = "turns before which the tokenizer would give other tokens"
 THOUGHT = "records whose `output` ends a thought with `</think>`"
 STATEFUL = "records without `error` of a model with recurrent or convolutional layers"
+QUANTIZED = "records of runs with `model.weights`"
 PROBED = "records of a model whose architecture is not on the tested list"
 SHARED_GPU = "records made beside other processes of the sweep on the same GPU"
 
@@ -61,7 +62,8 @@ def described(
         meaning: One or two sentences for the table of fields.
         unit: Unit of the value, "" if it has none.
         held_by: Which records have the field: `ALWAYS`, `TEXT`, `ANSWERED`, `COMPARED`, `PREDICTED`, `REFERENCE`,
-            `ASKED_TOGETHER`, `RETOKENIZED`, `THOUGHT`, `STATEFUL`, `PROBED` or `SHARED_GPU`.
+            `ASKED_TOGETHER`, `RETOKENIZED`, `THOUGHT`, `STATEFUL`, `QUANTIZED`, `PROBED` or
+            `SHARED_GPU`.
         since: Version of the record that introduced the field.
         default: Value of a record that is built without the field.
         least: The smallest number that the field may hold.
@@ -118,6 +120,7 @@ class Record:
         RETOKENIZED,
         since=3,
     )
+    weights: str = described("Format of the weights of the model's linear layers.", held_by=QUANTIZED, since=4)
     architecture: str = described(
         "Name of the model's architecture, which a probe admitted (docs/models.md).", held_by=PROBED, since=4
     )

@@ -29,7 +29,7 @@ from kvbench.config.provenance import source_hash
 from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
-from kvbench.models.loading import count_parameters
+from kvbench.models.loading import count_weight_bytes
 from kvbench.models.transformers_port import text_config
 from kvbench.runs.devices import count_device_bytes
 from kvbench.runs.prompt import Prompt
@@ -307,12 +307,13 @@ def count_caches(run: RunSpec, tokens: int) -> float:
 def require_memory(run: RunSpec, tokens: int, caches: float) -> None:
     """Raise a SettingError if weights and some full caches of a prompt do not fit into the memory that is free.
 
-    bytes = size · (parameters + 2 · layers · KV heads · dimensions · tokens · caches), where a layer with a sliding
+    bytes = weights + size · (2 · layers · KV heads · dimensions · tokens · caches), where a layer with a sliding
     window or a recurrent state counts as one that holds no rows. What a prefill needs besides is not counted.
     """
     shape, size = run.checkpoint.layout(), run.torch_dtype.itemsize
     rows = len(shape.held) * shape.row_numbers * tokens
-    wanted = size * (count_parameters(run.checkpoint.config()) + rows * caches)
+    weights = count_weight_bytes(run.checkpoint.config(), run.torch_dtype, run.checkpoint.weights_format)
+    wanted = weights + size * rows * caches
     if wanted > (free := count_free_bytes(run)):
         raise SettingError(
             f"model={run.checkpoint.name}: weights and {caches:.2g} full caches of {tokens} tokens take "

@@ -1,6 +1,6 @@
 """Whether this machine can hold a preset's runs: weights, and the full cache of the longest prompt if the task says it.
 
-    bytes = parameters · size + 2 · layers · KV heads · dimensions · tokens · size
+    bytes = weights + 2 · layers · KV heads · dimensions · tokens · size
 
 are compared with the memory of the GPU (of all GPUs with model.device_map=auto), or of the machine. The weights are not
 loaded for it. A sliding-window layer counts with all tokens. What a prefill needs besides is not counted, so that a
@@ -16,10 +16,12 @@ from kvbench.validation import SettingError
 
 def count_needed_bytes(run: RunSpec) -> int:
     """Return the bytes of the weights and of the full cache."""
-    from kvbench.models.loading import count_parameters
+    from kvbench.models.loading import count_weight_bytes
 
-    config, shape, size = run.checkpoint.config(), run.checkpoint.layout(), run.torch_dtype.itemsize
-    return size * (count_parameters(config) + shape.layers * shape.row_numbers * (run.task.length or 0))
+    checkpoint, shape = run.checkpoint, run.checkpoint.layout()
+    weights = count_weight_bytes(checkpoint.config(), run.torch_dtype, checkpoint.weights_format)
+    rows = shape.layers * shape.row_numbers * (run.task.length or 0)
+    return weights + run.torch_dtype.itemsize * rows
 
 
 def count_available_bytes(run: RunSpec) -> int:

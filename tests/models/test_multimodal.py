@@ -16,7 +16,7 @@ from kvbench.models import admission, probe
 from kvbench.models.configuration import load_layout
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.models.layouts import MULTIMODAL, is_tested, name_type
-from kvbench.models.loading import check_stored_size, count_parameters, load_weights, make_random_model
+from kvbench.models.loading import check_stored_size, count_weight_bytes, load_weights, make_random_model
 from kvbench.models.miniature import draw_miniature, shrink
 from kvbench.models.transformers_port import find_text_decoder, read_layout
 from kvbench.validation import SettingError
@@ -96,7 +96,8 @@ def test_a_checkpoint_is_loaded_with_all_its_weights(name, tmp_path, kept):
     assert type(loaded) is type(model)
     held = loaded.state_dict()
     assert all(torch.equal(weight, held[name]) for name, weight in model.state_dict().items())
-    assert count_parameters(loaded.config) == sum(weight.numel() for weight in loaded.parameters())
+    weights_bytes = sum(weight.nbytes for weight in loaded.parameters())
+    assert count_weight_bytes(loaded.config, torch.float32, None) == weights_bytes
     assert load_layout(str(tmp_path)) == read_layout(loaded)
     compressed = kvbench.prefill(loaded, draw_tokens(), "knorm", 1.0, 16)
     truth = model(input_ids=draw_tokens()).logits[0, -1]

@@ -54,7 +54,7 @@ def test_heads_that_differ_by_layer_are_counted(describe, tmp_path, monkeypatch,
         pytest.skip("this transformers has no such type")
     monkeypatch.setattr(admission, "VERDICTS", {})
     monkeypatch.setattr(admission, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(model_description, "count_parameters", lambda config: 0)
+    monkeypatch.setattr(model_description, "count_weight_bytes", lambda *given: 0)
     monkeypatch.setattr(probe, "probe", lambda config: Probe("mimo_v2_flash", None, graphs=False))
     (tmp_path / "config.json").write_text(json.dumps(settings))
     code, out, _ = describe(tmp_path, "--tokens", 5000)

@@ -102,6 +102,7 @@ def test_listed_values_and_numbers_count(overrides):
         ({"question": "x\ny"}, "question=x\\ny: a text that is not taken from a bundle; give question=… here"),
         ({"device": {"type": "meta"}}, "device=meta: a text that is not taken"),
         ({"model": {"name": "reference", "thinking": "no"}}, "model.thinking=no: a text"),
+        ({"model": {"name": "random_int4", "weights": "int5"}}, "model.weights=int5: a text"),
         ({"task": 5}, "task=null: conf/ has no such task"),
         ({"method__window": 31}, None),
     ],
@@ -171,3 +172,9 @@ def test_settings_of_a_base_can_be_given():
     assert {"method.base_args.path", "model.path", "task.haystack_path", "seed"} <= list_settings(value)
     with pytest.raises(SettingError, match=r"^method\.base_args\.path: leads to files"):
         compose_run(value, {})
+
+
+def test_the_format_of_the_weights_is_part_of_a_models_name():
+    value = describe("method=snapkv", model={"name": "llama31_8b_int4", "weights": "int4"})
+    model = compose_run(value, {}).model
+    assert (model.name, model.weights) == ("llama31_8b", "int4")

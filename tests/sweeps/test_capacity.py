@@ -1,11 +1,12 @@
 """A preset refuses what the machine cannot hold, in one line and before it starts."""
 
 import pytest
+import torch
 
 from kvbench.config.catalogue import SHAPES
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.configuration import load_configuration, load_layout
-from kvbench.models.loading import count_parameters
+from kvbench.models.loading import count_weight_bytes
 from kvbench.sweeps import capacity
 from kvbench.sweeps.plan import Sweep
 from kvbench.validation import SettingError
@@ -27,7 +28,8 @@ def check(overrides: list[str]) -> None:
 
 
 def test_parameters_are_counted_without_memory():
-    assert count_parameters(load_configuration(str(SHAPES / "llama31_8b.json"))) == 8_030_261_248
+    config = load_configuration(str(SHAPES / "llama31_8b.json"))
+    assert count_weight_bytes(config, torch.bfloat16, None) == 2 * 8_030_261_248
 
 
 def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
