@@ -24,6 +24,7 @@ from kvbench.models.layouts import Configuration, is_tested, read_config_layout,
 from kvbench.network import use_hub
 from kvbench.validation import SettingError, refuse_on_error, summarize
 
+MXFP4 = "mxfp4"
 LARGEST = {  # what a configuration may say, several times that of the largest models
     "num_hidden_layers": 1024,
     "num_attention_heads": 1024,
@@ -32,6 +33,14 @@ LARGEST = {  # what a configuration may say, several times that of the largest m
     "hidden_size": 1 << 17,
     "intermediate_size": 1 << 19,
     "vocab_size": 1 << 22,
+}
+
+OTHER_KERNELS = "whose kernels are in a package that kvbench does not use"
+UNREAD_FORMATS = {  # formats of stored weights that kvbench does not read, by transformers' names, and why
+    **dict.fromkeys(
+        ("fp8", "mxfp8"), "whose kernels transformers takes from the hub, and kvbench runs no code of the hub"
+    ),
+    **dict.fromkeys(("gptq", "awq", "auto-round", "bitsandbytes", "compressed-tensors", "torchao"), OTHER_KERNELS),
 }
 
 
@@ -52,13 +61,43 @@ def load_configuration(path: str, revision: str | None = None) -> Any:
         revision: A revision of the hub.
 
     Raises:
-        SettingError: There is no configuration, or a probe refuses the architecture.
+        SettingError: There is no configuration, its weights are quantised in a format that kvbench does not read, or a
+            probe refuses the architecture.
     """
     config = find_stamped(path, revision) if Path(path).exists() else deepcopy(find_on_hub(path, revision))
     if isinstance(config, str):
         raise SettingError(f"model.path={path}: cannot read a model there ({config})")
+    refuse_quantized(path, config)
     check_architecture(config)
     return config
+
+
+def find_stored_format(config: Configuration) -> str | None:
+    """Return the format of the quantised weights that a checkpoint stores, by transformers' name, or None if it stores
+    plain weights.
+    """
+    for part in (config, config.get_text_config(decoder=True)):
+        if (stored := getattr(part, "quantization_config", None)) is not None:
+            fields: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
+            is_bitsandbytes = fields.get("load_in_4bit") or fields.get("load_in_8bit")
+            method = "bitsandbytes" if is_bitsandbytes else fields.get("quant_method")
+            return str(getattr(method, "value", method) or "an unnamed method")
+    return None
+
+
+def refuse_quantized(path: str, config: Configuration) -> None:
+    """Raise a SettingError if a checkpoint stores quantised weights in a format that kvbench does not read.
+
+    kvbench reads mxfp4, in which gpt-oss is published: transformers makes such weights plain without further packages.
+    """
+    stored = find_stored_format(config)
+    if stored in (None, MXFP4):
+        return
+    reason = UNREAD_FORMATS.get(str(stored), "which kvbench does not read")
+    raise SettingError(
+        f"model.path={path}: its weights are quantised with {stored}, {reason}; use a checkpoint in bfloat16, with "
+        "model.weights=int4 if it does not fit"
+    )
 
 
 def find_files(path: str, revision: str | None) -> Any:

@@ -16,9 +16,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
+from transformers.utils.quantization_config import Mxfp4Config
 
 from kvbench.models.admission import admit_model
-from kvbench.models.configuration import load_configuration
+from kvbench.models.configuration import MXFP4, find_stored_format, load_configuration
 from kvbench.models.int4 import (
     check_linear_share,
     count_quantized_bytes,
@@ -77,6 +78,7 @@ def load_weights(
         check_stored_size(Path(path), config)
     if weights_format is not None:
         check_linear_share(make_skeleton(config), "model.weights=int4")
+    is_mxfp4 = find_stored_format(config) == MXFP4
     with refuse_on_error(f"model.path={path}: cannot read weights there"), silence_transformers():
         loaded: Any = find_factory(config).from_pretrained(
             path,
@@ -88,9 +90,14 @@ def load_weights(
             device_map=device_map,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the report names them
+            **({"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}),
         )
     model, report = loaded
+    if is_mxfp4:
+        report = report | {"mismatched_keys": report["mismatched_keys"] or find_other_shapes(model, config)}
     check_report(path, report)
+    if is_mxfp4:
+        cast_dequantized(model, dtype)
     if weights_format is not None:
         model = move_quantized(model, device).eval()
     else:
@@ -99,6 +106,23 @@ def load_weights(
     admit_model(model)
     check_finite(model, f"model.path={path}", lambda: find_stored_fault(path, revision))
     return model
+
+
+def find_other_shapes(model: torch.nn.Module, config: PreTrainedConfig) -> list[str]:
+    """Return the names of the weights that have another shape than the configuration says.
+
+    Some versions of transformers do not compare shapes if they make weights plain.
+    """
+    vars(config).pop("quantization_config", None)
+    expected = {name: weight.shape for name, weight in make_skeleton(config).named_parameters()}
+    return [name for name, weight in model.named_parameters() if weight.shape != expected.get(name)]
+
+
+def cast_dequantized(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights that transformers made plain to a dtype. It makes them in bfloat16, whatever it is asked for."""
+    for weight in model.parameters():
+        if weight.dtype == torch.bfloat16:
+            weight.data = weight.data.to(dtype)
 
 
 def check_report(path: str, report: Mapping[str, Any]) -> None:
