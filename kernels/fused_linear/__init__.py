@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.fused_linear.reference import (
@@ -11,6 +12,11 @@ from kvbench.kernels.fused_linear.reference import (
     rms_norm_linear_reference,
     rms_norm_reference,
 )
+
+
+def are_plain(weights: Sequence[Tensor]) -> bool:
+    """Return whether kernels can read weights. A subclass of tensors computes its own products (weights in int4)."""
+    return all(type(weight) in (Tensor, Parameter) for weight in weights)
 
 
 @announced
@@ -30,7 +36,7 @@ def rms_norm_linear(
 
     Args:
         x: (B, K)
-        weights: (N, K) each.
+        weights: (N, K) each. Products with a subclass of tensors are its own (`torch.nn.functional.linear`).
         biases: (N,) or None for each weight; None for no biases.
         norm: The weight (K,) and ε of an RMS norm (`rms_norm`); None for no norm.
         residual: (B, N), added to the product with a single weight.
@@ -47,7 +53,7 @@ def rms_norm_linear(
     if residual is not None and (len(weights) > 1 or residual.shape != (len(x), len(weights[0]))):
         raise ValueError(f"rms_norm_linear: residual {tuple(residual.shape)} for {len(weights)} weights")
     biases = [None] * len(weights) if biases is None else biases
-    if len(x) == 1 and choose_implementation("rms_norm_linear", implementation, x) == "triton":
+    if len(x) == 1 and are_plain(weights) and choose_implementation("rms_norm_linear", implementation, x) == "triton":
         from kvbench.kernels.fused_linear.triton import rms_norm_linear_triton
 
         return rms_norm_linear_triton(x, weights, biases, norm, residual)
@@ -87,7 +93,7 @@ def rms_norm_glu(
     if activation not in ACTIVATIONS:
         raise ValueError(f"rms_norm_glu: activation {activation!r}")
     chosen = choose_implementation("rms_norm_glu", implementation, x)
-    if chosen == "triton" and len(x) == 1:
+    if chosen == "triton" and len(x) == 1 and are_plain((gate, up)):
         from kvbench.kernels.fused_linear.triton import rms_norm_glu_triton
 
         return rms_norm_glu_triton(x, gate, up, norm, activation)

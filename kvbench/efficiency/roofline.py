@@ -59,12 +59,14 @@ class WeightSizes:
     @classmethod
     def of(cls, model: torch.nn.Module) -> "WeightSizes":
         """Read the sizes of a model."""
-        sizes = {id(weight): weight.nbytes for weight in model.parameters()}
+        weights = list(model.parameters())  # tied ones once
         table, output = embedding_tables(model)
-        total, experts = sum(sizes.values()), sum(weight.nbytes for weight in list_experts(model))
+        total, count = (sum(sizes) for sizes in zip(*((one.nbytes, one.numel()) for one in weights), strict=True))
+        stacked = list_experts(model)
+        experts, outside = sum(one.nbytes for one in stacked), [output] if table is output else [table, output]
         read = total - experts if table is output else total - experts - table.nbytes
         share = find_active_share(model) if experts else 0.0
-        return cls(total, read, (read - output.nbytes) // table.element_size(), experts, share)
+        return cls(total, read, count - sum(one.numel() for one in (*outside, *stacked)), experts, share)
 
     def read_by(self, tokens: int) -> float:
         """Return the bytes that a step of so many tokens reads. Each token chooses its experts at random."""

@@ -22,7 +22,7 @@ class Linear:
     """A matrix product."""
 
     weight: Tensor
-    """(outputs, inputs)"""
+    """(outputs, inputs), maybe in int4 (`kvbench.models.int4.Int4Weight`)."""
     bias: Tensor | None = None
     """(outputs,)"""
 

@@ -11,6 +11,7 @@ from kvbench.kernels.experts import MOST_TOKENS
 from kvbench.models.decoder_parts import Block, HeadLayerNorm, Linear, Norm, ProjectedNorm
 from kvbench.models.expert_parts import Mixture
 from kvbench.models.expert_reader import read_feed_forward
+from kvbench.models.int4 import Int4Weight
 from kvbench.models.layouts import ARCHITECTURES, Configuration, read_rope_settings, read_text_type
 from kvbench.models.part_reader import PartReader, UnknownPart, check_factors, list_children, read_block
 from kvbench.models.rotations import Rotation
@@ -117,8 +118,9 @@ def collect_plain_weights(model: torch.nn.Module, layout: Layout) -> DecoderWeig
     if layout.value_width is not None:
         return None
     parameters = list(model.parameters())
-    plain = all(type(parameter) is torch.nn.Parameter and parameter.is_contiguous() for parameter in parameters)
-    # on several GPUs, quantised in place, or not contiguous
+    known = torch.nn.Parameter, Int4Weight
+    plain = all(type(parameter) in known and parameter.is_contiguous() for parameter in parameters)
+    # on several GPUs, quantised by others, or not contiguous
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) > 1 or not plain:
         return None
     # the rotations of a whole answer are computed at once, so the frequencies must not change with its length
@@ -181,9 +183,16 @@ def reorder_block(block: Block, order: Tensor | None) -> Block:
     Args:
         block: The weights.
         order: The present dimensions in their new order, (d,), or None for no change.
+
+    Raises:
+        UnknownPart: The weights are in int4, whose rows cannot be reordered.
     """
     if order is None:
         return block
+    attention = block.attention
+    queries, keys, values = attention.project
+    if isinstance(queries.weight, Int4Weight) or isinstance(keys.weight, Int4Weight):
+        raise UnknownPart("queries and keys in int4, in another order of their dimensions than the step's")
 
     def reorder(rows: Tensor) -> Tensor:  # (heads·d, …), or a norm of each head or of all, (d,) or (heads·d,)
         return rows.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
@@ -201,8 +210,6 @@ def reorder_block(block: Block, order: Tensor | None) -> Block:
         }
         return replace(cast(Any, norm), **turned)
 
-    attention = block.attention
-    queries, keys, values = attention.project
     head_norms, wide = attention.head_norms, attention.projected_norms
     attention = replace(
         attention,

@@ -5,7 +5,7 @@ bfloat16, a weight is stored as q = round((w − z) / s) + 8 in 0 … 15, and it
 products of few rows are torch's own (`aten::_weight_int4pack_mm`, known as tinygemm), which read the 4 bits. Products
 of many rows, and those on a CPU, are computed with weights that are made dense for the time of the product.
 
-No other package is needed. torchao's int4 weights use the same operator on a GPU and have the same values.
+No other package is needed. On a GPU, torchao multiplies with the same operator, and its weights are as exact as these.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,7 +140,10 @@ def quantize(weight: Tensor) -> Int4Weight:
     numbers[:, width:] = 8
     halves = numbers[:, ::2] << 4 | numbers[:, 1::2]
     scales = torch.stack([scale[..., 0], zero[..., 0]], -1).bfloat16().transpose(0, 1).contiguous()
-    packed = pack_tiles(halves) if can_pack_tiles(weight) else halves
+    packed = halves
+    if can_pack_tiles(weight):
+        packed = pack_tiles(halves)
+        find_order(packed.device)  # read now, because the host waits for it, which a CUDA graph forbids
     return Int4Weight(packed, scales, width, weight.dtype)
 
 

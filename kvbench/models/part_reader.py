@@ -31,6 +31,7 @@ from kvbench.models.decoder_parts import (
     ProjectedNorm,
     RmsNorm,
 )
+from kvbench.models.int4 import Int4Weight
 
 NORMS = (  # the names of a layer's norms: before and after attention, before and after the MLP
     ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
@@ -81,7 +82,7 @@ class PartReader:
         self.kinds: dict[object, int] = {}  # which formula the norms of a class follow
 
     def linear(self, module: object) -> Linear:
-        """Read torch's own linear layer. A quantised one, or one with an adapter, is another class."""
+        """Read torch's own linear layer, whose weight may be in int4. One with an adapter is another class."""
         if type(module) is not torch.nn.Linear:
             raise UnknownPart(f"{type(module).__name__} in place of a linear layer")
         self.read.add(id(module))
@@ -294,8 +295,10 @@ def split_linear(linear: Linear, rows: Sequence[int]) -> list[Linear]:
     """Return the matrices that stand in one, with these numbers of rows.
 
     Raises:
-        UnknownPart: It has another number of rows.
+        UnknownPart: It has another number of rows, or is in int4, whose rows cannot be taken apart.
     """
+    if isinstance(linear.weight, Int4Weight):
+        raise UnknownPart("matrices in int4 that stand in one")
     if len(linear.weight) != sum(rows):
         raise UnknownPart(f"a matrix of {len(linear.weight)} rows in place of {sum(rows)}")
     weights = linear.weight.split(list(rows))

@@ -6,16 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Linear, Parameter
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from kvbench.analysis.closing_table import draft_run_table
 from kvbench.config.compose import compose_config
+from kvbench.efficiency.roofline import WeightSizes
 from kvbench.engine.compressed_cache import prefill
+from kvbench.kernels import fused_linear
+from kvbench.kernels.fused_linear.reference import gated_product_reference
 from kvbench.models import int4, loading
 from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.decoder_weights import collect_plain_weights, collect_weights, read_weights
 from kvbench.models.int4 import GROUP, Int4Weight, quantize
 from kvbench.models.miniature import draw_miniature
+from kvbench.models.part_reader import UnknownPart
+from kvbench.models.probe import run_step
 from kvbench.models.random_weights import RandomCheckpoint
+from kvbench.models.transformers_port import read_layout
 from kvbench.runs.checks import check_settings
 from kvbench.runs.integrity import WeightHashes
 from kvbench.runs.spec import RunSpec
@@ -257,6 +264,61 @@ def test_a_mixture_of_experts_is_refused_before_weights_are_read():
         int4.check_linear_share(model, "model.weights=int4")
     with pytest.raises(SettingError, match="use model.weights=null"):
         loading.make_random_model(config, torch.float32, "cpu", 0, "int4")
+
+
+def test_the_step_without_modules_multiplies_with_int4(tmp_path):
+    model, tokens = load(save("llama", tmp_path)), ids(40)
+    weights = collect_weights(model)
+    assert weights is not None
+    attention, mlp = weights.blocks[0].attention, weights.blocks[0].mlp
+    linears = (*attention.project, attention.output, mlp.gate, mlp.up, mlp.down)
+    assert all(isinstance(one.weight, Int4Weight) for one in linears)
+    with torch.no_grad():
+        torch.testing.assert_close(run_step(weights, read_layout(model), tokens), model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("phi3", "in int4 that stand in one"),  # queries, keys and values
+        ("glm4", "in int4 that stand in one"),  # gate and up
+        ("cohere", "in another order of their dimensions"),
+    ],
+)
+def test_weights_in_int4_are_neither_taken_apart_nor_reordered(name, reason):
+    model = draw_miniature(configure_miniature(name))
+    layout = read_layout(model)
+    assert collect_plain_weights(model, layout) is not None
+    packed = int4.move_quantized(model, "cpu")
+    with pytest.raises(UnknownPart, match=reason):
+        read_weights(packed, layout)
+    assert collect_plain_weights(packed, layout) is None
+
+
+def test_kernels_for_plain_weights_get_no_others(monkeypatch):
+    kernels = pytest.importorskip("kvbench.kernels.fused_linear.triton")
+    for name in ("rms_norm_linear_triton", "rms_norm_glu_triton"):
+        monkeypatch.setattr(kernels, name, lambda *given: pytest.fail("a kernel was given weights in int4"))
+    monkeypatch.setattr(kernels, "gated_product_triton", gated_product_reference)
+    monkeypatch.setattr(kernels, "rms_norm_triton", lambda x, weight, epsilon, residual: x)
+    weight, x = quantize(draw(24, 200)), draw(1, 200, seed=1)
+    dense = x @ weight.make_dense().T
+    (product,) = fused_linear.rms_norm_linear(x, [weight], implementation="triton")
+    torch.testing.assert_close(product, dense)
+    norm = torch.ones(200), 1e-6
+    inner = fused_linear.rms_norm_glu(x, weight, weight, norm, implementation="triton")
+    torch.testing.assert_close(inner, silu(dense) * dense)
+
+
+def test_the_sizes_of_a_model_count_weights_not_bytes():
+    made, plain = (
+        loading.make_random_model(tiny("llama").config, torch.bfloat16, "cpu", 0, how) for how in ("int4", None)
+    )
+    sizes, others = WeightSizes.of(made), WeightSizes.of(plain)
+    assert sizes.layers == others.layers and sizes.total < others.total
+    assert others.layers == sum(
+        weight.numel() for name, weight in plain.named_parameters() if "model.norm" in name
+    ) + sum(weight.numel() for layer in plain.model.layers for weight in layer.parameters())
 
 
 def describe(*settings: str) -> RunSpec:
