@@ -65,6 +65,10 @@ class Int4Weight(Tensor):
         """Bytes of memory that the weight takes."""
         return self.packed.nbytes + self.scales.nbytes
 
+    def name_parts(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors that hold a weight of this name."""
+        return {f"{name} (int4)": self.packed, f"{name} (scales)": self.scales}
+
     def make_dense(self) -> Tensor:
         """Return the weight that this one stands for, (outputs, inputs)."""
         groups, outputs, _ = self.scales.shape

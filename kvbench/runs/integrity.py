@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.models.int4 import Int4Weight
 from kvbench.models.transformers_port import read_layout
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
@@ -44,7 +45,9 @@ class WeightHashes:
         return sorted(name for name in self.known.keys() | now.keys() if self.known.get(name) != now.get(name))
 
     def _compute(self) -> dict[str, int]:
-        named: dict[str, Tensor] = dict(self.model.named_parameters())
+        named: dict[str, Tensor] = {}
+        for name, weight in self.model.named_parameters():
+            named |= weight.name_parts(name) if isinstance(weight, Int4Weight) else {name: weight}
         if read_layout(self.model).rope_switch is None:
             named |= dict(self.model.named_buffers())
         with torch.no_grad():
