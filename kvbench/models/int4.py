@@ -204,6 +204,12 @@ def list_linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, Linear]]:
             yield name, module
 
 
+def find_linear_share(model: torch.nn.Module) -> float:
+    """Return which part of the weights of a decoder's layers can be kept in int4. They need not be loaded."""
+    linear = sum(layer.weight.numel() for _, layer in list_linear_layers(model))
+    return linear / sum(weight.numel() for layer in list_decoder_layers(model) for weight in layer.parameters())
+
+
 def check_linear_share(model: torch.nn.Module, label: str) -> None:
     """Raise a SettingError if most weights of a decoder's layers lie outside of linear layers, as experts do.
 
@@ -211,11 +217,9 @@ def check_linear_share(model: torch.nn.Module, label: str) -> None:
         model: The model; its weights need not be loaded.
         label: What the message begins with.
     """
-    linear = sum(layer.weight.numel() for _, layer in list_linear_layers(model))
-    whole = sum(weight.numel() for layer in list_decoder_layers(model) for weight in layer.parameters())
-    if linear < LEAST * whole:
+    if (share := find_linear_share(model)) < LEAST:
         raise SettingError(
-            f"{label}: {linear / whole:.0%} of its layers' weights lie in linear layers (experts do not), and only "
+            f"{label}: {share:.0%} of its layers' weights lie in linear layers (experts do not), and only "
             "these can be kept in int4; use model.weights=null"
         )
 

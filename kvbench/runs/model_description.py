@@ -10,8 +10,9 @@ from kvbench.interfaces.codec import Packing
 from kvbench.interfaces.layout import Layout
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.decoder_weights import can_collect_weights
+from kvbench.models.int4 import LEAST, find_linear_share
 from kvbench.models.layouts import Configuration, count_row_numbers, find_window, name_type
-from kvbench.models.loading import count_states, count_weight_bytes
+from kvbench.models.loading import count_states, count_weight_bytes, make_skeleton
 from kvbench.models.model_kinds import name_checkpoint
 from kvbench.validation import SettingError
 
@@ -76,14 +77,16 @@ def describe_memory(layout: Layout, config: Configuration, tokens: int, dtype: t
     held, text = len(layout.held) * layer, config.get_text_config(decoder=True)
     windowed = sum(count_row_numbers(text, index) for index in layout.sliding) * dtype.itemsize
     cached = held * tokens + windowed * min(tokens, find_window(text))
-    plain, packed = (count_weight_bytes(config, dtype, weights_format) for weights_format in (None, "int4"))
+    weights = f"{count_weight_bytes(config, dtype, None) / 1e9:.2f} GB of weights"
+    if find_linear_share(make_skeleton(config)) >= LEAST:
+        weights += f" ({count_weight_bytes(config, dtype, 'int4') / 1e9:.2f} with model.weights=int4)"
     states = count_states(config, dtype) if layout.stateful else 0
     more = f", of which {states / 1e9:.2g} GB are recurrent states" if states else ""
     cached += states
     cache = f"{cached / 1e9:.2f} GB for the full cache of {tokens:,} tokens{more}"
     return {
         "bytes per token": f"{held:,} in the layers that methods cut ({name})",
-        "memory": f"{plain / 1e9:.2f} GB of weights ({packed / 1e9:.2f} with model.weights=int4), {cache}",
+        "memory": f"{weights}, {cache}",
     }
 
 

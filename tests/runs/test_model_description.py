@@ -37,6 +37,9 @@ def test_layers_bytes_and_memory_are_those_of_the_configuration(describe, tmp_pa
     cached = (8 * 2048 + 40 * 1024) * 2 * 8 * 256 * 2
     assert any(line.endswith(f"{cached / 1e9:.2f} GB for the full cache of 2,048 tokens") for line in lines)
     assert "refused: no method and no codec" in lines
+    linear = 48 * 3840 * (2 * 16 * 256 + 2 * 8 * 256 + 3 * 15360)
+    plain, packed = re.search(r"memory: (\S+) GB of weights \((\S+) with model.weights=int4\)", out).groups()
+    assert float(plain) - float(packed) == pytest.approx(linear * (2 - 0.5 - 4 / 128) / 1e9, abs=0.011)
 
 
 @pytest.mark.parametrize(
