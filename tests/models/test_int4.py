@@ -1,5 +1,6 @@
 """Weights in int4: what they stand for, what their products are, and how checkpoints and runs get them."""
 
+import copy
 import json
 
 import pytest
@@ -235,6 +236,13 @@ def test_routers_and_their_experts_stay_as_they_are(name):
     assert all(torch.equal(packed[key], weight) for key, weight in held.items())
 
 
+def test_tied_weights_stay_tied():
+    config = copy.deepcopy(tiny("llama").config)
+    config.tie_word_embeddings = True
+    model = loading.make_random_model(config, torch.float32, "cpu", 0, "int4")
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
 def test_one_dense_weight_at_a_time_is_made(monkeypatch):
     """No other linear layer of the model is dense while one is drawn."""
     config, dense = tiny("llama").config, []
@@ -261,7 +269,9 @@ def test_a_mixture_of_experts_is_refused_before_weights_are_read():
         num_key_value_heads=1, num_local_experts=4,
     )  # fmt: skip
     model = MixtralForCausalLM(config)
-    assert not [name for name, _ in int4.list_linear_layers(model) if name.endswith((".gate", ".router"))]
+    model.model.layers[0].mlp.gate = Linear(32, 4)  # some architectures have their router there
+    names = [name for name, _ in int4.list_linear_layers(model)]
+    assert names == [f"model.layers.0.self_attn.{kind}_proj" for kind in "qkvo"]
     with pytest.raises(SettingError, match=r"^model\.weights=int4: \d+% of its layers' weights lie in linear layers"):
         int4.check_linear_share(model, "model.weights=int4")
     with pytest.raises(SettingError, match="use model.weights=null"):
