@@ -274,7 +274,7 @@ def test_a_score_is_timed(kvbench):
 
 
 BAD = {
-    "model.like=foo": "model.like=foo: choose one of gemma3_12b",
+    "model.like=foo": "model.like=foo: choose one of ernie45_0_3b",
     "model.like=null": "model.like=null: choose one of",
     "task.length=5000": "task.length=5000: tiny takes at most 4096",
     "task.length=0": "task.length=0: a whole number",

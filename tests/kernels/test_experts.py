@@ -240,7 +240,7 @@ def ahead():
         "KEPT": 2,
     }
     constants |= {"INTERLEAVED": True, "BY_SLOT": False, "CAST": False, "C": 8, "G": 4, "E": 32, "M": 16, "S": 128}
-    constants |= {"N": 32, "K": 64, "STAGES": 3}
+    constants |= {"N": 32, "K": 64, "STAGES": 3, "PARTS": 2}
     types = {"epsilon": "fp32", "factor": "fp32", "jitter": "fp32", "chosen": "*i32"}
     types |= dict.fromkeys(("correction", "shares", "logits", "products"), "*fp32")
     types |= dict.fromkeys(("columns", "rows", "each", "tokens", "stride_e", "stride_n", "stride_k"), "i32")

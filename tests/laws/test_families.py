@@ -185,6 +185,8 @@ def check_rotations(trial: Trial) -> None:
     slots in place of their positions. Expected Attention asks for rotations of later positions and keeps its quota.
     """
     known = ARCHITECTURES[name_type(probe.find_config(trial.model))]
+    if trial.layout.rotation_fault is not None or known.rotation_fault is not None:
+        return  # what rotates keys is refused
     assert [fault is None for fault in probe.find_rotation_faults(trial)] == [True, known.rerotation_fault is None]
     for block in (None, BLOCK):
         share = 1.0 if known.joint_norm else SHARE  # such a norm needs all heads of a token

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvbench.models import configuration
+from kvbench.models import configuration, layouts
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.configuration import load_configuration, load_layout, read_config_layout
 from kvbench.models.layouts import is_tested
@@ -59,5 +59,7 @@ def test_sliding_layers_and_refusals_survive(kept, tmp_path):
 def test_a_type_counts_as_tested_from_a_version_on(monkeypatch):
     config = configure("nemotron")
     for version, tested in {"5.5.4": False, "5.16.1": False, "5.17.0": True, "5.23.0.dev0": True, "6.0": True}.items():
-        monkeypatch.setattr("transformers.__version__", version)
+        monkeypatch.setattr(layouts, "find_installed_version", lambda name, version=version: version)
+        layouts.read_version.cache_clear()
         assert is_tested(config) == tested
+    layouts.read_version.cache_clear()

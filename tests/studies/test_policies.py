@@ -19,7 +19,7 @@ from tests.support.studies import find_values, show_layers, values
 from tests.support.tiny_models import ids, make_double
 
 TOKENS, HALF, BLOCK = 150, 75, 128
-LAYOUT = SimpleNamespace(layers=3, heads=2, sliding=())
+LAYOUT = SimpleNamespace(layers=3, heads=2, held=(0, 1, 2))
 PLACES = tuple((figure, *find_place(*own, LAYOUT)) for figure, own in kept_planes.PLACES.items())
 
 
@@ -115,8 +115,8 @@ def test_planes_show_keys_as_the_methods_own_run_wrote_them(monkeypatch):
 
 def test_the_papers_heads_have_places_in_other_models():
     paper, windowed = (
-        SimpleNamespace(layers=28, heads=8, sliding=()),
-        SimpleNamespace(layers=6, heads=1, sliding=(0, 1)),
+        SimpleNamespace(layers=28, heads=8, held=tuple(range(28))),
+        SimpleNamespace(layers=6, heads=1, held=(2, 3, 4, 5)),
     )
     assert [find_place(*own, paper) for own in kept_planes.PLACES.values()] == list(kept_planes.PLACES.values())
     assert [find_place(*own, windowed) for own in kept_planes.PLACES.values()] == [(2, 0), (5, 0), (4, 0), (2, 0)]

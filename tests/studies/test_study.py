@@ -20,7 +20,7 @@ def test_shown_layers_are_spread_over_those_that_a_study_sees():
 
 
 def test_layers_are_chosen_by_index_or_by_depth():
-    plain, windowed = SimpleNamespace(layers=32, sliding=()), SimpleNamespace(layers=6, sliding=(0, 1, 3, 4))
+    plain, windowed = SimpleNamespace(layers=32, held=range(32)), SimpleNamespace(layers=6, held=(2, 5))
     assert choose_layers("20,16", plain) == (16, 20)
     assert choose_layers("0.0,0.5,1.0", plain) == (0, 15, 31)
     assert choose_layers("0.2", windowed) == (2,)
