@@ -246,9 +246,9 @@ def test_a_logger_that_hangs_does_not_hold_what_is_stopped(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("many", "size", "where"),
     [
-        only_in_full(("method=snapkv",), 11600, RECORDS),
-        (("-m", "method=snapkv,knorm"), 11600, RECORDS),
-        only_in_full(("method=snapkv", "workers=2"), 11600, RECORDS),
+        only_in_full(("method=snapkv",), 14000, RECORDS),
+        (("-m", "method=snapkv,knorm"), 14000, RECORDS),
+        only_in_full(("method=snapkv", "workers=2"), 14000, RECORDS),
     ],
 )
 def test_a_full_disk_ends_a_run_in_one_line(many, size, where, quick, tmp_path, monkeypatch, capsys):
