@@ -465,7 +465,17 @@ def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsy
 
 def test_the_plan_s_lines_are_settings_that_exist():
     lists = yaml.safe_load(plan.PLAN.read_text())
-    assert set(lists) == {"quick", "bars", "decoding", "regions", "prefill_gain", "delta_sizes", "full", "cpu"}
+    assert set(lists) == {
+        "quick",
+        "bars",
+        "decoding",
+        "regions",
+        "families",
+        "prefill_gain",
+        "delta_sizes",
+        "full",
+        "cpu",
+    }
     for lines in lists.values():
         for line in lines:
             first, *_ = expand_cells(line.split())
