@@ -53,7 +53,8 @@ PARAMETERS = {  # billions, as the models' pages say
     "r1_qwen_7b": 7.62, "openmath_nemotron_14b": 14.77, "qwen3_8b": 8.19, "gemma3_12b": 11.77,
     "gemma2_9b": 9.24, "smollm3_3b": 3.08, "glm4_9b": 9.40, "mixtral_8x7b": 46.70, "phi4": 14.66, "exaone4_32b": 32.00,
     "seed_oss_36b": 36.15, "olmoe_1b_7b": 6.92, "ernie45_0_3b": 0.36, "granite33_8b": 8.17, "glm45_air": 106.85,
-    "olmo3_7b": 7.30, "qwen3_30b_a3b": 30.53, "gpt_oss_20b": 20.91,
+    "olmo3_7b": 7.30, "qwen3_30b_a3b": 30.53, "gpt_oss_20b": 20.91, "qwen3_next_80b_a3b": 79.67,
+    "llama4_scout": 107.77,  # without the vision tower
 }  # fmt: skip
 
 

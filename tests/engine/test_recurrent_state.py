@@ -14,9 +14,17 @@ from kvbench.engine.replicate import replicate
 from kvbench.interfaces.budget import Budget
 from kvbench.models import layer_state, layouts, probe
 from kvbench.models.layouts import ARCHITECTURES, is_tested, read_config_layout
+from kvbench.models.loading import count_states
 from kvbench.models.miniature import draw_miniature
 from kvbench.models.probe import Refused
-from kvbench.models.transformers_port import find_text_decoder, read_layout, text_config, use_first_layers
+from kvbench.models.transformers_port import (
+    count_plain_states,
+    find_text_decoder,
+    make_plain_cache,
+    read_layout,
+    text_config,
+    use_first_layers,
+)
 from kvbench.validation import SettingError
 from tests.support.hybrids import COVERING, EVERY, configure_hybrid, draw_tokens, make_hybrid, read_at_once
 from tests.support.method_files import budget_for, hold_all, make_method_args
@@ -203,6 +211,15 @@ def test_bytes_are_counted_by_kind():
     assert context.bytes().total >= rows + context.bytes().recurrent
     context.extend(draw_tokens(9))
     assert context.bytes().recurrent == 2 * config.hidden_size * config.conv_L_cache * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_states_are_known_without_weights(dtype):
+    """Also of a model with experts, whose grouped products take one dtype alone where there are no numbers."""
+    model = copy.deepcopy(make_hybrid("qwen3_next")).to(dtype)
+    cache = make_plain_cache(model)
+    model(input_ids=draw_tokens(3), past_key_values=cache, use_cache=True)
+    assert count_states(model.config, dtype) == count_plain_states(cache) > 0
 
 
 def test_layers_without_rows_are_named():
