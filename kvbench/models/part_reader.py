@@ -61,7 +61,7 @@ DEFAULT_EPSILON = 1e-5  # of norms without one (OLMo)
 OUTPUTS = ("o_proj", "dense")  # names of W_o
 FACTORS = (  # attributes that are read elsewhere, or change nothing
     *("scaling", "attn_logit_softcapping", "residual_multiplier", "embedding_multiplier", "logit_scale"),
-    *("scalar_embed_scale", "partial_rotary_factor", "norm_type"),
+    *("logits_scaling", "scalar_embed_scale", "partial_rotary_factor", "norm_type"),
     *("routed_scaling_factor", "router_scaling_factor", "route_scale", "alpha", "limit"),  # `expert_reader`
     *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "router_aux_loss_coef", "norm_min"),
 )

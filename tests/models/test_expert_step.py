@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {  # a type and what its defau
     "mixtral": ("mixtral", {}),
     "olmoe": ("olmoe", {}),
     "granitemoe": ("granitemoe", dict(residual_multiplier=0.3, embedding_multiplier=12.0)),
-    "granitemoeshared": ("granitemoeshared", dict(shared_intermediate_size=48)),
+    "granitemoeshared": ("granitemoeshared", dict(shared_intermediate_size=48, logits_scaling=6.0)),
     "glm4_moe": ("glm4_moe", dict(n_group=2, topk_group=1, routed_scaling_factor=2.5)),
     "dots1": ("dots1", dict(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, norm_topk_prob=True)),
     "minimax_m2": ("minimax_m2", {}),
