@@ -25,7 +25,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec, Packing
 from kvbench.interfaces.method import Method
 from kvbench.models import probe
-from kvbench.models.layouts import ARCHITECTURES, name_type, read_config_layout
+from kvbench.models.layouts import ARCHITECTURES, is_without_rope, name_type, read_config_layout
 from kvbench.models.loading import load_weights
 from kvbench.models.miniature import draw_miniature
 from kvbench.models.probe import BLOCK, PROMPT, TOLERANCE, Trial
@@ -270,7 +270,7 @@ def list_mutants(trial: Trial) -> Iterator[tuple[str, torch.nn.Module]]:
         value = getattr(text, field, None)
         if value is None or value == leave_out(value) or (field == "sliding_window" and not trial.layout.sliding):
             continue
-        if field == "rope_parameters" and hasattr(text, "layer_rope_theta"):
+        if field == "rope_parameters" and (hasattr(text, "layer_rope_theta") or is_without_rope(text)):
             continue
         changed = copy.deepcopy(config)
         setattr(changed.get_text_config(decoder=True), field, leave_out(value))

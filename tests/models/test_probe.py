@@ -61,7 +61,7 @@ REFUSED = {
     "mamba": "no attention layer",
     "rwkv": "no attention layer",
     "opt": "its configuration lacks something",
-    "bloom": "its configuration lacks something",
+    "bloom": "no module of it has its layers",
     "diffllama": "kvbench's cache does not fit it",
     "doge": "transformers' own cache differs",
     "jetmoe": "layer 0 has no attention module, or that has no W_o",
