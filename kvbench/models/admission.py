@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,10 +21,7 @@ from kvbench.interfaces.layout import Probe
 from kvbench.models.layouts import Configuration, is_tested, name_type
 from kvbench.validation import SettingError
 
-SOURCES = (
-    *("admission", "configuration", "decoder_parts", "decoder_step", "decoder_weights", "layer_state", "layouts"),
-    *("miniature", "part_reader", "probe", "rotations", "transformers_port"),
-)
+FOLDERS = ("cache", "interfaces", "kernels", "models")  # of kvbench: whatever reads layouts and probes
 NAMES = frozenset(  # of what no probe depends on
     ["_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"]
     + ["_attn_implementation", "attn_implementation", "quantization_config", "auto_map", "id2label", "label2id"]
@@ -32,10 +30,10 @@ NAMES = frozenset(  # of what no probe depends on
 
 @cache
 def hash_sources() -> str:
-    """Return 16 hex digits over the sources that read layouts and probe."""
-    folder = Path(__file__).parent
-    files = [folder / f"{name}.py" for name in SOURCES]
-    return sha256(" ".join(map(content_hash, files)).encode()).hexdigest()[:16]
+    """Return 16 hex digits over the sources that read layouts and probe. They are not imported."""
+    folders = [Path(folder) for name in FOLDERS for folder in import_module(f"kvbench.{name}").__path__]
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    return sha256(" ".join(f"{file.stem} {content_hash(file)}" for file in files).encode()).hexdigest()[:16]
 
 
 def probe_architecture(config: Configuration) -> Probe:

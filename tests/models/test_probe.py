@@ -13,6 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvbench
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy, choose_cache
+from kvbench.config.imports import list_files
+from kvbench.config.provenance import follow_imports
 from kvbench.engine.context import PromptContext
 from kvbench.engine.full_cache_check import check_full_cache
 from kvbench.interfaces.allocator import Allocator
@@ -415,6 +417,16 @@ def test_names_do_not_change_the_key_and_numbers_do():
     assert make_key(one) == make_key(other)
     other.rms_norm_eps = 1e-3
     assert make_key(one) != make_key(other)
+
+
+def test_a_change_of_whatever_probes_changes_the_key(monkeypatch):
+    """Verdicts are kept, so one of older sources must not be found again."""
+    hashed = []
+    monkeypatch.setattr(admission, "content_hash", lambda file: hashed.append(file) or "")
+    admission.hash_sources.__wrapped__()
+    beside = "kvbench", "kvbench.config", "kvbench.validation"  # names, paths and messages
+    modules = [module for module in follow_imports(["kvbench.models.probe"]) if module not in beside]
+    assert {file for module in modules for file in list_files(module) if file.suffix == ".py"} <= set(hashed)
 
 
 def check_policy(method: Method, codec: str, verdict: Probe | None) -> None:
