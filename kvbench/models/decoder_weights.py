@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -78,15 +79,27 @@ class DecoderWeights:
         return MOST_TOKENS if any(isinstance(block.mlp, Mixture) for block in self.blocks) else None
 
 
+COLLECTED: WeakKeyDictionary[torch.nn.Module, tuple[object, "DecoderWeights | None"]] = WeakKeyDictionary()
+"""For each model, of which parameters its weights were collected, and the weights without rotations, which hold it."""
+
+
 @torch.no_grad()
 def collect_weights(model: Any) -> DecoderWeights | None:
     """Return the weights of a model whose decoder layers compute exactly what `forward_step` computes, or None.
 
-    See `kvbench.models.decoder_step.forward_step`.
+    See `kvbench.models.decoder_step.forward_step`. Modules are recognised by what they compute, which takes time, so
+    the weights are collected again only if a parameter has changed.
     """
     layout, config = read_layout(model), model.config
-    graphs = type(model) is find_class(config) and has_plain_step(config, layout)
-    return collect_plain_weights(model, layout) if graphs else None
+    if type(model) is not find_class(config) or not has_plain_step(config, layout):
+        return None
+    parameters = tuple((id(part), part.device, part.dtype, part._version) for part in model.parameters())
+    known, weights = COLLECTED.get(model, (None, None))
+    if known == (layout, parameters):
+        return weights and replace(weights, rotations=tuple(turning.rotation for turning in make_rotations(model)))
+    weights = collect_plain_weights(model, layout)
+    COLLECTED[model] = (layout, parameters), weights and replace(weights, rotations=())
+    return weights
 
 
 def has_plain_step(config: Configuration, layout: Layout) -> bool:

@@ -4,6 +4,8 @@ Each family is read with the settings that its checkpoints use, and each part of
 then differ.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -19,8 +21,9 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+from kvbench.models import decoder_weights
 from kvbench.models.decoder_parts import Around, Block, LayerNorm, RmsNorm
-from kvbench.models.decoder_weights import DecoderWeights, collect_plain_weights, read_weights
+from kvbench.models.decoder_weights import DecoderWeights, collect_plain_weights, collect_weights, read_weights
 from kvbench.models.miniature import draw_miniature, shrink
 from kvbench.models.part_reader import PartReader, UnknownPart
 from kvbench.models.probe import STEPS, TOLERANCE, Trial, make_trial, measure, run_step
@@ -313,3 +316,20 @@ def test_settings_that_no_module_shows_are_left_to_the_modules():
     assert collect_plain_weights(trial.model, trial.layout) is None
     trial.model.config = config
     assert collect_plain_weights(trial.model, trial.layout) is not None
+
+
+def test_weights_are_collected_again_only_after_a_change(monkeypatch):
+    """The collected weights do not keep the model alive, and what is derived from a parameter follows it."""
+    model = draw_miniature(shrink(CONFIG_MAPPING["gemma"]()))  # its norms are 1 + weight
+    first, reads = collect_weights(model), []
+    monkeypatch.setattr(decoder_weights, "read_weights", lambda *given: reads.append(given) or read_weights(*given))
+    again = collect_weights(model)
+    assert not reads and again.blocks is first.blocks and len(again.rotations) == len(first.rotations)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    changed = collect_weights(model)
+    assert len(reads) == 1 and torch.equal(changed.norm.weight, first.norm.weight + 1)
+    alive = weakref.ref(model)
+    del model, first, again, changed, reads[:]
+    gc.collect()
+    assert alive() is None
