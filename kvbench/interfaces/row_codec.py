@@ -1,4 +1,4 @@
-"""The base of codecs that pack each row on its own, keys and values alike: a codec is then two functions."""
+"""The base of codecs that pack each row on its own: a codec is then two functions."""
 
 from dataclasses import dataclass, replace
 
@@ -23,31 +23,44 @@ class RowCodec(Codec):
 
         def decode(self, parts, dtype):
             return parts[0].to(dtype)
+
+    Values may be packed in another way than keys: `encode_values` and `decode_values` are those of keys by default.
     """
 
     packing = Packing(replicates=True)
 
     def encode(self, rows: Tensor) -> Parts:
-        """Pack keys or values (R, d)."""
+        """Pack keys (R, d)."""
         raise NotImplementedError(f"{self.name} has no encode")
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """Return the rows that `encode` has packed, (R, d), in the model's dtype."""
         raise NotImplementedError(f"{self.name} has no decode")
 
-    def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "EncodedRows":
-        return EncodedRows(self, self.encode_all(keys), self.encode_all(values), lengths, keys.dtype)
+    def encode_values(self, rows: Tensor) -> Parts:
+        """Pack values (R, d)."""
+        return self.encode(rows)
 
-    def encode_all(self, rows: Tensor) -> Parts:
-        """Pack rows (R, d), and check what came out.
+    def decode_values(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        """Return the rows that `encode_values` has packed, (R, d), in the model's dtype."""
+        return self.decode(parts, dtype)
+
+    def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "EncodedRows":
+        return EncodedRows(self, *self.encode_both(keys, values), lengths, keys.dtype)
+
+    def encode_both(self, keys: Tensor, values: Tensor) -> tuple[Parts, Parts]:
+        """Pack keys and values (R, d), and check what came out.
 
         Raises:
             ContractError: It is no tuple of tensors that have R rows each.
         """
-        parts = self.encode(rows)
-        if not isinstance(parts, tuple) or any(part.shape[:1] != rows.shape[:1] for part in parts):
-            raise ContractError(f"codec={self.name}: encode must return a tuple of tensors of {len(rows)} rows each")
-        return parts
+        both = self.encode(keys), self.encode_values(values)
+        for parts in both:
+            if not isinstance(parts, tuple) or any(part.shape[:1] != keys.shape[:1] for part in parts):
+                raise ContractError(
+                    f"codec={self.name}: encode must return a tuple of tensors of {len(keys)} rows each"
+                )
+        return both
 
 
 @dataclass(frozen=True)
@@ -63,21 +76,30 @@ class EncodedRows:
     """The model's."""
 
     def read(self) -> tuple[Tensor, Tensor]:
-        return self.codec.decode(self.keys, self.dtype), self.codec.decode(self.values, self.dtype)
+        return self.codec.decode(self.keys, self.dtype), self.codec.decode_values(self.values, self.dtype)
 
     def tensors(self) -> list[Tensor]:
         return [*self.keys, *self.values]
 
     def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "EncodedRows":
+        new = self.codec.encode_both(keys, values)
+        if not len(self.keys[0]):
+            return replace(self, keys=new[0], values=new[1], lengths=lengths)
         held = self.lengths.cpu()  # once, because the host waits for it
         more = lengths.cpu() - held
 
-        def follow(known: Parts, rows: Tensor) -> Parts:
-            return tuple(
-                join(old, held, new, more) for old, new in zip(known, self.codec.encode_all(rows), strict=True)
-            )
+        def follow(known: Parts, parts: Parts) -> Parts:
+            return tuple(join(old, held, part, more) for old, part in zip(known, parts, strict=True))
 
-        return replace(self, keys=follow(self.keys, keys), values=follow(self.values, values), lengths=lengths)
+        return replace(self, keys=follow(self.keys, new[0]), values=follow(self.values, new[1]), lengths=lengths)
+
+    def keep(self, kept: Tensor) -> "EncodedRows":
+        heads = torch.arange(self.lengths.numel(), device=kept.device)
+        numbers = heads.repeat_interleave(self.lengths.flatten(), output_size=len(kept))
+        lengths = torch.zeros_like(self.lengths.flatten()).index_add(0, numbers, kept.to(self.lengths.dtype))
+        index = kept.nonzero().squeeze(1)
+        keys, values = (tuple(part[index] for part in parts) for parts in (self.keys, self.values))
+        return replace(self, keys=keys, values=values, lengths=lengths.view_as(self.lengths))
 
     def replicate(self, times: int, lengths: Tensor) -> "EncodedRows":
         return replace(

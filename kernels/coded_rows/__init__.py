@@ -1,0 +1,110 @@
+"""Round rows to codes of 8 or 4 bits, and decode one token over rows that are held as codes."""
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.coded_rows.form import CodedRows, CodedSide, Form, Parts, make_hadamard
+from kvbench.kernels.coded_rows.reference import (
+    attend_reference,
+    decode_reference,
+    encode_reference,
+    round_newest_reference,
+)
+from kvbench.kernels.dispatch import announced, choose_implementation
+from kvbench.kernels.softmax_extras import SoftmaxExtras
+
+__all__ = [
+    "CodedRows", "CodedSide", "Form", "Parts", "attend_coded", "decode", "encode", "make_hadamard", "round_newest",
+]  # fmt: skip
+
+
+def encode(rows: Tensor, form: Form, factor: float = 1.0, turn: Tensor | None = None) -> Parts:
+    """Round rows to codes.
+
+    Args:
+        rows: (R, d); groups divide d.
+        form: How channels become codes.
+        factor: What every number is divided by before.
+        turn: The orthogonal matrix that rows are multiplied with before, (d, d) float32.
+
+    Returns:
+        Codes (R, d·bits/8) uint8, and the scales and zeros that the form stores, (R, groups) each.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    dim = rows.shape[-1]
+    if rows.dim() != 2 or (form.group and dim % form.group) or dim * form.bits % 8:
+        raise ValueError(f"encode: rows {tuple(rows.shape)}, groups of {form.group} channels, {form.bits} bits")
+    return encode_reference(rows, form, factor, turn)
+
+
+def decode(parts: Parts, form: Form, dtype: torch.dtype, factor: float = 1.0, turn: Tensor | None = None) -> Tensor:
+    """Return the rows that `encode` has rounded, (R, d) in `dtype`. Arguments are those of `encode`."""
+    return decode_reference(parts, form, dtype, factor, turn)
+
+
+@announced
+def round_newest(queries: Tensor, rows: CodedRows, step: Tensor, *, implementation: str | None = None) -> Tensor:
+    """Round the newest row of each head to codes, behind those of earlier tokens.
+
+    Args:
+        queries: Rotated, (B, Hq, 1, d).
+        rows: The rows. `newest` holds the token's keys and values, rotated, and is overwritten by what the token
+            attends to, times the turns.
+        step: Number of tokens read since the memory was made, int32 on the device.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        The queries times the turn of the keys, (B, Hq, 1, d).
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    check(queries, rows)
+    if choose_implementation("round_newest", implementation, queries) == "reference":
+        return round_newest_reference(queries, rows, step)
+    from kvbench.kernels.coded_rows.triton import round_newest_triton
+
+    return round_newest_triton(queries, rows, step)
+
+
+@announced
+def attend_coded(
+    queries: Tensor,
+    rows: CodedRows,
+    scaling: float,
+    step: Tensor,
+    *,
+    extras: SoftmaxExtras | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Attend with one token to all rows and to its own one.
+
+    Args:
+        queries: What `round_newest` returned, (B, Hq, 1, d).
+        rows: The rows.
+        scaling: The factor of the logits.
+        step: Number of tokens read since the memory was made, this one not counted, int32 on the device.
+        extras: Sinks and cap of the softmax; None for the plain one.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        The outputs, (B, Hq, 1, d) in the queries' dtype.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    check(queries, rows)
+    if choose_implementation("attend_coded", implementation, queries) == "reference":
+        return attend_reference(queries, rows, scaling, step, extras)
+    from kvbench.kernels.coded_rows.triton import attend_triton
+
+    return attend_triton(queries, rows, scaling, step, extras)
+
+
+def check(queries: Tensor, rows: CodedRows) -> None:
+    """Raise a ValueError if queries do not fit rows."""
+    sides, batch, heads, dim = rows.newest.shape
+    if sides != 2 or queries.shape[0] != batch or queries.shape[1] % heads or queries.shape[2:] != (1, dim):
+        raise ValueError(f"coded rows: queries {tuple(queries.shape)}, newest rows {tuple(rows.newest.shape)}")

@@ -1,0 +1,117 @@
+"""How rows are rounded to codes, and the rows of a layer that are held as codes, at fixed addresses."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by the lower three bits of a code
+BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "uint4": 4, "e2m1": 4}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "uint4": 15.0, "e2m1": 6.0}  # the largest number of a code
+STEPS = {"none": 0, "largest": 1, "power": 1, "power_below": 1, "norm": 1, "range": 2, "middle": 2}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the channels of a row become codes: number = base(code)·scale + zero, with one scale and zero a group."""
+
+    code: str
+    """What a code stands for, its base: a float ("e4m3", "e5m2", "e2m1"), a whole number ("int8", "uint4"), or a number
+    of a list ("levels").
+    """
+    scale: str = "none"
+    """What a group stores. "none"; a scale, namely the one that makes the group's "largest" size the largest code, the
+    next "power" of two above it, the power of two with which the largest size has the exponent of the largest code
+    ("power_below"), or the "norm" of the row; or scale and zero, which spread the codes over the group's "range", from
+    its smallest number on, or around its "middle".
+    """
+    group: int = 0
+    """Channels of a group; 0 for all channels of a row."""
+    least: float = 0.0
+    """The smallest scale of a largest size, or the smallest range, that a group is taken to have."""
+    stored: torch.dtype = torch.float32
+    """The dtype of scales and zeros."""
+    rounding: str = "even"
+    """What becomes of a number between two codes: it gets the nearest one, and of two equally near ones the "even" one
+    or the one further "up" in size; or it is "cut" off towards zero.
+    """
+    levels: tuple[float, ...] = ()
+    """The numbers of "levels", ascending, 2^bits of them."""
+    normed: bool = False
+    """Whether a row of levels is divided by its norm when it is read."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return BITS[self.code] if self.code != "levels" else len(self.levels).bit_length() - 1
+
+    @property
+    def steps(self) -> int:
+        """Numbers that a group stores beside its codes: none, a scale, or a scale and a zero."""
+        return STEPS[self.scale]
+
+    def count_groups(self, dim: int) -> int:
+        """Return the number of groups of a row of `dim` channels."""
+        return dim // (self.group or dim) if self.steps else 0
+
+    def count_bytes(self, dim: int) -> int:
+        """Return the bytes of a row of `dim` channels."""
+        return dim * self.bits // 8 + self.count_groups(dim) * self.steps * self.stored.itemsize
+
+
+Parts = tuple[Tensor, ...]
+"""A row's codes (R, bytes) uint8, then, if its form has them, the groups' scales and zeros, (R, groups) each."""
+
+
+@cache
+def make_hadamard(dim: int, seed: int | None, device: torch.device) -> Tensor:
+    """Return the Hadamard matrix over √d, (d, d) float32, whose rows have random signs if `seed` is given.
+
+    Args:
+        dim: d, a power of two.
+        seed: The seed of the signs.
+        device: Where the matrix lies.
+    """
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < dim:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    if seed is not None:
+        signs = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(seed))
+        matrix = matrix * (2.0 * signs - 1)[:, None]
+    return (matrix / dim**0.5).to(device, torch.float32)
+
+
+@dataclass(frozen=True)
+class CodedSide:
+    """Keys or values of a layer as codes."""
+
+    form: Form
+    held: Parts
+    """Those of the rows that were held when the memory was made, flat, one head after the other."""
+    more: Parts
+    """Memory for those of further tokens, (B, H, room, …)."""
+    factor: float
+    """What every number is multiplied with."""
+    turn: Tensor | None
+    """The orthogonal matrix that rows are multiplied with before they are rounded, (d, d) float32; None for none."""
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """The rows of B·H heads as codes at fixed addresses: rows held, and rows of further tokens."""
+
+    keys: CodedSide
+    values: CodedSide
+    lengths: Tensor
+    """Rows of each head that are held, (B, H) int64."""
+    starts: Tensor
+    """Index of each head's first held row, (B, H) int64."""
+    longest: int
+    """The most rows that a head holds."""
+    mass: Tensor | None
+    """Tokens that each held row stands for, flat, above 0; None for one each. Further rows stand for one."""
+    newest: Tensor
+    """The keys and values of the token that is read, as it attends to them, times the turns, (2, B, H, d)."""
+    rounds_newest: bool
+    """Whether a token attends to its own row as it is rounded."""

@@ -1,0 +1,166 @@
+"""Codes in PyTorch: the definition."""
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.coded_rows.form import LARGEST, SIZES, CodedRows, CodedSide, Form, Parts
+from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits, get_sinks
+
+FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def encode_reference(rows: Tensor, form: Form, factor: float, turn: Tensor | None) -> Parts:
+    """Round rows (R, d). It computes in float32, and rounds by the scales and zeros that are stored."""
+    count, dim = rows.shape
+    numbers = rows.float() if turn is None else rows.float() @ turn
+    if factor != 1:
+        numbers = numbers / factor
+    group = form.group or dim
+    numbers = numbers.view(count, dim // group, group)
+    steps = find_steps(numbers, form)
+    if len(steps) > 1:
+        numbers = numbers - steps[1].float()[..., None]
+    if steps:
+        scale = steps[0].float()
+        numbers = numbers / scale.masked_fill(scale == 0, 1.0)[..., None]
+    return pack_codes(find_codes(numbers.reshape(count, dim), form), form.bits), *steps
+
+
+def find_steps(numbers: Tensor, form: Form) -> Parts:
+    """Return the scales, or the scales and zeros, of groups (R, groups, channels) as they are stored."""
+    if form.scale == "none":
+        return ()
+    if form.scale == "norm":
+        return (numbers.norm(dim=-1).to(form.stored),)
+    if form.scale in ("range", "middle"):
+        low, high = numbers.aminmax(dim=-1)
+        spread = (high - low).clamp(min=form.least) / (15 if form.code == "uint4" else 255)
+        zero = low if form.scale == "range" else (low + high) / 2
+        return spread.to(form.stored), zero.to(form.stored)
+    scale = (numbers.abs().amax(-1) / LARGEST[form.code]).clamp(min=form.least)
+    if form.scale == "power":
+        scale = scale.log2().ceil().exp2()
+    elif form.scale == "power_below":
+        scale = (numbers.abs().amax(-1).clamp(min=form.least).log2().floor() - 2).exp2()
+    return (scale.to(form.stored),)
+
+
+def find_codes(numbers: Tensor, form: Form) -> Tensor:
+    """Return the codes of numbers, uint8."""
+    if form.code in FLOATS:
+        largest = LARGEST[form.code]
+        return numbers.clamp(-largest, largest).to(FLOATS[form.code]).view(torch.uint8)
+    if form.code == "levels":
+        levels = torch.tensor(form.levels, device=numbers.device)
+        return torch.bucketize(numbers, (levels[1:] + levels[:-1]) / 2, right=True).to(torch.uint8)
+    if form.code == "e2m1":
+        sizes = torch.tensor(SIZES, device=numbers.device)
+        borders, size = (sizes[1:] + sizes[:-1]) / 2, numbers.abs()
+        code = torch.bucketize(size, borders, right=True)
+        if form.rounding == "even":  # a number on the border below an odd code
+            below = torch.bucketize(size, borders)
+            code = torch.where(code % 2 == 0, code, below)
+        return (code | (numbers < 0).long() << 3).to(torch.uint8)
+    whole = numbers.trunc() if form.rounding == "cut" else numbers.round()
+    if form.code == "int8":
+        return whole.clamp(-128, 127).to(torch.int8).view(torch.uint8)
+    return whole.clamp(0, 15).to(torch.uint8)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Return codes (R, d) in d·bits/8 bytes: as they are, two in a byte, or eight of 3 bits in three bytes."""
+    if bits == 8:
+        return codes
+    if bits == 4:
+        pairs = codes.view(len(codes), codes.shape[1] // 2, 2)
+        return pairs[..., 0] | (pairs[..., 1] << 4)
+    shifts = torch.arange(0, 3 * 8, 3, device=codes.device)
+    words = (codes.view(len(codes), codes.shape[1] // 8, 8).long() << shifts).sum(-1)
+    return torch.stack([words & 255, (words >> 8) & 255, words >> 16], -1).flatten(1).to(torch.uint8)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes (…, d) that `pack_codes` has packed."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+    three = packed.view(*packed.shape[:-1], packed.shape[-1] // 3, 3).long()
+    words = three[..., 0] | (three[..., 1] << 8) | (three[..., 2] << 16)
+    shifts = torch.arange(0, 3 * 8, 3, device=packed.device)
+    return ((words[..., None] >> shifts) & 7).flatten(-2)
+
+
+def decode_reference(parts: Parts, form: Form, dtype: torch.dtype, factor: float, turn: Tensor | None) -> Tensor:
+    """Return what codes stand for, (R, d) in `dtype`. It computes in float32."""
+    codes = unpack_codes(parts[0], form.bits)
+    if form.code in FLOATS:
+        numbers = codes.view(FLOATS[form.code]).float()
+    elif form.code == "int8":
+        numbers = codes.view(torch.int8).float()
+    elif form.code == "uint4":
+        numbers = codes.float()
+    elif form.code == "e2m1":
+        signed = torch.tensor([*SIZES, *(-size for size in SIZES)], device=codes.device)
+        numbers = signed[codes.long()]
+    else:
+        numbers = torch.tensor(form.levels, device=codes.device)[codes.long()]
+        if form.normed:
+            numbers = numbers / numbers.norm(dim=-1, keepdim=True)
+    shape = numbers.shape
+    if form.steps:
+        groups = parts[1].shape[-1]
+        numbers = numbers.reshape(*shape[:-1], groups, shape[-1] // groups) * parts[1].float()[..., None]
+        numbers = numbers + parts[2].float()[..., None] if form.steps == 2 else numbers
+    numbers = numbers.reshape(shape) * factor
+    return (numbers if turn is None else numbers @ turn.T).to(dtype)
+
+
+def round_newest_reference(queries: Tensor, rows: CodedRows, step: Tensor) -> Tensor:
+    batch, heads, dim = rows.newest.shape[1:]
+    at = int(step)
+    for side, newest in zip((rows.keys, rows.values), rows.newest, strict=True):
+        flat = newest.reshape(batch * heads, dim)
+        parts = encode_reference(flat, side.form, side.factor, side.turn)
+        for memory, part in zip(side.more, parts, strict=True):
+            memory[:, :, at] = part.view(batch, heads, *part.shape[1:])
+        if rows.rounds_newest:
+            newest.copy_(decode_reference(parts, side.form, newest.dtype, side.factor, None).view_as(newest))
+        elif side.turn is not None:
+            newest.copy_((flat.float() @ side.turn).view_as(newest))
+    return queries if rows.keys.turn is None else (queries.float() @ rows.keys.turn).to(queries.dtype)
+
+
+def attend_reference(
+    queries: Tensor, rows: CodedRows, scaling: float, step: Tensor, extras: SoftmaxExtras | None
+) -> Tensor:
+    batch, heads, dim = rows.newest.shape[1:]
+    wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    asking = queries.view(batch, heads, -1, dim).to(wide)
+    outputs = torch.empty_like(asking)
+    sinks = get_sinks(extras)
+    sinks = None if sinks is None else sinks.view(heads, -1)
+    for b in range(batch):
+        for h in range(heads):
+            start, length = int(rows.starts[b, h]), int(rows.lengths[b, h])
+            keys, values = (
+                torch.cat([read_side(side, b, h, start, length, int(step)), rows.newest[number, b, h][None].float()])
+                for number, side in enumerate((rows.keys, rows.values))
+            )
+            logits = cap_logits(asking[b, h] @ keys.to(wide).T * scaling, extras)
+            if rows.mass is not None:
+                logits[:, :length] += rows.mass[start : start + length].to(wide).log()
+            lse = logits.logsumexp(-1)
+            sums = (logits - lse[:, None]).exp() @ values.to(wide)
+            if sinks is not None:
+                sums *= torch.sigmoid(lse - sinks[h].to(wide))[:, None]
+            outputs[b, h] = sums
+    outputs = outputs if rows.values.turn is None else outputs @ rows.values.turn.T.to(wide)
+    return outputs.view(batch, -1, 1, dim).to(queries.dtype)
+
+
+def read_side(side: CodedSide, b: int, h: int, start: int, length: int, step: int) -> Tensor:
+    """Return the turned keys or values of one head, (n, d) float32, of rows held and of further tokens."""
+    held = tuple(part[start : start + length] for part in side.held)
+    more = tuple(part[b, h, :step] for part in side.more)
+    return torch.cat([decode_reference(parts, side.form, torch.float32, side.factor, None) for parts in (held, more)])

@@ -1,0 +1,143 @@
+"""The base of codecs that round each row to codes of 8 or 4 bits, as servers store caches."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvbench.interfaces.codec import Angles, Packing, join
+from kvbench.interfaces.row_codec import EncodedRows, Parts, RowCodec
+from kvbench.interfaces.settings import setting
+from kvbench.kernels.coded_rows import CodedRows, CodedSide, Form, attend_coded, decode, encode, round_newest
+from kvbench.kernels.rope_append import append
+from kvbench.kernels.softmax_extras import SoftmaxExtras
+
+
+@dataclass(frozen=True)
+class RoundingCodec(RowCodec):
+    """The base of codecs that round each row to codes. A codec says the forms of keys and values."""
+
+    rounding: str = setting(choices=("written", "cut"))
+    """When rows are rounded: as they are "written", so that the model attends to rounded rows from the first token on,
+    or after the last "cut" of the prefill, so that the model reads the prompt exactly.
+    """
+
+    @cached_property
+    def packing(self) -> Packing:  # type: ignore[override]
+        written = self.rounding == "written"
+        return Packing(before_attention=written, token_by_token=not written, grows=True, replicates=True)
+
+    @property
+    def cuts_in_graph(self) -> bool:
+        return False
+
+    @property
+    def forms(self) -> tuple[Form, Form]:
+        """How keys and how values become codes."""
+        raise NotImplementedError(f"{self.name} has no forms")
+
+    def make_turns(self, dim: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return the matrices (d, d) that keys and values are multiplied with before they are rounded."""
+        return None, None
+
+    def encode(self, rows: Tensor) -> Parts:
+        return encode(rows, self.forms[0], turn=self.make_turns(rows.shape[1], rows.device)[0])
+
+    def encode_values(self, rows: Tensor) -> Parts:
+        return encode(rows, self.forms[1], turn=self.make_turns(rows.shape[1], rows.device)[1])
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        return self.decode_side(0, parts, dtype)
+
+    def decode_values(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        return self.decode_side(1, parts, dtype)
+
+    def decode_side(self, side: int, parts: Parts, dtype: torch.dtype) -> Tensor:
+        """Return what the codes of keys (0) or values (1) stand for, (R, d)."""
+        form, codes = self.forms[side], parts[0]
+        turn = self.make_turns(codes.shape[1] * 8 // form.bits, codes.device)[side]
+        return decode(parts, form, dtype, turn=turn)
+
+    def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "RoundedRows":
+        return RoundedRows(self, *self.encode_both(keys, values), lengths, keys.dtype)
+
+
+@dataclass(frozen=True)
+class RoundedRows(EncodedRows):
+    """Rows of a `RoundingCodec`, which a CUDA graph can append to."""
+
+    codec: RoundingCodec
+
+    def growing(self, tokens: int, ahead: int, seen: int, places: Tensor, mass: Tensor | None) -> "GrowingCodes":
+        return GrowingCodes(self, tokens, mass)
+
+
+class GrowingCodes:
+    """Codes, and memory for those of the tokens that come. Nothing is overwritten."""
+
+    def __init__(self, held: RoundedRows, tokens: int, mass: Tensor | None) -> None:
+        """Allocate memory. See `Growable.growing`."""
+        self.held, self.tokens, codec, lengths = held, tokens, held.codec, held.lengths
+        keys = held.keys[0]
+        dim = keys.shape[1] * 8 // codec.forms[0].bits
+        sides = []
+        for form, parts, turn in zip(
+            codec.forms, (held.keys, held.values), codec.make_turns(dim, keys.device), strict=True
+        ):
+            more = tuple(part.new_empty(*lengths.shape, tokens, *part.shape[1:]) for part in parts)
+            sides.append(CodedSide(form, parts, more, 1.0, turn))
+        newest = torch.empty(2, *lengths.shape, dim, dtype=held.dtype, device=keys.device)
+        starts = (lengths.flatten().cumsum(0) - lengths.flatten()).view_as(lengths)
+        longest = int(lengths.max())
+        self.rows = CodedRows(*sides, lengths, starts, longest, mass, newest, codec.packing.before_attention)
+        self.slots = torch.zeros_like(lengths)
+
+    def begin(self) -> None:
+        """Do nothing: tokens are appended by their number."""
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        angles: Angles,
+        step: Tensor,
+        scaling: float,
+        norms: tuple[Tensor, Tensor, float] | None,
+        implementation: str | None,
+        extras: SoftmaxExtras | None = None,
+    ) -> Tensor:
+        newest = self.rows.newest.unsqueeze(3)
+        queries = append(
+            queries,
+            keys,
+            values,
+            *angles[:2],
+            *newest,
+            0,
+            step,
+            slots=self.slots,
+            norms=norms,
+            implementation=implementation,
+        )
+        queries = round_newest(queries, self.rows, step, implementation=implementation)
+        return attend_coded(queries, self.rows, scaling, step, extras=extras, implementation=implementation)
+
+    def pack_due(self, number: int) -> None:
+        """Do nothing: `attend` packs."""
+
+    def finish(self, read: int, lengths: Tensor) -> RoundedRows:
+        before = self.rows.lengths.cpu()
+        more = torch.full_like(before, read)
+
+        def follow(side: CodedSide) -> Parts:
+            return tuple(
+                join(old, before, new[:, :, :read].flatten(0, 2), more)
+                for old, new in zip(side.held, side.more, strict=True)
+            )
+
+        return replace(self.held, keys=follow(self.rows.keys), values=follow(self.rows.values), lengths=lengths)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.rows.keys.more, *self.rows.values.more, self.rows.newest]

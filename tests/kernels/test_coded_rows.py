@@ -1,0 +1,151 @@
+"""Rows as codes: rounding against its formulas, and attention over codes against rows that are read back."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvbench.kernels.coded_rows import (
+    CodedRows,
+    CodedSide,
+    Form,
+    attend_coded,
+    decode,
+    encode,
+    make_hadamard,
+    round_newest,
+)
+from kvbench.kernels.softmax_extras import SoftmaxExtras
+from tests.support.kernel_checks import BOTH
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = {
+    "fp8": Form("e4m3"),
+    "fp8 of rows": Form("e4m3", "largest", least=1e-6),
+    "int8": Form("int8", "largest", least=1e-6),
+    "int8 around the middle": Form("int8", "middle", stored=torch.float16),
+    "int4": Form("uint4", "range", least=1e-5, stored=torch.float16),
+    "int4 in groups": Form("uint4", "range", group=16, least=1e-5, stored=torch.float16),
+    "int8 in groups": Form("int8", "largest", group=8, least=1e-6),
+}
+
+
+def draw(*size: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Heads of several lengths, the forms of keys and values, and the tokens that follow."""
+
+    keys: str = "fp8"
+    values: str = "fp8"
+    lengths: tuple[tuple[int, ...], ...] = ((70, 3), (129, 64))
+    queries: int = 2
+    dim: int = 32
+    tokens: int = 3
+    rounds: bool = False
+    turned: bool = False
+    merged: bool = False
+    factor: float = 1.0
+    extras: SoftmaxExtras | None = None
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "sinks and a cap": Case(extras=SoftmaxExtras(torch.linspace(-1, 2, 4, device=DEVICE), 1.5)),
+    "fp8": Case(factor=0.5),
+    "fp8 of rows, rounded": Case("fp8 of rows", "fp8 of rows", rounds=True, dim=48),
+    "int8": Case("int8", "int8 around the middle", merged=True),
+    "int4, turned": Case("int4", "int4", turned=True, rounds=True, queries=3),
+    "int4 and fp8": Case("int4", "fp8", dtype=torch.bfloat16, dim=64),
+    "groups": Case("int4 in groups", "int8 in groups", turned=True, dtype=torch.bfloat16),
+    "groups of values": Case("int8 in groups", "int4 in groups", rounds=True),
+}
+
+
+class Run:
+    """Rows as codes with memory for further tokens."""
+
+    def __init__(self, case: Case):
+        self.case, self.lengths = case, torch.tensor(case.lengths, device=DEVICE)
+        count, (batch, heads) = int(self.lengths.sum()), self.lengths.shape
+        turn = make_hadamard(case.dim, None, torch.device(DEVICE)) if case.turned else None
+        self.raw = [draw(count, case.dim, seed=side, dtype=case.dtype) for side in range(2)]
+        sides = []
+        for name, raw in zip((case.keys, case.values), self.raw, strict=True):
+            form = FORMS[name]
+            held = encode(raw, form, case.factor, turn)
+            more = tuple(part.new_zeros(batch, heads, case.tokens, *part.shape[1:]) for part in held)
+            sides.append(CodedSide(form, held, more, case.factor, turn))
+        starts = (self.lengths.flatten().cumsum(0) - self.lengths.flatten()).view_as(self.lengths)
+        mass = torch.arange(1, count + 1, device=DEVICE) if case.merged else None
+        newest = torch.empty(2, batch, heads, case.dim, device=DEVICE, dtype=case.dtype)
+        self.rows = CodedRows(*sides, self.lengths, starts, int(self.lengths.max()), mass, newest, case.rounds)
+
+    def attend(self, step: int, implementation: str) -> torch.Tensor:
+        batch, heads = self.lengths.shape
+        queries = draw(batch, heads * self.case.queries, 1, self.case.dim, seed=90 + step, dtype=self.case.dtype)
+        self.rows.newest.copy_(draw(*self.rows.newest.shape, seed=50 + step, dtype=self.case.dtype))
+        count = torch.tensor(step, dtype=torch.int32, device=DEVICE)
+        queries = round_newest(queries, self.rows, count, implementation=implementation)
+        return attend_coded(queries, self.rows, 0.3, count, extras=self.case.extras, implementation=implementation)
+
+    def expect(self, step: int) -> torch.Tensor:
+        """The outputs in float64 over the rows that are read back, without turns."""
+        case, (batch, heads) = self.case, self.lengths.shape
+        queries = draw(batch, heads * case.queries, 1, case.dim, seed=90 + step, dtype=case.dtype).double()
+        new = [draw(2, batch, heads, case.dim, seed=50 + token, dtype=case.dtype) for token in range(step + 1)]
+        outputs = torch.empty_like(queries)
+        for b in range(batch):
+            for h in range(heads):
+                start, length = int(self.rows.starts[b, h]), int(self.lengths[b, h])
+                rows = []
+                for number, side in enumerate((self.rows.keys, self.rows.values)):
+                    raw = torch.cat(
+                        [self.raw[number][start : start + length], *(token[number, b, h][None] for token in new)]
+                    )
+                    read = decode(
+                        encode(raw, side.form, side.factor, side.turn), side.form, torch.float64, side.factor, side.turn
+                    )
+                    rows.append(read if case.rounds else torch.cat([read[:-1], raw[-1:].double()]))
+                heads_of = slice(h * case.queries, (h + 1) * case.queries)
+                logits = queries[b, heads_of, 0] @ rows[0].T * 0.3
+                if case.extras is not None:
+                    logits = case.extras.cap * (logits / case.extras.cap).tanh()
+                if self.rows.mass is not None:
+                    logits[:, :length] += self.rows.mass[start : start + length].double().log()
+                weights = logits.softmax(-1)
+                if case.extras is not None:  # a further row without a value
+                    sinks = case.extras.sinks[heads_of].double()[:, None]
+                    weights = torch.cat([logits, sinks], 1).softmax(-1)[:, :-1]
+                outputs[b, heads_of, 0] = weights @ rows[1]
+        return outputs
+
+
+@BOTH
+@pytest.mark.parametrize("case", CASES.values(), ids=[*CASES])
+def test_a_token_attends_to_what_codes_stand_for(implementation, case):
+    run = Run(case)
+    tolerance = 2e-5 if case.dtype == torch.float32 else 2e-2
+    for step in range(case.tokens):
+        torch.testing.assert_close(
+            run.attend(step, implementation).double(),
+            run.expect(step),
+            atol=tolerance,
+            rtol=0,
+            msg=lambda m: f"step {step}: {m}",
+        )
+
+
+@BOTH
+@pytest.mark.parametrize("name", FORMS)
+def test_a_token_is_rounded_as_held_rows_are(implementation, name):
+    """The codes, scales and zeros are the same numbers, up to the last bit of a quotient."""
+    run = Run(Case(name, name, dim=32, tokens=2))
+    run.attend(1, implementation)
+    new = draw(*run.rows.newest.shape, seed=51)
+    for number, side in enumerate((run.rows.keys, run.rows.values)):
+        expected = encode(new[number].flatten(0, 1), side.form)
+        for got, part in zip(side.more, expected, strict=True):
+            assert torch.equal(got[:, :, 1].flatten(0, 1), part)
