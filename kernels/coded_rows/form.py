@@ -9,7 +9,7 @@ from torch import Tensor
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by the lower three bits of a code
 BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "uint4": 4, "e2m1": 4}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "uint4": 15.0, "e2m1": 6.0}  # the largest number of a code
-STEPS = {"none": 0, "largest": 1, "power": 1, "power_below": 1, "norm": 1, "range": 2, "middle": 2}
+STEPS = {"none": 0, "largest": 1, "power": 1, "power_below": 1, "norm": 1, "point": 1, "range": 2, "middle": 2}
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,15 @@ class Form:
     """What a group stores. "none"; a scale, namely the one that makes the group's "largest" size the largest code, the
     next "power" of two above it, the power of two with which the largest size has the exponent of the largest code
     ("power_below"), or the "norm" of the row; or scale and zero, which spread the codes over the group's "range", from
-    its smallest number on, or around its "middle".
+    its smallest number on, or around its "middle"; or a scale that spreads the codes over the range and has a "point"
+    in its 4 lowest bits, the code of zero: number = (base(code) - point)·scale, with 0 for these bits of the scale.
     """
     group: int = 0
     """Channels of a group; 0 for all channels of a row."""
     least: float = 0.0
     """The smallest scale of a largest size, or the smallest range, that a group is taken to have."""
+    clip: float = 1.0
+    """What a group's smallest and largest number are multiplied with to give its range, in which all codes lie."""
     stored: torch.dtype = torch.float32
     """The dtype of scales and zeros."""
     rounding: str = "even"
@@ -68,6 +71,8 @@ Parts = tuple[Tensor, ...]
 def make_hadamard(dim: int, seed: int | None, device: torch.device) -> Tensor:
     """Return the Hadamard matrix over √d, (d, d) float32, whose rows have random signs if `seed` is given.
 
+    Signs are drawn as in vLLM's int4_per_token_head.py.
+
     Args:
         dim: d, a power of two.
         seed: The seed of the signs.
@@ -77,8 +82,8 @@ def make_hadamard(dim: int, seed: int | None, device: torch.device) -> Tensor:
     while len(matrix) < dim:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     if seed is not None:
-        signs = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(seed))
-        matrix = matrix * (2.0 * signs - 1)[:, None]
+        signs = torch.bernoulli(torch.full((dim,), 0.5), generator=torch.Generator().manual_seed(seed))
+        matrix = matrix * (2 * signs - 1)[:, None]
     return (matrix / dim**0.5).to(device, torch.float32)
 
 

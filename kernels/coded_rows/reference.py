@@ -18,10 +18,12 @@ def encode_reference(rows: Tensor, form: Form, factor: float, turn: Tensor | Non
     group = form.group or dim
     numbers = numbers.view(count, dim // group, group)
     steps = find_steps(numbers, form)
-    if len(steps) > 1:
-        numbers = numbers - steps[1].float()[..., None]
-    if steps:
+    if form.scale == "point":
+        scale, point = find_point(numbers, form)
+        numbers = numbers / scale[..., None] + point[..., None]
+    elif steps:
         scale = steps[0].float()
+        numbers = numbers - steps[1].float()[..., None] if len(steps) > 1 else numbers
         numbers = numbers / scale.masked_fill(scale == 0, 1.0)[..., None]
     return pack_codes(find_codes(numbers.reshape(count, dim), form), form.bits), *steps
 
@@ -33,16 +35,35 @@ def find_steps(numbers: Tensor, form: Form) -> Parts:
     if form.scale == "norm":
         return (numbers.norm(dim=-1).to(form.stored),)
     if form.scale in ("range", "middle"):
-        low, high = numbers.aminmax(dim=-1)
+        low, high = (extreme * form.clip for extreme in numbers.aminmax(dim=-1))
         spread = (high - low).clamp(min=form.least) / (15 if form.code == "uint4" else 255)
         zero = low if form.scale == "range" else (low + high) / 2
         return spread.to(form.stored), zero.to(form.stored)
+    if form.scale == "point":
+        scale, point = find_point(numbers, form)
+        return (((scale.view(torch.int32) & -16) | point.to(torch.int32)).view(torch.float32),)
     scale = (numbers.abs().amax(-1) / LARGEST[form.code]).clamp(min=form.least)
     if form.scale == "power":
         scale = scale.log2().ceil().exp2()
     elif form.scale == "power_below":
         scale = (numbers.abs().amax(-1).clamp(min=form.least).log2().floor() - 2).exp2()
     return (scale.to(form.stored),)
+
+
+def find_point(numbers: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """Return the scales of groups (R, groups, channels) and the codes of zero, whole numbers, (R, groups) float32."""
+    low, high = (extreme * form.clip for extreme in numbers.aminmax(dim=-1))
+    scale = (high - low).clamp(min=form.least) / 15
+    return scale, (0.5 - low / scale).floor().clamp(0, 15)
+
+
+def read_steps(steps: Parts, form: Form) -> tuple[Tensor, Tensor | None]:
+    """Return the scales that groups store, and the zeros if there are some, float32."""
+    if form.scale == "point":
+        bits = steps[0].view(torch.int32)
+        scale = (bits & -16).view(torch.float32)
+        return scale, -(bits & 15) * scale
+    return steps[0].float(), steps[1].float() if len(steps) > 1 else None
 
 
 def find_codes(numbers: Tensor, form: Form) -> Tensor:
@@ -61,7 +82,10 @@ def find_codes(numbers: Tensor, form: Form) -> Tensor:
             below = torch.bucketize(size, borders)
             code = torch.where(code % 2 == 0, code, below)
         return (code | (numbers < 0).long() << 3).to(torch.uint8)
-    whole = numbers.trunc() if form.rounding == "cut" else numbers.round()
+    if form.rounding == "up":
+        whole = (numbers.abs() + 0.5).floor().copysign(numbers)
+    else:
+        whole = numbers.trunc() if form.rounding == "cut" else numbers.round()
     if form.code == "int8":
         return whole.clamp(-128, 127).to(torch.int8).view(torch.uint8)
     return whole.clamp(0, 15).to(torch.uint8)
@@ -110,8 +134,9 @@ def decode_reference(parts: Parts, form: Form, dtype: torch.dtype, factor: float
     shape = numbers.shape
     if form.steps:
         groups = parts[1].shape[-1]
-        numbers = numbers.reshape(*shape[:-1], groups, shape[-1] // groups) * parts[1].float()[..., None]
-        numbers = numbers + parts[2].float()[..., None] if form.steps == 2 else numbers
+        scale, zero = read_steps(parts[1:], form)
+        numbers = numbers.reshape(*shape[:-1], groups, shape[-1] // groups) * scale[..., None]
+        numbers = numbers if zero is None else numbers + zero[..., None]
     numbers = numbers.reshape(shape) * factor
     return (numbers if turn is None else numbers @ turn.T).to(dtype)
 

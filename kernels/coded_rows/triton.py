@@ -74,6 +74,7 @@ def base_number(code, CODE: tl.constexpr, like: tl.constexpr):
         else:
             raised = (((word & 0x80) << 24) | ((word & 0x7F) << 20)).to(tl.float32, bitcast=True)
             number = raised * 18446744073709551616.0 * 72057594037927936.0  # 2^120 in two steps, within the exponents
+        number = tl.where((word & 0x7F) == 0x7F, float("nan"), number)
     elif CODE == "e5m2":
         number = (code.to(tl.int32) << 8).to(tl.int16).to(tl.float16, bitcast=True)
     elif CODE == "int8":
@@ -84,8 +85,10 @@ def base_number(code, CODE: tl.constexpr, like: tl.constexpr):
 
 
 @triton.jit
-def to_code(number, CODE: tl.constexpr, TRUNCATES: tl.constexpr, LARGEST: tl.constexpr):
-    """Round numbers to codes, uint8. Numbers beyond the largest code become that one."""
+def to_code(number, CODE: tl.constexpr, ROUNDING: tl.constexpr, LARGEST: tl.constexpr):
+    """Round numbers to codes, uint8. Numbers beyond the largest code become that one, and NaN stays NaN in a float."""
+    broken = number != number
+    number = tl.where(broken, 0.0, number)
     if CODE == "e4m3" or CODE == "e5m2":
         MANTISSA: tl.constexpr = 3 if CODE == "e4m3" else 2
         BIAS: tl.constexpr = 7 if CODE == "e4m3" else 15
@@ -95,11 +98,13 @@ def to_code(number, CODE: tl.constexpr, TRUNCATES: tl.constexpr, LARGEST: tl.con
         size = round_to_even(size / power * 2.0**MANTISSA) * (power * 2.0**-MANTISSA)
         normal = (size.to(tl.int32, bitcast=True) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
         code = tl.where(size < 2.0 ** (1 - BIAS), (size * 2.0 ** (BIAS - 1 + MANTISSA)).to(tl.int32), normal)
-        code = (code | tl.where(number < 0.0, 0x80, 0)).to(tl.uint8)
+        code = tl.where(broken, 0x7F, code | tl.where(number < 0.0, 0x80, 0)).to(tl.uint8)
     else:
-        whole = round_to_even(number)
-        if TRUNCATES:
-            whole = tl.where(number < 0, -tl.floor(-number), tl.floor(number))
+        if ROUNDING == "even":
+            whole = round_to_even(number)
+        else:
+            size = tl.floor(tl.abs(number) + (0.5 if ROUNDING == "up" else 0.0))
+            whole = tl.where(number < 0, -size, size)
         if CODE == "int8":
             code = tl.clamp(whole, -128.0, 127.0).to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
         else:
@@ -137,7 +142,8 @@ def _round_side(
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     LEAST: tl.constexpr,
-    TRUNCATES: tl.constexpr,
+    CLIP: tl.constexpr,
+    ROUNDING: tl.constexpr,
     LARGEST: tl.constexpr,
     TURN: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -160,25 +166,35 @@ def _round_side(
     scale = tl.full([GROUPS], 1.0, tl.float32)
     zero = tl.zeros([GROUPS], tl.float32)
     COUNT: tl.constexpr = (DIM + GROUP - 1) // GROUP
+    broken = tl.max(tl.where(grouped != grouped, 1, 0), 1) > 0  # the largest of numbers and NaN is a number
+    shift = tl.zeros([GROUPS], tl.float32)  # the code of zero, if it is a whole number
     if SCALE == "largest":
         scale = tl.maximum(tl.max(tl.abs(grouped), 1) / LARGEST, LEAST)
-        scale = scale.to(scales.dtype.element_ty)
+        scale = tl.where(broken, float("nan"), scale).to(scales.dtype.element_ty)
         tl.store(scales + line * COUNT + group, scale, mask=known)
         scale = scale.to(tl.float32)
     elif SCALE != "none":
-        low = tl.min(tl.where(real, grouped, float("inf")), 1)
-        high = tl.max(tl.where(real, grouped, float("-inf")), 1)
-        spread = tl.maximum(high - low, LEAST)
-        zero = low
-        if SCALE == "middle":
-            zero = (low + high) / 2.0
-        scale = spread / (15.0 if FORM_CODE == "uint4" else 255.0)
-        scale, zero = scale.to(scales.dtype.element_ty), zero.to(scales.dtype.element_ty)
-        tl.store(scales + line * COUNT + group, scale, mask=known)
-        tl.store(zeros + line * COUNT + group, zero, mask=known)
-        scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+        low = tl.min(tl.where(real, grouped, float("inf")), 1) * CLIP
+        high = tl.max(tl.where(real, grouped, float("-inf")), 1) * CLIP
+        scale = tl.maximum(high - low, LEAST) / (15.0 if FORM_CODE == "uint4" else 255.0)
+        scale = tl.where(broken, float("nan"), scale)
+        if SCALE == "point":
+            shift = tl.where(broken, 0.0, tl.clamp(tl.floor(0.5 - low / scale), 0.0, 15.0))
+            bits = (scale.to(tl.int32, bitcast=True) & -16) | shift.to(tl.int32)
+            tl.store(scales + line * COUNT + group, bits.to(tl.float32, bitcast=True), mask=known)
+        else:
+            zero = low
+            if SCALE == "middle":
+                zero = (low + high) / 2.0
+            scale, zero = scale.to(scales.dtype.element_ty), zero.to(scales.dtype.element_ty)
+            tl.store(scales + line * COUNT + group, scale, mask=known)
+            tl.store(zeros + line * COUNT + group, zero, mask=known)
+            scale, zero = scale.to(tl.float32), zero.to(tl.float32)
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    code = to_code((grouped - zero[:, None]) / divisor[:, None], FORM_CODE, TRUNCATES, LARGEST)
+    code = to_code((grouped - zero[:, None]) / divisor[:, None] + shift[:, None], FORM_CODE, ROUNDING, LARGEST)
+    if SCALE == "point":
+        scale = (scale.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
+        zero = -shift * scale
     code = tl.reshape(code, [D])
     if FORM_CODE == "uint4":
         pair = tl.reshape(code.to(tl.int32), [D // 2, 2])
@@ -216,14 +232,16 @@ def _round_newest(
     KEY_SCALE: tl.constexpr,
     KEY_GROUP: tl.constexpr,
     KEY_LEAST: tl.constexpr,
-    KEY_TRUNCATES: tl.constexpr,
+    KEY_CLIP: tl.constexpr,
+    KEY_ROUNDING: tl.constexpr,
     KEY_LARGEST: tl.constexpr,
     KEY_TURN: tl.constexpr,
     VALUE_CODE: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
     VALUE_LEAST: tl.constexpr,
-    VALUE_TRUNCATES: tl.constexpr,
+    VALUE_CLIP: tl.constexpr,
+    VALUE_ROUNDING: tl.constexpr,
     VALUE_LARGEST: tl.constexpr,
     VALUE_TURN: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -247,7 +265,8 @@ def _round_newest(
             KEY_SCALE,
             KEY_GROUP,
             KEY_LEAST,
-            KEY_TRUNCATES,
+            KEY_CLIP,
+            KEY_ROUNDING,
             KEY_LARGEST,
             KEY_TURN,
             ROUNDS,
@@ -269,7 +288,8 @@ def _round_newest(
             VALUE_SCALE,
             VALUE_GROUP,
             VALUE_LEAST,
-            VALUE_TRUNCATES,
+            VALUE_CLIP,
+            VALUE_ROUNDING,
             VALUE_LARGEST,
             VALUE_TURN,
             ROUNDS,
@@ -285,12 +305,37 @@ def _round_newest(
 
 
 @triton.jit
-def _spread_steps(steps, row, here, GROUP: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, PER: tl.constexpr):
-    """Return the scale or zero of each code of rows (N,), (N, W). A column of codes has PER channels."""
+def _load_steps(scales, zeros, place, there, STEPS: tl.constexpr):
+    """Return the scales and zeros at places, float32."""
+    scale = tl.load(scales + place, mask=there, other=0.0)
+    if STEPS == 3:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = (bits & -16).to(tl.float32, bitcast=True)
+        zero = -(bits & 15).to(tl.float32) * scale
+    elif STEPS == 2:
+        zero = tl.load(zeros + place, mask=there, other=0.0).to(tl.float32)
+    else:
+        zero = tl.zeros_like(scale).to(tl.float32)
+    return scale.to(tl.float32), zero
+
+
+@triton.jit
+def _spread_steps(
+    scales,
+    zeros,
+    row,
+    here,
+    STEPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    W: tl.constexpr,
+    PER: tl.constexpr,
+):
+    """Return the scale and the zero of each code of rows (N,), (N, W) each. A column of codes has PER channels."""
     channel = tl.arange(0, W) * PER
     COUNT: tl.constexpr = DIM // GROUP
     where = here[:, None] & (channel < DIM)[None]
-    return tl.load(steps + row[:, None] * COUNT + (channel // GROUP)[None], mask=where, other=0.0).to(tl.float32)
+    return _load_steps(scales, zeros, row[:, None] * COUNT + (channel // GROUP)[None], where, STEPS)
 
 
 @triton.jit
@@ -342,10 +387,7 @@ def _attend_codes(
     k, k_high = read_codes(code, KEY_CODE, LIKE, FAST)
     if KEY_STEPS > 0 and not WHOLE:
         PER: tl.constexpr = 2 if HALF else 1
-        step = _spread_steps(key_scales, row, here, KEY_GROUP, DIM, W, PER)
-        zero = tl.zeros_like(step)
-        if KEY_STEPS == 2:
-            zero = _spread_steps(key_zeros, row, here, KEY_GROUP, DIM, W, PER)
+        step, zero = _spread_steps(key_scales, key_zeros, row, here, KEY_STEPS, KEY_GROUP, DIM, W, PER)
         k = (k.to(tl.float32) * step + zero).to(LIKE)
         if HALF:
             k_high = (k_high.to(tl.float32) * step + zero).to(LIKE)
@@ -353,9 +395,10 @@ def _attend_codes(
     if HALF:
         logits += tl.dot(q_high, k_high.T, input_precision="ieee")
     if WHOLE:
-        logits *= tl.load(key_scales + row, mask=here, other=0.0).to(tl.float32)[None]
-        if KEY_STEPS == 2:
-            logits += q_sum[:, None] * tl.load(key_zeros + row, mask=here, other=0.0).to(tl.float32)[None]
+        step, zero = _load_steps(key_scales, key_zeros, row, here, KEY_STEPS)
+        logits *= step[None]
+        if KEY_STEPS > 1:
+            logits += q_sum[:, None] * zero[None]
     logits = cap_tile(logits * (q_scale * scale)[:, None], CAP)
     if MASS:
         logits += tl.log2(tl.load(mass + row, mask=here, other=1).to(tl.float32))[None]
@@ -375,19 +418,16 @@ def _attend_codes(
     v, v_high = read_codes(code, VALUE_CODE, LIKE, FAST)
     if VALUE_STEPS > 0 and not V_WHOLE:
         V_PER: tl.constexpr = 2 if V_HALF else 1
-        step = _spread_steps(value_scales, row, here, VALUE_GROUP, DIM, VW, V_PER)
-        zero = tl.zeros_like(step)
-        if VALUE_STEPS == 2:
-            zero = _spread_steps(value_zeros, row, here, VALUE_GROUP, DIM, VW, V_PER)
+        step, zero = _spread_steps(value_scales, value_zeros, row, here, VALUE_STEPS, VALUE_GROUP, DIM, VW, V_PER)
         v = (v.to(tl.float32) * step + zero).to(LIKE)
         if V_HALF:
             v_high = (v_high.to(tl.float32) * step + zero).to(LIKE)
     weight = p
     if V_WHOLE:
-        weight = p * tl.load(value_scales + row, mask=here, other=0.0).to(tl.float32)[None]
-        if VALUE_STEPS == 2:
-            zeros = tl.load(value_zeros + row, mask=here, other=0.0).to(tl.float32)
-            shift = shift * shrink + tl.sum(p * zeros[None], 1)
+        step, zero = _load_steps(value_scales, value_zeros, row, here, VALUE_STEPS)
+        weight = p * step[None]
+        if VALUE_STEPS > 1:
+            shift = shift * shrink + tl.sum(p * zero[None], 1)
     low = low * shrink[:, None] + tl.dot(weight.to(LIKE), v, input_precision="ieee")
     if V_HALF:
         high = high * shrink[:, None] + tl.dot(weight.to(LIKE), v_high, input_precision="ieee")
@@ -580,6 +620,11 @@ def list_parts(side: CodedSide, held: bool) -> list[Tensor]:
     return parts + [parts[0]] * (3 - len(parts))
 
 
+def count_steps(form: Form) -> int:
+    """Return how many steps of a group `_load_steps` reads: 3 for a scale with a point in its lowest bits."""
+    return 3 if form.scale == "point" else form.steps
+
+
 def name_form(form: Form, prefix: str, dim: int, padded: int) -> dict[str, object]:
     """Return the constants that say how `_round_newest` rounds keys or values."""
     return {
@@ -587,7 +632,8 @@ def name_form(form: Form, prefix: str, dim: int, padded: int) -> dict[str, objec
         f"{prefix}_SCALE": form.scale,
         f"{prefix}_GROUP": form.group or padded,
         f"{prefix}_LEAST": form.least,
-        f"{prefix}_TRUNCATES": form.rounding == "cut",
+        f"{prefix}_CLIP": form.clip,
+        f"{prefix}_ROUNDING": form.rounding,
         f"{prefix}_LARGEST": LARGEST[form.code],
     }
 
@@ -661,10 +707,10 @@ def attend_triton(
         rows.values.factor,
         MASS=rows.mass is not None,
         KEY_CODE=forms[0].code,
-        KEY_STEPS=forms[0].steps,
+        KEY_STEPS=count_steps(forms[0]),
         KEY_GROUP=forms[0].group or dim,
         VALUE_CODE=forms[1].code,
-        VALUE_STEPS=forms[1].steps,
+        VALUE_STEPS=count_steps(forms[1]),
         VALUE_GROUP=forms[1].group or dim,
         LIKE=tl.float32 if queries.dtype == torch.float32 else tl.float16,
         FAST=converts_fast(queries),

@@ -37,15 +37,25 @@ class RoundingCodec(RowCodec):
         """How keys and how values become codes."""
         raise NotImplementedError(f"{self.name} has no forms")
 
+    def find_factors(self, dim: int) -> tuple[float, float]:
+        """Return what the numbers of keys and of values are divided by before they are rounded, behind the turns."""
+        return 1.0, 1.0
+
     def make_turns(self, dim: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Return the matrices (d, d) that keys and values are multiplied with before they are rounded."""
         return None, None
 
     def encode(self, rows: Tensor) -> Parts:
-        return encode(rows, self.forms[0], turn=self.make_turns(rows.shape[1], rows.device)[0])
+        return self.encode_side(0, rows)
 
     def encode_values(self, rows: Tensor) -> Parts:
-        return encode(rows, self.forms[1], turn=self.make_turns(rows.shape[1], rows.device)[1])
+        return self.encode_side(1, rows)
+
+    def encode_side(self, side: int, rows: Tensor) -> Parts:
+        """Round keys (0) or values (1), (R, d)."""
+        dim = rows.shape[1]
+        turn = self.make_turns(dim, rows.device)[side]
+        return encode(rows, self.forms[side], self.find_factors(dim)[side], turn)
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         return self.decode_side(0, parts, dtype)
@@ -56,8 +66,8 @@ class RoundingCodec(RowCodec):
     def decode_side(self, side: int, parts: Parts, dtype: torch.dtype) -> Tensor:
         """Return what the codes of keys (0) or values (1) stand for, (R, d)."""
         form, codes = self.forms[side], parts[0]
-        turn = self.make_turns(codes.shape[1] * 8 // form.bits, codes.device)[side]
-        return decode(parts, form, dtype, turn=turn)
+        dim = codes.shape[1] * 8 // form.bits
+        return decode(parts, form, dtype, self.find_factors(dim)[side], self.make_turns(dim, codes.device)[side])
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "RoundedRows":
         return RoundedRows(self, *self.encode_both(keys, values), lengths, keys.dtype)
@@ -81,12 +91,11 @@ class GrowingCodes:
         self.held, self.tokens, codec, lengths = held, tokens, held.codec, held.lengths
         keys = held.keys[0]
         dim = keys.shape[1] * 8 // codec.forms[0].bits
+        factors, turns = codec.find_factors(dim), codec.make_turns(dim, keys.device)
         sides = []
-        for form, parts, turn in zip(
-            codec.forms, (held.keys, held.values), codec.make_turns(dim, keys.device), strict=True
-        ):
+        for form, parts, factor, turn in zip(codec.forms, (held.keys, held.values), factors, turns, strict=True):
             more = tuple(part.new_empty(*lengths.shape, tokens, *part.shape[1:]) for part in parts)
-            sides.append(CodedSide(form, parts, more, 1.0, turn))
+            sides.append(CodedSide(form, parts, more, factor, turn))
         newest = torch.empty(2, *lengths.shape, dim, dtype=held.dtype, device=keys.device)
         starts = (lengths.flatten().cumsum(0) - lengths.flatten()).view_as(lengths)
         longest = int(lengths.max())

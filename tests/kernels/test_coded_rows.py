@@ -27,6 +27,10 @@ FORMS = {
     "int4": Form("uint4", "range", least=1e-5, stored=torch.float16),
     "int4 in groups": Form("uint4", "range", group=16, least=1e-5, stored=torch.float16),
     "int8 in groups": Form("int8", "largest", group=8, least=1e-6),
+    "int8 truncated": Form("int8", "largest", least=1e-6, rounding="cut"),
+    "int4 with a point": Form("uint4", "point", least=15e-6, rounding="up"),
+    "int4 with points": Form("uint4", "point", group=8, least=15e-6, rounding="up", clip=0.9),
+    "int4 clipped": Form("uint4", "range", clip=0.8, stored=torch.float16),
 }
 
 
@@ -60,6 +64,8 @@ CASES = {
     "int4, turned": Case("int4", "int4", turned=True, rounds=True, queries=3),
     "int4 and fp8": Case("int4", "fp8", dtype=torch.bfloat16, dim=64),
     "groups": Case("int4 in groups", "int8 in groups", turned=True, dtype=torch.bfloat16),
+    "points": Case("int4 with a point", "int4 with a point", turned=True, rounds=True, factor=0.5),
+    "points of groups": Case("int4 with points", "int4 with points", rounds=True, merged=True),
     "groups of values": Case("int8 in groups", "int4 in groups", rounds=True),
 }
 
@@ -134,7 +140,7 @@ def test_a_token_attends_to_what_codes_stand_for(implementation, case):
             run.expect(step),
             atol=tolerance,
             rtol=0,
-            msg=lambda m: f"step {step}: {m}",
+            msg=lambda m, step=step: f"step {step}: {m}",
         )
 
 
@@ -149,3 +155,22 @@ def test_a_token_is_rounded_as_held_rows_are(implementation, name):
         expected = encode(new[number].flatten(0, 1), side.form)
         for got, part in zip(side.more, expected, strict=True):
             assert torch.equal(got[:, :, 1].flatten(0, 1), part)
+
+
+@BOTH
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_row_with_nan_stays_so(implementation, name, rounds):
+    """A number that is none must not become one: it marks the outputs of its head, and of no other."""
+    run = Run(Case(name, name, tokens=2, rounds=rounds))
+    for side in (0, 1):
+        run.rows.newest.copy_(draw(*run.rows.newest.shape, seed=51))
+        run.rows.newest[side, 1, 0, 5] = torch.nan
+        queries = draw(2, 4, 1, 32, seed=9)
+        count = torch.tensor(0, dtype=torch.int32, device=DEVICE)
+        round_newest(queries, run.rows, count, implementation=implementation)
+        parts = tuple(part[:, :, 0].flatten(0, 1) for part in (run.rows.keys, run.rows.values)[side].more)
+        assert decode(parts, FORMS[name], torch.float32).isnan().any(1).tolist() == [False, False, True, False]
+        run.rows.newest.zero_()
+        outputs = attend_coded(queries, run.rows, 0.3, count + 1, implementation=implementation)
+        assert outputs.isnan().flatten(2).any(2).tolist() == [[False] * 4, [True, True, False, False]]
