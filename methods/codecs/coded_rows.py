@@ -92,14 +92,17 @@ class GrowingCodes:
         keys = held.keys[0]
         dim = keys.shape[1] * 8 // codec.forms[0].bits
         factors, turns = codec.find_factors(dim), codec.make_turns(dim, keys.device)
-        sides = []
-        for form, parts, factor, turn in zip(codec.forms, (held.keys, held.values), factors, turns, strict=True):
-            more = tuple(part.new_empty(*lengths.shape, tokens, *part.shape[1:]) for part in parts)
-            sides.append(CodedSide(form, parts, more, factor, turn))
+        more = [
+            tuple(part.new_empty(*lengths.shape, tokens, *part.shape[1:]) for part in parts)
+            for parts in (held.keys, held.values)
+        ]
+        key_side, value_side = map(CodedSide, codec.forms, (held.keys, held.values), more, factors, turns)
         newest = torch.empty(2, *lengths.shape, dim, dtype=held.dtype, device=keys.device)
         starts = (lengths.flatten().cumsum(0) - lengths.flatten()).view_as(lengths)
         longest = int(lengths.max())
-        self.rows = CodedRows(*sides, lengths, starts, longest, mass, newest, codec.packing.before_attention)
+        self.rows = CodedRows(
+            key_side, value_side, lengths, starts, longest, mass, newest, codec.packing.before_attention
+        )
         self.slots = torch.zeros_like(lengths)
 
     def begin(self) -> None:
@@ -122,8 +125,10 @@ class GrowingCodes:
             queries,
             keys,
             values,
-            *angles[:2],
-            *newest,
+            angles[0],
+            angles[1],
+            newest[0],
+            newest[1],
             0,
             step,
             slots=self.slots,

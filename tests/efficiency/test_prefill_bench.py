@@ -83,7 +83,7 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         assert f"{line['method']} " in printed and line["not_run"] in printed
         assert line["not_run"] or float(line["ratio"]) == pytest.approx(float(line["ms"]) / float(line["full_ms"]))
         assert line["tokens"] == "60" and line["torch"] == torch.__version__
-        assert line["not_run"] or bool(line["floor"]) == (line["codec"] in ("raw", "kivi"))
+        assert line["not_run"] or bool(line["floor"]) == (line["codec"] not in ("delta", "palu"))
         assert line["command"].startswith("kvbench dev bench-methods --tokens=60 --rounds=1")
 
 

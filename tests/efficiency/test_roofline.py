@@ -33,6 +33,7 @@ KEY = 128 * 2  # bytes
         ("dropkv", {"window": 1}, KEY + 2 * KEY + 4 + 8 * 4, 2 * 2 * 4 * 128),
         ("pqcache", {"bits": 6, "iterations": 24}, KEY + 4, 2 * 128 * 64 * 25),
         ("kivi", {}, 2 * KEY + 4, 0),
+        ("fp8", {}, 2 * KEY + 4, 0),
         ("full", {}, 0, 0),
     ],
 )
