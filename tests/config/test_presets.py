@@ -104,6 +104,10 @@ def test_the_settings_of_a_run_tell_its_preset(group, name, changed, preset):
         ("codec", "kivi", {"preset": "bits4"}, "kivi bits4"),
         ("codec", "kivi", {"preset": "bits4", "group": 16}, "kivi, bits 4, group 16"),
         ("codec", "palu", {"path": "file", "bits": 4}, "palu, bits 4"),
+        ("codec", "fp8", {"preset": "row", "rounding": "cut"}, "fp8 row, rounding cut"),
+        ("codec", "int8", {"preset": "sglang"}, "int8 sglang"),
+        ("codec", "int4", {"preset": "vllm"}, "int4 vllm"),
+        ("codec", "int4", {"group": 32, "rounding": "written"}, "int4, group 32, rounding written"),
         ("method", "criticalkv", {"base_args": {"window": 16}}, "criticalkv, base (snapkv, window 16)"),
     ],
 )

@@ -18,6 +18,7 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
+from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import SettingError
 from tests.support.branches import read_on_in_branches
 from tests.support.dense_engine import DenseEngine, Head
@@ -171,6 +172,26 @@ def check_samples_branches_and_shared_prefills(case: Rounded) -> None:
         list(context.generate(3, Sampling(), frozenset()))
     expected = apart[0].logits.expand_as(together[0].logits)
     torch.testing.assert_close(together[0].logits, expected, **CLOSE)
+
+
+def check_the_captured_step(case: Rounded, allocator: str) -> None:
+    """A step over memory for codes gives the tokens that the modules give, and leaves the same rows."""
+    choice = case.choose("snapkv", allocator, window=4)
+    contexts, answers = [], []
+    for stepped in (False, True):
+        context = GenerationContext(make_double("llama"), choice, Budget(0.5), None, (0, 1))
+        context.prefill(ids(60, batch=2))
+        if stepped:
+            context.weights = collect_weights(make_double("llama"))
+        contexts.append(context)
+        answers.append(torch.stack(list(context.generate(12, Sampling(), frozenset(), read_last=True))))
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert torch.equal(*answers)
+    for layers in zip(*(context.own_layers for context in contexts), strict=True):
+        for one, other in zip(*(layer.rows.stored.read() for layer in layers), strict=True):
+            assert len(one) == len(other) and torch.isclose(one, other, rtol=1e-4, atol=1e-4).double().mean() > 0.999
+    more = ids(2, 9, batch=2)
+    torch.testing.assert_close(*(context.extend(more) for context in contexts), rtol=1e-2, atol=1e-2)
 
 
 @cache

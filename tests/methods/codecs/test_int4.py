@@ -18,6 +18,7 @@ from tests.support.rounded_codecs import (
     check_refusal,
     check_rows_that_stay,
     check_samples_branches_and_shared_prefills,
+    check_the_captured_step,
     check_the_full_cache,
     cross,
     cross_refused,
@@ -88,6 +89,11 @@ def test_heads_of_different_lengths(case):
 
 def test_samples_branches_and_shared_prefills_are_apart():
     check_samples_branches_and_shared_prefills(CASES["vllm"])
+
+
+@pytest.mark.parametrize("case, allocator", [("quarot", "ada"), ("vllm", "uniform")])
+def test_the_captured_step_gives_what_the_modules_give(case, allocator):
+    check_the_captured_step(CASES[case], allocator)
 
 
 @cross("int4")
