@@ -10,9 +10,9 @@ FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def encode_reference(rows: Tensor, form: Form, factor: float, turn: Tensor | None) -> Parts:
-    """Round rows (R, d). It computes in float32, and rounds by the scales and zeros that are stored."""
+    """Round rows (R, d). It turns as `turn_wide`, then computes in float32, by the scales and zeros that are stored."""
     count, dim = rows.shape
-    numbers = rows.float() if turn is None else rows.float() @ turn
+    numbers = rows.float() if turn is None else turn_wide(rows, turn).float()
     if factor != 1:
         numbers = numbers / factor
     group = form.group or dim
@@ -116,7 +116,7 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
 
 
 def decode_reference(parts: Parts, form: Form, dtype: torch.dtype, factor: float, turn: Tensor | None) -> Tensor:
-    """Return what codes stand for, (R, d) in `dtype`. It computes in float32."""
+    """Return what codes stand for, (R, d) in `dtype`. It computes in float32, then turns as `turn_wide`."""
     codes = unpack_codes(parts[0], form.bits)
     if form.code in FLOATS:
         numbers = codes.view(FLOATS[form.code]).float()
@@ -138,7 +138,16 @@ def decode_reference(parts: Parts, form: Form, dtype: torch.dtype, factor: float
         numbers = numbers.reshape(*shape[:-1], groups, shape[-1] // groups) * scale[..., None]
         numbers = numbers if zero is None else numbers + zero[..., None]
     numbers = numbers.reshape(shape) * factor
-    return (numbers if turn is None else numbers @ turn.T).to(dtype)
+    return numbers.to(dtype) if turn is None else turn_wide(numbers, turn.T, dtype).to(dtype)
+
+
+def turn_wide(rows: Tensor, turn: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return rows (…, d) times a matrix, in float64 if they or `dtype` are, else in float32.
+
+    In float64 the order of sums, which differs between machines, does not change codes.
+    """
+    wide = torch.float64 if torch.float64 in (rows.dtype, dtype) else torch.float32
+    return rows.to(wide) @ turn.to(wide)
 
 
 def round_newest_reference(queries: Tensor, rows: CodedRows, step: Tensor) -> Tensor:
@@ -152,8 +161,8 @@ def round_newest_reference(queries: Tensor, rows: CodedRows, step: Tensor) -> Te
         if rows.rounds_newest:
             newest.copy_(decode_reference(parts, side.form, newest.dtype, side.factor, None).view_as(newest))
         elif side.turn is not None:
-            newest.copy_((flat.float() @ side.turn).view_as(newest))
-    return queries if rows.keys.turn is None else (queries.float() @ rows.keys.turn).to(queries.dtype)
+            newest.copy_(turn_wide(flat, side.turn).view_as(newest))
+    return queries if rows.keys.turn is None else turn_wide(queries, rows.keys.turn).to(queries.dtype)
 
 
 def attend_reference(
@@ -169,7 +178,7 @@ def attend_reference(
         for h in range(heads):
             start, length = int(rows.starts[b, h]), int(rows.lengths[b, h])
             keys, values = (
-                torch.cat([read_side(side, b, h, start, length, int(step)), rows.newest[number, b, h][None].float()])
+                torch.cat([read_side(side, b, h, start, length, int(step)), rows.newest[number, b, h][None].to(wide)])
                 for number, side in enumerate((rows.keys, rows.values))
             )
             logits = cap_logits(asking[b, h] @ keys.to(wide).T * scaling, extras)
