@@ -6,6 +6,7 @@ Examples:
   kvbench results scores --sort 0.05
   kvbench results scores --group-by question,allocator --sort bytes_held@0.05
   kvbench results scores --columns score,score_interval,rows_kept
+  kvbench results scores --by bytes --at 0.1
 
 The formats are text, markdown, csv, latex (booktabs, siunitx) and html. Text is as wide as the terminal, which shows
 the best in bold unless NO_COLOR is set. The columns are score, score_interval, difference (from the full cache),
@@ -17,14 +18,23 @@ formats have score, difference, interval, bytes_held, rows_attended and at_limit
 --group-by takes any setting that a filter takes, except the budget. A setting of the protocol (model, task, question,
 seed, ...) gathers blocks; a setting of the cache (method, allocator, codec, block_size, ...) gathers the rows inside
 each block. This changes the order only: runs are never averaged, and marks still compare all rows of a block.
+
+--by bytes prints another table, as text, markdown or csv: all methods, codecs and budgets in the order of the bytes
+that they were measured to hold, which of them are on the front of score over bytes, and which cannot be told from
+those. It says what to use at a share of the full cache's bytes (--at), and whether a codec scores more than raw rows at
+equal bytes. --by bytes_with_files also counts the files that methods and codecs need, and --by bytes_in_all also what
+is kept beside the rows.
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from kvbench.cli.command import CommandParser, find_width, is_styled, run_command
+from kvbench.cli.command import CommandParser, find_width, is_styled, refuse_given, run_command
 from kvbench.validation import escape, require_choice
+
+DEFAULT_SHARE = "0.1"
 
 
 def make_parser() -> CommandParser:
@@ -42,19 +52,45 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--group-by", metavar="SETTING,SETTING", help="gather blocks and rows under a heading for each value"
     )
+    parser.add_argument(
+        "--by", default="budget", help="budget, bytes, bytes_with_files or bytes_in_all (default: budget)"
+    )
+    parser.add_argument("--at", help="with --by bytes: choose for this share of the full cache's bytes (default: 0.1)")
     return parser
+
+
+def check_order(options: Namespace) -> None:
+    """Check the options that say by what scores are ordered, and put the share that --at names into `options.at`.
+
+    Raises:
+        SettingError: A choice does not exist, or an option belongs to the other table.
+    """
+    from kvbench.analysis import byte_front_format, score_matrix_format
+    from kvbench.analysis.byte_front import SIZES
+    from kvbench.analysis.curves import parse_shares
+
+    require_choice("--by", options.by, ["budget", *SIZES])
+    by_bytes = options.by in SIZES
+    if by_bytes:
+        refuse_given(options, ("sort", "group_by", "columns"), f"--by {options.by}: has its own order and columns")
+    else:
+        refuse_given(options, ("at",), "--by budget: shows all bytes")
+    formats = byte_front_format.FORMATS if by_bytes else score_matrix_format.FORMATS
+    require_choice("--format", options.format, ["text", *formats])
+    options.at = parse_shares("--at", options.at or DEFAULT_SHARE, 1)[0]
 
 
 def print_results(arguments: Sequence[str]) -> int:
     """Print the matrix, and on stderr what cannot be shown. Return 2 if there is nothing to show."""
     options = make_parser().parse(arguments)
+    from kvbench.analysis.byte_front_format import format_by_bytes
     from kvbench.analysis.score_matrix import build_blocks
     from kvbench.analysis.score_matrix_columns import choose_columns
     from kvbench.analysis.score_matrix_format import FORMATS, format_text
     from kvbench.analysis.score_matrix_order import group_blocks, sort_rows
     from kvbench.store.runs import filter_runs, load_runs, parse_filters
 
-    require_choice("--format", options.format, ["text", *FORMATS])
+    check_order(options)
     chosen: dict[str, Any] = {}
     if options.columns is not None:
         chosen["columns"] = choose_columns(options.columns.split(","))
@@ -67,7 +103,9 @@ def print_results(arguments: Sequence[str]) -> int:
     if options.group_by is not None:
         blocks = group_blocks(blocks, options.group_by.split(","))
     if blocks:
-        if options.format == "text":
+        if options.by != "budget":
+            print(format_by_bytes(blocks, options.by, options.at, options.format, find_width()), end="")
+        elif options.format == "text":
             print(format_text(blocks, find_width(), styled=is_styled(), **chosen), end="")
         else:
             print(FORMATS[options.format](blocks, **chosen), end="")
