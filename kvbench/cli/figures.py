@@ -54,7 +54,7 @@ def draw_figures(given: Sequence[str]) -> int:
 def make_parser() -> CommandParser:
     parser = CommandParser("results figures", __doc__)
     parser.add_selection("draw")
-    parser.add_argument("--kind", help="of curve,tasks,grid,change,cost (default: all)")
+    parser.add_argument("--kind", help="of curve,tasks,grid,change,cost,bytes (default: all)")
     parser.add_argument(
         "--width",
         help="at most: column (3.25 in), page (6.75 in) or inches (default: column for curves, page for others)",

@@ -9,6 +9,8 @@
             of the published value, if a paper prints one of the same experiment
     cost    difference against bytes held, time to first token and time per output token, with 95 % intervals of both;
             filled points are on the Pareto front
+    bytes   score against measured bytes for all methods, codecs and budgets (kvbench.analysis.byte_front): a step line
+            for the front, lighter marks for cells that tie with one on it
 
 Any setting of a run works as a filter, as in kvbench.analysis.curves. Runs of different protocols
 (kvbench.store.audit.comparison_key) never share a figure. Its name is
@@ -28,8 +30,10 @@ import vl_convert
 
 from kvbench.analysis import solvable_subtasks
 from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
+from kvbench.analysis.score_matrix import build_blocks
 from kvbench.papers.published_scores import find_published
 from kvbench.report import print_charts
+from kvbench.report.byte_chart import draw_bytes
 from kvbench.report.panels import Panel, build_panels
 from kvbench.report.print_charts import POINTS, SIZE, Drawing, title_panel
 from kvbench.store.csv_rows import format_rows
@@ -37,7 +41,7 @@ from kvbench.store.runs import FoundRuns, StoredRun
 from kvbench.validation import SettingError, name_file_in_errors
 
 COLUMNS = {"column": 3.25, "page": 6.75}  # inches of one column of a paper with two, and of both
-INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}
+INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75, "bytes": 6.75}
 LEAST, MOST = 2, 20
 PPI = 300  # of the PNG
 HIDDEN = ("s", "order", "column", "row", "printed")  # columns that only join a table to others
@@ -119,7 +123,10 @@ def make_figures(
                     refused[f"{name_figure(panel)}-{curve}, {series['label']}"] = series["refused"]
             for kind in options.kinds:
                 pixels = 72 * (options.width or INCHES[kind]) / POINTS
-                drawing = make_drawing(kind, panel.data, options.against, pixels)
+                if kind == "bytes":
+                    drawing = draw_panel_bytes(panel, options.average, pixels)
+                else:
+                    drawing = make_drawing(kind, panel.data, options.against, pixels)
                 if drawing:
                     name = f"{name_figure(panel)}-{curve if kind == 'curve' else kind}"
                     title = None if options.plain else title_panel(panel.data, drawing.about, pixels)
@@ -183,7 +190,7 @@ def add_published(panel: Panel, results: Path) -> None:
 
 
 def make_drawing(kind: str, panel: Mapping[str, Any], against: str, pixels: float) -> Drawing | None:
-    """Return the drawing of a kind, a key of INCHES; None if the panel has nothing to draw."""
+    """Return the drawing of a kind, a key of INCHES but bytes; None if the panel has nothing to draw."""
     if kind == "curve":
         return print_charts.draw_curve(panel, against, pixels)
     if kind == "change":
@@ -191,6 +198,12 @@ def make_drawing(kind: str, panel: Mapping[str, Any], against: str, pixels: floa
     return {"tasks": print_charts.draw_tasks, "grid": print_charts.draw_grid, "cost": print_charts.draw_cost}[kind](
         panel, pixels
     )
+
+
+def draw_panel_bytes(panel: Panel, average: str | None, pixels: float) -> Drawing | None:
+    """Return the drawing of a panel's scores over bytes; None if its runs cannot stand in one table."""
+    blocks, _ = build_blocks([run for run in panel.runs if not run.full] or panel.runs, panel.runs, average)
+    return draw_bytes(blocks[0], pixels) if blocks else None
 
 
 def name_figure(panel: Panel) -> str:

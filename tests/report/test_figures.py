@@ -12,6 +12,8 @@ import pytest
 
 import kvbench
 from kvbench.analysis.budget_series import CurveOptions, build_series
+from kvbench.analysis.byte_front import order_by_bytes
+from kvbench.analysis.score_matrix import build_blocks
 from kvbench.cli.curves import print_curves
 from kvbench.cli.figures import draw_figures
 from kvbench.papers.experiment_key import resolve_value
@@ -19,7 +21,7 @@ from kvbench.papers.table_spec import load_specs, read_published
 from kvbench.report import charts, print_charts
 from kvbench.report.figures import INCHES, Figure, make_slug
 from kvbench.report.panels import build_panels
-from kvbench.store.runs import find_baseline, find_finished, load_runs
+from kvbench.store.runs import filter_runs, find_baseline, find_finished, load_runs, parse_filters
 from kvbench.validation import SettingError
 from tests.support.report_store import BUDGETS, TASKS, make_records, write_run, write_small_store
 from tests.support.selection import only_in_full
@@ -391,6 +393,19 @@ def test_subtasks_and_rows_make_curves_of_their_own(store, tmp_path):
     (path,) = tmp_path.glob("*-niah.csv")
     shown = [numbers(line, "share", "score") for line in lines(path) if line["method"] == "snapkv"]
     assert shown == [[point.share, point.score.value] for point in points[:-1]]
+
+
+def test_the_chart_of_bytes_has_the_front_of_the_table(drawn, store):
+    runs = filter_runs(load_runs(store), parse_filters(ONE))
+    [block], _ = build_blocks([run for run in runs if not run.full], load_runs(store))
+    cells = order_by_bytes(block)
+    assert any(one.place is not None for one in cells) and any(one.ties for one in cells)
+    drawn_lines = lines(drawn["bytes"])
+    assert [(line["label"], line["front"], line["ties"]) for line in drawn_lines] == [
+        (one.label, "" if one.place is None else str(one.place), " ".join(map(str, one.ties))) for one in cells
+    ]
+    for line, one in zip(drawn_lines, cells, strict=True):
+        assert numbers(line, "share", "score") == [one.share, one.cell.score.value]
 
 
 @pytest.mark.full
