@@ -16,7 +16,6 @@ from kvbench.cli import results
 from kvbench.store.runs import load_runs
 from tests.support.made_up_runs import write_run
 
-FULL = {"method": {"name": "full"}}
 SAMPLES = 24  # of each of two subtasks
 
 
@@ -32,7 +31,7 @@ def write_cell(store, share, right, method="snapkv", codec="raw", budget=0.1, **
         for subtask in ("one", "two")
         for place in range(SAMPLES)
     }
-    own = FULL if method == "full" else {"method": {"name": method}, "codec": {"name": codec}, "budget": budget}
+    own = {"method": {"name": method}, "codec": {"name": codec}, "budget": 1.0 if method == "full" else budget}
     return write_run(store, records, **own)
 
 
@@ -124,6 +123,15 @@ def test_ties_at_a_share_hold_more_bytes_than_the_best(tmp_path):
     write_cell(tmp_path, 0.09, range(2), method="knorm")
     block = build(tmp_path)
     assert name(choose_at(block, order_by_bytes(block), 0.1)) == ["snapkv 10%", "h2o 10%"]
+
+
+def test_a_codec_without_eviction(tmp_path):
+    write_cell(tmp_path, 1.0, range(24), method="full")
+    write_cell(tmp_path, 0.5, range(24), method="full", codec="fp8")
+    block = build(tmp_path)
+    cells = order_by_bytes(block)
+    assert [(one.label, one.place, one.ties) for one in cells] == [("full · fp8", 1, ()), ("full cache", None, ())]
+    assert compare_at_equal_bytes(block) == [] and choose_at(block, cells, 0.49) == []
 
 
 def test_bytes_with_files_and_in_all(store):
