@@ -17,6 +17,7 @@ several methods is computed in each sample, so that its interval counts contexts
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -140,9 +141,9 @@ def mark_front(cells: Sequence[ByteCell]) -> list[ByteCell]:
     """
     front: list[ByteCell] = []
     for one in cells:
-        best = front[-1] if front else None
-        alike = best is not None and one.share == best.share and one.cell.score.value >= best.cell.score.value
-        if best is None or alike or one.cell.score.value > best.cell.score.value + TOLERANCE:
+        more = one.cell.score.value - front[-1].cell.score.value if front else math.inf
+        alike = bool(front) and one.share == front[-1].share and more >= -TOLERANCE
+        if more > TOLERANCE or alike:
             front.append(replace(one, place=len(front) + 1))
     return front
 
