@@ -44,6 +44,7 @@ from kvbench.models.layer_state import has_state
 from kvbench.models.layouts import WITHOUT_ROPE, Configuration, find_window, name_type, read_config_layout
 from kvbench.models.miniature import VOCABULARY, Unshrinkable, draw_miniature, shrink
 from kvbench.models.rotations import Rotation, find_key_norm
+from kvbench.models.silence import silence_transformers
 from kvbench.models.transformers_port import (
     PROBED,
     find_attention,
@@ -84,7 +85,8 @@ def probe(config: Configuration) -> Probe:
         small = shrink(config)
     except Unshrinkable as error:
         raise Refused(f"its configuration does not shrink to a miniature ({error})") from None
-    return probe_miniature(draw_miniature(small))
+    with silence_transformers():  # some models say while they read which packages would make them faster
+        return probe_miniature(draw_miniature(small))
 
 
 def find_config(model: torch.nn.Module) -> Configuration:

@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
 import kvbench
 from kvbench.cache.layer import Layer
@@ -388,6 +389,24 @@ def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(admission, "CACHE", tmp_path)
     monkeypatch.setattr(admission, "VERDICTS", {})
     return tmp_path / "probes"
+
+
+def test_a_probe_prints_nothing_of_transformers(monkeypatch):
+    """Jamba says while it reads which packages would make it faster, and a refusal is one line."""
+    run, levels = probe.run, set()
+    before = logging.get_verbosity()
+
+    def listen(*given: object) -> torch.Tensor:
+        levels.add(logging.get_verbosity())
+        return run(*given)
+
+    monkeypatch.setattr(probe, "run", listen)
+    logging.set_verbosity_warning()
+    try:
+        probe_type("seed_oss", **FEW)
+        assert levels == {logging.ERROR} and logging.get_verbosity() == logging.WARNING
+    finally:
+        logging.set_verbosity(before)
 
 
 def test_a_verdict_is_kept(kept, monkeypatch):
