@@ -37,7 +37,7 @@ STATED: dict[str, dict[str, Any]] = {  # what checkpoints state and the defaults
 TESTED = "tested types"  # what the line in front of each table calls it
 ADMITTED = "admitted types"
 REFUSED = "refused types"
-UNLISTED = ("no module of it has both", "it has no attention layer")  # reasons that the page states for all other types
+UNLISTED = "it has no attention layer"  # the reason that the page states for all other types
 DETAILS = (  # of one miniature, which a row of several types leaves out
     (re.compile(r"(?<=it has) \d+(?= layers)| \(the first is layer \d+\)|^layer \d+: "), ""),
     (re.compile(r"(?<=it appends )(\w+) .*"), r"\1 of another shape than its configuration says"),
