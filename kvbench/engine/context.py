@@ -114,10 +114,9 @@ class PromptContext:
         shape = read_layout(model)
         choice.check(shape)
         state = State(seeds)
-        self.layers = Layers(shape.layers)
+        self.layers, held = Layers(shape.layers), set(shape.held)
         for index in range(shape.layers):
-            held = index in shape.held
-            cut_layer = Layer(index, shape.layers, choice, state, self.layers) if held else None
+            cut_layer = Layer(index, shape.layers, choice, state, self.layers) if index in held else None
             self.layers.append(cut_layer)
         self.sliding, self.window = shape.sliding, shape.window
         self.cache = make_cache(model, self.layers)

@@ -43,7 +43,6 @@ from kvbench.models.layouts import (
     LENGTH_DEPENDENT_ROPE,
     WITHOUT_ROPE,
     Configuration,
-    find_rotation_facts,
     read_config_layout,
     read_layer_config,
     read_rope_settings,
@@ -652,16 +651,14 @@ def make_rotations(model: torch.nn.Module, frequencies: Frequencies | None = Non
         model: A supported transformers model.
         frequencies: The context's own frequencies. Without them the original ones are used if the model's change.
     """
-    decoder, layers = find_text_decoder(model), list_decoder_layers(model)
-    held = set(read_layout(model).held) | set(read_layout(model).sliding)
-    kinds = list_kinds(model)
+    decoder, layers, layout = find_text_decoder(model), list_decoder_layers(model), read_layout(model)
+    attending, kinds = {*layout.held, *layout.sliding}, list_kinds(model)
     frequencies, common = frequencies or copy_frequencies(model), find_rotary_module(model)
-    facts = find_rotation_facts(cast(Configuration, model.config), PROBED.get(model))
-    refuse = partial(refuse_rotation, facts.rotation_fault or WITHOUT_ROPE)
+    refuse = partial(refuse_rotation, layout.rotation_fault or WITHOUT_ROPE)
     known: dict[object, LayerRotation] = {}
     turnings = []
     for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        if index not in held or facts.rotation_fault is not None or common is None:
+        if index not in attending or layout.rotation_fault is not None or common is None:
             turnings.append(LayerRotation(refuse, refuse, None))
             continue
         attention = find_attention(layer)
@@ -670,7 +667,7 @@ def make_rotations(model: torch.nn.Module, frequencies: Frequencies | None = Non
         if same not in known:
             changing = frequencies if frequencies is not None and frequencies.module is rotary else None
             state_angles = partial(compute_angles, model, rotary, same[2], changing)
-            known[same] = make_layer_rotation(model, attention, rotary, rotated, state_angles, facts.rerotation_fault)
+            known[same] = make_layer_rotation(model, attention, rotary, rotated, state_angles, layout.rerotation_fault)
         turnings.append(known[same])
     return turnings
 
