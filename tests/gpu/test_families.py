@@ -1,7 +1,7 @@
 """A miniature of each family on a GPU: its own eager attention is the truth there too, and graphs decode as modules do.
 
 `make test-gpu` on a machine with a GPU. In bfloat16 kvbench may differ from the model in float32 as much as the model's
-own attention does.
+own attention does. There a text counts by the median of its tokens, because rounding exchanges the experts of a few.
 """
 
 import copy
@@ -44,17 +44,23 @@ def read(model: torch.nn.Module, ids: torch.Tensor, method: str, graphs: bool) -
     return context
 
 
+def measure_median(given: torch.Tensor, truth: torch.Tensor) -> float:
+    """The median of the tokens' differences, each a root mean square, as a part of the logits' spread."""
+    errors = (given - truth).square().mean(-1).sqrt() / truth.std()
+    return float(errors.median().nan_to_num(torch.inf))
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_the_full_cache_reads_as_eager_does(name):
     trial = make_trial(name)
     truth = trial.truth.logits[0, PROMPT - 1 :]
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, measure in ((torch.float32, probe.measure), (torch.bfloat16, measure_median)):
         model, ids = move(trial, dtype), trial.ids.cuda()
         with torch.no_grad(), probe.use_attention(model, "eager"):
             eager = probe.run(model, ids).float().cpu()[0, PROMPT - 1 :]
         context = read(model, ids, "full", graphs=False)
         given = torch.cat([context.last_logits, context.extend(ids[:, PROMPT:])[0]]).float().cpu()
-        assert probe.measure(given, truth) <= 2 * probe.measure(eager, truth) + CLOSE
+        assert measure(given, truth) <= 2 * measure(eager, truth) + CLOSE
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv"])
