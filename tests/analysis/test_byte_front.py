@@ -125,13 +125,18 @@ def test_ties_at_a_share_hold_more_bytes_than_the_best(tmp_path):
     assert name(choose_at(block, order_by_bytes(block), 0.1)) == ["snapkv 10%", "h2o 10%"]
 
 
-def test_a_codec_without_eviction(tmp_path):
+def test_codecs_without_a_raw_cell_of_equal_bytes(tmp_path):
+    """One that evicts nothing, and one that holds a tenth more than the raw cell."""
     write_cell(tmp_path, 1.0, range(24), method="full")
     write_cell(tmp_path, 0.5, range(24), method="full", codec="fp8")
+    write_cell(tmp_path, 0.1, range(3))
+    write_cell(tmp_path, 0.11, range(3), codec="fp8", budget=0.2)
     block = build(tmp_path)
     cells = order_by_bytes(block)
-    assert [(one.label, one.place, one.ties) for one in cells] == [("full · fp8", 1, ()), ("full cache", None, ())]
-    assert compare_at_equal_bytes(block) == [] and choose_at(block, cells, 0.49) == []
+    assert [(one.label, one.place) for one in cells] == [
+        ("snapkv", 1), ("snapkv · fp8", None), ("full · fp8", 2), ("full cache", None)
+    ]  # fmt: skip
+    assert compare_at_equal_bytes(block) == [] and choose_at(block, cells, 0.09) == []
 
 
 def test_bytes_with_files_and_in_all(store):
