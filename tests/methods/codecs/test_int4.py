@@ -125,6 +125,21 @@ def test_zeros_constants_and_nan():
     )
 
 
+def test_a_point_hides_in_the_lowest_bits_of_the_scale():
+    """Exactly: what is read is (code - point)·scale, with 0 in place of the point's bits."""
+    rows = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))
+    codec = build("codec", load_settings("codec", "int4", {"preset": "plain", "zero": "point"}))
+    packed = codec.pack(rows, rows, torch.tensor([[50]]))
+    codes, stored = packed.keys[0].numpy(), packed.keys[1].numpy()
+    assert stored.dtype == np.float32 and codes.nbytes + stored.nbytes == 50 * (16 + 4)
+    points, scale = stored.view(np.int32) & 15, (stored.view(np.int32) & -16).view(np.float32)
+    low, high = rows.numpy().min(1, keepdims=True), rows.numpy().max(1, keepdims=True)
+    assert np.array_equal(points, np.floor(-low / ((high - low) / 15) + 0.5))
+    np.testing.assert_allclose(scale, (high - low) / 15, rtol=2.0**-19)
+    even_and_odd = np.stack([codes & 15, codes >> 4], -1).reshape(50, 32).astype(np.int32)
+    assert np.array_equal(packed.read()[0].numpy(), (even_and_odd - points).astype(np.float32) * scale)
+
+
 def test_settings_are_checked():
     for args, message in (
         ({"preset": "paper"}, "codec.preset=paper: choose one of quarot, vllm, plain"),
