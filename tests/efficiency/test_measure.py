@@ -472,6 +472,7 @@ def test_the_plan_s_lines_are_settings_that_exist():
         "decoding",
         "regions",
         "families",
+        "codes",
         "prefill_gain",
         "delta_sizes",
         "full",
