@@ -31,6 +31,7 @@ FORMS = {
     "int4 with a point": Form("uint4", "point", least=15e-6, rounding="up"),
     "int4 with points": Form("uint4", "point", group=8, least=15e-6, rounding="up", clip=0.9),
     "int4 clipped": Form("uint4", "range", clip=0.8, stored=torch.float16),
+    "e5m2": Form("e5m2", "largest", least=1e-6, stored=torch.float16),
 }
 
 
@@ -66,6 +67,8 @@ CASES = {
     "groups": Case("int4 in groups", "int8 in groups", turned=True, dtype=torch.bfloat16),
     "points": Case("int4 with a point", "int4 with a point", turned=True, rounds=True, factor=0.5),
     "points of groups": Case("int4 with points", "int4 with points", rounds=True, merged=True),
+    "e5m2": Case("e5m2", "e5m2", dim=48, dtype=torch.bfloat16),
+    "odd bytes": Case("int4", "int4", dim=18),
     "groups of values": Case("int8 in groups", "int4 in groups", rounds=True),
 }
 
@@ -174,3 +177,52 @@ def test_a_row_with_nan_stays_so(implementation, name, rounds):
         run.rows.newest.zero_()
         outputs = attend_coded(queries, run.rows, 0.3, count + 1, implementation=implementation)
         assert outputs.isnan().flatten(2).any(2).tolist() == [[False] * 4, [True, True, False, False]]
+
+
+def ahead():
+    from kvbench.kernels.coded_rows import triton as own
+
+    def find_types(kernel, constants, dtype, step_type):
+        special = {"step": "*i32", "lengths": "*i64", "starts": "*i64", "mass": "*i32"}
+        special |= {"scale": "fp32", "key_factor": "fp32", "value_factor": "fp32"}
+        types = {}
+        for name in kernel.arg_names:
+            if name in constants:
+                types[name] = "constexpr"
+            elif name.startswith("part_") or name.endswith("matrix"):
+                types[name] = "*fp32"
+            elif name in ("queries", "newest", "out"):
+                types[name] = f"*{dtype}"
+            elif name.endswith(("words", "codes")):
+                types[name] = "*i16" if name.endswith("words") else "*u8"
+            elif name.endswith(("scales", "zeros")):
+                types[name] = step_type
+            else:
+                types[name] = special.get(name, "i32")
+        return types
+
+    for code, scale, group, dtype in (
+        ("e4m3", "none", 0, "bf16"), ("int8", "largest", 0, "bf16"), ("uint4", "range", 0, "bf16"),
+        ("uint4", "range", 32, "bf16"), ("uint4", "range", 0, "fp32"),
+        ("uint4", "point", 0, "bf16"), ("uint4", "point", 32, "bf16"),
+    ):  # fmt: skip
+        form, dim = Form(code, scale, group=group), 128
+        stored = "*fp32" if scale == "point" else "*fp16"
+        words, like = dim * form.bits // 16, own.tl.float32 if dtype == "fp32" else own.tl.float16
+        constants = {"MASS": True, "LIFT": 16.0, "LIKE": like, "CAP": 2.0, "M": 16, "N": 64, "STAGES": 3, "DIM": dim}
+        for side in ("KEY", "VALUE"):
+            given = {
+                "CODE": code,
+                "STEPS": 3 if scale == "point" else form.steps,
+                "GROUP": group or dim,
+                "STORED": None,
+                "PER": dim // words,
+            }
+            given |= {"WORDS": words, "W": words, "FAST": dtype == "bf16"}
+            constants |= {f"{side}_{name}": value for name, value in given.items()}
+        types = find_types(own._attend, constants | {"D": dim}, dtype, stored)
+        yield own._attend, types, constants | {"D": dim}, {"num_warps": 2, "num_stages": 3}
+        constants = own.name_form(form, "KEY", dim, dim) | own.name_form(form, "VALUE", dim, dim)
+        constants |= {"KEY_TURN": True, "VALUE_TURN": False, "ROUNDS": True, "DIM": dim, "D": dim}
+        types = find_types(own._round_newest, constants, dtype, stored)
+        yield own._round_newest, types, constants, {"num_warps": 4}
