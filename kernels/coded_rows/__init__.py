@@ -8,13 +8,15 @@ from kvbench.kernels.coded_rows.reference import (
     attend_reference,
     decode_reference,
     encode_reference,
+    round_in_place_reference,
     round_newest_reference,
 )
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 __all__ = [
-    "CodedRows", "CodedSide", "Form", "Parts", "attend_coded", "decode", "encode", "make_hadamard", "round_newest",
+    "CodedRows", "CodedSide", "Form", "Parts", "attend_coded", "decode", "encode", "make_hadamard",
+    "round_in_place", "round_newest",
 ]  # fmt: skip
 
 
@@ -67,6 +69,23 @@ def round_newest(queries: Tensor, rows: CodedRows, step: Tensor, *, implementati
     from kvbench.kernels.coded_rows.triton import round_newest_triton
 
     return round_newest_triton(queries, rows, step)
+
+
+@announced
+def round_in_place(rows: CodedRows, step: Tensor, *, implementation: str | None = None) -> None:
+    """Round the newest row of each head to codes, behind those of earlier tokens, and make it what codes stand for.
+
+    Args:
+        rows: The rows. `newest` holds the token's keys and values, rotated, and is overwritten by what `decode` returns
+            for them.
+        step: Number of tokens read since the memory was made, a whole number on the device.
+        implementation: "reference" or "triton"; None chooses.
+    """
+    if choose_implementation("round_in_place", implementation, rows.newest) == "reference":
+        return round_in_place_reference(rows, step)
+    from kvbench.kernels.coded_rows.triton import round_in_place_triton
+
+    return round_in_place_triton(rows, step)
 
 
 @announced

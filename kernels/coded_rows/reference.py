@@ -150,18 +150,32 @@ def turn_wide(rows: Tensor, turn: Tensor, dtype: torch.dtype = torch.float32) ->
     return rows.to(wide) @ turn.to(wide)
 
 
-def round_newest_reference(queries: Tensor, rows: CodedRows, step: Tensor) -> Tensor:
+def store_newest(rows: CodedRows, step: Tensor) -> tuple[Parts, Parts]:
+    """Store the codes of the newest keys and values of each head. Returns them, flat."""
     batch, heads, dim = rows.newest.shape[1:]
-    at = int(step)
-    for side, newest in zip((rows.keys, rows.values), rows.newest, strict=True):
-        flat = newest.reshape(batch * heads, dim)
-        parts = encode_reference(flat, side.form, side.factor, side.turn)
+    keys, values = (
+        encode_reference(newest.reshape(batch * heads, dim), side.form, side.factor, side.turn)
+        for side, newest in zip((rows.keys, rows.values), rows.newest, strict=True)
+    )
+    for side, parts in ((rows.keys, keys), (rows.values, values)):
         for memory, part in zip(side.more, parts, strict=True):
-            memory[:, :, at] = part.view(batch, heads, *part.shape[1:])
+            memory[:, :, int(step)] = part.view(batch, heads, *part.shape[1:])
+    return keys, values
+
+
+def round_in_place_reference(rows: CodedRows, step: Tensor) -> None:
+    both = store_newest(rows, step)
+    for side, newest, parts in zip((rows.keys, rows.values), rows.newest, both, strict=True):
+        newest.copy_(decode_reference(parts, side.form, newest.dtype, side.factor, side.turn).view_as(newest))
+
+
+def round_newest_reference(queries: Tensor, rows: CodedRows, step: Tensor) -> Tensor:
+    both = store_newest(rows, step)
+    for side, newest, parts in zip((rows.keys, rows.values), rows.newest, both, strict=True):
         if rows.rounds_newest:
             newest.copy_(decode_reference(parts, side.form, newest.dtype, side.factor, None).view_as(newest))
         elif side.turn is not None:
-            newest.copy_(turn_wide(flat, side.turn).view_as(newest))
+            newest.copy_(turn_wide(newest, side.turn))
     return queries if rows.keys.turn is None else turn_wide(queries, rows.keys.turn).to(queries.dtype)
 
 

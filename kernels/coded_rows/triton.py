@@ -141,10 +141,11 @@ def round_to_even(number):
 
 
 @triton.jit
-def turn_row(row, matrix, column, DIM: tl.constexpr):
-    """Return a row (D,) times the matrix (DIM, DIM)."""
+def turn_row(row, matrix, column, DIM: tl.constexpr, BACK: tl.constexpr):
+    """Return a row (D,) times the matrix (DIM, DIM), or with BACK times the transposed matrix."""
     inside = (column < DIM)[:, None] & (column < DIM)[None]
-    turns = tl.load(matrix + column[:, None] * DIM + column[None], mask=inside, other=0.0)  # (D, D)
+    strides: tl.constexpr = (1, DIM) if BACK else (DIM, 1)
+    turns = tl.load(matrix + column[:, None] * strides[0] + column[None] * strides[1], mask=inside, other=0.0)  # (D, D)
     return tl.sum(row[:, None] * turns, 0)
 
 
@@ -167,15 +168,19 @@ def _round_side(
     LARGEST: tl.constexpr,
     TURN: tl.constexpr,
     ROUNDS: tl.constexpr,
+    BACK: tl.constexpr,
     DIM: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Round the newest row of one head, in place, and store its codes as row `line` of the memory."""
+    """Round the newest row of one head, in place, and store its codes as row `line` of the memory.
+
+    With BACK the row is turned back.
+    """
     column = tl.arange(0, D)
     there = column < DIM
     numbers = tl.load(newest + row * DIM + column, mask=there, other=0.0).to(tl.float32)  # (D,)
     if TURN:
-        numbers = turn_row(numbers, matrix, column, DIM)
+        numbers = turn_row(numbers, matrix, column, DIM, False)
     turned = numbers
     numbers = numbers / factor
     GROUPS: tl.constexpr = D // GROUP
@@ -226,6 +231,8 @@ def _round_side(
     if ROUNDS:
         base = tl.reshape(base_number(code, FORM_CODE, tl.float32), [GROUPS, GROUP])
         turned = tl.reshape(base * scale[:, None] + zero[:, None], [D]) * factor
+    if TURN and BACK:
+        turned = turn_row(turned, matrix, column, DIM, True)
     if ROUNDS or TURN:
         tl.store(newest + row * DIM + column, turned, mask=there)
 
@@ -265,6 +272,7 @@ def _round_newest(
     VALUE_LARGEST: tl.constexpr,
     VALUE_TURN: tl.constexpr,
     ROUNDS: tl.constexpr,
+    BACK: tl.constexpr,
     DIM: tl.constexpr,
     D: tl.constexpr,
 ):
@@ -290,6 +298,7 @@ def _round_newest(
             KEY_LARGEST,
             KEY_TURN,
             ROUNDS,
+            BACK,
             DIM,
             D,
         )
@@ -313,6 +322,7 @@ def _round_newest(
             VALUE_LARGEST,
             VALUE_TURN,
             ROUNDS,
+            BACK,
             DIM,
             D,
         )
@@ -321,7 +331,7 @@ def _round_newest(
         there = column < DIM
         place = (index - 2 * heads) * DIM + column
         row = tl.load(queries + place, mask=there, other=0.0).to(tl.float32)  # (D,)
-        tl.store(out + place, turn_row(row, key_matrix, column, DIM), mask=there)
+        tl.store(out + place, turn_row(row, key_matrix, column, DIM, False), mask=there)
 
 
 @triton.jit
@@ -827,15 +837,28 @@ def name_form(form: Form, prefix: str, dim: int, padded: int) -> dict[str, objec
 
 
 def round_newest_triton(queries: Tensor, rows: CodedRows, step: Tensor) -> Tensor:
-    batch, heads, dim = rows.newest.shape[1:]
-    padded = triton.next_power_of_2(dim)
     turned = rows.keys.turn is not None
     out = torch.empty_like(queries, memory_format=torch.contiguous_format) if turned else queries
-    asking = queries.contiguous()
+    launch_rounding(rows, step, queries.contiguous(), out, rows.rounds_newest, back=False)
+    return out
+
+
+def round_in_place_triton(rows: CodedRows, step: Tensor) -> None:
+    launch_rounding(rows, step, None, None, rounds=True, back=True)
+
+
+def launch_rounding(
+    rows: CodedRows, step: Tensor, queries: Tensor | None, out: Tensor | None, rounds: bool, back: bool
+) -> None:
+    """Round the newest row of each head, turned back if `back`, and write turned queries (B, Hq, 1, d) to `out`."""
+    batch, heads, dim = rows.newest.shape[1:]
+    padded = triton.next_power_of_2(dim)
+    turns = rows.keys.turn is not None, rows.values.turn is not None
+    asking = batch * queries.shape[1] if turns[0] and queries is not None else 0
     matrices = [rows.newest if side.turn is None else side.turn for side in (rows.keys, rows.values)]
-    _round_newest[(2 * batch * heads + (batch * queries.shape[1] if turned else 0),)](
-        asking,
-        out,
+    _round_newest[(2 * batch * heads + asking,)](
+        rows.newest if queries is None else queries,
+        rows.newest if out is None else out,
         rows.newest,
         step,
         matrices[0],
@@ -848,14 +871,14 @@ def round_newest_triton(queries: Tensor, rows: CodedRows, step: Tensor) -> Tenso
         rows.values.factor,
         **name_form(rows.keys.form, "KEY", dim, padded),
         **name_form(rows.values.form, "VALUE", dim, padded),
-        KEY_TURN=turned,
-        VALUE_TURN=rows.values.turn is not None,
-        ROUNDS=rows.rounds_newest,
+        KEY_TURN=turns[0],
+        VALUE_TURN=turns[1],
+        ROUNDS=rounds,
+        BACK=back,
         DIM=dim,
         D=padded,
-        num_warps=4 if turned or rows.values.turn is not None else 1,
+        num_warps=4 if any(turns) else 1,
     )
-    return out
 
 
 def attend_triton(

@@ -50,7 +50,7 @@ def append(
             0 for all.
         norms: The weights (d,) of the queries' and the keys' RMS norm, of one dtype (see
             `kernels.fused_linear.rms_norm`), and its ε; None for no norm.
-        rotates_keys: Whether keys are normed and rotated; otherwise they are written as projected.
+        rotates_keys: Whether keys are normed and rotated; otherwise they are written as they are given.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:

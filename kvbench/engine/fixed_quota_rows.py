@@ -113,11 +113,10 @@ class FixedQuotaRows(QuotaRows):
             held = find_present_rows(present, self.every_place, self.weights.embed, self.every_mass)
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-            queries, new_keys, new_values = projected
-            new_keys, new_values = self.pack(index, new_keys, new_values, first)
+            new_keys, new_values, rotates = self.pack(index, projected, first, angles[index], self.since, norms)
             keys, values = self.find_tail(index)
             queries = append(
-                queries,
+                projected[0],
                 new_keys,
                 new_values,
                 *angles[index],
@@ -126,6 +125,7 @@ class FixedQuotaRows(QuotaRows):
                 self.behind,
                 self.since,
                 norms=norms,
+                rotates_keys=rotates,
                 implementation=implementation,
             )
             asking, others = queries, self.find_others(index)

@@ -17,6 +17,8 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import State
 from kvbench.interfaces.rows import mass_dtype
 from kvbench.kernels.rerotation import rotate_rows
+from kvbench.kernels.rope_append import append
+from kvbench.models.decoder_step import Norms
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import ContractError
 
@@ -122,6 +124,8 @@ class QuotaRows(StepRows):
         self.places = [torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes]
         self.view = MethodView(weights, layers, states or [layer.state for layer in layers], shapes)
         self.columns = self.view.columns
+        self.scratch = self.rows[0].new_empty(2, *self.held, 1, dim)  # a token that is normed and rotated to be packed
+        self.scratch_slots = torch.zeros(self.held, dtype=torch.int64, device=self.device)
         self.packed = [layer.rows.reserve_packed(end - first, CHUNK) if layer.packs else None for layer in layers]
         dtype = mass_dtype(weights.embed)
         ones = {shape: torch.ones(shape, dtype=dtype, device=self.device) for shape in set(shapes)}
@@ -136,20 +140,52 @@ class QuotaRows(StepRows):
         # protected rows that its quota had no room for at a cut
         self.tally = torch.zeros(len(layers), 3, *self.held, dtype=torch.int64, device=self.device)
 
-    def pack(self, index: int, keys: Tensor, values: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Let the codec of a layer, if it packs, pack a token. Returns the keys and values that the token then has.
+    def pack(
+        self,
+        index: int,
+        projected: Sequence[Tensor],
+        position: Tensor,
+        angles: Angles,
+        step: Tensor,
+        norms: Norms,
+        offsets: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Let the codec of a layer, if it packs, pack a token.
 
         Args:
             index: The layer.
-            keys: As projected, (B, H·d).
-            values: As projected, (B, H·d).
+            projected: Queries, keys and values as projected, (B, heads·d) each.
             position: The token's position, a whole number on the device, maybe repeated for the samples.
+            angles: The rotary embedding, for a codec that packs keys as they are after norm and rotation, as `append`
+                takes it with `step`, `norms` and `offsets`.
+            step: See `angles`.
+            norms: See `angles`.
+            offsets: See `angles`.
+
+        Returns:
+            The keys and values that the token then has, and whether its keys are still to be normed and rotated.
         """
-        packed = self.packed[index]
+        packed, (queries, keys, values) = self.packed[index], projected
         if packed is None:
-            return keys, values
-        step = position.flatten()[:1] - packed.seen
-        return cast(CuttableGrowing, packed.growing).append(keys, values, step)
+            return keys, values, True
+        rotates = not self.layers[index].codec.packing.takes_unrotated_keys
+        if rotates:
+            append(
+                queries,
+                keys,
+                values,
+                *angles[:2],
+                *self.scratch,
+                0,
+                step,
+                slots=self.scratch_slots,
+                offsets=offsets,
+                norms=norms,
+                implementation=self.implementation,
+            )
+            keys, values = self.scratch.flatten(2)
+        since = position.flatten()[:1] - packed.seen
+        return *cast(CuttableGrowing, packed.growing).append(keys, values, since), not rotates
 
     def give_tally(self, index: int, answer: int = 0) -> None:
         """Let a layer of an answer note how many rows its heads protected and gave up."""

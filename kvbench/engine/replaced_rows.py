@@ -187,11 +187,11 @@ class ReplacedRows(QuotaRows):
         implementation, lse = self.implementation, self.view.wants_lse
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-            queries, new_keys, new_values = projected
-            new_keys, new_values = self.pack(index, new_keys, new_values, position)
+            given = position, self.angles[index], self.step, norms, self.offsets
+            new_keys, new_values, rotates = self.pack(index, projected, *given)
             keys, values = (self.rows[index] if self.ragged[index] else self.padded(index)).unbind()
             queries = append(
-                queries,
+                projected[0],
                 new_keys,
                 new_values,
                 *self.angles[index],
@@ -203,6 +203,7 @@ class ReplacedRows(QuotaRows):
                 starts=self.starts[index] if self.ragged[index] else None,
                 offsets=self.offsets,
                 norms=norms,
+                rotates_keys=rotates,
                 implementation=implementation,
             )
             asking, held = queries, keys

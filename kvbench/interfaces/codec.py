@@ -178,7 +178,7 @@ class CuttableGrowing(Growing, Protocol):
         """Append a token, and return its keys and values as `Packed.read` would give them, (B, H·d) each.
 
         Args:
-            keys: As projected, (B, H·d).
+            keys: As projected if the codec `takes_unrotated_keys`, otherwise normed and rotated, (B, H·d).
             values: As projected, (B, H·d).
             step: Number of tokens appended so far, (1,) int64 on the device.
         """

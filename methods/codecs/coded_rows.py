@@ -9,7 +9,16 @@ from torch import Tensor
 from kvbench.interfaces.codec import Angles, Packing, join
 from kvbench.interfaces.row_codec import EncodedRows, Parts, RowCodec
 from kvbench.interfaces.settings import setting
-from kvbench.kernels.coded_rows import CodedRows, CodedSide, Form, attend_coded, decode, encode, round_newest
+from kvbench.kernels.coded_rows import (
+    CodedRows,
+    CodedSide,
+    Form,
+    attend_coded,
+    decode,
+    encode,
+    round_in_place,
+    round_newest,
+)
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.softmax_extras import SoftmaxExtras
 
@@ -27,10 +36,6 @@ class RoundingCodec(RowCodec):
     def packing(self) -> Packing:  # type: ignore[override]
         written = self.rounding == "written"
         return Packing(before_attention=written, token_by_token=not written, grows=True, replicates=True)
-
-    @property
-    def cuts_in_graph(self) -> bool:
-        return False
 
     @property
     def forms(self) -> tuple[Form, Form]:
@@ -137,6 +142,13 @@ class GrowingCodes:
         )
         queries = round_newest(queries, self.rows, step, implementation=implementation)
         return attend_coded(queries, self.rows, scaling, step, extras=extras, implementation=implementation)
+
+    def append(self, keys: Tensor, values: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        newest = self.rows.newest
+        for row, given in zip(newest, (keys, values), strict=True):
+            row.copy_(given.view_as(row))
+        round_in_place(self.rows, step)
+        return newest[0].flatten(1), newest[1].flatten(1)
 
     def pack_due(self, number: int) -> None:
         """Do nothing: `attend` packs."""

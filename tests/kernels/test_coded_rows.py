@@ -13,6 +13,7 @@ from kvbench.kernels.coded_rows import (
     decode,
     encode,
     make_hadamard,
+    round_in_place,
     round_newest,
 )
 from kvbench.kernels.softmax_extras import SoftmaxExtras
@@ -179,6 +180,24 @@ def test_a_row_with_nan_stays_so(implementation, name, rounds):
         assert outputs.isnan().flatten(2).any(2).tolist() == [[False] * 4, [True, True, False, False]]
 
 
+@BOTH
+@pytest.mark.parametrize("case", ["fp8 of rows, rounded", "int4, turned", "groups"])
+def test_a_token_is_rounded_in_place_to_what_is_read_back(implementation, case):
+    run = Run(CASES[case])
+    new = draw(*run.rows.newest.shape, seed=51, dtype=run.case.dtype)
+    run.rows.newest.copy_(new)
+    step = torch.tensor([1], device=DEVICE)
+    round_in_place(run.rows, step, implementation=implementation)
+    for number, side in enumerate((run.rows.keys, run.rows.values)):
+        parts = encode(new[number].flatten(0, 1), side.form, side.factor, side.turn)
+        read = decode(parts, side.form, torch.float64, side.factor, side.turn)
+        tolerance = 1e-5 if run.case.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(run.rows.newest[number].flatten(0, 1).double(), read, atol=tolerance, rtol=tolerance)
+        for memory, part in zip(side.more, parts, strict=True):
+            wrong = memory[:, :, 1].flatten(0, 1).double() - part.double()
+            assert (wrong.abs() > 1e-3).double().mean() < 0.02  # a turned number on a border
+
+
 def ahead():
     from kvbench.kernels.coded_rows import triton as own
 
@@ -223,6 +242,6 @@ def ahead():
         types = find_types(own._attend, constants | {"D": dim}, dtype, stored)
         yield own._attend, types, constants | {"D": dim}, {"num_warps": 2, "num_stages": 3}
         constants = own.name_form(form, "KEY", dim, dim) | own.name_form(form, "VALUE", dim, dim)
-        constants |= {"KEY_TURN": True, "VALUE_TURN": False, "ROUNDS": True, "DIM": dim, "D": dim}
+        constants |= {"KEY_TURN": True, "VALUE_TURN": False, "ROUNDS": True, "BACK": True, "DIM": dim, "D": dim}
         types = find_types(own._round_newest, constants, dtype, stored)
         yield own._round_newest, types, constants, {"num_warps": 4}
