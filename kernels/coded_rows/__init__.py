@@ -20,13 +20,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-def encode(rows: Tensor, form: Form, factor: float = 1.0, turn: Tensor | None = None) -> Parts:
+def encode(rows: Tensor, form: Form, factor: float | Tensor = 1.0, turn: Tensor | None = None) -> Parts:
     """Round rows to codes.
 
     Args:
         rows: (R, d); groups divide d.
         form: How channels become codes.
-        factor: What every number is divided by before.
+        factor: What every number is divided by before, or what those of each row are, (R, 1) float32.
         turn: The orthogonal matrix that rows are multiplied with before, (d, d) float32.
 
     Returns:
@@ -41,7 +41,9 @@ def encode(rows: Tensor, form: Form, factor: float = 1.0, turn: Tensor | None = 
     return encode_reference(rows, form, factor, turn)
 
 
-def decode(parts: Parts, form: Form, dtype: torch.dtype, factor: float = 1.0, turn: Tensor | None = None) -> Tensor:
+def decode(
+    parts: Parts, form: Form, dtype: torch.dtype, factor: float | Tensor = 1.0, turn: Tensor | None = None
+) -> Tensor:
     """Return the rows that `encode` has rounded, (R, d) in `dtype`. Arguments are those of `encode`."""
     return decode_reference(parts, form, dtype, factor, turn)
 

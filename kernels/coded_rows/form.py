@@ -96,8 +96,8 @@ class CodedSide:
     """Those of the rows that were held when the memory was made, flat, one head after the other."""
     more: Parts
     """Memory for those of further tokens, (B, H, room, …)."""
-    factor: float
-    """What every number is multiplied with."""
+    factor: float | Tensor
+    """What every number is multiplied with; or what those of each head are, (B, H) float32, contiguous."""
     turn: Tensor | None
     """The orthogonal matrix that rows are multiplied with before they are rounded, (d, d) float32; None for none."""
 

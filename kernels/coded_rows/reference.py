@@ -9,11 +9,11 @@ from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits, get_sinks
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def encode_reference(rows: Tensor, form: Form, factor: float, turn: Tensor | None) -> Parts:
+def encode_reference(rows: Tensor, form: Form, factor: float | Tensor, turn: Tensor | None) -> Parts:
     """Round rows (R, d). It turns as `turn_wide`, then computes in float32, by the scales and zeros that are stored."""
     count, dim = rows.shape
     numbers = rows.float() if turn is None else turn_wide(rows, turn).float()
-    if factor != 1:
+    if isinstance(factor, Tensor) or factor != 1:
         numbers = numbers / factor
     group = form.group or dim
     numbers = numbers.view(count, dim // group, group)
@@ -115,7 +115,9 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     return ((words[..., None] >> shifts) & 7).flatten(-2)
 
 
-def decode_reference(parts: Parts, form: Form, dtype: torch.dtype, factor: float, turn: Tensor | None) -> Tensor:
+def decode_reference(
+    parts: Parts, form: Form, dtype: torch.dtype, factor: float | Tensor, turn: Tensor | None
+) -> Tensor:
     """Return what codes stand for, (R, d) in `dtype`. It computes in float32, then turns as `turn_wide`."""
     codes = unpack_codes(parts[0], form.bits)
     if form.code in FLOATS:
@@ -154,7 +156,7 @@ def store_newest(rows: CodedRows, step: Tensor) -> tuple[Parts, Parts]:
     """Store the codes of the newest keys and values of each head. Returns them, flat."""
     batch, heads, dim = rows.newest.shape[1:]
     keys, values = (
-        encode_reference(newest.reshape(batch * heads, dim), side.form, side.factor, side.turn)
+        encode_reference(newest.reshape(batch * heads, dim), side.form, spread_factor(side), side.turn)
         for side, newest in zip((rows.keys, rows.values), rows.newest, strict=True)
     )
     for side, parts in ((rows.keys, keys), (rows.values, values)):
@@ -163,17 +165,22 @@ def store_newest(rows: CodedRows, step: Tensor) -> tuple[Parts, Parts]:
     return keys, values
 
 
+def spread_factor(side: CodedSide) -> float | Tensor:
+    """Return a side's factor, or those of the newest rows of all heads, (B·H, 1)."""
+    return side.factor.view(-1, 1) if isinstance(side.factor, Tensor) else side.factor
+
+
 def round_in_place_reference(rows: CodedRows, step: Tensor) -> None:
     both = store_newest(rows, step)
     for side, newest, parts in zip((rows.keys, rows.values), rows.newest, both, strict=True):
-        newest.copy_(decode_reference(parts, side.form, newest.dtype, side.factor, side.turn).view_as(newest))
+        newest.copy_(decode_reference(parts, side.form, newest.dtype, spread_factor(side), side.turn).view_as(newest))
 
 
 def round_newest_reference(queries: Tensor, rows: CodedRows, step: Tensor) -> Tensor:
     both = store_newest(rows, step)
     for side, newest, parts in zip((rows.keys, rows.values), rows.newest, both, strict=True):
         if rows.rounds_newest:
-            newest.copy_(decode_reference(parts, side.form, newest.dtype, side.factor, None).view_as(newest))
+            newest.copy_(decode_reference(parts, side.form, newest.dtype, spread_factor(side), None).view_as(newest))
         elif side.turn is not None:
             newest.copy_(turn_wide(newest, side.turn))
     return queries if rows.keys.turn is None else turn_wide(queries, rows.keys.turn).to(queries.dtype)
@@ -211,4 +218,5 @@ def read_side(side: CodedSide, b: int, h: int, start: int, length: int, step: in
     """Return the turned keys or values of one head, (n, d) float32, of rows held and of further tokens."""
     held = tuple(part[start : start + length] for part in side.held)
     more = tuple(part[b, h, :step] for part in side.more)
-    return torch.cat([decode_reference(parts, side.form, torch.float32, side.factor, None) for parts in (held, more)])
+    factor = side.factor[b, h] if isinstance(side.factor, Tensor) else side.factor
+    return torch.cat([decode_reference(parts, side.form, torch.float32, factor, None) for parts in (held, more)])

@@ -150,6 +150,15 @@ def turn_row(row, matrix, column, DIM: tl.constexpr, BACK: tl.constexpr):
 
 
 @triton.jit
+def read_factor(factor, head, EACH: tl.constexpr):
+    """Return a side's factor, or that of a head if each has its own."""
+    out = factor
+    if EACH:
+        out = tl.load(factor + head)
+    return out
+
+
+@triton.jit
 def _round_side(
     newest,
     matrix,
@@ -255,6 +264,8 @@ def _round_newest(
     heads,
     key_factor,
     value_factor,
+    KEY_EACH: tl.constexpr,
+    VALUE_EACH: tl.constexpr,
     KEY_CODE: tl.constexpr,
     KEY_SCALE: tl.constexpr,
     KEY_GROUP: tl.constexpr,
@@ -288,7 +299,7 @@ def _round_newest(
             key_zeros,
             index,
             line,
-            key_factor,
+            read_factor(key_factor, index, KEY_EACH),
             KEY_CODE,
             KEY_SCALE,
             KEY_GROUP,
@@ -312,7 +323,7 @@ def _round_newest(
             value_zeros,
             index,
             line,
-            value_factor,
+            read_factor(value_factor, index - heads, VALUE_EACH),
             VALUE_CODE,
             VALUE_SCALE,
             VALUE_GROUP,
@@ -630,6 +641,8 @@ def _attend(
     scale,
     key_factor,
     value_factor,
+    KEY_EACH: tl.constexpr,
+    VALUE_EACH: tl.constexpr,
     MASS: tl.constexpr,
     KEY_CODE: tl.constexpr,
     KEY_STEPS: tl.constexpr,
@@ -678,6 +691,7 @@ def _attend(
         part = tl.load(line + (word + j)[None], mask=asking[:, None] & (word < DIM)[None], other=0.0).to(tl.float32)
         ratio = find_gain(KEY_CODE, 0, KEY_GROUPS, KEY_FAST) / find_gain(KEY_CODE, j, KEY_GROUPS, KEY_FAST)
         q = q + ((part * (ratio / q_scale)[:, None]).to(LIKE),)
+    key_scale = q_scale * read_factor(key_factor, head, KEY_EACH)
     m = tl.full([M], float("-inf"), tl.float32)
     norm = tl.zeros([M], tl.float32)
     shift = tl.zeros([M], tl.float32)
@@ -691,7 +705,7 @@ def _attend(
     m, norm, sums, shift = _attend_range(
         q,
         q_sum,
-        q_scale * key_factor,
+        key_scale,
         m,
         norm,
         sums,
@@ -733,7 +747,7 @@ def _attend(
     m, norm, sums, shift = _attend_range(
         q,
         q_sum,
-        q_scale * key_factor,
+        key_scale,
         m,
         norm,
         sums,
@@ -783,11 +797,12 @@ def _attend(
     part = (head * splits + split) * group + index
     word = tl.arange(0, VALUE_W) * VALUE_PER
     there = word < DIM
-    shift *= shrink * value_factor
+    value_size = read_factor(value_factor, head, VALUE_EACH)
+    shift *= shrink * value_size
     for j in tl.static_range(VALUE_PER):
         lifted = LIFT * find_gain(VALUE_CODE, j, VALUE_GROUPS, VALUE_FAST)
         v = tl.load(newest + (heads + head) * DIM + word + j, mask=there, other=0.0).to(tl.float32)
-        total = sums[j] * (shrink * (value_factor / lifted))[:, None] + p[:, None] * v[None] + shift[:, None]
+        total = sums[j] * (shrink * (value_size / lifted))[:, None] + p[:, None] * v[None] + shift[:, None]
         tl.store(part_acc + part[:, None] * DIM + (word + j)[None], total, mask=asking[:, None] & there[None])
     tl.store(part_max + part, m, mask=asking)
     tl.store(part_norm + part, norm, mask=asking)
@@ -869,6 +884,8 @@ def launch_rounding(
         batch * heads,
         rows.keys.factor,
         rows.values.factor,
+        KEY_EACH=isinstance(rows.keys.factor, Tensor),
+        VALUE_EACH=isinstance(rows.values.factor, Tensor),
         **name_form(rows.keys.form, "KEY", dim, padded),
         **name_form(rows.values.form, "VALUE", dim, padded),
         KEY_TURN=turns[0],
@@ -919,6 +936,8 @@ def attend_triton(
         scaling * LOG2E.value,
         rows.keys.factor,
         rows.values.factor,
+        KEY_EACH=isinstance(rows.keys.factor, Tensor),
+        VALUE_EACH=isinstance(rows.values.factor, Tensor),
         MASS=rows.mass is not None,
         **name_words(rows.keys, "KEY", dim, queries),
         **name_words(rows.values, "VALUE", dim, queries),

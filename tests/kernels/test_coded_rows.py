@@ -53,7 +53,8 @@ class Case:
     rounds: bool = False
     turned: bool = False
     merged: bool = False
-    factor: float = 1.0
+    factor: float | tuple[float, ...] = 1.0
+    """Of all rows, or of the rows of each head, flat (B·H,)."""
     extras: SoftmaxExtras | None = None
     dtype: torch.dtype = torch.float32
 
@@ -61,6 +62,8 @@ class Case:
 CASES = {
     "sinks and a cap": Case(extras=SoftmaxExtras(torch.linspace(-1, 2, 4, device=DEVICE), 1.5)),
     "fp8": Case(factor=0.5),
+    "fp8 of heads": Case(factor=(0.5, 0.03, 2.0, 0.3)),
+    "fp8 of heads, rounded": Case(factor=(0.5, 0.03, 2.0, 0.3), rounds=True, dim=48, dtype=torch.bfloat16),
     "fp8 of rows, rounded": Case("fp8 of rows", "fp8 of rows", rounds=True, dim=48),
     "int8": Case("int8", "int8 around the middle", merged=True),
     "int4, turned": Case("int4", "int4", turned=True, rounds=True, queries=3),
@@ -82,16 +85,24 @@ class Run:
         count, (batch, heads) = int(self.lengths.sum()), self.lengths.shape
         turn = make_hadamard(case.dim, None, torch.device(DEVICE)) if case.turned else None
         self.raw = [draw(count, case.dim, seed=side, dtype=case.dtype) for side in range(2)]
-        sides = []
+        sides, factors = [], case.factor
+        if isinstance(factors, tuple):
+            factors = torch.tensor(factors, device=DEVICE).view(batch, heads)
         for name, raw in zip((case.keys, case.values), self.raw, strict=True):
             form = FORMS[name]
-            held = encode(raw, form, case.factor, turn)
+            held = encode(raw, form, self.spread(factors), turn)
             more = tuple(part.new_zeros(batch, heads, case.tokens, *part.shape[1:]) for part in held)
-            sides.append(CodedSide(form, held, more, case.factor, turn))
+            sides.append(CodedSide(form, held, more, factors, turn))
         starts = (self.lengths.flatten().cumsum(0) - self.lengths.flatten()).view_as(self.lengths)
         mass = torch.arange(1, count + 1, device=DEVICE) if case.merged else None
         newest = torch.empty(2, batch, heads, case.dim, device=DEVICE, dtype=case.dtype)
         self.rows = CodedRows(*sides, self.lengths, starts, int(self.lengths.max()), mass, newest, case.rounds)
+
+    def spread(self, factors: float | torch.Tensor) -> float | torch.Tensor:
+        """The factor of each row."""
+        if isinstance(factors, float):
+            return factors
+        return factors.flatten().repeat_interleave(self.lengths.flatten())[:, None]
 
     def attend(self, step: int, implementation: str) -> torch.Tensor:
         batch, heads = self.lengths.shape
@@ -115,8 +126,9 @@ class Run:
                     raw = torch.cat(
                         [self.raw[number][start : start + length], *(token[number, b, h][None] for token in new)]
                     )
+                    factor = side.factor if isinstance(side.factor, float) else float(side.factor[b, h])
                     read = decode(
-                        encode(raw, side.form, side.factor, side.turn), side.form, torch.float64, side.factor, side.turn
+                        encode(raw, side.form, factor, side.turn), side.form, torch.float64, factor, side.turn
                     )
                     rows.append(read if case.rounds else torch.cat([read[:-1], raw[-1:].double()]))
                 heads_of = slice(h * case.queries, (h + 1) * case.queries)
@@ -203,11 +215,13 @@ def ahead():
 
     def find_types(kernel, constants, dtype, step_type):
         special = {"step": "*i32", "lengths": "*i64", "starts": "*i64", "mass": "*i32"}
-        special |= {"scale": "fp32", "key_factor": "fp32", "value_factor": "fp32"}
+        special |= {"scale": "fp32"}
         types = {}
         for name in kernel.arg_names:
             if name in constants:
                 types[name] = "constexpr"
+            elif name.endswith("factor"):
+                types[name] = "*fp32" if constants["KEY_EACH"] else "fp32"
             elif name.startswith("part_") or name.endswith("matrix"):
                 types[name] = "*fp32"
             elif name in ("queries", "newest", "out"):
@@ -226,9 +240,11 @@ def ahead():
         ("uint4", "point", 0, "bf16"), ("uint4", "point", 32, "bf16"),
     ):  # fmt: skip
         form, dim = Form(code, scale, group=group), 128
+        each = {"KEY_EACH": code == "e4m3", "VALUE_EACH": code == "e4m3"}
         stored = "*fp32" if scale == "point" else "*fp16"
         words, like = dim * form.bits // 16, own.tl.float32 if dtype == "fp32" else own.tl.float16
         constants = {"MASS": True, "LIFT": 16.0, "LIKE": like, "CAP": 2.0, "M": 16, "N": 64, "STAGES": 3, "DIM": dim}
+        constants |= each
         for side in ("KEY", "VALUE"):
             given = {
                 "CODE": code,
@@ -241,7 +257,7 @@ def ahead():
             constants |= {f"{side}_{name}": value for name, value in given.items()}
         types = find_types(own._attend, constants | {"D": dim}, dtype, stored)
         yield own._attend, types, constants | {"D": dim}, {"num_warps": 2, "num_stages": 3}
-        constants = own.name_form(form, "KEY", dim, dim) | own.name_form(form, "VALUE", dim, dim)
+        constants = own.name_form(form, "KEY", dim, dim) | own.name_form(form, "VALUE", dim, dim) | each
         constants |= {"KEY_TURN": True, "VALUE_TURN": False, "ROUNDS": True, "BACK": True, "DIM": dim, "D": dim}
         types = find_types(own._round_newest, constants, dtype, stored)
         yield own._round_newest, types, constants, {"num_warps": 4}
