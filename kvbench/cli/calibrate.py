@@ -7,6 +7,7 @@ Examples:
   kvbench calibrate deltakv --model reference --out FILE
   kvbench calibrate kvzap --model reference --out FILE
   kvbench calibrate palu --model reference --out FILE
+  kvbench calibrate fp8 --model reference --out FILE
 
 `kvbench calibrate qfilters --help` describes the file and lists the options; so do the others.
 """
@@ -15,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli import calibrate_deltakv, calibrate_kvzap, calibrate_palu, calibrate_triattention
+from kvbench.cli import calibrate_deltakv, calibrate_fp8, calibrate_kvzap, calibrate_palu, calibrate_triattention
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, require_choice, require_int, require_writable
 
@@ -70,6 +71,7 @@ def make_parser() -> CommandParser:
         ("deltakv", calibrate_deltakv, 42),
         ("kvzap", calibrate_kvzap, 42),
         ("palu", calibrate_palu, 42),
+        ("fp8", calibrate_fp8, 0),
     ):
         doc = command.__doc__ or ""
         subparser = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
@@ -107,7 +109,7 @@ def calibrate(options: Namespace) -> None:
     device = choose_device(options.device)
     work = {"qfilters": calibrate_heads, "duo_attention": calibrate_heads, "kvzap": calibrate_kvzap.calibrate}
     work |= {"triattention": calibrate_triattention.calibrate, "deltakv": calibrate_deltakv.calibrate}
-    work["palu"] = calibrate_palu.calibrate
+    work |= {"palu": calibrate_palu.calibrate, "fp8": calibrate_fp8.calibrate}
     work[options.method](options, device)
 
 

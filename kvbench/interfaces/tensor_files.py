@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class ModelFile:
-    """A file that a method needs beside a model, and that was made for one model."""
+    """A file that a method or a codec needs beside a model, and that was made for one model."""
 
     path: str
     """The value of the setting `path`."""
@@ -31,6 +31,8 @@ class ModelFile:
     """Size of what is read from it, in bytes."""
     identity: str | None = None
     """Identity of the model that it was made for. None if the file does not say it, as files of other projects."""
+    setting: str = field(default="method.path", kw_only=True)
+    """Name of the setting, for messages."""
 
     def check_identity(self, identify: Callable[[], str]) -> None:
         """Check that the file was made for the model of a run. A file that does not say its model is taken.
@@ -43,21 +45,24 @@ class ModelFile:
         """
         if self.identity is not None and self.identity != (model := identify()):
             raise SettingError(
-                f"method.path={self.path}: the file was made for the model {self.identity}, this one is {model}"
+                f"{self.setting}={self.path}: the file was made for the model {self.identity}, this one is {model}"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class TensorFile(ModelFile):
-    """The tensors of a method's file."""
+    """The tensors of a method's or a codec's file."""
 
     tensors: Mapping[str, Tensor] = field(kw_only=True)
     """The tensors by their names, on the CPU."""
 
     @classmethod
-    def of(cls, path: object, tensors: Mapping[str, Tensor], identity: str | None = None) -> Self:
+    def of(
+        cls, path: object, tensors: Mapping[str, Tensor], identity: str | None = None, setting: str = "method.path"
+    ) -> Self:
         """Return what was read from a file at `path`: tensors, and the identity of the model they were made for."""
-        return cls(str(path), sum(tensor.nbytes for tensor in tensors.values()), identity, tensors=tensors)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        return cls(str(path), nbytes, identity, tensors=tensors, setting=setting)
 
     @cached_property
     def copies(self) -> dict[tuple[str, torch.device, torch.dtype], Tensor]:
@@ -200,32 +205,37 @@ def open_weights(file: Path, where: str, what: str) -> Iterator[Any]:
         raise SettingError(f"{where}: cannot read the {what} ({summarize(error)})") from None
 
 
-def read_tensors(path: object, names: Mapping[str, Sequence[str]], what: str, method: str) -> TensorFile:
-    """Read tensors of a method's file.
+def read_tensors(
+    path: object, names: Mapping[str, Sequence[str]], what: str, method: str, setting: str = "method.path"
+) -> TensorFile:
+    """Read tensors of a method's or a codec's file.
 
     Args:
-        path: The value of the setting `method.path`.
+        path: The value of the setting.
         names: Names of the tensors, each with the names of its dimensions.
         what: What the file holds, for messages.
         method: The name with which `kvbench calibrate` makes such a file.
+        setting: Name of the setting, for messages.
 
     Raises:
         SettingError: The file is missing, truncated or pickled, or lacks a tensor; or a tensor has other dimensions, or
             a number that is not finite.
     """
-    with open_weights(find_weights(path, "method.path", what, method), f"method.path={path}", what) as opened:
+    with open_weights(find_weights(path, setting, what, method), f"{setting}={path}", what) as opened:
         identity = (opened.metadata() or {}).get(IDENTITY)
         tensors = {name: opened.get_tensor(name) for name in names}
-    check_tensors(path, tensors, names)
-    return TensorFile.of(path, tensors, identity)
+    check_tensors(path, tensors, names, setting)
+    return TensorFile.of(path, tensors, identity, setting)
 
 
-def check_tensors(path: object, tensors: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> None:
+def check_tensors(
+    path: object, tensors: Mapping[str, Tensor], names: Mapping[str, Sequence[str]], setting: str = "method.path"
+) -> None:
     """Raise a SettingError unless tensors have so many dimensions as `names` says, and only finite numbers."""
     for name, dimensions in names.items():
         tensor = tensors[name]
         if tensor.dim() != len(dimensions) or not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-            raise SettingError(f"method.path={path}: {name} must be a finite tensor ({', '.join(dimensions)})")
+            raise SettingError(f"{setting}={path}: {name} must be a finite tensor ({', '.join(dimensions)})")
 
 
 def is_pickled(file: Path) -> bool:

@@ -1,5 +1,6 @@
 """The base of codecs that round each row to codes of 8 or 4 bits, as servers store caches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -50,6 +51,20 @@ class RoundingCodec(RowCodec):
         """Return the matrices (d, d) that keys and values are multiplied with before they are rounded."""
         return None, None
 
+    def find_head_factors(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return what the keys and the values of each head are divided by before, (H,) float32 each.
+
+        None stands for the factors of all heads, `find_factors`. A codec has one kind or the other.
+        """
+        return None
+
+    def divide(self, keys: Tensor, values: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, (R, d) each, over the factors of their heads, which hold `lengths` (B, H) rows."""
+        factors = self.find_head_factors(keys.device)
+        if factors is None:
+            return keys, values
+        return keys.float() / spread(factors[0], lengths, keys), values.float() / spread(factors[1], lengths, values)
+
     def encode(self, rows: Tensor) -> Parts:
         return self.encode_side(0, rows)
 
@@ -75,7 +90,13 @@ class RoundingCodec(RowCodec):
         return decode(parts, form, dtype, self.find_factors(dim)[side], self.make_turns(dim, codes.device)[side])
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "RoundedRows":
-        return RoundedRows(self, *self.encode_both(keys, values), lengths, keys.dtype)
+        return RoundedRows(self, *self.encode_both(*self.divide(keys, values, lengths)), lengths, keys.dtype)
+
+
+def spread(factors: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+    """Return the factor of each row, (R, 1), of those of heads (H,), which hold `lengths` (B, H) rows."""
+    each = factors.repeat(len(lengths)).repeat_interleave(lengths.flatten(), output_size=len(rows))
+    return each[:, None]
 
 
 @dataclass(frozen=True)
@@ -83,6 +104,18 @@ class RoundedRows(EncodedRows):
     """Rows of a `RoundingCodec`, which a CUDA graph can append to."""
 
     codec: RoundingCodec
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        keys, values = super().read()
+        factors = self.codec.find_head_factors(keys.device)
+        if factors is None:
+            return keys, values
+        each = (spread(factor, self.lengths, keys) for factor in factors)
+        scaled = [(rows.float() * factor).to(self.dtype) for rows, factor in zip((keys, values), each, strict=True)]
+        return scaled[0], scaled[1]
+
+    def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> EncodedRows:
+        return super().extend(*self.codec.divide(keys, values, lengths - self.lengths), lengths)
 
     def growing(self, tokens: int, ahead: int, seen: int, places: Tensor, mass: Tensor | None) -> "GrowingCodes":
         return GrowingCodes(self, tokens, mass)
@@ -96,7 +129,10 @@ class GrowingCodes:
         self.held, self.tokens, codec, lengths = held, tokens, held.codec, held.lengths
         keys = held.keys[0]
         dim = keys.shape[1] * 8 // codec.forms[0].bits
-        factors, turns = codec.find_factors(dim), codec.make_turns(dim, keys.device)
+        each, turns = codec.find_head_factors(keys.device), codec.make_turns(dim, keys.device)
+        factors: Sequence[float | Tensor] = codec.find_factors(dim)
+        if each is not None:
+            factors = [factor.expand(lengths.shape).contiguous() for factor in each]
         more = [
             tuple(part.new_empty(*lengths.shape, tokens, *part.shape[1:]) for part in parts)
             for parts in (held.keys, held.values)

@@ -129,7 +129,7 @@ def test_zeros_stay_and_nan_ends_the_run():
 def test_settings_are_checked():
     for args, message in (
         ({"format": "e3m4"}, "codec.format=e3m4: choose one of e4m3, e5m2"),
-        ({"scope": "head"}, "codec.scope=head: choose one of tensor, row"),
+        ({"scope": "layer"}, "codec.scope=layer: choose one of tensor, head, row"),
         ({"key_scale": 0}, "codec.key_scale=0: a number above 0"),
         (
             {"scope": "row", "value_scale": 0.5},
