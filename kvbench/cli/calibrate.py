@@ -8,6 +8,7 @@ Examples:
   kvbench calibrate kvzap --model reference --out FILE
   kvbench calibrate palu --model reference --out FILE
   kvbench calibrate fp8 --model reference --out FILE
+  kvbench calibrate kvquant --model reference --out FILE
 
 `kvbench calibrate qfilters --help` describes the file and lists the options; so do the others.
 """
@@ -16,7 +17,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli import calibrate_deltakv, calibrate_fp8, calibrate_kvzap, calibrate_palu, calibrate_triattention
+from kvbench.cli import (
+    calibrate_deltakv,
+    calibrate_fp8,
+    calibrate_kvquant,
+    calibrate_kvzap,
+    calibrate_palu,
+    calibrate_triattention,
+)
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, require_choice, require_int, require_writable
 
@@ -72,6 +80,7 @@ def make_parser() -> CommandParser:
         ("kvzap", calibrate_kvzap, 42),
         ("palu", calibrate_palu, 42),
         ("fp8", calibrate_fp8, 0),
+        ("kvquant", calibrate_kvquant, 42),
     ):
         doc = command.__doc__ or ""
         subparser = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
@@ -110,6 +119,7 @@ def calibrate(options: Namespace) -> None:
     work = {"qfilters": calibrate_heads, "duo_attention": calibrate_heads, "kvzap": calibrate_kvzap.calibrate}
     work |= {"triattention": calibrate_triattention.calibrate, "deltakv": calibrate_deltakv.calibrate}
     work |= {"palu": calibrate_palu.calibrate, "fp8": calibrate_fp8.calibrate}
+    work["kvquant"] = calibrate_kvquant.calibrate
     work[options.method](options, device)
 
 

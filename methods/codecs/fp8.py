@@ -45,7 +45,9 @@ class Fp8(RoundingCodec):
     scope: str = setting(choices=("tensor", "head", "row"))
     """What shares a scale: all keys, or all values, of a layer; those of a head; or the channels of a row."""
     path: str | None = setting()
-    """The file of calibrated scales. With scope=tensor `None` is `key_scale` and `value_scale`; scope=head needs a file."""
+    """The file of calibrated scales, which scope=head needs. With scope=tensor, `None` stands for `key_scale` and
+    `value_scale`.
+    """
     key_scale: float = setting(above=0.0)
     """The scale of the keys of all layers with scope=tensor and no file, k_scale."""
     value_scale: float = setting(above=0.0)
