@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by the lower three bits of a code
-BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "uint4": 4, "e2m1": 4}
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "uint4": 15.0, "e2m1": 6.0}  # the largest number of a code
+BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "uint4": 4, "uint3": 3, "e2m1": 4}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "uint4": 15.0, "uint3": 7.0, "e2m1": 6.0}  # of all codes
 STEPS = {"none": 0, "largest": 1, "power": 1, "power_below": 1, "norm": 1, "point": 1, "range": 2, "middle": 2}
 
 
@@ -17,8 +17,8 @@ class Form:
     """How the channels of a row become codes: number = base(code)·scale + zero, with one scale and zero a group."""
 
     code: str
-    """What a code stands for, its base: a float ("e4m3", "e5m2", "e2m1"), a whole number ("int8", "uint4"), or a number
-    of a list ("levels").
+    """What a code stands for, its base: a float ("e4m3", "e5m2", "e2m1"), a whole number ("int8", "uint4", "uint3"), or
+    a number of a list ("levels").
     """
     scale: str = "none"
     """What a group stores. "none"; a scale, namely the one that makes the group's "largest" size the largest code, the
@@ -34,7 +34,9 @@ class Form:
     clip: float = 1.0
     """What a group's smallest and largest number are multiplied with to give its range, in which all codes lie."""
     stored: torch.dtype = torch.float32
-    """The dtype of scales and zeros."""
+    """The dtype of scales and zeros. Scales in e4m3 are at most its largest number."""
+    rounds_by_stored: bool = True
+    """Whether rows are rounded by the scales and zeros that are stored, or by those in float32."""
     rounding: str = "even"
     """What becomes of a number between two codes: it gets the nearest one, and of two equally near ones the "even" one
     or the one further "up" in size; or it is "cut" off towards zero.

@@ -10,51 +10,59 @@ FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def encode_reference(rows: Tensor, form: Form, factor: float | Tensor, turn: Tensor | None) -> Parts:
-    """Round rows (R, d). It turns as `turn_wide`, then computes in float32, by the scales and zeros that are stored."""
+    """Round rows (R, d). It turns as `turn_wide`, then computes in float32."""
     count, dim = rows.shape
     numbers = rows.float() if turn is None else turn_wide(rows, turn).float()
     if isinstance(factor, Tensor) or factor != 1:
         numbers = numbers / factor
     group = form.group or dim
     numbers = numbers.view(count, dim // group, group)
-    steps = find_steps(numbers, form)
+    exact = find_steps(numbers, form)
+    stored = store_steps(exact, form)
+    steps = stored if form.rounds_by_stored and form.scale != "point" else exact
     if form.scale == "point":
-        scale, point = find_point(numbers, form)
-        numbers = numbers / scale[..., None] + point[..., None]
+        numbers = numbers / steps[0][..., None] + steps[1][..., None]
     elif steps:
         scale = steps[0].float()
         numbers = numbers - steps[1].float()[..., None] if len(steps) > 1 else numbers
         numbers = numbers / scale.masked_fill(scale == 0, 1.0)[..., None]
-    return pack_codes(find_codes(numbers.reshape(count, dim), form), form.bits), *steps
+    return pack_codes(find_codes(numbers.reshape(count, dim), form), form.bits), *stored
 
 
 def find_steps(numbers: Tensor, form: Form) -> Parts:
-    """Return the scales, or the scales and zeros, of groups (R, groups, channels) as they are stored."""
+    """Return the scales, or the scales and zeros, of groups (R, groups, channels), float32.
+
+    The zero of a point is its code, a whole number.
+    """
     if form.scale == "none":
         return ()
     if form.scale == "norm":
-        return (numbers.norm(dim=-1).to(form.stored),)
+        return (numbers.norm(dim=-1),)
     if form.scale in ("range", "middle"):
         low, high = (extreme * form.clip for extreme in numbers.aminmax(dim=-1))
-        spread = (high - low).clamp(min=form.least) / (15 if form.code == "uint4" else 255)
+        spread = (high - low).clamp(min=form.least) / (255 if form.code == "int8" else LARGEST[form.code])
         zero = low if form.scale == "range" else (low + high) / 2
-        return spread.to(form.stored), zero.to(form.stored)
+        return spread, zero
     if form.scale == "point":
-        scale, point = find_point(numbers, form)
-        return (((scale.view(torch.int32) & -16) | point.to(torch.int32)).view(torch.float32),)
+        low, high = (extreme * form.clip for extreme in numbers.aminmax(dim=-1))
+        scale = (high - low).clamp(min=form.least) / 15
+        return scale, (0.5 - low / scale).floor().clamp(0, 15)
     scale = (numbers.abs().amax(-1) / LARGEST[form.code]).clamp(min=form.least)
     if form.scale == "power":
         scale = scale.log2().ceil().exp2()
     elif form.scale == "power_below":
         scale = (numbers.abs().amax(-1).clamp(min=form.least).log2().floor() - 2).exp2()
-    return (scale.to(form.stored),)
+    if form.stored in FLOATS.values():
+        scale = scale.clamp(max=torch.finfo(form.stored).max)
+    return (scale,)
 
 
-def find_point(numbers: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Return the scales of groups (R, groups, channels) and the codes of zero, whole numbers, (R, groups) float32."""
-    low, high = (extreme * form.clip for extreme in numbers.aminmax(dim=-1))
-    scale = (high - low).clamp(min=form.least) / 15
-    return scale, (0.5 - low / scale).floor().clamp(0, 15)
+def store_steps(steps: Parts, form: Form) -> Parts:
+    """Return what groups store of what `find_steps` returns."""
+    if form.scale == "point":
+        scale, point = steps
+        return (((scale.float().view(torch.int32) & -16) | point.to(torch.int32)).view(torch.float32),)
+    return tuple(step.to(form.stored) for step in steps)
 
 
 def read_steps(steps: Parts, form: Form) -> tuple[Tensor, Tensor | None]:
@@ -88,16 +96,17 @@ def find_codes(numbers: Tensor, form: Form) -> Tensor:
         whole = numbers.trunc() if form.rounding == "cut" else numbers.round()
     if form.code == "int8":
         return whole.clamp(-128, 127).to(torch.int8).view(torch.uint8)
-    return whole.clamp(0, 15).to(torch.uint8)
+    return whole.clamp(0, LARGEST[form.code]).to(torch.uint8)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Return codes (R, d) in d·bits/8 bytes: as they are, two in a byte, or eight of 3 bits in three bytes."""
+    """Return codes (R, d) in d·bits/8 bytes, the first in the lowest bits: as they are, 2 to 8 in a byte, or 8 in 3."""
     if bits == 8:
         return codes
-    if bits == 4:
-        pairs = codes.view(len(codes), codes.shape[1] // 2, 2)
-        return pairs[..., 0] | (pairs[..., 1] << 4)
+    if bits != 3:
+        shifts = torch.arange(0, 8, bits, device=codes.device)
+        together = codes.view(len(codes), codes.shape[1] * bits // 8, 8 // bits)
+        return (together.long() << shifts).sum(-1).to(torch.uint8)
     shifts = torch.arange(0, 3 * 8, 3, device=codes.device)
     words = (codes.view(len(codes), codes.shape[1] // 8, 8).long() << shifts).sum(-1)
     return torch.stack([words & 255, (words >> 8) & 255, words >> 16], -1).flatten(1).to(torch.uint8)
@@ -107,8 +116,9 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """Return the codes (…, d) that `pack_codes` has packed."""
     if bits == 8:
         return packed
-    if bits == 4:
-        return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+    if bits != 3:
+        shifts = torch.arange(0, 8, bits, device=packed.device)
+        return ((packed[..., None].long() >> shifts) & (2**bits - 1)).flatten(-2).to(torch.uint8)
     three = packed.view(*packed.shape[:-1], packed.shape[-1] // 3, 3).long()
     words = three[..., 0] | (three[..., 1] << 8) | (three[..., 2] << 16)
     shifts = torch.arange(0, 3 * 8, 3, device=packed.device)
@@ -124,7 +134,7 @@ def decode_reference(
         numbers = codes.view(FLOATS[form.code]).float()
     elif form.code == "int8":
         numbers = codes.view(torch.int8).float()
-    elif form.code == "uint4":
+    elif form.code in ("uint4", "uint3"):
         numbers = codes.float()
     elif form.code == "e2m1":
         signed = torch.tensor([*SIZES, *(-size for size in SIZES)], device=codes.device)

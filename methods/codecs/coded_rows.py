@@ -36,12 +36,21 @@ class RoundingCodec(RowCodec):
     @cached_property
     def packing(self) -> Packing:  # type: ignore[override]
         written = self.rounding == "written"
-        return Packing(before_attention=written, token_by_token=not written, grows=True, replicates=True)
+        return Packing(before_attention=written, token_by_token=not written, grows=self.decodes_codes, replicates=True)
+
+    @property
+    def decodes_codes(self) -> bool:
+        """Whether a token attends to codes, in a graph. Otherwise rows are read back, through the model's modules."""
+        return True
 
     @property
     def forms(self) -> tuple[Form, Form]:
         """How keys and how values become codes."""
         raise NotImplementedError(f"{self.name} has no forms")
+
+    def find_forms(self, dim: int) -> tuple[Form, Form]:
+        """Return the forms of keys and values of `dim` channels, for codecs whose levels depend on their number."""
+        return self.forms
 
     def find_factors(self, dim: int) -> tuple[float, float]:
         """Return what the numbers of keys and of values are divided by before they are rounded, behind the turns."""
@@ -75,7 +84,7 @@ class RoundingCodec(RowCodec):
         """Round keys (0) or values (1), (R, d)."""
         dim = rows.shape[1]
         turn = self.make_turns(dim, rows.device)[side]
-        return encode(rows, self.forms[side], self.find_factors(dim)[side], turn)
+        return encode(rows, self.find_forms(dim)[side], self.find_factors(dim)[side], turn)
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         return self.decode_side(0, parts, dtype)
@@ -85,9 +94,9 @@ class RoundingCodec(RowCodec):
 
     def decode_side(self, side: int, parts: Parts, dtype: torch.dtype) -> Tensor:
         """Return what the codes of keys (0) or values (1) stand for, (R, d)."""
-        form, codes = self.forms[side], parts[0]
-        dim = codes.shape[1] * 8 // form.bits
-        return decode(parts, form, dtype, self.find_factors(dim)[side], self.make_turns(dim, codes.device)[side])
+        dim = parts[0].shape[1] * 8 // self.forms[side].bits
+        turn = self.make_turns(dim, parts[0].device)[side]
+        return decode(parts, self.find_forms(dim)[side], dtype, self.find_factors(dim)[side], turn)
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "RoundedRows":
         return RoundedRows(self, *self.encode_both(*self.divide(keys, values, lengths)), lengths, keys.dtype)
@@ -137,7 +146,7 @@ class GrowingCodes:
             tuple(part.new_empty(*lengths.shape, tokens, *part.shape[1:]) for part in parts)
             for parts in (held.keys, held.values)
         ]
-        key_side, value_side = map(CodedSide, codec.forms, (held.keys, held.values), more, factors, turns)
+        key_side, value_side = map(CodedSide, codec.find_forms(dim), (held.keys, held.values), more, factors, turns)
         newest = torch.empty(2, *lengths.shape, dim, dtype=held.dtype, device=keys.device)
         starts = (lengths.flatten().cumsum(0) - lengths.flatten()).view_as(lengths)
         longest = int(lengths.max())
