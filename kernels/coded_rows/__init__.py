@@ -8,15 +8,17 @@ from kvbench.kernels.coded_rows.reference import (
     attend_reference,
     decode_reference,
     encode_reference,
+    pack_codes,
     round_in_place_reference,
     round_newest_reference,
+    unpack_codes,
 )
 from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 __all__ = [
-    "CodedRows", "CodedSide", "Form", "Parts", "attend_coded", "decode", "encode", "make_hadamard",
-    "round_in_place", "round_newest",
+    "CodedRows", "CodedSide", "Form", "Parts", "attend_coded", "decode", "encode", "make_hadamard", "pack_codes",
+    "round_in_place", "round_newest", "unpack_codes",
 ]  # fmt: skip
 
 

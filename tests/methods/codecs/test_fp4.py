@@ -142,7 +142,7 @@ def test_every_method_and_allocator(method, allocator):
 @pytest.mark.cover
 @pytest.mark.parametrize("method, allocator", REFUSED)
 def test_what_cannot_be_packed_is_refused(method, allocator):
-    check_refusal("fp4", method, allocator)
+    check_refusal("fp4", {}, method, allocator)
 
 
 def test_settings_are_checked():
