@@ -79,11 +79,11 @@ def list_refused(codec: str) -> list[tuple[str, str]]:
     return [pair for pair in PAIRS if find_refusal(*build_policy(*pair, "llama", codec))]
 
 
-def check_cross(codec: str, args: dict, row_bytes: int, method: str, allocator: str) -> None:
-    """A method evicts, rows have their bytes, and tokens are read. `row_bytes`: a row's, of 32 channels, both sides."""
+def check_cross(codec: str, args: dict, row_bytes: int, method: str, allocator: str, **more: object) -> None:
+    """A method, with `more` settings, evicts, and tokens are read. `row_bytes`: a row's, of 32 channels, both sides."""
     held = kvbench.prefill(
         tiny("llama"), ids(140), method, budget_for(method, 100), None, allocator, codec,
-        make_tiny_method_args(method, "llama"), codec_args=args,
+        make_tiny_method_args(method, "llama") | more, codec_args=args,
     )  # fmt: skip
     rows = sum(len(held.places(layer, head)) for layer in range(3) for head in range(2))
     assert rows <= 840 and held.resident_bytes == rows * row_bytes
