@@ -37,6 +37,8 @@ class Form:
     """The dtype of scales and zeros. Scales in e4m3 are at most its largest number."""
     rounds_by_stored: bool = True
     """Whether rows are rounded by the scales and zeros that are stored, or by those in float32."""
+    wide: bool = False
+    """Whether rows in float64 are rounded and read in float64, after the turn; otherwise it is done in float32."""
     rounding: str = "even"
     """What becomes of a number between two codes: it gets the nearest one, and of two equally near ones the "even" one
     or the one further "up" in size; or it is "cut" off towards zero.

@@ -10,9 +10,10 @@ FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def encode_reference(rows: Tensor, form: Form, factor: float | Tensor, turn: Tensor | None) -> Parts:
-    """Round rows (R, d). It turns as `turn_wide`, then computes in float32."""
+    """Round rows (R, d). It turns as `turn_wide`, then computes in float32, or in float64 (`Form.wide`)."""
     count, dim = rows.shape
-    numbers = rows.float() if turn is None else turn_wide(rows, turn).float()
+    wide = torch.promote_types(rows.dtype, torch.float32) if form.wide else torch.float32
+    numbers = (rows if turn is None else turn_wide(rows, turn)).to(wide)
     if isinstance(factor, Tensor) or factor != 1:
         numbers = numbers / factor
     group = form.group or dim
@@ -23,14 +24,14 @@ def encode_reference(rows: Tensor, form: Form, factor: float | Tensor, turn: Ten
     if form.scale == "point":
         numbers = numbers / steps[0][..., None] + steps[1][..., None]
     elif steps:
-        scale = steps[0].float()
-        numbers = numbers - steps[1].float()[..., None] if len(steps) > 1 else numbers
+        scale = steps[0].to(wide)
+        numbers = numbers - steps[1].to(wide)[..., None] if len(steps) > 1 else numbers
         numbers = numbers / scale.masked_fill(scale == 0, 1.0)[..., None]
     return pack_codes(find_codes(numbers.reshape(count, dim), form), form.bits), *stored
 
 
 def find_steps(numbers: Tensor, form: Form) -> Parts:
-    """Return the scales, or the scales and zeros, of groups (R, groups, channels), float32.
+    """Return the scales, or the scales and zeros, of groups (R, groups, channels), not rounded.
 
     The zero of a point is its code, a whole number.
     """
@@ -80,10 +81,10 @@ def find_codes(numbers: Tensor, form: Form) -> Tensor:
         largest = LARGEST[form.code]
         return numbers.clamp(-largest, largest).to(FLOATS[form.code]).view(torch.uint8)
     if form.code == "levels":
-        levels = torch.tensor(form.levels, device=numbers.device)
+        levels = torch.tensor(form.levels, dtype=numbers.dtype, device=numbers.device)
         return torch.bucketize(numbers, (levels[1:] + levels[:-1]) / 2, right=True).to(torch.uint8)
     if form.code == "e2m1":
-        sizes = torch.tensor(SIZES, device=numbers.device)
+        sizes = torch.tensor(SIZES, dtype=numbers.dtype, device=numbers.device)
         borders, size = (sizes[1:] + sizes[:-1]) / 2, numbers.abs()
         code = torch.bucketize(size, borders, right=True)
         if form.rounding == "even":  # a number on the border below an odd code
@@ -128,19 +129,23 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
 def decode_reference(
     parts: Parts, form: Form, dtype: torch.dtype, factor: float | Tensor, turn: Tensor | None
 ) -> Tensor:
-    """Return what codes stand for, (R, d) in `dtype`. It computes in float32, then turns as `turn_wide`."""
+    """Return what codes stand for, (R, d) in `dtype`.
+
+    It computes in float32, or in float64 (`Form.wide`), then turns as `turn_wide`.
+    """
+    wide = torch.promote_types(dtype, torch.float32) if form.wide else torch.float32
     codes = unpack_codes(parts[0], form.bits)
     if form.code in FLOATS:
-        numbers = codes.view(FLOATS[form.code]).float()
+        numbers = codes.view(FLOATS[form.code]).to(wide)
     elif form.code == "int8":
-        numbers = codes.view(torch.int8).float()
+        numbers = codes.view(torch.int8).to(wide)
     elif form.code in ("uint4", "uint3"):
-        numbers = codes.float()
+        numbers = codes.to(wide)
     elif form.code == "e2m1":
-        signed = torch.tensor([*SIZES, *(-size for size in SIZES)], device=codes.device)
+        signed = torch.tensor([*SIZES, *(-size for size in SIZES)], dtype=wide, device=codes.device)
         numbers = signed[codes.long()]
     else:
-        numbers = torch.tensor(form.levels, device=codes.device)[codes.long()]
+        numbers = torch.tensor(form.levels, dtype=wide, device=codes.device)[codes.long()]
         if form.normed:
             numbers = numbers / numbers.norm(dim=-1, keepdim=True)
     shape = numbers.shape

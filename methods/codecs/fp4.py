@@ -31,9 +31,9 @@ from kvbench.methods.codecs.coded_rows import RoundedRows, RoundingCodec
 from kvbench.validation import SettingError
 
 FORMS = {  # by `scale`
-    "e4m3": Form("e2m1", "largest", stored=torch.float8_e4m3fn),
-    "above": Form("e2m1", "power", least=1e-10, stored=torch.float8_e8m0fnu, rounding="up"),
-    "below": Form("e2m1", "power_below", least=2.0**-124, stored=torch.float8_e8m0fnu),
+    "e4m3": Form("e2m1", "largest", stored=torch.float8_e4m3fn, wide=True),
+    "above": Form("e2m1", "power", least=1e-10, stored=torch.float8_e8m0fnu, rounding="up", wide=True),
+    "below": Form("e2m1", "power_below", least=2.0**-124, stored=torch.float8_e8m0fnu, wide=True),
 }
 
 
@@ -95,19 +95,19 @@ class ScaledRows(RoundedRows):
         scales = self.scales
         if not self.scaled:
             samples = count_samples(counts, len(keys))
-            largest = torch.stack([rows.float().abs().amax(1) for rows in (keys, values)])
+            largest = torch.stack([rows.abs().amax(1) for rows in (keys, values)]).to(scales.dtype)
             scales = scales.scatter_reduce(1, samples.expand(2, -1), largest, "amax")
             scales = scales.clamp(min=1e-30) / self.codec.global_scale
         keys, values = (
-            side.float() / spread(scale, counts, len(side)) for side, scale in zip((keys, values), scales, strict=True)
+            side / spread(scale, counts, len(side)) for side, scale in zip((keys, values), scales, strict=True)
         )
         rows = super().extend(keys, values, lengths)
         return ScaledRows(self.codec, rows.keys, rows.values, lengths, self.dtype, scales, True)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        counts = self.lengths.sum(1)
+        counts, wide = self.lengths.sum(1), torch.promote_types(self.dtype, torch.float32)
         keys, values = (
-            (self.codec.decode(parts, torch.float32) * spread(scale, counts, len(parts[0]))).to(self.dtype)
+            (self.codec.decode(parts, wide) * spread(scale, counts, len(parts[0]))).to(self.dtype)
             for parts, scale in zip((self.keys, self.values), self.scales, strict=True)
         )
         return keys, values

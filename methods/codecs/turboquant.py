@@ -93,19 +93,31 @@ class TurboQuant(RoundingCodec):
         return self.find_forms(1)
 
     def find_forms(self, dim: int) -> tuple[Form, Form]:
-        keys = Form("e4m3") if self.key_bits == 8 else self.make_levels(self.key_bits - self.residual, dim)
+        keys = Form("e4m3", wide=True) if self.key_bits == 8 else self.make_levels(self.key_bits - self.residual, dim)
         if self.values == "levels":
             return keys, self.make_levels(self.value_bits, dim)
         least = 1e-8 * (2**self.value_bits - 1)
         return keys, Form(
-            f"uint{self.value_bits}", "range", least=least, stored=torch.float16, rounds_by_stored=False, rounding="up"
+            f"uint{self.value_bits}",
+            "range",
+            least=least,
+            stored=torch.float16,
+            rounds_by_stored=False,
+            rounding="up",
+            wide=True,
         )
 
     def make_levels(self, bits: int, dim: int) -> Form:
         """Return the form of rows of `dim` channels that are rounded to levels of so many bits."""
         levels = tuple(level / dim**0.5 for level in find_levels(bits))
         return Form(
-            "levels", "norm", stored=torch.float16, rounds_by_stored=False, levels=levels, normed=self.norm_correction
+            "levels",
+            "norm",
+            stored=torch.float16,
+            rounds_by_stored=False,
+            levels=levels,
+            normed=self.norm_correction,
+            wide=True,
         )
 
     def make_turns(self, dim: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -120,19 +132,21 @@ class TurboQuant(RoundingCodec):
             return super().encode(rows)
         dim = rows.shape[1]
         form, turn = self.find_forms(dim)[0], self.make_turns(dim, rows.device)[0]
-        parts = encode(rows, form, turn=turn)
-        rest = rows.float() - decode(parts, form, torch.float32, turn=turn)
-        signs = rest @ draw_normal(dim, self.seed, rows.device).T >= 0
+        parts, wide = encode(rows, form, turn=turn), torch.promote_types(rows.dtype, torch.float32)
+        rest = rows.to(wide) - decode(parts, form, wide, turn=turn)
+        signs = rest @ draw_normal(dim, self.seed, rows.device).T.to(wide) >= 0
         return *parts, pack_codes(signs.to(torch.uint8), 1), rest.norm(dim=-1, keepdim=True).half()
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         if not self.residual:
             return super().decode(parts, dtype)
         *coded, packed, norms = parts
-        signs = unpack_codes(packed, 1).float() * 2 - 1
+        wide = torch.promote_types(dtype, torch.float32)
+        signs = unpack_codes(packed, 1).to(wide) * 2 - 1
         dim = signs.shape[1]
-        rest = signs @ draw_normal(dim, self.seed, signs.device) * (norms.float() * (torch.pi / 2) ** 0.5 / dim)
-        return (self.decode_side(0, tuple(coded), torch.float32) + rest).to(dtype)
+        factor = norms.to(wide) * (torch.pi / 2) ** 0.5 / dim
+        rest = signs @ draw_normal(dim, self.seed, signs.device).to(wide) * factor
+        return (self.decode_side(0, tuple(coded), wide) + rest).to(dtype)
 
 
 @cache

@@ -54,11 +54,11 @@ def check_logits(codec: str, args: dict, keys: Oracle, values: Oracle, model: st
     with torch.no_grad():
         expected = double(prompt, past_key_values=cache).logits[0, -1]
     held = kvbench.prefill(double, prompt, codec=codec, codec_args=args)
-    torch.testing.assert_close(held.logits[0], expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(held.logits[0], expected, atol=1e-5, rtol=0)
     for token in more.split(1, dim=1):
         with torch.no_grad():
             expected = double(token, past_key_values=cache).logits[0]
-        torch.testing.assert_close(held.extend(token)[0], expected, atol=2e-4, rtol=0)
+        torch.testing.assert_close(held.extend(token)[0], expected, atol=1e-5, rtol=0)
 
 
 def check_rows(codec: str, args: dict, keys: Oracle, values: Oracle, dim: int, row_bytes: float) -> None:
