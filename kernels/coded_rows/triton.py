@@ -492,7 +492,7 @@ def _attend_codes(
         v = read_codes(v_words, j, VALUE_CODE, VALUE_GROUPS, LIKE, VALUE_FAST)
         if VALUE_GROUPS:
             v = _apply_steps(v, value_steps[0], value_steps[1], VALUE_STEPS, VALUE_STORED, LIKE, VALUE_FAST)
-        updated = updated + (tl.dot(weight, v, sums[j] * shrink[:, None], input_precision="ieee"),)
+        updated = updated + (tl.dot(weight, v, sums[j] * shrink[:, None], input_precision="ieee"),)  # type: ignore[assignment]
     return new, norm, updated, shift
 
 
@@ -690,14 +690,14 @@ def _attend(
     for j in tl.static_range(KEY_PER):
         part = tl.load(line + (word + j)[None], mask=asking[:, None] & (word < DIM)[None], other=0.0).to(tl.float32)
         ratio = find_gain(KEY_CODE, 0, KEY_GROUPS, KEY_FAST) / find_gain(KEY_CODE, j, KEY_GROUPS, KEY_FAST)
-        q = q + ((part * (ratio / q_scale)[:, None]).to(LIKE),)
+        q = q + ((part * (ratio / q_scale)[:, None]).to(LIKE),)  # type: ignore[assignment]
     key_scale = q_scale * read_factor(key_factor, head, KEY_EACH)
     m = tl.full([M], float("-inf"), tl.float32)
     norm = tl.zeros([M], tl.float32)
     shift = tl.zeros([M], tl.float32)
     sums = ()
     for _ in tl.static_range(VALUE_PER):
-        sums = sums + (tl.zeros([M, VALUE_W], tl.float32),)
+        sums = sums + (tl.zeros([M, VALUE_W], tl.float32),)  # type: ignore[assignment]
     length, more = tl.load(lengths + head).to(tl.int32), tl.load(step)
     share = tl.cdiv(tl.cdiv(length + more, splits), N) * N
     first = split * share
