@@ -107,8 +107,13 @@ class Delta(Codec):
         check_layers("codec.full_layers", self.full_layers, self.depth)
         if self.nearest > self.sinks:
             raise SettingError(f"codec.nearest={self.nearest}: at most codec.sinks={self.sinks}, the first candidates")
-        if self.base.packing.joins_heads or self.base.packing.before_attention:
+        if self.base.packing.joins_heads:
             raise SettingError(f"codec.base={self.base.name}: a codec that stores each head on its own, such as raw")
+        if self.base.packing.before_attention:
+            raise SettingError(
+                f"codec.base={self.base.name}: packs rows as they are read; a codec that packs after the prefill's "
+                "last cut, such as kivi, or one with rounding=cut"
+            )
         if self.bits is not None and self.file.code * self.bits % 8:
             raise SettingError(f"codec.bits={self.bits}: codes of {self.file.code} numbers do not fill whole bytes")
         if self.bits is None and self.group is not None:

@@ -372,16 +372,26 @@ def test_layers_that_are_not_compressed_follow_the_models_depth(tmp_path):
         assert (codec.sinks, codec.recent, codec.stride, codec.nearest) == (8, 128, 10, 4)
 
 
-def test_kivi_stores_the_layers_that_are_not_compressed(tmp_path):
-    """One token at a time then, as KIVI reads them."""
+@pytest.mark.parametrize(
+    "name, own_args",
+    [
+        ("kivi", dict(bits=4, group=16, residual=16)),
+        *((own, {"rounding": "cut"}) for own in ("fp8", "fp4", "int4", "int8")),
+        ("turboquant", {"rounding": "cut", "raw_layers": 0}),
+        ("hf_quantized", dict(group=16, residual=16)),
+    ],
+    ids=str,
+)
+def test_another_codec_stores_the_layers_that_are_not_compressed(tmp_path, name, own_args):
+    """One token at a time then, as these codecs read them."""
     args = SMALL | {"path": write_for(tmp_path / "file", tiny("llama"))}
-    base = dict(base="kivi", base_args=dict(bits=4, group=16, residual=16))
+    base = dict(base=name, base_args=own_args)
     plain, packed = (
         kvbench.prefill(tiny("llama"), ids(60), codec="delta", codec_args=args | own) for own in ({}, base)
     )
     assert [layer.packs for layer in packed.contexts[0].own_layers] == [True] * 3
     assert plain.contexts[0].own_layers[0].rows.is_raw
-    first = kvbench.prefill(tiny("llama"), ids(60), codec="kivi", codec_args=base["base_args"])
+    first = kvbench.prefill(tiny("llama"), ids(60), codec=name, codec_args=base["base_args"])
     sizes = [own.contexts[0].own_layers[0].bytes().rows for own in (plain, packed, first)]
     assert sizes[0] > sizes[1] == sizes[2]
     assert packed.contexts[0].choice.token_by_token and not plain.contexts[0].choice.token_by_token
@@ -482,7 +492,7 @@ def test_a_rotation_that_changes_with_the_length_is_refused():
         (dict(scales="half"), "codec.scales=half: choose one of float16, model"),
         (dict(remove="both"), "codec.remove=both: choose one of"),
         (dict(base="delta"), "codec.base=delta: path=null: give a safetensors file"),
-        (dict(base="zip"), "codec.base=zip: choose one of delta, kivi, palu, raw"),
+        (dict(base="zip"), "codec.base=zip: choose one that kvbench run --help lists"),
     ],
     ids=str,
 )
@@ -511,6 +521,8 @@ def test_files_of_other_models_and_wrong_codes_are_refused(tmp_path):
         kvbench.prefill(tiny("wide"), ids(60), codec=codec)
     with pytest.raises(SettingError, match="codec.base=delta: a codec that stores each head on its own, such as raw"):
         replace(codec, base=codec)
+    with pytest.raises(SettingError, match="codec.base=fp8: packs rows as they are read; .* rounding=cut"):
+        make_codec(path, base="fp8")
 
 
 def test_pieces_change_nothing(tmp_path, monkeypatch):
