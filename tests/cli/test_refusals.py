@@ -28,7 +28,7 @@ REFUSED = {
     "method=snapv": "method=snapv: did you mean snapkv? kvbench run --help lists all\n",
     "-m method=SnapKV,knorm": "method=SnapKV: did you mean snapkv? kvbench run --help lists all\n",
     "method=[snapkv]": "method=[snapkv]: choose one that kvbench run --help lists\n",
-    "codec=kvi": "codec=kvi: did you mean kivi? Choose one of delta, kivi, palu, raw\n",
+    "codec=kvi": "codec=kvi: did you mean kivi? kvbench run --help lists all\n",
     "allocator=null": "allocator=null: choose one of ada, cake, pyramid, uniform\n",
     "task=longbnech": "task=longbnech: did you mean longbench? kvbench run --help lists all\n",
     "model=referense": "model=referense: did you mean reference or reference_v2? kvbench run --help lists all\n",
