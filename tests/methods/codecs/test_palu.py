@@ -484,7 +484,7 @@ def test_it_serves_few_rows_of_many_and_kivi_does_not_serve_below_it():
     assert needed == pytest.approx(share * (sum(ranks) * layer.rows.seen * 4 + 8) + weights * 4, abs=1)
     keys = 64 * sum(codec.file.ranks[1, "k"])
     assert operations == pytest.approx(2 * layer.rows.seen * share * keys, abs=1)
-    with pytest.raises(SettingError, match="codec.base=palu: a codec that stores each head on its own"):
+    with pytest.raises(SettingError, match="codec.base=palu: packs rows as they are read"):
         args = dict(base="palu", base_args={"path": codec.path}, path="unused")
         kvbench.prefill(tiny("llama"), ids(9), codec="delta", codec_args=args)
 
