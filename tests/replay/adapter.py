@@ -88,7 +88,7 @@ def fill(model: torch.nn.Module, noise: float = 0.0) -> torch.nn.Module:
     return model
 
 
-FILES = ("qfilters", "triattention", "duo_attention", "kvzap", "delta", "palu")
+FILES = ("qfilters", "triattention", "duo_attention", "kvzap", "delta", "palu", "kvquant")
 FOLDER = tempfile.TemporaryDirectory(prefix="replay")
 
 
@@ -124,6 +124,17 @@ def make_file(method: str, name: str) -> str:
             for layer in range(shape[0])
             for part, size in sizes.items()
         }
+        save_file(weights, str(path))
+    elif method == "kvquant":
+        size = *shape, read_config_layout(config).dim
+        weights = {
+            "key_low": draw(*size, seed=3) - 2,
+            "key_high": draw(*size, seed=4) + 2,
+            "outliers": torch.tensor([0.05]),
+        }
+        for side in ("key", "value"):
+            weights[f"{side}_levels_4"] = torch.linspace(-1, 1, 16).pow(3).expand(shape[0], 16).contiguous()
+            weights[f"{side}_norms_4"] = torch.ones(shape[0], 2)
         save_file(weights, str(path))
     elif method == "palu":
         width = shape[1] * read_config_layout(config).dim // 2  # two groups
