@@ -90,8 +90,8 @@ def collect_weights(model: Any) -> DecoderWeights | None:
     See `kvbench.models.decoder_step.forward_step`. Modules are recognised by what they compute, which takes time, so
     the weights are collected again only if a parameter has changed.
     """
-    layout, config = read_layout(model), model.config
-    if type(model) is not find_class(config) or not has_plain_step(config, layout):
+    layout, config, kind = read_layout(model), model.config, type(model)
+    if kind is not find_class(config) or not has_plain_step(config, layout):
         return None
     parameters = tuple((id(part), part.device, part.dtype, part._version) for part in model.parameters())
     known, weights = COLLECTED.get(model, (None, None))
