@@ -1,6 +1,7 @@
 """The base of codecs that pack each row on its own: a codec is then two functions."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -82,16 +83,19 @@ class EncodedRows:
         return [*self.keys, *self.values]
 
     def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "EncodedRows":
-        new = self.codec.encode_both(keys, values)
+        return self.append(*self.codec.encode_both(keys, values), lengths)
+
+    def append(self, keys: Parts, values: Parts, lengths: Tensor) -> Self:
+        """Return the rows followed in each head by encoded ones. `lengths` (B, H) counts old and new rows together."""
         if not len(self.keys[0]):
-            return replace(self, keys=new[0], values=new[1], lengths=lengths)
+            return replace(self, keys=keys, values=values, lengths=lengths)
         held = self.lengths.cpu()  # once, because the host waits for it
         more = lengths.cpu() - held
 
         def follow(known: Parts, parts: Parts) -> Parts:
             return tuple(join(old, held, part, more) for old, part in zip(known, parts, strict=True))
 
-        return replace(self, keys=follow(self.keys, new[0]), values=follow(self.values, new[1]), lengths=lengths)
+        return replace(self, keys=follow(self.keys, keys), values=follow(self.values, values), lengths=lengths)
 
     def keep(self, kept: Tensor) -> "EncodedRows":
         heads = torch.arange(self.lengths.numel(), device=kept.device)

@@ -1,13 +1,13 @@
 """The base of codecs that round each row to codes of 8 or 4 bits, as servers store caches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Angles, Packing, join
+from kvbench.interfaces.codec import Angles, Packing
 from kvbench.interfaces.row_codec import EncodedRows, Parts, RowCodec
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.coded_rows import (
@@ -199,16 +199,10 @@ class GrowingCodes:
         """Do nothing: `attend` packs."""
 
     def finish(self, read: int, lengths: Tensor) -> RoundedRows:
-        before = self.rows.lengths.cpu()
-        more = torch.full_like(before, read)
-
-        def follow(side: CodedSide) -> Parts:
-            return tuple(
-                join(old, before, new[:, :, :read].flatten(0, 2), more)
-                for old, new in zip(side.held, side.more, strict=True)
-            )
-
-        return replace(self.held, keys=follow(self.rows.keys), values=follow(self.rows.values), lengths=lengths)
+        keys, values = (
+            tuple(part[:, :, :read].flatten(0, 2) for part in side.more) for side in (self.rows.keys, self.rows.values)
+        )
+        return self.held.append(keys, values, lengths)
 
     def tensors(self) -> list[Tensor]:
         return [*self.rows.keys.more, *self.rows.values.more, self.rows.newest]
