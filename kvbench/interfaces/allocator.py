@@ -64,8 +64,9 @@ class Allocator(Hooks):
             observation: What the layer computed for the block.
             rows: Returns the layer's rows. Call it only if the answer depends on them, because it takes time.
             shared: One dictionary for all layers of a batch, where the allocator remembers what layers showed. Replace
-                its values; never change one in place. The record quotes `shared["allocation"]`, a word that says which
-                rule applied.
+                its values; never change one in place. What differs by sample is a tensor with samples first, because a
+                prompt may be copied to several. The record quotes `shared["allocation"]`, a word that says which rule
+                applied.
 
         Returns:
             Rows per head: one number, or one per sample if they differ.

@@ -17,7 +17,7 @@ equal if no layer has any preference (one query has no variance), and if the quo
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +32,20 @@ from kvbench.interfaces.settings import setting
 from kvbench.kernels.window_attention import window_statistics
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shown:
-    """What the layers of this block have shown so far, and the rows that follow from it."""
+    """What the l layers so far of this block have shown, and the rows that follow from it. All tensors are on the CPU.
+
+    Samples come first, so that a prompt that is copied to several samples has as many shares.
+    """
 
     quota: int
-    preferences: tuple[tuple[float, ...], ...] = ()
-    """For each layer so far, log P of each sample."""
-    held: tuple[tuple[int, ...], ...] = ()
-    """For each layer so far, rows per head before the cut of each sample."""
-    shares: tuple[tuple[int, ...], ...] = ()
-    """For each sample, rows per head of each layer so far."""
+    preferences: Tensor
+    """log P, (B, l) float64."""
+    held: Tensor
+    """Rows per head before the cut, (B, l) int64."""
+    shares: Tensor
+    """Rows per head, (B, l) int64; (B, 0) until they are computed."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +72,28 @@ class Cake(Allocator):
             prefill: Shown | None = shared.get("cake")
             if prefill is None:  # the prompt was not cut
                 return (quota,) * observation.queries.shape[0]
-            return tuple(scale_quotas(shares, prefill.quota, quota)[number] for shares in prefill.shares)
+            return tuple(scale_quotas(shares, prefill.quota, quota)[number] for shares in prefill.shares.tolist())
         now = rows()
-        before: Shown = shared["cake"] if number else Shown(quota)
-        rows_held = tuple(now.present[:, 0].sum(-1).tolist())
+        rows_held = now.present[:, 0].sum(-1).cpu()
         everything = observation.tokens <= quota
-        preference = (0.0,) * len(rows_held) if everything else tuple(self.preference(observation, now).tolist())
-        preferences, held = (*before.preferences, preference), (*before.held, rows_held)
-        samples = zip(zip(*preferences, strict=True), zip(*held, strict=True), strict=True)
-        ready = self.cascade or number == layers - 1
-        shares = tuple(self.share(quota, layers, *sample) for sample in samples) if ready else ()
+        preference = torch.zeros(len(rows_held), dtype=torch.float64)
+        if not everything:
+            preference = self.preference(observation, now).cpu()
+        preferences, held = preference[:, None], rows_held[:, None]
+        if number:
+            before: Shown = shared["cake"]
+            preferences, held = torch.cat([before.preferences, preferences], 1), torch.cat([before.held, held], 1)
+        shares = held[:, :0]
+        if self.cascade or number == layers - 1:
+            samples = zip(preferences.tolist(), held.tolist(), strict=True)
+            shares = torch.tensor([self.share(quota, layers, *sample) for sample in samples])
         shared["cake"] = Shown(quota, preferences, held, shares)
         shared["allocation"] = "all" if everything else "uniform" if quota <= self.window else "preferences"
-        return tuple(share[-1] for share in shares) if ready else held[-1]
+        return tuple((shares if shares.numel() else held)[:, -1].tolist())
 
     def earlier(self, quota: int, observation: Observation, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
-        shares = shared["cake"].shares
-        number = observation.cut_layers.index(observation.layer)
-        return {observation.cut_layers[i]: tuple(share[i] for share in shares) for i in range(number)} if shares else {}
+        others = shared["cake"].shares[:, : observation.cut_layers.index(observation.layer)]
+        return {layer: tuple(rows) for layer, rows in zip(observation.cut_layers, others.T.tolist(), strict=False)}
 
     def preference(self, observation: Observation, rows: Rows) -> Tensor:
         """Return log P of the layer, (B,). The logarithm cannot overflow if 1/τ is large."""
@@ -99,7 +106,7 @@ class Cake(Allocator):
         )
         return entropy.log() / self.tau1 + variance.log() / self.tau2
 
-    def share(self, quota: int, layers: int, preferences: tuple[float, ...], held: tuple[int, ...]) -> tuple[int, ...]:
+    def share(self, quota: int, layers: int, preferences: Sequence[float], held: Sequence[int]) -> tuple[int, ...]:
         """Return the rows per head of each layer so far.
 
         Args:

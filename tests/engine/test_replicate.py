@@ -23,25 +23,29 @@ CODECS = {
     "palu": lambda: build_palu(find_palu("llama"), bits=4),
 }
 REPLICATED = [
-    ("full", "raw"),
-    ("h2o", "raw"),
-    ("centroidkv", "raw"),
-    ("quest", "raw"),
-    only_in_full("snapkv", "raw"),
-    only_in_full("keydiff", "raw"),
-    only_in_full("full", "kivi"),
-    ("snapkv", "kivi"),
-    ("full", "delta"),
-    ("deltakv", "delta"),
-    ("full", "palu"),
-    only_in_full("tova", "palu"),
+    ("full", "raw", "uniform"),
+    ("h2o", "raw", "uniform"),
+    ("centroidkv", "raw", "uniform"),
+    ("quest", "raw", "uniform"),
+    only_in_full("snapkv", "raw", "uniform"),
+    only_in_full("keydiff", "raw", "uniform"),
+    only_in_full("full", "kivi", "uniform"),
+    ("snapkv", "kivi", "uniform"),
+    ("full", "delta", "uniform"),
+    ("deltakv", "delta", "uniform"),
+    ("full", "palu", "uniform"),
+    only_in_full("tova", "palu", "uniform"),
+    ("h2o", "raw", "cake"),
+    only_in_full("tova", "raw", "cake"),
+    only_in_full("h2o", "raw", "ada"),
+    only_in_full("h2o", "raw", "pyramid"),
 ]
 
 
-@pytest.mark.parametrize("method, codec", REPLICATED)
-def test_a_replicated_prompt_decodes_as_it_does_alone(method, codec):
+@pytest.mark.parametrize("method, codec, allocator", REPLICATED)
+def test_a_replicated_prompt_decodes_as_it_does_alone(method, codec, allocator):
     model, ids = tiny("llama"), torch.arange(3, 103)[None]
-    choice = choose_cache(*build_policy(method, "uniform", "llama")[:2], CODECS[codec]())
+    choice = choose_cache(*build_policy(method, allocator, "llama")[:2], CODECS[codec]())
 
     def answer(times: int) -> torch.Tensor:
         context = GenerationContext(model, choice, Budget(1.0 if method == "full" else 0.3), None, (0,))
