@@ -121,8 +121,7 @@ def compute_tpot_floors(
     read, after = cache.bytes_per_token(), cache.bytes_after()
     if read in (before, after):  # a token reads all rows, and each token adds one
         read = (before + after) // 2
-    element = run.torch_dtype.itemsize
-    return decode_ms(machine, WeightSizes.of(model), read, batch, element, cache.operations_per_token())
+    return decode_ms(machine, WeightSizes.of(model), read, batch, cache.operations_per_token())
 
 
 def warm_up(cache: CacheUnderTest, ids: Tensor, count: int) -> None:

@@ -14,7 +14,7 @@ scores, of which a row has one.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -51,8 +51,14 @@ class WeightSizes:
     """Bytes that every decoding step reads, which are those of all weights but the embeddings and the experts."""
     layers: int
     """Number of weights with which every token is multiplied, without the output layer and the experts."""
+    layer_bytes: int = 0
+    """Their bytes. A weight in int4 takes about half a byte, and yet each one is multiplied."""
+    output: int = 0
+    """Number of weights of the output layer."""
     experts: int = 0
     """Bytes of the experts that a router chooses from."""
+    expert_weights: int = 0
+    """Number of their weights."""
     share: float = 0.0
     """Which part of the experts a token is multiplied with."""
 
@@ -61,16 +67,34 @@ class WeightSizes:
         """Read the sizes of a model."""
         weights = list(model.parameters())  # tied ones once
         table, output = embedding_tables(model)
-        total, count = (sum(sizes) for sizes in zip(*((one.nbytes, one.numel()) for one in weights), strict=True))
-        stacked = list_experts(model)
-        experts, outside = sum(one.nbytes for one in stacked), [output] if table is output else [table, output]
-        read = total - experts if table is output else total - experts - table.nbytes
-        share = find_active_share(model) if experts else 0.0
-        return cls(total, read, count - sum(one.numel() for one in (*outside, *stacked)), experts, share)
+        total, count = measure_tensors(weights)
+        experts, expert_weights = measure_tensors(list_experts(model))
+        outside, outside_weights = measure_tensors([output] if table is output else [table, output])
+        layer_bytes = total - experts - outside
+        return cls(
+            total=total,
+            read=layer_bytes + output.nbytes,
+            layers=count - expert_weights - outside_weights,
+            layer_bytes=layer_bytes,
+            output=output.numel(),
+            experts=experts,
+            expert_weights=expert_weights,
+            share=find_active_share(model) if experts else 0.0,
+        )
 
     def read_by(self, tokens: int) -> float:
         """Return the bytes that a step of so many tokens reads. Each token chooses its experts at random."""
         return self.read + self.experts * (1 - (1 - self.share) ** tokens)
+
+    @property
+    def multiplied(self) -> float:
+        """The number of weights with which a token is multiplied, without the output layer."""
+        return self.layers + self.expert_weights * self.share
+
+
+def measure_tensors(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """Return the bytes and the numbers of tensors."""
+    return sum(one.nbytes for one in tensors), sum(one.numel() for one in tensors)
 
 
 def list_experts(model: torch.nn.Module) -> list[Tensor]:
@@ -89,9 +113,7 @@ def find_active_share(model: torch.nn.Module) -> float:
     return chosen / count
 
 
-def decode_ms(
-    machine: Machine, weights: WeightSizes, read: int, batch: int, element: int, making: int = 0
-) -> tuple[float, float]:
+def decode_ms(machine: Machine, weights: WeightSizes, read: int, batch: int, making: int = 0) -> tuple[float, float]:
     """Return the milliseconds of one token for every sample, if it reads and computes at the same time, and if it first
     reads and then computes.
 
@@ -100,10 +122,9 @@ def decode_ms(
         weights: The sizes of the model's weights.
         read: Bytes of the cache that the token reads.
         batch: Number of samples.
-        element: Bytes of a weight.
         making: Operations that make the rows that it attends to.
     """
-    operations = 2 * batch * weights.read_by(1) / element + making
+    operations = 2 * batch * (weights.multiplied + weights.output) + making
     moved = weights.read_by(batch) + read
     return machine.ms(moved, operations), machine.ms(moved, 0) + machine.ms(0, operations)
 
@@ -147,12 +168,11 @@ def prefill_ms(
         pairs = full * new * (held + (new + 1) / 2)
         pairs += len(shape.sliding) * new * min(window, seen + (new + 1) / 2)
         rows = full * held + len(shape.sliding) * min(window, seen)
-        read = weights.layers * element + weights.experts + rows * row_bytes(shape, element) * batch
+        read = weights.layer_bytes + weights.experts + rows * row_bytes(shape, element) * batch
         layer_rows = held + new
         packed = 0 if seen + new < tokens else layer_rows if quota is None else min(layer_rows, quota)
         more, operations = needs(layer_rows, new, packed)
-        multiplied = weights.layers + weights.experts * weights.share / element
-        operations = full * operations + 2 * multiplied * new * batch + pair * pairs
+        operations = full * operations + 2 * weights.multiplied * new * batch + pair * pairs
         total += machine.ms(read + full * more, operations)
         seen += new
     return total

@@ -346,8 +346,8 @@ def test_floors_of_the_8b_shape():
     model = make_random_model(RandomCheckpoint.like("llama31_8b", 0).config(), torch.bfloat16, "meta", 0)
     machine, weights, row = Machine(4.27e12, 600e12), WeightSizes.of(model), 128 << 10
     assert weights.total / 4.27e9 == pytest.approx(3.76, abs=0.03)
-    assert decode_ms(machine, weights, 32768 * row, 1, 2)[0] == pytest.approx(4.5, abs=0.05)
-    assert decode_ms(machine, weights, 1638 * row, 1, 2)[0] == pytest.approx(3.6, abs=0.05)
+    assert decode_ms(machine, weights, 32768 * row, 1)[0] == pytest.approx(4.5, abs=0.05)
+    assert decode_ms(machine, weights, 1638 * row, 1)[0] == pytest.approx(3.6, abs=0.05)
     whole = prefill_ms(machine, model, 131072, 1, None, None)
     blocks = prefill_ms(machine, model, 131072, 1, 128, 8192)
     assert blocks == pytest.approx(3800, rel=0.06) and whole > 1.7 * blocks

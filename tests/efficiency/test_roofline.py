@@ -46,9 +46,12 @@ def test_a_method_without_a_floor_has_no_needs():
 
 
 def test_a_token_reads_and_computes_at_the_same_time_or_in_turn():
-    machine, weights = Machine(bandwidth=1e12, flops=1e13), WeightSizes(3 * 10**9, 2 * 10**9, 0)
-    assert decode_ms(machine, weights, 10**9, 1, 2) == pytest.approx((3.0, 3.2))
-    assert decode_ms(machine, weights, 10**9, 1, 2, 10**11) == pytest.approx((10.2, 13.2))
+    machine, weights = (
+        Machine(bandwidth=1e12, flops=1e13),
+        WeightSizes(total=3 * 10**9, read=2 * 10**9, layers=9 * 10**8, output=10**8),
+    )
+    assert decode_ms(machine, weights, 10**9, 1) == pytest.approx((3.0, 3.2))
+    assert decode_ms(machine, weights, 10**9, 1, 10**11) == pytest.approx((10.2, 13.2))
 
 
 def test_a_token_reads_the_experts_that_it_chooses():
@@ -62,7 +65,7 @@ def test_a_token_reads_the_experts_that_it_chooses():
     assert weights.read_by(1) == weights.read + weights.experts / 4
     assert weights.read_by(2) == weights.read + weights.experts * 7 / 16
     machine = Machine(bandwidth=1e12, flops=1e10)
-    assert decode_ms(machine, weights, 0, 2, 2)[0] == pytest.approx(2 * weights.read_by(1) / 1e7)
+    assert decode_ms(machine, weights, 0, 2)[0] == pytest.approx(2 * weights.read_by(1) / 1e7)
 
 
 def test_a_machine_reads_and_computes_at_the_same_time():

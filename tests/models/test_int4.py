@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.functional import linear, silu
 
 from kvbench.analysis.closing_table import draft_run_table
 from kvbench.config.compose import compose_config
-from kvbench.efficiency.roofline import WeightSizes
+from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, prefill_ms
 from kvbench.engine.compressed_cache import prefill
 from kvbench.kernels import fused_linear
 from kvbench.kernels.fused_linear.reference import gated_product_reference
@@ -328,6 +329,13 @@ def test_the_sizes_of_a_model_count_weights_not_bytes():
     )
     sizes, others = WeightSizes.of(made), WeightSizes.of(plain)
     assert sizes.layers == others.layers and sizes.total < others.total
+    assert others.read == 2 * (others.layers + others.output) and others.layer_bytes == 2 * others.layers
+    saved = sum(2 * one.weight.numel() - one.weight.nbytes for _, one in int4.list_linear_layers(made))
+    assert sizes.layer_bytes == others.layer_bytes - saved and sizes.read == others.read - saved
+    by_operations, by_bytes = Machine(math.inf, 1e9), Machine(1e9, math.inf)
+    assert decode_ms(by_operations, sizes, 0, 3) == pytest.approx([6e-6 * (others.layers + others.output)] * 2)
+    dense, packed = (prefill_ms(by_bytes, model, 5, 1, None, None) for model in (plain, made))
+    assert dense - packed == pytest.approx(1000 * saved / 1e9)
     assert others.layers == sum(
         weight.numel() for name, weight in plain.named_parameters() if "model.norm" in name
     ) + sum(weight.numel() for layer in plain.model.layers for weight in layer.parameters())
