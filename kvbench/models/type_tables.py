@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kvbench.models.layer_state import has_state
 from kvbench.models.layouts import ARCHITECTURES, Configuration
 from kvbench.models.miniature import draw_miniature, shrink
 from kvbench.models.probe import Refused, find_rotation_faults, make_trial, probe
@@ -98,19 +99,24 @@ def try_other_type(name: str) -> TypeFacts:
 
 
 def describe_cut(config: Configuration) -> str:
-    """Return which layers methods cut, by the cache that transformers makes for the text decoder."""
+    """Return which layers methods cut, by the cache that transformers makes for the text decoder.
+
+    A state is named if it belongs to a layer without rows, and if it lies beside the rows of every layer.
+    """
     text = config.get_text_config(decoder=True)
     kinds: Sequence[str] = getattr(text, "layer_types", None) or ()
-    layers = [type(layer).__name__ for layer in DynamicCache(config=text).layers]
+    cache: list[Any] = list(DynamicCache(config=text).layers)
+    layers = [type(layer).__name__ for layer in cache]
     others = {
         "windows": any("Sliding" in layer for layer in layers) and "sliding_attention" in kinds,
         "chunks": "chunked_attention" in kinds,
-        "states": any("Linear" in layer for layer in layers),
+        "states": any(map(has_state, cache)),
     }
     left = [kind for kind, occurs in others.items() if occurs]
     if not left or all("Sliding" in layer for layer in layers):
         return "all layers"
-    return f"full layers, not {' and '.join(left)}"
+    both = all(has_state(layer) and isinstance(layer, CacheLayerMixin) for layer in cache)
+    return f"{'all' if both else 'full'} layers, not {' and '.join(left)}"
 
 
 def list_tested() -> Iterator[str]:

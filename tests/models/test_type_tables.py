@@ -12,6 +12,7 @@ from kvbench.models.type_tables import (
     REFUSED,
     TESTED,
     TypeFacts,
+    describe_cut,
     list_tested,
     shorten_reason,
     try_other_type,
@@ -58,6 +59,13 @@ def test_facts_come_from_the_miniature(monkeypatch):
         "kvbench.models.type_tables.ARCHITECTURES", {"llama": Architecture("A"), "mistral": Architecture("A")}
     )
     assert list(list_tested())[2:] == ["| A | `llama`, `mistral` | all layers | right | modules |"]
+
+
+@pytest.mark.parametrize(
+    "name, layers", [("lfm2", "full"), ("nemotron_h", "full"), ("falcon_h1", "all"), ("zaya", "all")]
+)
+def test_a_state_may_lie_beside_rows_that_are_cut(name, layers):
+    assert describe_cut(configure(name)) == f"{layers} layers, not states"
 
 
 REASONS = {
