@@ -12,10 +12,18 @@ from kvbench.kernels.experts import MOST_TOKENS
 from kvbench.models.decoder_parts import Block, HeadLayerNorm, Linear, Norm, ProjectedNorm
 from kvbench.models.expert_parts import Mixture
 from kvbench.models.expert_reader import read_feed_forward
-from kvbench.models.int4 import Int4Weight
-from kvbench.models.layouts import ARCHITECTURES, Configuration, read_rope_settings, read_text_type
+from kvbench.models.int4 import Int4Weight, move_quantized
+from kvbench.models.layouts import (
+    ARCHITECTURES,
+    Configuration,
+    read_config_layout,
+    read_rope_settings,
+    read_text_type,
+)
+from kvbench.models.miniature import draw_miniature, shrink
 from kvbench.models.part_reader import PartReader, UnknownPart, check_factors, list_children, read_block
 from kvbench.models.rotations import Rotation
+from kvbench.models.silence import silence_transformers
 from kvbench.models.transformers_port import (
     copy_frequencies,
     find_class,
@@ -107,15 +115,29 @@ def has_plain_step(config: Configuration, layout: Layout) -> bool:
     return ARCHITECTURES[read_text_type(config)].graphs if layout.probe is None else layout.probe.graphs
 
 
-def can_collect_weights(config: Configuration, layout: Layout) -> bool:
-    """Return whether the weights of a model that is not loaded will be collected, as far as its configuration tells."""
+def can_collect_weights(config: Configuration, layout: Layout, weights_format: str | None = None) -> bool:
+    """Return whether the weights of a model that is not loaded will be collected, as far as its configuration tells.
+
+    Args:
+        config: The model's configuration.
+        layout: Its layout.
+        weights_format: "int4", whose matrices can be neither taken apart nor reordered. A miniature shows whether the
+            step has to, which takes up to a second. None for weights in the run's dtype.
+
+    Raises:
+        Unshrinkable: There is no miniature of the configuration.
+    """
     if not has_plain_step(config, layout) or layout.rope_switch is not None:
         return False
     try:
         check_config(config.get_text_config(decoder=True))
     except UnknownPart:
         return False
-    return True
+    if weights_format is None:
+        return True
+    with silence_transformers():
+        model = move_quantized(draw_miniature(shrink(config)), "cpu")
+    return collect_plain_weights(model, read_config_layout(model.config, layout.probe)) is not None
 
 
 @torch.no_grad()

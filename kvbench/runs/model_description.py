@@ -13,6 +13,7 @@ from kvbench.models.decoder_weights import can_collect_weights
 from kvbench.models.int4 import LEAST, find_linear_share
 from kvbench.models.layouts import Configuration, count_row_numbers, find_window, name_type
 from kvbench.models.loading import count_states, count_weight_bytes, make_skeleton
+from kvbench.models.miniature import Unshrinkable
 from kvbench.models.model_kinds import name_checkpoint
 from kvbench.validation import SettingError
 
@@ -44,9 +45,7 @@ def describe_model(model: str, tokens: int | None = None) -> list[str]:
         **describe_memory(layout, config, tokens, dtype),
         "longest text": describe_length(layout),
         **describe_template(checkpoint),
-        "answers": "in CUDA graphs on a GPU, where method and codec allow it"
-        if can_collect_weights(config, layout)
-        else "through the model's modules, without CUDA graphs",
+        "answers": describe_answers(layout, config),
     }
     return [f"{name}: {fact}" for name, fact in facts.items()] + describe_refusals(layout)
 
@@ -88,6 +87,20 @@ def describe_memory(layout: Layout, config: Configuration, tokens: int, dtype: t
         "bytes per token": f"{held:,} in the layers that methods cut ({name})",
         "memory": f"{weights}, {cache}",
     }
+
+
+def describe_answers(layout: Layout, config: Configuration) -> str:
+    """Return how answers are decoded, and whether weights in int4 change that."""
+    if not can_collect_weights(config, layout):
+        return "through the model's modules, without CUDA graphs"
+    graphs = "in CUDA graphs on a GPU, where method and codec allow it"
+    if find_linear_share(make_skeleton(config)) < LEAST:
+        return graphs  # there is no int4
+    try:
+        packed = can_collect_weights(config, layout, "int4")
+    except Unshrinkable:
+        return f"{graphs}; with model.weights=int4 maybe through the model's modules"
+    return graphs if packed else f"{graphs}; with model.weights=int4 through the model's modules"
 
 
 def describe_length(layout: Layout) -> str:

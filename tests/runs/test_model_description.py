@@ -67,6 +67,18 @@ def test_heads_that_differ_by_layer_are_counted(describe, tmp_path, monkeypatch,
     assert f"{cached / 1e9:.2f} GB for the full cache of 5,000 tokens" in out
 
 
+@pytest.mark.parametrize(
+    ("kind", "further"), [("llama", ""), ("phi3", "; with model.weights=int4 through the model's modules")]
+)
+def test_answers_with_weights_in_int4(describe, tmp_path, kind, further):
+    """phi3 has queries, keys and values in one matrix, which the step takes apart."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
+    code, out, _ = describe(tmp_path, "--tokens", 64)
+    assert code == 0
+    assert f"answers: in CUDA graphs on a GPU, where method and codec allow it{further}" in out.splitlines()
+
+
 def test_what_rotates_keys_is_listed_where_rotations_differ(describe, tmp_path, monkeypatch):
     verdict = Probe("cohere2", "in layer 3 keys differ", graphs=False)
     monkeypatch.delitem(layouts.ARCHITECTURES, "cohere2")
