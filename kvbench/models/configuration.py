@@ -7,7 +7,7 @@ local configuration in the user's cache folder, so that the settings of a sweep 
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from kvbench.config.paths import CACHE
 from kvbench.config.provenance import content_hash, find_installed_version
 from kvbench.interfaces.layout import Layout, Probe
 from kvbench.models.admission import hash_sources, probe_architecture
-from kvbench.models.layouts import Configuration, is_tested, read_config_layout, read_rope_settings
+from kvbench.models.layouts import Configuration, is_tested, read_config_layout, read_layer_config, read_rope_settings
 from kvbench.network import use_hub
 from kvbench.validation import SettingError, refuse_on_error, summarize
 
@@ -33,6 +33,11 @@ LARGEST = {  # what a configuration may say, several times that of the largest m
     "hidden_size": 1 << 17,
     "intermediate_size": 1 << 19,
     "vocab_size": 1 << 22,
+}
+
+WINDOWS = {  # kinds of layers that see a part of a text, and the key that says how many tokens these are
+    "chunked_attention": "attention_chunk_size",
+    "sliding_attention": "sliding_window",
 }
 
 OTHER_KERNELS = "whose kernels are in a package that kvbench does not use"
@@ -61,13 +66,14 @@ def load_configuration(path: str, revision: str | None = None) -> Any:
         revision: A revision of the hub.
 
     Raises:
-        SettingError: There is no configuration, its weights are quantised in a format that kvbench does not read, or a
-            probe refuses the architecture.
+        SettingError: There is no configuration, its weights are quantised in a format that kvbench does not read, some
+            of its layers slide and have no window, or a probe refuses the architecture.
     """
     config = find_stamped(path, revision) if Path(path).exists() else deepcopy(find_on_hub(path, revision))
     if isinstance(config, str):
         raise SettingError(f"model.path={path}: cannot read a model there ({config})")
     refuse_quantized(path, config)
+    check_window(path, config)
     check_architecture(config)
     return config
 
@@ -100,12 +106,30 @@ def refuse_quantized(path: str, config: Configuration) -> None:
     )
 
 
+def check_window(path: str, config: Configuration) -> None:
+    """Raise a SettingError if some layers have a sliding window or attend within chunks, and their size is missing.
+
+    transformers takes such a configuration, and fails once it makes a cache, or makes one that holds nothing.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    kinds: Sequence[str] = getattr(text, "layer_types", None) or ()
+    kind = next((kind for kind in WINDOWS if kind in kinds), "sliding_attention")
+    key = WINDOWS[kind]
+    size = getattr(read_layer_config(text, kinds.index(kind)) if kind in kinds else text, key, None)
+    slides = kind in kinds or (not kinds and size is not None)
+    if slides and (type(size) is not int or size < 1):
+        raise SettingError(
+            f"model.path={path}: cannot read a model there (config.json: {key}={json.dumps(size)}; its layers of the "
+            f"kind {kind} need 1 token or more)"
+        )
+
+
 def find_files(path: str, revision: str | None) -> Any:
     """Return a configuration, or a text that says why it cannot be read."""
     from transformers import AutoConfig
 
     try:
-        check_numbers(Path(path) / "config.json" if Path(path).is_dir() else Path(path))
+        check_values(Path(path) / "config.json" if Path(path).is_dir() else Path(path))
         with suppress(KeyError):  # Phi-3's configuration lacks an entry if its RoPE has the type su
             config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
             if read_rope_settings(config).get("rope_type") != "su":
@@ -127,11 +151,15 @@ def explain_type(message: str) -> str | None:
 
 
 def explain_part(path: str, revision: str | None) -> str | None:
-    """Return which part of a configuration, such as the text decoder's, has a type that transformers does not know."""
+    """Return which part of a configuration, such as the text decoder's, has a type that transformers does not know, or
+    which value kvbench does not read.
+    """
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     with suppress(Exception):  # the file may be damaged in any way
         raw, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+        if fault := find_bad_value(raw):
+            return f"config.json: {fault}"
         for name, part in iterate_items(raw):
             kind = part.get("model_type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in CONFIG_MAPPING:
@@ -158,16 +186,27 @@ def read_as_longrope(path: str, revision: str | None) -> Any:
     return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
 
 
-def check_numbers(file: Path) -> None:
-    """Raise a ValueError if a number of a local configuration is larger than that of any model.
+def check_values(file: Path) -> None:
+    """Raise a ValueError if a local configuration has a value that kvbench does not read."""
+    if file.is_file() and (fault := find_bad_value(json.loads(file.read_text(encoding="utf-8")))):
+        raise ValueError(f"{file.name}: {fault}")
 
-    transformers makes lists and modules as long as these numbers say before it looks at the weights.
+
+def find_bad_value(raw: object) -> str | None:
+    """Return which value of a configuration kvbench does not read, and what it reads there, or None.
+
+    A number may be larger than that of any model, and transformers makes lists and modules as long as these numbers say
+    before it looks at the weights. Of the other values transformers says neither the key nor what it reads.
     """
-    if file.is_file():
-        for key, value in iterate_items(json.loads(file.read_text(encoding="utf-8"))):
-            most = LARGEST.get(key)
-            if most is not None and isinstance(value, int | float) and not 1 <= value <= most:
-                raise ValueError(f"{file.name}: {key}={value}; kvbench reads 1 to {most}")
+    for key, value in iterate_items(raw):
+        most = LARGEST.get(key)
+        if most is not None and isinstance(value, int | float) and not 1 <= value <= most:
+            return f"{key}={value}; kvbench reads 1 to {most}"
+        if key == "quantization_config" and not isinstance(value, dict | None):
+            return f"{key}={json.dumps(value)}; kvbench reads an object with a quant_method, or null"
+        if key in WINDOWS.values() and isinstance(value, str | float | bool):
+            return f"{key}={json.dumps(value)}; kvbench reads a whole number from 1 on, or null"
+    return None
 
 
 def iterate_items(value: object) -> Iterator[tuple[str, Any]]:

@@ -423,10 +423,11 @@ def find_text_decoder(model: torch.nn.Module) -> Any:
     Raises:
         SettingError: There is no such module.
     """
-    for module in cast(PreTrainedModel, model).get_decoder().modules():
+    decoder = cast(PreTrainedModel, model).get_decoder()
+    for module in decoder.modules():
         if hasattr(module, "layers"):
             return module
-    raise SettingError("model: no module of it has its layers")
+    raise SettingError(f"model: its decoder has no modules named layers ({type(decoder).__name__})")
 
 
 def find_rotary_module(model: torch.nn.Module) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.engine.compressed_cache import prefill
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.configuration import load_layout
+from kvbench.models.configuration import load_configuration, load_layout
 from kvbench.validation import SettingError
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import tiny
@@ -126,6 +127,40 @@ def test_what_is_no_fault(copy):
     (copy / "pytorch_model.bin").write_bytes(b"pickled")
     found = load(copy)
     assert all(torch.equal(own, found.state_dict()[name]) for name, own in model.state_dict().items())
+
+
+OBJECT = "kvbench reads an object with a quant_method, or null)"
+NUMBER = "kvbench reads a whole number from 1 on, or null)"
+TOKENS = "its layers of the kind {}_attention need 1 token or more)"
+VALUES = {  # what a config.json says, and what the line says of it
+    '{"model_type": "llama", "quantization_config": "fp8"}': OBJECT,
+    '{"model_type": "llama", "quantization_config": ["fp8"]}': OBJECT,
+    '{"model_type": "gemma3", "text_config": {"quantization_config": 8}}': OBJECT,
+    '{"model_type": "gemma2", "sliding_window": "4096"}': NUMBER,
+    '{"model_type": "gemma2", "sliding_window": true}': NUMBER,
+    '{"model_type": "gemma2", "sliding_window": null}': TOKENS.format("sliding"),
+    '{"model_type": "gemma3", "text_config": {"sliding_window": 0}}': TOKENS.format("sliding"),
+    '{"model_type": "mistral", "sliding_window": -1}': TOKENS.format("sliding"),
+    '{"model_type": "llama4_text", "attention_chunk_size": null}': TOKENS.format("chunked"),
+}
+
+
+@pytest.mark.parametrize("config", VALUES)
+def test_a_value_that_is_not_read_is_named_with_its_key(config, tmp_path):
+    """Before a cache or a weight is made of it."""
+    (tmp_path / "config.json").write_text(config)
+    key, value = re.search(r'.*"(\w+)": ([^{}]+)}+$', config).groups()
+    for read in (load_layout, load_configuration):
+        with pytest.raises(SettingError) as error:
+            read(str(tmp_path))
+        assert str(error.value) == (
+            f"model.path={tmp_path}: cannot read a model there (config.json: {key}={value}; {VALUES[config]}"
+        )
+
+
+def test_a_model_without_windows_needs_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mistral", "sliding_window": null}')
+    assert load_layout(str(tmp_path)).window is None
 
 
 @pytest.mark.parametrize(

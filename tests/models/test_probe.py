@@ -64,7 +64,7 @@ REFUSED = {
     "mamba": "no attention layer",
     "rwkv": "no attention layer",
     "opt": "its configuration lacks something",
-    "bloom": "no module of it has its layers",
+    "bloom": r"its decoder has no modules named layers \(BloomModel\)",
     "diffllama": "kvbench's cache does not fit it",
     "doge": "transformers' own cache differs",
     "jetmoe": "layer 0 has no attention module, or that has no W_o",
