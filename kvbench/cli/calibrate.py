@@ -157,10 +157,8 @@ def calibrate_heads(options: Namespace, device: str) -> None:
     Raises:
         SettingError: An option cannot be used, or the model or the text cannot be read.
     """
-    import torch
-
+    from kvbench.cli.calibration_steps import choose_dtype, open_checkpoint
     from kvbench.models.chat_template import make_prompt_encoder
-    from kvbench.models.checkpoint import Checkpoint, find_model
     from kvbench.tasks.common import synthetic_prose
     from kvbench.training.head_patterns import compute_head_scores, write_pattern
     from kvbench.training.query_filters import compute_query_filters, split_text
@@ -171,8 +169,7 @@ def calibrate_heads(options: Namespace, device: str) -> None:
         least = {"sequences": 1, "length": 2} | ({"sinks": 0, "recent": 1} if pattern else {"queries": 1})
         for name, number in least.items():
             require_int(f"--{name}", getattr(options, name), number)
-        checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
-        checkpoint.config()
+        checkpoint = open_checkpoint(options)
         longest = checkpoint.longest()
         length = min(options.length, longest // 2 - ROOM if pattern else longest)  # a text is read twice
         text = (
@@ -182,8 +179,7 @@ def calibrate_heads(options: Namespace, device: str) -> None:
         )
         tokenizer = checkpoint.tokenizer()
         pieces = split_text(tokenizer, text, options.sequences, length)
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        model = checkpoint.weights(dtype, device)
+        model = checkpoint.weights(choose_dtype(device), device)
         if pattern:
             made = compute_head_scores(model, pieces, make_prompt_encoder(tokenizer), len(tokenizer("").input_ids))
             source = f"KVzip head scores of {checkpoint.identity()}, {len(pieces)} texts of {length} tokens"

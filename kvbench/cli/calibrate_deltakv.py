@@ -36,11 +36,9 @@ to OUT.log.jsonl at every step. After an interruption the same command goes on.
 """
 
 from argparse import Namespace
-from pathlib import Path
 
-from kvbench.cli import calibration_texts
+from kvbench.cli.calibration_options import SOURCES, add_text_options, check_text_options, require_dtype
 from kvbench.cli.command import CommandParser, refuse_given
-from kvbench.validation import require_choice
 
 RECIPE = {
     "kind": "kind", "remove": "remove", "stride": "stride", "nearest": "neighbours", "loss": "loss",
@@ -48,13 +46,12 @@ RECIPE = {
 }  # fmt: skip
 REFERENCES = ("stride", "nearest")  # options without a meaning for --remove reference
 # options without a meaning for --untrained
-TRAINING = ("steps", "length", "batch", "lr", "dtype", "remove", *REFERENCES, "loss", *calibration_texts.SOURCES)
-DTYPES = ("float32", "bfloat16")
+TRAINING = ("steps", "length", "batch", "lr", "dtype", "remove", *REFERENCES, "loss", *SOURCES)
 
 
 def add_options(parser: CommandParser) -> None:
     """Add the options of this method."""
-    calibration_texts.add_text_options(parser)
+    add_text_options(parser)
     parser.add_argument("--steps", type=int, help="steps of the optimizer (default: see below)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (default: see below, at most the model's)")
     parser.add_argument("--batch", type=int, help="sequences of a step (default: 1)")
@@ -81,8 +78,8 @@ def calibrate(options: Namespace, device: str) -> None:
         SettingError: An option cannot be used, or the model, the text or the state of the training cannot be read.
     """
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
-    require_choice("--dtype", dtype, DTYPES)
-    calibration_texts.check_text_options(options)
+    require_dtype(dtype)
+    check_text_options(options)
     if options.untrained:
         refuse_given(options, TRAINING, "--untrained: trains nothing")
     if options.remove == "reference":
@@ -90,24 +87,21 @@ def calibrate(options: Namespace, device: str) -> None:
 
     import torch
 
-    from kvbench.config.provenance import find_version
-    from kvbench.models.checkpoint import Checkpoint, find_model
-    from kvbench.models.configuration import load_layout
-    from kvbench.training import delta_training, token_sequences
+    from kvbench.cli.calibration_steps import UNTRAINED, load_untrained_layout, open_checkpoint, read_sequences
+    from kvbench.training import delta_training
     from kvbench.training.delta_losses import check_layout, choose_recipe, draw_compressors
 
     if options.untrained:
-        layout = load_layout(options.model if Path(options.model).is_file() else find_model(options.model, "--model"))
+        layout = load_untrained_layout(options)
         check_layout(layout)
         width = 2 * layout.heads * layout.dim
         given = {name: getattr(options, name) for name in ("code", "inner", "kind", "seed")}
         recipe = choose_recipe(width, layout.longest, given)
         drawn = draw_compressors(layout.layers, width, recipe)
-        delta_training.write_compressors(options.out, drawn, {"source": "untrained", "kvbench": find_version()})
+        delta_training.write_compressors(options.out, drawn, UNTRAINED)
         print(f"{options.out}: untrained compressors of {layout.layers} layers, {width} to {recipe.code} numbers")
         return
-    checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
-    checkpoint.config()
+    checkpoint = open_checkpoint(options)
     layout = checkpoint.layout()
     check_layout(layout)
     width = 2 * layout.heads * layout.dim
@@ -120,10 +114,9 @@ def calibrate(options: Namespace, device: str) -> None:
     weights = layout.layers * recipe.count_weights(width)
     delta_training.check_room(options.out, layout.layers, weights, recipe.steps)
 
-    tokenizer = checkpoint.tokenizer()
-    texts, source = calibration_texts.open_texts(options, checkpoint.path, recipe.length, recipe.seed)
     wanted, least = (delta_training.count_needed(count) for count in (recipe.steps * recipe.batch, recipe.batch))
-    text = token_sequences.pack_texts(tokenizer, texts, recipe.length, wanted, least)
+    read = read_sequences(options, checkpoint, recipe.length, wanted, least)
+    text = read.text
     if state is not None:
         delta_training.compare_settings(options.out, state["settings"], {"text": text.digest})
     settings["text"] = text.digest
@@ -132,8 +125,8 @@ def calibrate(options: Namespace, device: str) -> None:
     training = delta_training.DeltaTraining(model, width, recipe, text, options.out, settings, state)
     passes = recipe.steps * recipe.batch / len(training.sequences)
     print(
-        f"{source}: {text.texts} texts, {len(training.sequences)} sequences of {recipe.length} tokens, each is read "
-        f"{passes:.1f} times; {len(training.held_out)} more are held out"
+        f"{read.source}: {text.texts} texts, {len(training.sequences)} sequences of {recipe.length} tokens, each is "
+        f"read {passes:.1f} times; {len(training.held_out)} more are held out"
     )
     try:
         training.run()
@@ -142,7 +135,7 @@ def calibrate(options: Namespace, device: str) -> None:
         stop.args = (f" at {where}; the same command goes on from step {training.saved}",)
         raise
     losses = training.evaluate()
-    training.write(delta_training.describe_training(checkpoint.identity(), recipe, text, source, losses))
+    training.write(delta_training.describe_training(checkpoint.identity(), recipe, text, read.source, losses))
     mean = sum(losses.errors) / len(losses.errors)
     print(f"{options.out}: compressors of {layout.layers} layers, {width} to {recipe.code} numbers")
     print(

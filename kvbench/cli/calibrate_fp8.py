@@ -19,16 +19,13 @@ of the kind that the model will read: numbers beyond a scale's range become the 
 
 from argparse import Namespace
 
-from kvbench.cli import calibration_texts
+from kvbench.cli.calibration_options import add_sequence_options, check_sequence_options
 from kvbench.cli.command import CommandParser
-from kvbench.validation import require_int
 
 
 def add_options(parser: CommandParser) -> None:
     """Add the options of this codec."""
-    calibration_texts.add_text_options(parser)
-    parser.add_argument("--sequences", type=int, default=512, help="sequences to read (default: 512)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default: 2048)")
+    add_sequence_options(parser, 512)
 
 
 def calibrate(options: Namespace, device: str) -> None:
@@ -41,27 +38,12 @@ def calibrate(options: Namespace, device: str) -> None:
     Raises:
         SettingError: An option cannot be used, or the model or the text cannot be read.
     """
-    require_int("--sequences", options.sequences, 1)
-    require_int("--length", options.length, 2)
-    calibration_texts.check_text_options(options)
+    check_sequence_options(options)
 
-    import torch
-
-    from kvbench.models.checkpoint import Checkpoint, find_model
-    from kvbench.training.recording import describe_origin, write_tensors
+    from kvbench.cli.calibration_steps import choose_dtype, open_checkpoint, read_sequences
     from kvbench.training.row_scales import compute_row_scales
-    from kvbench.training.token_sequences import pack_texts
 
-    checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
-    checkpoint.config()
-    length = min(options.length, checkpoint.longest())
-    checkpoint.check()
-    texts, source = calibration_texts.open_texts(options, checkpoint.path, length, options.seed)
-    text = pack_texts(checkpoint.tokenizer(), texts, length, options.sequences, 1)
-    model = checkpoint.weights(torch.float32 if device == "cpu" else torch.bfloat16, device)
-    made = compute_row_scales(model, (sequence.long() for sequence in text.sequences))
-    count = len(text.sequences)
-    about = {"sequences": f"{count} of {length} tokens", "seed": str(options.seed)}
-    write_tensors(options.out, made, describe_origin(checkpoint.identity(), text, source) | about)
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in made.items())
-    print(f"{options.out}: {shapes} from {count} sequences of {length} tokens, {source}")
+    checkpoint = open_checkpoint(options)
+    read = read_sequences(options, checkpoint, min(options.length, checkpoint.longest()), options.sequences)
+    made = compute_row_scales(checkpoint.weights(choose_dtype(device), device), read.list_sequences())
+    read.write_statistics(options, made)

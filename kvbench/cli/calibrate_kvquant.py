@@ -20,11 +20,8 @@ real model give real text. The authors read the training part of WikiText-2.
 
 from argparse import Namespace
 
-from kvbench.cli.calibration_texts import add_text_options, check_text_options, open_texts
+from kvbench.cli.calibration_options import add_text_options, check_text_options, require_dtype
 from kvbench.cli.command import CommandParser
-from kvbench.validation import require_choice
-
-DTYPES = ("float32", "bfloat16")
 
 
 def add_options(parser: CommandParser) -> None:
@@ -48,27 +45,21 @@ def calibrate(options: Namespace, device: str) -> None:
     Raises:
         SettingError: An option cannot be used, or the model or the text cannot be read.
     """
-    require_choice("--dtype", options.dtype, DTYPES)
+    require_dtype(options.dtype)
     check_text_options(options)
 
     import torch
 
-    from kvbench.models.checkpoint import Checkpoint, find_model
+    from kvbench.cli.calibration_steps import open_checkpoint, read_sequences
     from kvbench.training.kvquant_calibration import KVQuantRecipe, calibrate_model
-    from kvbench.training.recording import describe_origin, write_tensors
-    from kvbench.training.token_sequences import pack_texts
 
-    checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
-    checkpoint.config()
+    checkpoint = open_checkpoint(options)
     layout = checkpoint.layout()
     length = min(2048, layout.longest) if options.length is None else options.length
     recipe = KVQuantRecipe(options.outliers, options.sinks, not options.unweighed, options.sequences, length)
     recipe.check(layout)
-    checkpoint.check()
-    texts, source = open_texts(options, checkpoint.path, length, options.seed)
-    text = pack_texts(checkpoint.tokenizer(), texts, length, recipe.sequences, 1)
+    read = read_sequences(options, checkpoint, length, recipe.sequences)
     model = checkpoint.weights(getattr(torch, options.dtype), device)
-    made = calibrate_model(model, layout, recipe, [*text.sequences])
-    write_tensors(options.out, made, recipe.describe() | describe_origin(checkpoint.identity(), text, source))
-    what = f"ranges and code books for {recipe.outliers:.1%} outliers"
-    print(f"{options.out}: {what} from {len(text.sequences)} sequences of {length} tokens, {source}")
+    made = calibrate_model(model, layout, recipe, [*read.text.sequences])
+    read.write(options.out, made, recipe.describe())
+    read.report(options.out, f"ranges and code books for {recipe.outliers:.1%} outliers")

@@ -21,7 +21,7 @@ The file is written when everything is done. After an interruption the command s
 
 from argparse import Namespace
 
-from kvbench.cli.calibration_texts import add_text_options, check_text_options, open_texts
+from kvbench.cli.calibration_options import add_text_options, check_text_options
 from kvbench.cli.command import CommandParser, refuse_given
 from kvbench.validation import require_choice
 
@@ -61,46 +61,32 @@ def calibrate(options: Namespace, device: str) -> None:
         refuse_given(options, STEPS, "--kind=linear: solves a ridge regression")
     check_text_options(options)
 
-    import torch
-
-    from kvbench.models.checkpoint import Checkpoint, find_model
+    from kvbench.cli.calibration_steps import choose_dtype, open_checkpoint, read_sequences
     from kvbench.training import kvzap_training
-    from kvbench.training.recording import describe_origin
-    from kvbench.training.token_sequences import pack_texts
 
-    checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
-    checkpoint.config()
+    checkpoint = open_checkpoint(options)
     layout = checkpoint.layout()
     given = {name: getattr(options, option) for option, name in RECIPE.items()}
     recipe = kvzap_training.choose_recipe(
         layout.hidden, layout.longest, given | {"kind": options.kind, "seed": options.seed}
     )
-    checkpoint.check()
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = choose_dtype(device)
     kvzap_training.check_memory(recipe, layout.layers, layout.hidden, dtype)
 
-    tokenizer = checkpoint.tokenizer()
-    texts, source = open_texts(options, checkpoint.path, recipe.length, recipe.seed)
     least = recipe.total if options.sequences is not None else kvzap_training.LEAST
-    text = pack_texts(tokenizer, texts, recipe.length, recipe.total, least, between="\n\n")
-    prompts = kvzap_training.divide_texts(text.sequences, tokenizer)
+    read = read_sequences(options, checkpoint, recipe.length, recipe.total, least, between="\n\n")
+    prompts = kvzap_training.divide_texts(read.text.sequences, checkpoint.tokenizer())
 
     model = checkpoint.weights(dtype, device)
-    print(f"{source}: {len(text.sequences)} sequences of {recipe.length} tokens, {len(prompts.held_out)} are held out")
+    count = len(read.text.sequences)
+    print(f"{read.source}: {count} sequences of {recipe.length} tokens, {len(prompts.held_out)} are held out")
     samples, unseen = (
         kvzap_training.collect_samples(model, prompts, part, recipe) for part in (prompts.trained, prompts.held_out)
     )
     networks = kvzap_training.train(samples, recipe, device)
     errors = kvzap_training.evaluate(networks, unseen)
-    kvzap_training.write_surrogates(
-        options.out,
-        networks,
-        samples.layers,
-        layout,
-        describe_origin(checkpoint.identity(), text, source),
-        recipe,
-        errors,
-    )
+    origin = read.describe_origin()
+    kvzap_training.write_surrogates(options.out, networks, samples.layers, layout, origin, recipe, errors)
     print(f"{options.out}: {options.kind} surrogates of {len(networks)} layers, {samples.count} samples")
     print(
         f"held out: mean squared error {errors.mean_error:.4f}, R² {errors.mean_r2:.3f} (mean of all layers and heads)"

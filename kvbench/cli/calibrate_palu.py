@@ -29,11 +29,9 @@ metadata say what it is.
 
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from kvbench.cli.calibration_texts import SOURCES, add_text_options, check_text_options, open_texts
+from kvbench.cli.calibration_options import SOURCES, add_text_options, check_text_options, require_dtype
 from kvbench.cli.command import CommandParser, refuse_given
-from kvbench.validation import require_choice
 
 OPTIONS = {
     "removed": "removed", "ranks": "search", "group": "group", "sequences": "sequences", "length": "length",
@@ -41,7 +39,6 @@ OPTIONS = {
 }  # fmt: skip
 # options without a meaning for --untrained
 READING = ("ranks", "sequences", "length", "fisher_sequences", "fisher_length", "dtype", *SOURCES)
-DTYPES = ("float32", "bfloat16")
 
 
 def add_options(parser: CommandParser) -> None:
@@ -69,46 +66,36 @@ def calibrate(options: Namespace, device: str) -> None:
         SettingError: An option cannot be used, or the model or the text cannot be read.
     """
     dtype = options.dtype or "float32"
-    require_choice("--dtype", dtype, DTYPES)
+    require_dtype(dtype)
     check_text_options(options)
     if options.untrained:
         refuse_given(options, READING, "--untrained: reads nothing, and ranks are equal")
 
     import torch
 
-    from kvbench.config.provenance import find_version
-    from kvbench.models.checkpoint import Checkpoint, find_model
-    from kvbench.models.configuration import load_layout
+    from kvbench.cli.calibration_steps import UNTRAINED, load_untrained_layout, open_checkpoint, read_sequences
     from kvbench.training import palu_calibration
-    from kvbench.training.recording import describe_origin, write_tensors
-    from kvbench.training.token_sequences import pack_texts
+    from kvbench.training.recording import write_tensors
 
     given = {name: getattr(options, option) for option, name in OPTIONS.items()}
     if options.untrained:
-        layout = load_layout(options.model if Path(options.model).is_file() else find_model(options.model, "--model"))
+        layout = load_untrained_layout(options)
         recipe = palu_calibration.choose_recipe(layout, given | {"search": "uniform"})
         weights, ranks = palu_calibration.draw_projections(layout, recipe, options.seed)
-        about = {"source": "untrained", "kvbench": find_version()}
-        write_tensors(options.out, weights, palu_calibration.describe_ranks(ranks, recipe) | about)
+        write_tensors(options.out, weights, palu_calibration.describe_ranks(ranks, recipe) | UNTRAINED)
         print(f"{options.out}: untrained {describe_sizes(ranks.values(), recipe.group, recipe.group * layout.dim)}")
         return
-    checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
-    checkpoint.config()
+    checkpoint = open_checkpoint(options)
     layout = checkpoint.layout()
     recipe = palu_calibration.choose_recipe(layout, given)
-    checkpoint.check()
-    texts, source = open_texts(options, checkpoint.path, recipe.length, options.seed)
     width = recipe.group * layout.dim
     least = -(-palu_calibration.LEAST_TOKENS * width // recipe.length)
-    text = pack_texts(checkpoint.tokenizer(), texts, recipe.length, recipe.sequences_to_read, least)
-    print(
-        f"{source}: {text.texts} texts, {len(text.sequences)} of {recipe.sequences_to_read} sequences of "
-        f"{recipe.length} tokens"
-    )
+    read = read_sequences(options, checkpoint, recipe.length, recipe.sequences_to_read, least)
+    count = f"{len(read.text.sequences)} of {recipe.sequences_to_read}"
+    print(f"{read.source}: {read.text.texts} texts, {count} sequences of {recipe.length} tokens")
     model = checkpoint.weights(getattr(torch, dtype), device)
-    weights, ranks = palu_calibration.calibrate_model(model, layout, recipe, text.sequences)
-    metadata = palu_calibration.describe_ranks(ranks, recipe) | describe_origin(checkpoint.identity(), text, source)
-    write_tensors(options.out, weights, metadata)
+    weights, ranks = palu_calibration.calibrate_model(model, layout, recipe, read.text.sequences)
+    read.write(options.out, weights, palu_calibration.describe_ranks(ranks, recipe))
     print(f"{options.out}: {describe_sizes(ranks.values(), recipe.group, width)}")
 
 

@@ -17,16 +17,14 @@ of the kind that the model will answer.
 
 from argparse import Namespace
 
-from kvbench.cli import calibration_texts
+from kvbench.cli.calibration_options import add_sequence_options, check_sequence_options
 from kvbench.cli.command import CommandParser
-from kvbench.validation import SettingError, require_int
+from kvbench.validation import SettingError
 
 
 def add_options(parser: CommandParser) -> None:
     """Add the options of this method."""
-    calibration_texts.add_text_options(parser)
-    parser.add_argument("--sequences", type=int, default=16, help="sequences to read (default: 16)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default: 2048)")
+    add_sequence_options(parser, 16)
 
 
 def calibrate(options: Namespace, device: str) -> None:
@@ -39,32 +37,18 @@ def calibrate(options: Namespace, device: str) -> None:
     Raises:
         SettingError: An option cannot be used, or the model or the text cannot be read.
     """
-    require_int("--sequences", options.sequences, 1)
-    require_int("--length", options.length, 2)
-    calibration_texts.check_text_options(options)
+    check_sequence_options(options)
 
-    import torch
-
-    from kvbench.models.checkpoint import Checkpoint, find_model
+    from kvbench.cli.calibration_steps import choose_dtype, open_checkpoint, read_sequences
     from kvbench.training.query_statistics import compute_query_statistics
-    from kvbench.training.recording import describe_origin, write_tensors
-    from kvbench.training.token_sequences import pack_texts
 
-    checkpoint = Checkpoint("calibrated", find_model(options.model, "--model"))
-    checkpoint.config()
+    checkpoint = open_checkpoint(options)
     if (switch := checkpoint.layout().rope_switch) is not None:
         raise SettingError(
             f"--model={options.model}: its RoPE changes its frequencies beyond {switch} tokens, and TriAttention needs "
             "fixed ones"
         )
-    length = min(options.length, checkpoint.longest())
-    checkpoint.check()
-    texts, source = calibration_texts.open_texts(options, checkpoint.path, length, options.seed)
-    wanted = options.sequences
-    text = pack_texts(checkpoint.tokenizer(), texts, length, wanted, wanted, what=f"--sequences={wanted}: text")
-    model = checkpoint.weights(torch.float32 if device == "cpu" else torch.bfloat16, device)
-    made = compute_query_statistics(model, (sequence.long() for sequence in text.sequences))
-    about = {"sequences": f"{wanted} of {length} tokens", "seed": str(options.seed)}
-    write_tensors(options.out, made, describe_origin(checkpoint.identity(), text, source) | about)
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in made.items())
-    print(f"{options.out}: {shapes} from {wanted} sequences of {length} tokens, {source}")
+    length, wanted = min(options.length, checkpoint.longest()), options.sequences
+    read = read_sequences(options, checkpoint, length, wanted, wanted, what=f"--sequences={wanted}: text")
+    made = compute_query_statistics(checkpoint.weights(choose_dtype(device), device), read.list_sequences())
+    read.write_statistics(options, made)

@@ -1,13 +1,18 @@
-"""The options that say which texts a calibration reads: files, a data set, documentation of packages, or samples."""
+"""The options that calibrations share, and their checks.
+
+They say which texts are read (files, a data set, documentation of packages, or samples), how many of them, and in which
+dtype the model reads.
+"""
 
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser
-from kvbench.validation import EMBEDDED_MODELS, SettingError
+from kvbench.validation import EMBEDDED_MODELS, SettingError, require_choice, require_int
 
 SOURCES = ("text", "dataset", "packages", "samples")  # options that exclude each other; without one: essays
+DTYPES = ("float32", "bfloat16")  # of the model
 
 
 def add_text_options(parser: CommandParser) -> None:
@@ -27,6 +32,25 @@ def check_text_options(options: Namespace) -> None:
     """Raise a SettingError if the options do not fit the model. No text is read."""
     if options.samples and options.model not in EMBEDDED_MODELS:
         raise SettingError(f"--samples: for --model={'|'.join(EMBEDDED_MODELS)}, and this is --model={options.model}")
+
+
+def add_sequence_options(parser: CommandParser, sequences: int) -> None:
+    """Add the options of texts, and how many sequences of them are read, by default `sequences`."""
+    add_text_options(parser)
+    parser.add_argument("--sequences", type=int, default=sequences, help=f"sequences to read (default: {sequences})")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default: 2048)")
+
+
+def check_sequence_options(options: Namespace) -> None:
+    """Raise a SettingError if these options cannot be used. No text is read."""
+    require_int("--sequences", options.sequences, 1)
+    require_int("--length", options.length, 2)
+    check_text_options(options)
+
+
+def require_dtype(name: str) -> None:
+    """Raise a SettingError if a dtype of the model cannot be chosen."""
+    require_choice("--dtype", name, DTYPES)
 
 
 def open_texts(options: Namespace, model: str, length: int, seed: int) -> tuple[Iterator[str], str]:
