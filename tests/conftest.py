@@ -39,7 +39,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "cover: make test runs a selection of these cases (tests/README.md)")
+    config.addinivalue_line("markers", "cover(*apart): make test runs a selection of these cases (tests/README.md)")
     from tests.support.cpu_times import register
     from tests.support.yaml_files import parse_texts_once
 

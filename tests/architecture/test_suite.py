@@ -53,8 +53,11 @@ def test_make_test_holds_every_method_and_allocator_to_every_law():
 @pytest.mark.parametrize("codec", [name for name in list_choices("codec") if name != "raw"])
 def test_make_test_packs_the_rows_of_every_method_and_allocator(codec):
     """Or asserts that the codec refuses the method. `raw` packs nothing; the laws use it."""
-    found = collect(f"tests/methods/codecs/test_{codec}.py")
-    packed, refused = found["test_every_method_and_allocator"], found["test_what_cannot_be_packed_is_refused"]
+    found = collect(f"tests/methods/codecs/test_{codec}.py", "tests/methods/codecs/test_rounded_rows.py")
+    packed, refused = (
+        [own for own in found[name] if own.get("codec", codec) == codec]
+        for name in ("test_every_method_and_allocator", "test_what_cannot_be_packed_is_refused")
+    )
     assert {own["allocator"] for own in packed} == set(list_choices("allocator"))
     assert {own["method"] for own in (*packed, *refused)} == set(list_choices("method"))
 

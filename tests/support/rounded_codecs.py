@@ -56,11 +56,6 @@ class Rounded:
         return choose_cache(*build_policy(method, allocator, "llama", **more)[:2], self.build())
 
 
-def divide(x: np.ndarray, scale: float) -> np.ndarray:
-    """x/s as sources compute it, in float32: some numbers lie on the border of two codes, such as a row's largest."""
-    return (np.float32(x) / np.float32(scale)).astype(float)
-
-
 def round_rows(one: RoundRow, rows: Iterable[np.ndarray]) -> np.ndarray:
     return np.stack([one(row) for row in rows])
 
@@ -101,10 +96,10 @@ class Oracle(DenseEngine):
         return left
 
 
-def list_cuts(cases: Iterable[str], quick: tuple[str, str]) -> list[object]:
-    """Cases with methods that cut while decoding, as parameters of a test; all but one run in `make test-all` alone."""
+def list_cuts(codec: str, cases: Iterable[str], quick: tuple[str, str]) -> list[object]:
+    """A codec's cases with methods that cut while decoding, as parameters; all but one run in `make test-all` alone."""
     pairs = itertools.product(cases, ("tova", "h2o", "keydiff"))
-    return [pair if pair == quick else only_in_full(*pair) for pair in pairs]
+    return [(codec, *pair) if pair == quick else only_in_full(codec, *pair) for pair in pairs]
 
 
 def list_kept(held: object) -> dict[tuple[int, int], list[int]]:
@@ -208,16 +203,14 @@ def is_refused(method: str, allocator: str, codec: str) -> bool:
     return find_refusal(*policy[:2], build("codec", load_settings("codec", codec, {"rounding": "written"}))) is not None
 
 
-def cross(codec: str) -> Callable[[Callable], Callable]:
-    """Parametrize a test with the pairs that a codec accepts if rows are rounded as they are written."""
-    pairs = [pair for pair in PAIRS if not is_refused(*pair, codec)]
-    return lambda test: pytest.mark.cover(pytest.mark.parametrize("method, allocator", pairs)(test))
+def list_accepted(codec: str) -> list[tuple[str, str]]:
+    """The pairs of a method and an allocator that a codec accepts if rows are rounded as they are written."""
+    return [pair for pair in PAIRS if not is_refused(*pair, codec)]
 
 
-def cross_refused(codec: str) -> Callable[[Callable], Callable]:
-    """Parametrize a test with the pairs that it refuses, and those that it refuses if rows are rounded after a cut."""
-    pairs = [pair for pair in PAIRS if is_refused(*pair, codec) or not appends(pair[0])]
-    return lambda test: pytest.mark.cover(pytest.mark.parametrize("method, allocator", pairs)(test))
+def list_refused(codec: str) -> list[tuple[str, str]]:
+    """The pairs that it refuses, and those that it refuses if rows are rounded after a cut."""
+    return [pair for pair in PAIRS if is_refused(*pair, codec) or not appends(pair[0])]
 
 
 def check_pair(case: Rounded, method: str, allocator: str, share: float) -> None:

@@ -77,14 +77,16 @@ def count_reads(item: pytest.Function) -> float:
 def mark_rest_as_full(items: Iterable[pytest.Item]) -> None:
     """Give the markers `full` and `rest` to every case that the selection of its test leaves out.
 
+    `cover("codec")` selects among the cases of each value of the parameter `codec` alone.
     Cases that have one of them for a reason of their own, such as a large shape, stay out: the others hold all values
     without them.
     """
-    tests: dict[str, list[pytest.Function]] = {}
+    tests: dict[tuple[str, ...], list[pytest.Function]] = {}
     for item in items:
         own = {marker.name for marker in item.iter_markers()}
         if "cover" in own and not own & {"full", "rest"}:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            apart = [repr(item.callspec.params[name]) for mark in item.iter_markers("cover") for name in mark.args]
+            tests.setdefault((item.nodeid.partition("[")[0], *apart), []).append(item)
     for cases in tests.values():
         chosen = choose_covering([list_features(case) for case in cases], [count_reads(case) for case in cases])
         for index in set(range(len(cases))) - set(chosen):

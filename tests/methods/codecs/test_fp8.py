@@ -1,91 +1,13 @@
-"""fp8 against its formula in float64: floats of 8 bits, by a given scale or one of each row."""
+"""fp8: what floats of 8 bits are, numbers beyond them, and settings. test_rounded_rows.py compares whole answers."""
 
-import numpy as np
 import pytest
 import torch
 
 import kvbench
 from kvbench.config.catalogue import build, load_settings
 from kvbench.validation import NumericalError, SettingError
-from tests.support.rounded_codecs import (
-    MODELS,
-    Rounded,
-    check_pair,
-    check_refusal,
-    check_rows_that_stay,
-    check_samples_branches_and_shared_prefills,
-    check_the_captured_step,
-    check_the_full_cache,
-    cross,
-    cross_refused,
-    divide,
-    list_cuts,
-)
+from tests.support.row_formulas import E4M3, E5M2, to_float
 from tests.support.tiny_models import ids, make_fresh
-
-E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # bits of the mantissa, the smallest normal power, the largest number
-
-
-def to_float(x: np.ndarray, mantissa: int, lowest: int, largest: float) -> np.ndarray:
-    """The nearest floats, of two the one with an even mantissa; beyond the largest one that."""
-    size = np.minimum(np.abs(x), largest)
-    power = np.maximum(np.frexp(size)[1] - 1, lowest)
-    step = 2.0 ** (power - mantissa)
-    return np.copysign(np.rint(size / step) * step, x)
-
-
-def by_scale(scale: float, form=E4M3):
-    return lambda x: to_float(divide(x, scale), *form) * scale
-
-
-def by_row(x: np.ndarray, form=E4M3) -> np.ndarray:
-    scale = max(divide(np.abs(x).max(), form[2]), np.float32(1e-6))
-    return to_float(divide(x, scale), *form) * scale
-
-
-GIVEN = dict(key_scale=0.02, value_scale=0.3)
-CASES = {
-    "tensor": Rounded("fp8", {}, by_scale(1), by_scale(1), 64),
-    "given": Rounded("fp8", GIVEN, by_scale(0.02), by_scale(0.3), 64),
-    "row": Rounded("fp8", {"preset": "row"}, by_row, by_row, 72),
-    "e5m2": Rounded("fp8", {"preset": "e5m2"}, by_scale(1, E5M2), by_scale(1, E5M2), 64),
-    "cut": Rounded("fp8", {"preset": "row", "rounding": "cut"}, by_row, by_row, 72),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("model, block", MODELS)
-def test_a_model_attends_to_what_the_formula_says(case, model, block):
-    check_the_full_cache(CASES[case], model, block)
-
-
-@pytest.mark.parametrize("case, method", list_cuts(("tensor", "row"), ("row", "tova")))
-def test_rows_are_cut_while_decoding(case, method):
-    check_rows_that_stay(CASES[case], method)
-
-
-@pytest.mark.parametrize("case", ["tensor", "cut"])
-def test_heads_of_different_lengths(case):
-    check_rows_that_stay(CASES[case], "snapkv", "ada", window=4)
-
-
-def test_samples_branches_and_shared_prefills_are_apart():
-    check_samples_branches_and_shared_prefills(CASES["row"])
-
-
-@pytest.mark.parametrize("case, allocator", [("given", "ada"), ("cut", "uniform")])
-def test_the_captured_step_gives_what_the_modules_give(case, allocator):
-    check_the_captured_step(CASES[case], allocator)
-
-
-@cross("fp8")
-def test_every_method_and_allocator(method, allocator):
-    check_pair(CASES["row"], method, allocator, 0.3)
-
-
-@cross_refused("fp8")
-def test_what_cannot_be_packed_is_refused(method, allocator):
-    check_refusal("fp8", method, allocator)
 
 
 def read_back(rows: torch.Tensor, **args: object) -> torch.Tensor:

@@ -1,109 +1,15 @@
-"""int4 against its formulas in float64: QuaRot's and vLLM's rotations, zeros and groups."""
-
-from dataclasses import dataclass
+"""int4: single rows, stored zeros, settings, misfitting models. test_rounded_rows.py compares whole answers."""
 
 import numpy as np
 import pytest
 import torch
-from scipy.linalg import hadamard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
 from kvbench.config.catalogue import build, load_settings
 from kvbench.validation import SettingError
-from tests.support.rounded_codecs import (
-    MODELS,
-    Rounded,
-    check_pair,
-    check_refusal,
-    check_rows_that_stay,
-    check_samples_branches_and_shared_prefills,
-    check_the_captured_step,
-    check_the_full_cache,
-    cross,
-    cross_refused,
-    divide,
-    list_cuts,
-)
-from tests.support.selection import choose_quick
+from tests.support.row_formulas import round_as_vllm
 from tests.support.tiny_models import COMMON, draw_model, heads, ids, tiny
-
-
-@dataclass(frozen=True)
-class QuaRot:
-    """Between the smallest and the largest number of each group of a row, which is turned before."""
-
-    turned: bool = True
-    group: int = 32
-    clip: float = 1.0
-
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        matrix = hadamard(len(x)) / len(x) ** 0.5 if self.turned else np.eye(len(x))
-        y = matrix @ x
-        for start in range(0, len(x), self.group):
-            part = y[start : start + self.group]
-            low, high = self.clip * part.min(), self.clip * part.max()
-            scale, zero = float(np.float16(divide(max(high - low, 1e-5), 15))), float(np.float16(low))
-            part[:] = np.clip(np.rint(divide(part - zero, scale)), 0, 15) * scale + zero
-        return matrix.T @ y
-
-
-def round_as_vllm(x: np.ndarray) -> np.ndarray:
-    """y = H D x, and a zero that is a code, in the lowest bits of the scale."""
-    half = torch.full((len(x),), 0.5)
-    signs = 2 * torch.bernoulli(half, generator=torch.Generator().manual_seed(0x9E3779B9)).numpy() - 1
-    y = hadamard(len(x)) @ (signs * x)
-    scale = max((y.max() - y.min()) / 15, 1e-6)
-    zero = np.clip(np.floor(-y.min() / scale + 0.5), 0, 15)
-    codes = np.clip(np.floor(y / scale + zero + 0.5), 0, 15)
-    stored = (np.float32(scale).view(np.int32) & np.int32(-16)).view(np.float32)
-    return signs * (hadamard(len(x)) @ ((codes - zero) * float(stored))) / len(x)
-
-
-PLAIN = QuaRot(turned=False)
-CASES = {
-    "quarot": Rounded("int4", {}, QuaRot(), PLAIN, 40),
-    "quarot, written": Rounded("int4", {"rounding": "written"}, QuaRot(), PLAIN, 40),
-    "vllm": Rounded("int4", {"preset": "vllm"}, round_as_vllm, round_as_vllm, 40),
-    "vllm, cut": Rounded("int4", {"preset": "vllm", "rounding": "cut"}, round_as_vllm, round_as_vllm, 40),
-    "plain": Rounded("int4", {"preset": "plain"}, PLAIN, PLAIN, 40),
-    "groups": Rounded("int4", dict(hadamard="both", group=8, clip=0.9), *[QuaRot(True, 8, 0.9)] * 2, 64),
-}
-
-
-@pytest.mark.parametrize("case", choose_quick(CASES, "quarot", "vllm", "plain", "groups"))
-@pytest.mark.parametrize("model, block", MODELS)
-def test_a_model_attends_to_what_the_formula_says(case, model, block):
-    check_the_full_cache(CASES[case], model, block)
-
-
-@pytest.mark.parametrize("case, method", list_cuts(("quarot, written", "vllm"), ("vllm", "keydiff")))
-def test_rows_are_cut_while_decoding(case, method):
-    check_rows_that_stay(CASES[case], method)
-
-
-@pytest.mark.parametrize("case", ["quarot", "vllm"])
-def test_heads_of_different_lengths(case):
-    check_rows_that_stay(CASES[case], "snapkv", "ada", window=4)
-
-
-def test_samples_branches_and_shared_prefills_are_apart():
-    check_samples_branches_and_shared_prefills(CASES["vllm"])
-
-
-@pytest.mark.parametrize("case, allocator", [("quarot", "ada"), ("vllm", "uniform")])
-def test_the_captured_step_gives_what_the_modules_give(case, allocator):
-    check_the_captured_step(CASES[case], allocator)
-
-
-@cross("int4")
-def test_every_method_and_allocator(method, allocator):
-    check_pair(CASES["vllm"], method, allocator, 0.17)
-
-
-@cross_refused("int4")
-def test_what_cannot_be_packed_is_refused(method, allocator):
-    check_refusal("int4", method, allocator)
 
 
 def read_back(rows: torch.Tensor, **args: object) -> torch.Tensor:
