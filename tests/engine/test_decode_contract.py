@@ -75,6 +75,15 @@ def packed() -> Kind:
     )  # fmt: skip
 
 
+def coded(codec: str, method: str = "snapkv", allocator: str = "uniform", **settings: object) -> Kind:
+    """Codes of 8 or 4 bits: modules and step round numbers that differ in their last bits, so some codes are others."""
+    return Kind(
+        method, allocator=allocator, model=lambda: make_double("llama"), small=lambda: make_fresh("wide"),
+        codec=lambda: build("codec", load_settings("codec", codec, settings)), compare=assert_near_storage,
+        tolerance=1e-2,
+    )  # fmt: skip
+
+
 def rebuilt(method: str = "deltakv", kind: str = "drawn") -> Kind:
     return Kind(
         method, LISTS if method == "deltakv" else {}, model=lambda: make_exact("llama"),
@@ -110,6 +119,9 @@ KINDS = {
     "shared unevenly, unseen": Kind("keydiff", {"decode_interval": 5}, allocator="ada"),
     "filled, then cut": Kind("h2o", {"decoding": True, "decode_size": 30}),
     "packed": packed(),
+    "codes": coded("int4", allocator="ada", preset="quarot"),
+    "codes, rounded as they are read": coded("fp8", preset="row"),
+    "codes, cut at every token": coded("int4", "keydiff", preset="vllm"),
     "rebuilt": rebuilt(),
     "latent": latent(),
     "latent, cut at every token": latent("keydiff"),
@@ -119,6 +131,7 @@ KINDS = {
     "listed, beside windows": windowed("quest", {"page": 4, "dense_layers": 1}, 0.5, 53),  # a short text is one page
 }
 AGAIN = (
+    "codes, rounded as they are read",
     "cut after five tokens",
     "selected in two stages",
     "shared unevenly, in two stages",

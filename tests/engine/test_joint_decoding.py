@@ -45,6 +45,8 @@ KINDS = {
     "listed rows": ({"method": "omnikv", "preset": "reference", "filters": [0], "wait": 0}, 0.3),
     "streaming heads": ({"method": "duo_attention", "decoding": True}, 0.7),
     "packed": ({"method": "snapkv", "codec": "kivi"}, 0.3),
+    "rounded rows": ({"method": "snapkv", "allocator": "ada", "codec": "fp8"}, 0.3),
+    "rounded rows, a cut at each token": ({"method": "keydiff", "codec": "int8"}, 0.3),
     "compressed": ({"method": "full", "codec": "delta"}, 1.0),
     "latents, a cut at each token": ({"method": "keydiff", "codec": "palu"}, 0.3),
     "listed compressed rows": ({"method": "deltakv", "codec": "delta", "full_layers": [0], "depth": None}, 0.3),
