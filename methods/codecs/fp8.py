@@ -11,9 +11,9 @@ layer's keys, as they are cached, and of its values in some texts, over 448. Wit
 its keys and one for its values, with scope=head each KV head has its own (vLLM with llm-compressor's per-head scales).
 The file holds those of heads (`python -m kvbench calibrate fp8`); a layer's is the largest of its heads.
 
-Numbers beyond the largest float become that one, as servers do it; torch's cast would give NaN. NaN stays NaN, and ends
-the run. Floats of 8 bits are made and read by arithmetic on whole numbers and shifts, so every machine gives the same
-codes, whether its hardware has such floats or not.
+Numbers beyond the largest float, and infinity, become that one, as servers do it; torch's cast would give NaN. NaN
+stays NaN, and ends the run. Floats of 8 bits are made and read by arithmetic on whole numbers and shifts, so every
+machine gives the same codes, whether its hardware has such floats or not.
 
 Servers let the first chunk of a prompt attend to its raw rows, kvbench lets it attend to the rounded ones. vLLM with
 FlashAttention 3 rounds queries too, kvbench does not.
@@ -34,6 +34,8 @@ from kvbench.methods.codecs.coded_rows import RoundingCodec
 from kvbench.validation import SettingError
 
 SCALES = ("k_scale", "v_scale")  # tensors of a file, (layers, KV heads)
+LEAST, MOST = 2.0**-126, 2.0**112  # float32 holds them exactly, and what each number of e4m3 and e5m2 is read as
+ALLOWED = f"a number in [{LEAST:.3g}, {MOST:.3g}]"
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class Fp8(RoundingCodec):
     """The file of calibrated scales, which scope=head needs. With scope=tensor, `None` stands for `key_scale` and
     `value_scale`.
     """
-    key_scale: float = setting(above=0.0)
+    key_scale: float = setting(minimum=LEAST, maximum=MOST, allowed=ALLOWED)
     """The scale of the keys of all layers with scope=tensor and no file, k_scale."""
-    value_scale: float = setting(above=0.0)
+    value_scale: float = setting(minimum=LEAST, maximum=MOST, allowed=ALLOWED)
     """The scale of the values of all layers with scope=tensor and no file, v_scale."""
 
     def __post_init__(self) -> None:
@@ -93,8 +95,9 @@ class Fp8(RoundingCodec):
                     f"codec.path={self.path}: {name} has (layers, KV heads) {tuple(scales.shape)}, the model "
                     f"{(layout.layers, layout.heads)}"
                 )
-            if not (scales[list(layout.held)] > 0).all():
-                raise SettingError(f"codec.path={self.path}: {name} must be above 0")
+            held = scales[list(layout.held)]
+            if not ((held >= LEAST) & (held <= MOST)).all():
+                raise SettingError(f"codec.path={self.path}: each number of {name} must be {ALLOWED}")
 
     def check_identity(self, identify: Callable[[], str]) -> None:
         if self.file is not None:

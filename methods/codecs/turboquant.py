@@ -57,7 +57,7 @@ class TurboQuant(RoundingCodec):
     """Whether a bit of each number of a key goes to the signs of what the levels leave."""
     raw_layers: int = setting(minimum=0)
     """Number of first layers, and of last ones, whose rows stay raw."""
-    seed: int = setting(minimum=0)
+    seed: int = setting(minimum=0, maximum=2**32 - 1)
     """Draws the random rotation and the matrix S of the residual part."""
 
     def __post_init__(self) -> None:

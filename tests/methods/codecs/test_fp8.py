@@ -5,6 +5,7 @@ import torch
 
 import kvbench
 from kvbench.config.catalogue import build, load_settings
+from kvbench.methods.codecs.fp8 import LEAST, MOST
 from kvbench.validation import NumericalError, SettingError
 from tests.support.row_formulas import E4M3, E5M2, to_float
 from tests.support.tiny_models import ids, make_fresh
@@ -36,6 +37,16 @@ def test_numbers_beyond_the_largest_float_become_it():
     assert largest[0, 1] == pytest.approx(-1e30) and largest[0, 0] == 0
 
 
+@pytest.mark.parametrize("name, largest", [("e4m3", 448), ("e5m2", 57344)])
+@pytest.mark.parametrize("scale", [LEAST, MOST])
+def test_scales_at_their_ends_are_exact(name, largest, scale):
+    rows = torch.tensor([[scale, -scale * 1.5, scale * largest, 0, 1e38, -1e38, 2 * scale, 7 * scale]])
+    end = min(scale * largest, 1e38)
+    read = read_back(rows, format=name, key_scale=scale)
+    assert torch.equal(read[:, :4], rows[:, :4]) and torch.equal(read[:, 6:], rows[:, 6:])
+    torch.testing.assert_close(read[:, 4:6], torch.tensor([[end, -end]]), rtol=2.0**-3, atol=0)
+
+
 def test_zeros_stay_and_nan_ends_the_run():
     for args in ({}, {"scope": "row"}):
         assert not read_back(torch.zeros(2, 8), **args).any()
@@ -52,7 +63,9 @@ def test_settings_are_checked():
     for args, message in (
         ({"format": "e3m4"}, "codec.format=e3m4: choose one of e4m3, e5m2"),
         ({"scope": "layer"}, "codec.scope=layer: choose one of tensor, head, row"),
-        ({"key_scale": 0}, "codec.key_scale=0: a number above 0"),
+        ({"key_scale": 0}, r"codec.key_scale=0: a number in \[1.18e-38, 5.19e\+33\]"),
+        ({"value_scale": 1e-39}, "codec.value_scale=1e-39: a number in "),  # in float32 with fewer digits
+        ({"key_scale": 1e34}, r"codec.key_scale=1e\+34: a number in "),  # times 57344 no float32
         (
             {"scope": "row", "value_scale": 0.5},
             "codec.value_scale=0.5: each row has its own with codec.scope=row; use 1",

@@ -141,7 +141,12 @@ def test_settings_that_do_not_fit_a_file_are_refused(tmp_path, args, message):
         (torch.ones(3), r"v_scale must be a finite tensor \(layers, KV heads\)$"),
         (torch.full((3, 2), math.nan), r"v_scale must be a finite tensor \(layers, KV heads\)$"),
         (torch.ones(3, 4), r"v_scale has \(layers, KV heads\) \(3, 4\), the model \(3, 2\)$"),
-        (torch.tensor([[1.0, 1], [1, 0], [1, 1]]), "v_scale must be above 0$"),
+        (
+            torch.tensor([[1.0, 1], [1, 0], [1, 1]]),
+            r"each number of v_scale must be a number in \[1.18e-38, 5.19e\+33\]$",
+        ),
+        (torch.full((3, 2), 1e-50).double(), "each number of v_scale must be a number in "),  # 0 in float32
+        (torch.full((3, 2), 1e36), "each number of v_scale must be a number in "),
     ],
 )
 def test_wrong_files_are_refused(tmp_path, scales, message):

@@ -182,6 +182,7 @@ def test_settings_are_checked():
         ({"key_bits": 2}, "codec.key_bits=2: choose one of 3, 4, 8"),
         ({"key_bits": 8, "norm_correction": False, "residual": True}, "codec.residual=true: not with codec.key_bits=8"),
         ({"residual": True}, "codec.residual=true: not with codec.norm_correction=true"),
+        ({"preset": "paper3", "seed": 2**64}, r"codec.seed=18446744073709551616: a whole number in \[0, 4294967295\]"),
     ):
         with pytest.raises(SettingError, match=f"^{message}"):
             build("codec", load_settings("codec", "turboquant", args))
