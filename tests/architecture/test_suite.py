@@ -50,6 +50,16 @@ def test_make_test_holds_every_method_and_allocator_to_every_law():
         assert {case.allocator for case in accepted} == set(list_choices("allocator")), law
 
 
+def test_make_test_holds_every_codec_to_every_law():
+    """By its defaults, with methods that cut in several ways."""
+    found = collect("tests/laws/test_codecs.py")
+    packing, methods = set(list_choices("codec")) - {"raw"}, set()
+    for law, own in found.items():
+        assert {case["name"] for case in own} == packing, law
+        methods |= {case["method"] for case in own if "method" in case}
+    assert len(found) == 6 and len(methods) == 5
+
+
 @pytest.mark.parametrize("codec", [name for name in list_choices("codec") if name != "raw"])
 def test_make_test_packs_the_rows_of_every_method_and_allocator(codec):
     """Or asserts that the codec refuses the method. `raw` packs nothing; the laws use it."""
