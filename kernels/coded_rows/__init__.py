@@ -121,7 +121,7 @@ def attend_coded(
     check(queries, rows)
     if choose_implementation("attend_coded", implementation, queries) == "reference":
         return attend_reference(queries, rows, scaling, step, extras)
-    from kvbench.kernels.coded_rows.triton import attend_triton
+    from kvbench.kernels.coded_rows.attend import attend_triton
 
     return attend_triton(queries, rows, scaling, step, extras)
 

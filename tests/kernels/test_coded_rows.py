@@ -212,6 +212,7 @@ def test_a_token_is_rounded_in_place_to_what_is_read_back(implementation, case):
 
 
 def ahead():
+    from kvbench.kernels.coded_rows import attend as reading
     from kvbench.kernels.coded_rows import triton as own
 
     def find_types(kernel, constants, dtype, step_type):
@@ -256,8 +257,8 @@ def ahead():
             }
             given |= {"WORDS": words, "W": words, "FAST": dtype == "bf16"}
             constants |= {f"{side}_{name}": value for name, value in given.items()}
-        types = find_types(own._attend, constants | {"D": dim}, dtype, stored)
-        yield own._attend, types, constants | {"D": dim}, {"num_warps": 2, "num_stages": 3}
+        types = find_types(reading._attend, constants | {"D": dim}, dtype, stored)
+        yield reading._attend, types, constants | {"D": dim}, {"num_warps": 2, "num_stages": 3}
         constants = own.name_form(form, "KEY", dim, dim) | own.name_form(form, "VALUE", dim, dim) | each
         constants |= {"KEY_TURN": True, "VALUE_TURN": False, "ROUNDS": True, "BACK": True, "DIM": dim, "D": dim}
         types = find_types(own._round_newest, constants, dtype, stored)
