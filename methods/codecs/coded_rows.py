@@ -1,6 +1,5 @@
 """The base of codecs that round each row to codes of 8 or 4 bits, as servers store caches."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -123,6 +122,14 @@ class RoundedRows(EncodedRows):
         scaled = [(rows.float() * factor).to(self.dtype) for rows, factor in zip((keys, values), each, strict=True)]
         return scaled[0], scaled[1]
 
+    def find_factors(self, dim: int) -> tuple[float | Tensor, float | Tensor]:
+        """Return the factors of keys and values of `dim` channels: of all rows, or of each head, (B, H) float32."""
+        each = self.codec.find_head_factors(self.lengths.device)
+        if each is None:
+            return self.codec.find_factors(dim)
+        keys, values = (factor.expand(self.lengths.shape).contiguous() for factor in each)
+        return keys, values
+
     def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> EncodedRows:
         return super().extend(*self.codec.divide(keys, values, lengths - self.lengths), lengths)
 
@@ -138,10 +145,7 @@ class GrowingCodes:
         self.held, self.tokens, codec, lengths = held, tokens, held.codec, held.lengths
         keys = held.keys[0]
         dim = keys.shape[1] * 8 // codec.forms[0].bits
-        each, turns = codec.find_head_factors(keys.device), codec.make_turns(dim, keys.device)
-        factors: Sequence[float | Tensor] = codec.find_factors(dim)
-        if each is not None:
-            factors = [factor.expand(lengths.shape).contiguous() for factor in each]
+        factors, turns = held.find_factors(dim), codec.make_turns(dim, keys.device)
         more = [
             tuple(part.new_empty(*lengths.shape, tokens, *part.shape[1:]) for part in parts)
             for parts in (held.keys, held.values)

@@ -60,10 +60,6 @@ class Fp4(RoundingCodec):
             )
 
     @property
-    def decodes_codes(self) -> bool:
-        return False
-
-    @property
     def forms(self) -> tuple[Form, Form]:
         form = replace(FORMS[self.scale], group=self.block)
         return form, form
@@ -110,6 +106,10 @@ class ScaledRows(RoundedRows):
             (self.codec.decode(parts, wide) * spread(scale, counts, len(parts[0]))).to(self.dtype)
             for parts, scale in zip((self.keys, self.values), self.scales, strict=True)
         )
+        return keys, values
+
+    def find_factors(self, dim: int) -> tuple[Tensor, Tensor]:
+        keys, values = (scale[:, None].expand(self.lengths.shape).contiguous() for scale in self.scales)
         return keys, values
 
     def tensors(self) -> list[Tensor]:

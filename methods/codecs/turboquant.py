@@ -17,6 +17,7 @@ Symbols: d channels, b bits, H the Hadamard matrix over √d.
   queries are right in the mean. The rotation comes from the QR decomposition of a normal matrix, and the numbers of S
   are normal. All layers share both, which `seed` draws. The levels are those of N(0, 1/d), where the paper has those of
   the density of a coordinate on the sphere. The paper's splits of channels by outliers (2.5 and 3.5 bits) are left out.
+  With `residual` tokens are decoded through the model's modules, without it in a CUDA graph.
 
 Bytes of a row: keys d for 8 bits, else d·b/8 + 2, with `residual` d·b/8 + 4; values d·b/8 + 4, by levels d·b/8 + 2.
 vLLM fills a row up to an even number of bytes. Rows are rounded as they are written, as servers do. The first block of
@@ -69,7 +70,7 @@ class TurboQuant(RoundingCodec):
 
     @property
     def decodes_codes(self) -> bool:
-        return False
+        return not self.residual
 
     def check(self, layout: Layout) -> None:
         dim = layout.dim

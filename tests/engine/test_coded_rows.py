@@ -17,6 +17,7 @@ from tests.support.method_files import build_policy
 from tests.support.selection import choose_quick
 from tests.support.tiny_models import ids, make_double
 
+LEVELS = {"rotation": "random", "values": "levels", "raw_layers": 0}
 WRITTEN, CUT = {"rounding": "written"}, {"rounding": "cut"}
 GROWS = {  # codec, its settings, method, its settings, allocator
     "fp8": ("fp8", WRITTEN, "snapkv", {}, "uniform"),
@@ -26,6 +27,18 @@ GROWS = {  # codec, its settings, method, its settings, allocator
     "int4 after the last cut": ("int4", {"preset": "quarot"}, "snapkv", {}, "ada"),
     "int4, turned": ("int4", {"preset": "vllm"}, "snapkv", {}, "uniform"),
     "int4 in groups": ("int4", {"preset": "plain", "group": 4}, "full", {}, "uniform"),
+    "fp4": ("fp4", {}, "snapkv", {}, "ada"),
+    "fp4, a scale of each sample": ("fp4", {"global_scale": 448}, "snapkv", {}, "uniform"),
+    "fp4 by powers": ("fp4", {"preset": "mxfp4", "block": 16}, "full", {}, "uniform"),
+    "16 levels": ("turboquant", {"preset": "4bit_nc", "raw_layers": 0}, "snapkv", {}, "uniform"),
+    "8 levels": ("turboquant", {"preset": "3bit_nc", "raw_layers": 0}, "full", {}, "uniform"),
+    "levels of values": (
+        "turboquant",
+        {"rotation": "random", "values": "levels", "raw_layers": 0},
+        "snapkv",
+        {},
+        "ada",
+    ),
     "merged rows": ("int8", CUT, "centroidkv", {"decoding": False, "chunk": 20}, "uniform"),
 }
 EVERY_TOKEN, FIVES = {"decoding": True}, {"decoding": True, "decode_interval": 5}
@@ -36,6 +49,8 @@ CUTS = {
     "log-sum-exps": ("fp8", WRITTEN, "h2o", EVERY_TOKEN, "uniform"),
     "every few tokens": ("fp8", {"preset": "row"}, "tova", FIVES, "uniform"),
     "layers that differ": ("int8", WRITTEN, "snapkv", FIVES, "pyramid"),
+    "fp4, a scale of each sample": ("fp4", {"global_scale": 448}, "keydiff", {}, "uniform"),
+    "levels": ("turboquant", {"preset": "k3v4_nc", "raw_layers": 0}, "keydiff", {}, "uniform"),
     "turned": ("int4", {"preset": "vllm"}, "keydiff", {}, "uniform"),
     "turned, every few tokens": ("int4", {"preset": "vllm"}, "h2o", FIVES, "uniform"),
 }

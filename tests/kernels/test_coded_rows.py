@@ -1,6 +1,6 @@
 """Rows as codes: rounding against its formulas, and attention over codes against rows that are read back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -33,6 +33,32 @@ FORMS = {
     "int4 with points": Form("uint4", "point", group=8, least=15e-6, rounding="up", clip=0.9),
     "int4 clipped": Form("uint4", "range", clip=0.8, stored=torch.float16),
     "e5m2": Form("e5m2", "largest", least=1e-6, stored=torch.float16),
+}
+NORMAL = (0.128, 0.388, 0.657, 0.942, 1.256, 1.618, 2.069, 2.733)
+LEVELS = {  # about those of normal numbers, and some that are not the same for both signs
+    4: tuple(n / 6 for n in (*(-size for size in reversed(NORMAL)), *NORMAL)),
+    3: (-0.4, -0.25, -0.1, -0.05, 0.02, 0.1, 0.3, 0.5),
+    2: (-0.3, -0.1, 0.1, 0.3),
+}
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+READ = {  # forms of which `attend_coded` reads what the reference has rounded
+    "nvfp4": Form("e2m1", "largest", group=16, stored=E4M3),
+    "nvfp4 of 32": Form("e2m1", "largest", group=32, stored=E4M3),
+    "mxfp4": Form("e2m1", "power_below", group=32, least=2.0**-124, stored=E8M0),
+    "sglang": Form("e2m1", "power", group=16, least=1e-10, stored=E8M0, rounding="up"),
+    "e2m1 in groups": Form("e2m1", "largest", group=8, stored=torch.float16),
+    "e2m1 of rows": Form("e2m1", "largest", least=1e-6),
+    "int8 by powers": Form("int8", "power", group=16, least=1e-6, stored=E8M0),
+    "fp8 of rows by e4m3": Form("e4m3", "largest", stored=E4M3),
+    "fp8 of rows by a power": Form("e4m3", "power", least=1e-6, stored=E8M0),
+    "16 levels": Form("levels", "norm", stored=torch.float16, rounds_by_stored=False, levels=LEVELS[4], normed=True),
+    "16 levels as they are": Form("levels", "norm", stored=torch.float16, rounds_by_stored=False, levels=LEVELS[4]),
+    "8 levels": Form("levels", "norm", stored=torch.float16, rounds_by_stored=False, levels=LEVELS[3], normed=True),
+    "8 levels in groups": Form("levels", "norm", group=16, stored=torch.float16, levels=LEVELS[3], normed=True),
+    "4 levels": Form("levels", "norm", stored=torch.float16, levels=LEVELS[2]),
+    "3 bits": Form("uint3", "range", least=1e-7, stored=torch.float16, rounds_by_stored=False, rounding="up"),
+    "3 bits in groups": Form("uint3", "range", group=8, least=1e-7, stored=torch.float16),
+    "int4 in pairs": Form("uint4", "range", group=2, least=1e-5, stored=torch.float16),
 }
 
 
@@ -75,6 +101,27 @@ CASES = {
     "odd bytes": Case("int4", "int4", dim=18),
     "groups of values": Case("int8 in groups", "int4 in groups", rounds=True),
 }
+READ_CASES = {
+    "nvfp4": Case("nvfp4", "nvfp4", dim=64, factor=(0.5, 0.03), rounds=True),
+    "nvfp4 in 16 bits": Case("nvfp4", "nvfp4", dim=128, dtype=torch.bfloat16, merged=True),
+    "nvfp4 of 32": Case("nvfp4 of 32", "nvfp4", dim=96, queries=3),
+    "mxfp4": Case("mxfp4", "mxfp4", dim=64, merged=True),
+    "mxfp4 in 16 bits": Case("mxfp4", "sglang", dim=64, dtype=torch.bfloat16),
+    "sglang": Case("sglang", "sglang", dim=80, extras=SoftmaxExtras(torch.linspace(-1, 2, 4, device=DEVICE), 1.5)),
+    "e2m1": Case("e2m1 in groups", "e2m1 of rows", dtype=torch.bfloat16),
+    "scales of 8 bits": Case("fp8 of rows by e4m3", "fp8 of rows by a power"),
+    "powers": Case("int8 by powers", "fp8 of rows by a power", dtype=torch.bfloat16),
+    "16 levels": Case("16 levels", "16 levels", dim=64, turned=True, rounds=True),
+    "16 levels in 16 bits": Case("16 levels", "16 levels as they are", dim=128, dtype=torch.bfloat16, turned=True),
+    "16 levels as they are": Case("16 levels as they are", "int4", dim=72, merged=True),
+    "8 levels": Case("8 levels", "8 levels", dim=64, turned=True),
+    "8 levels in 16 bits": Case("8 levels", "3 bits", dim=128, dtype=torch.bfloat16),
+    "8 levels in groups": Case("8 levels in groups", "8 levels in groups", dim=80, queries=3),
+    "4 levels": Case("4 levels", "4 levels", dim=32),
+    "3 bits": Case("fp8", "3 bits", dim=72, factor=(0.5, 0.03)),
+    "3 bits in groups": Case("3 bits in groups", "3 bits in groups", dim=40),
+    "pairs": Case("int4 in pairs", "int4 in pairs"),
+}
 
 
 class Run:
@@ -89,7 +136,7 @@ class Run:
         if isinstance(factors, tuple):
             factors = torch.tensor(factors, device=DEVICE).view(batch, heads)
         for name, raw in zip((case.keys, case.values), self.raw, strict=True):
-            form = FORMS[name]
+            form = (FORMS | READ)[name]
             held = encode(raw, form, self.spread(factors), turn)
             more = tuple(part.new_zeros(batch, heads, case.tokens, *part.shape[1:]) for part in held)
             sides.append(CodedSide(form, held, more, factors, turn))
@@ -104,12 +151,13 @@ class Run:
             return factors
         return factors.flatten().repeat_interleave(self.lengths.flatten())[:, None]
 
-    def attend(self, step: int, implementation: str) -> torch.Tensor:
+    def attend(self, step: int, implementation: str, rounding: str | None = None) -> torch.Tensor:
+        """The outputs of a token. `rounding`: the implementation that rounds its row, if it is another one."""
         batch, heads = self.lengths.shape
         queries = draw(batch, heads * self.case.queries, 1, self.case.dim, seed=90 + step, dtype=self.case.dtype)
         self.rows.newest.copy_(draw(*self.rows.newest.shape, seed=50 + step, dtype=self.case.dtype))
         count = torch.tensor(step, dtype=torch.int32, device=DEVICE)
-        queries = round_newest(queries, self.rows, count, implementation=implementation)
+        queries = round_newest(queries, self.rows, count, implementation=rounding or implementation)
         return attend_coded(queries, self.rows, 0.3, count, extras=self.case.extras, implementation=implementation)
 
     def expect(self, step: int) -> torch.Tensor:
@@ -148,12 +196,21 @@ class Run:
 @BOTH
 @pytest.mark.parametrize("case", CASES.values(), ids=[*CASES])
 def test_a_token_attends_to_what_codes_stand_for(implementation, case):
-    run = Run(case)
-    # in 16 bits a quotient's last bit may choose the neighbouring code, and a row of few weighs much
-    tolerance = 2e-5 if case.dtype == torch.float32 else 5e-2
-    for step in range(case.tokens):
+    assert_near_expected(Run(case), implementation)
+
+
+@BOTH
+@pytest.mark.parametrize("case", READ_CASES.values(), ids=[*READ_CASES])
+def test_a_token_reads_what_the_reference_has_rounded(implementation, case):
+    assert_near_expected(Run(replace(case, lengths=((66, 3),), tokens=2)), implementation, "reference")
+
+
+def assert_near_expected(run: Run, implementation: str, rounding: str | None = None) -> None:
+    """In 16 bits a quotient's last bit may choose the neighbouring code, and a row of few weighs much."""
+    tolerance = 2e-5 if run.case.dtype == torch.float32 else 5e-2
+    for step in range(run.case.tokens):
         torch.testing.assert_close(
-            run.attend(step, implementation).double(),
+            run.attend(step, implementation, rounding).double(),
             run.expect(step),
             atol=tolerance,
             rtol=0,
@@ -215,6 +272,14 @@ def ahead():
     from kvbench.kernels.coded_rows import attend as reading
     from kvbench.kernels.coded_rows import triton as own
 
+    kinds = {
+        torch.uint8: "*u8",
+        torch.int16: "*i16",
+        torch.int32: "*i32",
+        torch.float16: "*fp16",
+        torch.float32: "*fp32",
+    }
+
     def find_types(kernel, constants, dtype, step_type):
         special = {"step": "*i32", "lengths": "*i64", "starts": "*i64", "mass": "*i32"}
         special |= {"scale": "fp32"}
@@ -223,13 +288,13 @@ def ahead():
             if name in constants:
                 types[name] = "constexpr"
             elif name.endswith("factor"):
-                types[name] = "*fp32" if constants["KEY_EACH"] else "fp32"
+                types[name] = "*fp32" if constants.get("KEY_EACH") else "fp32"
             elif name.startswith("part_") or name.endswith("matrix"):
                 types[name] = "*fp32"
             elif name in ("queries", "newest", "out"):
                 types[name] = f"*{dtype}"
-            elif name.endswith(("words", "codes")):
-                types[name] = "*i16" if name.endswith("words") else "*u8"
+            elif name.endswith("codes"):
+                types[name] = "*u8"
             elif name.endswith(("scales", "zeros")):
                 types[name] = step_type
             else:
@@ -244,22 +309,27 @@ def ahead():
         form, dim = Form(code, scale, group=group), 128
         each = {"KEY_EACH": code == "e4m3", "VALUE_EACH": code == "e4m3"}
         stored = "*fp32" if scale == "point" else "*fp16"
-        words, like = dim * form.bits // 16, own.tl.float32 if dtype == "fp32" else own.tl.float16
-        constants = {"MASS": True, "LIFT": 16.0, "LIKE": like, "CAP": 2.0, "M": 16, "N": 64, "STAGES": 3, "DIM": dim}
-        constants |= each
-        for side in ("KEY", "VALUE"):
-            given = {
-                "CODE": code,
-                "STEPS": 3 if scale == "point" else form.steps,
-                "GROUP": group or dim,
-                "STORED": None,
-                "PER": dim // words,
-            }
-            given |= {"WORDS": words, "W": words, "FAST": dtype == "bf16"}
-            constants |= {f"{side}_{name}": value for name, value in given.items()}
-        types = find_types(reading._attend, constants | {"D": dim}, dtype, stored)
-        yield reading._attend, types, constants | {"D": dim}, {"num_warps": 2, "num_stages": 3}
         constants = own.name_form(form, "KEY", dim, dim) | own.name_form(form, "VALUE", dim, dim) | each
         constants |= {"KEY_TURN": True, "VALUE_TURN": False, "ROUNDS": True, "BACK": True, "DIM": dim, "D": dim}
         types = find_types(own._round_newest, constants, dtype, stored)
         yield own._round_newest, types, constants, {"num_warps": 4}
+    for name, other, dtype, dim in (
+        ("fp8", "fp8", "bf16", 128), ("int8", "int8 around the middle", "bf16", 128), ("int4", "int4", "bf16", 128),
+        ("int4 in groups", "int4 with points", "bf16", 128), ("int4", "int4", "fp32", 64),
+        ("int4 with a point", "e5m2", "bf16", 128), ("nvfp4", "nvfp4", "bf16", 128), ("mxfp4", "sglang", "bf16", 128),
+        ("e2m1 in groups", "e2m1 of rows", "bf16", 128), ("16 levels", "16 levels as they are", "bf16", 128),
+        ("8 levels", "3 bits", "bf16", 128), ("8 levels in groups", "3 bits in groups", "bf16", 80),
+        ("nvfp4", "8 levels", "fp32", 64),
+    ):  # fmt: skip
+        made, types = [], {}
+        for form in ((FORMS | READ)[name], (FORMS | READ)[other]):
+            held = encode(torch.zeros(1, dim, device=DEVICE), form)
+            side = CodedSide(form, held, held, 1.0, None)
+            made.append(reading.make_reading(side, dim, dtype == "bf16"))
+            given = tuple(kinds[part.dtype] for part in reading.list_words(side, True, made[-1]))
+            types |= {f"{more}{('keys', 'values')[len(made) - 1]}": given for more in ("", "more_")}
+        constants = {"KEY": made[0], "VALUE": made[1], "LIFT": 16.0, "MASS": True, "CAP": 2.0, "M": 16, "N": 64}
+        constants |= {"LIKE": reading.tl.float32 if dtype == "fp32" else reading.tl.float16, "STAGES": 3}
+        constants |= {"DIM": dim, "D": 128 if dim > 64 else 64}
+        types = find_types(reading._attend, constants, dtype, "") | types
+        yield reading._attend, types, constants, {"num_warps": 2, "num_stages": 3}
