@@ -26,6 +26,7 @@ def append(
     offsets: Tensor | None = None,
     norms: tuple[Tensor, Tensor, float] | None = None,
     rotates_keys: bool = True,
+    wraps: bool = False,
     implementation: str | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, and write keys and values into the tail.
@@ -51,6 +52,7 @@ def append(
         norms: The weights (d,) of the queries' and the keys' RMS norm, of one dtype (see
             `kernels.fused_linear.rms_norm`), and its ε; None for no norm.
         rotates_keys: Whether keys are normed and rotated; otherwise they are written as they are given.
+        wraps: Whether the tail is a ring: behind its last row comes its first one. For T = 1 and no `slots`.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -73,8 +75,10 @@ def append(
         raise ValueError(f"append: slots {tuple(slots.shape)} of {heads} heads for {len(keys)} tokens")
     if offsets is not None and offsets.shape != (batch,):
         raise ValueError(f"append: offsets {tuple(offsets.shape)} for batch {batch}")
+    if wraps and (slots is not None or len(keys) != batch):
+        raise ValueError(f"append: {len(keys)} tokens of {batch} samples into a ring")
     into = tail_keys, tail_values, tail, step, slots, starts, offsets
-    given = queries, keys, values, cos, sin, *into, norms, rotates_keys
+    given = queries, keys, values, cos, sin, *into, norms, rotates_keys, wraps
     if choose_implementation("append", implementation, queries) == "reference":
         return append_reference(*given)
     from kvbench.kernels.rope_append.triton import append_triton

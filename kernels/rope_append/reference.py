@@ -22,13 +22,15 @@ def append_reference(
     offsets: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None,
     rotates_keys: bool = True,
+    wraps: bool = False,
 ) -> Tensor:
     batch, dim = len(tail_keys) if starts is None else len(starts), tail_keys.shape[-1]
     plain = keys.view(batch, -1, keys.shape[1] // dim, dim).transpose(1, 2)
     queries, keys, values = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms, offsets)
     keys = keys if rotates_keys else plain
     if slots is None:
-        here = slice(tail + int(step), tail + int(step) + keys.shape[2])
+        first = (tail + int(step)) % tail_keys.shape[2] if wraps else tail + int(step)
+        here = slice(first, first + keys.shape[2])
         tail_keys[:, :, here], tail_values[:, :, here] = keys, values
     elif starts is not None:
         where = (starts + slots).flatten()

@@ -73,6 +73,7 @@ def _append(
     STARTS: tl.constexpr,
     OFFSETS: tl.constexpr,
     ROTATE: tl.constexpr,
+    RING: tl.constexpr,
     D: tl.constexpr,
 ):
     token, head = tl.program_id(0), tl.program_id(1)
@@ -81,6 +82,8 @@ def _append(
     column = tl.arange(0, D)
     there = column < dim
     row = tail + first + t
+    if RING > 0:  # the rows of the tail, if it is a ring
+        row = row % RING
     at = first + t
     if OFFSETS:
         at += tl.load(offsets + b).to(tl.int32)
@@ -126,6 +129,7 @@ def append_triton(
     offsets: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None,
     rotates_keys: bool,
+    wraps: bool,
 ) -> Tensor:
     (batch, heads), dim = tail_keys.shape[:2] if starts is None else starts.shape, tail_keys.shape[-1]
     into = [memory.stride()[:3] if starts is None else (0, 0, memory.stride(0)) for memory in (tail_keys, tail_values)]
@@ -164,6 +168,7 @@ def append_triton(
         STARTS=starts is not None,
         OFFSETS=offsets is not None,
         ROTATE=rotates_keys,
+        RING=tail_keys.shape[2] if wraps else 0,
         D=triton.next_power_of_2(dim),
         num_warps=1 if dim <= 64 else 2,
     )

@@ -98,6 +98,18 @@ def test_samples_may_be_at_different_positions(implementation):
         assert all(torch.equal(one[0], other[b]) for one, other in zip(alone, room, strict=True))
 
 
+@BOTH
+def test_the_tail_may_be_a_ring(implementation):
+    projected = [made(2, n * 16, dtype=torch.float32) for n in (6, 3, 3)]
+    angles = made(9, 16, dtype=torch.float32)
+    given, step = (*projected, angles.cos(), angles.sin()), torch.tensor(7, dtype=torch.int32, device=DEVICE)
+    line, ring = ([torch.zeros(2, 3, size, 16, device=DEVICE) for _ in range(2)] for size in (12, 5))
+    queries = append(*given, *line, 4, step, implementation=implementation)
+    assert torch.equal(append(*given, *ring, 4, step, wraps=True, implementation=implementation), queries)
+    for row, slots in zip(line, ring, strict=True):
+        assert torch.equal(slots[:, :, 1], row[:, :, 11]) and slots.any((0, 1, 3)).tolist() == [0, 1, 0, 0, 0]
+
+
 def test_channels_beyond_the_rotation_stay():
     projected = [made(1, n * 24, dtype=torch.float32) for n in (4, 2, 2)]
     angles = made(3, 8, dtype=torch.float32)
@@ -134,6 +146,8 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"starts \(1, 2\) in rows \(1, 2, 5, 24\)"):
         slots = torch.zeros(1, 2, dtype=torch.int64)
         append(x, x, x, angles, angles, room, room, 0, step, slots=slots, starts=slots)
+    with pytest.raises(ValueError, match="2 tokens of 1 samples into a ring"):
+        append(*(3 * [x.repeat(2, 1)]), angles, angles, room, room, 0, step, wraps=True)
     with pytest.raises(ValueError, match=r"offsets \(2,\) for batch 1"):
         append(x, x, x, angles, angles, room, room, 0, step, offsets=torch.zeros(2))
 
@@ -143,7 +157,7 @@ def ahead():
 
     real = {"step": "*i32", "slots": "*i64", "starts": "*i64", "offsets": "*i64", "epsilon": "fp32"}
     real |= {"query_norm": "*fp32", "key_norm": "*fp32"}
-    real |= dict.fromkeys(("NORM", "SLOTS", "STARTS", "OFFSETS", "ROTATE", "D"), "constexpr")
+    real |= dict.fromkeys(("NORM", "SLOTS", "STARTS", "OFFSETS", "ROTATE", "RING", "D"), "constexpr")
     whole = ("tail", "tokens", "heads", "query_heads", "dim", "turning")
     types = {
         name: real.get(name, "i32" if name in whole or name[:2] in ("s_", "sk", "sv") else "*bf16")
@@ -153,6 +167,7 @@ def ahead():
         yield (
             _append,
             types,
-            {"NORM": own, "SLOTS": not own, "STARTS": not own, "OFFSETS": not own, "ROTATE": own, "D": 128},
+            {"NORM": own, "SLOTS": not own, "STARTS": not own, "OFFSETS": not own, "ROTATE": own}
+            | {"RING": 145 if own else 0, "D": 128},
             {"num_warps": 2},
         )
