@@ -231,6 +231,7 @@ def test_a_token_is_rounded_as_held_rows_are(implementation, name):
             assert torch.equal(got[:, :, 1].flatten(0, 1), part)
 
 
+@pytest.mark.cover
 @BOTH
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("rounds", [True, False])
