@@ -11,9 +11,10 @@ layer's keys, as they are cached, and of its values in some texts, over 448. Wit
 its keys and one for its values, with scope=head each KV head has its own (vLLM with llm-compressor's per-head scales).
 The file holds those of heads (`python -m kvbench calibrate fp8`); a layer's is the largest of its heads.
 
-Numbers beyond the largest float, and infinity, become that one, as servers do it; torch's cast would give NaN. NaN
-stays NaN, and ends the run. Floats of 8 bits are made and read by arithmetic on whole numbers and shifts, so every
-machine gives the same codes, whether its hardware has such floats or not.
+Numbers beyond the largest float become that one, as servers do it, and so does infinity; torch's cast would give NaN.
+NaN stays NaN, and ends the run; with scope=row infinity does too, because it would be the scale. Floats of 8 bits are
+made and read by arithmetic on whole numbers and shifts, so every machine gives the same codes, whether its hardware has
+such floats or not.
 
 Servers let the first chunk of a prompt attend to its raw rows, kvbench lets it attend to the rounded ones. vLLM with
 FlashAttention 3 rounds queries too, kvbench does not.

@@ -55,9 +55,10 @@ def test_make_test_holds_every_codec_to_every_law():
     found = collect("tests/laws/test_codecs.py")
     packing, methods = set(list_choices("codec")) - {"raw"}, set()
     for law, own in found.items():
-        assert {case["name"] for case in own} == packing, law
+        single = {"delta", "palu"} if "a_number_that_is_none" in law else set()  # they pack several heads together
+        assert {case["name"] for case in own} == packing - single, law
         methods |= {case["method"] for case in own if "method" in case}
-    assert len(found) == 6 and len(methods) == 5
+    assert len(found) == 7 and len(methods) == 5
 
 
 @pytest.mark.parametrize("codec", [name for name in list_choices("codec") if name != "raw"])

@@ -7,6 +7,7 @@ codec refuses a method, the method may not cut while decoding, or the full cache
 tests/methods/codecs has the formulas, and every codec with every method and allocator.
 """
 
+import math
 from functools import cache
 
 import pytest
@@ -37,6 +38,7 @@ METHODS = {
 
 DEFAULTS = [name for name, (_, args) in VARIANTS.items() if not args]
 QUICK = {name: list(METHODS)[number % len(METHODS)] for number, name in enumerate(DEFAULTS)}
+ALONE = [name for name, (codec, _) in VARIANTS.items() if codec not in ("delta", "palu")]  # they pack several heads
 LAW = pytest.mark.parametrize(
     "name, method",
     [
@@ -215,3 +217,20 @@ def test_bytes_are_those_of_the_tensors_that_are_held(name, method):
                 held = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
                 own = layer.rows.bytes()
                 assert sum(held.values()) == own.rows + own.headroom, own
+
+
+@pytest.mark.parametrize("name", choose_quick(ALONE, *(own for own in DEFAULTS if own in ALONE)))
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_number_that_is_none_ends_the_run_and_hits_no_other_row(name, bad):
+    """NaN is read as NaN, and infinity as what is not finite, or as the largest number of its format."""
+    codec, rows = make_codec(name).of_layer(1, 3), torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    lengths, place = torch.tensor([[4, 4]]), 2
+    broken = rows.clone()
+    broken[place, 5] = bad
+    both = zip(codec.pack(broken, broken, lengths).read(), codec.pack(rows, rows, lengths).read(), strict=True)
+    for read, plain in both:
+        assert read[torch.arange(8) != place].isfinite().all()
+        if math.isnan(bad):
+            assert read[place].isnan().any()
+        else:
+            assert not read[place].isfinite().all() or read[place, 5] > 2 * plain[place].abs().max()
