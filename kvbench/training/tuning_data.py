@@ -41,8 +41,8 @@ SHARES = {  # kind -> relative share of the samples
 }
 SHORT = 2048  # up to this length cwe and fwe have MORE times their shares: counting is learned on short lists first
 MORE = {"ruler_cwe": 1.5, "ruler_fwe": 1.5}
-LEAST = 0.6  # the smallest part of the tokens asked for that a sample is made for
-FITTED = 0.85  # a sample is sized again if it has less than this part of the tokens it is made for
+LEAST = 0.7  # the smallest part of the tokens asked for that a sample is made for
+FITTED = 0.75  # a sample is sized again if it has less than this part of the tokens it is made for
 TRIES = 6  # sizes that are tried for one draw
 DRAWS = 50  # draws of a kind until one fits the length
 TRAINED = "torch", "transformers", "numpy", "sklearn", "scipy", "networkx"
@@ -79,9 +79,7 @@ class TuningData:
         SettingError: A share is invalid, or there are no texts for the share of plain text.
     """
 
-    def __init__(
-        self, tokenizer: FastTokenizer, texts: Path | None, shares: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: FastTokenizer, texts: Path | None, shares: Mapping[str, float] | None = None) -> None:
         self.tokenizer = tokenizer
         self.shares = dict(SHARES if shares is None else shares)
         for name, share in self.shares.items():
@@ -102,9 +100,7 @@ class TuningData:
             ValueError: No kind fits into the length.
         """
         rng = random.Random(f"{SEED}/{seed}/{number}/{length}")
-        shares = {
-            name: share * (MORE.get(name, 1) if length <= SHORT else 1) for name, share in self.shares.items()
-        }
+        shares = {name: share * (MORE.get(name, 1) if length <= SHORT else 1) for name, share in self.shares.items()}
         for _ in range(DRAWS):
             [kind] = rng.choices(list(shares), list(shares.values()))
             name = f"{SEED}/{seed}/{number}/{length}/{rng.getrandbits(64)}"

@@ -20,7 +20,7 @@ from itertools import pairwise
 from kvbench.tasks.ledger import task as ledger
 from kvbench.tasks.phonebook import PHONES
 from kvbench.tasks.ruler.niah import DEPTHS, NIAH, NiahFamily
-from kvbench.tasks.ruler.templates import RenderedPrompt, Wording, load_wordings
+from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
 from kvbench.tasks.ruler.word_counts import WORDS
 from kvbench.tasks.scbench.prompts import load_forms
 from kvbench.training import tuning_questions, tuning_texts
@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A context with its turns. `solved` says where in the context the answer of a solved example is, as in `Sample`."""
+    """A context with its turns. `solved` says where the answer of a solved example is, as in `Sample`."""
 
     context: str
     turns: tuple[Turn, ...]
@@ -278,13 +278,23 @@ def _ask_documents(rng: random.Random, texts: list[str], asked: list[tuning_ques
     return Conversation(rendered.context, tuple(turns))
 
 
+def _make_forms(rng: random.Random) -> Callable[[], random.Random]:
+    """Return a function that gives each document of a sample the generator of its form.
+
+    In half of the samples there are one to six forms, so that many documents tell the same facts about other subjects.
+    """
+    seeds = [rng.getrandbits(64) for _ in range(rng.randint(1, 6))] if rng.random() < 0.5 else []
+    return lambda: random.Random(rng.choice(seeds) if seeds else rng.getrandbits(64))
+
+
 def _write_documents(rng: random.Random, units: int) -> tuple[list[str], list[tuning_questions.Question]]:
     """Write documents about different subjects, and a question about each."""
-    inventor, documents = tuning_questions.Inventor(rng), []
+    inventor, documents, draw_form = tuning_questions.Inventor(rng), [], _make_forms(rng)
     remarks = rng.choice((0, 1, 2, 2))
     for _ in range(units):
-        subject = tuning_questions.draw_subject(inventor, rng.choice(("thing", "thing", "person", "place")))
-        documents.append(tuning_questions.write_document(inventor, subject, rng.randint(3, 6), remarks=remarks))
+        writer = tuning_questions.Writer(inventor, draw_form())
+        subject = writer.draw_subject(writer.form.choice(("thing", "thing", "person", "place")))
+        documents.append(writer.write(subject, writer.form.randint(3, 6), remarks=remarks))
     return [document.text for document in documents], [document.ask(rng) for document in documents]
 
 
@@ -300,9 +310,8 @@ def _make_hotpot(rng: random.Random, units: int, length: int) -> Conversation | 
     """Make a sample of qa_hotpot: pairs of documents, and questions that need both of a pair."""
     if units < 4:
         return None
-    inventor, pairs = tuning_questions.Inventor(rng), []
-    for _ in range(units // 2):
-        pairs.append(tuning_questions.write_pair(inventor))
+    inventor, draw_form = tuning_questions.Inventor(rng), _make_forms(rng)
+    pairs = [tuning_questions.Writer(inventor, draw_form()).write_pair() for _ in range(units // 2)]
     texts = [tuning_questions.write_page(document) for documents, _ in pairs for document in documents]
     chosen = rng.sample(pairs, min(len(pairs), _count_turns(rng, MOST_TURNS)))
     return _ask_documents(rng, texts, [rng.choice(asked) for _, asked in chosen])
@@ -324,8 +333,8 @@ def _wordings() -> dict[str, tuple[str, str, str]]:
     }
 
 
-def _converse(name: str, context: str, asked: Sequence[tuple[dict[str, str], str]], shown: str | None = None) -> Conversation:
-    """Ask as a task of SCBench does: (slots, answer) of each turn. `shown` takes the place of all answers but the last."""
+def _converse(name: str, context: str, asked: Sequence[tuple[dict[str, str], str]]) -> Conversation:
+    """Ask as a task of SCBench does; `asked` has the slots and the answer of each turn."""
     before, first, later = _wordings()[name]
     turns = []
     for place, (slots, answer) in enumerate(asked):
@@ -356,12 +365,15 @@ def _make_kv(rng: random.Random, units: int, length: int) -> Conversation | None
             for key, value in pairs.items()
         }
         asked = [
-            (_ask_alone(_ask_for_keys([key], [pairs[key]], "numbers")), pairs[key]) for key in rng.sample(list(pairs), turns)
+            (_ask_alone(_ask_for_keys([key], [pairs[key]], "numbers")), pairs[key])
+            for key in rng.sample(list(pairs), turns)
         ]
         return _converse("scbench_kv", json.dumps(told, indent=0), asked)
     pairs = {tuning_texts.draw_uuid(rng): tuning_texts.draw_uuid(rng) for _ in range(units)}
-    asked = [({"input": f'Key: "{key}"\nThe value associated with the specified key is: '}, pairs[key])
-             for key in rng.sample(list(pairs), turns)]  # fmt: skip
+    asked = [
+        ({"input": f'Key: "{key}"\nThe value associated with the specified key is: '}, pairs[key])
+        for key in rng.sample(list(pairs), turns)
+    ]
     return _converse("scbench_kv", "JSON data:\n" + json.dumps(pairs, indent=0), asked)
 
 
@@ -406,7 +418,9 @@ def _make_book(choices: bool) -> Callable[[random.Random, int, int], Conversatio
         for question in rng.sample(questions, turns):
             slots = {"input": question.query}
             if choices:
-                options = [question.answer, *(tuning_texts.draw_name(rng) for _ in range(3))]
+                others = {one.answer for one in questions if one.kind == question.kind} - {question.answer}
+                options = [question.answer, *rng.sample(sorted(others), min(3, len(others)))]
+                options += [tuning_texts.draw_name(rng) for _ in range(4 - len(options))]
                 slots |= dict(zip("ABCD", rng.sample(options, 4), strict=True))
             asked.append((slots, question.answer))
         return _converse("scbench_choice_eng" if choices else "scbench_qa_eng", context, asked)
@@ -456,16 +470,14 @@ def _make_phonebook(rng: random.Random, units: int, length: int) -> Conversation
     book = {name: draw() for name in names}
     entry, one = (PHONES.entry, PHONES.one) if plain else (load_wordings().needle, load_wordings().niah.singular())
     lines = [entry.format(type_needle_v="numbers", key=name, value=number) for name, number in book.items()]
-    turns = []
-    for name in rng.sample(names, min(len(names), _count_turns(rng, MOST_TURNS))):
-        rendered = _render_book(one, "" if turns else "\n".join(lines), name, book[name])
-        context = context if turns else rendered.context
-        turns.append((_later_turn if turns else _first_turn)(rendered, book[name]))
-    return Conversation(context, tuple(turns))
 
+    def ask(name: str, context: str = "") -> RenderedPrompt:
+        return one.render(context, [book[name]], type_needle_v="number", query=name)
 
-def _render_book(wording: Wording, context: str, name: str, number: str) -> RenderedPrompt:
-    return wording.render(context, [number], type_needle_v="number", query=name)
+    first, *later = rng.sample(names, min(len(names), _count_turns(rng, MOST_TURNS)))
+    rendered = ask(first, "\n".join(lines))
+    turns = (_first_turn(rendered, book[first]), *(_later_turn(ask(name), book[name]) for name in later))
+    return Conversation(rendered.context, turns)
 
 
 def _make_magic(rng: random.Random, units: int, length: int) -> Conversation | None:
@@ -473,39 +485,38 @@ def _make_magic(rng: random.Random, units: int, length: int) -> Conversation | N
     if units < 40:
         return None
     form, sentences = load_needle_wording(), tuning_texts.write_prose(rng, units)
-    cities = {tuning_texts.draw_name(rng): tuning_texts.draw_number(rng, rng.choice(tuning_texts.DIGITS))
-              for _ in range(rng.choice((1, 1, 2, 3)))}  # fmt: skip
+    cities = {
+        tuning_texts.draw_name(rng): tuning_texts.draw_number(rng, rng.choice(tuning_texts.DIGITS))
+        for _ in range(rng.choice((1, 1, 2, 3)))
+    }
     for city, number in cities.items():
         place = rng.randrange(len(sentences))
         sentences[place] += form["needle"].format(city=city, number=number)
     turns = []
     for city in rng.sample(list(cities), len(cities)):
         question = form["question"].format(city=city)
-        turns.append(Turn(question.lstrip() if turns else question, form["answer_prefix"].format(city=city), " " + cities[city]))
+        turns.append(
+            Turn(question.lstrip() if turns else question, form["answer_prefix"].format(city=city), " " + cities[city])
+        )
     return Conversation(form["context"].format(haystack=" ".join(sentences)), tuple(turns))
 
 
-_ESSAY, _NOISE, _NEEDLE, _UUIDS = 1.62, 22.0, 34.0, 98.0
-_UNITS = {"noise": _NOISE, "essay": _ESSAY, "needle": _NEEDLE}
+_NEEDLES = {"noise": (25.1, 200), "essay": (1.43, 300), "needle": (25.0, 300)}  # haystack -> `unit` and `rest`
 KINDS = {
-    **{
-        family.name: Kind(
-            _make_needles(family), _UUIDS if family.key == "uuids" else _UNITS[family.haystack], 200
-        )
-        for family in NIAH
-    },
-    "ruler_vt": Kind(_make_variables, _NOISE, 500),
-    "ruler_cwe": Kind(_make_common_words, 6.5, 500),
-    "ruler_fwe": Kind(_make_frequent_words, 2.5, 150),
-    "ruler_qa_squad": Kind(_make_squad, 120, 250),
-    "ruler_qa_hotpot": Kind(_make_hotpot, 95, 250),
-    "scbench_kv": Kind(_make_kv, 75, 300),
-    "scbench_prefix_suffix": Kind(_make_lines, 20, 250),
-    "scbench_vt": Kind(_make_tracked, _NOISE, 700),
-    "scbench_qa_eng": Kind(_make_book(choices=False), 120, 250),
-    "scbench_choice_eng": Kind(_make_book(choices=True), 120, 350),
-    "scbench_many_shot": Kind(_make_shots, 26, 150),
-    "ledger": Kind(_make_ledger, 38, 300),
-    "phonebook": Kind(_make_phonebook, 22, 200),
-    "magic_number": Kind(_make_magic, _ESSAY, 150),
+    **{family.name: Kind(_make_needles(family), *_NEEDLES[family.haystack]) for family in NIAH},
+    "niah_multikey_3": Kind(_make_needles(NIAH[5]), 80, 620),
+    "ruler_vt": Kind(_make_variables, 25.5, 560),
+    "ruler_cwe": Kind(_make_common_words, 7.2, 550),
+    "ruler_fwe": Kind(_make_frequent_words, 2.32, 50),
+    "ruler_qa_squad": Kind(_make_squad, 102, 120),
+    "ruler_qa_hotpot": Kind(_make_hotpot, 69, 80),
+    "scbench_kv": Kind(_make_kv, 65, 350),
+    "scbench_prefix_suffix": Kind(_make_lines, 22, 270),
+    "scbench_vt": Kind(_make_tracked, 25, 760),
+    "scbench_qa_eng": Kind(_make_book(choices=False), 95, 160),
+    "scbench_choice_eng": Kind(_make_book(choices=True), 95, 300),
+    "scbench_many_shot": Kind(_make_shots, 26, 140),
+    "ledger": Kind(_make_ledger, 36, 400),
+    "phonebook": Kind(_make_phonebook, 23.5, 260),
+    "magic_number": Kind(_make_magic, 1.44, 190),
 }

@@ -36,7 +36,7 @@ ONSETS = (
     *("b", "bl", "br", "c", "ch", "cl", "cr", "d", "dr", "f", "fl", "fr", "g", "gl", "gr", "h", "j", "k", "kr", "l"),
     *("m", "n", "p", "pl", "pr", "qu", "r", "s", "sh", "sk", "sl", "sp", "st", "str", "t", "th", "tr", "v", "w", "z"),
 )
-VOWELS = "a", "e", "i", "o", "u", "ai", "ea", "ie", "oa", "ou"
+VOWELS = *"aeiou" * 4, "ai", "ea", "ie", "oa", "ou", "y"
 CODAS = "", "", "ck", "d", "k", "l", "ld", "m", "n", "nd", "nt", "p", "r", "rd", "rk", "s", "st", "t", "th", "x"
 DIGITS = 5, 6, 8, 9
 VERSIONS = "1235678"
@@ -44,28 +44,68 @@ FIRST, LAST = 1580, 1949  # years of an evaluation's dates
 MONTHS = synthetic_qa.MONTHS
 
 OPENINGS = (
-    "Toward the end of the week", "In the papers of {p}", "North of {l}", "Not far from the {n}", "For most of that year",
-    "Once the {n} had been counted", "As far as {p} could tell", "During the long wait for {q}", "Under the {n} of {l}",
-    "Only after {p} had left", "In a {a} corner of {l}", "With so many {n} around", "Despite the {n}", "Every other day",
-    "According to the oldest {n}", "While {q} was away", "Since nobody had asked", "By the middle of the month",
-)  # fmt: skip
+    "Toward the end of the week",
+    "In the papers of {p}",
+    "North of {l}",
+    "Not far from the {n}",
+    "For most of that year",
+    "Once the {n} had been counted",
+    "As far as {p} could tell",
+    "During the long wait for {q}",
+    "Under the {n} of {l}",
+    "Only after {p} had left",
+    "In a {a} corner of {l}",
+    "With so many {n} around",
+    "Despite the {n}",
+    "Every other day",
+    "According to the oldest {n}",
+    "While {q} was away",
+    "Since nobody had asked",
+    "By the middle of the month",
+)
 MAINS = (
-    "{p} had never seen the {n} so {a}", "the {n} was handed to {q}", "a pair of {n} lay beside the {m}",
-    "people from {l} preferred the {a} {n}", "it was {q} who first noticed the {n}", "the {n} could not be {v} at all",
-    "some {n} were {a} and others were {b}", "they kept talking about the {n} of {l}", "{p} sold the {a} {m} to {q}",
-    "the whole street had been {v} by {p}", "nothing about the {n} was {a}", "the {m} had been {v} twice already",
-    "{q} found a {a} {n} under the stairs", "a letter with the word {n} in it arrived at {l}", "the {n} turned {a}",
-    "{p} and {q} had {v} the {n} together", "the {a} {n} stayed where it was", "there were more {n} than {m} in {l}",
-    "the guests of {q} looked at the {n} in silence", "none of the {m} had a {b} side", "somebody painted the {n} {a}",
-    "the price of {n} doubled in {l}", "{p} asked whether the {n} was {b}", "the road past the {n} was closed again",
-    "every {m} had to be {v} by hand", "{q} dreamed of {n} and {m}", "what the {n} meant was not {a} to {p}",
-    "two of the {n} belonged to {q}", "the {b} {n} was put away for {p}", "the map of {l} showed a {a} {m}",
-)  # fmt: skip
+    "{p} had never seen the {n} so {a}",
+    "the {n} was handed to {q}",
+    "a pair of {n} lay beside the {m}",
+    "people from {l} preferred the {a} {n}",
+    "it was {q} who first noticed the {n}",
+    "the {n} could not be {v} at all",
+    "some {n} were {a} and others were {b}",
+    "they kept talking about the {n} of {l}",
+    "{p} sold the {a} {m} to {q}",
+    "the whole street had been {v} by {p}",
+    "nothing about the {n} was {a}",
+    "the {m} had been {v} twice already",
+    "{q} found a {a} {n} under the stairs",
+    "a letter with the word {n} in it arrived at {l}",
+    "the {n} turned {a}",
+    "{p} and {q} had {v} the {n} together",
+    "the {a} {n} stayed where it was",
+    "there were more {n} than {m} in {l}",
+    "the guests of {q} looked at the {n} in silence",
+    "none of the {m} had a {b} side",
+    "somebody painted the {n} {a}",
+    "the price of {n} doubled in {l}",
+    "{p} asked whether the {n} was {b}",
+    "the road past the {n} was closed again",
+    "every {m} had to be {v} by hand",
+    "{q} dreamed of {n} and {m}",
+    "what the {n} meant was not {a} to {p}",
+    "two of the {n} belonged to {q}",
+    "the {b} {n} was put away for {p}",
+    "the map of {l} showed a {a} {m}",
+)
 LINKS = ", and ", ", but ", ", so ", ", for ", " because ", " after ", " before ", " whenever ", " as soon as ", "; "
 CLOSINGS = (
-    ", or at least {p} said so", ", much like the {m}", " without a single {n}", ", just as {q} had hoped",
-    ", which made it {a}", " on the way to {l}", ", and then the {n} too", " in front of everybody",
-)  # fmt: skip
+    ", or at least {p} said so",
+    ", much like the {m}",
+    " without a single {n}",
+    ", just as {q} had hoped",
+    ", which made it {a}",
+    " on the way to {l}",
+    ", and then the {n} too",
+    " in front of everybody",
+)
 
 
 @cache
