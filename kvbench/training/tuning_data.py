@@ -27,6 +27,7 @@ from kvbench.models.encoding import FastTokenizer
 from kvbench.runs.prompt import encode
 from kvbench.training.token_sequences import find_packages, read_docstrings
 from kvbench.training.tuning_tasks import KINDS, Conversation
+from kvbench.training.tuning_texts import SEED
 from kvbench.validation import SettingError, is_number, require_choice
 
 TEXT = "text"
@@ -47,8 +48,7 @@ TRIES = 6  # sizes that are tried for one draw
 DRAWS = 50  # draws of a kind until one fits the length
 TRAINED = "torch", "transformers", "numpy", "sklearn", "scipy", "networkx"
 HELD_OUT = "pandas", "sympy"
-HELD_TOKENS, MOST_TOKENS = 400_000, 8_000_000
-SEED = "kvbench tuning"
+HELD_TOKENS, MOST_TOKENS = 400_000, 4_000_000
 
 
 @dataclass(frozen=True)

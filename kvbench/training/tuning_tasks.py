@@ -105,7 +105,7 @@ def _make_needles(family: NiahFamily) -> Callable[[random.Random, int, int], Con
     def make(rng: random.Random, units: int, length: int) -> Conversation | None:
         keys, values, asked = family.keys, family.values, family.asked
         if rng.random() < 0.4:
-            keys = rng.randint(1, min(8, length // 128))
+            keys = rng.randint(1, max(1, min(8, length // 128)))
             values = rng.choice((1, 1, 2, 3, 5)) if family.value == "numbers" else 1
             asked = rng.randint(1, min(keys, 5)) if family.value == "numbers" else 1
         if family.haystack == "essay" and keys * values > len(DEPTHS) or units < keys * values:
@@ -195,7 +195,7 @@ def _make_variables(rng: random.Random, units: int, length: int) -> Conversation
     """Make a sample of vt. Half of them have one chain, as in RULER, and the others up to five."""
     if units < 6:
         return None
-    letters, digits = rng.choice((4, 6, 7)), rng.choice((4, 6))
+    letters, digits = rng.choice((4, 6, 7)), rng.choice((6, 8))
     chains = _draw_chains(rng, 1 if rng.random() < 0.5 else rng.randint(2, 5), letters, digits)
     example = _draw_chains(rng, 1, rng.choice((2, 4)), digits)
     [(value, names)] = example.items()
@@ -245,7 +245,7 @@ def _make_common_words(rng: random.Random, units: int, length: int) -> Conversat
 
 def _make_frequent_words(rng: random.Random, units: int, length: int) -> Conversation | None:
     """Make a sample of fwe. Units are the sum of the counts before each count is rounded down."""
-    letters, alpha = rng.choice((5, 7, 8)), rng.choice((2.0, 2.0, 2.0, 1.8, 2.3))
+    letters, alpha = rng.choice((7, 8)), rng.choice((2.0, 2.0, 2.0, 1.8, 2.3))
     different = max(12, int(length * rng.uniform(0.5, 1.5)) // 50)
     drawn: dict[str, None] = {}
     while len(drawn) < different:
@@ -284,7 +284,7 @@ def _make_forms(rng: random.Random) -> Callable[[], random.Random]:
     In half of the samples there are one to six forms, so that many documents tell the same facts about other subjects.
     """
     seeds = [rng.getrandbits(64) for _ in range(rng.randint(1, 6))] if rng.random() < 0.5 else []
-    return lambda: random.Random(rng.choice(seeds) if seeds else rng.getrandbits(64))
+    return lambda: random.Random(f"{tuning_texts.SEED}/{rng.choice(seeds) if seeds else rng.getrandbits(64)}")
 
 
 def _write_documents(rng: random.Random, units: int) -> tuple[list[str], list[tuning_questions.Question]]:
@@ -321,7 +321,7 @@ def _make_hotpot(rng: random.Random, units: int, length: int) -> Conversation | 
 
 
 @cache
-def _wordings() -> dict[str, tuple[str, str, str]]:
+def load_scbench_wordings() -> dict[str, tuple[str, str, str]]:
     """Return for each task of SCBench the text before the context, the first question and a later one."""
     return {
         form.name: (
@@ -335,7 +335,7 @@ def _wordings() -> dict[str, tuple[str, str, str]]:
 
 def _converse(name: str, context: str, asked: Sequence[tuple[dict[str, str], str]]) -> Conversation:
     """Ask as a task of SCBench does; `asked` has the slots and the answer of each turn."""
-    before, first, later = _wordings()[name]
+    before, first, later = load_scbench_wordings()[name]
     turns = []
     for place, (slots, answer) in enumerate(asked):
         question = later.format(**slots) if place else "\n\n" + first.format(**slots)
@@ -371,7 +371,7 @@ def _make_kv(rng: random.Random, units: int, length: int) -> Conversation | None
         return _converse("scbench_kv", json.dumps(told, indent=0), asked)
     pairs = {tuning_texts.draw_uuid(rng): tuning_texts.draw_uuid(rng) for _ in range(units)}
     asked = [
-        ({"input": f'Key: "{key}"\nThe value associated with the specified key is: '}, pairs[key])
+        ({"input": f'Key: "{key}"\nThe value associated with the specified key is:'}, pairs[key])
         for key in rng.sample(list(pairs), turns)
     ]
     return _converse("scbench_kv", "JSON data:\n" + json.dumps(pairs, indent=0), asked)
@@ -395,7 +395,7 @@ def _make_tracked(rng: random.Random, units: int, length: int) -> Conversation |
     turns = _draw_turns(rng)
     if units < 4:
         return None
-    chains = _draw_chains(rng, turns, rng.choice((4, 6)), rng.choice((4, 6)))
+    chains = _draw_chains(rng, turns, rng.choice((4, 6)), rng.choice((6, 8)))
     first, *_ = chains
     context = _ask_for_chain(first, chains[first], _scatter(rng, chains, units)).context
     asked = [

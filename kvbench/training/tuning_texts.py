@@ -3,16 +3,19 @@
 A tuning shares wordings with an evaluation: the prompts of the benchmarks, RULER's noise sentence, the ledger's lines,
 labels such as `Document 3`, months, and the function words of generated sentences. It shares nothing that is drawn:
 
-* Words come from tuning_words.txt, which has no word of wonderwords, from whose lists all tasks draw. A word counts as
-  another if its lower-case string differs; `tables` is none of the words that have `table`.
-* Names are made of other syllables. A name that the syllables of the tasks could make is drawn again.
-* Needles' numbers have five, six, eight or nine digits, an evaluation's have seven. UUIDs have another version than 4.
-* Variables have four, six or seven letters and values four or six digits (evaluation: five letters, in the example
-  three, and five digits). Coded words have five, seven or eight letters (six). Lines of SCBench have 20 or 28 hex
-  digits (24), and its comparisons have numbers of three digits (two).
-* Dates lie outside the years 1580 to 1949, and counts have three or five digits (four).
+* Words come from tuning_words.txt, which has no word of wonderwords, from whose lists all tasks draw. A word is another
+  word if its lower-case string differs; `tables` is none of the words that have `table`. It has none of the words of
+  the tasks' generators either, so that what both sides have is in templates only. The words are those that stand three
+  times or more in docstrings of the packages of .venv.
+* Names are made of other syllables. A name that the syllables of the tasks could make is drawn again, and so is a word.
+* Numbers of four digits or more: needles have six, eight or nine digits and an evaluation's have seven, values of
+  variables have six or eight (five), counts have six (four), the years of dates are not 1580 to 1949.
+* Numbers below 1000 are too few to share out: places in lists, days, the terms of ledgers, and comparisons, which have
+  three digits (two). A ledger as a whole follows from its seed.
+* UUIDs have another version than 4, and lines of SCBench have 20 or 28 hex digits (24).
+* Variables have four, six or seven letters, in the example two or four (five, and three). Coded words have seven or
+  eight letters (six).
 * Sentences and documents are made of these words and names, by templates of their own.
-* Ledgers have numbers of two digits in both, since there are no others. A ledger as a whole follows from its seed.
 * Seeds are texts that begin with `kvbench tuning/`. Those of an evaluation begin with a whole number (`0/niah_…`), or
   with the name of another generator (`kvbench prose`, `kvbench miniature/…`). `random.Random` hashes the whole text.
 """
@@ -22,6 +25,7 @@ import re
 import string
 from collections.abc import Sequence
 from functools import cache
+from importlib.resources import files
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -38,7 +42,8 @@ ONSETS = (
 )
 VOWELS = *"aeiou" * 4, "ai", "ea", "ie", "oa", "ou", "y"
 CODAS = "", "", "ck", "d", "k", "l", "ld", "m", "n", "nd", "nt", "p", "r", "rd", "rk", "s", "st", "t", "th", "x"
-DIGITS = 5, 6, 8, 9
+DIGITS = 6, 8, 9  # of a needle's number
+SEED = "kvbench tuning"
 VERSIONS = "1235678"
 FIRST, LAST = 1580, 1949  # years of an evaluation's dates
 MONTHS = synthetic_qa.MONTHS
@@ -114,13 +119,22 @@ def load_words() -> tuple[str, ...]:
     return tuple(WORDS.read_text(encoding="utf-8").split())
 
 
+@cache
+def load_evaluated_words() -> frozenset[str]:
+    """Load the words from which the tasks draw, in lower case."""
+    folder = files("wonderwords.assets")
+    texts = (folder.joinpath(f"{name}list.txt").read_text(encoding="utf-8") for name in ("noun", "adjective", "verb"))
+    return frozenset(chain.from_iterable(text.lower().split() for text in texts))
+
+
 def draw_name(rng: random.Random) -> str:
     """Draw a name of five to ten letters that no evaluation can have."""
     while True:
         parts = range(rng.choice((2, 2, 2, 3)))
         name = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + (rng.choice(CODAS) if i else "") for i in parts)
         name = name.capitalize()
-        if 5 <= len(name) <= 10 and not EVALUATED.fullmatch(name) and name not in CITIES:
+        evaluated = EVALUATED.fullmatch(name) or name in CITIES or name.lower() in load_evaluated_words()
+        if 5 <= len(name) <= 10 and not evaluated:
             return name
 
 
@@ -153,8 +167,8 @@ def draw_date(rng: random.Random) -> str:
 
 
 def draw_count(rng: random.Random) -> str:
-    """Draw a count of three or five digits."""
-    return f"{rng.choice((rng.randint(101, 999), rng.randint(10_000, 99_999))):,}"
+    """Draw a count of six digits."""
+    return f"{rng.randrange(100_000, 1_000_000):,}"
 
 
 def write_prose(rng: random.Random, words: int) -> list[str]:
