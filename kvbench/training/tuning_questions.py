@@ -107,6 +107,7 @@ class Subject:
         kind: ``thing``, ``person`` or ``place``.
         name: The name.
         label: The subject in a sentence, such as "the mill Kreath".
+        title: The title of its document.
         asked: The subject in a question.
         again: What later sentences call it: (subject, possessive).
         opening: A sentence that only says what it is; "" if the label does.
@@ -115,6 +116,7 @@ class Subject:
     kind: str
     name: str
     label: str
+    title: str
     asked: str
     again: tuple[tuple[str, str], ...]
     opening: str = ""
@@ -156,17 +158,16 @@ class Writer:
                 form.choice(load_facts().work),
                 name.split()[-1],
             )
-            noun = f"an {work}" if work[0] in "aeiou" else f"a {work}"
-            opening = form.choice((f"{name} was {noun}.", f"{name} is remembered as {noun}.", ""))
+            opening = form.choice((f"{name} was {_a(work)}.", f"{name} is remembered as {_a(work)}.", ""))
             asked = form.choice((name, f"the {work} {name}")) if opening else name
-            return Subject(kind, name, name, asked, (pronoun, (last, f"{last}'s"), pronoun), opening)
+            return Subject(kind, name, name, name, asked, (pronoun, (last, f"{last}'s"), pronoun), opening)
         name = name or self.inventor.draw("name")
         noun = form.choice(load_facts().things if kind == "thing" else load_facts().places)
-        labels = (f"the {noun} {name}", f"the {name} {noun}") if kind == "thing" else (name, f"the {noun} of {name}")
-        label = form.choice(labels)
-        opening = "" if noun in label else f"{name} is a {noun}."
+        title = f"the {noun} {name}" if kind == "thing" else f"the {noun} of {name}"
+        label = form.choice((title, name, f"the {name} {noun}" if kind == "thing" else title))
+        opening = f"{name} is {_a(noun)}." if label == name else ""
         again = ("it", "its"), (f"the {noun}", f"the {noun}'s"), ("it", "its")
-        return Subject(kind, name, label, label, again, opening)
+        return Subject(kind, name, label, title, form.choice((label, label, name)), again, opening)
 
     def write(self, subject: Subject, facts: int, known: Sequence[tuple[Fact, str]] = (), remarks: int = 0) -> Document:
         """Write a document.
@@ -219,8 +220,11 @@ class Writer:
 
 def write_page(document: Document) -> str:
     """Return the document below its title, as HotpotQA has it."""
-    label = document.subject.label
-    return f"{_capitalise(label)}\n{document.text}"
+    return f"{_capitalise(document.subject.title)}\n{document.text}"
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def _capitalise(text: str) -> str:

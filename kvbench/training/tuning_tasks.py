@@ -197,7 +197,7 @@ def _make_variables(rng: random.Random, units: int, length: int) -> Conversation
         return None
     letters, digits = rng.choice((4, 6, 7)), rng.choice((6, 8))
     chains = _draw_chains(rng, 1 if rng.random() < 0.5 else rng.randint(2, 5), letters, digits)
-    example = _draw_chains(rng, 1, rng.choice((2, 4)), digits)
+    example = _draw_chains(rng, 1, 4, digits)
     [(value, names)] = example.items()
     if rng.random() < 0.85:  # four hops as in RULER, so that the example is like the sample
         names = names[:5]
@@ -333,14 +333,29 @@ def load_scbench_wordings() -> dict[str, tuple[str, str, str]]:
     }
 
 
-def _converse(name: str, context: str, asked: Sequence[tuple[dict[str, str], str]]) -> Conversation:
-    """Ask as a task of SCBench does; `asked` has the slots and the answer of each turn."""
+def _converse(
+    name: str, context: str, asked: Sequence[tuple[dict[str, str], str]], golden: Sequence[str] = ()
+) -> Conversation:
+    """Ask as a task of SCBench does.
+
+    Args:
+        name: The task.
+        context: The text below the task's heading.
+        asked: Slots and answer of each turn.
+        golden: What all turns but the last show as their answers, if that is not the answer. These do not count.
+    """
     before, first, later = load_scbench_wordings()[name]
     turns = []
     for place, (slots, answer) in enumerate(asked):
         question = later.format(**slots) if place else "\n\n" + first.format(**slots)
-        turns.append(Turn(question, "", answer))
+        shown = golden and place < len(asked) - 1
+        turns.append(Turn(question, "", golden[place] if shown else answer, not shown))
     return Conversation(before + context, tuple(turns))
+
+
+def _show_golden(rng: random.Random, golden: Sequence[str]) -> Sequence[str]:
+    """Return the benchmark's answers for half of the conversations: an evaluation shows these or the model's own."""
+    return golden if rng.random() < 0.5 else ()
 
 
 def _draw_turns(rng: random.Random) -> int:
@@ -398,34 +413,41 @@ def _make_tracked(rng: random.Random, units: int, length: int) -> Conversation |
     chains = _draw_chains(rng, turns, rng.choice((4, 6)), rng.choice((6, 8)))
     first, *_ = chains
     context = _ask_for_chain(first, chains[first], _scatter(rng, chains, units)).context
-    asked = [
-        (_ask_alone(_ask_for_chain(value, chains[value])), " ".join(chains[value]))
-        for value in rng.sample(list(chains), turns)
-    ]
-    return _converse("scbench_vt", context, asked)
+    order = rng.sample(list(chains), turns)
+    asked = [(_ask_alone(_ask_for_chain(value, chains[value])), " ".join(chains[value])) for value in order]
+    return _converse("scbench_vt", context, asked, _show_golden(rng, [str(chains[value]) for value in order]))
 
 
-def _make_book(choices: bool) -> Callable[[random.Random, int, int], Conversation | None]:
-    """Return the function that makes questions about documents, open ones or with four options."""
+def _make_book(rng: random.Random, units: int, length: int) -> Conversation | None:
+    """Make open questions about documents."""
+    if units < (turns := _draw_turns(rng)):
+        return None
+    context, questions = _write_book(rng, units)
+    asked = [({"input": question.query}, question.answer) for question in rng.sample(questions, turns)]
+    return _converse("scbench_qa_eng", context, asked)
 
-    def make(rng: random.Random, units: int, length: int) -> Conversation | None:
-        turns = _draw_turns(rng)
-        if units < turns:
-            return None
-        texts, questions = _write_documents(rng, units)
-        context = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(texts, 1))
-        asked = []
-        for question in rng.sample(questions, turns):
-            slots = {"input": question.query}
-            if choices:
-                others = {one.answer for one in questions if one.kind == question.kind} - {question.answer}
-                options = [question.answer, *rng.sample(sorted(others), min(3, len(others)))]
-                options += [tuning_texts.draw_name(rng) for _ in range(4 - len(options))]
-                slots |= dict(zip("ABCD", rng.sample(options, 4), strict=True))
-            asked.append((slots, question.answer))
-        return _converse("scbench_choice_eng" if choices else "scbench_qa_eng", context, asked)
 
-    return make
+def _make_choices(rng: random.Random, units: int, length: int) -> Conversation | None:
+    """Make questions with four options, which are answered by a letter: SCBench grades the first letter first."""
+    if units < (turns := _draw_turns(rng)):
+        return None
+    context, questions = _write_book(rng, units)
+    chosen, asked = rng.sample(questions, turns), []
+    for question in chosen:
+        others = {one.answer for one in questions if one.kind == question.kind} - {question.answer}
+        options = [question.answer, *rng.sample(sorted(others), min(3, len(others)))]
+        options += [tuning_texts.draw_name(rng) for _ in range(4 - len(options))]
+        rng.shuffle(options)
+        slots = {"input": question.query, **dict(zip("ABCD", options, strict=True))}
+        asked.append((slots, "ABCD"[options.index(question.answer)]))
+    golden = _show_golden(rng, [question.answer for question in chosen])
+    return _converse("scbench_choice_eng", context, asked, golden)
+
+
+def _write_book(rng: random.Random, units: int) -> tuple[str, list[tuning_questions.Question]]:
+    """Write numbered documents, and a question about each."""
+    texts, questions = _write_documents(rng, units)
+    return "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(texts, 1)), questions
 
 
 def _make_shots(rng: random.Random, units: int, length: int) -> Conversation | None:
@@ -513,8 +535,8 @@ KINDS = {
     "scbench_kv": Kind(_make_kv, 65, 350),
     "scbench_prefix_suffix": Kind(_make_lines, 22, 270),
     "scbench_vt": Kind(_make_tracked, 25, 760),
-    "scbench_qa_eng": Kind(_make_book(choices=False), 95, 160),
-    "scbench_choice_eng": Kind(_make_book(choices=True), 95, 300),
+    "scbench_qa_eng": Kind(_make_book, 95, 160),
+    "scbench_choice_eng": Kind(_make_choices, 95, 300),
     "scbench_many_shot": Kind(_make_shots, 26, 140),
     "ledger": Kind(_make_ledger, 36, 400),
     "phonebook": Kind(_make_phonebook, 23.5, 260),

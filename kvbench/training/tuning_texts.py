@@ -13,7 +13,7 @@ labels such as `Document 3`, months, and the function words of generated sentenc
 * Numbers below 1000 are too few to share out: places in lists, days, the terms of ledgers, and comparisons, which have
   three digits (two). A ledger as a whole follows from its seed.
 * UUIDs have another version than 4, and lines of SCBench have 20 or 28 hex digits (24).
-* Variables have four, six or seven letters, in the example two or four (five, and three). Coded words have seven or
+* Variables have four, six or seven letters, in the example four (five, and three). Coded words have seven or
   eight letters (six).
 * Sentences and documents are made of these words and names, by templates of their own.
 * Seeds are texts that begin with `kvbench tuning/`. Those of an evaluation begin with a whole number (`0/niah_…`), or

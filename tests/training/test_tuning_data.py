@@ -92,12 +92,14 @@ def check_against_runner(tokenizer, conversation: Conversation) -> None:
     ids, spans = Coder(tokenizer).encode(conversation)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     prompts = [prompt for _, prompt in encode_all(tokenizer, make_samples(conversation)).values()]
-    assert len(prompts) == len(spans) == len(conversation.turns)
-    for prompt, (begin, stop), turn in zip(prompts, spans, conversation.turns, strict=True):
+    counted = [(prompt, turn) for prompt, turn in zip(prompts, conversation.turns, strict=True) if turn.counts]
+    assert len(spans) == len(counted)
+    for (prompt, turn), (begin, stop) in zip(counted, spans, strict=True):
         assert ids[:begin] == list(prompt.ids)
         assert ids[stop - 1] == end
         assert tokenizer.decode(ids[begin : stop - 1], clean_up_tokenization_spaces=False) == turn.answer
-    assert ids[: spans[0][0]] == list(encode(tokenizer, make_samples(conversation)[0]).ids)
+    first = list(encode(tokenizer, make_samples(conversation)[0]).ids)
+    assert ids[: len(first)] == first
     assert spans[-1][1] == len(ids)
 
 
@@ -135,32 +137,40 @@ def blank_out(sample: Sample) -> tuple[str, str, str]:
 @pytest.mark.parametrize("name", TALKS)
 def test_a_conversation_is_that_of_scbench(name, tmp_path):
     """A row of the tuning in SCBench's format gives the task the same context and questions."""
-    conversation, form = make_conversation(name, 3), next(form for form in load_forms() if form.name == name)
+    for number in range(4):
+        check_conversation(make_conversation(name, number), name, tmp_path)
+
+
+def check_conversation(conversation: Conversation, name: str, folder: Path) -> None:
+    form = next(form for form in load_forms() if form.name == name)
     [before, *_] = tuning_tasks.load_scbench_wordings()[name]
     assert conversation.context.startswith(before)
     turns = []
     for turn in conversation.turns:
-        row = {
-            "input": turn.question.removeprefix("\n\n"),
-            "answer": [turn.answer] if form.answer is list else turn.answer,
-        }
+        asked, answer = turn.question.removeprefix("\n\n"), turn.answer
         if name == "scbench_qa_eng":
-            row["input"] = re.fullmatch(r"Question: (.*)\nAnswer:", turn.question.removeprefix("\n\n"))[1]
+            asked = re.fullmatch(r"Question: (.*)\nAnswer:", asked)[1]
+        row = {"input": asked, "answer": re.findall("[A-Z]+", answer) if form.answer is list else answer}
         if form.choices:
             row["input"], *options = re.match(
-                r"Question: (.*)\nA\. (.*)\nB\. (.*)\nC\. (.*)\nD\. (.*)\n", turn.question.removeprefix("\n\n")
+                r"Question: (.*)\nA\. (.*)\nB\. (.*)\nC\. (.*)\nD\. (.*)\n", asked
             ).groups()
-            row["options"] = options
+            row |= {"options": options, "answer": options["ABCD".index(answer)] if turn.counts else answer}
         turns.append(row)
     row = {"id": 0, "context": conversation.context.removeprefix(before), "multi_turns": turns}
-    (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
-    task = SCBench(path=str(tmp_path), subtasks=name, max_turns=None)
+    (folder / f"{name}.jsonl").write_text(json.dumps(row))
+    task = SCBench(path=str(folder), subtasks=name, max_turns=None)
     samples = list(task.samples(load_tokenizer(), 30, 100_000))
+    assert all(
+        turn.counts or sample.said == turn.answer for sample, turn in zip(samples, conversation.turns, strict=True)
+    )
     assert [(s.context, s.question, s.answer_prefix) for s in samples] == [
         (conversation.context, turn.question, turn.prefix) for turn in conversation.turns
     ]
     assert all(
-        task.score(sample, turn.answer).score == 100 for sample, turn in zip(samples, conversation.turns, strict=True)
+        task.score(sample, turn.answer).score == 100
+        for sample, turn in zip(samples, conversation.turns, strict=True)
+        if turn.counts
     )
 
 
@@ -181,11 +191,13 @@ def test_ruler_grades_the_answers_as_right(subtask):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_context_holds_the_answers(kind):
     """Names, numbers and words of an answer stand in the context, but for results of the ledger and letters."""
-    if kind in ("ledger", "scbench_many_shot"):
+    if kind in ("ledger", "scbench_many_shot", "scbench_choice_eng"):
         return
     for number in range(3):
         conversation = make_conversation(kind, number)
         for turn in conversation.turns:
+            if not turn.counts:
+                continue
             words = kind in ("ruler_vt", "ruler_fwe", "scbench_vt")
             parts = re.split(" " if words else r", |(?:^| )\d+\. ", turn.answer.strip())
             assert all(part.strip() in conversation.context for part in parts), turn
@@ -256,7 +268,7 @@ def test_packed_texts_are_read_back(tmp_path, monkeypatch):
 # What is drawn is in one of both sides only.
 
 UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-TOKEN = re.compile(rf"{UUID}|\d+(?:-\d+)+|\d[\d,]*\d(?![a-z])|[^\W_]+")  # codes, numbers with commas, words
+TOKEN = re.compile(rf"{UUID}|\d+(?:-\d+)+|\d[\d,]*\d(?!\w)|[^\W_]+")  # codes, numbers with commas, words
 SENTENCE = re.compile(r"[^.!?\n]{25,}[.!?]")
 PLACES = {*map(str, range(1000))}
 
@@ -331,7 +343,7 @@ MANY = pytest.param(EVALUATED_SEEDS, (1024, 4096, 8192), 6, 60, marks=pytest.mar
 def test_no_word_name_number_code_or_sentence_is_in_both(seeds, lengths, evaluated, tuned):
     theirs, ours = tuple(draw_evaluations(seeds, lengths, evaluated)), tuple(draw_tuning(tuned))
     one, other = find_drawn(theirs), find_drawn(ours)
-    assert min(len(one), len(other)) > 2500
+    assert min(len(one), len(other)) > 1500
     wordings = read_wordings() | read_own_wordings()
     assert not {word for word in one & other if word.lower() not in wordings}
     one, other = ({sentence for text in texts for sentence in SENTENCE.findall(text)} for texts in (theirs, ours))
