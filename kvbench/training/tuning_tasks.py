@@ -21,7 +21,6 @@ from kvbench.tasks.ledger import task as ledger
 from kvbench.tasks.phonebook import PHONES
 from kvbench.tasks.ruler.niah import DEPTHS, NIAH, NiahFamily
 from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
-from kvbench.tasks.ruler.word_counts import WORDS
 from kvbench.tasks.scbench.prompts import load_forms
 from kvbench.training import tuning_questions, tuning_texts
 from kvbench.training.training_data import load_needle_wording
@@ -116,14 +115,16 @@ def _make_needles(family: NiahFamily) -> Callable[[random.Random, int, int], Con
             drawn[_draw_key(rng, family.key)] = [_draw_value(rng, family.value, digits) for _ in range(values)]
         count = keys * values
         order = rng.sample(range(count), count)
-        draws = {
+        places = sorted(rng.sample(DEPTHS if family.haystack == "essay" else range(units), count))
+        names, queries = list(drawn), rng.sample(range(keys), asked)
+        draws: dict[str, object] = {
             "units": units,
-            "keys": list(drawn),
+            "keys": names,
             "values": list(drawn.values()),
             "order": order,
-            "places": sorted(rng.sample(DEPTHS if family.haystack == "essay" else range(units), count)),
-            "asked": rng.sample(range(keys), asked),
+            "places": places,
         }
+        draws["asked"] = queries
         others: dict[str, str] = {}
         if family.haystack == "needle":
             while len(others) < units:
@@ -132,7 +133,7 @@ def _make_needles(family: NiahFamily) -> Callable[[random.Random, int, int], Con
         texts = tuning_texts.Haystack(rng, units if family.haystack == "essay" else 1)
         rendered = family.render(draws, texts)
         facts = {key: sorted(listed, key=rendered.context.find) for key, listed in drawn.items()}
-        chosen = [draws["keys"][i] for i in draws["asked"]]
+        chosen = [names[i] for i in queries]
         turns = [_first_turn(rendered, ", ".join(value for key in chosen for value in facts[key]))]
         facts |= {key: [value] for key, value in others.items() if key not in facts}
         for _ in range(_count_turns(rng, len(facts)) - 1):
@@ -239,8 +240,15 @@ def _make_common_words(rng: random.Random, units: int, length: int) -> Conversat
     different = min(10 + max(1, (units - 10 * common) // rare), len(tuning_texts.load_words()))
     example = _list_words(rng, *((40, 10, 3) if long else (20, 3, 1)))
     drawn = _list_words(rng, different, common, rare)
-    rendered = WORDS[0].render({"example": example, **drawn}, None)
-    return Conversation(rendered.context, (_first_turn(rendered, _number(rendered.answers)),), rendered.solved)
+    return ask_for_common(example, drawn)
+
+
+def ask_for_common(example: dict[str, list[str]], drawn: dict[str, list[str]]) -> Conversation:
+    """Ask for the common words of a list behind a solved example, which a chat template makes turns of its own."""
+    shown, asked = (load_wordings().cwe.render(_number(one["words"]), one["common"]) for one in (example, drawn))
+    solved = f"{shown.prompt} {_number(shown.answers)}\n"
+    places = len(shown.context + shown.question), len(solved)
+    return Conversation(solved + asked.context, (_first_turn(asked, _number(asked.answers)),), places)
 
 
 def _make_frequent_words(rng: random.Random, units: int, length: int) -> Conversation | None:
@@ -257,7 +265,7 @@ def _make_frequent_words(rng: random.Random, units: int, length: int) -> Convers
         return None
     words = [word for word, count in zip(["...", *coded[1:]], counts, strict=True) for _ in range(count)]
     rng.shuffle(words)
-    rendered = WORDS[1].render({"words": words, "top": coded[1:4]}, None)
+    rendered = load_wordings().fwe.render(" ".join(words), coded[1:4])
     return Conversation(rendered.context, (_first_turn(rendered, " ".join(coded[1:4])),))
 
 
@@ -514,7 +522,7 @@ def _make_magic(rng: random.Random, units: int, length: int) -> Conversation | N
     for city, number in cities.items():
         place = rng.randrange(len(sentences))
         sentences[place] += form["needle"].format(city=city, number=number)
-    turns = []
+    turns: list[Turn] = []
     for city in rng.sample(list(cities), len(cities)):
         question = form["question"].format(city=city)
         turns.append(

@@ -27,6 +27,8 @@ from kvbench.tasks.niah.task import CITIES
 from kvbench.tasks.phonebook import PHONES, Phonebook
 from kvbench.tasks.ruler.task import FAMILIES, SUBTASKS, Ruler
 from kvbench.tasks.ruler.templates import load_wordings
+from kvbench.tasks.ruler.texts import load_texts
+from kvbench.tasks.ruler.word_counts import WORDS
 from kvbench.tasks.scbench.prompts import load_forms
 from kvbench.tasks.scbench.task import SCBench
 from kvbench.training import tuning_data, tuning_questions, tuning_tasks, tuning_texts
@@ -44,6 +46,7 @@ LENGTH = 2048
 NO_TEXT = {name: share for name, share in SHARES.items() if name != TEXT}
 EVALUATED_SEEDS = 0, 1, 2, SOLVABLE_SEED
 TALKS = tuple(name for name in KINDS if name.startswith("scbench"))
+UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 SMOLLM2 = Path(__file__).parents[2] / ".models/smollm2"
 
 
@@ -126,12 +129,30 @@ def test_a_first_turn_asks_as_the_evaluation_does(subtask):
 
 
 def blank_out(sample: Sample) -> tuple[str, str, str]:
-    """The prompt's parts without keys, numbers and questions."""
-    opening = sample.context.partition("\n")[0].partition("{")[0][:70]
-    parts = (opening, sample.question.partition("Question: ")[0] if "given doc" in sample.context else sample.question)
-    drawn = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{2,}|\b(?:[\w'.]+-[\w'.-]+(?:, (?:and )?)?)+|\d"
-    one, other = (re.sub(drawn, "#", part) for part in parts)
-    return one, other, re.sub(drawn, "#", sample.answer_prefix)
+    """The prompt's parts without what is drawn: of contexts of vt and cwe all, of others the heading."""
+    drawn = rf"{UUID}|\b(?:[\w'.]+-[\w'.-]+(?:, (?:and )?)?)+|\d+|\b[A-Z]{{3,}}(?: [A-Z]{{3,}})+"
+    context, question = sample.context, sample.question
+    if "VAR " in context:
+        context = re.sub(
+            rf"(?:(?:{re.escape(load_wordings().noise)}|VAR \w+ = (?:VAR \w+ |\d+))(?:\n|$))+", "#", context
+        )
+    elif sample.solved:
+        context = re.sub(r"(?:\d+\. \S+ ?)+", "#", context)
+    else:
+        context = context.partition("\n")[0][:70]
+    if "given documents" in context:
+        question = question.partition("Question: ")[0]
+    context, question, prefix = (re.sub(drawn, "#", part) for part in (context, question, sample.answer_prefix))
+    return context, question, prefix
+
+
+def test_common_words_are_rendered_as_in_ruler():
+    words = tuning_texts.load_words()
+    example, drawn = ({"words": list(words[i : i + 60]), "common": list(words[i : i + 10])} for i in (0, 200))
+    made = tuning_tasks.ask_for_common(example, drawn)
+    rendered = WORDS[0].render({"example": example, **drawn}, load_texts())
+    assert (made.context, made.solved) == (rendered.context, rendered.solved)
+    assert (made.turns[0].question, made.turns[0].prefix) == (rendered.question, rendered.answer_prefix)
 
 
 @pytest.mark.parametrize("name", TALKS)
@@ -267,7 +288,6 @@ def test_packed_texts_are_read_back(tmp_path, monkeypatch):
 
 # What is drawn is in one of both sides only.
 
-UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 TOKEN = re.compile(rf"{UUID}|\d+(?:-\d+)+|\d[\d,]*\d(?!\w)|[^\W_]+")  # codes, numbers with commas, words
 SENTENCE = re.compile(r"[^.!?\n]{25,}[.!?]")
 PLACES = {*map(str, range(1000))}
