@@ -40,6 +40,7 @@ SHARES = {  # kind -> relative share of the samples
     **{"ledger": 2, "phonebook": 1, "magic_number": 1},
     TEXT: 8,
 }
+SEPARATOR = 0  # <|endoftext|> of SmolLM2 stands between texts, as in its pretraining
 SHORT = 2048  # up to this length cwe and fwe have MORE times their shares: counting is learned on short lists first
 MORE = {"ruler_cwe": 1.5, "ruler_fwe": 1.5}
 LEAST = 0.7  # the smallest part of the tokens asked for that a sample is made for
@@ -200,7 +201,7 @@ def pack_texts(
         versions, parts, count = find_packages(packages), [], 0
         for text in read_docstrings(packages, 0):
             ids = tokenizer.encode(text, add_special_tokens=False)
-            parts.append(np.array([0, *ids], np.uint16))  # <|endoftext|> stands between texts, as in pretraining
+            parts.append(np.array([SEPARATOR, *ids], np.uint16))
             count += len(parts[-1])
             if count >= most:
                 break

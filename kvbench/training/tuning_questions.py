@@ -28,12 +28,14 @@ class Fact:
         value: What the value is: ``person``, ``name``, ``date`` or ``count``.
         told: Ways to tell it, with {s} for the subject, {p} for its possessive and {v} for the value.
         asked: Ways to ask for it, with {x} for the subject.
+        aside: Ways to tell it beside another fact of the subject: "built by {v}".
         role: What the value is for the subject ("the builder of"), where it can be the subject of a second step.
     """
 
     value: str
     told: tuple[str, ...]
     asked: tuple[str, ...]
+    aside: tuple[str, ...] = ()
     role: str = ""
 
 
@@ -70,7 +72,10 @@ def load_facts() -> Facts:
     lists = {name: tuple(read.pop(name)) for name in ("things", "places", "work")}
     by_subject = {
         subject: tuple(
-            Fact(fact["value"], tuple(fact["told"]), tuple(fact["asked"]), fact.get("role", "")) for fact in facts
+            Fact(
+                fact["value"], *(tuple(fact.get(part, ())) for part in ("told", "asked", "aside")), fact.get("role", "")
+            )
+            for fact in facts
         )
         for subject, facts in read.items()
     }
@@ -185,17 +190,32 @@ class Writer:
         sentences = [subject.opening] if subject.opening else []
         place = 0
         while place < len(chosen):
-            joined = 2 if form.random() < 0.4 else 1
-            parts: list[str] = []
-            for fact, value in chosen[place : place + joined]:
-                named = not (sentences or parts) or form.random() < 0.15
-                called = (subject.label, f"{subject.label}'s") if named else form.choice(subject.again)
-                parts.append(form.choice(fact.told).format(s=called[0], p=called[1], v=value))
-            sentences.append(_capitalise(form.choice((", and ", "; ", ", while ")).join(parts)) + ".")
-            place += joined
+            joined = chosen[place : place + form.choice((1, 2))]
+            sentences.append(self._write_sentence(subject, joined, first=not sentences))
+            place += len(joined)
         if remarks:
             sentences += tuning_texts.write_prose(self.inventor.rng, 8 * remarks)[:remarks]
         return Document(subject, " ".join(sentences), tuple(chosen))
+
+    def _write_sentence(self, subject: Subject, facts: Sequence[tuple[Fact, str]], first: bool) -> str:
+        """Write a sentence that tells one fact or two: the first one as an aside, or each in a clause of its own."""
+        form, clauses = self.form, []
+        (before, known), (fact, value) = facts[0], facts[-1]
+        if len(facts) == 2 and before.aside and form.random() < 0.7:
+            aside, named = form.choice(before.aside).format(v=known), first or form.random() < 0.3
+            told = form.choice(fact.told)
+            inside = named and told.startswith("{s} ") and form.random() < 0.5
+            text = f"{{s}}, {aside}, {told.removeprefix('{s} ')}" if inside else f"{aside}, {told}"
+            return _capitalise(self._tell(subject, text, value, named)) + "."
+        for place, (fact, value) in enumerate(facts):
+            named = first and not place or form.random() < 0.15
+            clauses.append(self._tell(subject, form.choice(fact.told), value, named))
+        return _capitalise(form.choice((", and ", "; ", ", while ")).join(clauses)) + "."
+
+    def _tell(self, subject: Subject, told: str, value: str, named: bool) -> str:
+        """Fill in a fact's sentence; the subject has its name, or what it is called later."""
+        called = (subject.label, f"{subject.label}'s") if named else self.form.choice(subject.again)
+        return told.format(s=called[0], p=called[1], v=value)
 
     def write_pair(self) -> tuple[list[Document], list[Question]]:
         """Write two documents, and questions that need both.

@@ -80,9 +80,9 @@ def _later_turn(rendered: RenderedPrompt, answer: str) -> Turn:
     return Turn(rendered.question.lstrip(), rendered.answer_prefix, " " + answer)
 
 
-def _count_turns(rng: random.Random, most: int) -> int:
-    """Draw the number of turns: one in a third of the conversations."""
-    return 1 if rng.random() < 0.35 else rng.randint(1, max(1, min(MOST_TURNS, most)))
+def _count_turns(rng: random.Random) -> int:
+    """Draw the number of turns: one in a third of the conversations. It is drawn before what depends on the units."""
+    return 1 if rng.random() < 0.35 else rng.randint(1, MOST_TURNS)
 
 
 # Needles
@@ -102,7 +102,7 @@ def _make_needles(family: NiahFamily) -> Callable[[random.Random, int, int], Con
     """Return the function that hides needles as a subtask of RULER does, with other numbers of keys and values."""
 
     def make(rng: random.Random, units: int, length: int) -> Conversation | None:
-        keys, values, asked = family.keys, family.values, family.asked
+        keys, values, asked, most = family.keys, family.values, family.asked, _count_turns(rng)
         if rng.random() < 0.4:
             keys = rng.randint(1, max(1, min(8, length // 128)))
             values = rng.choice((1, 1, 2, 3, 5)) if family.value == "numbers" else 1
@@ -136,7 +136,7 @@ def _make_needles(family: NiahFamily) -> Callable[[random.Random, int, int], Con
         chosen = [names[i] for i in queries]
         turns = [_first_turn(rendered, ", ".join(value for key in chosen for value in facts[key]))]
         facts |= {key: [value] for key, value in others.items() if key not in facts}
-        for _ in range(_count_turns(rng, len(facts)) - 1):
+        for _ in range(min(most, len(facts)) - 1):
             chosen = rng.sample(list(facts), min(len(facts), rng.choice((1, 1, 1, 2, 4))))
             chosen = chosen if family.value == "numbers" else chosen[:1]
             said = [value for key in chosen for value in facts[key]]
@@ -204,7 +204,7 @@ def _make_variables(rng: random.Random, units: int, length: int) -> Conversation
         names = names[:5]
     shown = _ask_for_chain(value, names, _scatter(rng, {value: names}, rng.randint(5, 15) if length > 1024 else 4))
     solved = f"{shown.prompt} {' '.join(names)}\n\n" if length > 768 else ""
-    asked = rng.sample(list(chains), min(len(chains), _count_turns(rng, len(chains))))
+    asked = rng.sample(list(chains), min(len(chains), _count_turns(rng)))
     rendered = _ask_for_chain(asked[0], chains[asked[0]], _scatter(rng, chains, units))
     turns = [_first_turn(rendered, " ".join(chains[asked[0]]))]
     for value in asked[1:]:
@@ -310,18 +310,19 @@ def _make_squad(rng: random.Random, units: int, length: int) -> Conversation | N
     """Make a sample of qa_squad: documents, and questions that one of them answers."""
     if units < 2:
         return None
+    turns = _count_turns(rng)
     texts, questions = _write_documents(rng, units)
-    return _ask_documents(rng, texts, rng.sample(questions, min(len(questions), _count_turns(rng, MOST_TURNS))))
+    return _ask_documents(rng, texts, rng.sample(questions, min(len(questions), turns)))
 
 
 def _make_hotpot(rng: random.Random, units: int, length: int) -> Conversation | None:
     """Make a sample of qa_hotpot: pairs of documents, and questions that need both of a pair."""
     if units < 4:
         return None
-    inventor, draw_form = tuning_questions.Inventor(rng), _make_forms(rng)
+    inventor, draw_form, turns = tuning_questions.Inventor(rng), _make_forms(rng), _count_turns(rng)
     pairs = [tuning_questions.Writer(inventor, draw_form()).write_pair() for _ in range(units // 2)]
     texts = [tuning_questions.write_page(document) for documents, _ in pairs for document in documents]
-    chosen = rng.sample(pairs, min(len(pairs), _count_turns(rng, MOST_TURNS)))
+    chosen = rng.sample(pairs, min(len(pairs), turns))
     return _ask_documents(rng, texts, [rng.choice(asked) for _, asked in chosen])
 
 
@@ -489,7 +490,7 @@ def _make_phonebook(rng: random.Random, units: int, length: int) -> Conversation
     """Make a phone book in one of the two wordings of task=phonebook."""
     if units < 2:
         return None
-    plain = rng.random() < 0.5
+    plain, turns = rng.random() < 0.5, _count_turns(rng)
     names = list(dict.fromkeys(tuning_texts.draw_person(rng) for _ in range(units)))
     digits = rng.choice(tuning_texts.DIGITS)
 
@@ -504,10 +505,10 @@ def _make_phonebook(rng: random.Random, units: int, length: int) -> Conversation
     def ask(name: str, context: str = "") -> RenderedPrompt:
         return one.render(context, [book[name]], type_needle_v="number", query=name)
 
-    first, *later = rng.sample(names, min(len(names), _count_turns(rng, MOST_TURNS)))
+    first, *later = rng.sample(names, min(len(names), turns))
     rendered = ask(first, "\n".join(lines))
-    turns = (_first_turn(rendered, book[first]), *(_later_turn(ask(name), book[name]) for name in later))
-    return Conversation(rendered.context, turns)
+    asked = (_first_turn(rendered, book[first]), *(_later_turn(ask(name), book[name]) for name in later))
+    return Conversation(rendered.context, asked)
 
 
 def _make_magic(rng: random.Random, units: int, length: int) -> Conversation | None:

@@ -1,12 +1,15 @@
 """Words, names, numbers and prose for the tuning of `model=smollm2_long`, none of which an evaluation has.
 
 A tuning shares wordings with an evaluation: the prompts of the benchmarks, RULER's noise sentence, the ledger's lines,
-labels such as `Document 3`, months, and the function words of generated sentences. It shares nothing that is drawn:
+labels such as `Document 3`, months. The templates of its own sentences and documents (below, and tuning_facts.yaml)
+have common words such as "mill" or "born", which an evaluation's word lists or templates may have too; none of them is
+a key, a value, an entry of a list or an answer. Its plain text is documentation of packages, in which any word can
+stand. What is drawn is in one of both sides only:
 
 * Words come from tuning_words.txt, which has no word of wonderwords, from whose lists all tasks draw. A word is another
   word if its lower-case string differs; `tables` is none of the words that have `table`. It has none of the words of
-  the tasks' generators either, so that what both sides have is in templates only. The words are those that stand three
-  times or more in docstrings of the packages of .venv.
+  the tasks' templates either. The words have four to twelve letters and stand three times or more in docstrings of
+  numpy, torch, transformers, sklearn, scipy, networkx, nltk, pandas and sympy. Three in four are one token of SmolLM2.
 * Names are made of other syllables. A name that the syllables of the tasks could make is drawn again, and so is a word.
 * Numbers of four digits or more: needles have six, eight or nine digits and an evaluation's have seven, values of
   variables have six or eight (five), counts have six (four), the years of dates are not 1580 to 1949.
