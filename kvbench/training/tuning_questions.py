@@ -8,7 +8,7 @@ A question of two steps names a person or a place by a document: "Where was the 
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,16 +70,14 @@ def load_facts() -> Facts:
     """Load tuning_facts.yaml."""
     read = yaml.safe_load(FACTS.read_text(encoding="utf-8"))
     lists = {name: tuple(read.pop(name)) for name in ("things", "places", "work")}
-    by_subject = {
-        subject: tuple(
-            Fact(
-                fact["value"], *(tuple(fact.get(part, ())) for part in ("told", "asked", "aside")), fact.get("role", "")
-            )
-            for fact in facts
-        )
-        for subject, facts in read.items()
-    }
+    by_subject = {subject: tuple(_parse_fact(**fact) for fact in facts) for subject, facts in read.items()}
     return Facts(**lists, by_subject=by_subject)
+
+
+def _parse_fact(
+    value: str, told: Iterable[str], asked: Iterable[str], aside: Iterable[str] = (), role: str = ""
+) -> Fact:
+    return Fact(value, tuple(told), tuple(asked), tuple(aside), role)
 
 
 class Inventor:

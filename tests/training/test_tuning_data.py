@@ -407,6 +407,12 @@ def test_names_numbers_and_codes_differ_by_their_form():
     assert "4" not in tuning_texts.VERSIONS
 
 
+def test_no_name_is_a_city_of_the_needle_task():
+    parts = [f"(?:{'|'.join(part)})" for part in (tuning_texts.ONSETS, tuning_texts.VOWELS, tuning_texts.CODAS)]
+    made = re.compile("{0}{1}(?:{0}{1}{2}){{1,2}}".format(*parts))
+    assert {city for city in CITIES if len(city) >= 5 and made.fullmatch(city.lower())} == set(tuning_texts.CITIES)
+
+
 def test_seeds_cannot_collide(monkeypatch):
     seeds: list[object] = []
 
