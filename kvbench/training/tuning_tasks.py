@@ -362,7 +362,7 @@ def _converse(
     return Conversation(before + context, tuple(turns))
 
 
-def _show_golden(rng: random.Random, golden: Sequence[str]) -> Sequence[str]:
+def show_golden(rng: random.Random, golden: Sequence[str]) -> Sequence[str]:
     """Return the benchmark's answers for half of the conversations: an evaluation shows these or the model's own."""
     return golden if rng.random() < 0.5 else ()
 
@@ -424,7 +424,7 @@ def _make_tracked(rng: random.Random, units: int, length: int) -> Conversation |
     context = _ask_for_chain(first, chains[first], _scatter(rng, chains, units)).context
     order = rng.sample(list(chains), turns)
     asked = [(_ask_alone(_ask_for_chain(value, chains[value])), " ".join(chains[value])) for value in order]
-    return _converse("scbench_vt", context, asked, _show_golden(rng, [str(chains[value]) for value in order]))
+    return _converse("scbench_vt", context, asked, show_golden(rng, [str(chains[value]) for value in order]))
 
 
 def _make_book(rng: random.Random, units: int, length: int) -> Conversation | None:
@@ -449,7 +449,7 @@ def _make_choices(rng: random.Random, units: int, length: int) -> Conversation |
         rng.shuffle(options)
         slots = {"input": question.query, **dict(zip("ABCD", options, strict=True))}
         asked.append((slots, "ABCD"[options.index(question.answer)]))
-    golden = _show_golden(rng, [question.answer for question in chosen])
+    golden = show_golden(rng, [question.answer for question in chosen])
     return _converse("scbench_choice_eng", context, asked, golden)
 
 

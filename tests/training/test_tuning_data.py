@@ -104,6 +104,7 @@ def check_against_runner(tokenizer, conversation: Conversation) -> None:
     first = list(encode(tokenizer, make_samples(conversation)[0]).ids)
     assert ids[: len(first)] == first
     assert spans[-1][1] == len(ids)
+    assert not any(turn.question[0].isspace() for turn in conversation.turns[1:])
 
 
 @pytest.mark.parametrize("subtask", SUBTASKS)
@@ -193,6 +194,22 @@ def check_conversation(conversation: Conversation, name: str, folder: Path) -> N
         for sample, turn in zip(samples, conversation.turns, strict=True)
         if turn.counts
     )
+
+
+def test_letters_and_names_answer_what_the_benchmark_answers(monkeypatch):
+    """The same conversations with the benchmark's answers before the last turn, and without."""
+    for name in ("scbench_choice_eng", "scbench_vt"):
+        monkeypatch.setattr(tuning_tasks, "show_golden", lambda rng, golden: golden)
+        golden = [make_conversation(name, number) for number in range(4)]
+        monkeypatch.setattr(tuning_tasks, "show_golden", lambda rng, golden: ())
+        for shown, plain in zip(golden, (make_conversation(name, number) for number in range(4)), strict=True):
+            assert [turn.counts for turn in shown.turns] == [False] * (len(plain.turns) - 1) + [True]
+            for theirs, ours in zip(shown.turns[:-1], plain.turns[:-1], strict=True):
+                assert theirs.question == ours.question
+                if name == "scbench_vt":
+                    assert theirs.answer == str(ours.answer.split())
+                else:
+                    assert f"\n{ours.answer}. {theirs.answer}\n" in ours.question
 
 
 @pytest.mark.parametrize("subtask", SUBTASKS)
@@ -400,6 +417,7 @@ def test_names_numbers_and_codes_differ_by_their_form():
         assert name.lower() not in tuning_texts.load_evaluated_words()
         assert tuning_texts.draw_uuid(rng)[14] in tuning_texts.VERSIONS
         assert not 1580 <= int(tuning_texts.draw_date(rng)[-4:]) <= 1949
+        assert re.fullmatch(r"\d{3},\d{3}", tuning_texts.draw_count(rng))
     inventor = synthetic_qa.Inventor("form")
     assert all(tuning_texts.EVALUATED.fullmatch(inventor.draw("name")) for _ in range(300))
     assert all(tuning_texts.EVALUATED.fullmatch(synthetic_prose.draw_short_name(rng)) for _ in range(300))
