@@ -33,7 +33,7 @@ class Package:
     file_hash: str
     """The file's SHA-256."""
     weights_hash: str
-    """`kvbench.models.gguf.hash_weights` of the converted folder."""
+    """`kvbench.models.converted_folders.hash_weights` of the converted folder."""
 
 
 PACKAGES = {

@@ -16,12 +16,9 @@ transformers' GGUF reader (5.5 to 5.17) ignores parts of a file. This module add
   The module refuses the former and follows the header in the latter.
 """
 
-import hashlib
 import json
 import os
 import re
-import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +27,11 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGUFReader, GGUFValueType
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from tokenizers import Regex, decoders, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.models import local_models
-from kvbench.models.local_models import NOTE, VERSION, hold_lock, is_converted, read_samples
+from kvbench.models.converted_folders import find_folder, make_folder
 from kvbench.models.silence import silence_transformers
 from kvbench.validation import SettingError, name_file_in_errors, summarize
 
@@ -51,7 +47,6 @@ VOLATILE = ("transformers_version", "_model_name_or_path", "is_local", "local_fi
 BEGINNING = (None, "llama-bpe")
 PLAIN = {None, 1.0}  # RoPE factors that scale nothing
 PROBE = "It's 2048 tokens,\n\n  and a few more: über."  # a text that a reloaded tokenizer must read alike
-ROOM = 64 << 20  # bytes on the disk that a conversion needs besides the weights
 
 
 def split_digits() -> pre_tokenizers.PreTokenizer:
@@ -229,21 +224,6 @@ def set_tokens(tokenizer: Any, header: Header) -> None:
     tokenizer.clean_up_tokenization_spaces = False  # made for WordPiece; transformers ignores it with a warning
 
 
-def hash_weights(folder: Path) -> str:
-    """Return a SHA-256 over names, shapes, dtypes and bytes of all tensors in a folder's safetensors files."""
-    tensors: dict[str, Path] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            tensors |= dict.fromkeys(file.keys(), path)
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        with safe_open(tensors[name], "pt") as file:
-            tensor = file.get_tensor(name)
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 def make_converted(
     source: Path, header: Header, source_hash: str, target: Path, weights_hash: str | None = None
 ) -> None:
@@ -260,28 +240,9 @@ def make_converted(
         SettingError: The file cannot be converted, the disk is full, or the weights have another hash.
         OSError: The folder cannot be written.
     """
-    need, free = 2 * header.weights + ROOM, shutil.disk_usage(target.parent).free
-    if free < need:
-        raise SettingError(f"{target.parent}: has {free / 1e6:.0f} MB free; the converted model needs {need / 1e6:.0f}")
-    print(f"kvbench: converting {source.name} into {target}, once", file=sys.stderr)
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # left by an interrupted conversion
-    try:
-        part.mkdir()
-        convert(source, header, part)
-        converted_hash = hash_weights(part)
-        if weights_hash not in (None, converted_hash):
-            raise SettingError(
-                f"{source.name}: converts to other weights ({converted_hash}) than the known ones ({weights_hash})"
-            )
-        sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
-        said = {"source": source_hash, "version": VERSION, "weights": converted_hash, "files": sizes}
-        with name_file_in_errors(part):
-            (part / NOTE).write_text(json.dumps(said, indent=2) + "\n")
-        shutil.rmtree(target, ignore_errors=True)  # made by another version
-        part.rename(target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    make_folder(
+        source, source_hash, target, header.weights, lambda folder: convert(source, header, folder), weights_hash
+    )
 
 
 def find_converted(source: Path) -> Path:
@@ -290,24 +251,6 @@ def find_converted(source: Path) -> Path:
     Raises:
         SettingError: The file cannot be converted, or the disk is full.
     """
-    if not source.is_file():
-        raise SettingError(f"model.path={source}: no such file")
-    known = hash_file(source)
-    target = local_models.MODELS / f"{source.stem}-{known[:8]}"
-    if not is_converted(target, known):
-        header = read_header(source)
-        try:
-            with hold_lock(target.name):
-                if not is_converted(target, known):
-                    make_converted(source, header, known, target)
-        except OSError as error:
-            raise SettingError(f"model.path={source}: cannot be converted into {target} ({error.strerror})") from None
-    return target
-
-
-def hash_file(path: Path) -> str:
-    """Return 16 hex digits over a file's size and 64 samples of 1 MiB."""
-    digest = hashlib.sha256(f"{path.stat().st_size}\n".encode())
-    for sample in read_samples(path):
-        digest.update(sample)
-    return digest.hexdigest()[:16]
+    return find_folder(
+        source, "model.path", lambda known, target: make_converted(source, read_header(source), known, target)
+    )

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from kvbench.cli import command, model
-from kvbench.models import download, local_models
+from kvbench.models import converted_folders, download, local_models
 from kvbench.models import gguf as gguf_model
 from kvbench.models.chat_template import split_template
 from kvbench.models.checkpoint import Checkpoint, find_model
+from kvbench.models.converted_folders import hash_weights
 from kvbench.models.embedded import REFERENCE
-from kvbench.models.gguf import hash_weights
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.gguf_files import ARCHITECTURES, write_gguf
@@ -106,7 +106,7 @@ def test_a_folder_of_another_version_is_made_again(tmp_path, monkeypatch, capsys
     write_gguf(path)
     folder = Path(find_model(str(path)))
     monkeypatch.setattr(local_models, "VERSION", 2)
-    monkeypatch.setattr(gguf_model, "VERSION", 2)
+    monkeypatch.setattr(converted_folders, "VERSION", 2)
     (folder / "left.over").touch()
     assert find_model(str(path)) == str(folder) and "converting" in capsys.readouterr().err
     assert not (folder / "left.over").exists()
@@ -271,7 +271,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, models):
 def test_too_little_room_is_said_before_anything_is_written(tmp_path, models, monkeypatch):
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
-    monkeypatch.setattr(gguf_model.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(converted_folders.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(SettingError, match="has 0 MB free; the converted model needs 67"):
         find_model(str(path))
 
