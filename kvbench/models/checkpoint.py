@@ -16,6 +16,7 @@ from kvbench.interfaces.layout import Layout
 from kvbench.models.configuration import load_configuration, load_layout, note_linear_rope
 from kvbench.models.embedded import REFERENCE
 from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify_converted, read_samples
+from kvbench.models.low_rank import TUNED_MODELS, find_factors, find_tuned
 from kvbench.validation import EMBEDDED_MODELS, SettingError, check_model_path, is_gguf, refuse_on_error
 
 IDENTITY = (
@@ -32,13 +33,14 @@ IDENTITY = (
 )
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 KNOWN_MODELS = dict.fromkeys(EMBEDDED_MODELS, REFERENCE) | {name: MODELS / name for name in FETCHED_MODELS}
+MERGED_MODELS = tuple(name for name in TUNED_MODELS if find_factors(name).is_file())  # whose factors kvbench holds
 
 
 def find_model(model: str, setting: str = "model.path") -> str:
     """Return the folder of a model, or its id on the hub.
 
-    A name that kvbench knows becomes its folder. A GGUF file is converted once and becomes the converted folder. Any
-    other folder or id is returned as it is.
+    A name that kvbench knows becomes its folder. A GGUF file is converted once and becomes the converted folder, and so
+    are a downloaded model's factors (`kvbench.models.low_rank`). Any other folder or id is returned as it is.
 
     Args:
         model: A name, folder, GGUF file or id.
@@ -50,7 +52,9 @@ def find_model(model: str, setting: str = "model.path") -> str:
     """
     if model in FETCHED_MODELS:
         check_fetched(model)
-    close = get_close_matches(model.lower(), KNOWN_MODELS, 1, 0.8)
+    if model in MERGED_MODELS:
+        return str(find_tuned(TUNED_MODELS[model], find_factors(model)))
+    close = get_close_matches(model.lower(), [*KNOWN_MODELS, *MERGED_MODELS], 1, 0.8)
     if close and model not in KNOWN_MODELS and "/" not in model and not is_gguf(model) and not Path(model).exists():
         # asking the hub would take long
         raise SettingError(f"{setting}={model}: no such model; did you mean {close[0]}?")

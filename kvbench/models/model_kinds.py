@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbench.config.catalogue import list_shapes
 from kvbench.models.local_models import check_fetched
+from kvbench.models.low_rank import TUNED_MODELS, FactorsFile, find_factors, find_tuned, read_factors_file
 from kvbench.validation import SettingError, check_model_path, is_gguf, require_choice, require_int
 
 
@@ -80,6 +81,28 @@ class FetchedModel(EmbeddedModel):
         from kvbench.models.checkpoint import Checkpoint, add_format, find_model
 
         return Checkpoint(add_format(self.name, self.weights), find_model(self.name), weights_format=self.weights)
+
+
+@dataclass(frozen=True)
+class TunedModel(EmbeddedModel):
+    """A downloaded model with low-rank factors (`kvbench.models.low_rank`), which are merged into its weights once."""
+
+    def check(self) -> None:
+        super().check()
+        self._factors_file.check_base(TUNED_MODELS[self.name])
+
+    def checkpoint(self, seed: int) -> Any:
+        from kvbench.models.checkpoint import Checkpoint, add_format
+
+        folder = find_tuned(TUNED_MODELS[self.name], self._factors_file.path)
+        return Checkpoint(add_format(self.name, self.weights), str(folder), weights_format=self.weights)
+
+    @property
+    def _factors_file(self) -> FactorsFile:
+        """The file of `model.factors`, or the one that kvbench holds."""
+        given = self.settings.get("factors")
+        path = find_factors(self.name) if given is None else Path(str(given)).expanduser()
+        return read_factors_file(path, "model.factors")
 
 
 @dataclass(frozen=True)
