@@ -76,6 +76,7 @@ COMMANDS = (
     Command("papers study", "study", ("study",)),
     Command("dev train", "train", ("train",)),
     Command("dev evaluate", "evaluate", ("evaluate",)),
+    Command("dev tune", "tune"),
     Command("dev choose-solvable", "choose_solvable", ("choose-solvable",)),
     Command("dev replay", "replay", ("replay",)),
     Command("dev prompt-excerpts", "prompt_excerpts", ("prompt-excerpts",)),
