@@ -9,18 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 from torch.nn.functional import cross_entropy, kl_div
 
-from kvbench.models.low_rank import PROJECTIONS
+from kvbench.cli import tune as tune_command
+from kvbench.models import checkpoint, local_models
+from kvbench.models.low_rank import PROJECTIONS, read_factors_file
 from kvbench.models.merging import merge
+from kvbench.stops import Terminated, stop_at_safe_points
 from kvbench.training import tuning
 from kvbench.training.delta_training import compare_settings, load_state, name_log, name_state
-from kvbench.training.tuning import Tally, Tuning, describe_tuning, write_factors
+from kvbench.training.tuning import Ranks, Tally, Tuning, describe_tuning, write_factors
 from kvbench.training.tuning_batches import choose_length, make_batch, read_batches
 from kvbench.training.tuning_model import LowRankLlama, Shape
 from kvbench.training.tuning_recipe import TuningRecipe, choose_recipe
 from kvbench.validation import SettingError
-from tests.support.tuned_models import RandomSource, WrittenSample, make_config, make_weights
+from tests.support.tuned_models import RandomSource, WrittenSample, make_config, make_weights, write_base
 
 SMALL = TuningRecipe(
     rank=3, alpha=6.0, theta=5e4, longest=128, lengths="64:1,128:1", tokens=5 * 512, step=512, batch=256, rate=1e-2
@@ -56,6 +60,15 @@ def make_tuning(out: Path, recipe: TuningRecipe = SMALL, state=None) -> Tuning:
 
 def read_factors(one: Tuning) -> dict[str, torch.Tensor]:
     return {name: factor.detach().clone() for name, factor in one.model.factors.items()}
+
+
+@pytest.fixture
+def miniature_base(tmp_path, monkeypatch) -> Path:
+    """A miniature in the place of smollm2, and an empty folder for the output."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(local_models, "MODELS", tmp_path / "models")
+    monkeypatch.setitem(checkpoint.KNOWN_MODELS, "smollm2", tmp_path / "models/smollm2")
+    return write_base(tmp_path / "models")
 
 
 # The model and its losses.
@@ -176,7 +189,7 @@ def test_workers_give_the_batches_of_one_process():
 
 
 def test_a_tuning_lowers_the_loss(tmp_path):
-    recipe = replace(SMALL, tokens=40 * 512, text_weight=0.0, kl_weight=0.0)
+    recipe = replace(SMALL, tokens=16 * 256, step=256, rate=3e-2, text_weight=0.0, kl_weight=0.0)
     one = make_tuning(tmp_path / "out", recipe)
     batch = make_batch(RandomSource(), recipe, 0)
     before = one.compute_loss(batch)[0].item()
@@ -244,6 +257,51 @@ def test_a_pause_keeps_what_was_seen(tmp_path):
     assert lines[0]["scores"] == lines[1]["scores"] and lines[0]["loss"] == lines[1]["loss"]
 
 
+def test_a_signal_that_ends_the_workers_too_is_a_stop(tmp_path, monkeypatch):
+    """torch raises a RuntimeError when a worker dies, wherever the program is."""
+    one = make_tuning(tmp_path / "out")
+
+    def break_off(batches, stop=False) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
+
+    monkeypatch.setattr(one, "take_step", break_off)
+    with pytest.raises(Terminated), stop_at_safe_points():
+        one.run(RandomSource, 0, float("inf"))
+
+
+def run_rank(rank: int, folder: Path, recipe: TuningRecipe) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    one = Tuning(make_model(recipe), recipe, folder / "out", recipe.describe(), None, Ranks(rank, 2))
+    one.run(RandomSource, 0, float("inf"))
+    if rank:
+        torch.save(read_factors(one), folder / "factors.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.full
+def test_two_processes_tune_as_one(tmp_path):
+    """They share the batches of each step, and end with equal factors."""
+    recipe = replace(SMALL, tokens=4 * 512)
+    alone = make_tuning(tmp_path / "alone", recipe)
+    alone.run(RandomSource, 0, float("inf"))
+    context = get_context("fork")
+    processes = [context.Process(target=run_rank, args=(rank, tmp_path, recipe)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    state, second = load_state(tmp_path / "out", recipe.describe()), torch.load(tmp_path / "factors.pt")
+    assert state is not None
+    for name, factor in read_factors(alone).items():
+        assert torch.equal(state["weights"][name], second[name])
+        torch.testing.assert_close(second[name], factor, rtol=1e-3, atol=2e-4)
+    lines = [json.loads(name_log(tmp_path / name).read_text()) for name in ("alone", "out")]
+    assert lines[0]["loss"] == pytest.approx(lines[1]["loss"], abs=2e-3) and lines[0]["scores"] == lines[1]["scores"]
+
+
 def test_a_tuning_begun_with_other_settings_is_refused(tmp_path):
     out = tmp_path / "out"
     make_tuning(out).run(RandomSource, 0, float("inf"), 1)
@@ -262,8 +320,6 @@ def test_a_loss_that_is_not_finite_changes_no_factor(tmp_path):
 
 
 def test_the_file_says_what_it_is(tmp_path):
-    from kvbench.models.low_rank import read_factors_file
-
     one = make_tuning(tmp_path / "out")
     one.run(RandomSource, 0, float("inf"))
     write_factors(one.out, one.model, describe_tuning("abc", "smollm2", SMALL, one.step, 1))
@@ -302,3 +358,28 @@ def test_a_recipe_that_cannot_be_used_is_refused(given, message):
     with pytest.raises(SettingError, match=message):
         choose_recipe(given)
     assert choose_recipe({"rank": None}) == TuningRecipe()
+
+
+REFUSED = {
+    "--model llama --out {}/f": "--model",
+    "--model smollm2 --out {}": "this is a folder; name a file",
+    "--model smollm2 --out {}/f --gpus 3": "--gpus=3: a divisor of the 2 batches of a step",
+    "--model smollm2 --out {}/f --pause 0": "--pause=0.0: a number above 0",
+    "--model smollm2 --out {}/f --steps 0": "--steps",
+    "--model smollm2 --out {}/f --workers -1": "--workers",
+    "--model smollm2 --out {}/f --device tpu": "--device",
+    "--model smollm2 --out {}/f --device cpu": "--device=cpu: is for a trial; give --steps, too",
+    "--model smollm2 --out {}/f --rank x": "--rank",
+    "--model smollm2 --out {}/f": "--device=cuda: there is no GPU here; this processor would take about",
+    "--model smollm2 --out {}/f --evaluate": "no such file of low-rank factors",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_options_that_cannot_be_used_are_one_line(options, tmp_path, monkeypatch, capsys, miniature_base):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    capsys.readouterr()  # of the fixture
+    assert tune_command.main(options.format(tmp_path / "out").split()) == 2
+    said = capsys.readouterr().err
+    assert REFUSED[options] in said and said.count("\n") == 1
+    assert not list((tmp_path / "out").iterdir())
