@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._inductor import config as inductor
 from torch.utils import deterministic
 
 from kvbench.atomic import replace_file
@@ -118,11 +119,12 @@ def count_seen(batch: Batch, seen: Tensor) -> Tally:
 
 
 def make_deterministic() -> None:
-    """Let CUDA compute the same numbers each time. This must be called before CUDA and the compiler start."""
+    """Let CUDA and the compiler compute the same numbers each time. This must be called before CUDA starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # saves time; nothing reads it
+    if hasattr(inductor, "deterministic"):  # it chooses no kernel by timing then
+        inductor.deterministic = True
 
 
 class Tuning:
@@ -210,9 +212,10 @@ class Tuning:
                 loss = loss + recipe.kl_weight * divergence.mean()
                 diverged = zeros.index_add(0, owners, divergence.detach())
         nats = nats.detach()
-        worst = zeros.scatter_reduce(0, rows, nats, "amax")
-        sums = zeros.index_add(0, rows, nats), zeros.index_add(0, rows, torch.ones_like(nats))
-        return loss, torch.stack([*sums, (worst < SURE).to(nats.dtype), diverged])
+        nats, count, unsure = (
+            zeros.index_add(0, rows, part) for part in (nats, torch.ones_like(nats), (nats >= SURE).to(nats.dtype))
+        )
+        return loss, torch.stack([nats, count, (unsure == 0).to(nats.dtype), diverged])
 
     def _compare_with_base(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the divergence from the base's predictions at places in plain text, as far as the base reads.

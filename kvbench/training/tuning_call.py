@@ -5,8 +5,9 @@ With several GPUs each has a process of its own. They are started by torch's spa
 
 import json
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -46,11 +47,13 @@ class TuningCall:
     workers: int = 0
     """Processes that draw samples, on all GPUs together."""
     pause: float = float("inf")
-    """Seconds after which the call stops."""
+    """Seconds from `begun` after which the call stops."""
     steps: int | None = None
     """Number of steps after which the call stops."""
     make_source: Callable[[], SampleSource] | None = None
     """Makes what draws samples; None for that of `kvbench.training.tuning_data`."""
+    begun: float = field(default_factory=time.monotonic)
+    """When the call began, by a clock that all processes of the machine share."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,8 @@ def tune(call: TuningCall, ranks: Ranks) -> int:
     tuning = Tuning(model, recipe, call.out, settings, state, ranks)
     make_source = call.make_source or BaseSource(base.path, call.texts)
     try:
-        finished = tuning.run(make_source, call.workers // ranks.count, call.pause, call.steps)
+        left = call.pause - (time.monotonic() - call.begun)
+        finished = tuning.run(make_source, call.workers // ranks.count, left, call.steps)
     except KeyboardInterrupt as stop:
         where = f"step {tuning.step} of {recipe.steps}"
         stop.args = (f" at {where}; the same command goes on from step {tuning.saved}",)

@@ -101,6 +101,12 @@ def finish_layer(
     return x + project(F.silu(gate) * up, down, down_factors)
 
 
+def recompute(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, other: Tensor) -> Tensor:
+    """Return function(x, other), and compute it again for the gradient instead of keeping what it needs."""
+    result: Tensor = checkpoint(function, x, other, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
 @dataclass(frozen=True)
 class Shape:
     """The shape of a Llama, as its configuration says it."""
@@ -247,7 +253,9 @@ class LowRankLlama(nn.Module):
             return F.cross_entropy(self.predict(part), target, reduction="none")
 
         pieces = zip(x.split(PLACES), targets.split(PLACES), strict=True)
-        return torch.cat([checkpoint(compute, *piece, use_reentrant=False) for piece in pieces])
+        return torch.cat(
+            [checkpoint(compute, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        )
 
     def compute_divergence(self, x: Tensor, base: Tensor) -> Tensor:
         """Return KL(base || tuned) of predictions in nats, (places,), of two hidden states (places, hidden)."""
@@ -257,4 +265,6 @@ class LowRankLlama(nn.Module):
             return (before.exp() * (before - after)).sum(-1)
 
         pieces = zip(x.split(PLACES), base.split(PLACES), strict=True)
-        return torch.cat([checkpoint(compute, *piece, use_reentrant=False) for piece in pieces])
+        return torch.cat(
+            [checkpoint(compute, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        )
