@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.models.local_models import FETCHED_MODELS
+from kvbench.models.low_rank import TUNED_MODELS
 from kvbench.validation import SettingError, require_int
 
 
@@ -35,7 +36,8 @@ def show(arguments: Sequence[str]) -> None:
         return
     if options.wheel is not None:
         raise SettingError(f"--wheel={options.wheel}: is for {', '.join(FETCHED_MODELS)}")
-    if "/" not in options.model and not Path(options.model).exists():
+    known = options.model in (*FETCHED_MODELS, *TUNED_MODELS)
+    if not known and "/" not in options.model and not Path(options.model).exists():
         raise SettingError(f"model={options.model}: {', '.join(FETCHED_MODELS)}, or the path or hub id of a checkpoint")
     from kvbench.runs.model_description import describe_model
 

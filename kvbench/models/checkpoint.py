@@ -33,7 +33,6 @@ IDENTITY = (
 )
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 KNOWN_MODELS = dict.fromkeys(EMBEDDED_MODELS, REFERENCE) | {name: MODELS / name for name in FETCHED_MODELS}
-MERGED_MODELS = tuple(name for name in TUNED_MODELS if find_factors(name).is_file())  # whose factors kvbench holds
 
 
 def find_model(model: str, setting: str = "model.path") -> str:
@@ -52,9 +51,9 @@ def find_model(model: str, setting: str = "model.path") -> str:
     """
     if model in FETCHED_MODELS:
         check_fetched(model)
-    if model in MERGED_MODELS:
+    if model in TUNED_MODELS:
         return str(find_tuned(TUNED_MODELS[model], find_factors(model)))
-    close = get_close_matches(model.lower(), [*KNOWN_MODELS, *MERGED_MODELS], 1, 0.8)
+    close = get_close_matches(model.lower(), [*KNOWN_MODELS, *TUNED_MODELS], 1, 0.8)
     if close and model not in KNOWN_MODELS and "/" not in model and not is_gguf(model) and not Path(model).exists():
         # asking the hub would take long
         raise SettingError(f"{setting}={model}: no such model; did you mean {close[0]}?")

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from kvbench.models import local_models
-from kvbench.models.local_models import NOTE, VERSION, hold_lock, is_converted, read_samples
+from kvbench.models.local_models import NOTE, VERSION, hash_file, hold_lock, is_converted, name_folder
 from kvbench.validation import SettingError, name_file_in_errors
 
 ROOM = 64 << 20  # bytes on the disk that a conversion needs besides the weights
@@ -30,14 +29,6 @@ def hash_weights(folder: Path) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def hash_file(path: Path) -> str:
-    """Return 16 hex digits over a file's size and 64 samples of 1 MiB."""
-    digest = hashlib.sha256(f"{path.stat().st_size}\n".encode())
-    for sample in read_samples(path):
-        digest.update(sample)
-    return digest.hexdigest()[:16]
 
 
 def make_folder(
@@ -100,7 +91,7 @@ def find_folder(source: Path, setting: str, make: Callable[[str, Path], None]) -
     if not source.is_file():
         raise SettingError(f"{setting}={source}: no such file")
     known = hash_file(source)
-    target = local_models.MODELS / f"{source.stem}-{known[:8]}"
+    target = name_folder(source, known)
     if not is_converted(target, known):
         try:
             with hold_lock(target.name):

@@ -31,6 +31,19 @@ def read_samples(path: Path) -> Iterator[bytes]:
             yield stream.read(1 << 20)
 
 
+def hash_file(path: Path) -> str:
+    """Return 16 hex digits over a file's size and 64 samples of 1 MiB."""
+    digest = sha256(f"{path.stat().st_size}\n".encode())
+    for sample in read_samples(path):
+        digest.update(sample)
+    return digest.hexdigest()[:16]
+
+
+def name_folder(source: Path, source_hash: str) -> Path:
+    """Return the folder that a file with this hash is converted into."""
+    return MODELS / f"{source.stem}-{source_hash[:8]}"
+
+
 def read_note(folder: Path) -> dict[str, Any] | None:
     """Return the content of `conversion.json` if the folder is complete and of this version, otherwise None."""
     try:

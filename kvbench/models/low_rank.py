@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from kvbench.models import local_models
-from kvbench.models.local_models import check_fetched, identify_converted
+from kvbench.models.local_models import check_fetched, hash_file, identify_converted, is_converted, name_folder
 from kvbench.validation import SettingError, is_number, summarize
 
 PROJECTIONS = {
@@ -116,6 +116,9 @@ def find_tuned(base: str, path: Path) -> Path:
     """
     file = read_factors_file(path, "model.factors")
     file.check_base(base)
+    known = hash_file(path)
+    if is_converted(folder := name_folder(path, known), known):
+        return folder
     from kvbench.models.merging import find_merged
 
     return find_merged(file, local_models.MODELS / base)
