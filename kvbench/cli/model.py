@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.models.local_models import FETCHED_MODELS
-from kvbench.models.low_rank import TUNED_MODELS
+from kvbench.models.tuned_models import TUNED_MODELS
 from kvbench.validation import SettingError, require_int
 
 

@@ -16,7 +16,7 @@ from kvbench.interfaces.layout import Layout
 from kvbench.models.configuration import load_configuration, load_layout, note_linear_rope
 from kvbench.models.embedded import REFERENCE
 from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify_converted, read_samples
-from kvbench.models.low_rank import TUNED_MODELS, find_factors, find_tuned
+from kvbench.models.tuned_models import TUNED_MODELS, find_factors, find_tuned
 from kvbench.validation import EMBEDDED_MODELS, SettingError, check_model_path, is_gguf, refuse_on_error
 
 IDENTITY = (
@@ -39,7 +39,7 @@ def find_model(model: str, setting: str = "model.path") -> str:
     """Return the folder of a model, or its id on the hub.
 
     A name that kvbench knows becomes its folder. A GGUF file is converted once and becomes the converted folder, and so
-    are a downloaded model's factors (`kvbench.models.low_rank`). Any other folder or id is returned as it is.
+    are a downloaded model's factors (`kvbench.models.tuned_models`). Any other folder or id is returned as it is.
 
     Args:
         model: A name, folder, GGUF file or id.

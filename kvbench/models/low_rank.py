@@ -1,11 +1,9 @@
-"""Low-rank factors of a base model: what their file holds, and the folder of the model with the factors merged in.
+"""Low-rank factors of a base model: what their file holds. No tensor is read here, and torch is not imported.
 
 The file is a safetensors file with two tensors for each projection of all layers: `q_proj.a`, shape (layers, rank,
 inputs), and `q_proj.b`, shape (layers, outputs, rank). The merged weight of a layer is W + alpha / rank * b a (LoRA, Hu
 et al. 2021, arXiv 2106.09685). The metadata name the base by the identity of its weights, and say which base of RoPE
 and which length the merged model has.
-
-The factors are merged once, into a folder of `.models`. Every later run loads that folder like any other Llama.
 """
 
 from collections.abc import Mapping
@@ -15,15 +13,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from kvbench.models import local_models
-from kvbench.models.local_models import check_fetched, hash_file, identify_converted, is_converted, name_folder
+from kvbench.models.local_models import check_fetched, identify_converted
 from kvbench.validation import SettingError, is_number, summarize
 
 PROJECTIONS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
 }  # projection -> its module in a layer
-TUNED_MODELS = {"smollm2_long": "smollm2"}  # model that is a base with factors -> the base
-MOST_BYTES = 10_000_000  # of a file of factors
 BASE = "model"  # keys of the metadata: the identity of the base's weights
 NUMBERS = ("alpha", "theta", "longest")
 
@@ -55,11 +51,6 @@ class FactorsFile:
         identity = identify_converted(local_models.MODELS / name)
         if identity != self.base:
             raise SettingError(f"{self.setting}: the factors are of the base {self.base}, and {name} is {identity}")
-
-
-def find_factors(model: str) -> Path:
-    """Return the file of factors that kvbench holds for a model of `TUNED_MODELS`."""
-    return Path(__file__).resolve().parent / f"{model}.safetensors"
 
 
 def read_factors_file(path: Path, setting: str) -> FactorsFile:
@@ -102,23 +93,3 @@ def check_shapes(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     sizes = {(shapes[name][0], shapes[name][1 if name.endswith("a") else 2]) for name in expected}
     if len(sizes) > 1:
         raise SettingError(f"{where}: its tensors have different layers or ranks")
-
-
-def find_tuned(base: str, path: Path) -> Path:
-    """Return the folder of a downloaded model with factors. Merge the factors into it if the folder is missing.
-
-    Args:
-        base: The downloaded model, one of `FETCHED_MODELS`.
-        path: The file of factors.
-
-    Raises:
-        SettingError: The base is not here or is another one, the factors cannot be used, or the disk is full.
-    """
-    file = read_factors_file(path, "model.factors")
-    file.check_base(base)
-    known = hash_file(path)
-    if is_converted(folder := name_folder(path, known), known):
-        return folder
-    from kvbench.models.merging import find_merged
-
-    return find_merged(file, local_models.MODELS / base)

@@ -12,7 +12,8 @@ from typing import Any
 
 from kvbench.config.catalogue import list_shapes
 from kvbench.models.local_models import check_fetched
-from kvbench.models.low_rank import TUNED_MODELS, FactorsFile, find_factors, find_tuned, read_factors_file
+from kvbench.models.low_rank import FactorsFile, read_factors_file
+from kvbench.models.tuned_models import TUNED_MODELS, find_factors, find_tuned
 from kvbench.validation import SettingError, check_model_path, is_gguf, require_choice, require_int
 
 
@@ -85,7 +86,7 @@ class FetchedModel(EmbeddedModel):
 
 @dataclass(frozen=True)
 class TunedModel(EmbeddedModel):
-    """A downloaded model with low-rank factors (`kvbench.models.low_rank`), which are merged into its weights once."""
+    """A downloaded model with low-rank factors, which are merged once (`kvbench.models.tuned_models`)."""
 
     def check(self) -> None:
         super().check()

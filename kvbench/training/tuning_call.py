@@ -16,7 +16,7 @@ from torch import distributed, multiprocessing
 
 from kvbench.config.provenance import source_hash
 from kvbench.models.checkpoint import Checkpoint, find_model
-from kvbench.models.low_rank import find_tuned
+from kvbench.models.tuned_models import find_tuned
 from kvbench.stops import check_stop, stop_at_safe_points
 from kvbench.training.delta_losses import compute_cross_entropy
 from kvbench.training.delta_training import check_room, load_state

@@ -6,11 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvbench.models import local_models, low_rank
+from kvbench.models import local_models, tuned_models
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.local_models import identify_converted
-from kvbench.models.low_rank import PROJECTIONS, find_tuned, read_factors_file
+from kvbench.models.low_rank import PROJECTIONS, read_factors_file
 from kvbench.models.model_kinds import TunedModel
+from kvbench.models.tuned_models import find_tuned
 from kvbench.validation import SettingError
 from tests.support.tuned_models import LONGEST, THETA, write_base, write_factors
 
@@ -67,7 +68,7 @@ def test_a_tuned_model_has_a_name_for_all_commands(models, tmp_path, monkeypatch
     """Where a command takes a model by name; without its factors, or with another name, that is one line."""
     with pytest.raises(SettingError, match="model.path=smollm2_lang: no such model; did you mean smollm2_long"):
         find_model("smollm2_lang")
-    monkeypatch.setattr(low_rank, "__file__", str(tmp_path / "low_rank.py"))
+    monkeypatch.setattr(tuned_models, "__file__", str(tmp_path / "tuned_models.py"))
     with pytest.raises(SettingError, match="smollm2_long.safetensors: no such file of low-rank factors"):
         find_model("smollm2_long")
     write_factors(tmp_path / "smollm2_long.safetensors")
