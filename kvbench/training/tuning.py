@@ -39,7 +39,6 @@ BETAS = (0.9, 0.95)
 SAVE_EVERY = 60.0  # seconds
 LOG_EVERY = 10  # steps
 PRODUCTS = 6  # operations for each weight and token: forward and backward without gradients of weights, and attention
-LINE = 1500  # bytes of a line of the log, at most
 SURE = 0.6931471805599453  # nats; a token with a smaller loss has a probability over 0.5
 Settings = Mapping[str, str | int | float]
 

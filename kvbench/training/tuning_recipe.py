@@ -22,8 +22,9 @@ class TuningRecipe:
     """Rank of the factors of each projection."""
     alpha: float = 32.0
     """The factors' product is multiplied by alpha / rank."""
-    theta: float = 250_000.0
-    """Base of RoPE, while tuning and of the tuned model."""
+    theta: float = 200_000.0
+    """Base of RoPE, while tuning and of the tuned model. NTK-aware scaling gives 1e5 * 2 ** (64 / 62) for SmolLM2 at
+    twice its length."""
     longest: int = 16_896
     """Tokens that the tuned model reads: the longest sample and room for an answer."""
     lengths: str = "1024:1,2048:2,4096:4,8192:4,16384:3"
