@@ -692,7 +692,7 @@ def choose_tile(rows: CodedRows, each: int, queries: Tensor) -> tuple[int, int, 
     """Return the rows of a tile, the warps of a program that reads it, and the number of programs.
 
     They were the fastest ones on an H200 with 132 multiprocessors, for 131,072 rows of 128 channels. Tiles that take
-    more registers or memory there have half the rows.
+    more registers or memory there have half the rows, or with codes of 3 bits a quarter.
 
     Args:
         rows: The rows.
@@ -701,8 +701,10 @@ def choose_tile(rows: CodedRows, each: int, queries: Tensor) -> tuple[int, int, 
     """
     dim = rows.newest.shape[-1]
     forms = rows.keys.form, rows.values.form
-    groups = any(form.group not in (0, dim) for form in forms)
-    if each > 16 or dim > 128 or groups or queries.dtype == torch.float32:
+    if any(form.bits == 3 for form in forms):
+        return 32, 1, 1056
+    slow = any(form.group not in (0, dim) or form.code == "levels" for form in forms)
+    if each > 16 or dim > 128 or slow or queries.dtype == torch.float32:
         return 64, 2, 528
     return (128, 2, 528) if all(form.bits == 4 for form in forms) else (128, 4, 264)
 
