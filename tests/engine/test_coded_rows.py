@@ -54,6 +54,7 @@ CUTS = {
     "turned": ("int4", {"preset": "vllm"}, "keydiff", {}, "uniform"),
     "turned, every few tokens": ("int4", {"preset": "vllm"}, "h2o", FIVES, "uniform"),
 }
+QUICK = "fp8", "int4 after the last cut", "fp4, a scale of each sample", "8 levels", "merged rows"
 
 
 def read_prompts(cell: tuple, model: str = "llama", batch: int = 2) -> tuple[GenerationContext, GenerationContext]:
@@ -75,7 +76,7 @@ def assert_same_in_both(modules: GenerationContext, step: GenerationContext) -> 
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("name", choose_quick(GROWS, "fp8", "int4 after the last cut", "merged rows"))
+@pytest.mark.parametrize("name", choose_quick(GROWS, *QUICK))
 def test_the_step_gives_what_the_modules_give(name):
     modules, step = read_prompts(GROWS[name])
     assert_same_in_both(modules, step)
@@ -95,3 +96,9 @@ def test_a_step_cuts_codes_as_the_modules_do(name):
 def test_normed_and_shifted_keys_are_rounded_as_they_are_read(model):
     modules, step = read_prompts(CUTS["other rows of each head"], model)
     assert_same_in_both(modules, step)
+
+
+def test_keys_that_are_the_sum_of_two_rows_are_read_by_the_modules():
+    _, context = read_prompts(("turboquant", {"preset": "paper4"}, "snapkv", {}, "uniform"))
+    list(context.generate(LONG, Sampling(), frozenset(), True))
+    assert context.decoding == "modules"
