@@ -252,6 +252,19 @@ def test_a_row_with_nan_stays_so(implementation, name, rounds):
 
 
 @BOTH
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "16 levels", "3 bits"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_row_with_nan_is_read_so(implementation, name, side):
+    run = Run(Case(name, name, lengths=((9, 3),), dim=64, tokens=1))
+    row = run.raw[side][4:5]
+    row[0, 7] = torch.nan
+    for held, part in zip((run.rows.keys, run.rows.values)[side].held, encode(row, READ[name]), strict=True):
+        held[4:5] = part
+    outputs = run.attend(0, implementation, "reference")
+    assert outputs.isnan().flatten(2).any(2).tolist() == [[True, True, False, False]]
+
+
+@BOTH
 @pytest.mark.parametrize("case", ["fp8 of rows, rounded", "int4, turned", "groups"])
 def test_a_token_is_rounded_in_place_to_what_is_read_back(implementation, case):
     run = Run(CASES[case])
