@@ -70,7 +70,7 @@ def round_newest(queries: Tensor, rows: CodedRows, step: Tensor, *, implementati
     check(queries, rows)
     if choose_implementation("round_newest", implementation, queries) == "reference":
         return round_newest_reference(queries, rows, step)
-    from kvbench.kernels.coded_rows.triton import round_newest_triton
+    from kvbench.kernels.coded_rows.rounding import round_newest_triton
 
     return round_newest_triton(queries, rows, step)
 
@@ -87,7 +87,7 @@ def round_in_place(rows: CodedRows, step: Tensor, *, implementation: str | None 
     """
     if choose_implementation("round_in_place", implementation, rows.newest) == "reference":
         return round_in_place_reference(rows, step)
-    from kvbench.kernels.coded_rows.triton import round_in_place_triton
+    from kvbench.kernels.coded_rows.rounding import round_in_place_triton
 
     return round_in_place_triton(rows, step)
 

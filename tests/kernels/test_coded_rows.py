@@ -284,7 +284,7 @@ def test_a_token_is_rounded_in_place_to_what_is_read_back(implementation, case):
 
 def ahead():
     from kvbench.kernels.coded_rows import attend as reading
-    from kvbench.kernels.coded_rows import triton as own
+    from kvbench.kernels.coded_rows import rounding
 
     kinds = {
         torch.uint8: "*u8",
@@ -323,10 +323,10 @@ def ahead():
         form, dim = Form(code, scale, group=group), 128
         each = {"KEY_EACH": code == "e4m3", "VALUE_EACH": code == "e4m3"}
         stored = "*fp32" if scale == "point" else "*fp16"
-        constants = own.name_form(form, "KEY", dim, dim) | own.name_form(form, "VALUE", dim, dim) | each
+        constants = rounding.name_form(form, "KEY", dim, dim) | rounding.name_form(form, "VALUE", dim, dim) | each
         constants |= {"KEY_TURN": True, "VALUE_TURN": False, "ROUNDS": True, "BACK": True, "DIM": dim, "D": dim}
-        types = find_types(own._round_newest, constants, dtype, stored)
-        yield own._round_newest, types, constants, {"num_warps": 4}
+        types = find_types(rounding._round_newest, constants, dtype, stored)
+        yield rounding._round_newest, types, constants, {"num_warps": 4}
     for name, other, dtype, dim in (
         ("fp8", "fp8", "bf16", 128), ("int8", "int8 around the middle", "bf16", 128), ("int4", "int4", "bf16", 128),
         ("int4 in groups", "int4 with points", "bf16", 128), ("int4", "int4", "fp32", 64),
