@@ -22,7 +22,15 @@ __all__ = [
 ]  # fmt: skip
 
 
-def encode(rows: Tensor, form: Form, factor: float | Tensor = 1.0, turn: Tensor | None = None) -> Parts:
+@announced
+def encode(
+    rows: Tensor,
+    form: Form,
+    factor: float | Tensor = 1.0,
+    turn: Tensor | None = None,
+    *,
+    implementation: str | None = None,
+) -> Parts:
     """Round rows to codes.
 
     Args:
@@ -30,6 +38,7 @@ def encode(rows: Tensor, form: Form, factor: float | Tensor = 1.0, turn: Tensor 
         form: How channels become codes.
         factor: What every number is divided by before, or what those of each row are, (R, 1) float32.
         turn: The orthogonal matrix that rows are multiplied with before, (d, d) float32.
+        implementation: "reference" or "triton"; None chooses. Triton needs groups of a power of two, or whole rows.
 
     Returns:
         Codes (R, d·bits/8) uint8, and the scales and zeros that the form stores, (R, groups) each.
@@ -40,14 +49,42 @@ def encode(rows: Tensor, form: Form, factor: float | Tensor = 1.0, turn: Tensor 
     dim = rows.shape[-1]
     if rows.dim() != 2 or (form.group and dim % form.group) or dim * form.bits % 8:
         raise ValueError(f"encode: rows {tuple(rows.shape)}, groups of {form.group} channels, {form.bits} bits")
-    return encode_reference(rows, form, factor, turn)
+    if choose_for_form("encode", implementation, rows, form, dim) == "reference":
+        return encode_reference(rows, form, factor, turn)
+    from kvbench.kernels.coded_rows.rounding import encode_triton
+
+    return encode_triton(rows, form, factor, turn)
 
 
+@announced
 def decode(
-    parts: Parts, form: Form, dtype: torch.dtype, factor: float | Tensor = 1.0, turn: Tensor | None = None
+    parts: Parts,
+    form: Form,
+    dtype: torch.dtype,
+    factor: float | Tensor = 1.0,
+    turn: Tensor | None = None,
+    *,
+    implementation: str | None = None,
 ) -> Tensor:
     """Return the rows that `encode` has rounded, (R, d) in `dtype`. Arguments are those of `encode`."""
-    return decode_reference(parts, form, dtype, factor, turn)
+    dim, like = parts[0].shape[-1] * 8 // form.bits, parts[0].new_empty(0, dtype=dtype)
+    if choose_for_form("decode", implementation, like, form, dim) == "reference":
+        return decode_reference(parts, form, dtype, factor, turn)
+    from kvbench.kernels.coded_rows.rounding import decode_triton
+
+    return decode_triton(parts, form, dtype, factor, turn)
+
+
+def choose_for_form(op: str, asked: str | None, like: Tensor, form: Form, dim: int) -> str:
+    """Return `choose_implementation`, but the reference for groups that no tile of a kernel has.
+
+    Raises:
+        ValueError: "triton" is asked for with such groups.
+    """
+    fits = form.group in (0, dim) or form.group & (form.group - 1) == 0
+    if asked == "triton" and not fits:
+        raise ValueError(f"{op}: implementation triton needs groups of a power of two, not of {form.group} channels")
+    return choose_implementation(op, asked, like) if fits else "reference"
 
 
 @announced

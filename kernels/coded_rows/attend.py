@@ -18,6 +18,7 @@ from torch import Tensor
 from kvbench.kernels.attention.triton import LOG2E, cap_tile, combine_splits, find_cap
 from kvbench.kernels.coded_rows.form import LARGEST, CodedRows, CodedSide
 from kvbench.kernels.coded_rows.triton import STORED, base_number, list_parts, read_factor
+from kvbench.kernels.coded_rows.turning import turn_back
 from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
 
 MOST = 128  # programs of one head, which `combine_splits` reads at once
@@ -713,8 +714,3 @@ def converts_fast(queries: Tensor) -> bool:
     """Return whether the GPU turns several codes at once into float16: from Ada and Hopper on."""
     like = queries.dtype != torch.float32 and not triton.knobs.runtime.interpret
     return like and torch.cuda.get_device_capability(queries.device) >= (8, 9)
-
-
-def turn_back(outputs: Tensor, turn: Tensor) -> Tensor:
-    """Return outputs (B, Hq, 1, d) times the transposed matrix."""
-    return (outputs.float() @ turn.T).to(outputs.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by the lower three bits of a code
 BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "uint4": 4, "uint3": 3, "e2m1": 4}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "uint4": 15.0, "uint3": 7.0, "e2m1": 6.0}  # of all codes
+HADAMARDS: list[Tensor] = []  # those that `make_hadamard` has made
 STEPS = {"none": 0, "largest": 1, "power": 1, "power_below": 1, "norm": 1, "point": 1, "range": 2, "middle": 2}
 
 
@@ -88,7 +89,13 @@ def make_hadamard(dim: int, seed: int | None, device: torch.device) -> Tensor:
     if seed is not None:
         signs = torch.bernoulli(torch.full((dim,), 0.5), generator=torch.Generator().manual_seed(seed))
         matrix = matrix * (2 * signs - 1)[:, None]
-    return (matrix / dim**0.5).to(device, torch.float32)
+    HADAMARDS.append((matrix / dim**0.5).to(device, torch.float32))
+    return HADAMARDS[-1]
+
+
+def is_hadamard(turn: Tensor) -> bool:
+    """Return whether `make_hadamard` has made this very matrix, so that sums of ±1 times its first column turn rows."""
+    return any(turn is made for made in HADAMARDS)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def encode_reference(rows: Tensor, form: Form, factor: float | Tensor, turn: Ten
     wide = torch.promote_types(rows.dtype, torch.float32) if form.wide else torch.float32
     numbers = (rows if turn is None else turn_wide(rows, turn)).to(wide)
     if isinstance(factor, Tensor) or factor != 1:
-        numbers = numbers / factor
+        numbers = divide(numbers, factor)
     group = form.group or dim
     numbers = numbers.view(count, dim // group, group)
     exact = find_steps(numbers, form)
@@ -30,6 +30,20 @@ def encode_reference(rows: Tensor, form: Form, factor: float | Tensor, turn: Ten
     return pack_codes(find_codes(numbers.reshape(count, dim), form), form.bits), *stored
 
 
+def divide(numbers: Tensor, divisor: float | Tensor) -> Tensor:
+    """Return quotients that are rounded once. On a GPU, PyTorch multiplies with the inverse of a plain number."""
+    if isinstance(divisor, Tensor):
+        return numbers / divisor
+    return numbers / torch.full((), divisor, dtype=numbers.dtype, device=numbers.device)
+
+
+def find_power(numbers: Tensor, above: bool = False) -> Tensor:
+    """Return the largest powers of two up to numbers, or the smallest ones from them on; 0, infinity and NaN stay."""
+    half, exponent = numbers.frexp()
+    power = torch.ones_like(numbers).ldexp(exponent - 1 + (above & (half > 0.5)))
+    return torch.where((numbers == 0) | ~numbers.isfinite(), numbers, power)
+
+
 def find_steps(numbers: Tensor, form: Form) -> Parts:
     """Return the scales, or the scales and zeros, of groups (R, groups, channels), not rounded.
 
@@ -41,18 +55,18 @@ def find_steps(numbers: Tensor, form: Form) -> Parts:
         return (numbers.norm(dim=-1),)
     if form.scale in ("range", "middle"):
         low, high = (extreme * form.clip for extreme in numbers.aminmax(dim=-1))
-        spread = (high - low).clamp(min=form.least) / (255 if form.code == "int8" else LARGEST[form.code])
+        spread = divide((high - low).clamp(min=form.least), 255 if form.code == "int8" else LARGEST[form.code])
         zero = low if form.scale == "range" else (low + high) / 2
         return spread, zero
     if form.scale == "point":
         low, high = (extreme * form.clip for extreme in numbers.aminmax(dim=-1))
-        scale = (high - low).clamp(min=form.least) / 15
+        scale = divide((high - low).clamp(min=form.least), 15)
         return scale, (0.5 - low / scale).floor().clamp(0, 15)
-    scale = (numbers.abs().amax(-1) / LARGEST[form.code]).clamp(min=form.least)
+    scale = divide(numbers.abs().amax(-1), LARGEST[form.code]).clamp(min=form.least)
     if form.scale == "power":
-        scale = scale.log2().ceil().exp2()
+        scale = find_power(scale, above=True)
     elif form.scale == "power_below":
-        scale = (numbers.abs().amax(-1).clamp(min=form.least).log2().floor() - 2).exp2()
+        scale = find_power(numbers.abs().amax(-1).clamp(min=form.least)) / 4
     if form.stored in FLOATS.values():
         scale = scale.clamp(max=torch.finfo(form.stored).max)
     return (scale,)

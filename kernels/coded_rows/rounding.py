@@ -1,145 +1,432 @@
-"""Round the newest row of each head to codes, in Triton."""
+"""Round rows to codes, and read them back, in Triton: many rows, or the newest row of each head."""
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.coded_rows.form import LARGEST, CodedRows, Form
-from kvbench.kernels.coded_rows.triton import base_number, list_parts, read_factor
+from kvbench.kernels.coded_rows.form import LARGEST, SIZES, CodedRows, CodedSide, Form, Parts
+from kvbench.kernels.coded_rows.reference import turn_wide
+from kvbench.kernels.coded_rows.triton import STORED, base_number
+from kvbench.kernels.coded_rows.turning import count_warps, name_turn, turn_row, turn_tile
+
+EVEN = tl.constexpr(1.5 * 2**23)  # a float32 above 2^23 has no places behind the point
+WIDEST = 128  # channels of rows that a tile turns; the matrix of wider ones exceeds a program's memory
+TILE = 4096  # numbers of a tile
+TURNED = 64  # rows of a tile that is turned
 
 
-@triton.jit
-def to_code(number, CODE: tl.constexpr, ROUNDING: tl.constexpr, LARGEST: tl.constexpr):
-    """Round numbers to codes, uint8. Numbers beyond the largest code become that one, and NaN stays NaN in a float."""
-    broken = number != number
-    number = tl.where(broken, 0.0, number)
-    if CODE == "e4m3" or CODE == "e5m2":
-        MANTISSA: tl.constexpr = 3 if CODE == "e4m3" else 2
-        BIAS: tl.constexpr = 7 if CODE == "e4m3" else 15
-        size = tl.minimum(tl.abs(number), LARGEST)
-        power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        power = tl.maximum(power, 2.0 ** (1 - BIAS))  # smaller numbers have the smallest normal one's step
-        size = round_to_even(size / power * 2.0**MANTISSA) * (power * 2.0**-MANTISSA)
-        normal = (size.to(tl.int32, bitcast=True) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
-        small = (tl.minimum(size, 2.0 ** (1 - BIAS)) * 2.0 ** (BIAS - 1 + MANTISSA)).to(tl.int32)
-        code = tl.where(size < 2.0 ** (1 - BIAS), small, normal)
-        code = tl.where(broken, 0x7F, code | tl.where(number < 0.0, 0x80, 0)).to(tl.uint8)
-    else:
-        if ROUNDING == "even":
-            whole = round_to_even(number)
-        else:
-            size = tl.floor(tl.abs(number) + (0.5 if ROUNDING == "up" else 0.0))
-            whole = tl.where(number < 0, -size, size)
-        if CODE == "int8":
-            code = tl.clamp(whole, -128.0, 127.0).to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
-        else:
-            code = tl.clamp(whole, 0.0, 15.0).to(tl.int32).to(tl.uint8)
-    return code
+Names = tuple[tuple[str, object], ...]
+"""What kernels know of a form or a side as they are compiled, under names that `take` finds."""
+
+
+@cache
+def name_form(form: Form, dim: int) -> Names:
+    """Return the constants of a form."""
+    levels = torch.tensor(form.levels if form.code == "levels" else SIZES)
+    return (
+        ("code", form.code),
+        ("bits", form.bits),
+        ("largest", LARGEST.get(form.code, 0.0)),
+        ("borders", tuple(((levels[1:] + levels[:-1]) / 2).tolist())),
+        ("levels", tuple(levels.tolist())),
+        ("normed", form.normed),
+        ("scale", form.scale),
+        ("steps", form.steps),
+        ("group", 0 if form.group == dim else form.group),
+        ("groups", form.count_groups(dim)),
+        ("least", form.least),
+        ("clip", form.clip),
+        ("stored", STORED.get(form.stored, "")),
+        ("by_stored", form.rounds_by_stored and form.scale != "point"),
+        ("rounding", form.rounding),
+    )
+
+
+def name_side(form: Form, dim: int, turn: Tensor | None, factor: float | Tensor) -> Names:
+    """Return the constants of a form, a turn and a factor."""
+    kind = "each" if isinstance(factor, Tensor) else "all" if factor != 1 else "none"
+    return (*name_form(form, dim), ("turn", name_turn(turn)), ("factor", kind))
+
+
+@triton.constexpr_function
+def take(side, name):
+    """Return what `name_side` gives under a name."""
+    return dict(side)[name]
+
+
+@triton.constexpr_function
+def find_group(side, padded):
+    """Return the channels of a group of a row of so many channels."""
+    return dict(side)["group"] or padded
 
 
 @triton.jit
 def round_to_even(number):
-    """Return the nearest whole numbers, and of two the even one."""
-    low = tl.floor(number)
-    rest, odd = number - low, low - 2.0 * tl.floor(low * 0.5)
-    return low + tl.where((rest > 0.5) | ((rest == 0.5) & (odd == 1.0)), 1.0, 0.0)
+    """Return the whole numbers nearest to numbers below 2^22, and of two the even one."""
+    return (number + EVEN) - EVEN
 
 
 @triton.jit
-def turn_row(row, matrix, column, DIM: tl.constexpr, BACK: tl.constexpr):
-    """Return a row (D,) times the matrix (DIM, DIM), or with BACK times the transposed matrix."""
-    inside = (column < DIM)[:, None] & (column < DIM)[None]
-    strides: tl.constexpr = (1, DIM) if BACK else (DIM, 1)
-    turns = tl.load(matrix + column[:, None] * strides[0] + column[None] * strides[1], mask=inside, other=0.0)  # (D, D)
-    return tl.sum(row[:, None] * turns, 0)
+def divide(numbers, divisor):
+    """Return quotients that are rounded once, as PyTorch's are; `/` may miss the last bit."""
+    return tl.div_rn(numbers, tl.broadcast_to(divisor, numbers.shape))
 
 
 @triton.jit
-def _round_side(
+def to_float8(number, CODE: tl.constexpr):
+    """Round numbers to e4m3 or e5m2, int32. Numbers beyond the largest one become it, and NaN stays NaN."""
+    MANTISSA: tl.constexpr = 3 if CODE == "e4m3" else 2
+    BIAS: tl.constexpr = 7 if CODE == "e4m3" else 15
+    MOST: tl.constexpr = 448.0 if CODE == "e4m3" else 57344.0
+    size = tl.where(number != number, 0.0, tl.minimum(tl.abs(number), MOST))
+    power = tl.maximum(find_power(size), 2.0 ** (1 - BIAS))  # smaller numbers have the smallest normal one's step
+    inverse = ((254 << 23) - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    size = round_to_even(size * inverse * 2.0**MANTISSA) * (power * 2.0**-MANTISSA)
+    normal = (size.to(tl.int32, bitcast=True) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
+    small = (tl.minimum(size, 2.0 ** (1 - BIAS)) * 2.0 ** (BIAS - 1 + MANTISSA)).to(tl.int32)
+    code = tl.where(size < 2.0 ** (1 - BIAS), small, normal)
+    return tl.where(number != number, 0x7F, code | tl.where(number < 0.0, 0x80, 0))
+
+
+@triton.jit
+def find_power(number):
+    """Return the largest powers of two up to normal numbers above 0; 0 for smaller ones, and infinity for infinity."""
+    return (number.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_code(number, SIDE: tl.constexpr):
+    """Round numbers to codes, int32. Numbers beyond the largest code become that one, and NaN stays NaN in a float."""
+    CODE: tl.constexpr = take(SIDE, "code")
+    ROUNDING: tl.constexpr = take(SIDE, "rounding")
+    if CODE == "e4m3" or CODE == "e5m2":
+        code = to_float8(number, CODE)
+    elif CODE == "e2m1" or CODE == "levels":
+        BORDERS: tl.constexpr = take(SIDE, "borders")
+        size = tl.abs(number) if CODE == "e2m1" else number
+        code = tl.zeros(number.shape, tl.int32)
+        for i in tl.static_range(len(BORDERS)):
+            if CODE == "e2m1" and ROUNDING == "even" and i % 2 == 0:
+                code += (size > BORDERS[i]).to(tl.int32)
+            else:
+                code += (size >= BORDERS[i]).to(tl.int32)
+        if CODE == "e2m1":
+            code |= tl.where(number < 0.0, 8, 0)
+    else:
+        LARGEST: tl.constexpr = take(SIDE, "largest")
+        LEAST: tl.constexpr = -128.0 if CODE == "int8" else 0.0
+        number = tl.where(number != number, 0.0, number)
+        if ROUNDING == "even":
+            whole = round_to_even(tl.clamp(number, LEAST, LARGEST))
+        else:
+            size = tl.floor(tl.abs(number) + (0.5 if ROUNDING == "up" else 0.0))
+            whole = tl.clamp(tl.where(number < 0, -size, size), LEAST, LARGEST)
+        code = whole.to(tl.int32) & 255
+    return code
+
+
+@triton.jit
+def find_base(code, SIDE: tl.constexpr):
+    """Return what codes (N, D) stand for without scale, float32."""
+    CODE: tl.constexpr = take(SIDE, "code")
+    if CODE == "levels":
+        LEVELS: tl.constexpr = take(SIDE, "levels")
+        number = tl.full(code.shape, LEVELS[0], tl.float32)
+        for i in tl.static_range(1, len(LEVELS)):
+            number = tl.where(code == i, LEVELS[i], number)
+    else:
+        number = base_number(code.to(tl.uint8), CODE, tl.float32)
+    return number
+
+
+@triton.jit
+def find_steps(grouped, real, SIDE: tl.constexpr):
+    """Return the scales and zeros (N, G) of groups (N, G, GROUP), not rounded. The zero of a point is its code.
+
+    `real` (1, G, GROUP) says which channels are there; others are 0.
+    """
+    SCALE: tl.constexpr = take(SIDE, "scale")
+    LEAST: tl.constexpr = take(SIDE, "least")
+    broken = tl.max(tl.where(grouped != grouped, 1, 0), 2) > 0  # the largest of numbers and NaN is a number
+    scale = tl.full(broken.shape, 1.0, tl.float32)
+    zero = tl.zeros(broken.shape, tl.float32)
+    if SCALE == "norm":
+        scale = tl.sqrt_rn(tl.sum(grouped * grouped, 2))
+    elif SCALE == "range" or SCALE == "middle" or SCALE == "point":
+        known = tl.max(real.to(tl.int32), 2) > 0  # other groups fill the tile
+        low = tl.where(known, tl.min(tl.where(real, grouped, float("inf")), 2), 0.0) * take(SIDE, "clip")
+        high = tl.where(known, tl.max(tl.where(real, grouped, float("-inf")), 2), 0.0) * take(SIDE, "clip")
+        CODES: tl.constexpr = 255.0 if take(SIDE, "code") == "int8" else take(SIDE, "largest")
+        scale = divide(tl.maximum(high - low, LEAST), tl.full([1, 1], CODES, tl.float32))
+        zero = low
+        if SCALE == "middle":
+            zero = (low + high) * 0.5
+        elif SCALE == "point":
+            zero = tl.where(broken, 0.0, tl.clamp(tl.floor(0.5 - divide(low, scale)), 0.0, 15.0))
+    elif SCALE != "none":
+        largest = tl.max(tl.abs(grouped), 2)
+        if SCALE == "power_below":
+            scale = find_power(tl.maximum(largest, LEAST)) * 0.25
+        else:
+            MOST: tl.constexpr = take(SIDE, "largest")
+            scale = tl.maximum(divide(largest, tl.full([1, 1], MOST, tl.float32)), LEAST)
+            if SCALE == "power":
+                below = find_power(scale)
+                scale = tl.where(below < scale, below * 2.0, below)
+    return tl.where(broken, float("nan"), scale), zero
+
+
+@triton.jit
+def to_stored(step, like, STORED: tl.constexpr):
+    """Return scales or zeros as they are stored, in the dtype that the pointer `like` points to."""
+    if STORED == "e4m3":
+        step = to_float8(step, STORED)
+    elif STORED == "e8m0":  # the nearest power of two, of two the upper one; no number has the code 255
+        bits = step.to(tl.int32, bitcast=True)
+        power = (bits >> 23) & 255
+        rest = bits & 0x7FFFFF
+        up = (power < 255) & ((rest > 0x400000) | ((rest == 0x400000) & (power > 0)))
+        step = power + tl.where(up, 1, 0)
+    return step.to(like.dtype.element_ty)
+
+
+@triton.jit
+def read_stored(step, STORED: tl.constexpr):
+    """Return stored scales or zeros as float32."""
+    if STORED == "e4m3":
+        step = base_number(step, STORED, tl.float32)
+    elif STORED == "e8m0":
+        power = step.to(tl.int32)
+        step = tl.where(power == 0, 0x400000, power << 23).to(tl.float32, bitcast=True)
+        step = tl.where(power == 255, float("nan"), step)
+    return step.to(tl.float32)
+
+
+@triton.jit
+def read_point(scale):
+    """Return the scales that have a point in their 4 lowest bits, without it, and zeros."""
+    bits = scale.to(tl.int32, bitcast=True)
+    size = (bits & -16).to(tl.float32, bitcast=True)
+    return size, -(bits & 15).to(tl.float32) * size
+
+
+@triton.jit
+def round_tile(numbers, line, here, codes, scales, zeros, SIDE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
+    """Round a tile of rows (N, D) float32, and store them as the rows `line` (N,) of the memory, if they are `here`.
+
+    Returns their codes (N, D) int32, and their scales and zeros as they are read, (N, G) float32.
+    """
+    N: tl.constexpr = numbers.shape[0]
+    GROUP: tl.constexpr = find_group(SIDE, D)
+    COUNT: tl.constexpr = take(SIDE, "groups")
+    STEPS: tl.constexpr = take(SIDE, "steps")
+    STORED: tl.constexpr = take(SIDE, "stored")
+    G: tl.constexpr = D // GROUP
+    grouped = tl.reshape(numbers, [N, G, GROUP])
+    scale, zero = find_steps(grouped, tl.reshape(tl.arange(0, D) < DIM, [1, G, GROUP]), SIDE)
+    exact_scale, exact_zero = scale, zero
+    group = tl.arange(0, G)
+    place = line[:, None] * COUNT + group[None]
+    known = here[:, None] & (group < COUNT)[None]
+    if take(SIDE, "scale") == "point":
+        bits = (scale.to(tl.int32, bitcast=True) & -16) | zero.to(tl.int32)
+        scale = bits.to(tl.float32, bitcast=True)
+        tl.store(scales + place, scale, mask=known)
+        scale, zero = read_point(scale)
+    elif STEPS > 0:
+        if STORED == "e4m3":
+            scale = tl.where(scale > 448.0, 448.0, scale)
+        stored = to_stored(scale, scales, STORED)
+        tl.store(scales + place, stored, mask=known)
+        scale = read_stored(stored, STORED)
+        if STEPS > 1:
+            stored = to_stored(zero, zeros, STORED)
+            tl.store(zeros + place, stored, mask=known)
+            zero = read_stored(stored, STORED)
+    if STEPS > 0:
+        divisor, shift = exact_scale, exact_zero
+        if take(SIDE, "by_stored"):
+            divisor, shift = scale, zero
+        divisor = tl.where(divisor == 0.0, 1.0, divisor)[:, :, None]
+        if take(SIDE, "scale") == "point":
+            grouped = divide(grouped, divisor) + shift[:, :, None]
+        else:
+            if STEPS > 1:
+                grouped -= shift[:, :, None]
+            grouped = divide(grouped, divisor)
+    code = to_code(tl.reshape(grouped, [N, D]), SIDE)
+    store_codes(code, line, here, codes, take(SIDE, "bits"), DIM, D)
+    return code, scale, zero
+
+
+@triton.jit
+def store_codes(code, line, here, codes, BITS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
+    """Store codes (N, D) as the rows `line` of the memory: one in a byte, 2 to 8 in a byte, or 8 in 3 bytes."""
+    PER: tl.constexpr = 8 if BITS == 3 else 8 // BITS  # codes of a word
+    BYTES: tl.constexpr = PER * BITS // 8  # of a word
+    WORDS: tl.constexpr = DIM // PER
+    W: tl.constexpr = D // PER
+    word = code
+    if PER > 1:
+        parts = tl.reshape(code, [code.shape[0], W, PER])
+        word = tl.sum(parts << (BITS * tl.arange(0, PER))[None, None], 2)
+    index = tl.arange(0, W)
+    place = codes + (line[:, None] * WORDS + index[None]) * BYTES
+    mask = here[:, None] & (index < WORDS)[None]
+    for byte in tl.static_range(BYTES):
+        tl.store(place + byte, ((word >> (8 * byte)) & 255).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def load_codes(line, here, codes, BITS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
+    """Return the codes (N, D) int32 of the rows `line` of the memory."""
+    bit = tl.arange(0, D) * BITS
+    inside = here[:, None] & (tl.arange(0, D) < DIM)[None]
+    place = codes + line[:, None] * (DIM * BITS // 8) + (bit // 8)[None]
+    word = tl.load(place, mask=inside, other=0).to(tl.int32)
+    if BITS == 3:  # a code may begin in one byte and end in the next
+        further = tl.load(place + 1, mask=inside & (bit % 8 > 5)[None], other=0).to(tl.int32)
+        word |= further << 8
+    return (word >> (bit % 8)[None]) & (2**BITS - 1)
+
+
+@triton.jit
+def read_tile(code, scale, zero, SIDE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
+    """Return what codes (N, D) stand for, with the scales and zeros (N, G) of their groups, float32."""
+    N: tl.constexpr = code.shape[0]
+    GROUP: tl.constexpr = find_group(SIDE, D)
+    number = find_base(code, SIDE)
+    if take(SIDE, "normed"):
+        real = tl.where((tl.arange(0, D) < DIM)[None], number, 0.0)
+        number = divide(number, tl.sqrt_rn(tl.sum(real * real, 1))[:, None])
+    if take(SIDE, "steps") > 0:
+        grouped = tl.reshape(number, [N, D // GROUP, GROUP]) * scale[:, :, None]
+        if take(SIDE, "scale") == "point" or take(SIDE, "steps") > 1:
+            grouped += zero[:, :, None]
+        number = tl.reshape(grouped, [N, D])
+    return number
+
+
+@triton.jit
+def load_factor(factor, row, here, SIDE: tl.constexpr):
+    """Return the factors of rows (N,), (N, 1), or the factor of all, (1, 1)."""
+    out = tl.full([1, 1], 1.0, tl.float32)
+    if take(SIDE, "factor") == "each":
+        out = tl.load(factor + row, mask=here, other=1.0)[:, None]
+    elif take(SIDE, "factor") == "all":
+        out = out * factor
+    return out
+
+
+@triton.jit
+def _encode(
+    rows,
+    matrix,
+    codes,
+    scales,
+    zeros,
+    factor,
+    count,
+    SIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Round N of `count` rows."""
+    row = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    column = tl.arange(0, D)
+    here = row < count
+    inside = here[:, None] & (column < DIM)[None]
+    numbers = tl.load(rows + row[:, None] * DIM + column[None], mask=inside, other=0.0)
+    if take(SIDE, "turn") != "none":
+        numbers = turn_tile(numbers, matrix, take(SIDE, "turn"), False, DIM, D)
+    numbers = numbers.to(tl.float32)
+    if take(SIDE, "factor") != "none":
+        numbers = divide(numbers, load_factor(factor, row, here, SIDE))
+    round_tile(numbers, row, here, codes, scales, zeros, SIDE, DIM, D)
+
+
+@triton.jit
+def _decode(
+    out,
+    matrix,
+    codes,
+    scales,
+    zeros,
+    factor,
+    count,
+    SIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Write what the codes of N of `count` rows stand for."""
+    row = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    column = tl.arange(0, D)
+    here = row < count
+    GROUP: tl.constexpr = find_group(SIDE, D)
+    COUNT: tl.constexpr = take(SIDE, "groups")
+    group = tl.arange(0, D // GROUP)
+    place = row[:, None] * COUNT + group[None]
+    known = here[:, None] & (group < COUNT)[None]
+    scale = tl.full([N, D // GROUP], 1.0, tl.float32)
+    zero = tl.zeros([N, D // GROUP], tl.float32)
+    if take(SIDE, "scale") == "point":
+        scale, zero = read_point(tl.load(scales + place, mask=known, other=0.0))
+    elif take(SIDE, "steps") > 0:
+        scale = read_stored(tl.load(scales + place, mask=known, other=0), take(SIDE, "stored"))
+        if take(SIDE, "steps") > 1:
+            zero = read_stored(tl.load(zeros + place, mask=known, other=0), take(SIDE, "stored"))
+    numbers = read_tile(load_codes(row, here, codes, take(SIDE, "bits"), DIM, D), scale, zero, SIDE, DIM, D)
+    numbers *= load_factor(factor, row, here, SIDE)
+    inside = here[:, None] & (column < DIM)[None]
+    if take(SIDE, "turn") != "none":
+        numbers = turn_tile(tl.where(inside, numbers, 0.0), matrix, take(SIDE, "turn"), True, DIM, D)
+    tl.store(out + row[:, None] * DIM + column[None], numbers, mask=inside)
+
+
+@triton.jit
+def _round_row(
     newest,
     matrix,
     codes,
     scales,
     zeros,
-    row,
-    line,
     factor,
-    FORM_CODE: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUP: tl.constexpr,
-    LEAST: tl.constexpr,
-    CLIP: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TURN: tl.constexpr,
+    row,
+    head,
+    line,
+    SIDE: tl.constexpr,
     ROUNDS: tl.constexpr,
     BACK: tl.constexpr,
     DIM: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Round the newest row of one head, in place, and store its codes as row `line` of the memory.
+    """Round the newest row of a head, in place, and store its codes as row `line` of the memory.
 
     With BACK the row is turned back.
     """
+    TURN: tl.constexpr = take(SIDE, "turn")
     column = tl.arange(0, D)
     there = column < DIM
-    numbers = tl.load(newest + row * DIM + column, mask=there, other=0.0).to(tl.float32)  # (D,)
-    if TURN:
-        numbers = turn_row(numbers, matrix, column, DIM, False)
-    turned = numbers
-    numbers = numbers / factor
-    GROUPS: tl.constexpr = D // GROUP
-    grouped = tl.reshape(numbers, [GROUPS, GROUP])
-    real = tl.reshape(there, [GROUPS, GROUP])
-    group = tl.arange(0, GROUPS)
-    known = group * GROUP < DIM
-    scale = tl.full([GROUPS], 1.0, tl.float32)
-    zero = tl.zeros([GROUPS], tl.float32)
-    COUNT: tl.constexpr = (DIM + GROUP - 1) // GROUP
-    broken = tl.max(tl.where(grouped != grouped, 1, 0), 1) > 0  # the largest of numbers and NaN is a number
-    shift = tl.zeros([GROUPS], tl.float32)  # the code of zero, if it is a whole number
-    if SCALE == "largest":
-        scale = tl.maximum(tl.max(tl.abs(grouped), 1) / LARGEST, LEAST)
-        scale = tl.where(broken, float("nan"), scale).to(scales.dtype.element_ty)
-        tl.store(scales + line * COUNT + group, scale, mask=known)
-        scale = scale.to(tl.float32)
-    elif SCALE != "none":
-        low = tl.min(tl.where(real, grouped, float("inf")), 1) * CLIP
-        high = tl.max(tl.where(real, grouped, float("-inf")), 1) * CLIP
-        scale = tl.maximum(high - low, LEAST) / (15.0 if FORM_CODE == "uint4" else 255.0)
-        scale = tl.where(broken, float("nan"), scale)
-        if SCALE == "point":
-            shift = tl.where(broken, 0.0, tl.clamp(tl.floor(0.5 - low / scale), 0.0, 15.0))
-            bits = (scale.to(tl.int32, bitcast=True) & -16) | shift.to(tl.int32)
-            tl.store(scales + line * COUNT + group, bits.to(tl.float32, bitcast=True), mask=known)
-        else:
-            zero = low
-            if SCALE == "middle":
-                zero = (low + high) / 2.0
-            scale, zero = scale.to(scales.dtype.element_ty), zero.to(scales.dtype.element_ty)
-            tl.store(scales + line * COUNT + group, scale, mask=known)
-            tl.store(zeros + line * COUNT + group, zero, mask=known)
-            scale, zero = scale.to(tl.float32), zero.to(tl.float32)
-    divisor = tl.where(scale == 0.0, 1.0, scale)
-    code = to_code((grouped - zero[:, None]) / divisor[:, None] + shift[:, None], FORM_CODE, ROUNDING, LARGEST)
-    if SCALE == "point":
-        scale = (scale.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
-        zero = -shift * scale
-    code = tl.reshape(code, [D])
-    if FORM_CODE == "uint4":
-        pair = tl.reshape(code.to(tl.int32), [D // 2, 2])
-        byte = tl.arange(0, D // 2)
-        packed = tl.sum(pair << (4 * tl.arange(0, 2))[None], 1).to(tl.uint8)
-        tl.store(codes + line * (DIM // 2) + byte, packed, mask=byte < DIM // 2)
-    else:
-        tl.store(codes + line * DIM + column, code, mask=there)
+    turned = tl.load(newest + row * DIM + column, mask=there, other=0.0).to(tl.float32)  # (D,)
+    if TURN != "none":
+        turned = turn_row(turned, matrix, TURN, False, DIM, D)
+    one = tl.arange(0, 1)
+    here = one == 0
+    numbers = tl.reshape(turned, [1, D])
+    size = load_factor(factor, head + one, here, SIDE)
+    if take(SIDE, "factor") != "none":
+        numbers = divide(numbers, size)
+    code, scale, zero = round_tile(numbers, line + one, here, codes, scales, zeros, SIDE, DIM, D)
     if ROUNDS:
-        base = tl.reshape(base_number(code, FORM_CODE, tl.float32), [GROUPS, GROUP])
-        turned = tl.reshape(base * scale[:, None] + zero[:, None], [D]) * factor
-    if TURN and BACK:
-        turned = turn_row(turned, matrix, column, DIM, True)
-    if ROUNDS or TURN:
+        turned = tl.reshape(read_tile(code, scale, zero, SIDE, DIM, D) * size, [D])
+    if TURN != "none" and BACK:
+        turned = turn_row(tl.where(there, turned, 0.0), matrix, TURN, True, DIM, D)
+    if ROUNDS or TURN != "none":
         tl.store(newest + row * DIM + column, turned, mask=there)
 
 
@@ -153,32 +440,16 @@ def _round_newest(
     key_codes,
     key_scales,
     key_zeros,
+    key_factor,
     value_matrix,
     value_codes,
     value_scales,
     value_zeros,
+    value_factor,
     room,
     heads,
-    key_factor,
-    value_factor,
-    KEY_EACH: tl.constexpr,
-    VALUE_EACH: tl.constexpr,
-    KEY_CODE: tl.constexpr,
-    KEY_SCALE: tl.constexpr,
-    KEY_GROUP: tl.constexpr,
-    KEY_LEAST: tl.constexpr,
-    KEY_CLIP: tl.constexpr,
-    KEY_ROUNDING: tl.constexpr,
-    KEY_LARGEST: tl.constexpr,
-    KEY_TURN: tl.constexpr,
-    VALUE_CODE: tl.constexpr,
-    VALUE_SCALE: tl.constexpr,
-    VALUE_GROUP: tl.constexpr,
-    VALUE_LEAST: tl.constexpr,
-    VALUE_CLIP: tl.constexpr,
-    VALUE_ROUNDING: tl.constexpr,
-    VALUE_LARGEST: tl.constexpr,
-    VALUE_TURN: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     ROUNDS: tl.constexpr,
     BACK: tl.constexpr,
     DIM: tl.constexpr,
@@ -186,73 +457,89 @@ def _round_newest(
 ):
     """Round one head's newest key or value, or turn one query. `heads`: B·H."""
     index = tl.program_id(0).to(tl.int64)
-    if index < heads:
-        line = index * room + tl.load(step)
-        _round_side(
-            newest,
-            key_matrix,
-            key_codes,
-            key_scales,
-            key_zeros,
-            index,
-            line,
-            read_factor(key_factor, index, KEY_EACH),
-            KEY_CODE,
-            KEY_SCALE,
-            KEY_GROUP,
-            KEY_LEAST,
-            KEY_CLIP,
-            KEY_ROUNDING,
-            KEY_LARGEST,
-            KEY_TURN,
-            ROUNDS,
-            BACK,
-            DIM,
-            D,
-        )
-    elif index < 2 * heads:
-        line = (index - heads) * room + tl.load(step)
-        _round_side(
-            newest,
-            value_matrix,
-            value_codes,
-            value_scales,
-            value_zeros,
-            index,
-            line,
-            read_factor(value_factor, index - heads, VALUE_EACH),
-            VALUE_CODE,
-            VALUE_SCALE,
-            VALUE_GROUP,
-            VALUE_LEAST,
-            VALUE_CLIP,
-            VALUE_ROUNDING,
-            VALUE_LARGEST,
-            VALUE_TURN,
-            ROUNDS,
-            BACK,
-            DIM,
-            D,
-        )
-    else:
+    if index < 2 * heads:
+        head = index % heads
+        line = head * room + tl.load(step)
+        if index < heads:
+            _round_row(
+                newest, key_matrix, key_codes, key_scales, key_zeros, key_factor,
+                index, head, line, KEY, ROUNDS, BACK, DIM, D,
+            )  # fmt: skip
+        else:
+            _round_row(
+                newest, value_matrix, value_codes, value_scales, value_zeros, value_factor,
+                index, head, line, VALUE, ROUNDS, BACK, DIM, D,
+            )  # fmt: skip
+    elif take(KEY, "turn") != "none":
         column = tl.arange(0, D)
         there = column < DIM
         place = (index - 2 * heads) * DIM + column
         row = tl.load(queries + place, mask=there, other=0.0).to(tl.float32)  # (D,)
-        tl.store(out + place, turn_row(row, key_matrix, column, DIM, False), mask=there)
+        tl.store(out + place, turn_row(row, key_matrix, take(KEY, "turn"), False, DIM, D), mask=there)
 
 
-def name_form(form: Form, prefix: str, dim: int, padded: int) -> dict[str, object]:
-    """Return the constants that say how `_round_newest` rounds keys or values."""
-    return {
-        f"{prefix}_CODE": form.code,
-        f"{prefix}_SCALE": form.scale,
-        f"{prefix}_GROUP": form.group or padded,
-        f"{prefix}_LEAST": form.least,
-        f"{prefix}_CLIP": form.clip,
-        f"{prefix}_ROUNDING": form.rounding,
-        f"{prefix}_LARGEST": LARGEST[form.code],
+def choose_rows(side: str, dim: int) -> tuple[int, int]:
+    """Return the rows of a tile of `encode` and `decode`, and the warps of its program."""
+    if side != "none":
+        return TURNED, 4
+    return max(1, TILE // triton.next_power_of_2(dim)), 4
+
+
+def encode_triton(rows: Tensor, form: Form, factor: float | Tensor, turn: Tensor | None) -> Parts:
+    count, dim = rows.shape
+    if turn is not None and dim > WIDEST:
+        rows, turn = turn_wide(rows, turn), None
+    groups = form.count_groups(dim)
+    parts = (
+        torch.empty(count, dim * form.bits // 8, dtype=torch.uint8, device=rows.device),
+        *(torch.empty(count, groups, dtype=form.stored, device=rows.device) for _ in range(form.steps)),
+    )
+    if count:
+        grid, given, constants = plan_tiles(rows.contiguous(), parts, form, factor, turn)
+        _encode[grid](*given, **constants)
+    return parts
+
+
+def decode_triton(parts: Parts, form: Form, dtype: torch.dtype, factor: float | Tensor, turn: Tensor | None) -> Tensor:
+    count, dim = len(parts[0]), parts[0].shape[1] * 8 // form.bits
+    wide = turn is not None and dim > WIDEST
+    rows = torch.empty(count, dim, dtype=torch.float32 if wide else dtype, device=parts[0].device)
+    parts = tuple(part.contiguous() for part in parts)
+    if count:
+        grid, given, constants = plan_tiles(rows, parts, form, factor, None if wide else turn)
+        _decode[grid](*given, **constants)
+    return turn_wide(rows, turn.T).to(dtype) if wide and turn is not None else rows
+
+
+def plan_tiles(
+    rows: Tensor, parts: Parts, form: Form, factor: float | Tensor, turn: Tensor | None
+) -> tuple[tuple[int], list[float | Tensor], dict[str, object]]:
+    """Return the grid, the arguments and the constants of `_encode` or `_decode` for rows (R, d)."""
+    count, dim = rows.shape
+    tile, warps = choose_rows(name_turn(turn), dim)
+    padded = triton.next_power_of_2(dim)
+    given = [
+        rows,
+        rows if turn is None else turn.contiguous(),
+        *list_memory(parts),
+        factor.expand(count, 1).contiguous() if isinstance(factor, Tensor) else factor,
+        count,
+    ]
+    constants: dict[str, object] = {
+        "SIDE": name_side(form, dim, turn, factor),
+        "DIM": dim,
+        "D": padded if turn is None else max(16, padded),
+        "N": tile,
+        "num_warps": warps,
+        "enable_fp_fusion": False,  # products are rounded before they are added, as in PyTorch
     }
+    return (triton.cdiv(count, tile),), given, constants
+
+
+def list_memory(parts: Parts) -> list[Tensor]:
+    """Return codes, scales and zeros, those of 8 bits as bytes. Codes stand for what a form lacks."""
+    memory = [part.view(torch.uint8) if part.dtype in STORED else part for part in parts]
+    return memory + [memory[0]] * (3 - len(memory))
 
 
 def round_newest_triton(queries: Tensor, rows: CodedRows, step: Tensor) -> Tensor:
@@ -271,32 +558,28 @@ def launch_rounding(
 ) -> None:
     """Round the newest row of each head, turned back if `back`, and write turned queries (B, Hq, 1, d) to `out`."""
     batch, heads, dim = rows.newest.shape[1:]
-    padded = triton.next_power_of_2(dim)
-    turns = rows.keys.turn is not None, rows.values.turn is not None
-    asking = batch * queries.shape[1] if turns[0] and queries is not None else 0
-    matrices = [rows.newest if side.turn is None else side.turn for side in (rows.keys, rows.values)]
+    turns = [name_turn(side.turn) for side in (rows.keys, rows.values)]
+    asking = batch * queries.shape[1] if turns[0] != "none" and queries is not None else 0
     _round_newest[(2 * batch * heads + asking,)](
         rows.newest if queries is None else queries,
         rows.newest if out is None else out,
         rows.newest,
         step,
-        matrices[0],
-        *list_parts(rows.keys, held=False),
-        matrices[1],
-        *list_parts(rows.values, held=False),
+        *list_side(rows.keys, rows.newest),
+        *list_side(rows.values, rows.newest),
         rows.keys.more[0].shape[2],
         batch * heads,
-        rows.keys.factor,
-        rows.values.factor,
-        KEY_EACH=isinstance(rows.keys.factor, Tensor),
-        VALUE_EACH=isinstance(rows.values.factor, Tensor),
-        **name_form(rows.keys.form, "KEY", dim, padded),
-        **name_form(rows.values.form, "VALUE", dim, padded),
-        KEY_TURN=turns[0],
-        VALUE_TURN=turns[1],
+        KEY=name_side(rows.keys.form, dim, rows.keys.turn, rows.keys.factor),
+        VALUE=name_side(rows.values.form, dim, rows.values.turn, rows.values.factor),
         ROUNDS=rounds,
         BACK=back,
         DIM=dim,
-        D=padded,
-        num_warps=4 if any(turns) else 1,
+        D=triton.next_power_of_2(dim),
+        num_warps=count_warps(*turns),
+        enable_fp_fusion=False,
     )
+
+
+def list_side(side: CodedSide, instead: Tensor) -> list[float | Tensor]:
+    """Return a side's matrix, or a tensor `instead` of it, its codes, scales and zeros, and its factor."""
+    return [instead if side.turn is None else side.turn.contiguous(), *list_memory(side.more), side.factor]

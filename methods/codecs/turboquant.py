@@ -177,7 +177,7 @@ def draw_rotation(dim: int, seed: int, device: torch.device) -> Tensor:
     """Return the transpose of a random rotation, (d, d) float32."""
     draw = torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     rotation, upper = torch.linalg.qr(draw)
-    return (rotation * upper.diagonal().sign()).T.to(device, torch.float32)
+    return (rotation * upper.diagonal().sign()).T.to(device, torch.float32).contiguous()
 
 
 @cache
