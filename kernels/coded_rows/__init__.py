@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kvbench.kernels.coded_rows.form import CodedRows, CodedSide, Form, Parts, make_hadamard
 from kvbench.kernels.coded_rows.reference import (
+    append_newest_reference,
     attend_reference,
     decode_reference,
     encode_reference,
@@ -17,8 +18,8 @@ from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 __all__ = [
-    "CodedRows", "CodedSide", "Form", "Parts", "attend_coded", "decode", "encode", "make_hadamard", "pack_codes",
-    "round_in_place", "round_newest", "unpack_codes",
+    "CodedRows", "CodedSide", "Form", "Parts", "append_newest", "attend_coded", "decode", "encode", "make_hadamard",
+    "pack_codes", "round_in_place", "round_newest", "unpack_codes",
 ]  # fmt: skip
 
 
@@ -110,6 +111,49 @@ def round_newest(queries: Tensor, rows: CodedRows, step: Tensor, *, implementati
     from kvbench.kernels.coded_rows.rounding import round_newest_triton
 
     return round_newest_triton(queries, rows, step)
+
+
+@announced
+def append_newest(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: CodedRows,
+    step: Tensor,
+    *,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Norm and rotate a token's queries and keys as `rope_append.append` does, then do what `round_newest` does.
+
+    Args:
+        queries: As projected, (B, Hq·d).
+        keys: As projected, (B, H·d).
+        values: As projected, (B, H·d).
+        cos: (P, r), with r at most d. Its row `step` belongs to the token.
+        sin: (P, r)
+        rows: The rows. `newest` is written.
+        step: Number of tokens read since the memory was made, int32 on the device.
+        norms: The weights (d,) of the queries' and the keys' RMS norm, and its ε; None for no norm.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        The rotated queries times the turn of the keys, (B, Hq, 1, d).
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    _, batch, heads, dim = rows.newest.shape
+    given = [tuple(side.shape) for side in (queries, keys, values)]
+    if given[1:] != [(batch, heads * dim)] * 2 or len(queries) != batch or queries.shape[1] % (heads * dim):
+        raise ValueError(f"coded rows: queries, keys, values {given} for {heads} heads of {dim}, batch {batch}")
+    if choose_implementation("append_newest", implementation, queries) == "reference":
+        return append_newest_reference(queries, keys, values, cos, sin, rows, step, norms)
+    from kvbench.kernels.coded_rows.rounding import append_newest_triton
+
+    return append_newest_triton(queries, keys, values, cos, sin, rows, step, norms)
 
 
 @announced

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.coded_rows.form import LARGEST, SIZES, CodedRows, CodedSide, Form, Parts
+from kvbench.kernels.rope_append.reference import rotate_projected
 from kvbench.kernels.softmax_extras import SoftmaxExtras, cap_logits, get_sinks
 
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -213,6 +214,23 @@ def round_newest_reference(queries: Tensor, rows: CodedRows, step: Tensor) -> Te
         elif side.turn is not None:
             newest.copy_(turn_wide(newest, side.turn))
     return queries if rows.keys.turn is None else turn_wide(queries, rows.keys.turn).to(queries.dtype)
+
+
+def append_newest_reference(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: CodedRows,
+    step: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> Tensor:
+    _, batch, heads, dim = rows.newest.shape
+    rotated = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms, None)
+    for newest, given in zip(rows.newest, rotated[1:], strict=True):
+        newest.copy_(given.squeeze(2))
+    return round_newest_reference(rotated[0], rows, step)
 
 
 def attend_reference(

@@ -11,6 +11,7 @@ from kvbench.kernels.coded_rows.form import LARGEST, SIZES, CodedRows, CodedSide
 from kvbench.kernels.coded_rows.reference import turn_wide
 from kvbench.kernels.coded_rows.triton import STORED, base_number
 from kvbench.kernels.coded_rows.turning import count_warps, name_turn, turn_row, turn_tile
+from kvbench.kernels.rope_append.triton import rotate_head
 
 EVEN = tl.constexpr(1.5 * 2**23)  # a float32 above 2^23 has no places behind the point
 WIDEST = 128  # channels of rows that a tile turns; the matrix of wider ones exceeds a program's memory
@@ -390,13 +391,13 @@ def _decode(
 
 @triton.jit
 def _round_row(
-    newest,
+    row,
+    place,
     matrix,
     codes,
     scales,
     zeros,
     factor,
-    row,
     head,
     line,
     SIDE: tl.constexpr,
@@ -405,14 +406,14 @@ def _round_row(
     DIM: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Round the newest row of a head, in place, and store its codes as row `line` of the memory.
+    """Round the newest row of a head, (D,) float32, and store its codes as row `line` of the memory.
 
-    With BACK the row is turned back.
+    What the token attends to is stored at `place`, turned back if BACK.
     """
     TURN: tl.constexpr = take(SIDE, "turn")
     column = tl.arange(0, D)
     there = column < DIM
-    turned = tl.load(newest + row * DIM + column, mask=there, other=0.0).to(tl.float32)  # (D,)
+    turned = row
     if TURN != "none":
         turned = turn_row(turned, matrix, TURN, False, DIM, D)
     one = tl.arange(0, 1)
@@ -426,13 +427,18 @@ def _round_row(
         turned = tl.reshape(read_tile(code, scale, zero, SIDE, DIM, D) * size, [D])
     if TURN != "none" and BACK:
         turned = turn_row(tl.where(there, turned, 0.0), matrix, TURN, True, DIM, D)
-    if ROUNDS or TURN != "none":
-        tl.store(newest + row * DIM + column, turned, mask=there)
+    tl.store(place + column, turned, mask=there)
 
 
 @triton.jit
 def _round_newest(
     queries,
+    keys,
+    values,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
     out,
     newest,
     step,
@@ -447,35 +453,64 @@ def _round_newest(
     value_zeros,
     value_factor,
     room,
+    batch,
     heads,
+    query_heads,
+    turning,
+    epsilon,
+    s_q,
+    s_k,
+    s_v,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
+    ROTATES: tl.constexpr,
+    NORM: tl.constexpr,
     ROUNDS: tl.constexpr,
     BACK: tl.constexpr,
     DIM: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Round one head's newest key or value, or turn one query. `heads`: B·H."""
+    """Round one head's newest key or value, or turn one query. With ROTATES keys and queries are rotated before.
+
+    `room` counts rows of a head's memory, and `s_q`, `s_k` and `s_v` are the numbers from one sample to the next.
+    """
     index = tl.program_id(0).to(tl.int64)
-    if index < 2 * heads:
-        head = index % heads
-        line = head * room + tl.load(step)
-        if index < heads:
+    column = tl.arange(0, D)
+    there = column < DIM
+    number = tl.load(step)
+    if index < 2 * batch * heads:
+        head = index % (batch * heads)
+        b, h = head // heads, head % heads
+        line = head * room + number
+        place = newest + index * DIM
+        if index < batch * heads:
+            source = keys + b * s_k + h * DIM
+            if ROTATES:
+                row = rotate_head(source, key_norm, cos, sin, number, column, turning, DIM, epsilon, out, NORM)
+                row = row.to(newest.dtype.element_ty).to(tl.float32)
+            else:
+                row = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
             _round_row(
-                newest, key_matrix, key_codes, key_scales, key_zeros, key_factor,
-                index, head, line, KEY, ROUNDS, BACK, DIM, D,
+                row, place, key_matrix, key_codes, key_scales, key_zeros, key_factor,
+                head, line, KEY, ROUNDS, BACK, DIM, D,
             )  # fmt: skip
         else:
+            row = tl.load(values + b * s_v + h * DIM + column, mask=there, other=0.0).to(tl.float32)
             _round_row(
-                newest, value_matrix, value_codes, value_scales, value_zeros, value_factor,
-                index, head, line, VALUE, ROUNDS, BACK, DIM, D,
+                row, place, value_matrix, value_codes, value_scales, value_zeros, value_factor,
+                head, line, VALUE, ROUNDS, BACK, DIM, D,
             )  # fmt: skip
-    elif take(KEY, "turn") != "none":
-        column = tl.arange(0, D)
-        there = column < DIM
-        place = (index - 2 * heads) * DIM + column
-        row = tl.load(queries + place, mask=there, other=0.0).to(tl.float32)  # (D,)
-        tl.store(out + place, turn_row(row, key_matrix, take(KEY, "turn"), False, DIM, D), mask=there)
+    else:
+        asking = index - 2 * batch * heads
+        source = queries + asking // query_heads * s_q + asking % query_heads * DIM
+        if ROTATES:
+            row = rotate_head(source, query_norm, cos, sin, number, column, turning, DIM, epsilon, out, NORM)
+            row = row.to(out.dtype.element_ty).to(tl.float32)
+        else:
+            row = tl.load(source + column, mask=there, other=0.0).to(tl.float32)  # (D,)
+        if take(KEY, "turn") != "none":
+            row = turn_row(row, key_matrix, take(KEY, "turn"), False, DIM, D)
+        tl.store(out + asking * DIM + column, row, mask=there)
 
 
 def choose_rows(side: str, dim: int) -> tuple[int, int]:
@@ -543,39 +578,92 @@ def list_memory(parts: Parts) -> list[Tensor]:
 
 
 def round_newest_triton(queries: Tensor, rows: CodedRows, step: Tensor) -> Tensor:
-    turned = rows.keys.turn is not None
-    out = torch.empty_like(queries, memory_format=torch.contiguous_format) if turned else queries
-    launch_rounding(rows, step, queries.contiguous(), out, rows.rounds_newest, back=False)
+    if rows.keys.turn is None:
+        launch_rounding(rows, step, rows.rounds_newest)
+        return queries
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    launch_rounding(rows, step, rows.rounds_newest, (queries.contiguous().flatten(1), *rows.newest.flatten(2)), out)
+    return out
+
+
+def append_newest_triton(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: CodedRows,
+    step: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> Tensor:
+    batch, dim = len(queries), rows.newest.shape[-1]
+    out = torch.empty(batch, queries.shape[1] // dim, 1, dim, dtype=queries.dtype, device=queries.device)
+    launch_rounding(rows, step, rows.rounds_newest, (queries, keys, values), out, (cos, sin), norms)
     return out
 
 
 def round_in_place_triton(rows: CodedRows, step: Tensor) -> None:
-    launch_rounding(rows, step, None, None, rounds=True, back=True)
+    launch_rounding(rows, step, rounds=True, back=True)
 
 
 def launch_rounding(
-    rows: CodedRows, step: Tensor, queries: Tensor | None, out: Tensor | None, rounds: bool, back: bool
+    rows: CodedRows,
+    step: Tensor,
+    rounds: bool,
+    given: tuple[Tensor, ...] | None = None,
+    out: Tensor | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+    back: bool = False,
 ) -> None:
-    """Round the newest row of each head, turned back if `back`, and write turned queries (B, Hq, 1, d) to `out`."""
+    """Round the newest row of each head, and write turned queries.
+
+    Args:
+        rows: The rows.
+        step: Number of tokens read since the memory was made.
+        rounds: Whether `newest` becomes what codes stand for.
+        given: Queries, keys and values, (B, heads·d) each; None takes the newest rows, and no queries.
+        out: Memory for queries, (B, Hq, 1, d); None for no queries.
+        angles: cos and sin, by which queries and keys are rotated; None for rotated ones.
+        norms: Weights and ε of the norms of queries and keys before rotation.
+        back: Whether `newest` is turned back.
+    """
     batch, heads, dim = rows.newest.shape[1:]
-    turns = [name_turn(side.turn) for side in (rows.keys, rows.values)]
-    asking = batch * queries.shape[1] if turns[0] != "none" and queries is not None else 0
-    _round_newest[(2 * batch * heads + asking,)](
-        rows.newest if queries is None else queries,
+    query_heads = 0 if out is None else out.shape[1]
+    queries, keys, values = given or (rows.newest[0].flatten(1), *rows.newest.flatten(2))
+    cos, sin = angles or (queries, queries)
+    query_norm, key_norm, epsilon = norms or (queries, queries, 0.0)
+    _round_newest[(batch * (2 * heads + query_heads),)](
+        queries,
+        keys,
+        values,
+        cos,
+        sin,
+        query_norm,
+        key_norm,
         rows.newest if out is None else out,
         rows.newest,
         step,
         *list_side(rows.keys, rows.newest),
         *list_side(rows.values, rows.newest),
         rows.keys.more[0].shape[2],
-        batch * heads,
+        batch,
+        heads,
+        query_heads,
+        cos.shape[1],
+        epsilon,
+        queries.stride(0),
+        keys.stride(0),
+        values.stride(0),
         KEY=name_side(rows.keys.form, dim, rows.keys.turn, rows.keys.factor),
         VALUE=name_side(rows.values.form, dim, rows.values.turn, rows.values.factor),
+        ROTATES=angles is not None,
+        NORM=norms is not None,
         ROUNDS=rounds,
         BACK=back,
         DIM=dim,
         D=triton.next_power_of_2(dim),
-        num_warps=count_warps(*turns),
+        num_warps=count_warps(name_turn(rows.keys.turn), name_turn(rows.values.turn)),
         enable_fp_fusion=False,
     )
 

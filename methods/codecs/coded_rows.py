@@ -13,13 +13,12 @@ from kvbench.kernels.coded_rows import (
     CodedRows,
     CodedSide,
     Form,
+    append_newest,
     attend_coded,
     decode,
     encode,
     round_in_place,
-    round_newest,
 )
-from kvbench.kernels.rope_append import append
 from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 
@@ -157,7 +156,6 @@ class GrowingCodes:
         self.rows = CodedRows(
             key_side, value_side, lengths, starts, longest, mass, newest, codec.packing.before_attention
         )
-        self.slots = torch.zeros_like(lengths)
 
     def begin(self) -> None:
         """Do nothing: tokens are appended by their number."""
@@ -174,22 +172,9 @@ class GrowingCodes:
         implementation: str | None,
         extras: SoftmaxExtras | None = None,
     ) -> Tensor:
-        newest = self.rows.newest.unsqueeze(3)
-        queries = append(
-            queries,
-            keys,
-            values,
-            angles[0],
-            angles[1],
-            newest[0],
-            newest[1],
-            0,
-            step,
-            slots=self.slots,
-            norms=norms,
-            implementation=implementation,
+        queries = append_newest(
+            queries, keys, values, angles[0], angles[1], self.rows, step, norms=norms, implementation=implementation
         )
-        queries = round_newest(queries, self.rows, step, implementation=implementation)
         return attend_coded(queries, self.rows, scaling, step, extras=extras, implementation=implementation)
 
     def append(self, keys: Tensor, values: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from kvbench.kernels.coded_rows import (
     CodedRows,
     CodedSide,
     Form,
+    append_newest,
     attend_coded,
     decode,
     encode,
@@ -16,6 +17,7 @@ from kvbench.kernels.coded_rows import (
     round_in_place,
     round_newest,
 )
+from kvbench.kernels.rope_append import append
 from kvbench.kernels.softmax_extras import SoftmaxExtras
 from tests.support.compile_kernels import list_kernel
 from tests.support.kernel_checks import BOTH, DTYPES
@@ -347,6 +349,34 @@ def test_a_token_is_rounded_in_place_to_what_is_read_back(implementation, case):
             assert (wrong.abs() > 1e-3).double().mean() < 0.02  # a turned number on a border
 
 
+@BOTH
+@pytest.mark.parametrize("turned", [None, "signs", "rotation"])
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_projected_token_is_rotated_and_rounded(implementation, turned, normed):
+    """As if `append` wrote it raw, and `round_newest` rounded it then."""
+    case = Case("int4", "fp8", turned=turned, rounds=normed, queries=3)
+    one, two = Run(case), Run(case)
+    queries, keys, values = (draw(2, heads * 32, seed=heads) for heads in (6, 2, 12))
+    values = values[:, :64]  # of a wider tensor
+    cos, sin = draw(3, 16, seed=1).cos(), draw(3, 16, seed=1).sin()
+    norms = (draw(32, seed=5), draw(32, seed=6), 1e-5) if normed else None
+    step = torch.tensor(2, dtype=torch.int32, device=DEVICE)
+    newest, slots = one.rows.newest[:, :, :, None], torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
+    asking = append(
+        queries, keys, values, cos, sin, newest[0], newest[1], 0, step,
+        slots=slots, norms=norms, implementation="reference",
+    )  # fmt: skip
+    asking = round_newest(asking, one.rows, step, implementation="reference")
+    given = append_newest(queries, keys, values, cos, sin, two.rows, step, norms=norms, implementation=implementation)
+    torch.testing.assert_close(given, asking, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(two.rows.newest, one.rows.newest, rtol=1e-5, atol=1e-5)
+    for side, other in ((one.rows.keys, two.rows.keys), (one.rows.values, two.rows.values)):
+        for part, wanted in zip(other.more, side.more, strict=True):
+            torch.testing.assert_close(part.float(), wanted.float(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="coded rows: queries, keys, values"):
+        append_newest(queries, keys[:, 1:], values, cos, sin, two.rows, step, implementation=implementation)
+
+
 def ahead():
     from kvbench.kernels.coded_rows import attend as reading
 
@@ -399,10 +429,11 @@ def list_rounding():
         (Form("e2m1", "power", group=32, stored=e8m0, rounding="up"), "none", "*u8"),
         (FORMS["16 levels"], "matrix", "*fp16"),
     ]  # fmt: skip
-    pointers = {"matrix": "*fp32", "codes": "*u8", "step": "*i32"}
+    pointers = {"matrix": "*fp32", "codes": "*u8", "step": "*i32", "epsilon": "fp32"}
+    read = ("rows", "out", "newest", "queries", "keys", "values", "cos", "sin", "query_norm", "key_norm")
     for form, turn, stored in sides:
         for dtype in ("*bf16", "*fp32") if turn != "none" else ("*bf16",):
-            pointers |= dict.fromkeys(("rows", "out", "newest", "queries"), dtype) | {"scales": stored, "zeros": stored}
+            pointers |= dict.fromkeys(read, dtype) | {"scales": stored, "zeros": stored}
             each = form.code == "e4m3"
             pointers["factor"] = "*fp32" if each else "fp32"
             side = (*rounding.name_form(form, 128), ("turn", turn), ("factor", "each" if each else "all"))
@@ -411,8 +442,8 @@ def list_rounding():
             yield list_kernel(rounding._encode, pointers, sizes, num_warps=warps)
             yield list_kernel(rounding._decode, pointers, sizes, num_warps=warps)
             both = {f"{which}_{name}": kind for name, kind in pointers.items() for which in ("key", "value")}
-            sizes = {"KEY": side, "VALUE": side, "ROUNDS": True, "BACK": True, "DIM": 128, "D": 128}
-            warps = turning.count_warps(turn)
+            sizes = {"KEY": side, "VALUE": side, "ROTATES": True, "NORM": True, "ROUNDS": True, "BACK": True}
+            sizes, warps = sizes | {"DIM": 128, "D": 128}, turning.count_warps(turn)
             yield list_kernel(rounding._round_newest, pointers | both, sizes, num_warps=warps)
             if turn != "none":
                 sizes = {"TURN": turn, "DIM": 128, "D": 128}
