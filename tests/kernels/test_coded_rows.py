@@ -245,7 +245,7 @@ def test_rows_are_rounded_as_by_the_definition(name, dim):
     """Codes, scales and zeros are the same bits, and so is what they are read as; sums may differ by their last bit."""
     form = FORMS[name]
     rows = draw(19, dim, seed=3) * torch.logspace(-6, 2, 19, device=DEVICE)[:, None]
-    rows[7] = 0
+    rows[7], rows[9, :16] = 0, torch.linspace(-5, 6, 16)  # 6 is the largest e2m1
     factors = 0.1 + torch.rand(19, 1, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     last = dict(rtol=1e-6, atol=1e-7)
     for given, factor in ((rows, 1.0), (rows.bfloat16(), 0.3), (rows, factors)):
@@ -254,6 +254,15 @@ def test_rows_are_rounded_as_by_the_definition(name, dim):
             torch.testing.assert_close(part.float(), wanted.float(), rtol=1e-3 if form.scale == "norm" else 0, atol=0)
         read = [decode(expected, form, torch.float32, factor, implementation=name) for name in ("reference", "triton")]
         torch.testing.assert_close(*read, **(last if form.normed else dict(rtol=0, atol=0)))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4 above"])
+def test_every_scale_of_8_bits_is_read(name):
+    form = ROUNDED[name]
+    codes = torch.full((256, 8), 0xA2, dtype=torch.uint8, device=DEVICE)
+    scales = torch.arange(256, device=DEVICE).to(torch.uint8)[:, None].view(form.stored)
+    read = [decode((codes, scales), form, torch.float32, implementation=which) for which in ("triton", "reference")]
+    torch.testing.assert_close(*read, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -375,6 +384,19 @@ def test_a_projected_token_is_rotated_and_rounded(implementation, turned, normed
             torch.testing.assert_close(part.float(), wanted.float(), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="coded rows: queries, keys, values"):
         append_newest(queries, keys[:, 1:], values, cos, sin, two.rows, step, implementation=implementation)
+
+
+@BOTH
+def test_a_rotated_key_is_rounded_from_the_dtype_that_it_has_in_other_caches(implementation):
+    run = Run(Case("int8", "int8", dtype=torch.bfloat16))
+    queries, keys, values, cos, sin = (draw(2, n, seed=n, dtype=torch.bfloat16) for n in (128, 64, 65, 30, 31))
+    append_newest(
+        queries, keys, values[:, :64], cos[:, :30], sin[:, :30], run.rows,
+        torch.tensor(1, dtype=torch.int32, device=DEVICE), implementation=implementation,
+    )  # fmt: skip
+    for side, newest in zip((run.rows.keys, run.rows.values), run.rows.newest, strict=True):
+        for part, wanted in zip(side.more, encode(newest.flatten(0, 1), side.form), strict=True):
+            assert torch.equal(part[:, :, 1].flatten(0, 1), wanted)
 
 
 def ahead():
