@@ -100,7 +100,10 @@ def find_power(number):
 
 @triton.jit
 def to_code(number, SIDE: tl.constexpr):
-    """Round numbers to codes, int32. Numbers beyond the largest code become that one, and NaN stays NaN in a float."""
+    """Round numbers to codes, int32.
+
+    Numbers beyond the largest code become that one. NaN stays NaN in floats of 8 bits, and gets any other code.
+    """
     CODE: tl.constexpr = take(SIDE, "code")
     ROUNDING: tl.constexpr = take(SIDE, "rounding")
     if CODE == "e4m3" or CODE == "e5m2":
@@ -111,9 +114,9 @@ def to_code(number, SIDE: tl.constexpr):
         code = tl.zeros(number.shape, tl.int32)
         for i in tl.static_range(len(BORDERS)):
             if CODE == "e2m1" and ROUNDING == "even" and i % 2 == 0:
-                code += (size > BORDERS[i]).to(tl.int32)
+                code += tl.where(size <= BORDERS[i], 0, 1)
             else:
-                code += (size >= BORDERS[i]).to(tl.int32)
+                code += tl.where(size < BORDERS[i], 0, 1)
         if CODE == "e2m1":
             code |= tl.where(number < 0.0, 8, 0)
     else:

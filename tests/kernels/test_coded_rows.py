@@ -1,5 +1,6 @@
 """Rows as codes: rounding against its formulas, and attention over codes against rows that are read back."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -256,9 +257,21 @@ def test_rows_are_rounded_as_by_the_definition(name, dim):
         torch.testing.assert_close(*read, **(last if form.normed else dict(rtol=0, atol=0)))
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4 above"])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_with_numbers_that_are_none_read_as_by_the_definition(name, broken, recwarn):  # numpy warns of them
+    form, rows = FORMS[name], draw(3, 32, seed=3)
+    rows[1, 5] = broken
+    parts = [encode(rows, form, implementation=which) for which in ("triton", "reference")]
+    read = [decode(part, form, torch.float32, implementation="reference") for part in parts]
+    torch.testing.assert_close(*read, rtol=1e-3, atol=0, equal_nan=True)
+    assert read[0].isnan().any(1).tolist() == [False, bool(read[1][1].isnan().any()), False]
+    assert not math.isnan(broken) or read[0][1].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "sglang"])
 def test_every_scale_of_8_bits_is_read(name):
-    form = ROUNDED[name]
+    form = FORMS[name]
     codes = torch.full((256, 8), 0xA2, dtype=torch.uint8, device=DEVICE)
     scales = torch.arange(256, device=DEVICE).to(torch.uint8)[:, None].view(form.stored)
     read = [decode((codes, scales), form, torch.float32, implementation=which) for which in ("triton", "reference")]
