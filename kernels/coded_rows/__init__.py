@@ -1,9 +1,9 @@
-"""Round rows to codes of 8 or 4 bits, and decode one token over rows that are held as codes."""
+"""Round rows to codes of 2 to 8 bits, and decode one token over rows that are held as codes."""
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.coded_rows.form import CodedRows, CodedSide, Form, Parts, make_hadamard
+from kvbench.kernels.coded_rows.form import CodedRows, CodedSide, Form, Parts, RawWindow, make_hadamard
 from kvbench.kernels.coded_rows.reference import (
     append_newest_reference,
     attend_reference,
@@ -18,8 +18,8 @@ from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 __all__ = [
-    "CodedRows", "CodedSide", "Form", "Parts", "append_newest", "attend_coded", "decode", "encode", "make_hadamard",
-    "pack_codes", "round_in_place", "round_newest", "unpack_codes",
+    "CodedRows", "CodedSide", "Form", "Parts", "RawWindow", "append_newest", "attend_coded", "decode", "encode",
+    "make_hadamard", "pack_codes", "round_in_place", "round_newest", "unpack_codes",
 ]  # fmt: skip
 
 
@@ -50,6 +50,8 @@ def encode(
     dim = rows.shape[-1]
     if rows.dim() != 2 or (form.group and dim % form.group) or dim * form.bits % 8:
         raise ValueError(f"encode: rows {tuple(rows.shape)}, groups of {form.group} channels, {form.bits} bits")
+    if form.scale == "shift":
+        raise ValueError("encode: rows with a shift are rounded by their codec")
     if choose_for_form("encode", implementation, rows, form, dim) == "reference":
         return encode_reference(rows, form, factor, turn)
     from kvbench.kernels.coded_rows.rounding import encode_triton
@@ -183,10 +185,10 @@ def attend_coded(
     extras: SoftmaxExtras | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    """Attend with one token to all rows and to its own one.
+    """Attend with one token to all rows and to its own one, or to all rows and to those of the window.
 
     Args:
-        queries: What `round_newest` returned, (B, Hq, 1, d).
+        queries: Times the turn of the keys, as `round_newest` returns them, (B, Hq, 1, d).
         rows: The rows.
         scaling: The factor of the logits.
         step: Number of tokens read since the memory was made, this one not counted, int32 on the device.

@@ -19,6 +19,7 @@ from kvbench.kernels.attention.triton import LOG2E, cap_tile, combine_splits, fi
 from kvbench.kernels.coded_rows.form import LARGEST, CodedRows, CodedSide
 from kvbench.kernels.coded_rows.triton import STORED, base_number, list_parts, read_factor
 from kvbench.kernels.coded_rows.turning import turn_back
+from kvbench.kernels.coded_rows.window import attend_window, count_programs
 from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
 
 MOST = 128  # programs of one head, which `combine_splits` reads at once
@@ -39,7 +40,7 @@ class Reading:
     normed: bool
     """`Form.normed`."""
     steps: int
-    """Numbers that a group stores beside its codes; 3 for a scale with a point in its lowest bits."""
+    """Numbers that a group stores beside its codes; 3 for a scale with a point in its lowest bits, 4 for a shift."""
     group: int
     """Channels of a group."""
     groups: bool
@@ -81,7 +82,7 @@ def make_reading(side: CodedSide, dim: int, fast: bool) -> Reading:
         levels=levels,
         table=table,
         normed=form.normed,
-        steps=3 if form.scale == "point" else form.steps,
+        steps={"point": 3, "shift": 4}.get(form.scale, form.steps),
         group=form.group or dim,
         groups=groups,
         stored=STORED.get(form.stored),
@@ -129,7 +130,13 @@ def write_asm(side, number):
         return f"{{.reg .b32 x, y; {size} {sign} lop3.b32 y, x, 0x80008000, y, 0xea; {multiply} mov.b32 $0, y;}}"
     if code == "levels":
         return write_lookup(side.table, side.bits, number)
-    if code == "int8":  # a byte below 0x64 is the float 1024 and the byte's number
+    if code == "uint2":  # a number below 2^10 below 0x6400 is the float 1024 and the number
+        move, high = f"shr.u32 x, x, {2 * number % 8}; lop3.b32 x, x, 0x00030003, 0x64006400, 0xea;", number >= 4
+        make = "mov.b32 y, 0x64006400; sub.rn.f16x2 $0, x, y;"
+    elif code == "uint8":
+        move, high = "lop3.b32 x, x, 0x00ff00ff, 0x64006400, 0xea;", odd
+        make = "mov.b32 y, 0x64006400; sub.rn.f16x2 $0, x, y;"
+    elif code == "int8":  # a byte below 0x64 is the float 1024 and the byte's number
         move, high = "lop3.b32 x, x, 0x00ff00ff, 0x64806480, 0x6a;", odd
         make = "mov.b32 y, 0x64806480; sub.rn.f16x2 $0, x, y;"
     elif code == "uint4" and not side.groups:
@@ -248,7 +255,7 @@ def _read_steps(scales, zeros, row, here, SIDE: tl.constexpr):
     zero = tl.zeros([1], tl.float32)
     if SIDE.steps > 0:
         scale = tl.load(scales + place, mask=where, other=0)
-    if SIDE.steps == 2:
+    if SIDE.steps == 2 or SIDE.steps == 4:
         zero = tl.load(zeros + place, mask=where, other=0)
     return scale, zero
 
@@ -257,6 +264,7 @@ def _read_steps(scales, zeros, row, here, SIDE: tl.constexpr):
 def _widen_steps(scale, zero, STEPS: tl.constexpr, STORED: tl.constexpr):
     """Return scales and zeros as float32; for a scale with a point in its lowest bits, STEPS == 3, the point as zero.
 
+    A shift, STEPS == 4, becomes the number that the code 0 stands for.
     STORED names the float of 8 bits that scales are stored as, or is None.
     """
     if STEPS == 3:
@@ -268,7 +276,10 @@ def _widen_steps(scale, zero, STEPS: tl.constexpr, STORED: tl.constexpr):
         power = scale.to(tl.int32)
         bits = tl.where(power == 0, 0x00400000, tl.where(power == 255, 0x7FC00000, power << 23))
         scale = bits.to(tl.float32, bitcast=True)
-    return scale.to(tl.float32), zero.to(tl.float32)
+    scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+    if STEPS == 4:
+        zero = -zero * scale
+    return scale, zero
 
 
 @triton.jit
@@ -311,7 +322,7 @@ def _apply_steps(number, scale, zero, SIDE: tl.constexpr, LIKE: tl.constexpr):
     if SIDE.steps == 3:
         number -= zero
     number *= scale
-    if SIDE.steps == 2:
+    if SIDE.steps == 2 or SIDE.steps == 4:
         number += zero
     return number.to(LIKE)
 
@@ -473,7 +484,7 @@ def _attend_range(
     return m, norm, sums, shift
 
 
-@triton.jit(do_not_specialize=["splits", "room"])
+@triton.jit(do_not_specialize=["splits", "total", "room", "waiting"])
 def _attend(
     queries,
     step,
@@ -491,10 +502,13 @@ def _attend(
     group,
     heads,
     splits,
+    total,
     room,
+    waiting,
     scale,
     key_factor,
     value_factor,
+    EVERY: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     LIFT: tl.constexpr,
@@ -507,8 +521,10 @@ def _attend(
     DIM: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Attend with M queries of one KV head to one of `splits` ranges of its rows. `heads`: B·H.
+    """Attend with M queries of one KV head to one of `splits` ranges of its rows, for the first of `total` parts.
 
+    `heads`: B·H. With EVERY, `waiting` rows and those of the tokens become codes when there are EVERY of them, and the
+    token's own row is in a window.
     `keys`, `values` and those of further tokens have words, scales and zeros. KEY and VALUE are `Reading`s.
     """
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -536,6 +552,8 @@ def _attend(
     for _ in tl.static_range(tl.constexpr(VALUE.per)):
         sums = sums + (tl.zeros([M, WIDE], tl.float32),)  # type: ignore[assignment]
     length, more = tl.load(lengths + head).to(tl.int32), tl.load(step)
+    if EVERY > 0:
+        more = (more + waiting) // EVERY * EVERY
     share = tl.cdiv(tl.cdiv(length + more, splits), N) * N
     first = split * share
     last = tl.minimum(first + share, length + more)
@@ -589,22 +607,23 @@ def _attend(
     )
     p = tl.zeros([M], tl.float32)
     shrink = tl.full([M], 1.0, tl.float32)
-    if split == 0:  # the token's own row, which is no code
+    if EVERY == 0 and split == 0:  # the token's own row, which is no code
         k = tl.load(newest + head * DIM + column, mask=inside, other=0.0).to(tl.float32)  # (D,)
         logit = cap_tile(tl.sum(whole * k[None], 1) * scale, CAP)  # (M,)
         new = tl.maximum(m, logit)
         p, shrink = tl.exp2(logit - new), tl.exp2(m - new)
         m, norm = new, norm * shrink + p
-    part = (head * splits + split) * group + index
+    part = (head * total + split) * group + index
     word = tl.arange(0, VALUE.wide) * VALUE.per
     there = word < DIM
     value_size = read_factor(value_factor, head, VALUE.each)
     shift *= shrink * value_size
     for j in tl.static_range(tl.constexpr(VALUE.per)):
-        v = tl.load(newest + (heads + head) * DIM + word + j, mask=there, other=0.0).to(tl.float32)
-        lifted = sums[j] * (shrink * (value_size / (LIFT * find_gain(VALUE, j))))[:, None]
-        total = lifted + p[:, None] * v[None] + shift[:, None]
-        tl.store(part_acc + part[:, None] * DIM + (word + j)[None], total, mask=asking[:, None] & there[None])
+        outputs = sums[j] * (shrink * (value_size / (LIFT * find_gain(VALUE, j))))[:, None] + shift[:, None]
+        if EVERY == 0:
+            v = tl.load(newest + (heads + head) * DIM + word + j, mask=there, other=0.0).to(tl.float32)
+            outputs += p[:, None] * v[None]
+        tl.store(part_acc + part[:, None] * DIM + (word + j)[None], outputs, mask=asking[:, None] & there[None])
     tl.store(part_max + part, m, mask=asking)
     tl.store(part_norm + part, norm, mask=asking)
 
@@ -627,16 +646,19 @@ def attend_triton(
     each = max(16, triton.next_power_of_2(min(group, 64)))
     tiles = triton.cdiv(group, each)
     tile, warps, programs = choose_tile(rows, each, queries)
-    splits = max(1, min(MOST, programs // (batch * heads * tiles), triton.cdiv(rows.longest + 1, tile)))
+    window = rows.window
+    raw = 0 if window is None else count_programs(window)
+    splits = max(1, min(MOST - raw, programs // (batch * heads * tiles), triton.cdiv(rows.longest + 1, tile)))
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     parts = [
-        torch.empty(batch * heads, splits, group, *more, dtype=torch.float32, device=queries.device)
+        torch.empty(batch * heads, splits + raw, group, *more, dtype=torch.float32, device=queries.device)
         for more in ((dim,), (), ())
     ]
     fast = converts_fast(queries)
     sides = [(side, make_reading(side, dim, fast)) for side in (rows.keys, rows.values)]
+    queries = queries.contiguous()
     _attend[batch * heads, splits, tiles](
-        queries.contiguous(),
+        queries,
         step,
         rows.lengths,
         rows.starts,
@@ -647,10 +669,13 @@ def attend_triton(
         group,
         batch * heads,
         splits,
+        splits + raw,
         rows.keys.more[0].shape[2],
+        0 if window is None else window.waiting,
         scaling * LOG2E.value,
         rows.keys.factor,
         rows.values.factor,
+        EVERY=0 if window is None else window.every,
         KEY=sides[0][1],
         VALUE=sides[1][1],
         LIFT=find_lift(rows.values, sides[1][1]),
@@ -664,16 +689,18 @@ def attend_triton(
         D=padded,
         num_warps=warps,
     )
+    if window is not None:
+        attend_window(queries, window, scaling, step, extras, parts, splits, each)
     combine_splits[(batch * query_heads,)](
         *parts,
         outputs,
         outputs,
         1,
         group,
-        splits,
+        splits + raw,
         dim,
         LSE=False,
-        S=128 if splits > 16 else 16,
+        S=128 if splits + raw > 16 else 16,
         D=padded,
         sinks=get_sinks(extras),
         query_heads=query_heads,

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by the lower three bits of a code
-BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "uint4": 4, "uint3": 3, "e2m1": 4}
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "uint4": 15.0, "uint3": 7.0, "e2m1": 6.0}  # of all codes
+BITS = {"e4m3": 8, "e5m2": 8, "int8": 8, "uint8": 8, "uint4": 4, "uint3": 3, "uint2": 2, "e2m1": 4}
+WHOLE = {"int8": 127.0, "uint8": 255.0, "uint4": 15.0, "uint3": 7.0, "uint2": 3.0}  # the largest of whole numbers
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0} | WHOLE  # of all codes
 HADAMARDS: list[Tensor] = []  # those that `make_hadamard` has made
-STEPS = {"none": 0, "largest": 1, "power": 1, "power_below": 1, "norm": 1, "point": 1, "range": 2, "middle": 2}
+STEPS = {"none": 0, "largest": 1, "power": 1, "power_below": 1, "norm": 1, "point": 1}
+STEPS |= {"range": 2, "middle": 2, "shift": 2}
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,8 @@ class Form:
     """How the channels of a row become codes: number = base(code)·scale + zero, with one scale and zero a group."""
 
     code: str
-    """What a code stands for, its base: a float ("e4m3", "e5m2", "e2m1"), a whole number ("int8", "uint4", "uint3"), or
-    a number of a list ("levels").
+    """What a code stands for, its base: a float ("e4m3", "e5m2", "e2m1"), a whole number ("int8", "uint8", "uint4",
+    "uint3", "uint2"), or a number of a list ("levels").
     """
     scale: str = "none"
     """What a group stores. "none"; a scale, namely the one that makes the group's "largest" size the largest code, the
@@ -27,6 +29,7 @@ class Form:
     ("power_below"), or the "norm" of the row; or scale and zero, which spread the codes over the group's "range", from
     its smallest number on, or around its "middle"; or a scale that spreads the codes over the range and has a "point"
     in its 4 lowest bits, the code of zero: number = (base(code) - point)·scale, with 0 for these bits of the scale.
+    Rows that a codec rounds itself may have a scale and a "shift": number = (base(code) - shift)·scale.
     """
     group: int = 0
     """Channels of a group; 0 for all channels of a row."""
@@ -114,6 +117,26 @@ class CodedSide:
 
 
 @dataclass(frozen=True)
+class RawWindow:
+    """The newest rows of each head, which are not rounded yet, in a ring. They are rounded many at once."""
+
+    ring: Tensor
+    """Keys and values, rotated, (2, B, H, L, d), contiguous. The i-th row behind those held lies at i mod L."""
+    waiting: int
+    """Rows that each head had in the ring when the memory was made."""
+    every: int
+    """Number of rows at which they are rounded, R. L is at least R."""
+
+    def count_rounded(self, step: int) -> int:
+        """Return how many rows behind those held are codes when the token of this number, from 0 on, is read."""
+        return (self.waiting + step) // self.every * self.every
+
+    def find_slots(self, start: int, stop: int) -> Tensor:
+        """Return where the rows from `start` to before `stop`, counted from those held, lie in the ring."""
+        return torch.arange(start, stop, device=self.ring.device) % self.ring.shape[3]
+
+
+@dataclass(frozen=True)
 class CodedRows:
     """The rows of B·H heads as codes at fixed addresses: rows held, and rows of further tokens."""
 
@@ -131,3 +154,6 @@ class CodedRows:
     """The keys and values of the token that is read, as it attends to them, times the turns, (2, B, H, d)."""
     rounds_newest: bool
     """Whether a token attends to its own row as it is rounded."""
+    window: RawWindow | None = None
+    """Rows that are not rounded yet, the token's own among them; tokens then do not attend to `newest`. None for none.
+    """

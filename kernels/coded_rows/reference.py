@@ -82,12 +82,13 @@ def store_steps(steps: Parts, form: Form) -> Parts:
 
 
 def read_steps(steps: Parts, form: Form) -> tuple[Tensor, Tensor | None]:
-    """Return the scales that groups store, and the zeros if there are some, float32."""
+    """Return the scales that groups store, and the zeros if there are some, in at least float32."""
     if form.scale == "point":
         bits = steps[0].view(torch.int32)
         scale = (bits & -16).view(torch.float32)
         return scale, -(bits & 15) * scale
-    return steps[0].float(), steps[1].float() if len(steps) > 1 else None
+    wide = [step if step.dtype == torch.float64 else step.float() for step in steps]
+    return wide[0], wide[1] if len(wide) > 1 else None
 
 
 def find_codes(numbers: Tensor, form: Form) -> Tensor:
@@ -154,7 +155,7 @@ def decode_reference(
         numbers = codes.view(FLOATS[form.code]).to(wide)
     elif form.code == "int8":
         numbers = codes.view(torch.int8).to(wide)
-    elif form.code in ("uint4", "uint3"):
+    elif form.code.startswith("uint"):
         numbers = codes.to(wide)
     elif form.code == "e2m1":
         signed = torch.tensor([*SIZES, *(-size for size in SIZES)], dtype=wide, device=codes.device)
@@ -167,7 +168,10 @@ def decode_reference(
     if form.steps:
         groups = parts[1].shape[-1]
         scale, zero = read_steps(parts[1:], form)
-        numbers = numbers.reshape(*shape[:-1], groups, shape[-1] // groups) * scale[..., None]
+        numbers = numbers.reshape(*shape[:-1], groups, shape[-1] // groups)
+        if form.scale == "shift" and zero is not None:
+            numbers, zero = numbers - zero[..., None], None
+        numbers = numbers * scale[..., None]
         numbers = numbers if zero is None else numbers + zero[..., None]
     numbers = numbers.reshape(shape) * factor
     return numbers.to(dtype) if turn is None else turn_wide(numbers, turn.T, dtype).to(dtype)
@@ -242,11 +246,16 @@ def attend_reference(
     outputs = torch.empty_like(asking)
     sinks = get_sinks(extras)
     sinks = None if sinks is None else sinks.view(heads, -1)
+    raw, rounded = rows.newest[..., None, :], int(step)
+    if rows.window is not None:
+        rounded = rows.window.count_rounded(int(step))
+        slots = rows.window.find_slots(rounded, rows.window.waiting + int(step) + 1)
+        raw = rows.window.ring.index_select(3, slots)
     for b in range(batch):
         for h in range(heads):
             start, length = int(rows.starts[b, h]), int(rows.lengths[b, h])
             keys, values = (
-                torch.cat([read_side(side, b, h, start, length, int(step)), rows.newest[number, b, h][None].to(wide)])
+                torch.cat([read_side(side, b, h, start, length, rounded, wide), raw[number, b, h].to(wide)])
                 for number, side in enumerate((rows.keys, rows.values))
             )
             logits = cap_logits(asking[b, h] @ keys.to(wide).T * scaling, extras)
@@ -261,9 +270,9 @@ def attend_reference(
     return outputs.view(batch, -1, 1, dim).to(queries.dtype)
 
 
-def read_side(side: CodedSide, b: int, h: int, start: int, length: int, step: int) -> Tensor:
-    """Return the turned keys or values of one head, (n, d) float32, of rows held and of further tokens."""
+def read_side(side: CodedSide, b: int, h: int, start: int, length: int, more: int, dtype: torch.dtype) -> Tensor:
+    """Return the turned keys or values of one head, (n, d), of rows held and of `more` further ones."""
     held = tuple(part[start : start + length] for part in side.held)
-    more = tuple(part[b, h, :step] for part in side.more)
+    further = tuple(part[b, h, :more] for part in side.more)
     factor = side.factor[b, h] if isinstance(side.factor, Tensor) else side.factor
-    return torch.cat([decode_reference(parts, side.form, torch.float32, factor, None) for parts in (held, more)])
+    return torch.cat([decode_reference(parts, side.form, dtype, factor, None) for parts in (held, further)])

@@ -307,8 +307,11 @@ def read_tile(code, scale, zero, SIDE: tl.constexpr, DIM: tl.constexpr, D: tl.co
         real = tl.where((tl.arange(0, D) < DIM)[None], number, 0.0)
         number = divide(number, tl.sqrt_rn(tl.sum(real * real, 1))[:, None])
     if take(SIDE, "steps") > 0:
-        grouped = tl.reshape(number, [N, D // GROUP, GROUP]) * scale[:, :, None]
-        if take(SIDE, "scale") == "point" or take(SIDE, "steps") > 1:
+        grouped = tl.reshape(number, [N, D // GROUP, GROUP])
+        if take(SIDE, "scale") == "shift":
+            grouped -= zero[:, :, None]
+        grouped *= scale[:, :, None]
+        if take(SIDE, "scale") == "point" or (take(SIDE, "steps") > 1 and take(SIDE, "scale") != "shift"):
             grouped += zero[:, :, None]
         number = tl.reshape(grouped, [N, D])
     return number

@@ -60,6 +60,8 @@ FORMS = {
     "4 levels": Form("levels", "norm", stored=torch.float16, levels=LEVELS[2]),
     "3 bits": Form("uint3", "range", least=1e-7, stored=torch.float16, rounds_by_stored=False, rounding="up"),
     "3 bits in groups": Form("uint3", "range", group=8, least=1e-7, stored=torch.float16),
+    "2 bits": Form("uint2", "range", stored=torch.float16, wide=True),
+    "8 bits in groups": Form("uint8", "range", group=16, stored=torch.float16, wide=True),
     "int4 in pairs": Form("uint4", "range", group=2, least=1e-5, stored=torch.float16),
 }
 
@@ -112,6 +114,12 @@ CASES = {
     "odd bytes": Case("int4", "int4", dim=18),
     "groups of values": Case("int8 in groups", "int4 in groups", rounds=True),
 }
+WAITING = {  # forms of codecs that round many rows at once; test_raw_windows.py has their cases
+    "2 bits, shifted": Form("uint2", "shift", stored=torch.float16),
+    "2 bits in groups of 64": Form("uint2", "range", group=64, stored=torch.float16),
+    "8 bits, shifted": Form("uint8", "shift", stored=torch.float16),
+    "8 bits in groups of 64": Form("uint8", "shift", group=64, stored=torch.float16),
+}
 CASES |= {
     name: replace(case, lengths=((66, 3),), tokens=2)
     for name, case in {
@@ -136,6 +144,7 @@ CASES |= {
         "3 bits": Case("fp8", "3 bits", dim=72, factor=(0.5, 0.03)),
         "3 bits in groups": Case("3 bits in groups", "3 bits in groups", dim=40),
         "pairs": Case("int4 in pairs", "int4 in pairs"),
+        "2 and 8 bits": Case("2 bits", "8 bits in groups"),
     }.items()
 }
 
@@ -267,6 +276,17 @@ def test_rows_with_numbers_that_are_none_read_as_by_the_definition(name, broken,
     torch.testing.assert_close(*read, rtol=1e-3, atol=0, equal_nan=True)
     assert read[0].isnan().any(1).tolist() == [False, bool(read[1][1].isnan().any()), False]
     assert not math.isnan(broken) or read[0][1].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["2 bits", "8 bits in groups"])
+def test_shifted_codes_are_read(name):
+    form, rows = FORMS[name], draw(5, 32, seed=3)
+    shifted = replace(form, scale="shift")
+    parts = encode(rows, form, implementation="reference")
+    read = [decode(parts, shifted, torch.float32, implementation=which) for which in ("triton", "reference")]
+    torch.testing.assert_close(*read, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="encode: rows with a shift are rounded by their codec"):
+        encode(rows, shifted)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "sglang"])
@@ -435,18 +455,20 @@ def ahead():
         ("int4 with a point", "e5m2", "bf16", 128), ("nvfp4", "nvfp4", "bf16", 128), ("mxfp4", "sglang", "bf16", 128),
         ("e2m1 in groups", "e2m1 of rows", "bf16", 128), ("16 levels", "16 levels as they are", "bf16", 128),
         ("8 levels", "3 bits", "bf16", 128), ("8 levels in groups", "3 bits in groups", "bf16", 80),
-        ("nvfp4", "8 levels", "fp32", 64),
+        ("nvfp4", "8 levels", "fp32", 64), ("2 bits, shifted", "2 bits in groups of 64", "bf16", 128),
+        ("8 bits, shifted", "8 bits in groups of 64", "bf16", 128),
     ):  # fmt: skip
-        made, types = [], {}
-        for form in (FORMS[name], FORMS[other]):
-            held = encode(torch.zeros(1, dim, device=DEVICE), form)
+        made, types, waits = [], {}, name in WAITING
+        for form in ((FORMS | WAITING)[name], (FORMS | WAITING)[other]):
+            rows = torch.zeros(1, dim, device=DEVICE)
+            held = encode(rows, replace(form, scale="range") if waits else form)
             side = CodedSide(form, held, held, 1.0, None)
             made.append(reading.make_reading(side, dim, dtype == "bf16"))
             given = tuple(kinds[part.dtype] for part in reading.list_words(side, True, made[-1]))
             types |= {f"{more}{('keys', 'values')[len(made) - 1]}": given for more in ("", "more_")}
         constants = {"KEY": made[0], "VALUE": made[1], "LIFT": 16.0, "MASS": True, "CAP": 2.0, "M": 16, "N": 64}
         constants |= {"LIKE": reading.tl.float32 if dtype == "fp32" else reading.tl.float16, "STAGES": 3}
-        constants |= {"DIM": dim, "D": 128 if dim > 64 else 64}
+        constants |= {"DIM": dim, "D": 128 if dim > 64 else 64, "EVERY": 128 if waits else 0}
         types = find_types(reading._attend, constants, dtype) | types
         yield reading._attend, types, constants, {"num_warps": 2, "num_stages": 3}
     yield from list_rounding()
