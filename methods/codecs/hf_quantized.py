@@ -5,7 +5,7 @@ Sources: transformers, cache_utils.py (QuantizedLayer); optimum-quanto 0.2.7 (Ma
 channels of a row.
 
 * quanto: s = (high - low)/(2^b - 1), q = round((x - low)/s), read as s·q + low. All steps are taken in the model's
-  dtype, and s and -low are stored in it. There s = 0 divides by zero; here such a group reads as low.
+  dtype, and s and low are stored in it. There s = 0 divides by zero; here such a group reads as low.
 * hqq: f = (2^b - 1)/(high - low), but 1 if high - low is at most 1e-4, and at most 2e4; z = -low·f;
   q = round(x·f + z), read as (q - z)·(1/f). Steps are taken in float32; z and 1/f are stored in the model's dtype.
   `optimize` then moves z by HQQ's proximal solver, up to 20 times and while the mean error of all rows that are rounded
@@ -24,6 +24,9 @@ neither are HQQ's 1 and 3 bits. G must divide the channels of a head, for the sa
 
 Bytes of a row of d channels, keys and values each: d·b/8, and two numbers of the model's dtype for each group: 72 of
 128 channels with b = 4, G = 64 and bfloat16. Up to R - 1 rows of each head are raw.
+
+A CUDA graph attends to codes and raw rows as they lie. Between two of its tokens R rows are rounded, by the same
+function and in the same order as without a graph, so that HQQ's solver sees the same rows.
 """
 
 from dataclasses import dataclass, replace
@@ -32,11 +35,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Codec, Packing, copy_samples, join
+from kvbench.interfaces.codec import Angles, Codec, Packing, copy_samples, join, split
 from kvbench.interfaces.layout import Layout
 from kvbench.interfaces.row_codec import Parts
 from kvbench.interfaces.settings import setting
-from kvbench.kernels.coded_rows import pack_codes, unpack_codes
+from kvbench.kernels.coded_rows import CodedRows, CodedSide, Form, RawWindow, attend_coded, pack_codes, unpack_codes
+from kvbench.kernels.rope_append import append
+from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.validation import SettingError
 
 
@@ -66,7 +71,7 @@ class HfQuantized(Codec):
 
     @cached_property
     def packing(self) -> Packing:
-        return Packing(token_by_token=True, interval=self.residual, replicates=True)
+        return Packing(token_by_token=True, interval=self.residual, grows=True, replicates=True)
 
     def check(self, layout: Layout) -> None:
         self.check_width(layout.dim)
@@ -83,15 +88,15 @@ class HfQuantized(Codec):
         )
 
     def encode(self, rows: Tensor) -> Parts:
-        """Round rows (R, d): codes (R, d·b/8), and two numbers a group, (R, d/G) each: s and -low, or 1/f and z."""
+        """Round rows (R, d): codes (R, d·b/8), and two numbers a group, (R, d/G) each: s and low, or 1/f and z."""
         top = 2**self.bits - 1
         groups = rows.unflatten(1, (-1, self.group))
         if self.backend == "hqq":
             groups = groups.float()
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         if self.backend == "quanto":
-            scale, zero = (high - low) / top, -low
-            codes = ((groups + zero) / scale.masked_fill(scale == 0, 1.0)).round()
+            scale, zero = (high - low) / top, low
+            codes = ((groups - zero) / scale.masked_fill(scale == 0, 1.0)).round()
         else:
             spread = high - low
             factor = torch.where(spread <= 1e-4, 1.0, top / spread).clamp(max=2e4)
@@ -106,7 +111,12 @@ class HfQuantized(Codec):
         """Return what `encode` has rounded, (R, d) in the dtype of scales."""
         packed, scale, zero = parts[0], parts[1][..., None], parts[2][..., None]
         groups = unpack_codes(packed, self.bits).unflatten(1, (-1, self.group)).to(scale.dtype)
-        return (scale * groups - zero if self.backend == "quanto" else (groups - zero) * scale).flatten(1)
+        return (scale * groups + zero if self.backend == "quanto" else (groups - zero) * scale).flatten(1)
+
+    def make_form(self, dtype: torch.dtype) -> Form:
+        """Return how codes, with scales and zeros of `dtype`, are read."""
+        scale = "range" if self.backend == "quanto" else "shift"
+        return Form(f"uint{self.bits}", scale, self.group, stored=dtype, wide=True)
 
 
 def optimize_zeros(groups: Tensor, factor: Tensor, zero: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -188,3 +198,92 @@ class HfRows:
         tensors = self.keys, self.values, self.new_keys, self.new_values
         keys, values, new_keys, new_values = copy_samples(tensors, times)
         return HfRows(self.codec, lengths, keys, values, new_keys, new_values, self.waiting, self.fresh)
+
+    def growing(self, tokens: int, ahead: int, seen: int, places: Tensor, mass: Tensor | None) -> "GrowingHf":
+        return GrowingHf(self, tokens, ahead, mass)
+
+
+class GrowingHf:
+    """Codes, memory for those of further tokens, and a ring of the newest rows, which are raw.
+
+    The ring has room for R rows, the token that is read, and the tokens that may be taken back.
+    """
+
+    def __init__(self, held: HfRows, tokens: int, ahead: int, mass: Tensor | None) -> None:
+        """Allocate memory. See `Growable.growing`."""
+        self.held, self.tokens, codec, like = held, tokens, held.codec, held.new_keys
+        room = (held.waiting + tokens) // codec.residual * codec.residual
+        rounded, form = held.lengths - held.waiting, codec.make_form(like.dtype)
+        keys, values = (
+            CodedSide(
+                form, parts, tuple(part.new_empty(*rounded.shape, room, *part.shape[1:]) for part in parts), 1.0, None
+            )
+            for parts in (held.keys, held.values)
+        )
+        if mass is not None and held.waiting:
+            mass, _ = split(mass, held.lengths, rounded)
+        ring = like.new_empty(2, *rounded.shape, codec.residual + ahead + 1, like.shape[1])
+        self.window = RawWindow(ring, held.waiting, codec.residual)
+        starts = (rounded.flatten().cumsum(0) - rounded.flatten()).view_as(rounded)
+        newest = ring[:, :, :, 0]
+        self.rows = CodedRows(keys, values, rounded, starts, int(rounded.max()), mass, newest, False, self.window)
+
+    def begin(self) -> None:
+        for ring, raw in zip(self.window.ring, (self.held.new_keys, self.held.new_values), strict=True):
+            ring[:, :, : self.held.waiting] = raw.view(*ring.shape[:2], self.held.waiting, ring.shape[3])
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        angles: Angles,
+        step: Tensor,
+        scaling: float,
+        norms: tuple[Tensor, Tensor, float] | None,
+        implementation: str | None,
+        extras: SoftmaxExtras | None = None,
+    ) -> Tensor:
+        queries = append(
+            queries,
+            keys,
+            values,
+            angles[0],
+            angles[1],
+            self.window.ring[0],
+            self.window.ring[1],
+            self.window.waiting,
+            step,
+            norms=norms,
+            wraps=True,
+            implementation=implementation,
+        )
+        return attend_coded(queries, self.rows, scaling, step, extras=extras, implementation=implementation)
+
+    def pack_due(self, number: int) -> None:
+        due = self.window.count_rounded(number + 1)
+        if due == self.window.count_rounded(number):
+            return
+        here = slice(due - self.window.every, due)
+        slots = self.window.find_slots(here.start, here.stop)
+        for side, ring in zip((self.rows.keys, self.rows.values), self.window.ring, strict=True):
+            raw = ring.index_select(2, slots)
+            for memory, part in zip(side.more, self.held.codec.encode(raw.flatten(0, 2)), strict=True):
+                memory[:, :, here] = part.unflatten(0, raw.shape[:3])
+
+    def finish(self, read: int, lengths: Tensor) -> HfRows:
+        held, stop = self.held, self.window.waiting + read
+        due = self.window.count_rounded(read)
+        before, counts = self.rows.lengths.cpu(), torch.full_like(lengths, due, device="cpu")
+        keys, values = (
+            tuple(
+                join(part, before, memory[:, :, :due].flatten(0, 2), counts)
+                for part, memory in zip(side.held, side.more, strict=True)
+            )
+            for side in (self.rows.keys, self.rows.values)
+        )
+        raw = self.window.ring.index_select(3, self.window.find_slots(due, stop)).flatten(1, 3)
+        return HfRows(held.codec, lengths, keys, values, raw[0], raw[1], stop - due, False)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.rows.keys.more, *self.rows.values.more, self.window.ring]

@@ -40,6 +40,22 @@ GROWS = {  # codec, its settings, method, its settings, allocator
         "ada",
     ),
     "merged rows": ("int8", CUT, "centroidkv", {"decoding": False, "chunk": 20}, "uniform"),
+    "quanto": ("hf_quantized", {"group": 16, "residual": 6}, "snapkv", {}, "ada"),
+    "quanto in groups of a byte": (
+        "hf_quantized",
+        {"preset": "quanto2", "group": 4, "residual": 2},
+        "full",
+        {},
+        "uniform",
+    ),
+    "HQQ": ("hf_quantized", {"preset": "hqq8", "group": 16, "residual": 9}, "full", {}, "uniform"),
+    "merged rows, HQQ": (
+        "hf_quantized",
+        {"preset": "hqq2", "group": 32, "residual": 5},
+        "centroidkv",
+        {"decoding": False, "chunk": 20},
+        "uniform",
+    ),
 }
 EVERY_TOKEN, FIVES = {"decoding": True}, {"decoding": True, "decode_interval": 5}
 CUTS = {
@@ -54,7 +70,7 @@ CUTS = {
     "turned": ("int4", {"preset": "vllm"}, "keydiff", {}, "uniform"),
     "turned, every few tokens": ("int4", {"preset": "vllm"}, "h2o", FIVES, "uniform"),
 }
-QUICK = "fp8", "int4 after the last cut", "fp4, a scale of each sample", "8 levels", "merged rows"
+QUICK = "fp8", "int4 after the last cut", "fp4, a scale of each sample", "8 levels", "merged rows", "quanto"
 
 
 def read_prompts(cell: tuple, model: str = "llama", batch: int = 2) -> tuple[GenerationContext, GenerationContext]:

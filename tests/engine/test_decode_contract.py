@@ -84,6 +84,19 @@ def coded(codec: str, method: str = "snapkv", allocator: str = "uniform", **sett
     )  # fmt: skip
 
 
+def waiting() -> Kind:
+    """Rows that are rounded six at once, which HQQ's solver must see together."""
+
+    def build_hqq():
+        settings = {"preset": "hqq4", "group": 16, "residual": 6}
+        return build("codec", load_settings("codec", "hf_quantized", settings))
+
+    return Kind(
+        "snapkv", allocator="ada", model=lambda: make_double("llama"), small=lambda: make_fresh("wide"),
+        codec=build_hqq, compare=assert_near_storage, tolerance=1e-3,
+    )  # fmt: skip
+
+
 def rebuilt(method: str = "deltakv", kind: str = "drawn") -> Kind:
     return Kind(
         method, LISTS if method == "deltakv" else {}, model=lambda: make_exact("llama"),
@@ -122,6 +135,7 @@ KINDS = {
     "codes": coded("int4", allocator="ada", preset="quarot"),
     "codes, rounded as they are read": coded("fp8", preset="row"),
     "codes, cut at every token": coded("int4", "keydiff", preset="vllm"),
+    "rounded six at once": waiting(),
     "rebuilt": rebuilt(),
     "latent": latent(),
     "latent, cut at every token": latent("keydiff"),

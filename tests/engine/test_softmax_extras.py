@@ -42,6 +42,7 @@ KINDS = {  # method, its settings, allocator, model, codec
     "rebuilt": ("deltakv", LISTS, "uniform", "llama", "delta"),
     "latent": ("snapkv", {}, "ada", "llama3", "palu"),
     "coded": ("snapkv", {}, "ada", "llama", "fp8"),
+    "coded, six at once": ("snapkv", {}, "ada", "llama", "hf_quantized"),
     "coded and cut": ("h2o", {"decode_interval": 5}, "uniform", "llama", "fp8"),
 }
 QUICK = ("appended", "scored at every token", "shared unevenly", "chosen by a softmax", "windows", "packed", "latent")
@@ -51,6 +52,8 @@ EXTRAS = SoftmaxExtras(torch.linspace(-1, 3, 12, dtype=torch.float64), 1.5)
 def build_codec(name: str | None, model: str) -> object:
     if name == "kivi":
         return build("codec", load_settings("codec", "kivi", dict(bits=2, group=8, residual=24)))
+    if name == "hf_quantized":
+        return build("codec", load_settings("codec", name, dict(group=16, residual=6)))
     if name == "fp8":
         return build("codec", load_settings("codec", "fp8", {}))
     if name == "delta":
@@ -87,7 +90,7 @@ def test_a_step_gives_what_the_modules_give(kind):
     assert (modules.decoding, step.decoding) == ("modules", "graph")
     assert torch.equal(*map(torch.stack, answers))
     codec = KINDS[kind][4]
-    rounds = codec in ("kivi", "fp8")
+    rounds = codec in ("kivi", "fp8", "hf_quantized")
     (assert_same if codec is None else assert_near_storage if rounds else assert_same_storage)(modules, step)
     torch.testing.assert_close(modules.last_logits, step.last_logits, rtol=0, atol=1e-3 if rounds else 1e-5)
 

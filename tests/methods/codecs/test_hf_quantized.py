@@ -12,6 +12,7 @@ from transformers.cache_utils import QuantizedLayer
 import kvbench
 from kvbench.cache.refusals import find_refusal
 from kvbench.config.catalogue import build, load_settings
+from kvbench.interfaces.codec import Angles
 from kvbench.models.transformers_port import read_layout
 from kvbench.validation import SettingError
 from tests.support.method_files import budget_for, build_policy, make_tiny_method_args
@@ -140,6 +141,29 @@ def test_rows_in_parts():
         np.testing.assert_allclose(read, np.concatenate(expected), atol=1e-5)
     one = codec.pack(*take(-9, 0), counts[:1] * 0 + torch.tensor([[5, 5]])).replicate(3, torch.full((3, 2), 5))
     assert torch.equal(one.read()[0], codec.pack(*take(-9, 0), counts).read()[0].repeat(3, 1))
+
+
+@pytest.mark.parametrize("preset", ["quanto2", "hqq4"])
+def test_memory_for_further_tokens_holds_what_they_would_be_packed_to(preset):
+    """Rows are rounded three times. Some tokens are read again, as in a graph whose last ones do not count."""
+    codec, counts, tokens = make(preset=preset, **SMALL), torch.tensor([[3, 0], [5, 2]]), 17
+    draw = torch.Generator().manual_seed(0)
+    old, new = torch.randn(2, 10, 32, generator=draw), torch.randn(2, tokens + 4, 4, 32, generator=draw)
+    held = codec.pack(*old, counts)
+    for number in range(4):  # that wait
+        held = held.extend(*new[:, number], counts + number + 1)
+    growing = held.growing(tokens, 7, 9, torch.zeros(26), None)
+    angles = Angles(torch.ones(tokens, 32), torch.zeros(tokens, 32), torch.empty(0))
+    growing.begin()
+    for number in [*range(14), *range(7, tokens)]:
+        keys, values = new[:, number + 4].reshape(2, 2, 64)
+        growing.attend(keys, keys, values, angles, torch.tensor(number, dtype=torch.int32), 0.2, None, "reference")
+        growing.pack_due(number)
+    for number in range(tokens):
+        held = held.extend(*new[:, number + 4], counts + number + 5)
+    done = growing.finish(tokens, counts + 4 + tokens)
+    assert done.waiting == held.waiting == 3
+    assert all(torch.equal(*pair) for pair in zip(done.tensors(), held.tensors(), strict=True))
 
 
 def test_equal_numbers_and_nan():
