@@ -392,6 +392,7 @@ def test_memory_is_really_freed(model, method):
     [
         dict(codec="kivi"),
         dict(method="snapkv", budget=0.5, allocator="ada", codec="kivi"),
+        dict(method="snapkv", budget=0.5, allocator="ada", codec="hf_quantized", codec_args=dict(residual=16)),
         dict(method="quest", budget=128, method_args=dict(dense_layers=0)),
         dict(method="omnikv", budget=128, method_args=dict(filters=[0], depth=None, wait=0, selector="uniform")),
         dict(method="sink", budget=400, block_size=100),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
@@ -21,6 +22,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICE = "cuda"
 GREEDY = Sampling()
 ANSWER = 300  # more than two residuals
+CODECS = {"kivi": {"codec": "kivi"}} | {
+    preset: {"codec": "hf_quantized", "preset": preset, "residual": 51}
+    for preset in ("quanto4", "quanto2", "hqq4", "hqq2", "hqq8")
+}
+"""The first 153 tokens fill three residuals of 51, so some rows that are taken back had been rounded."""
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +34,11 @@ def exact() -> LlamaForCausalLM:
     return make_llama(torch.float32)
 
 
-def read_prompt(model, method="full", allocator="uniform", batch=1, graphs=True) -> GenerationContext:
-    choice = choose_cache(*build_policy(method, allocator, "llama", "kivi"))
+def read_prompt(
+    model, method="full", allocator="uniform", batch=1, graphs=True, codec="kivi", **settings
+) -> GenerationContext:
+    made = build("codec", load_settings("codec", codec, settings))
+    choice = choose_cache(*build_policy(method, allocator, "llama")[:2], made)
     budget = Budget(1.0 if method == "full" else 0.4)
     context = GenerationContext(model, choice, budget, None, (0,) * batch, compile=graphs)
     ids = torch.randint(3, 512, (batch, 700), generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -76,8 +85,9 @@ def test_the_kernels_do_what_the_references_do(shape, dtype):
 @pytest.mark.cover
 @pytest.mark.parametrize(("method", "allocator"), [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada")])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_graphs_decode_packed_rows_as_the_modules_do(exact, method, allocator, batch):
-    contexts = [read_prompt(exact, method, allocator, batch, graphs) for graphs in (False, True)]
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_graphs_decode_packed_rows_as_the_modules_do(exact, method, allocator, batch, codec):
+    contexts = [read_prompt(exact, method, allocator, batch, graphs, **codec) for graphs in (False, True)]
     assert_graph_answers_alike(contexts, ANSWER)
 
 
@@ -103,11 +113,12 @@ def test_a_graph_in_bfloat16_gives_what_the_references_give():
                 assert differ.float().mean() <= 0.01
 
 
-def test_a_graph_takes_back_what_was_read_beyond_the_end(exact):
+@pytest.mark.parametrize("codec", [CODECS["kivi"], CODECS["hqq8"]])
+def test_a_graph_takes_back_what_was_read_beyond_the_end(exact, codec):
     """Exactly: what is done again gives what it gave before."""
     found = []
     for planned in (150, 171):  # the second stops in the middle of a chunk, behind a packed block of keys
-        context = read_prompt(exact, "snapkv", "ada", 2)
+        context = read_prompt(exact, "snapkv", "ada", 2, **codec)
         answer = context.generate(planned, GREEDY, frozenset())
         tokens = torch.stack([next(answer) for _ in range(150)])
         answer.close()
