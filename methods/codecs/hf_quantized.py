@@ -44,6 +44,8 @@ from kvbench.kernels.rope_append import append
 from kvbench.kernels.softmax_extras import SoftmaxExtras
 from kvbench.validation import SettingError
 
+FEW = 1 << 14  # rows of keys that are rounded together with those of values
+
 
 @dataclass(frozen=True)
 class HfQuantized(Codec):
@@ -83,14 +85,22 @@ class HfQuantized(Codec):
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "HfRows":
         self.check_width(keys.shape[1])
-        return HfRows(
-            self, lengths, self.encode(keys), self.encode(values), keys[:0].clone(), values[:0].clone(), 0, True
-        )
+        return HfRows(self, lengths, *self.encode_both(keys, values), keys[:0].clone(), values[:0].clone(), 0, True)
+
+    def encode_both(self, keys: Tensor, values: Tensor) -> tuple[Parts, Parts]:
+        """Round keys and values, (R, d) each. Few of them are rounded at once, since launches take longer than work."""
+        if len(keys) > FEW:
+            return self.encode(keys), self.encode(values)
+        both = [part.unbind() for part in self.encode(torch.stack([keys, values]))]
+        return tuple(part[0] for part in both), tuple(part[1] for part in both)
 
     def encode(self, rows: Tensor) -> Parts:
-        """Round rows (R, d): codes (R, d·b/8), and two numbers a group, (R, d/G) each: s and low, or 1/f and z."""
+        """Round rows (…, R, d): codes (…, R, d·b/8), and two numbers a group, (…, R, d/G) each.
+
+        They are s and low, or 1/f and z. HQQ's solver sees R rows together.
+        """
         top = 2**self.bits - 1
-        groups = rows.unflatten(1, (-1, self.group))
+        groups = rows.unflatten(-1, (-1, self.group))
         if self.backend == "hqq":
             groups = groups.float()
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -104,8 +114,9 @@ class HfQuantized(Codec):
             if self.optimize:
                 factor, zero = optimize_zeros(groups, factor, zero, top)
             codes, scale = (groups * factor + zero).round(), 1.0 / factor
-        codes = codes.clamp(0, top).to(torch.uint8).flatten(1)
-        return pack_codes(codes, self.bits), scale.squeeze(-1).to(rows.dtype), zero.squeeze(-1).to(rows.dtype)
+        codes = codes.clamp(0, top).to(torch.uint8).flatten(-2)
+        packed = pack_codes(codes.flatten(0, -2), self.bits).unflatten(0, codes.shape[:-1])
+        return packed, scale.squeeze(-1).to(rows.dtype), zero.squeeze(-1).to(rows.dtype)
 
     def decode(self, parts: Parts) -> Tensor:
         """Return what `encode` has rounded, (R, d) in the dtype of scales."""
@@ -120,23 +131,25 @@ class HfQuantized(Codec):
 
 
 def optimize_zeros(groups: Tensor, factor: Tensor, zero: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return factors and zeros (R, groups, 1) after HQQ's solver, optimize_weights_proximal_legacy.
+    """Return factors and zeros (…, R, groups, 1) after HQQ's solver, optimize_weights_proximal_legacy.
 
-    It lowers the sizes of the errors to the power 0.7. Rounds end when the mean error of all rows stops falling.
+    It lowers the sizes of the errors to the power 0.7. Rounds end when the mean error of R rows stops falling.
     """
     dtype = torch.float16 if groups.device.type == "cuda" else torch.float32
     exact, factor, zero = groups.to(dtype), factor.to(dtype), zero.to(dtype)
-    best = torch.tensor(torch.inf, device=groups.device)
-    for _ in range(20 if len(groups) else 0):
+    best = exact.new_full((*groups.shape[:-3], 1, 1, 1), torch.inf, dtype=torch.float32)
+    falls = torch.ones_like(best, dtype=torch.bool)
+    for _ in range(20 if groups.numel() else 0):
         codes = (exact * factor + zero).round().clamp(0, top)
         read = (codes - zero) / factor
         size = (exact - read).abs()
         rest = (size - 0.1 * size.pow(-0.3)).clamp(min=0.0) * (exact - read).sign()
-        zero = (codes - (exact - rest) * factor).mean(-1, keepdim=True)
-        error = size.mean().float()
-        if not error < best:
+        zero = torch.where(falls, (codes - (exact - rest) * factor).mean(-1, keepdim=True), zero)
+        error = size.mean((-3, -2, -1), keepdim=True).float()
+        falls = falls & (error < best)
+        if not falls.any():
             break
-        best = error
+        best = torch.where(falls, error, best)
     return factor, zero
 
 
@@ -185,12 +198,10 @@ class HfRows:
             return rows
         counts = torch.full_like(lengths, due, device="cpu")
         rounded = lengths.cpu() - waiting
+        codes = self.codec.encode_both(*(side[:, :due].flatten(0, 1) for side in raw))
         both = [
             tuple(join(old, rounded, new, counts) for old, new in zip(held, encoded, strict=True))
-            for held, encoded in (
-                (self.keys, self.codec.encode(raw[0][:, :due].flatten(0, 1))),
-                (self.values, self.codec.encode(raw[1][:, :due].flatten(0, 1))),
-            )
+            for held, encoded in zip((self.keys, self.values), codes, strict=True)
         ]
         return replace(rows, keys=both[0], values=both[1])
 
@@ -266,10 +277,11 @@ class GrowingHf:
             return
         here = slice(due - self.window.every, due)
         slots = self.window.find_slots(here.start, here.stop)
-        for side, ring in zip((self.rows.keys, self.rows.values), self.window.ring, strict=True):
-            raw = ring.index_select(2, slots)
-            for memory, part in zip(side.more, self.held.codec.encode(raw.flatten(0, 2)), strict=True):
-                memory[:, :, here] = part.unflatten(0, raw.shape[:3])
+        raw = self.window.ring.index_select(3, slots)
+        both = self.held.codec.encode_both(*raw.flatten(1, 3))
+        for side, parts in zip((self.rows.keys, self.rows.values), both, strict=True):
+            for memory, part in zip(side.more, parts, strict=True):
+                memory[:, :, here] = part.unflatten(0, raw.shape[1:4])
 
     def finish(self, read: int, lengths: Tensor) -> HfRows:
         held, stop = self.held, self.window.waiting + read

@@ -936,6 +936,7 @@ SAVED = {
     "expected_attention": dict(method="expected_attention", method_args={"decoding": True, "decode_interval": 5}),
     "ada": dict(method="snapkv", method_args={"window": 4, "decoding": True}, allocator="ada"),  # ragged heads
     "kivi": dict(method="snapkv", method_args={"window": 4}, codec="kivi", codec_args={"group": 4, "residual": 8}),
+    "hf_quantized": dict(codec="hf_quantized", codec_args={"group": 16, "residual": 3}),  # its rows share tensors
     "composite": dict(method="criticalkv", method_args={"base": "knorm", "base_args": {}}),
 }
 

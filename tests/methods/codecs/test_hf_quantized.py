@@ -75,6 +75,16 @@ def test_rows_are_read_as_the_formula_says(case):
     assert sum(part.nbytes for part in short.tensors()) == 2 * 24 * (128 * bits // 8 + 2 * 2 * 2)
 
 
+@pytest.mark.parametrize("preset", ["quanto4", "hqq2", "hqq8"])
+def test_keys_and_values_are_rounded_together_as_apart(preset):
+    """Rounds of HQQ's solver end for each side on its own: values of other sizes do not change keys."""
+    draw = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(9, 128, generator=draw), 40 * torch.rand(9, 128, generator=draw) ** 9
+    both = make(preset=preset).encode_both(keys, values)
+    for side, rows in zip(both, (keys, values), strict=True):
+        torch.testing.assert_close(side, make(preset=preset).encode(rows))
+
+
 class OracleLayer(QuantizedLayer):
     """transformers' layer: when rows are rounded is its code, how they are is the oracle's."""
 
