@@ -73,7 +73,8 @@ class HfQuantized(Codec):
 
     @cached_property
     def packing(self) -> Packing:
-        return Packing(token_by_token=True, interval=self.residual, grows=True, replicates=True)
+        grows = self.group & (self.group - 1) == 0  # the kernels read no other groups
+        return Packing(token_by_token=True, interval=self.residual, grows=grows, replicates=True)
 
     def check(self, layout: Layout) -> None:
         self.check_width(layout.dim)

@@ -215,6 +215,10 @@ def test_what_cannot_be_packed_is_refused(method, allocator):
             )
 
 
+def test_groups_that_no_kernel_reads_are_left_to_the_modules():
+    assert make(group=32).packing.grows and not make(group=24).packing.grows
+
+
 def test_settings_are_checked():
     for args, message in (
         ({"bits": 8}, "codec.bits=8: quanto's caches have 2 or 4; use codec.backend=hqq"),
