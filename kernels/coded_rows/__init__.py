@@ -11,7 +11,6 @@ from kvbench.kernels.coded_rows.reference import (
     encode_reference,
     pack_codes,
     round_in_place_reference,
-    round_newest_reference,
     unpack_codes,
 )
 from kvbench.kernels.dispatch import announced, choose_implementation
@@ -19,7 +18,7 @@ from kvbench.kernels.softmax_extras import SoftmaxExtras
 
 __all__ = [
     "CodedRows", "CodedSide", "Form", "Parts", "RawWindow", "append_newest", "attend_coded", "decode", "encode",
-    "make_hadamard", "pack_codes", "round_in_place", "round_newest", "unpack_codes",
+    "make_hadamard", "pack_codes", "round_in_place", "unpack_codes",
 ]  # fmt: skip
 
 
@@ -91,31 +90,6 @@ def choose_for_form(op: str, asked: str | None, like: Tensor, form: Form, dim: i
 
 
 @announced
-def round_newest(queries: Tensor, rows: CodedRows, step: Tensor, *, implementation: str | None = None) -> Tensor:
-    """Round the newest row of each head to codes, behind those of earlier tokens.
-
-    Args:
-        queries: Rotated, (B, Hq, 1, d).
-        rows: The rows. `newest` holds the token's keys and values, rotated, and is overwritten by what the token
-            attends to, times the turns.
-        step: Number of tokens read since the memory was made, int32 on the device.
-        implementation: "reference" or "triton"; None chooses.
-
-    Returns:
-        The queries times the turn of the keys, (B, Hq, 1, d).
-
-    Raises:
-        ValueError: Shapes do not fit.
-    """
-    check(queries, rows)
-    if choose_implementation("round_newest", implementation, queries) == "reference":
-        return round_newest_reference(queries, rows, step)
-    from kvbench.kernels.coded_rows.rounding import round_newest_triton
-
-    return round_newest_triton(queries, rows, step)
-
-
-@announced
 def append_newest(
     queries: Tensor,
     keys: Tensor,
@@ -128,7 +102,9 @@ def append_newest(
     norms: tuple[Tensor, Tensor, float] | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    """Norm and rotate a token's queries and keys as `rope_append.append` does, then do what `round_newest` does.
+    """Norm and rotate a token's queries and keys as `rope_append.append` does, and round its row of each head to codes.
+
+    The codes lie behind those of earlier tokens.
 
     Args:
         queries: As projected, (B, Hq·d).
@@ -136,7 +112,7 @@ def append_newest(
         values: As projected, (B, H·d).
         cos: (P, r), with r at most d. Its row `step` belongs to the token.
         sin: (P, r)
-        rows: The rows. `newest` is written.
+        rows: The rows. `newest` is overwritten by the keys and values that the token attends to, times the turns.
         step: Number of tokens read since the memory was made, int32 on the device.
         norms: The weights (d,) of the queries' and the keys' RMS norm, and its ε; None for no norm.
         implementation: "reference" or "triton"; None chooses.
@@ -188,7 +164,7 @@ def attend_coded(
     """Attend with one token to all rows and to its own one, or to all rows and to those of the window.
 
     Args:
-        queries: Times the turn of the keys, as `round_newest` returns them, (B, Hq, 1, d).
+        queries: Times the turn of the keys, as `append_newest` returns them, (B, Hq, 1, d).
         rows: The rows.
         scaling: The factor of the logits.
         step: Number of tokens read since the memory was made, this one not counted, int32 on the device.

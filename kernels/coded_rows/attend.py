@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention.triton import LOG2E, cap_tile, combine_splits, find_cap
 from kvbench.kernels.coded_rows.form import LARGEST, CodedRows, CodedSide
-from kvbench.kernels.coded_rows.triton import STORED, base_number, list_parts, read_factor
+from kvbench.kernels.coded_rows.numbers import STORED, base_number, read_stored
 from kvbench.kernels.coded_rows.turning import turn_back
 from kvbench.kernels.coded_rows.window import attend_window, count_programs
 from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
@@ -210,7 +210,8 @@ def read_codes(words, NUMBER: tl.constexpr, SIDE: tl.constexpr, LIKE: tl.constex
                 number = tl.where(code == level, SIDE.levels[level], number)
             number = number.to(LIKE)
         else:
-            number = base_number(code.to(tl.uint8), SIDE.code, LIKE)
+            CODE: tl.constexpr = SIDE.code
+            number = base_number(code.to(tl.uint8), CODE, LIKE)
     return number
 
 
@@ -261,23 +262,19 @@ def _read_steps(scales, zeros, row, here, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _widen_steps(scale, zero, STEPS: tl.constexpr, STORED: tl.constexpr):
-    """Return scales and zeros as float32; for a scale with a point in its lowest bits, STEPS == 3, the point as zero.
+def _widen_steps(scale, zero, SIDE: tl.constexpr):
+    """Return scales and zeros as float32; for a scale with a point in its lowest bits, the point as zero.
 
-    A shift, STEPS == 4, becomes the number that the code 0 stands for.
-    STORED names the float of 8 bits that scales are stored as, or is None.
+    A shift becomes the number that the code 0 stands for.
     """
-    if STEPS == 3:
+    STORED: tl.constexpr = SIDE.stored
+    if SIDE.steps == 3:
         bits = scale.to(tl.int32, bitcast=True)
         scale, zero = (bits & -16).to(tl.float32, bitcast=True), bits & 15
-    elif STORED == "e4m3":
-        scale = base_number(scale, "e4m3", tl.float32)
-    elif STORED == "e8m0":
-        power = scale.to(tl.int32)
-        bits = tl.where(power == 0, 0x00400000, tl.where(power == 255, 0x7FC00000, power << 23))
-        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        scale = read_stored(scale, STORED)
     scale, zero = scale.to(tl.float32), zero.to(tl.float32)
-    if STEPS == 4:
+    if SIDE.steps == 4:
         zero = -zero * scale
     return scale, zero
 
@@ -292,7 +289,7 @@ def _split_steps(scale, zero, SIDE: tl.constexpr, LIKE: tl.constexpr):
     top = tl.full([1], 1.0, tl.float32)
     if SIDE.stored == "e8m0":
         most = tl.max(scale.to(tl.int32), 1)  # (N,)
-        top = _widen_steps(most, most, SIDE.steps, SIDE.stored)[0]
+        top = _widen_steps(most, most, SIDE)[0]
         LOW: tl.constexpr = 2.0**14 if SIDE.fast and SIDE.code == "e2m1" else 1.0
         scale = tl.exp2((scale.to(tl.int32) - most[:, None]).to(tl.float32)) * LOW
     elif SIDE.stored == "e4m3" and SIDE.fast:
@@ -300,7 +297,7 @@ def _split_steps(scale, zero, SIDE: tl.constexpr, LIKE: tl.constexpr):
         words = scale.to(tl.int16)
         scale = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        scale, zero = _widen_steps(scale, zero, SIDE.steps, SIDE.stored)
+        scale, zero = _widen_steps(scale, zero, SIDE)
     if SIDE.steps > 1:
         zero = _spread(zero.to(WIDE), SIDE)
     return _spread(scale.to(WIDE), SIDE), zero, top
@@ -338,6 +335,15 @@ def _invert_norms(words, M: tl.constexpr, SIDE: tl.constexpr, LIKE: tl.constexpr
         number = read_codes(words, j, SIDE, LIKE)
         total = tl.dot(ones, (number * number).T, total, input_precision="ieee")
     return tl.rsqrt(total)
+
+
+@triton.jit
+def read_factor(factor, head, EACH: tl.constexpr):
+    """Return a side's factor, or that of a head if each has its own."""
+    out = factor
+    if EACH:
+        out = tl.load(factor + head)
+    return out
 
 
 @triton.jit
@@ -383,7 +389,7 @@ def _attend_codes(
     if KEY.groups:
         logits *= key_top[None]
     elif KEY.steps > 0:
-        step, zero = _widen_steps(key_scale, key_zero, KEY.steps, KEY.stored)
+        step, zero = _widen_steps(key_scale, key_zero, KEY)
         logits *= step[None]
         if KEY.steps > 1:
             logits += q_sum[:, None] * (-zero * step if KEY.steps == 3 else zero)[None]
@@ -402,7 +408,7 @@ def _attend_codes(
         value_scale, value_zero, value_top = _split_steps(value_scale, value_zero, VALUE, LIKE)
         weight *= (value_top * LIFT)[None]
     elif VALUE.steps > 0:
-        step, zero = _widen_steps(value_scale, value_zero, VALUE.steps, VALUE.stored)
+        step, zero = _widen_steps(value_scale, value_zero, VALUE)
         weight *= (step * LIFT)[None]
         if VALUE.steps > 1:
             shift = shift * shrink + tl.sum(p * (-zero * step if VALUE.steps == 3 else zero)[None], 1)
@@ -628,6 +634,12 @@ def _attend(
     tl.store(part_norm + part, norm, mask=asking)
 
 
+def list_parts(side: CodedSide, held: bool) -> list[Tensor]:
+    """Return the codes, scales and zeros of a side's rows; codes stand for what its form lacks."""
+    parts = [part.view(torch.uint8) if part.dtype in STORED else part for part in (side.held if held else side.more)]
+    return parts + [parts[0]] * (3 - len(parts))
+
+
 def list_words(side: CodedSide, held: bool, reading: Reading) -> tuple[Tensor, ...]:
     """Return `list_parts`, with the codes as words of 16 or 32 bits if these are read."""
     codes, *steps = list_parts(side, held)
@@ -729,10 +741,12 @@ def choose_tile(rows: CodedRows, each: int, queries: Tensor) -> tuple[int, int, 
     """
     dim = rows.newest.shape[-1]
     forms = rows.keys.form, rows.values.form
+    if queries.dtype == torch.float32:  # products without tensor cores keep their tiles in registers
+        return 32, 4, 528
     if any(form.bits == 3 for form in forms):
         return 32, 1, 1056
     slow = any(form.group not in (0, dim) or form.code == "levels" for form in forms)
-    if each > 16 or dim > 128 or slow or queries.dtype == torch.float32:
+    if each > 16 or dim > 128 or slow:
         return 64, 2, 528
     return (128, 2, 528) if all(form.bits == 4 for form in forms) else (128, 4, 264)
 

@@ -210,16 +210,6 @@ def round_in_place_reference(rows: CodedRows, step: Tensor) -> None:
         newest.copy_(decode_reference(parts, side.form, newest.dtype, spread_factor(side), side.turn).view_as(newest))
 
 
-def round_newest_reference(queries: Tensor, rows: CodedRows, step: Tensor) -> Tensor:
-    both = store_newest(rows, step)
-    for side, newest, parts in zip((rows.keys, rows.values), rows.newest, both, strict=True):
-        if rows.rounds_newest:
-            newest.copy_(decode_reference(parts, side.form, newest.dtype, spread_factor(side), None).view_as(newest))
-        elif side.turn is not None:
-            newest.copy_(turn_wide(newest, side.turn))
-    return queries if rows.keys.turn is None else turn_wide(queries, rows.keys.turn).to(queries.dtype)
-
-
 def append_newest_reference(
     queries: Tensor,
     keys: Tensor,
@@ -234,7 +224,13 @@ def append_newest_reference(
     rotated = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms, None)
     for newest, given in zip(rows.newest, rotated[1:], strict=True):
         newest.copy_(given.squeeze(2))
-    return round_newest_reference(rotated[0], rows, step)
+    both, asking = store_newest(rows, step), rotated[0]
+    for side, newest, parts in zip((rows.keys, rows.values), rows.newest, both, strict=True):
+        if rows.rounds_newest:
+            newest.copy_(decode_reference(parts, side.form, newest.dtype, spread_factor(side), None).view_as(newest))
+        elif side.turn is not None:
+            newest.copy_(turn_wide(newest, side.turn))
+    return asking if rows.keys.turn is None else turn_wide(asking, rows.keys.turn).to(asking.dtype)
 
 
 def attend_reference(

@@ -17,8 +17,8 @@ def name_turn(turn: Tensor | None) -> str:
 
 
 def count_warps(*turns: str) -> int:
-    """Return the warps of a program that turns a row. Only one that loads a whole matrix needs several."""
-    return 4 if "matrix" in turns else 1
+    """Return the warps of a program that rounds a row, or turns it. Steps of a Hadamard matrix are fastest in one."""
+    return 1 if "hadamard" in turns and "matrix" not in turns else 4
 
 
 @triton.constexpr_function

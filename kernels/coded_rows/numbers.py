@@ -1,11 +1,8 @@
-"""What rounding to codes and reading them share, in Triton."""
+"""What codes and the scales beside them stand for, in Triton."""
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from kvbench.kernels.coded_rows.form import CodedSide
 
 STORED = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}  # scales of 8 bits
 
@@ -39,15 +36,20 @@ def base_number(code, CODE: tl.constexpr, like: tl.constexpr):
 
 
 @triton.jit
-def read_factor(factor, head, EACH: tl.constexpr):
-    """Return a side's factor, or that of a head if each has its own."""
-    out = factor
-    if EACH:
-        out = tl.load(factor + head)
-    return out
+def read_stored(step, STORED: tl.constexpr):
+    """Return stored scales or zeros as float32."""
+    if STORED == "e4m3":
+        step = base_number(step, STORED, tl.float32)
+    elif STORED == "e8m0":
+        power = step.to(tl.int32)
+        step = tl.where(power == 0, 0x400000, power << 23).to(tl.float32, bitcast=True)
+        step = tl.where(power == 255, float("nan"), step)
+    return step.to(tl.float32)
 
 
-def list_parts(side: CodedSide, held: bool) -> list[Tensor]:
-    """Return the codes, scales and zeros of a side's rows; codes stand for what its form lacks."""
-    parts = [part.view(torch.uint8) if part.dtype in STORED else part for part in (side.held if held else side.more)]
-    return parts + [parts[0]] * (3 - len(parts))
+@triton.jit
+def read_point(scale):
+    """Return the scales that have a point in their 4 lowest bits, without it, and zeros."""
+    bits = scale.to(tl.int32, bitcast=True)
+    size = (bits & -16).to(tl.float32, bitcast=True)
+    return size, -(bits & 15).to(tl.float32) * size
