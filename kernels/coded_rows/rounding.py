@@ -266,15 +266,21 @@ def store_codes(code, line, here, codes, BITS: tl.constexpr, DIM: tl.constexpr, 
 
 @triton.jit
 def load_codes(line, here, codes, BITS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
-    """Return the codes (N, D) int32 of the rows `line` of the memory."""
-    bit = tl.arange(0, D) * BITS
-    inside = here[:, None] & (tl.arange(0, D) < DIM)[None]
-    place = codes + line[:, None] * (DIM * BITS // 8) + (bit // 8)[None]
-    word = tl.load(place, mask=inside, other=0).to(tl.int32)
-    if BITS == 3:  # a code may begin in one byte and end in the next
-        further = tl.load(place + 1, mask=inside & (bit % 8 > 5)[None], other=0).to(tl.int32)
-        word |= further << 8
-    return (word >> (bit % 8)[None]) & (2**BITS - 1)
+    """Return the codes (N, D) int32 that `store_codes` stored as the rows `line` of the memory."""
+    PER: tl.constexpr = 8 if BITS == 3 else 8 // BITS
+    BYTES: tl.constexpr = PER * BITS // 8
+    WORDS: tl.constexpr = DIM // PER
+    W: tl.constexpr = D // PER
+    index = tl.arange(0, W)
+    place = codes + (line[:, None] * WORDS + index[None]) * BYTES
+    mask = here[:, None] & (index < WORDS)[None]
+    word = tl.load(place, mask=mask, other=0).to(tl.int32)
+    for byte in tl.static_range(1, BYTES):
+        word |= tl.load(place + byte, mask=mask, other=0).to(tl.int32) << (8 * byte)
+    code = word
+    if PER > 1:
+        code = tl.reshape(word[:, :, None] >> (BITS * tl.arange(0, PER))[None, None], [word.shape[0], D])
+    return code & (2**BITS - 1)
 
 
 @triton.jit
