@@ -75,7 +75,8 @@ def turn_row(row, matrix, TURN: tl.constexpr, BACK: tl.constexpr, DIM: tl.conste
 def turn_tile(tile, matrix, TURN: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
     """Return rows (N, D) times the matrix, or with BACK times the transposed matrix, in float32. N is at least 16.
 
-    Products with ±1 are exact: those of rows in 16 bits, and those of the three bfloat16 whose sum is a float32.
+    Channels from DIM on are 0, before and after. Products with ±1 are exact: those of rows in 16 bits, and those of the
+    three bfloat16 whose sum is a float32.
     """
     turns = load_matrix(matrix, BACK, DIM, D)
     if TURN == "hadamard":
@@ -88,7 +89,7 @@ def turn_tile(tile, matrix, TURN: tl.constexpr, BACK: tl.constexpr, DIM: tl.cons
             second = rest.to(LIKE)
             turned = tl.dot(second, signs, turned)
             turned = tl.dot((rest - second.to(tl.float32)).to(LIKE), signs, turned)
-        turned *= tl.abs(tl.load(matrix))
+        turned = tl.where((tl.arange(0, D) < DIM)[None], turned * tl.abs(tl.load(matrix)), 0.0)
     else:
         turned = tl.dot(tile.to(tl.float32), turns, input_precision=PRECISION)
     return turned

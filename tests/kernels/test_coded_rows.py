@@ -337,6 +337,15 @@ def test_turned_rows_have_other_codes_at_borders_only(name, turned, dtype):
     torch.testing.assert_close(*read, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["16 levels", "int8"])
+def test_rows_narrower_than_a_product_are_turned(name):
+    """A product of tensor cores has 16 channels; what it fills up is no part of a row's norm or largest size."""
+    form, rows, turn = FORMS[name], draw(5, 8, seed=1), make_turn("signs", 8)
+    parts = [encode(rows, form, 1.0, turn, implementation=which) for which in ("reference", "triton")]
+    assert torch.equal(parts[0][0], parts[1][0])
+    torch.testing.assert_close(parts[0][1], parts[1][1], rtol=1e-3, atol=0)
+
+
 def test_groups_without_a_tile_are_the_definition():
     form, rows = Form("int8", "largest", group=24), draw(5, 48, seed=1)
     with pytest.raises(ValueError, match="encode: implementation triton needs groups of a power of two, not of 24"):
