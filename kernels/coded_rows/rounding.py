@@ -78,7 +78,7 @@ def divide(numbers, divisor):
 
 @triton.jit
 def to_float8(number, CODE: tl.constexpr):
-    """Round numbers to e4m3 or e5m2, int32. Numbers beyond the largest one become it, and NaN stays NaN."""
+    """Round numbers (float32) to e4m3 or e5m2, int32. Numbers beyond the largest one become it, and NaN stays NaN."""
     MANTISSA: tl.constexpr = 3 if CODE == "e4m3" else 2
     BIAS: tl.constexpr = 7 if CODE == "e4m3" else 15
     MOST: tl.constexpr = 448.0 if CODE == "e4m3" else 57344.0
@@ -89,7 +89,8 @@ def to_float8(number, CODE: tl.constexpr):
     normal = (size.to(tl.int32, bitcast=True) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
     small = (tl.minimum(size, 2.0 ** (1 - BIAS)) * 2.0 ** (BIAS - 1 + MANTISSA)).to(tl.int32)
     code = tl.where(size < 2.0 ** (1 - BIAS), small, normal)
-    return tl.where(number != number, 0x7F, code | tl.where(number < 0.0, 0x80, 0))
+    sign = (number.to(tl.int32, bitcast=True) >> 24) & 0x80  # that of -0 too
+    return tl.where(number != number, 0x7F, code | sign)
 
 
 @triton.jit
