@@ -407,6 +407,8 @@ def _round_row(
     column = tl.arange(0, D)
     there = column < DIM
     turned = row
+    if BACK:
+        tl.debug_barrier()  # the row lies at `place` itself, and several warps may read the same numbers
     if TURN != "none":
         turned = turn_row(turned, matrix, TURN, False, DIM, D)
     one = tl.arange(0, 1)

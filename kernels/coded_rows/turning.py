@@ -111,6 +111,7 @@ def _turn_back(rows, matrix, TURN: tl.constexpr, DIM: tl.constexpr, D: tl.conste
     there = column < DIM
     place = rows + tl.program_id(0).to(tl.int64) * DIM + column
     row = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # every warp may need the whole row, and the first one to end overwrites its part
     tl.store(place, turn_row(row, matrix, TURN, True, DIM, D), mask=there)
 
 
