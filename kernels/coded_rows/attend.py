@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention.triton import LOG2E, cap_tile, combine_splits, find_cap
 from kvbench.kernels.coded_rows.form import LARGEST, CodedRows, CodedSide
-from kvbench.kernels.coded_rows.numbers import STORED, base_number, read_stored
+from kvbench.kernels.coded_rows.numbers import STORED, base_number, list_memory, read_stored
 from kvbench.kernels.coded_rows.turning import turn_back
 from kvbench.kernels.coded_rows.window import attend_window, count_programs
 from kvbench.kernels.softmax_extras import SoftmaxExtras, get_sinks
@@ -634,15 +634,9 @@ def _attend(
     tl.store(part_norm + part, norm, mask=asking)
 
 
-def list_parts(side: CodedSide, held: bool) -> list[Tensor]:
-    """Return the codes, scales and zeros of a side's rows; codes stand for what its form lacks."""
-    parts = [part.view(torch.uint8) if part.dtype in STORED else part for part in (side.held if held else side.more)]
-    return parts + [parts[0]] * (3 - len(parts))
-
-
 def list_words(side: CodedSide, held: bool, reading: Reading) -> tuple[Tensor, ...]:
-    """Return `list_parts`, with the codes as words of 16 or 32 bits if these are read."""
-    codes, *steps = list_parts(side, held)
+    """Return `list_memory` of a side's rows, with the codes as words of 16 or 32 bits if these are read."""
+    codes, *steps = list_memory(side.held if held else side.more)
     if reading.aligned:
         return codes.view(torch.int32), *steps
     return codes.view(torch.int16) if reading.per * reading.bits == 16 else codes, *steps

@@ -3,6 +3,9 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.coded_rows.form import Parts
 
 STORED = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}  # scales of 8 bits
 
@@ -53,3 +56,9 @@ def read_point(scale):
     bits = scale.to(tl.int32, bitcast=True)
     size = (bits & -16).to(tl.float32, bitcast=True)
     return size, -(bits & 15).to(tl.float32) * size
+
+
+def list_memory(parts: Parts) -> list[Tensor]:
+    """Return codes, scales and zeros, those of 8 bits as bytes. Codes stand for what a form lacks."""
+    memory = [part.view(torch.uint8) if part.dtype in STORED else part for part in parts]
+    return memory + [memory[0]] * (3 - len(memory))

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.coded_rows.form import LARGEST, SIZES, CodedRows, CodedSide, Form, Parts
-from kvbench.kernels.coded_rows.numbers import STORED, base_number, read_point, read_stored
+from kvbench.kernels.coded_rows.numbers import STORED, base_number, list_memory, read_point, read_stored
 from kvbench.kernels.coded_rows.reference import turn_wide
 from kvbench.kernels.coded_rows.turning import count_warps, name_turn, turn_row, turn_tile
 from kvbench.kernels.rope_append.triton import rotate_head
@@ -564,12 +564,6 @@ def plan_tiles(
         "enable_fp_fusion": False,  # products are rounded before they are added, as in PyTorch
     }
     return (triton.cdiv(count, tile),), given, constants
-
-
-def list_memory(parts: Parts) -> list[Tensor]:
-    """Return codes, scales and zeros, those of 8 bits as bytes. Codes stand for what a form lacks."""
-    memory = [part.view(torch.uint8) if part.dtype in STORED else part for part in parts]
-    return memory + [memory[0]] * (3 - len(memory))
 
 
 def append_newest_triton(
