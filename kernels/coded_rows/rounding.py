@@ -425,7 +425,7 @@ def _round_row(
     tl.store(place + column, turned, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def _round_newest(
     queries,
     keys,
