@@ -19,6 +19,11 @@ CONDITIONS: Mapping[str, Condition] = {
 """The conditions of `FurtherHooks.refusals` that follow from the three alone, not from block sizes or models."""
 
 
+def rounds_after_cut(codec: Codec) -> bool:
+    """Return whether a codec with a choice of when rows are rounded waits for the last cut of the prompt."""
+    return getattr(codec, "rounding", None) == "cut"
+
+
 @dataclass(frozen=True)
 class Rule:
     """A setting that no method of some kind can work with."""
@@ -51,6 +56,12 @@ RULES = (
         "codec",
         lambda method, allocator, codec: codec.packing.before_attention and method.merges,
         "its rows are packed, and {name} merges rows; use codec=raw",
+    ),
+    Rule(
+        "codec",
+        lambda method, allocator, codec: rounds_after_cut(codec) and method.decoding and not method.merges,
+        "{name} cuts while decoding, and codec.rounding=cut rounds rows after the last cut of the prompt; "
+        "use codec.rounding=written, method.decoding=false or codec=raw",
     ),
     Rule(
         "codec",
