@@ -410,7 +410,7 @@ def check_outputs(call: Call, outputs: object) -> Tensor:
     return call.expect(outputs, (len(queries), queries.shape[1] // dim, 1, dim), "float", queries.device)
 
 
-PROMISED = {"before_attention": "keep", "grows": "growing", "replicates": "replicate"}
+PROMISED = {"before_attention": "keep", "keeps": "keep", "grows": "growing", "replicates": "replicate"}
 """What packed rows must have, by what `Codec.packing` says."""
 NEEDED = "score", "head_quotas", "count_rows", "objective"  # by default they raise an error
 SCORED = "scores protected quota"

@@ -19,9 +19,9 @@ CONDITIONS: Mapping[str, Condition] = {
 """The conditions of `FurtherHooks.refusals` that follow from the three alone, not from block sizes or models."""
 
 
-def rounds_after_cut(codec: Codec) -> bool:
-    """Return whether a codec with a choice of when rows are rounded waits for the last cut of the prompt."""
-    return getattr(codec, "rounding", None) == "cut"
+def can_cut_packed(codec: Codec) -> bool:
+    """Return whether cuts can drop packed rows."""
+    return codec.packing.before_attention or codec.packing.keeps
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,12 @@ RULES = (
     ),
     Rule(
         "codec",
-        lambda method, allocator, codec: rounds_after_cut(codec) and method.decoding and not method.merges,
-        "{name} cuts while decoding, and codec.rounding=cut rounds rows after the last cut of the prompt; "
-        "use codec.rounding=written, method.decoding=false or codec=raw",
+        lambda method, allocator, codec: codec.packing.keeps and method.decoding and method.merges,
+        "{name} merges rows while decoding, when they are packed; use method.decoding=false or codec=raw",
     ),
     Rule(
         "codec",
-        lambda method, allocator, codec: codec.packs and not codec.packing.before_attention and method.decoding,
+        lambda method, allocator, codec: codec.packs and not can_cut_packed(codec) and method.decoding,
         "{name} cuts while decoding, and packed groups are never repacked; use method.decoding=false or codec=raw",
     ),
     Rule(

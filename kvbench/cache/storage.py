@@ -252,7 +252,7 @@ class StoredRows:
         chosen: tuple[Tensor, Tensor] | None = None,
         weighed: bool = False,
     ) -> "StoredRows":
-        """Keep the rows with mass > 0 and free everything else.
+        """Keep the rows with mass > 0 and free everything else. A tail behind packed rows is packed before.
 
         Args:
             rows: All rows, padded. If keys are stored before rotation, they are those that are held.
@@ -279,10 +279,11 @@ class StoredRows:
             keys = rows.keys if self.rotate is None else self._held()[0]
             stored: Stored = Plain(*gather_rows(index, keys, rows.values))
         else:
-            assert self.places is not None  # packed rows are a cut part
+            packed = self.pack_tail()  # which leaves every row at its index
+            assert packed.places is not None  # packed rows are a cut part
             marks = torch.zeros_like(rows.places, dtype=torch.bool)
             marks.view(-1)[index] = True
-            stored = cast(Cuttable, self.stored).keep(marks[self._spread(self.places, absent=-1) >= 0])
+            stored = cast(Cuttable, packed.stored).keep(marks[packed._spread(packed.places, absent=-1) >= 0])
         kept = StoredRows(
             self.shape,
             self.seen,

@@ -2,8 +2,9 @@
 
 Rows are flat, (R, d), in the order (sample, head, position). `lengths` (B, H) says how many of them belong to each
 head. While the prompt is read, rows stay raw, so attention and every cut are exact. A codec that packs does so after
-the last cut, and packed rows are never written again, so that rounding happens once. A codec that packs before
-attention is the exception: the model attends to its rounded rows from the first token on, and cuts drop some of them.
+the last cut of the prompt, and packed rows are never written again, so that rounding happens once. Cuts while decoding
+drop packed rows, if the codec can do so (`Packing.keeps`). A codec that packs before attention is the exception: the
+model attends to its rounded rows from the first token on, and all cuts drop some of them.
 
 Symbols: B samples, H KV heads, R rows of all heads together, d head dimension.
 """
@@ -63,7 +64,7 @@ class Packed(Stored, Protocol):
 
 
 class Cuttable(Packed, Protocol):
-    """Keys and values of a codec that packs `before_attention`."""
+    """Keys and values of a codec that packs `before_attention`, or that `keeps` some of its rows."""
 
     def keep(self, kept: Tensor) -> "Cuttable":
         """Return the rows that a cut leaves.
@@ -259,6 +260,11 @@ class Packing:
     Packed rows are `Cuttable`, and if they grow, their memory is `CuttableGrowing`. Such a run shares a prefill only
     with runs of the same codec.
     """
+    keeps: bool = False
+    """Whether packed rows are `Cuttable` although they are packed after the last cut of the prompt. A method may then
+    cut while decoding: it chooses among rows as the token has read them, its own one raw, which is packed before rows
+    go. Not for codecs that pack rows in groups or wait for further ones. `before_attention` says the same.
+    """
     takes_unrotated_keys: bool = False
     """Whether keys are stored as they are before QK norm and rotation, from the first token on. The layer norms and
     rotates what `Stored.read` returns. Answers are then read through the model's modules, unless packed rows grow.
@@ -296,7 +302,7 @@ class Codec(Hooks):
         check_settings(self, "codec")
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> Packed:
-        """Pack rows after the last cut. A codec that packs cannot serve a method that cuts while decoding.
+        """Pack rows after the last cut of the prompt. Methods that cut while decoding need a codec that `keeps` rows.
 
         If it packs `before_attention`, this is called before the first block, without rows.
 

@@ -28,7 +28,7 @@ class RowCodec(Codec):
     Values may be packed in another way than keys: `encode_values` and `decode_values` are those of keys by default.
     """
 
-    packing = Packing(replicates=True)
+    packing = Packing(keeps=True, replicates=True)
 
     def encode(self, rows: Tensor) -> Parts:
         """Pack keys (R, d)."""

@@ -34,7 +34,13 @@ class RoundingCodec(RowCodec):
     @cached_property
     def packing(self) -> Packing:  # type: ignore[override]
         written = self.rounding == "written"
-        return Packing(before_attention=written, token_by_token=not written, grows=self.decodes_codes, replicates=True)
+        return Packing(
+            before_attention=written,
+            keeps=True,
+            token_by_token=not written,
+            grows=self.decodes_codes,
+            replicates=True,
+        )
 
     @property
     def decodes_codes(self) -> bool:

@@ -135,7 +135,9 @@ class Delta(Codec):
     def packing(self) -> Packing:
         other = self.base.packing if self.base.packs else Packing(grows=True, replicates=True)
         interval = max(self.recent, other.interval)
-        return replace(other, takes_unrotated_keys=True, joins_heads=True, lists_rows=True, interval=interval)
+        return replace(
+            other, keeps=False, takes_unrotated_keys=True, joins_heads=True, lists_rows=True, interval=interval
+        )
 
     @property
     def weights_bytes(self) -> int:

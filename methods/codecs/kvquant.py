@@ -79,7 +79,13 @@ class KVQuant(Codec):
     @property
     def packing(self) -> Packing:
         written = self.rounding == "written"
-        return Packing(before_attention=written, takes_unrotated_keys=True, token_by_token=not written, replicates=True)
+        return Packing(
+            before_attention=written,
+            keeps=True,
+            takes_unrotated_keys=True,
+            token_by_token=not written,
+            replicates=True,
+        )
 
     @cached_property
     def file(self) -> TensorFile:

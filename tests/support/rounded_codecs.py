@@ -170,9 +170,11 @@ def check_samples_branches_and_shared_prefills(case: Rounded) -> None:
     torch.testing.assert_close(together[0].logits, expected, **CLOSE)
 
 
-def check_the_captured_step(case: Rounded, allocator: str) -> None:
+def check_the_captured_step(
+    case: Rounded, allocator: str, method: str = "snapkv", tokens: int = 12, **more: object
+) -> None:
     """A step over memory for codes gives the tokens that the modules give, and leaves the same rows."""
-    choice = case.choose("snapkv", allocator, window=4)
+    choice = case.choose(method, allocator, **(more or {"window": 4}))
     contexts, answers = [], []
     for stepped in (False, True):
         context = GenerationContext(make_double("llama"), choice, Budget(0.5), None, (0, 1))
@@ -180,14 +182,14 @@ def check_the_captured_step(case: Rounded, allocator: str) -> None:
         if stepped:
             context.weights = collect_weights(make_double("llama"))
         contexts.append(context)
-        answers.append(torch.stack(list(context.generate(12, Sampling(), frozenset(), read_last=True))))
+        answers.append(torch.stack(list(context.generate(tokens, Sampling(), frozenset(), read_last=True))))
     assert [context.decoding for context in contexts] == ["modules", "graph"]
     assert torch.equal(*answers)
     for layers in zip(*(context.own_layers for context in contexts), strict=True):
         for one, other in zip(*(layer.rows.stored.read() for layer in layers), strict=True):
             assert len(one) == len(other) and torch.isclose(one, other, rtol=1e-4, atol=1e-4).double().mean() > 0.999
-    more = ids(2, 9, batch=2)
-    torch.testing.assert_close(*(context.extend(more) for context in contexts), rtol=1e-2, atol=1e-2)
+    others = ids(2, 9, batch=2)
+    torch.testing.assert_close(*(context.extend(others) for context in contexts), rtol=1e-2, atol=1e-2)
 
 
 @cache
@@ -199,19 +201,21 @@ def appends(method: str) -> bool:
 PAIRS = list(itertools.product(methods_available(), list_choices("allocator")))
 
 
-def is_refused(method: str, allocator: str, codec: str) -> bool:
-    policy = build_policy(method, allocator, "llama")
-    return find_refusal(*policy[:2], build("codec", load_settings("codec", codec, {"rounding": "written"}))) is not None
+def is_refused(case: Rounded, method: str, allocator: str) -> bool:
+    return find_refusal(*build_policy(method, allocator, "llama")[:2], case.build()) is not None
 
 
-def list_accepted(codec: str) -> list[tuple[str, str]]:
-    """The pairs of a method and an allocator that a codec accepts if rows are rounded as they are written."""
-    return [pair for pair in PAIRS if not is_refused(*pair, codec)]
+def list_accepted(case: Rounded) -> list[tuple[str, str]]:
+    """The pairs of a method and an allocator that a codec accepts.
+
+    If rows are rounded after the prompt's last cut, only those that cut while decoding: others see raw rows alone.
+    """
+    return [pair for pair in PAIRS if not is_refused(case, *pair) and (case.written or not appends(pair[0]))]
 
 
-def list_refused(codec: str) -> list[tuple[str, str]]:
-    """The pairs that it refuses, and those that it refuses if rows are rounded after a cut."""
-    return [pair for pair in PAIRS if is_refused(*pair, codec) or not appends(pair[0])]
+def list_refused(case: Rounded) -> list[tuple[str, str]]:
+    """The pairs that it refuses."""
+    return [pair for pair in PAIRS if is_refused(case, *pair)]
 
 
 def read_pair(case: Rounded | None, method: str, allocator: str) -> CompressedCache:
@@ -240,11 +244,10 @@ def check_pair(case: Rounded, method: str, allocator: str, share: float) -> None
     assert torch.isfinite(held.extend(ids(2))).all()
 
 
-def check_refusal(codec: str, method: str, allocator: str) -> None:
-    """What cannot be packed is refused by name, and what cuts while decoding is refused if rounding follows a cut."""
-    rounding = "written" if is_refused(method, allocator, codec) else "cut"
-    with pytest.raises(SettingError, match=f"^codec={codec}: .*{method} (merges|cuts)|^allocator=|^method.decoding"):
+def check_refusal(case: Rounded, method: str, allocator: str) -> None:
+    """What cannot be packed, or cut while it is packed, is refused by name."""
+    with pytest.raises(SettingError, match=f"^codec={case.codec}: .*{method} merges|^allocator=|^method.decoding"):
         kvbench.prefill(
-            tiny("llama"), ids(60), method, budget_for(method, 30), None, allocator, codec,
-            make_tiny_method_args(method, "llama"), codec_args={"rounding": rounding},
+            tiny("llama"), ids(60), method, budget_for(method, 30), None, allocator, case.codec,
+            make_tiny_method_args(method, "llama"), codec_args=case.args,
         )  # fmt: skip

@@ -395,6 +395,7 @@ def test_another_codec_stores_the_layers_that_are_not_compressed(tmp_path, name,
     sizes = [own.contexts[0].own_layers[0].bytes().rows for own in (plain, packed, first)]
     assert sizes[0] > sizes[1] == sizes[2]
     assert packed.contexts[0].choice.token_by_token and not plain.contexts[0].choice.token_by_token
+    assert not packed.contexts[0].choice.codec.packing.keeps
     assert (packed.extend(ids(3, seed=1)) - plain.extend(ids(3, seed=1))).abs().max() > 1e-4
 
 

@@ -177,9 +177,17 @@ def test_what_cannot_be_packed_is_refused(method, allocator):
         choose_cache(*build_policy(method, allocator, "llama")[:2], CODEC)
 
 
-@pytest.mark.parametrize("rounding", ["written", "cut"])
-def test_a_batch_gives_what_its_samples_give_alone(rounding):
-    own = build_policy("snapkv", "ada", "llama", window=4)[:2]
+@pytest.mark.parametrize(
+    "rounding, method, settings",
+    [
+        ("written", "snapkv", {"window": 4}),
+        ("cut", "snapkv", {"window": 4}),
+        ("cut", "tova", {"decoding": True, "scope": "group"}),
+    ],
+)
+def test_a_batch_gives_what_its_samples_give_alone(rounding, method, settings):
+    """With heads of several lengths, which are cut after the prompt, or while decoding too."""
+    own = build_policy(method, "ada", "llama", **settings)[:2]
     choice = choose_cache(*own, build_kvquant("llama", rounding=rounding, sinks=2))
     prompts, more = torch.cat([ids(40, 1), ids(40, 2)]), ids(4, 3, batch=2)
 

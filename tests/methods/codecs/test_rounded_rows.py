@@ -3,6 +3,7 @@
 What one of them has beside this is in a file of its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -72,23 +73,24 @@ class Chosen:
     """In batches, branches and shared prefills."""
     captured: tuple[tuple[str, str], ...]
     """In the captured step, each with an allocator."""
-    crossed: str
-    """With every method and allocator."""
+    crossed: tuple[str, str]
+    """With every method and allocator: rounded as rows are written, and after a cut."""
     share: float
     """The most bytes of a raw row's that one takes."""
 
 
 CHOSEN = {
     "fp8": Chosen(
-        ("tensor", "row"), ("row", "tova"), ("tensor", "cut"), "row", (("given", "ada"), ("cut", "uniform")), "row", 0.3
+        ("tensor", "row", "cut"), ("row", "tova"), ("tensor", "cut"), "row", (("given", "ada"), ("cut", "uniform")),
+        ("row", "cut"), 0.3,
     ),
     "int8": Chosen(
-        ("vllm", "sglang"), ("sglang", "h2o"), ("sglang", "cut"), "sglang", (("sglang", "ada"), ("cut", "uniform")),
-        "vllm", 0.3,
+        ("vllm", "sglang", "cut"), ("cut", "h2o"), ("sglang", "cut"), "sglang", (("sglang", "ada"), ("cut", "uniform")),
+        ("vllm", "cut"), 0.3,
     ),
     "int4": Chosen(
-        ("quarot, written", "vllm"), ("vllm", "keydiff"), ("quarot", "vllm"), "vllm",
-        (("quarot", "ada"), ("vllm", "uniform")), "vllm", 0.17,
+        ("quarot", "quarot, written", "vllm"), ("quarot", "keydiff"), ("quarot", "vllm"), "vllm",
+        (("quarot", "ada"), ("vllm", "uniform")), ("vllm", "quarot"), 0.17,
     ),
 }  # fmt: skip
 ONLY_IN_FULL = [("int4", "quarot, written"), ("int4", "vllm, cut")]
@@ -131,17 +133,26 @@ def test_the_captured_step_gives_what_the_modules_give(codec, case, allocator):
     check_the_captured_step(CASES[codec][case], allocator)
 
 
-@pytest.mark.cover("codec")
-@pytest.mark.parametrize(
-    "codec, method, allocator", [(codec, *pair) for codec in CHOSEN for pair in list_accepted(codec)]
-)
-def test_every_method_and_allocator(codec, method, allocator):
-    check_pair(CASES[codec][CHOSEN[codec].crossed], method, allocator, CHOSEN[codec].share)
+@pytest.mark.parametrize("codec", [only_in_full("fp8"), only_in_full("int8"), "int4"])
+def test_a_graph_reads_the_tokens_between_distant_cuts(codec):
+    """Rows are rounded after the last cut of the prompt, and the modules read the token behind which rows go."""
+    case = CASES[codec][CHOSEN[codec].crossed[1]]
+    check_the_captured_step(case, "uniform", "tova", 36, decoding=True, decode_interval=34)
+
+
+def list_pairs(choose: Callable[[Rounded], list[tuple[str, str]]]) -> list[tuple[str, str, str, str]]:
+    """A codec, a case, and the pairs of a method and an allocator that `choose` names for it."""
+    crossed = [(codec, case) for codec, chosen in CHOSEN.items() for case in chosen.crossed]
+    return [(codec, case, *pair) for codec, case in crossed for pair in choose(CASES[codec][case])]
 
 
 @pytest.mark.cover("codec")
-@pytest.mark.parametrize(
-    "codec, method, allocator", [(codec, *pair) for codec in CHOSEN for pair in list_refused(codec)]
-)
-def test_what_cannot_be_packed_is_refused(codec, method, allocator):
-    check_refusal(codec, method, allocator)
+@pytest.mark.parametrize("codec, case, method, allocator", list_pairs(list_accepted))
+def test_every_method_and_allocator(codec, case, method, allocator):
+    check_pair(CASES[codec][case], method, allocator, CHOSEN[codec].share)
+
+
+@pytest.mark.cover("codec")
+@pytest.mark.parametrize("codec, case, method, allocator", list_pairs(list_refused))
+def test_what_cannot_be_packed_is_refused(codec, case, method, allocator):
+    check_refusal(CASES[codec][case], method, allocator)
