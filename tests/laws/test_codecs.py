@@ -31,7 +31,7 @@ METHODS = {
     "at every token": ("keydiff", "uniform", {}),
     "after the prompt, unevenly": ("snapkv", "ada", {"window": 4}),
     "after some tokens": ("h2o", "uniform", {"decode_interval": 3, "recent": 4}),
-    "after some tokens, unevenly": ("tova", "ada", {"decoding": True, "decode_interval": 3}),
+    "after some tokens, unevenly": ("tova", "ada", {"scope": "group", "decoding": True, "decode_interval": 3}),
     "where sinks stay": ("sink", "uniform", {"preset": "original"}),
 }
 
@@ -102,6 +102,12 @@ def read_head(context: GenerationContext, layer: int, head: int, sample: int = 0
 
 def count_rows(context: GenerationContext) -> list[list[int]]:
     return [layer.rows.counts()[0].tolist() for layer in context.own_layers]
+
+
+def test_raw_rows_serve_every_method():
+    """Otherwise the full cache would stand in its place for every codec."""
+    for cutter, allocator, settings in METHODS.values():
+        assert find_refusal(*build_policy(cutter, allocator, "llama", **settings)) is None
 
 
 @LAW
