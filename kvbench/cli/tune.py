@@ -8,9 +8,10 @@ Examples:
   kvbench dev choose-solvable model=smollm2_long model.factors=FILE task=ruler --lengths 4096    its scores
 
 The factors (LoRA, Hu et al. 2021, arXiv 2106.09685) are on all projections of every layer, and nothing else is trained.
-The loss is the mean cross-entropy of the answers' tokens, plus that of plain text, plus the divergence of the base's
-predictions from the tuned model's in plain text, so that it stays a language model. Samples and texts are generated
-from seeds, words and names that no evaluation uses (kvbench/training/tuning_data.py).
+The loss is the mean cross-entropy of the answers' tokens, in which a token of a sample with n of them weighs 1/sqrt(n),
+plus that of plain text, plus the divergence of the base's predictions from the tuned model's in plain text, so that it
+stays a language model. Samples and texts are generated from seeds, words and names that no evaluation uses
+(kvbench/training/tuning_data.py).
 
 The tuning writes its state to OUT.training every minute and a learning curve to OUT.log.jsonl. After a pause or an
 interruption the same command goes on; on one GPU it ends with the same factors, to the bit. With several GPUs each

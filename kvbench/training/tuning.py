@@ -117,6 +117,18 @@ def count_seen(batch: Batch, seen: Tensor) -> Tally:
     return tally
 
 
+def weigh_answers(batch: Batch, is_text: Tensor) -> Tensor:
+    """Return the share of each token of a batch in the mean over its answers, (n,), 0 in plain text. They sum to 1.
+
+    Args:
+        batch: The batch.
+        is_text: Whether a token is plain text, (n,).
+    """
+    counts = torch.bincount(batch.rows)[batch.rows]
+    weights = torch.where(is_text, 0.0, counts.rsqrt())
+    return weights / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
+
+
 def make_deterministic() -> None:
     """Let CUDA and the compiler compute the same numbers each time. This must be called before CUDA starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -189,6 +201,9 @@ class Tuning:
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the loss of a batch: the mean cross-entropy of the answers' tokens, plus weighted ones of plain text.
 
+        A token of a sample with n of them weighs 1 / sqrt(n) in the mean, so that a ledger of 2,000 tokens does not
+        outweigh all questions that three tokens answer.
+
         Returns:
             The loss, a scalar, and what was seen of the batch, (4, rows): nats of the tokens that count, their number,
             1 if each of them has a probability over 0.5, and nats of divergence from the base.
@@ -198,10 +213,11 @@ class Tuning:
         ids, places, targets, rows, in_text = (
             part.to(device, torch.int64) for part in (batch.ids, batch.places, batch.targets, batch.rows, is_text)
         )
+        shares = weigh_answers(batch, is_text).to(device)
         x = self.model(ids)
         nats = self.model.compute_entropy(x.index_select(0, places), targets)
         texts = int(is_text.sum())
-        loss = (nats * (1 - in_text)).sum() / max(1, len(nats) - texts)
+        loss = (nats * shares).sum()
         zeros = nats.new_zeros(len(batch.kinds))
         diverged = zeros
         if texts:

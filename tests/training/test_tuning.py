@@ -20,7 +20,7 @@ from kvbench.stops import Terminated, stop_at_safe_points
 from kvbench.training import tuning
 from kvbench.training.delta_training import compare_settings, load_state, name_log, name_state
 from kvbench.training.tuning import Ranks, Tally, Tuning, describe_tuning, write_factors
-from kvbench.training.tuning_batches import choose_length, make_batch, read_batches
+from kvbench.training.tuning_batches import TEXT, Batch, choose_length, make_batch, read_batches
 from kvbench.training.tuning_model import LowRankLlama, Shape
 from kvbench.training.tuning_recipe import TuningRecipe, choose_recipe
 from kvbench.validation import SettingError
@@ -109,6 +109,17 @@ def test_the_loss_is_that_of_answers_text_and_divergence(tmp_path):
     sums = torch.zeros(len(ids), dtype=torch.double).index_add(0, batch.rows, nats)
     torch.testing.assert_close(seen[0].double(), sums, rtol=1e-4, atol=1e-3)
     assert seen[3, rows].sum().item() == pytest.approx(divergence.item() * 50 * len(rows), rel=1e-3)
+
+
+def test_long_answers_outweigh_short_ones_by_the_root_of_their_length(tmp_path):
+    one = make_tuning(tmp_path / "out", replace(SMALL, text_weight=0.0, kl_weight=0.0))
+    ids = torch.randint(0, 97, (3, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    places = torch.cat([torch.arange(begin, end) for begin, end in ((40, 41), (64, 80), (130, 134))])
+    batch = Batch(ids, places, ids.flatten()[places + 1].long(), places // 64, ("a", TEXT, "b"))
+    loss, seen = one.compute_loss(batch)
+    short, _, long = seen[0].tolist()
+    assert loss.item() == pytest.approx((short + long / 2) / (1 + 4 / 2), rel=1e-5)
+    assert one.compute_loss(replace(batch, kinds=(TEXT,) * 3))[0].item() == 0
 
 
 def test_gradients_are_those_of_the_merged_weights(tmp_path):
