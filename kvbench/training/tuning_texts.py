@@ -144,20 +144,46 @@ def load_evaluated_words() -> frozenset[str]:
     return frozenset(chain.from_iterable(text.lower().split() for text in texts))
 
 
-def draw_name(rng: random.Random) -> str:
-    """Draw a name of five to ten letters that no evaluation can have."""
+Syllables = tuple[Sequence[str], Sequence[str]]
+"""First syllables of names, and others."""
+
+
+def draw_syllables(rng: random.Random) -> Syllables:
+    """Draw a few syllables of two or three letters, which make more than 2,000 names that are like each other."""
+
+    def draw(codas: Sequence[str], count: int) -> list[str]:
+        drawn: dict[str, None] = {}
+        while len(drawn) < count:
+            if len(part := rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(codas)) <= 3:
+                drawn[part] = None
+        return list(drawn)
+
+    return draw(("",), rng.randint(10, 30)), draw(CODAS, rng.randint(16, 40))
+
+
+def draw_name(rng: random.Random, syllables: Syllables | None = None) -> str:
+    """Draw a name of five to ten letters that no evaluation can have.
+
+    Args:
+        rng: The generator.
+        syllables: What `draw_syllables` returns; None for a name of any syllables.
+    """
     while True:
-        parts = range(rng.choice((2, 2, 2, 3)))
-        name = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + (rng.choice(CODAS) if i else "") for i in parts)
+        if syllables is None:
+            parts = range(rng.choice((2, 2, 2, 3)))
+            name = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + (rng.choice(CODAS) if i else "") for i in parts)
+        else:
+            first, others = syllables
+            name = rng.choice(first) + "".join(rng.choices(others, k=rng.choice((1, 2, 2))))
         name = name.capitalize()
         evaluated = EVALUATED.fullmatch(name) or name in CITIES or name.lower() in load_evaluated_words()
         if 5 <= len(name) <= 10 and not evaluated:
             return name
 
 
-def draw_person(rng: random.Random) -> str:
-    """Draw a first and a last name."""
-    return f"{draw_name(rng)} {draw_name(rng)}"
+def draw_person(rng: random.Random, syllables: Syllables | None = None) -> str:
+    """Draw a first and a last name (`draw_name`)."""
+    return f"{draw_name(rng, syllables)} {draw_name(rng, syllables)}"
 
 
 def draw_number(rng: random.Random, digits: int) -> str:

@@ -425,6 +425,21 @@ def test_names_numbers_and_codes_differ_by_their_form():
     assert "4" not in tuning_texts.VERSIONS
 
 
+def test_names_of_a_sample_share_syllables_and_no_evaluation_has_them(monkeypatch):
+    monkeypatch.setattr(tuning_questions, "ALIKE", 1.0)
+    inventor = tuning_questions.Inventor(random.Random("alike"))
+    names = [inventor.draw("name") for _ in range(400)]
+    assert len(set(names)) == 400 and all(5 <= len(name) <= 10 for name in names)
+    assert len({name[:3] for name in names}) < 200
+    assert not any(tuning_texts.EVALUATED.fullmatch(name) or name in CITIES for name in names)
+    parts = [f"(?:{'|'.join(part)})" for part in (tuning_texts.ONSETS, tuning_texts.VOWELS, tuning_texts.CODAS)]
+    made = re.compile("{0}{1}(?:{0}{1}{2}){{1,2}}".format(*parts))  # so that `CITIES` excludes what it must
+    assert all(made.fullmatch(name.lower()) for name in names)
+    monkeypatch.setattr(tuning_questions, "ALIKE", 0.0)
+    inventor = tuning_questions.Inventor(random.Random("alike"))
+    assert len({inventor.draw("name")[:3] for _ in range(400)}) > 200
+
+
 def test_no_name_is_a_city_of_the_needle_task():
     parts = [f"(?:{'|'.join(part)})" for part in (tuning_texts.ONSETS, tuning_texts.VOWELS, tuning_texts.CODAS)]
     made = re.compile("{0}{1}(?:{0}{1}{2}){{1,2}}".format(*parts))
