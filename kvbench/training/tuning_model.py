@@ -101,12 +101,6 @@ def finish_layer(
     return x + project(F.silu(gate) * up, down, down_factors)
 
 
-def recompute(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, other: Tensor) -> Tensor:
-    """Return function(x, other), and compute it again for the gradient instead of keeping what it needs."""
-    result: Tensor = checkpoint(function, x, other, use_reentrant=False, preserve_rng_state=False)
-    return result
-
-
 @dataclass(frozen=True)
 class Shape:
     """The shape of a Llama, as its configuration says it."""
