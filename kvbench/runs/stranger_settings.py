@@ -98,12 +98,14 @@ TEXTS: Mapping[str, Sequence[str]] = {
 }
 GIVEN = frozenset(
     (
-        *("model.path", "model.revision", "model.like", "model.tokenizer", "method.path", "codec.path"),
+        *("model.path", "model.revision", "model.like", "model.tokenizer", "model.factors"),
+        *("method.path", "codec.path"),
         *("task.path", "task.haystack_path", "task.qa_path", "task.cache", "task.include_path"),
         *("task.gen_kwargs", "task.metadata", "task.system", "results", "workers"),
     )
 )  # settings whose value is never a stranger's
-LOCAL = ("model.path", "task.path", "task.haystack_path", "task.qa_path")  # those whose files are data, not code
+# those whose files are data, not code
+LOCAL = ("model.path", "model.factors", "task.path", "task.haystack_path", "task.qa_path")
 AXIS = {"start", "stop", "steps"}  # keys of a mapping that a stranger may write
 MOST = 10_000_000  # largest number, so that sizes do not take all memory
 LARGEST = {"seed": 2**63, "task.seed": 2**63, "task.samples": 10_000, "task.trials": 10_000, "task.repeats": 10_000}
