@@ -7,6 +7,8 @@ A line holds what `kvbench results scores --format csv` says about a run, and be
     allocator_gain               paired difference from the same cell with allocator=uniform, in points
     codec_gain                   likewise with codec=raw
     question_gain                likewise with the question visible
+    …_sign                       -1, 0 or 1: whether a gain is below or above 0, jointly for all cells of a protocol; of
+                                 the difference from the full cache for those of a budget (kvbench.analysis.joint_signs)
     machine, versions, code      where and by which code it was made; `replay` is the hash of tests/replay
 
 Numbers are rounded to DECIMALS. Nothing in a line depends on other tiers.
@@ -20,6 +22,7 @@ from typing import Any
 
 from kvbench.analysis.answer_metrics import FIDELITY, collect_metrics
 from kvbench.analysis.intervals import compute_means
+from kvbench.analysis.joint_signs import sign_changes
 from kvbench.analysis.paired import PairedScores, compare_averages
 from kvbench.analysis.score_matrix import MatrixCell, Samples, ScoreBlock, build_blocks, list_cells
 from kvbench.analysis.score_matrix_columns import COLUMNS
@@ -39,6 +42,7 @@ TEXTS = (  # columns whose values may look like numbers and are none
     *("model", "task", "question", "protocol", "average", "label", "warnings", "machine", "dtype", "torch"),
     *("transformers", "code", "replay", "hash"),
 )
+SIGN = "_sign"  # ends the name of a joint sign
 Line = dict[str, Any]
 
 
@@ -60,24 +64,23 @@ def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProx
     lines = []
     for block in blocks:
         fidelity = compute_fidelity(block)
-        ranks = {
-            cell.run.hash: bounds
-            for budget in block.budgets
-            for cell, bounds in rank_column([row[budget] for row in block.rows.values() if budget in row], block)
-        }
+        columns = [[row[budget] for row in block.rows.values() if budget in row] for budget in block.budgets]
+        ranks = {cell.run.hash: bounds for column in columns for cell, bounds in rank_column(column, block)}
+        signs = {cell.run.hash: sign for column in columns for cell, sign in sign_column(column, block)}
         cells = list_cells([block])
         labels = name_files({label: cell.run for _, label, cell in cells}, files)
         for _, label, cell in cells:
             label = labels[label]
             name = cell.run.hash
             first, last = ranks.get(name, (None, None))
-            line = {"model": block.model, "task": block.task, "question": block.question}
+            line: Line = {"model": block.model, "task": block.task, "question": block.question}
             line |= {"protocol": ", ".join(block.also), "average": block.average, "label": label}
             line |= {group: cell.run.value[group]["name"] for group in CACHE_GROUPS}
             line |= {"budget": cell.run.value["budget"] or cell.run.budget_name}
             line |= {key: read(cell) for column in COLUMNS.values() for key, read in column.numbers.items()}
             line["warnings"] = " ".join(block.warnings)
             line |= fidelity[name] | {"rank_first": first, "rank_last": last} | gains.get(name, NO_GAINS)
+            line |= {f"difference{SIGN}": signs.get(name)}
             lines.append(line | describe_origin(cell.run))
     return lines
 
@@ -121,6 +124,13 @@ def rank_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[Ma
     return list(zip(cells, block.paired.bound_ranks(cells), strict=True))
 
 
+def sign_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[MatrixCell, int]]:
+    """Return each cell of a column with the sign of its difference from the full cache, jointly for the column."""
+    weights = list(block.paired.weights.values())
+    signs = sign_changes([(block.paired.pair(block.full.run, cell.run), weights) for cell in cells])
+    return list(zip(cells, signs, strict=True))
+
+
 def compute_fidelity(block: ScoreBlock) -> dict[str, Line]:
     """Return the means of `fidelity` by run, with 95 % intervals; None where records have none."""
     cells = [block.full, *(cell for row in block.rows.values() for cell in row.values())]
@@ -146,12 +156,13 @@ def name_ends(*names: str) -> list[str]:
     return [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
 
 
-NO_GAINS: Line = dict.fromkeys(name_ends(*GAINS))
+NO_GAINS: Line = dict.fromkeys([name for gain in GAINS for name in (*name_ends(gain), f"{gain}{SIGN}")])
 
 
 def compute_gains(blocks: Sequence[ScoreBlock]) -> dict[str, Line]:
     """Return the gains of each run that has one, by its hash."""
     samples = {cell.run.hash: block.paired for block, _, cell in list_cells(blocks)}
+    protocols = {cell.run.hash: place for place, block in enumerate(blocks) for _, _, cell in list_cells([block])}
     runs = {cell.run.hash: cell.run for _, _, cell in list_cells(blocks)}
     known, places = [], []
     for gain, (setting, plain) in GAINS.items():
@@ -166,6 +177,15 @@ def compute_gains(blocks: Sequence[ScoreBlock]) -> dict[str, Line]:
     for (name, gain), change in zip(places, compare_averages(known), strict=True):
         ends = dict(zip(name_ends(gain), (change.difference, change.low, change.high), strict=True))
         gains[name] = gains.get(name, NO_GAINS) | ends
+    families: dict[tuple[int, str], list[int]] = {}  # of the changes whose signs hold together
+    for at, (name, gain) in enumerate(places):
+        if runs[name].full:
+            continue
+        families.setdefault((protocols[name], gain), []).append(at)
+    for family in families.values():
+        for at, sign in zip(family, sign_changes([known[at] for at in family]), strict=True):
+            name, gain = places[at]
+            gains[name][f"{gain}{SIGN}"] = sign
     return gains
 
 

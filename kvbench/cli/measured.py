@@ -41,6 +41,12 @@ def make_parser() -> CommandParser:
         "--machine", help="folder below RESULTS/measured, such as nvidia-h200, for tiers that several machines measured"
     )
     parser.add_argument("--out", type=Path, help="folder of the page (default: docs)")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        metavar="POINTS",
+        help="a cell counts as no worse than the full cache only if its interval ends above -POINTS (default: 3)",
+    )
     return parser
 
 
@@ -58,8 +64,10 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     options = make_parser().parse(arguments)
     if options.page and (options.tiers or options.file or options.workers is not None):
         raise SettingError("--page: measures no tier; call the command twice")
-    if not options.page and (options.machine or options.out):
-        raise SettingError("--machine and --out: only with --page")
+    if not options.page and (options.machine or options.out or options.margin is not None):
+        raise SettingError("--machine, --out and --margin: only with --page")
+    if options.margin is not None and not 0 < options.margin <= 100:
+        raise SettingError(f"--margin={options.margin:g}: choose points above 0 and up to 100")
     if not options.page and not options.tiers:
         raise SettingError("measured: name a tier of conf/measured.yaml, such as a; or --page")
     return options
@@ -185,10 +193,12 @@ def make_files(tier: str, missing: Mapping[Path, Sequence[str]]) -> None:
 def write_page(options: Namespace) -> int:
     """Write the page, print the paths of its files, and return 0."""
     require_extra("report", "altair", "vl_convert")
+    from kvbench.analysis.joint_signs import MARGIN
     from kvbench.report.results_page import choose_files, write_results_page
 
     files = choose_files(options.results / "measured", options.machine)
-    for path in write_results_page(files, options.out or Path("docs")):
+    margin = MARGIN if options.margin is None else options.margin
+    for path in write_results_page(files, options.out or Path("docs"), margin):
         print(path)
     return 0
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.result_lines import Line, parse_lines
+from kvbench.analysis.joint_signs import MARGIN, find_margin, is_no_worse, sign_known_intervals
+from kvbench.analysis.result_lines import SIGN, Line, parse_lines
 from kvbench.analysis.text_table import Column, format_interval, format_markdown, format_number, format_percent
 from kvbench.atomic import replace_file
 from kvbench.config.compose import expand_cells
@@ -26,6 +27,7 @@ PAGE = "results.md"
 WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
 FEW = 3  # methods that a sentence names in any case
 MOST_CURVES = 12  # methods of a picture
+NO_WORSE = "✓"  # beside the score of a cell that is shown to be no worse than the full cache
 ALL = 0.995  # a cell with at least this share of the full cache's bytes counts as holding all of them
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
@@ -50,14 +52,20 @@ confidence: every pair of cells was compared on the same samples, and the level 
 cells whose ranks overlap may still differ, but these samples do not show it. *diff* is the difference from the full
 cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full cache's, in
 nats a token.
+
+A cell is *no worse* than the full cache, and has the mark {mark}, only if the lower end of its *diff* is above -m. The
+margin m is {margin:g} points, or a tenth of the full cache's score where that is less. An interval that merely contains
+0 shows no such thing. Counts of cells that score less or more hold together with 95 % confidence (Holm's procedure over
+the cells that a sentence counts); [Statistics](statistics.md#margins-and-counts) says how.
 """
+JOINT = " These signs hold together with 95 % confidence."
 MORE = (
-    "Scores are higher than without the {} in {{more}} of {{count}} cells, lower in {{less}}, and cannot be told from "
-    "them in {{same}}."
+    "Scores are higher than without the {} in {{more}} of {{count}} cells and lower in {{less}}; in {{same}} neither "
 )
+MORE += f"is shown.{JOINT}"
 CHANGES = {  # key of GAINS -> sentence with the numbers of cells that score less, more, or the same
     "question_gain": "Scores fall in {less} of {count} cells when the cache is cut before the question is known, rise "
-    "in {more}, and cannot be told from the others in {same}.",
+    f"in {{more}}, and in {{same}} neither is shown.{JOINT}",
     "allocator_gain": MORE.format("allocator"),
     "codec_gain": MORE.format("codec"),
 }
@@ -112,12 +120,13 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
     return {tier: paths_by_tier[tier][0] for tier in sorted(paths_by_tier)}
 
 
-def write_results_page(files: Mapping[str, Path], out: Path) -> list[Path]:
+def write_results_page(files: Mapping[str, Path], out: Path, margin: float = MARGIN) -> list[Path]:
     """Write the page and its pictures, and return their paths.
 
     Args:
         files: Tier -> the file with its lines (`choose_files`).
         out: Folder of the page. Pictures are written into its subfolder `images`.
+        margin: Points by which a cell that is no worse than the full cache may score less (`find_margin`).
 
     Raises:
         SettingError: A file has no lines.
@@ -128,7 +137,7 @@ def write_results_page(files: Mapping[str, Path], out: Path) -> list[Path]:
             raise SettingError(f"{files[tier]}: has no lines")
     pictures = draw_pictures(tiers)
     folders = {os.path.relpath(path.parent, out): None for path in files.values()}
-    page = format_page(tiers, list(folders), pictures)
+    page = format_page(tiers, list(folders), pictures, margin)
     (out / "images").mkdir(parents=True, exist_ok=True)
     written = {out / PAGE: page} | {out / "images" / f"{name}.svg": text for name, text in pictures.items()}
     for path, text in written.items():
@@ -137,17 +146,20 @@ def write_results_page(files: Mapping[str, Path], out: Path) -> list[Path]:
     return list(written)
 
 
-def format_page(tiers: Mapping[str, Sequence[Line]], sources: Sequence[str], pictures: Mapping[str, str]) -> str:
+def format_page(
+    tiers: Mapping[str, Sequence[Line]], sources: Sequence[str], pictures: Mapping[str, str], margin: float = MARGIN
+) -> str:
     """Return the page.
 
     Args:
         tiers: Name of a tier -> its lines.
         sources: Folders of the lines, relative to the page's.
         pictures: Names of the pictures that there are.
+        margin: As in `write_results_page`.
     """
     links = join_words([f"[{source.removeprefix('../')}]({source})" for source in sources], "and")
     parts = [HEAD.format(links=links), *describe_origin(tiers), ""]
-    parts += ["## Which methods can be told apart", "", RANKS]
+    parts += ["## Which methods can be told apart", "", RANKS.format(mark=NO_WORSE, margin=margin)]
     compared = {}  # only within a tier, because others may have been measured with other kernels
     for name, lines in tiers.items():
         for protocol, cells in split_protocols(lines):
@@ -155,8 +167,8 @@ def format_page(tiers: Mapping[str, Sequence[Line]], sources: Sequence[str], pic
             compared[title] = cells
             shown = list_pictures(name, cells, pictures)
             parts += [f"### {title}", "", *(f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in shown)]
-            parts += [f"{wrap(text)}\n" for text in (*describe_separation(cells), *describe_holders(cells))]
-            parts += [*format_scores(cells), "", *format_decided(cells)]
+            parts += [f"{wrap(text)}\n" for text in (*describe_separation(cells, margin), *describe_holders(cells))]
+            parts += [*format_scores(cells, margin), "", *format_decided(cells, margin)]
     sections = {
         "What changes when the question is hidden": format_gains(compared, "question_gain"),
         "What allocators bring": format_gains(compared, "allocator_gain"),
@@ -249,23 +261,50 @@ def describe_versions(tiers: Mapping[str, Sequence[Line]]) -> str:
     )
 
 
-def describe_separation(cells: Sequence[Line]) -> list[str]:
-    """Return a sentence about each budget: how many pairs can be told apart, and which methods may be the best."""
+def describe_separation(cells: Sequence[Line], margin: float) -> list[str]:
+    """Return sentences about each budget: which pairs differ, which cells may be best, and which are no worse."""
     said = []
+    full = next(line for line in cells if is_full(line))
     for budget in list_budgets(cells):
         column = [line for line in list_methods(cells) if line["budget"] == budget]
         if len(column) < 2:
             continue
         apart, pairs = sum(line["rank_first"] - 1 for line in column), len(column) * (len(column) - 1) // 2
         first = [line["label"] for line in column if line["rank_first"] == 1]
-        like = sum(line["low"] is None or line["low"] <= 0 <= line["high"] for line in column)
         named = len(first) <= max(FEW, len(column) / 2)
         best = f"The best may be {join_words(first, 'or')}." if named else f"Any of {len(first)} cells may be the best."
         said.append(
-            f"**{format_budget(budget)} kept.** {apart} of {pairs} pairs of cells can be told apart. {best} {like} of "
-            f"{len(column)} cannot be told from the full cache, each by its own 95 % interval."
+            f"**{format_budget(budget)} kept.** {apart} of {pairs} pairs of cells can be told apart. {best} "
+            f"{compare_to_full(column, full, margin)}"
         )
     return said
+
+
+def compare_to_full(column: Sequence[Line], full: Line, margin: float) -> str:
+    """Return how many cells of a column are no worse than the full cache, how many score less, and the others."""
+    bound = find_margin(full["score"], margin)
+    held = [is_no_worse(line["low"], bound) for line in column]
+    less = sum(sign < 0 and not kept for sign, kept in zip(sign_cells(column, "difference"), held, strict=True))
+    count = f"{sum(held)} of {len(column)} cells {'is' if sum(held) == 1 else 'are'} no worse than the full cache"
+    left = len(column) - sum(held) - less
+    rest = f", and for {left} neither is shown" if left else ""
+    return f"{count} by more than {bound:.1f} points; {less} {'scores' if less == 1 else 'score'} less{rest}."
+
+
+def sign_cells(cells: Sequence[Line], name: str) -> list[int]:
+    """Return the joint sign of each cell's gain or difference.
+
+    Lines of older versions have no signs. They follow from the 95 % intervals then.
+
+    Args:
+        cells: The cells that are counted together.
+        name: A key of GAINS, or "difference".
+    """
+    signs = [line[f"{name}{SIGN}"] for line in cells if line.get(f"{name}{SIGN}") is not None]
+    if len(signs) == len(cells):
+        return signs
+    ends = ("low", "high") if name == "difference" else (f"{name}_low", f"{name}_high")
+    return sign_known_intervals([(line[name], line[ends[0]], line[ends[1]]) for line in cells])
 
 
 def describe_holders(cells: Sequence[Line]) -> list[str]:
@@ -286,7 +325,7 @@ def describe_holders(cells: Sequence[Line]) -> list[str]:
     return [said]
 
 
-def format_scores(cells: Sequence[Line]) -> list[str]:
+def format_scores(cells: Sequence[Line], margin: float) -> list[str]:
     """Return the table of a protocol: methods down, the highest mean score first, and budgets across."""
     budgets, methods = list_budgets(cells), [line for line in list_methods(cells) if not is_decided(line)]
     if not methods:
@@ -300,10 +339,13 @@ def format_scores(cells: Sequence[Line]) -> list[str]:
     def show(budget: float | int | str | None, write: Callable[[Line], str]) -> Callable[[str], str]:
         return lambda label: write(rows[label][budget]) if budget in rows[label] else ""
 
+    def write_score(line: Line) -> str:
+        return format_score(line, full, margin)
+
     columns = [Column("method", "", lambda label: label)]
     for budget in budgets:
         title = format_budget(budget)
-        columns.append(Column(title, "score", show(budget, lambda line: format_number(line["score"]))))
+        columns.append(Column(title, "score", show(budget, write_score)))
         if len(budgets) <= WIDE:
             columns.append(
                 Column(title, "diff", show(budget, lambda line: format_change(line, "difference", "low", "high")))
@@ -314,16 +356,17 @@ def format_scores(cells: Sequence[Line]) -> list[str]:
     return format_markdown(columns, [*ordered, full["label"]])
 
 
-def format_decided(cells: Sequence[Line]) -> list[str]:
+def format_decided(cells: Sequence[Line], margin: float) -> list[str]:
     """Return the table of the cells whose method decides how many rows stay, most bytes first; empty without any."""
     decided = [line for line in cells if is_decided(line)]
     if not decided:
         return []
+    full = next(line for line in cells if is_full(line))
     columns = [
         Column("method", "", lambda line: line["label"]),
         Column("decided by", "", lambda line: line["budget"] if is_decided(line) else ""),
         Column("bytes held", "", lambda line: format_percent(line["bytes_held"])),
-        Column("score", "", lambda line: format_number(line["score"])),
+        Column("score", "", lambda line: format_score(line, full, margin)),
         Column("diff", "", lambda line: format_change(line, "difference", "low", "high")),
         Column("KL", "", format_divergence),
     ]
@@ -332,7 +375,7 @@ def format_decided(cells: Sequence[Line]) -> list[str]:
         "of a budget."
     )
     ordered = sorted(decided, key=lambda line: (-line["bytes_held"], line["label"]))
-    return [wrap(said), "", *format_markdown(columns, [*ordered, next(line for line in cells if is_full(line))]), ""]
+    return [wrap(said), "", *format_markdown(columns, [*ordered, full]), ""]
 
 
 def format_gains(compared: Mapping[str, Sequence[Line]], gain: str) -> list[str]:
@@ -434,12 +477,9 @@ def find_front(cells: Sequence[Line], count: Callable[[Line], float] = lambda li
 
 
 def count_signs(cells: Sequence[Line], gain: str) -> dict[int, int]:
-    """Return how many changes are below 0, above 0, and neither, by their 95 % intervals: {-1: …, 1: …, 0: …}."""
-    signs = {-1: 0, 0: 0, 1: 0}
-    for line in cells:
-        low, high = line[f"{gain}_low"], line[f"{gain}_high"]
-        signs[0 if low is None or low <= 0 <= high else 1 if low > 0 else -1] += 1
-    return signs
+    """Return how many changes are jointly below 0, above 0, and neither: {-1: …, 1: …, 0: …}."""
+    signs = sign_cells(cells, gain)
+    return {sign: signs.count(sign) for sign in (-1, 0, 1)}
 
 
 def list_budgets(cells: Sequence[Line]) -> list[Any]:
@@ -467,6 +507,13 @@ def format_budget(budget: float | int | str) -> str:
     if isinstance(budget, str):
         return budget
     return f"{budget} rows" if isinstance(budget, int) and budget > 1 else f"{100 * budget:g} %"
+
+
+def format_score(line: Line, full: Line, margin: float) -> str:
+    """Return the score of a cell, with a mark if it is shown to be no worse than the full cache."""
+    score = format_number(line["score"])
+    shown = not is_full(line) and is_no_worse(line["low"], find_margin(full["score"], margin))
+    return f"{score} {NO_WORSE}" if shown else score
 
 
 def format_ranks(line: Line) -> str:

@@ -97,6 +97,26 @@ def test_gains_are_paired_with_the_same_cell_without_it(runs):
     assert read(plain, "allocator_gain") == read(kivi, "allocator_gain") == (None, None, None)
 
 
+def test_signs_hold_for_the_cells_of_a_protocol_and_of_a_budget(runs):
+    lines, stored = make_lines(runs), {run.hash: run for run in runs}
+    signs = {}
+    for question in ("visible", "hidden"):
+        full = find(lines, method="full", question=question)
+        column = [line for line in lines if line["question"] == question and line["method"] != "full"]
+        [block] = [own for own in build_blocks(runs, runs)[0] if own.question == question]
+        for line in column:
+            both = block.paired.pair(stored[full["hash"]], stored[line["hash"]])
+            first = compare_subtasks(both, None, 1 - 0.025 / len(column))  # the first step of Holm's procedure
+            last = compare_subtasks(both)
+            sign = line["difference_sign"]
+            assert sign == (-1 if first.high < 0 else 0) or (sign == -1 and last.high < 0)
+            signs[question, line["label"]] = sign
+    assert signs["visible", "snapkv"] == 0 and signs["visible", "random"] == signs["hidden", "snapkv"] == -1
+    assert find(lines, method="full", question="hidden")["question_gain_sign"] is None
+    assert find(lines, method="snapkv", question="hidden")["question_gain_sign"] == -1
+    assert find(lines, method="random", question="hidden")["question_gain_sign"] == 0
+
+
 def test_fidelity_is_a_mean_with_an_interval(runs):
     line = find(make_lines(runs), method="tova", question="visible")
     run = next(own for own in runs if own.hash == line["hash"])

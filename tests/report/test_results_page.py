@@ -7,10 +7,13 @@ import pytest
 from kvbench.analysis.result_lines import format_lines, make_lines
 from kvbench.report.results_page import (
     choose_files,
+    compare_to_full,
+    count_signs,
     describe_holders,
     find_front,
     format_bytes,
     format_page,
+    format_score,
     shorten_label,
     write_results_page,
 )
@@ -74,9 +77,10 @@ def test_the_page_states_what_the_lines_hold(machine, lines, tmp_path):
     assert "| random | 0.0 " in text and "4 |" in text
     said = " ".join(text.split())
     assert (
-        "Scores fall in 2 of 4 cells when the cache is cut before the question is known, rise in 0, and cannot" in said
+        "Scores fall in 2 of 4 cells when the cache is cut before the question is known, rise in 0, and in 2 neither"
+        in said
     )
-    assert "Scores are higher than without the allocator in 0 of 1 cells, lower in 0, and cannot be told from" in said
+    assert "Scores are higher than without the allocator in 0 of 1 cells and lower in 0; in 1 neither is shown" in said
     assert "None" not in text and "n/a" not in text and "[measured/gpu-x](../measured/gpu-x)" in said
 
 
@@ -167,6 +171,33 @@ def test_cells_whose_method_decides_have_a_table_of_their_own(tmp_path):
     assert "| method | 50 % score |" in text  # thresholds are no columns
     rows = [line.split(" | ")[:3] for line in text.splitlines() if line.startswith("| dms")]
     assert rows == [["| dms\\_threshold", f"threshold={own}", f"{held:.1f}%"] for own, held in ((-0.7, 60), (-0.5, 30))]
+
+
+def make_cell(score: float, low: float, high: float) -> dict[str, float]:
+    """A cell of a column, with what the comparison with the full cache reads."""
+    return {"score": score, "difference": (low + high) / 2, "low": low, "high": high}
+
+
+def test_only_a_narrow_interval_shows_that_a_cell_is_no_worse():
+    full = {"method": "full", "codec": "raw", "score": 20.4}
+    wide, near, far = make_cell(8.9, -23.5, 0.5), make_cell(20.0, -1.5, 0.7), make_cell(2.0, -25.0, -15.0)
+    cells = [wide, near, far]
+    less = "1 of 3 cells is no worse than the full cache by more than 2.0 points; 1 scores less"
+    assert compare_to_full(cells, full, 3.0) == f"{less}, and for 1 neither is shown."
+    signed = [line | {"difference_sign": 0} for line in cells]
+    assert "; 0 score less, and for 2 neither is shown." in compare_to_full(signed, full, 3.0)
+    assert compare_to_full([near], full, 1.0).startswith("0 of 1 cells are no worse than the full cache by more than 1")
+    lines = [line | {"method": "snapkv", "codec": "raw"} for line in cells]
+    assert [format_score(line, full, 3.0) for line in (*lines, full)] == ["8.9", "20.0 ✓", "2.0", "20.4"]
+
+
+def test_falls_are_counted_jointly():
+    """Of twenty intervals, one excludes 0 by little, as chance lets one in twenty do."""
+    names = ("question_gain", "question_gain_low", "question_gain_high")
+    values = [(-10.0, -19.0, -1.0), *[(0.0, -5.0, 5.0)] * 18, (-50.0, -60.0, -40.0)]
+    cells = [dict(zip(names, value, strict=True)) for value in values]
+    assert count_signs(cells, "question_gain") == {-1: 1, 0: 19, 1: 0}
+    assert count_signs([line | {"question_gain_sign": -1} for line in cells], "question_gain")[-1] == 20
 
 
 def test_the_front_has_no_cell_that_another_one_beats():

@@ -1,0 +1,106 @@
+"""Say which of many paired changes are losses or gains, and which cells are no worse than the full cache.
+
+Joint signs. Of 38 intervals at 95 %, two are expected to leave out a true 0. A count of losses and gains over the
+cells of a table therefore comes from Holm's step-down procedure on the intervals of kvbench.analysis.intervals: of k
+changes, those whose interval at the level 1 - 0.05 / k leaves out 0 have a sign; then the same with the changes that
+are left and their number, until none is added. The chance that any sign is wrong is at most 5 %, whatever the changes
+have in common. Source: Holm 1979, "A Simple Sequentially Rejective Multiple Test Procedure", Theorem 1; that the
+direction may be read off too: Shaffer 1980, "Control of Directional Errors with Stagewise Rejective Multiple Test
+Procedures".
+
+Margins. An interval that contains 0 does not say that a cell is as good as the full cache: it may be wide. A cell is
+*no worse* than the full cache only if the lower end of its difference's 95 % interval is above -m. The margin m is
+MARGIN points, and no more than a tenth of the full cache's score: within 3 points of a full cache that scores 8 is
+little. Otherwise it is not shown. A cell that is truly worse by m is called no worse in about 2.5 % of the cases
+(docs/statistics.md has simulated numbers). Each cell is judged by its own interval. Sources: CONSORT for
+non-inferiority trials, Piaggio et al. 2012; that a margin must keep a share of the effect: FDA 2016, "Non-Inferiority
+Clinical Trials to Establish Effectiveness".
+"""
+
+from collections.abc import Callable, Sequence
+
+from scipy.special import stdtrit
+
+from kvbench.analysis.intervals import TAIL, TOLERANCE
+from kvbench.analysis.paired import PairedScores, compare_averages
+
+ERROR = 0.05  # chance that any sign of a table is wrong
+MARGIN = 3.0  # points
+SHARE = 0.1  # of the full cache's score that a margin may be at most
+FREEDOM = 19  # degrees of freedom assumed where only a 95 % interval is known: those of 20 groups
+Interval = tuple[float | None, float | None, float | None]  # value, low, high
+
+
+def sign_changes(averages: Sequence[tuple[Sequence[PairedScores], Sequence[float] | None]]) -> list[int]:
+    """Return the sign of each paired difference, jointly: -1 or 1 if it is below or above 0, and 0 if neither is shown.
+
+    Args:
+        averages: The subtasks and the weights of each average, as in `kvbench.analysis.paired.compare_averages`.
+
+    Raises:
+        ValueError: As in `compare_averages`.
+    """
+
+    def sign(places: Sequence[int], tail: float) -> list[int]:
+        changes = compare_averages([averages[place] for place in places], tail)
+        return [sign_interval(change.low, change.high) for change in changes]
+
+    return _step_down(len(averages), sign)
+
+
+def sign_known_intervals(intervals: Sequence[Interval]) -> list[int]:
+    """Return what `sign_changes` does where only 95 % intervals are known, as in CSV files of older versions.
+
+    An interval grows to another level like a t interval with FREEDOM degrees of freedom. Few degrees make it wide.
+
+    Args:
+        intervals: (value, low, high) of each change.
+    """
+
+    def sign(places: Sequence[int], tail: float) -> list[int]:
+        growth = float(stdtrit(FREEDOM, tail) / stdtrit(FREEDOM, TAIL))
+        grown: list[tuple[float | None, float | None]] = []
+        for value, low, high in (intervals[place] for place in places):
+            if value is None or low is None or high is None:
+                grown.append((None, None))
+            else:
+                grown.append((value - growth * (value - low), value + growth * (high - value)))
+        return [sign_interval(*ends) for ends in grown]
+
+    return _step_down(len(intervals), sign)
+
+
+def sign_interval(low: float | None, high: float | None) -> int:
+    """Return -1 or 1 for an interval below or above 0, and 0 for one that contains 0 or is unknown."""
+    if low is None or high is None:
+        return 0
+    return (low > TOLERANCE) - (high < -TOLERANCE)
+
+
+def find_margin(full_score: float, points: float = MARGIN) -> float:
+    """Return the margin in points for a full cache of this score (0 to 100)."""
+    return min(points, SHARE * full_score)
+
+
+def is_no_worse(low: float | None, margin: float) -> bool:
+    """Return whether the lower end of a difference's interval shows that it is above -margin."""
+    return low is not None and low > -margin + TOLERANCE
+
+
+def _step_down(count: int, sign: Callable[[Sequence[int], float], Sequence[int]]) -> list[int]:
+    """Return the signs of `count` changes by Holm's procedure.
+
+    Args:
+        count: Number of changes.
+        sign: Function of the places of some changes and the quantile of an interval's ends; it returns their signs.
+    """
+    signs = [0] * count
+    left = list(range(count))
+    while left:
+        for place, change in zip(left, sign(left, 1 - ERROR / 2 / len(left)), strict=True):
+            signs[place] = change
+        remaining = [place for place in left if signs[place] == 0]
+        if len(remaining) == len(left):
+            break
+        left = remaining
+    return signs
