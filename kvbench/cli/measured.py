@@ -4,6 +4,7 @@ Examples:
   kvbench dev measured a
   kvbench dev measured a b c --results /data/measured --workers 8
   kvbench dev measured --page
+  kvbench dev measured a b --power
 
 The tiers are in conf/measured.yaml: sweeps of kvbench run -m, and files that they need. Finished runs are skipped, so
 the same command goes on after a stop. A folder of results with runs of a tier from another kind of GPU, other versions
@@ -14,7 +15,8 @@ then say nothing about cost; the files hold none.
 
 A tier ends with RESULTS/measured/<machine>/<tier>.csv, one line for each finished run, also if Ctrl-C or a SIGTERM
 stops it. The exit code is 1 if a cell is refused or a run is not finished. With --page, the command measures nothing:
-it writes docs/results.md and its pictures from these files.
+it writes docs/results.md and its pictures from these files. With --power, it measures nothing either: it prints which
+differences the planned samples can tell apart, from the deviations in these files.
 """
 
 from argparse import Namespace
@@ -23,7 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser, require_extra, run_command
+from kvbench.cli.command import CommandParser, find_width, require_extra, run_command
+from kvbench.cli.power_options import add_power, check_power
 from kvbench.config.tiers import TIERS, Tier, choose_tiers
 from kvbench.validation import SettingError, require_writable
 
@@ -36,6 +39,7 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--workers", type=parse_workers, metavar="N", help="the setting workers of the sweeps: a number, or auto"
     )
+    add_power(parser)
     parser.add_argument("--page", action="store_true", help="write the page from the files of all machines")
     parser.add_argument(
         "--machine", help="folder below RESULTS/measured, such as nvidia-h200, for tiers that several machines measured"
@@ -62,8 +66,11 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         SettingError: An option is missing, or belongs to the other way of calling the command.
     """
     options = make_parser().parse(arguments)
-    if options.page and (options.tiers or options.file or options.workers is not None):
+    if options.page and (options.tiers or options.file or options.workers is not None or options.power):
         raise SettingError("--page: measures no tier; call the command twice")
+    check_power(options)
+    if options.power and options.workers is not None:
+        raise SettingError("--workers: not with --power, which measures nothing")
     if not options.page and (options.machine or options.out or options.margin is not None):
         raise SettingError("--machine, --out and --margin: only with --page")
     if options.margin is not None and not 0 < options.margin <= 100:
@@ -86,6 +93,21 @@ def measure(options: Namespace) -> int:
         for tier in tiers:
             code = max(code, measure_tier(tier, options.results, options.workers))
     return code
+
+
+def print_power(options: Namespace) -> int:
+    """Print what the samples of each tier can tell apart, and return 0."""
+    from kvbench.config.catalogue import translate_errors
+    from kvbench.config.compose import expand_cells
+    from kvbench.sweeps.power_table import describe_power
+
+    measured = options.results / "measured"
+    with translate_errors():
+        for tier in choose_tiers(options.tiers, options.file or TIERS):
+            cells = [cell for sweep in tier.list_sweeps(options.results) for cell in expand_cells(sweep)]
+            lines = describe_power(cells, measured, options.deviation, find_width())
+            print("\n".join([f"tier {tier.name}: {tier.title}", *lines, ""]))
+    return 0
 
 
 def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) -> int:
@@ -206,6 +228,6 @@ def write_page(options: Namespace) -> int:
 def main(arguments: Sequence[str]) -> int:
     def work() -> int:
         options = parse_arguments(arguments)
-        return write_page(options) if options.page else measure(options)
+        return write_page(options) if options.page else print_power(options) if options.power else measure(options)
 
     return run_command(work)

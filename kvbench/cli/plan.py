@@ -3,17 +3,23 @@
 Examples:
   kvbench plan method=snapkv,knorm budget=0.05,0.1 task=ruler
   kvbench plan preset=dropkv_table5 model=llama31_8b
+  kvbench plan method=snapkv,tova budget=0.1 task=ruler task.samples=108 --power
+
+With --power it says which differences the planned samples can tell apart, and no more.
 """
 
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from kvbench.cli.command import CommandParser, run_command
+from kvbench.cli.command import CommandParser, find_width, run_command
+from kvbench.cli.power_options import add_power, check_power
 
 
 def make_parser() -> CommandParser:
-    return make_sweep_parser("plan", __doc__)
+    parser = make_sweep_parser("plan", __doc__)
+    add_power(parser)
+    return parser
 
 
 def make_sweep_parser(name: str, text: str | None) -> CommandParser:
@@ -40,13 +46,35 @@ def plan_sweep(options: Namespace) -> Any:
 
 def print_plan(arguments: Sequence[str]) -> int:
     """Print the plan. Return 2 if a cell is refused."""
-    sweep = plan_sweep(make_parser().parse(arguments))
+    options = make_parser().parse(arguments)
+    check_power(options)
+    if options.power:
+        return print_power(options)
+    sweep = plan_sweep(options)
     from kvbench.config.catalogue import translate_errors
 
     with translate_errors():
         print(sweep.describe())
         print("".join(f"{line}\n" for line in sweep.describe_memory()), end="")
     return 2 if any(planned.cell.refused for planned in sweep.cells) else 0
+
+
+def print_power(options: Namespace) -> int:
+    """Print what the samples of a sweep can tell apart, and return 0."""
+    from pathlib import Path
+
+    from kvbench.config.catalogue import translate_errors
+    from kvbench.config.compose import add_folder, compose
+    from kvbench.sweeps.plan import expand_sweep
+    from kvbench.sweeps.power_table import describe_power
+
+    with translate_errors():
+        if options.config_dir is not None:
+            add_folder(Path(options.config_dir))
+        cells = expand_sweep(options.overrides)
+        measured = Path(compose(cells[0]).config.results) / "measured"
+        print("\n".join(describe_power(cells, measured, options.deviation, find_width())))
+    return 0
 
 
 def main(arguments: Sequence[str]) -> int:

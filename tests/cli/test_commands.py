@@ -29,7 +29,7 @@ from tests.support.selection import only_in_full
 NAMES = [command.name for command in COMMANDS]
 # modules of kvbench/cli/ that are no command
 SHARED = {
-    "__init__", "command", "run_help", "calibration_options", "calibration_steps", "sweep_cells",
+    "__init__", "command", "run_help", "calibration_options", "calibration_steps", "power_options", "sweep_cells",
     *(f"calibrate_{method}" for method in ("deltakv", "fp8", "kvquant", "kvzap", "palu", "triattention")),
 }  # fmt: skip
 HEAVY = ("torch", "transformers", "pandas", "numpy", "scipy", "hydra", "omegaconf", "wandb")
