@@ -3,7 +3,8 @@
 A line holds what `kvbench results scores --format csv` says about a run, and beside it
 
     nll, kl                      means of `fidelity` in nats a token, with 95 % intervals
-    rank_first, rank_last        ranks that the cell may have among those of its protocol and budget (`bound_ranks`)
+    rank_first, rank_last        ranks that the cell may have in its class of a protocol and budget (`bound_ranks`)
+    rank_of, rank_class          cells of this class, and its bytes or rows (kvbench.analysis.byte_classes)
     allocator_gain               paired difference from the same cell with allocator=uniform, in points
     codec_gain                   likewise with codec=raw
     question_gain                likewise with the question visible
@@ -21,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvbench.analysis.answer_metrics import FIDELITY, collect_metrics
+from kvbench.analysis.byte_classes import split_column
 from kvbench.analysis.intervals import compute_means
 from kvbench.analysis.joint_signs import sign_changes
 from kvbench.analysis.paired import PairedScores, compare_averages
@@ -39,8 +41,8 @@ GAINS = {  # name of a gain -> group or setting, and its value in the cell to co
     "question_gain": ("question", "visible"),
 }
 TEXTS = (  # columns whose values may look like numbers and are none
-    *("model", "task", "question", "protocol", "average", "label", "warnings", "machine", "dtype", "torch"),
-    *("transformers", "code", "replay", "hash"),
+    *("model", "task", "question", "protocol", "average", "label", "warnings", "rank_class", "machine", "dtype"),
+    *("torch", "transformers", "code", "replay", "hash"),
 )
 SIGN = "_sign"  # ends the name of a joint sign
 Line = dict[str, Any]
@@ -65,21 +67,20 @@ def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProx
     for block in blocks:
         fidelity = compute_fidelity(block)
         columns = [[row[budget] for row in block.rows.values() if budget in row] for budget in block.budgets]
-        ranks = {cell.run.hash: bounds for column in columns for cell, bounds in rank_column(column, block)}
+        ranks = {cell.run.hash: ranked for column in columns for cell, ranked in rank_column(column, block)}
         signs = {cell.run.hash: sign for column in columns for cell, sign in sign_column(column, block)}
         cells = list_cells([block])
         labels = name_files({label: cell.run for _, label, cell in cells}, files)
         for _, label, cell in cells:
             label = labels[label]
             name = cell.run.hash
-            first, last = ranks.get(name, (None, None))
             line: Line = {"model": block.model, "task": block.task, "question": block.question}
             line |= {"protocol": ", ".join(block.also), "average": block.average, "label": label}
             line |= {group: cell.run.value[group]["name"] for group in CACHE_GROUPS}
             line |= {"budget": cell.run.value["budget"] or cell.run.budget_name}
             line |= {key: read(cell) for column in COLUMNS.values() for key, read in column.numbers.items()}
             line["warnings"] = " ".join(block.warnings)
-            line |= fidelity[name] | {"rank_first": first, "rank_last": last} | gains.get(name, NO_GAINS)
+            line |= fidelity[name] | ranks.get(name, NO_RANKS) | gains.get(name, NO_GAINS)
             line |= {f"difference{SIGN}": signs.get(name)}
             lines.append(line | describe_origin(cell.run))
     return lines
@@ -119,9 +120,16 @@ def name_files(runs: Mapping[str, StoredRun], files: Mapping[str, str]) -> dict[
     return shown
 
 
-def rank_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[MatrixCell, tuple[int, int]]]:
-    """Return each cell of a column with the bounds of its rank."""
-    return list(zip(cells, block.paired.bound_ranks(cells), strict=True))
+NO_RANKS: Line = dict.fromkeys(("rank_first", "rank_last", "rank_of", "rank_class"))
+
+
+def rank_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[MatrixCell, Line]]:
+    """Return each cell of a column with the bounds of its rank in its class."""
+    return [
+        (cell, dict(zip(NO_RANKS, (first, last, len(alike), name), strict=True)))
+        for name, alike in split_column(cells)
+        for cell, (first, last) in zip(alike, block.paired.bound_ranks(alike), strict=True)
+    ]
 
 
 def sign_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[MatrixCell, int]]:

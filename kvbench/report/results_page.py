@@ -47,8 +47,10 @@ with a line for each cell. [Analysing results](analysis.md) explains how to get 
 ## What was measured
 """
 RANKS = """\
-*Ranks* are the places that a cell may have among those of its column. All ranks of a column hold together with 95 %
-confidence: every pair of cells was compared on the same samples, and the level counts the pairs (Bonferroni). Two
+*Ranks* are the places that a cell may have among those of its class: the cells of a column that hold like bytes,
+within a tenth. Methods that keep more rows than they read are classes of their own, by the rows that they read. Ranks
+without *bytes* beside them are of an older version and count the whole column. All ranks of a class hold together with
+95 % confidence: every pair of cells was compared on the same samples, and the level counts the pairs (Bonferroni). Two
 cells whose ranks overlap may still differ, but these samples do not show it. *diff* is the difference from the full
 cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full cache's, in
 nats a token.
@@ -61,8 +63,8 @@ the cells that a sentence counts); [Statistics](statistics.md#margins-and-counts
 JOINT = " These signs hold together with 95 % confidence."
 MORE = (
     "Scores are higher than without the {} in {{more}} of {{count}} cells and lower in {{less}}; in {{same}} neither "
+    "is shown." + JOINT
 )
-MORE += f"is shown.{JOINT}"
 CHANGES = {  # key of GAINS -> sentence with the numbers of cells that score less, more, or the same
     "question_gain": "Scores fall in {less} of {count} cells when the cache is cut before the question is known, rise "
     f"in {{more}}, and in {{same}} neither is shown.{JOINT}",
@@ -269,15 +271,30 @@ def describe_separation(cells: Sequence[Line], margin: float) -> list[str]:
         column = [line for line in list_methods(cells) if line["budget"] == budget]
         if len(column) < 2:
             continue
-        apart, pairs = sum(line["rank_first"] - 1 for line in column), len(column) * (len(column) - 1) // 2
-        first = [line["label"] for line in column if line["rank_first"] == 1]
-        named = len(first) <= max(FEW, len(column) / 2)
-        best = f"The best may be {join_words(first, 'or')}." if named else f"Any of {len(first)} cells may be the best."
-        said.append(
-            f"**{format_budget(budget)} kept.** {apart} of {pairs} pairs of cells can be told apart. {best} "
-            f"{compare_to_full(column, full, margin)}"
-        )
+        ranked = [text for alike in split_classes(column) if (text := describe_ranks(alike))]
+        said.append(f"**{format_budget(budget)} kept.** {' '.join([*ranked, compare_to_full(column, full, margin)])}")
     return said
+
+
+def split_classes(column: Sequence[Line]) -> list[list[Line]]:
+    """Return the cells of a column by the class in which they are ranked. Older versions ranked whole columns."""
+    classes: dict[str | None, list[Line]] = {}
+    for line in column:
+        classes.setdefault(line.get("rank_class"), []).append(line)
+    return list(classes.values())
+
+
+def describe_ranks(cells: Sequence[Line]) -> str:
+    """Return how many pairs of a class can be told apart, and which cells may be its best; empty for a single cell."""
+    if len(cells) < 2:
+        return ""
+    apart, pairs = sum(line["rank_first"] - 1 for line in cells), len(cells) * (len(cells) - 1) // 2
+    first = [line["label"] for line in cells if line["rank_first"] == 1]
+    named = len(first) <= max(FEW, len(cells) / 2)
+    best = f"The best may be {join_words(first, 'or')}." if named else f"Any of {len(first)} cells may be the best."
+    alike = cells[0].get("rank_class")
+    where = f" at {alike}" if alike else ""
+    return f"{apart} of {pairs} pairs of cells{where} can be told apart. {best}"
 
 
 def compare_to_full(column: Sequence[Line], full: Line, margin: float) -> str:
@@ -285,10 +302,11 @@ def compare_to_full(column: Sequence[Line], full: Line, margin: float) -> str:
     bound = find_margin(full["score"], margin)
     held = [is_no_worse(line["low"], bound) for line in column]
     less = sum(sign < 0 and not kept for sign, kept in zip(sign_cells(column, "difference"), held, strict=True))
-    count = f"{sum(held)} of {len(column)} cells {'is' if sum(held) == 1 else 'are'} no worse than the full cache"
+    count = f"{sum(held)} of {len(column)} cells {'is' if sum(held) == 1 else 'are'} shown to lose at most"
     left = len(column) - sum(held) - less
     rest = f", and for {left} neither is shown" if left else ""
-    return f"{count} by more than {bound:.1f} points; {less} {'scores' if less == 1 else 'score'} less{rest}."
+    others = f"{less} {'is' if less == 1 else 'are'} shown to score less"
+    return f"{count} {bound:.1f} points against the full cache; {others}{rest}."
 
 
 def sign_cells(cells: Sequence[Line], name: str) -> list[int]:
@@ -350,6 +368,8 @@ def format_scores(cells: Sequence[Line], margin: float) -> list[str]:
             columns.append(
                 Column(title, "diff", show(budget, lambda line: format_change(line, "difference", "low", "high")))
             )
+        if any(line.get("rank_class") for line in methods):
+            columns.append(Column(title, "bytes", show(budget, lambda line: format_percent(line["bytes_held"]))))
         columns.append(Column(title, "ranks", show(budget, format_ranks)))
         if len(budgets) <= WIDE and any(line["kl"] is not None for line in methods):
             columns.append(Column(title, "KL", show(budget, format_divergence)))
@@ -521,7 +541,8 @@ def format_ranks(line: Line) -> str:
     first, last = line["rank_first"], line["rank_last"]
     if first is None:
         return ""
-    return f"{first}" if first == last else f"{first} to {last}"
+    ranks = f"{first}" if first == last else f"{first} to {last}"
+    return f"{ranks} of {line['rank_of']}" if line.get("rank_of") else ranks
 
 
 def format_change(line: Line, name: str, low: str | None = None, high: str | None = None) -> str:

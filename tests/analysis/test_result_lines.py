@@ -76,6 +76,24 @@ def test_ranks_follow_from_all_pairs_at_a_joint_level(runs):
     assert find(lines, method="snapkv")["rank_last"] <= 3 and find(lines, method="random")["rank_first"] >= 4
 
 
+def test_cells_of_other_bytes_are_ranked_apart(tmp_path):
+    write_run(tmp_path, draw_records(1.0, 1.0, 1), method=FULL)
+    for held, name in ((0.2, "snapkv"), (0.2, "tova"), (0.1, "knorm")):  # all with a budget of 0.2
+        write_run(tmp_path, draw_records(held, 0.9 if held == 0.2 else 0.0, 2), method={"name": name}, budget=0.2)
+    lines = make_lines(load_runs(tmp_path))
+    ranks = {
+        name: tuple(find(lines, method=name)[f"rank_{part}"] for part in ("first", "last", "of", "class"))
+        for name in ("snapkv", "tova", "knorm", "full")
+    }
+    assert ranks == {
+        "snapkv": (1, 2, 2, "20.0% of the bytes"),
+        "tova": (1, 2, 2, "20.0% of the bytes"),
+        "knorm": (1, 1, 1, "10.0% of the bytes"),
+        "full": (None,) * 4,
+    }
+    assert find(parse_lines(format_lines(lines)), method="knorm")["rank_class"] == "10.0% of the bytes"
+
+
 def test_gains_are_paired_with_the_same_cell_without_it(runs):
     lines, stored = make_lines(runs), {run.hash: run for run in runs}
 

@@ -10,9 +10,11 @@ from kvbench.report.results_page import (
     compare_to_full,
     count_signs,
     describe_holders,
+    describe_separation,
     find_front,
     format_bytes,
     format_page,
+    format_ranks,
     format_score,
     shorten_label,
     write_results_page,
@@ -73,8 +75,8 @@ def test_the_page_states_what_the_lines_hold(machine, lines, tmp_path):
         "## What these numbers cannot tell",
     ]
     # visible, 20 %: snapkv, its two variants and random; only random differs from the three
-    assert "**20 % kept.** 3 of 6 pairs of cells can be told apart." in text
-    assert "| random | 0.0 " in text and "4 |" in text
+    assert "**20 % kept.** 3 of 6 pairs of cells at 20.0% of the bytes can be told apart." in text
+    assert "| random | 0.0 " in text and "| 4 of 4 |" in text
     said = " ".join(text.split())
     assert (
         "Scores fall in 2 of 4 cells when the cache is cut before the question is known, rise in 0, and in 2 neither"
@@ -182,13 +184,26 @@ def test_only_a_narrow_interval_shows_that_a_cell_is_no_worse():
     full = {"method": "full", "codec": "raw", "score": 20.4}
     wide, near, far = make_cell(8.9, -23.5, 0.5), make_cell(20.0, -1.5, 0.7), make_cell(2.0, -25.0, -15.0)
     cells = [wide, near, far]
-    less = "1 of 3 cells is no worse than the full cache by more than 2.0 points; 1 scores less"
+    less = "1 of 3 cells is shown to lose at most 2.0 points against the full cache; 1 is shown to score less"
     assert compare_to_full(cells, full, 3.0) == f"{less}, and for 1 neither is shown."
     signed = [line | {"difference_sign": 0} for line in cells]
-    assert "; 0 score less, and for 2 neither is shown." in compare_to_full(signed, full, 3.0)
-    assert compare_to_full([near], full, 1.0).startswith("0 of 1 cells are no worse than the full cache by more than 1")
+    assert "; 0 are shown to score less, and for 2 neither is shown." in compare_to_full(signed, full, 3.0)
+    assert compare_to_full([near], full, 1.0).startswith("0 of 1 cells are shown to lose at most 1.0 points")
     lines = [line | {"method": "snapkv", "codec": "raw"} for line in cells]
     assert [format_score(line, full, 3.0) for line in (*lines, full)] == ["8.9", "20.0 ✓", "2.0", "20.4"]
+
+
+def test_only_cells_of_like_bytes_are_ranked_together(lines, machine, tmp_path, without_pictures):
+    column = [line for line in lines if line["question"] == "visible" and line["budget"] == 0.2]
+    packed = [line | {"rank_class": "3.3% of the bytes", "rank_of": 1, "rank_first": 1} for line in column[:1]]
+    full = next(line for line in lines if line["method"] == "full")
+    [said] = describe_separation([full, *packed, *column[1:]], 3.0)
+    assert "of 3 pairs of cells at 20.0% of the bytes can be told apart" in said and "3.3%" not in said
+    older = [{name: value for name, value in line.items() if "rank_" not in name} for line in column]
+    older = [line | {"rank_first": 1, "rank_last": 4} for line in older]
+    [said] = describe_separation([full, *older], 3.0)
+    assert "0 of 6 pairs of cells can be told apart. Any of 4 cells" in said
+    assert format_ranks(older[0]) == "1 to 4" and format_ranks(packed[0] | {"rank_last": 1}) == "1 of 1"
 
 
 def test_falls_are_counted_jointly():

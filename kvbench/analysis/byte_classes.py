@@ -1,0 +1,54 @@
+"""Split the cells of a column into classes whose scores may be ranked: cells of like measured bytes.
+
+A budget does not say what a cell holds. A codec holds fewer bytes at the same budget, and a method that keeps all rows
+and reads few of them holds all bytes. Within a column, a class begins with the cell that holds the fewest bytes and
+takes all cells that hold at most a tenth more (SPREAD); the next class begins with the first cell that holds more.
+Cells that read clearly fewer rows than they keep are classes of their own, by the share of rows that a token attends
+to.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvbench.analysis.score_matrix import MatrixCell
+from kvbench.analysis.text_table import format_percent
+
+SPREAD = 0.1  # part of a class's least bytes (or rows) by which others of the class may exceed it
+READS = 0.9  # a method that attends to less than this part of the rows it keeps reads few rows
+
+
+def split_column(cells: Sequence[MatrixCell]) -> list[tuple[str, list[MatrixCell]]]:
+    """Return the classes of a column: a text that names each, and its cells in their order.
+
+    Args:
+        cells: The cells of a column.
+
+    Returns:
+        Classes by bytes, the fewest first, then classes by rows. Cells whose bytes are unknown are the last class.
+    """
+    readers = [cell for cell in cells if reads_few_rows(cell)]
+    holders = [cell for cell in cells if cell not in readers and cell.held is not None]
+    unknown = [cell for cell in cells if cell not in readers and cell.held is None]
+    classes = _split(holders, lambda cell: cell.held or 0.0, "of the bytes")
+    classes += _split(readers, lambda cell: cell.attended or 0.0, "of the rows read")
+    return [*classes, *([("unknown bytes", unknown)] if unknown else [])]
+
+
+def reads_few_rows(cell: MatrixCell) -> bool:
+    """Return whether a decoded token attends to clearly fewer rows than the cell keeps."""
+    return cell.attended is not None and cell.kept is not None and cell.attended < READS * cell.kept
+
+
+def _split(
+    cells: Sequence[MatrixCell], measure: Callable[[MatrixCell], float], what: str
+) -> list[tuple[str, list[MatrixCell]]]:
+    """Return classes of cells whose measures are alike."""
+    bounds: list[float] = []
+    for share in sorted(map(measure, cells)):
+        if not bounds or share > (1 + SPREAD) * bounds[-1]:
+            bounds.append(share)
+    classes = []
+    for least in bounds:
+        alike = [cell for cell in cells if least <= measure(cell) <= (1 + SPREAD) * least]
+        ends = dict.fromkeys(format_percent(end) for end in (least, max(map(measure, alike))))
+        classes.append((f"{' to '.join(ends)} {what}", alike))
+    return classes
