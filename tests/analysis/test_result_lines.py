@@ -135,6 +135,19 @@ def test_signs_hold_for_the_cells_of_a_protocol_and_of_a_budget(runs):
     assert find(lines, method="random", question="hidden")["question_gain_sign"] == 0
 
 
+def test_signs_are_joint_within_a_protocol_and_not_across(runs, monkeypatch):
+    sizes = []
+
+    def sign(averages):
+        sizes.append(len(averages))
+        return [0] * len(averages)
+
+    monkeypatch.setattr("kvbench.analysis.result_lines.sign_changes", sign)
+    make_lines(runs)
+    gains = [1, 1, 1, 5]  # the allocator with each question, the codec, and the hidden question
+    assert sorted(sizes) == [*gains, 5, 6]  # the last two are the columns: kivi has no cell with a hidden question
+
+
 def test_fidelity_is_a_mean_with_an_interval(runs):
     line = find(make_lines(runs), method="tova", question="visible")
     run = next(own for own in runs if own.hash == line["hash"])
