@@ -2,6 +2,7 @@
 
 import csv
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_readme_is_short_and_names_the_pages():
     rows = [line.split("|")[1:-1] for line in methods.splitlines() if line.startswith("| ")]
     assert all(len(row) == 3 and len(row[1]) <= 80 for row in rows if not row[0].startswith(" other"))  # for a phone
     assert "docs/records.md" in text and "make run" in text and "make test" in text
+
+
+def test_the_citation_names_this_version():
+    about = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (about["version"], about["license"]) == (project["version"], project["license"])
+    entry = re.search(r"^@software\{kvbench,.*?\}\}$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert entry, "README.md has no BibTeX entry"
+    fields = dict(re.findall(r"(\w+) = \{+(.*?)\}", entry[0]))
+    [author] = about["authors"]
+    assert fields == {"author": author["name"], "version": about["version"], "title": about["title"]}
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_TABLES)
