@@ -105,6 +105,7 @@ class ScoreBlock:
         paired: The samples that the numbers come from.
         samples: Number of samples that the numbers come from.
         total: Number of samples that any run has.
+        planned: Number of samples that the runs have when they are finished, as far as they say.
         failed: Number of samples that are left out because an answer failed in some run.
         unfinished: Names of runs that lack records, each with the number that it has, the fewest first.
         left_out: Names of runs that are not shown, each with the reason.
@@ -125,6 +126,7 @@ class ScoreBlock:
     paired: "Samples"
     samples: int
     total: int
+    planned: int
     failed: int
     unfinished: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -175,11 +177,9 @@ def build_block(
     average: str | None = None,
     wanted: str | None = None,
     known: Mapping[SampleKey, RunNumbers] | None = None,
+    shared: "SharedSamples | None" = None,
 ) -> ScoreBlock:
     """Build the block of runs that can be compared.
-
-    A run that would take a whole subtask, or all samples, from the others is left out and named: one that has not
-    answered a sample of it yet, whose answers all failed, or whose prompts are other ones.
 
     Args:
         runs: The runs. The full cache's need not be among them.
@@ -188,30 +188,15 @@ def build_block(
         average: As in `build_blocks`.
         wanted: Likewise.
         known: Numbers of runs that were computed before (`make_sample_key`). They are not computed again.
+        shared: The samples of the runs, if they were chosen before (`choose_shared_samples`).
 
     Raises:
-        SettingError: There is no run of the full cache, no sample that all runs answered, or no such average.
+        SettingError: As in `choose_shared_samples`.
     """
-    full = find_baseline(runs[0], stored, wanted)
-    answered = {uid for uid, record in full.records.items() if find_failure(record) is None}
-    if not answered:
-        raise SettingError("the full cache answered no sample")
-    name, weights = choose_weights(
-        runs[0], {str(full.records[uid]["subtask"]) for uid in answered}, CurveOptions(average=average)
-    )
-    begun, left_out = [], []
-    for run in (run for run in runs if not run.full):
-        reason = find_obstacle(full, run, answered, weights)
-        if reason is None:
-            begun.append(run)
-        else:
-            left_out.append(f"{name_run(run)}: {reason}")
-    records = [full.records, *(run.records for run in begun)]
-    every = {uid for run_records in records for uid, record in run_records.items() if record["subtask"] in weights}
-    shared = [uid for uid in sorted(every) if all(uid in run_records for run_records in records)]
-    uids = [uid for uid in shared if not any(find_failure(run_records[uid]) for run_records in records)]
-    if lost := sorted(set(weights) - {str(full.records[uid]["subtask"]) for uid in uids}):
-        raise SettingError(f"there is no sample of {name_some(lost)} that all runs and the full cache answered")
+    shared = shared or choose_shared_samples(runs, stored, CurveOptions(average=average, full=wanted))
+    full, begun, weights = shared.full, shared.compared, shared.weights
+    every = [uid for uid, subtask in shared.every.items() if subtask in weights]
+    uids = [uid for uid in every if uid in shared.answered]
     sample = Samples.of(full, uids, weights)
     whole, *made = sample.make_cells([full, *begun], known or {})
     cells = {cell.run.hash: cell for cell in made}
@@ -230,18 +215,87 @@ def build_block(
         task=task,
         question=question,
         also=tuple(also),
-        average=name,
+        average=shared.average,
         budgets=tuple(columns) or (format_budget(full),),
         full=whole,
         rows=rows,
         paired=sample,
         samples=len(uids),
         total=len(every),
-        failed=len(shared) - len(uids),
+        planned=max(len(every), *(run.planned for run in (full, *begun))),
+        failed=sum(uid in shared.failed for uid in every),
         warnings=tuple(warn_of_data(full.records, is_embedded(full.value))),
-        unfinished=tuple(f"{name_run(run)} ({len(run.records)})" for run in short),
-        left_out=tuple(left_out),
+        unfinished=tuple(f"{name_run(run)} ({len(run.records)} of {run.planned})" for run in short),
+        left_out=tuple(f"{name_run(run)}: {reason}" for run, reason in shared.left_out),
     )
+
+
+@dataclass(frozen=True)
+class SharedSamples:
+    """The samples that runs and their full cache answered, so that all numbers of these runs come from the same ones.
+
+    Attributes:
+        full: The full cache's run.
+        compared: The runs that can be compared.
+        left_out: Each other run, and the reason.
+        average: Name of the average over subtasks.
+        weights: Weights of its subtasks. Each has an answered sample.
+        every: Each sample that any of the compared runs or the full cache has, sorted, and its subtask.
+        answered: The samples of `every` that all of them answered.
+        failed: The samples of `every` that all of them have and whose answer failed in some run.
+    """
+
+    full: StoredRun
+    compared: Sequence[StoredRun]
+    left_out: Sequence[tuple[StoredRun, str]]
+    average: str
+    weights: Mapping[str, float]
+    every: Mapping[str, str]
+    answered: frozenset[str]
+    failed: frozenset[str]
+
+
+def choose_shared_samples(
+    runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice: CurveOptions
+) -> SharedSamples:
+    """Choose the samples on which runs can be compared.
+
+    A run that would take a whole subtask, or all samples, from the others is left out and named: one that has not
+    answered a sample of it yet, whose answers all failed, or whose prompts are other ones.
+
+    Args:
+        runs: The runs. The full cache's need not be among them.
+        stored: The runs among which the full cache's is looked for.
+        choice: The average or the subtask that must have answered samples.
+
+    Raises:
+        SettingError: There is no run of the full cache, no sample that all runs answered, or no such average.
+    """
+    full = find_baseline(runs[0], stored, choice.full)
+    answered = {
+        uid
+        for uid, record in full.records.items()
+        if find_failure(record) is None and choice.subtask in (None, record["subtask"])
+    }
+    if not answered:
+        raise SettingError("the full cache answered no sample")
+    name, weights = choose_weights(runs[0], {str(full.records[uid]["subtask"]) for uid in answered}, choice)
+    begun, left_out = [], []
+    for run in (run for run in runs if not run.full):
+        reason = find_obstacle(full, run, answered, weights)
+        if reason is None:
+            begun.append(run)
+        else:
+            left_out.append((run, reason))
+    records = [full.records, *(run.records for run in begun)]
+    every = {uid: str(record["subtask"]) for run_records in records for uid, record in run_records.items()}
+    common = [uid for uid in every if all(uid in run_records for run_records in records)]
+    failed = {uid for uid in common if any(find_failure(run_records[uid]) for run_records in records)}
+    shared = frozenset(common) - failed
+    if lost := sorted(set(weights) - {every[uid] for uid in shared}):
+        raise SettingError(f"there is no sample of {name_some(lost)} that all runs and the full cache answered")
+    ordered = dict(sorted(every.items()))
+    return SharedSamples(full, begun, left_out, name, weights, ordered, shared, frozenset(failed))
 
 
 def make_sample_key(run: StoredRun, full: StoredRun, uids: Iterable[str], weights: Mapping[str, float]) -> SampleKey:

@@ -344,8 +344,7 @@ def list_headings(blocks: Sequence[ScoreBlock]) -> list[str]:
 
 def describe_samples(block: ScoreBlock) -> str:
     """Say which average a block shows, on how many samples, and what limits its meaning."""
-    count = f"{block.samples}" if block.samples == block.total else f"{block.samples} of {block.total}"
-    text = f"{block.average[:1].upper()}{block.average[1:]}; n = {count}."
+    text = f"{block.average[:1].upper()}{block.average[1:]}; {count_samples(block)}."
     if block.failed:
         text += f" {block.failed} samples failed in some run and are left out of all."
     if block.unfinished:
@@ -353,6 +352,15 @@ def describe_samples(block: ScoreBlock) -> str:
     if block.left_out:
         text += f" Left out: {'; '.join(block.left_out)}."
     return escape(" ".join([text, *block.warnings]))
+
+
+def count_samples(block: ScoreBlock) -> str:
+    """Say how many samples the numbers come from. If that is not all, name their subtasks and how many are planned."""
+    if block.samples == block.planned:
+        return f"n = {block.samples}"
+    places = [f"{name} ({len(uids)})" for name, uids in block.paired.places.items()]
+    subtasks = f"{len(places)} subtask{'s' * (len(places) > 1)}"
+    return f"n = {block.samples} of {block.planned} planned samples, of {subtasks}: {', '.join(places)}"
 
 
 def describe_columns(columns: Columns) -> list[str]:

@@ -201,7 +201,7 @@
     const second = average && [scores({ ...panel, ...solvable }, own, `${average}, ${title(panel)}`)?.node, el("small", {}, average)];
     const short = own.filter((one) => one.unfinished.length).map((one) => `${one.label} ${one.unfinished.join(", ")}`);
     return [first.node, el("div", { class: "key" }, key),
-      el("small", {}, (first.at ? `budget ${first.at}; ` : "") + own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : "")),
+      el("small", {}, (first.at ? `budget ${first.at}; ` : "") + (panel.matrix ? panel.matrix.count : own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : ""))),
       short.length ? el("p", { class: "note unfinished" }, `Not finished: ${short.join("; ")}. A curve shows the samples that all its runs answered.`) : null, ...(second || [])];
   }
 

@@ -24,7 +24,7 @@ from kvbench.analysis.closing_table import TableDraft, draft_run_table, finish_t
 from kvbench.analysis.closing_table_format import ClosingTable, TableRow
 from kvbench.analysis.curves import format_smallest_share
 from kvbench.analysis.intervals import TAIL, Mean, Values, compute_means
-from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages
+from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages, pair_records
 from kvbench.analysis.run_labels import (
     describe_difference,
     describe_error,
@@ -37,8 +37,17 @@ from kvbench.analysis.run_labels import (
     rank_budget,
     shorten,
 )
-from kvbench.analysis.score_matrix import MatrixCell, RunNumbers, SampleKey, ScoreBlock, build_block, make_sample_key
-from kvbench.analysis.score_matrix_format import describe_samples
+from kvbench.analysis.score_matrix import (
+    MatrixCell,
+    RunNumbers,
+    SampleKey,
+    ScoreBlock,
+    SharedSamples,
+    build_block,
+    choose_shared_samples,
+    make_sample_key,
+)
+from kvbench.analysis.score_matrix_format import count_samples, describe_samples
 from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.report.method_pages import describe_method
 from kvbench.report.style import choose_style, choose_styles
@@ -159,6 +168,10 @@ class Panel:
         self.grids: list[dict[str, Any]] = []
         self.numbers: dict[SampleKey, RunNumbers] = {}  # those of the curves, for the matrix
         self.grid_drafts: list[tuple[int | None, str, list[GridCell]]] = []
+        self.whole = {run.hash: run for run in runs}  # with all of their records
+        self.planned = max(run.planned for run in runs)
+        self.shared = self._choose_samples()
+        self.left_out = {run.hash: reason for run, reason in self.shared.left_out} if self.shared else {}
         series = self._build_series()
         candidates = [*self.tables["costs"], *self.tables["free"]]
         for name in ("held", "ttft", "tpot"):
@@ -181,16 +194,37 @@ class Panel:
             "matrix": matrix,
         }
 
+    def _choose_samples(self) -> SharedSamples | None:
+        """Return the samples that all numbers of the panel come from, or None if the runs share no sample."""
+        try:
+            return choose_shared_samples(self.runs, self.runs, self.choice)
+        except DATA_ERRORS as error:
+            self.notes.append(f"There is no table of scores: {describe_error(error)}.")
+            return None
+
+    def _take_shared(self, run: StoredRun) -> StoredRun:
+        """Return the run with the records of the shared samples, and with those of its own failed answers."""
+        if self.shared is None:
+            return run
+        chosen = self.shared.answered
+        records = {
+            uid: record for uid, record in run.records.items() if uid in chosen or find_failure(record) is not None
+        }
+        return run if len(records) == len(run.records) else run.restrict(records)
+
     def _build_matrix(self, also: Sequence[str], series: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return the matrix of scores, or None if the runs share no sample."""
+        if self.shared is None:
+            return None
         try:
-            block = build_block(self.runs, self.runs, also, self.choice.average, known=self.numbers)
+            block = build_block(self.runs, self.runs, also, known=self.numbers, shared=self.shared)
         except DATA_ERRORS as error:
             self.notes.append(f"There is no table of scores: {describe_error(error)}.")
             return None
         places = {entry["label"]: place for place, entry in enumerate(series)}
         return {
             "about": describe_samples(block),
+            "count": f"{block.average[:1].upper()}{block.average[1:]}; {count_samples(block)}",
             "budgets": list(block.budgets),
             "classes": [classify_column(block, budget) for budget in block.budgets],
             "methods": [
@@ -202,17 +236,18 @@ class Panel:
         }
 
     def _build_series(self) -> list[dict[str, Any]]:
-        full_runs = [run for run in self.runs if run.full]
+        full_runs = [self._take_shared(run) for run in self.runs if run.full]
         for run in full_runs:
-            self._add_listed(run, "full cache")
+            self._add_listed(self.whole[run.hash], "full cache")
             self._draft_grid(run, run, None, "full cache")
         groups = group_series(self.runs)
-        tables = self._build_tables([run for _, _, runs in groups for run in runs], full_runs)
+        compared = [run for _, _, runs in groups for run in runs if run.hash not in self.left_out]
+        tables = self._build_tables(list(map(self._take_shared, compared)), full_runs)
         series: list[dict[str, Any]] = []
         for label, _, runs in groups:
             place = len(series)
             ordered = [
-                run for run in sorted(runs, key=rank_budget) if self._add_run(run, tables[run.hash], place, label)
+                run for run in sorted(runs, key=rank_budget) if self._add_run(run, tables.get(run.hash), place, label)
             ]
             if ordered:
                 method = get_name(runs[0].value, "method")
@@ -241,25 +276,51 @@ class Panel:
         built = {name: (full, table) for (name, (full, _)), table in zip(drafts.items(), tables, strict=True)}
         return built | refused
 
-    def _add_run(self, run: StoredRun, built: tuple[StoredRun, ClosingTable] | str, series: int, label: str) -> bool:
-        """Add one run and return True. If it cannot be compared, note the reason and return False."""
+    def _add_run(
+        self, run: StoredRun, built: tuple[StoredRun, ClosingTable] | str | None, series: int, label: str
+    ) -> bool:
+        """Add one run and return True. If it cannot be compared, note the reason and return False.
+
+        Args:
+            run: The run.
+            built: The full cache's run and the run's closing table, or why it has none; None if the run lacks samples
+                that all others have (`SharedSamples.left_out`). The page then shows its answers only.
+            series: Place of its series.
+            label: Name of its series.
+        """
         name = f"{label} · {format_budget(run)}"
         name += "" if run.finished else f" · {self._describe_progress(run)}"
         self._add_listed(run, label)
+        if built is None:
+            return self._add_left_out(run, name)
         if isinstance(built, str):
             self.refused[f"{run.hash} ({name})"] = built
             return False
         full, table = built
+        part = self._take_shared(run)
         try:
-            self._add_table(table.rows, run, series, name)
+            self._add_table(table.rows, part, series, name)
         except DATA_ERRORS as error:
             self.refused[f"{run.hash} ({name})"] = describe_error(error)
             return False
-        self._draft_grid(run, full, series, name)
+        self._draft_grid(part, full, series, name)
         notes = table.notes[1:]  # the first note states the model, which the page shows elsewhere
         self.notes += [note for note in notes if not note[0].isdigit()]
         self.listed[-1]["notes"] = [note for note in notes if note[0].isdigit()]
-        self.pairings.append(Pairing(run, full, self.index, name))
+        self.pairings.append(Pairing(run, self.whole[full.hash], self.index, name))
+        return True
+
+    def _add_left_out(self, run: StoredRun, name: str) -> bool:
+        """Add the answers of a run that is in no table, and return whether the page can show them."""
+        assert self.shared is not None  # without shared samples, no run is left out of them
+        if run.finished:
+            self.refused[f"{run.hash} ({name})"] = self.left_out[run.hash]
+        try:
+            pair_records(self.shared.full.records, run.records)
+        except DATA_ERRORS as error:
+            self.refused[f"{run.hash} ({name})"] = describe_error(error)
+            return False
+        self.pairings.append(Pairing(run, self.shared.full, self.index, name))
         return True
 
     def _find_first_loss(self, series: int) -> dict[str, Any] | None:
@@ -285,7 +346,7 @@ class Panel:
 
     def _describe_progress(self, run: StoredRun) -> str:
         """Return how many of the panel's samples an unfinished run has answered."""
-        return f"{len(run.records)} of {max(len(run.records) for run in self.runs)} samples"
+        return f"{len(run.records)} of {self.planned} samples"
 
     def _add_table(self, rows: Sequence[TableRow], run: StoredRun, series: int, name: str) -> None:
         averages = [row for row in rows if row.kind == "average"][:1]
@@ -314,8 +375,12 @@ class Panel:
 
     def _add_curve(self, runs: Sequence[StoredRun], full_runs: Sequence[StoredRun], series: int) -> dict[str, Any]:
         """Add the points of a curve, and return its smallest budget or the reason why there is no curve."""
+        compared = [self._take_shared(run) for run in runs if run.hash not in self.left_out]
+        if not compared:
+            reasons = (f"budget {format_budget(run)} {self.left_out[run.hash]}" for run in runs)
+            return {"refused": shorten("; ".join(reasons), 300)}
         try:
-            swept, *solvable = build_all_series(runs, full_runs, self.choice)
+            swept, *solvable = build_all_series(compared, full_runs, self.choice)
         except DATA_ERRORS as error:
             return {"refused": describe_error(error)}
         points = {point.budget: point for point in swept.points}
@@ -328,12 +393,17 @@ class Panel:
         for solvable_series in solvable:
             self.solvable["average"] = shorten(solvable_series.average)
             self._add_points(solvable_series, runs, series, self.solvable)
-        shown = {"average": shorten(swept.average), "left_out": swept.left_out, "samples": len(swept.uids)}
+        lacking = swept.left_out
+        if self.shared:
+            lacking = sum(subtask in swept.weights for subtask in self.shared.every.values()) - len(swept.uids)
+        shown = {"average": shorten(swept.average), "left_out": lacking, "samples": len(swept.uids)}
         return shown | {"unfinished": self._list_unfinished(swept, runs), "smallest": find_least_budget(swept)}
 
     def _list_unfinished(self, swept: BudgetSeries, runs: Sequence[StoredRun]) -> list[str]:
         """Return a line for each unfinished run of a curve."""
-        skipped = dict(swept.skipped)
+        skipped = dict(swept.skipped) | {
+            run.budget_name: self.left_out[run.hash] for run in runs if run.hash in self.left_out
+        }
         lines = []
         for run in (run for run in runs if not run.finished):
             reason = skipped.get(run.budget_name)
@@ -365,7 +435,7 @@ class Panel:
                 "samples": len(run.records),
                 "sources": shorten(str(run.value.get("sources") or "")),
                 "code": ", ".join(sorted({code for _, code in read_machines(run) if code})),
-                "of": None if run.finished else max(len(run.records) for run in self.runs),
+                "of": None if run.finished else self.planned,
                 "date": datetime.fromtimestamp(max(file.stat().st_mtime for file in written), UTC).strftime("%Y-%m-%d"),
             }
         )

@@ -596,6 +596,14 @@ def read_run_value(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_total(path: Path) -> int | None:
+    """Return the number of samples that a run has when it is finished, which its first writer stored, or None."""
+    try:
+        return int(read_file(path / "samples"))
+    except ValueError:
+        return None
+
+
 def read_file(path: Path) -> bytes:
     """Return the content of a regular file; one that could block its reader is not opened.
 

@@ -18,7 +18,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from kvbench.store.run_folder import (
     parse_line,
     read_run_value,
     read_seal,
+    read_total,
     run_hash,
     sort_sealed,
 )
@@ -160,6 +161,17 @@ class StoredRun:
     def finished(self) -> bool:
         """Whether `done` exists and fits the folder."""
         return self._read[1].finished
+
+    def restrict(self, records: Mapping[str, dict[str, Any]]) -> "StoredRun":
+        """Return the run as if it had only these of its records, by uid."""
+        part = replace(self)
+        part.__dict__["_read"] = dict(records), self._read[1]
+        return part
+
+    @cached_property
+    def planned(self) -> int:
+        """Number of samples that the run has when it is finished, as far as its folder and its records say."""
+        return max(read_total(self.folder.path) or 0, len(self.records))
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvbench.atomic import replace_file
 from kvbench.store.audit import comparison_key
-from kvbench.store.run_folder import read_file, run_hash
+from kvbench.store.run_folder import read_total, run_hash
 from kvbench.store.runs import RunRecords, find_runs, name_budget
 from kvbench.validation import SettingError
 
@@ -123,14 +123,6 @@ def read_cell_state(
         if (state.name == "done" and full.name != "done") or (state.name == "missing" and full.name == "running"):
             return full
     return state
-
-
-def read_total(path: Path) -> int | None:
-    """Return the number of samples of a run, which its first writer stored, or None."""
-    try:
-        return int(read_file(path / "samples"))
-    except ValueError:
-        return None
 
 
 def is_busy(locks: Path) -> bool:

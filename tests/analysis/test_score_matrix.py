@@ -5,6 +5,7 @@ import io
 import random
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from shutil import which
 
@@ -314,9 +315,13 @@ def test_an_unfinished_sweep_shows_what_its_runs_have_in_common(tmp_path):
     run = write_run(tmp_path, some, finish=False, method={"name": "knorm"}, budget=0.1)
     run.folder.path.joinpath("samples").write_text("30\n")
     [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
-    assert (block.samples, block.total) == (12, 30) and block.unfinished == ("knorm 10\u202f% (12)",)
+    assert (block.samples, block.total) == (12, 30) and block.unfinished == ("knorm 10\u202f% (12 of 30)",)
     assert {cell.score.samples for own in block.rows.values() for cell in own.values()} == {12}
-    assert "n = 12 of 30" in format_text([block], 120) and "Not finished (samples): knorm" in format_text([block], 120)
+    said = " ".join(format_text([block], 120).split())
+    counts = Counter(record["subtask"] for record in some.values())
+    places = ", ".join(f"{name} ({counts[name]})" for name in sorted(counts))
+    assert f"n = 12 of 30 planned samples, of 2 subtasks: {places}." in said
+    assert "Not finished (samples): knorm" in said
 
 
 def test_a_sample_that_failed_somewhere_is_left_out_everywhere(tmp_path):

@@ -522,7 +522,51 @@ def test_an_unfinished_run_is_shown_on_the_samples_in_common(store):
     (row,) = [own for own in matrix["methods"] if own["s"] == snapkv["s"]]
     score = row["scores"][matrix["budgets"].index("20\u202f%")]["score"]
     assert score == next(point["score"] for point in points if point["budget"] == "20\u202f%")
-    assert "n = 12 of 24" in matrix["about"] and "Not finished" in matrix["about"]
+    counted = "n = 12 of 24 planned samples, of 3 subtasks: "
+    assert counted in matrix["about"] and counted in matrix["count"] and "Not finished" in matrix["about"]
+    for name in TASKS:
+        assert f"{name} (4)" in matrix["about"]
+
+
+def test_all_numbers_of_a_panel_come_from_the_same_samples(store):
+    """A run that is not finished takes samples from every chart, not from the matrix alone."""
+    some = {uid: own for uid, own in make_records(0.2, 50).items() if own["index"] % 2 == 0}
+    some["vt/0"] = some["vt/0"] | {"error": "out_of_memory", "score": None}
+    path = write_run(store, some, finish=False, budget=0.2, method={"name": "late"})
+    (path / "samples").write_text("90\n")
+    write_run(store, {}, finish=False, budget=0.4, method={"name": "late"})
+    page = data_of(write_report(store, NOW))
+    panel = page["panels"][1]
+    assert {point["n"] for name in ("points", "full") for point in panel[name]} == {11}
+    assert {cost["n"] for cost in panel["costs"]} == {11}
+    assert sum(cell["n"] for cell in panel["grids"][0]["cells"]) == 4
+    shown = {own["s"]: own["scores"] for own in panel["matrix"]["methods"]}
+    for place, series in enumerate(panel["series"]):
+        curve = [point["score"] for point in panel["points"] if point["s"] == place]
+        costs = [cost["score"] for cost in panel["costs"] if cost["s"] == place]
+        assert curve == costs == [cell["score"] for cell in shown[place] if cell], series["label"]
+    tasks = [column["task"] for column in panel["tasks"]]
+    cells = {(cell["order"], tasks[cell["column"]]): cell["n"] for cell in panel["cells"]}
+    assert {count for (_, task), count in cells.items() if task == "vt"} == {3}
+    assert "n = 11 of 90 planned samples" in panel["matrix"]["about"] and "1 samples failed" in panel["matrix"]["about"]
+    runs = {(run["series"], run["budget"]): (run["samples"], run["of"]) for run in page["runs"] if run["panel"] == 1}
+    assert runs["late", "20\u202f%"] == (12, 90) and runs["full cache", ""] == (24, None)
+    entry = next(file for file in page["files"] if file["row"].startswith("newest") and file["panel"] == 1)
+    assert sum(len(samples_of(store / "report" / name)) for name in entry["names"]) == 24  # answers are all there
+
+
+def test_a_run_without_a_subtask_is_named_and_its_answers_are_shown(store):
+    """Finished or not, it is in no table, because it would take the subtask from the others."""
+    whole = make_records(0.2, 50)
+    lost = {uid: own | {"error": "out_of_memory", "score": None} for uid, own in whole.items() if uid.startswith("vt/")}
+    write_run(store, whole | lost, budget=0.2, method={"name": "large"})
+    page = data_of(write_report(store, NOW))
+    panel = page["panels"][1]
+    large = next(own for own in panel["series"] if own["label"] == "large")
+    assert large["refused"] == "budget 20\u202f% answered no sample of vt"
+    assert any("answered no sample of vt" in why for _, why in page["damaged"])
+    assert "n = 24." in panel["matrix"]["about"] and "Left out: large 20\u202f%" in panel["matrix"]["about"]
+    assert any(file["row"] == "large · 20\u202f%" and file["names"] for file in page["files"])
 
 
 def test_the_page_says_what_it_is_made_of(page):
