@@ -241,10 +241,12 @@ class Sweep:
 
     @property
     def progress_note(self) -> str:
-        """The end of the message after Ctrl-C: how many cells are done, and that the same command continues."""
+        """The end of the message after Ctrl-C: how many cells and answers there are, and that the command continues."""
         states = [state for _, state in status.read_states(self.results, self.folder)] if self.counted else []
-        where = f" at {sum(state.name == 'done' for state in states)} of {len(states)}" if states else ""
-        return f"{where}; the same command goes on"
+        if not states:
+            return "; the same command goes on"
+        done, answers = sum(state.name == "done" for state in states), status.count_answers(self.results, self.folder)
+        return f" at {done} of {len(states)} cells, with {answers} answers; the same command goes on"
 
     def print_end(self, width: int, styled: bool) -> None:
         """Print the matrix of the cells' scores, and the states of the cells that are not done."""

@@ -195,6 +195,12 @@ def read_states(
         yield label, state
 
 
+def count_answers(results: Path, folder: Path) -> int:
+    """Return the number of records of a sweep's runs. Those of a full cache that several cells share count once."""
+    names = {name for cell in read_cells(folder) if not cell["refused"] for name in cell["runs"]}
+    return sum(read_state(results, name).records for name in names)
+
+
 def list_sweeps(results: Path) -> list[Path]:
     """Return the folders of all sweeps, the newest first."""
     return sorted((path.parent for path in (results / "sweeps").glob(f"*/{CELLS}")), reverse=True)

@@ -157,8 +157,13 @@ def lines(results: Path) -> list[str]:
     [
         (("method=snapkv",), signal.SIGINT, 4, "at 4 of 6"),
         only_in_full(("method=snapkv",), signal.SIGTERM, 0, "at 0 of 6"),
-        only_in_full(("-m", "method=snapkv,knorm", "sweep.share_prefill=false"), signal.SIGINT, 7, "at 1 of 2"),
-        (("-m", "method=snapkv,knorm"), signal.SIGTERM, 4, "at 0 of 2"),
+        only_in_full(
+            ("-m", "method=snapkv,knorm", "sweep.share_prefill=false"),
+            signal.SIGINT,
+            7,
+            "at 1 of 2 cells, with 7 answers",
+        ),
+        (("-m", "method=snapkv,knorm"), signal.SIGTERM, 4, "at 0 of 2 cells, with 4 answers"),
     ],
 )
 def test_a_run_that_is_stopped_goes_on(many, number, after, where, quick, tmp_path, stopping, monkeypatch, capsys):
