@@ -110,7 +110,25 @@
     return node;
   }
 
-  const unfinished = (one) => (one.unfinished?.length ? el("small", { class: "under" }, `not finished: ${one.unfinished.join(", ")}`) : null);
+  // ---- tables that are wider than the screen say so
+
+  const fitted = new ResizeObserver((seen) => seen.forEach(({ target }) => fit(target.closest(".scroll"))));
+  function fit(box) {
+    if (!box) return;
+    const hidden = box.scrollWidth - box.clientWidth;
+    const hint = box.previousElementSibling;
+    hint.hidden = hidden < 2;
+    box.classList.toggle("cut", box.scrollLeft < hidden - 2);
+    if (hidden < 2) box.removeAttribute("tabindex"); else box.tabIndex = 0; // so that the arrow keys scroll it
+  }
+  function scrolled(...content) {
+    const box = el("div", { class: "scroll", onscroll: () => fit(box) }, content);
+    fitted.observe(box);
+    if (box.firstElementChild) fitted.observe(box.firstElementChild);
+    return el("div", {}, el("small", { class: "hint", hidden: "" }, "Wider than the screen: scroll it sideways →"), box);
+  }
+
+  const unfinished = (one) => (one.unfinished?.length ? el("small", { class: "under" }, `not finished: ${one.unfinished.map((text) => text.replace(/, left out: .*\)$/, ", left out)")).join(", ")}`) : null);
 
   const methodLink = (one) => el("a", { class: "method", href: address(one.method) }, one.label);
 
@@ -134,10 +152,10 @@
     const cell = (one) => {
       if (!one) return el("td", { class: "num muted" }, "–");
       const change = one.diff === undefined ? "" : `${points(one.diff, true)} [${points(one.low, true)}, ${points(one.high, true)}]`;
-      const more = [["bytes held", one.held], ["rows attended", one.attended], ["at the length limit", one.limit]].filter(([, share]) => share !== null);
-      const said = more.map(([name, share]) => `${name} ${percent(share)}`).join(", ");
+      const rows = one.attended !== null && one.held !== null && Math.abs(one.attended - one.held) > 0.05 ? one.attended : null; // otherwise bytes say it
+      const cost = [["bytes", one.held], ["rows", rows], ["limit", one.limit || null]].filter(([, share]) => share !== null).map(([name, share]) => `${name} ${percent(share)}`).join(" · ");
       const sign = one.best ? "*" : one.tied ? "†" : "";
-      return el("td", { class: one.tied ? "num tied" : "num", title: said }, one.best ? el("b", {}, points(one.score)) : points(one.score), el("sup", {}, sign), change ? el("small", { class: "under" }, change) : null);
+      return el("td", { class: one.tied ? "num tied" : "num" }, one.best ? el("b", {}, points(one.score)) : points(one.score), el("sup", {}, sign), cost ? el("small", { class: "under" }, cost) : null, change ? el("small", { class: "under" }, change) : null);
     };
     const table = el("table", { class: "matrix" });
     const fill = (order) => {
@@ -150,7 +168,7 @@
       table.replaceChildren(el("thead", {}, el("tr", {}, head("method", "name", "name"), place, columns.map((at) => head(budgets[at], String(at), "num")))), el("tbody", {}, body));
     };
     fill(String(columns[0]));
-    return [el("div", { class: "scroll" }, table), el("small", {}, about)];
+    return [scrolled(table), el("small", {}, about)];
   }
 
   function leaderboard(panel) {
@@ -175,7 +193,7 @@
         el("td", { class: "strip" }, strip), el("td", { class: "num wider" }, one.smallest.most === null ? "–" : percent(one.smallest.most)), el("td", { class: "num wider" }, String(one.samples)));
     });
     const head = ["#:num", "method:", "smallest:num", "95\u202f% interval:num", "measured range:strip", "at most:num wider", "samples:num wider"].map((text) => el("th", { scope: "col", class: text.split(":")[1] }, text.split(":")[0]));
-    return [el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)))];
+    return [scrolled(el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)))];
   }
 
   function scores(data, own, about) { // a curve, or if there is only one budget, a row for each method
@@ -202,7 +220,7 @@
     const short = own.filter((one) => one.unfinished.length).map((one) => `${one.label} ${one.unfinished.join(", ")}`);
     return [first.node, el("div", { class: "key" }, key),
       el("small", {}, (first.at ? `budget ${first.at}; ` : "") + (panel.matrix ? panel.matrix.count : own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : ""))),
-      short.length ? el("p", { class: "note unfinished" }, `Not finished: ${short.join("; ")}. A curve shows the samples that all its runs answered.`) : null, ...(second || [])];
+      short.length ? el("p", { class: "note unfinished" }, `Not finished: ${short.join("; ")}. All numbers come from the samples that all runs answered.`) : null, ...(second || [])];
   }
 
   function tasks(panel) {
@@ -212,7 +230,7 @@
     const node = chart("tasks", tables(panel, own), `Difference from the full cache by task, ${title(panel)}`, { height: rows * FIRST.charts.tasks.height });
     node.style.minWidth = `${190 + 52 * panel.tasks.rows.length}px`;
     node.style.maxWidth = `${230 + 110 * panel.tasks.rows.length}px`;
-    return [el("div", { class: "scroll" }, node)];
+    return [scrolled(node)];
   }
 
   function grids(panel) {
@@ -231,7 +249,7 @@
   }
 
   const SECTIONS = () => [
-    ["matrix", "Scores", "Mean score at every budget. Below it: the difference from the full cache in points, on the same samples, with its 95\u202f% interval. If the interval contains 0, chance alone can explain the difference. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%), so it shares rank 1=. A click on a budget sorts by it; point at a cell for its memory.", matrix, "wide"],
+    ["matrix", "Scores", "Mean score at every budget. Below it: the bytes that the cache holds, as a share of the full cache's; the share of rows that a decoded token attends to, if it differs by more than 5 points; and the share of answers that ended at the length limit, if there are any. Then the difference from the full cache in points, on the same samples, with its 95\u202f% interval. If the interval contains 0, chance alone can explain the difference. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%), so it shares rank 1=. A click on a budget sorts by it.", matrix, "wide"],
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples. If there is only one budget, each method has a row with its score and interval.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
@@ -252,7 +270,7 @@
     node.append(el("p", {}, el("a", { href: address(null), class: "back" }, "← all methods")), el("h2", { tabindex: -1 }, mark(DATA.methods[name]), " ", name));
     if (about) {
       node.append(...[line(about.definition), about.equation ? el("pre", { class: "equation", tabindex: 0, "aria-label": "equation" }, about.equation) : null, line(about.source), ...about.more.map(line)].filter(Boolean));
-      if (about.presets.length) node.append(el("h3", {}, "Presets"), el("div", { class: "scroll" }, el("table", { class: "presets" },
+      if (about.presets.length) node.append(el("h3", {}, "Presets"), scrolled(el("table", { class: "presets" },
         el("thead", {}, el("tr", {}, ["preset", "settings", "source"].map((text) => el("th", { scope: "col" }, text)))),
         el("tbody", {}, about.presets.map(([preset, settings, source]) => el("tr", {}, el("th", { scope: "row" }, preset, preset === about.preset ? " (default)" : ""), el("td", {}, el("code", {}, settings)), el("td", {}, source)))))));
     } else node.append(el("p", {}, "This kvbench has no method of this name, so there is no description."));
@@ -295,7 +313,7 @@
     if (!first || !second) return;
     const keys = [...new Set([first, second].flatMap((run) => Object.keys(run.settings)))].filter((key) => first.settings[key] !== second.settings[key]).sort();
     const head = (texts) => el("thead", {}, el("tr", {}, texts.map((text, at) => el("th", { scope: "col", class: at ? "num" : "" }, text))));
-    body.append(el("h3", {}, "Settings that differ"), keys.length ? el("div", { class: "scroll" }, el("table", { class: "settings" }, head(["setting", "A", "B"]),
+    body.append(el("h3", {}, "Settings that differ"), keys.length ? scrolled(el("table", { class: "settings" }, head(["setting", "A", "B"]),
       el("tbody", {}, keys.map((key) => el("tr", {}, el("th", { scope: "row" }, key), [first, second].map((run) => el("td", { class: "num" }, el("code", {}, run.settings[key] ?? "–")))))))) : el("p", {}, "All settings are equal."));
     const sides = [first, second].map(({ hash }) => scoresOf(hash));
     const command = `kvbench results compare ${first.hash} ${second.hash}`;
@@ -320,7 +338,7 @@
       return el("tr", {}, el("th", { scope: "row" }, label), texts.map((text) => el("td", { class: "num" }, text)));
     };
     const left = [...[one.size, other.size].map((size, at) => [size - common.length, `only ${"AB"[at]} has`]), [common.length - both.length, "failed in A or B"]].filter(([count]) => count).map(([count, text]) => ` Left out: ${count} samples that ${text}.`);
-    body.append(el("h3", {}, "Difference by subtask"), el("div", { class: "scroll" }, el("table", { class: "paired" }, head(["subtask", "A", "B", "B − A", "95\u202f% interval", "lost / gained / same", "n"]), el("tbody", {}, subtasks.map(([name, own]) => row(name, [own])), row("average", subtasks.map(([, own]) => own))))),
+    body.append(el("h3", {}, "Difference by subtask"), scrolled(el("table", { class: "paired" }, head(["subtask", "A", "B", "B − A", "95\u202f% interval", "lost / gained / same", "n"]), el("tbody", {}, subtasks.map(([name, own]) => row(name, [own])), row("average", subtasks.map(([, own]) => own))))),
       el("small", {}, "Points, paired by sample; the average weighs each subtask the same. If an interval contains 0, chance alone can explain the difference.", left, " In a terminal: ", el("code", {}, command)));
     for (const [label, own] of [["Lost", both.filter(lost)], ["Gained", both.filter(gained)]])
       body.append(el("h3", {}, `${label} (${own.length})`), el("p", { class: "uids" }, own.slice(0, LISTED).map(({ uid, from, to }) => `${uid} ${from} → ${to}`).join("; ") || "none", own.length > LISTED ? ` and ${own.length - LISTED} more` : ""));
@@ -587,7 +605,7 @@
       cell(run.of === null ? String(run.samples) : `${run.samples} of ${run.of}`, "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
     const head = ["run", "task", "method", "budget", "samples", "code", "sources", "written", ""].map((text) => el("th", { scope: "col", class: text === "budget" || text === "samples" ? "num" : "" }, text));
     const body = el("tbody"), open = () => { if (!body.children.length) body.append(...rows()); };
-    return el("details", { ontoggle: open }, el("summary", {}, count(DATA.runs.length, "run")), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), body)));
+    return el("details", { ontoggle: open }, el("summary", {}, count(DATA.runs.length, "run")), scrolled(el("table", {}, el("thead", {}, el("tr", {}, head)), body)));
   }
   function facts() {
     const each = (key, many) => {
@@ -667,7 +685,7 @@
     const some = Object.entries(counts).filter(([, count]) => count);
     const waits = cells.reduce((sum, { left }) => sum + (left || 0), 0), unknown = cells.filter(({ left }) => left === null).length;
     const more = [some.map(([state, count]) => `${count} ${state}`).join(", "), waits ? `about ${minutes(waits)} left on one worker` : "", unknown ? `${unknown} without a time estimate` : ""];
-    const table = (own) => el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, own.map(({ cell, name: state, records, total, reason, left }) => el("tr", {}, el("td", { class: "name" }, cell),
+    const table = (own) => scrolled(el("table", {}, el("tbody", {}, own.map(({ cell, name: state, records, total, reason, left }) => el("tr", {}, el("td", { class: "name" }, cell),
       el("td", { class: "state" }, el("i", { class: "dot", style: `background: ${COLOURS[state]}` }), state), el("td", { class: "num" }, total === null && !records ? "" : `${records} of ${total === null ? "?" : total}`),
       el("td", { class: "num" }, left ? `${minutes(left)} left` : ""), el("td", { class: "why" }, reason))))));
     const now = cells.filter(({ name: state, reason }) => state === "running" || state === "failed" || state === "stopped" || reason);

@@ -92,6 +92,35 @@ def test_the_matrix_is_sorted_by_a_click_and_by_a_key(page):
     assert panel.locator("td sup", has_text="*").count() >= 3
 
 
+def test_every_cell_of_the_matrix_has_its_bytes_in_its_second_line(page):
+    """In the text itself, which print and touch show too."""
+    cells = page.locator("#matrix .panel").first.locator("tbody tr td.num:not(.rank)")
+    lines = [text.splitlines() for text in cells.all_inner_texts() if text != ""]
+    shares = {own[1] for own in lines}
+    assert shares == {f"bytes {share}.0\u202f%" for share in ("5", "10", "30", "100")} and cells.count() == 5 * 3 + 1
+    assert all(len(own) == 3 and "[" in own[2] for own in lines if own[1] != "bytes 100.0\u202f%")
+    assert page.locator("#matrix td[title]").count() == 0
+
+
+def test_a_table_that_is_wider_than_the_screen_says_so(page):
+    box = page.locator("#matrix .scroll").first
+    page.wait_for_timeout(100)  # the observer of sizes has run
+    hint = page.locator("#matrix .hint").first
+    wide = box.evaluate("own => own.scrollWidth > own.clientWidth")
+    assert wide == (page.viewport_size["width"] == 390) == hint.is_visible()
+    assert box.evaluate("own => own.classList.contains('cut')") == wide
+    if wide:
+        name = page.locator("#matrix tbody th.name").first
+        before = name.bounding_box()["x"]
+        box.evaluate("own => own.scrollTo(own.scrollWidth, 0)")
+        page.wait_for_timeout(100)
+        assert not box.evaluate("own => own.classList.contains('cut')")
+        assert name.bounding_box()["x"] == before  # the names of methods stay in sight
+        page.emulate_media(media="print")
+        assert not hint.is_visible()
+        page.emulate_media(media="screen")
+
+
 def test_few_budgets_have_readable_axes(chromium, tmp_path):
     """One budget: a row for each method. Two budgets between usual shares: a tick at each."""
     for question, budgets in {"visible": (0.25,), "hidden": (0.12, 0.15)}.items():
@@ -137,7 +166,7 @@ def test_a_full_cache_alone_has_its_score(chromium, tmp_path):
     page.wait_for_selector("#matrix table")
     (row,) = page.locator("#matrix tbody tr").all_inner_texts()
     score = sum(own["score"] for own in records.values()) / len(records)
-    assert row.split() == ["full", "cache", f"{score:.1f}"]
+    assert row.split() == ["full", "cache", f"{score:.1f}", "bytes", "100.0", "%"]
     assert page.locator(".facts dd").first.inner_text() == "1 run, 0 methods, 24 answers"
     page.close()
 
