@@ -128,8 +128,13 @@ class Curve:
         values = self._values(self._weigh_scores(low, high) - self.full, -BOUND)
         return self._estimate(lambda x, y, full: compute_area(x, y, low, high) - full, self._exact_bounds([values]))
 
-    def smallest(self, keep: float = KEEP) -> Estimate:
+    def smallest(self, keep: float = KEEP, tail: float = TAIL) -> Estimate:
         """Return the smallest kept share that still reaches `keep` times the full cache's score.
+
+        Args:
+            keep: Share of the full cache's score that counts as kept.
+            tail: Quantile of the interval's ends (`kvbench.analysis.intervals.mean`). Beyond 1 − 1 / `times`, they are
+                the least and the greatest replicate, which is too narrow for such a level.
 
         Raises:
             ValueError: The full cache scores 0.
@@ -137,10 +142,11 @@ class Curve:
         shares, _, full = self.points
         if full <= TOLERANCE:
             raise ValueError("the full cache scores 0: there is nothing to keep")
-        bounds = self._exact_bounds([self._values(scores - self.full, -BOUND) for scores in np.transpose(self.scores)])
+        columns = [self._values(scores - self.full, -BOUND) for scores in np.transpose(self.scores)]
+        bounds = self._exact_bounds(columns, tail)
         if bounds is not None:  # the upper bounds of the scores give the lower bound of the share
             bounds = [find_smallest_share(shares, edge, (keep - 1) * full) for edge in (bounds[1], bounds[0])]
-        return self._estimate(lambda x, y, full: find_smallest_share(x, y, keep * full), bounds)
+        return self._estimate(lambda x, y, full: find_smallest_share(x, y, keep * full), bounds, tail)
 
     @cached_property
     def _names(self) -> list[str]:
@@ -202,14 +208,16 @@ class Curve:
         shares, scores, full = map(np.concatenate, zip(*parts, strict=True))
         return shares, scores, full
 
-    def _estimate(self, of: Callable[..., np.ndarray], bounds: Sequence[np.ndarray] | None) -> Estimate:
+    def _estimate(
+        self, of: Callable[..., np.ndarray], bounds: Sequence[np.ndarray] | None, tail: float = TAIL
+    ) -> Estimate:
         shares, scores, full = self.points
         value = float(of(shares, scores, full))
         if self._replicates is None:
             return Estimate(value, None, None)
         resampled = of(*self._replicates)
-        tail = ndtr(-stdtrit(sum(len(counts) - 1 for _, counts in self._clusters), TAIL))
-        low, high = np.quantile(resampled, tail, method="lower"), np.quantile(resampled, 1 - tail, method="higher")
+        cut = ndtr(-stdtrit(sum(len(counts) - 1 for _, counts in self._clusters), tail))
+        low, high = np.quantile(resampled, cut, method="lower"), np.quantile(resampled, 1 - cut, method="higher")
         if bounds is not None:
             low, high = min(low, *np.ravel(bounds[0])), max(high, *np.ravel(bounds[1]))
         low, high = min(low, value), max(high, value)
@@ -232,12 +240,12 @@ class Curve:
         masks = [subtasks == name for name in self._names]
         return [Values(values[one].tolist(), groups[one].tolist(), least, BOUND) for one in masks]
 
-    def _exact_bounds(self, columns: Sequence[Sequence[Values]]) -> list[np.ndarray] | None:
+    def _exact_bounds(self, columns: Sequence[Sequence[Values]], tail: float = TAIL) -> list[np.ndarray] | None:
         """Return lower and upper bounds of the columns' means if a bootstrap would be too narrow, otherwise None."""
         enough = sum(len(counts) for _, counts in self._clusters) >= ENOUGH
         if self._replicates is None or enough and not any(map(needs_exact_bounds, columns)):
             return None
-        means = compute_means([(column, self._weights.tolist()) for column in columns])
+        means = compute_means([(column, self._weights.tolist()) for column in columns], tail)
         return [np.array([mean.low for mean in means]), np.array([mean.high for mean in means])]
 
 

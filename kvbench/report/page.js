@@ -175,11 +175,15 @@
     const own = panel.series.filter((one) => passes(one) && one.smallest);
     if (!own.length) return null;
     const place = (one) => (one.smallest.order === null ? Infinity : one.smallest.order);
-    own.sort((one, other) => (place(one) === place(other) ? 0 : place(one) - place(other)) || other.smallest.most - one.smallest.most || one.label.localeCompare(other.label));
+    // a row ranks behind those that are certain to need less
+    const rank = (one) => 1 + own.filter((other) => other.smallest.bounds && one.smallest.bounds && other.smallest.bounds[1] < one.smallest.bounds[0]).length;
+    const ranks = new Map(own.map((one) => [one, place(one) === Infinity ? Infinity : rank(one)]));
+    const ranked = (one) => (ranks.get(one) === Infinity ? "–" : `${ranks.get(one)}${own.some((other) => other !== one && ranks.get(other) === ranks.get(one)) ? "=" : ""}`);
+    own.sort((one, other) => (ranks.get(one) === ranks.get(other) ? 0 : ranks.get(one) - ranks.get(other)) || (place(one) === place(other) ? 0 : place(one) - place(other)) || other.smallest.most - one.smallest.most || one.label.localeCompare(other.label));
     const least = Math.min(...own.map((one) => one.smallest.measured[0]));
     const most = Math.max(...own.map((one) => one.smallest.measured[1]));
     const along = (share) => (most > least ? (100 * Math.log(share / least)) / Math.log(most / least) : 50);
-    const rows = own.map((one, index) => {
+    const rows = own.map((one) => {
       const { text, interval, ends, measured, why } = one.smallest;
       const strip = svg("svg", { viewBox: "0 0 100 14", preserveAspectRatio: "none", "aria-hidden": "true" });
       const line = (from, to, width, colour) => svg("line", { x1: from, x2: to, y1: 7, y2: 7, stroke: colour.length > 7 ? hue(colour.slice(0, 7)) + colour.slice(7) : hue(colour), "stroke-width": width, "vector-effect": "non-scaling-stroke", "stroke-linecap": "round" });
@@ -187,7 +191,7 @@
       if (ends && ends[0] !== null) strip.append(line(along(ends[0]), along(ends[2]), 3, one.colour + "66"));
       if (ends && place(one) !== Infinity) strip.append(line(along(ends[1]), along(ends[1]), 9, one.colour));
       return el("tr", {},
-        el("td", { class: "num" }, place(one) === Infinity ? "–" : String(1 + own.filter((other) => place(other) < place(one)).length) + (own.some((other) => other !== one && place(other) === place(one)) ? "=" : "")),
+        el("td", { class: "num" }, ranked(one)),
         el("td", { class: "name marked" }, mark(one), methodLink(one), unfinished(one)),
         el("td", { class: "num" }, text), el("td", { class: "num muted" }, interval || why || "–"),
         el("td", { class: "strip" }, strip), el("td", { class: "num wider" }, one.smallest.most === null ? "–" : percent(one.smallest.most)), el("td", { class: "num wider" }, String(one.samples)));
@@ -250,7 +254,7 @@
 
   const SECTIONS = () => [
     ["matrix", "Scores", "Mean score at every budget. Below it: the bytes that the cache holds, as a share of the full cache's; the share of rows that a decoded token attends to, if it differs by more than 5 points; and the share of answers that ended at the length limit, if there are any. Then the difference from the full cache in points, on the same samples, with its 95\u202f% interval. If the interval contains 0, chance alone can explain the difference. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%), so it shares rank 1=. A click on a budget sorts by it.", matrix, "wide"],
-    ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
+    ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. A method ranks behind those that need less for certain (intervals that hold at once, 95\u202f%, do not overlap); = marks ranks that several share. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples. If there is only one budget, each method has a row with its score and interval.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
     ["grids", "Length × depth", "Mean score by the length of the context and the depth of the answer in it.", grids, "wide"],

@@ -241,6 +241,7 @@ class Panel:
             self._add_listed(self.whole[run.hash], "full cache")
             self._draft_grid(run, run, None, "full cache")
         groups = group_series(self.runs)
+        self.rows = len(groups)
         compared = [run for _, _, runs in groups for run in runs if run.hash not in self.left_out]
         tables = self._build_tables(list(map(self._take_shared, compared)), full_runs)
         series: list[dict[str, Any]] = []
@@ -397,7 +398,10 @@ class Panel:
         if self.shared:
             lacking = sum(subtask in swept.weights for subtask in self.shared.every.values()) - len(swept.uids)
         shown = {"average": shorten(swept.average), "left_out": lacking, "samples": len(swept.uids)}
-        return shown | {"unfinished": self._list_unfinished(swept, runs), "smallest": find_least_budget(swept)}
+        return shown | {
+            "unfinished": self._list_unfinished(swept, runs),
+            "smallest": find_least_budget(swept, self.rows),
+        }
 
     def _list_unfinished(self, swept: BudgetSeries, runs: Sequence[StoredRun]) -> list[str]:
         """Return a line for each unfinished run of a curve."""
@@ -513,6 +517,7 @@ class GridCell:
 
 
 CLASSES = {"50\u202f%": 0.5, "25\u202f%": 0.25, "12.5\u202f%": 0.125, "6.25\u202f%": 0.0625}  # of budgets
+BEYOND = 9.0  # stands for a share of bytes above all measured ones
 AVERAGE = "Ø "  # the name of an average begins so
 OTHER = "other"  # the class of all other budgets
 TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
@@ -549,8 +554,17 @@ def read_machines(run: StoredRun) -> list[tuple[str, str]]:
     return machines
 
 
-def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
-    """Return a row of the leaderboard. `order` sorts the rows, the smallest first; None if the score is not kept."""
+def find_least_budget(swept: BudgetSeries, rows: int = 1) -> dict[str, Any]:
+    """Return a row of the leaderboard. `order` sorts the rows, the smallest first; None if the score is not kept.
+
+    Two rows can be told apart if their `bounds` do not overlap. These are intervals that all hold at once with a
+    confidence of 95 % (Bonferroni over the rows), from 0 if the share may be below the measured range, and to BEYOND if
+    it may be above.
+
+    Args:
+        swept: The curve.
+        rows: Number of rows of the leaderboard.
+    """
     low, high = swept.measured_range
     shares, scores, full = swept.curve.points
     most = float(scores[shares.argmax()])
@@ -560,6 +574,9 @@ def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
     except ValueError as error:
         return shown | {"text": NOT_AVAILABLE, "interval": "", "order": None, "why": describe_error(error)}
     said_so = format_smallest_share(smallest, low, high).replace("<=", "≤").replace("%", "\u202f%")
+    sure = swept.curve.smallest(KEEP, 1 - (1 - TAIL) / max(rows, 1))
+    reach = (0.0, BEYOND) if sure.low is None or sure.high is None else (sure.low, sure.high)
+    bounds = [min(max(end, 0.0), BEYOND) for end in reach]
     text, _, rest = said_so.partition(" [")
     ends = [] if smallest.low is None else rest.partition("]")[0].split(", ")
     interval = " to ".join(dict.fromkeys(ends))
@@ -567,7 +584,13 @@ def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
     clipped = [
         max(low, min(high, one)) if one is not None else None for one in (smallest.low, smallest.value, smallest.high)
     ]
-    return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": clipped}
+    return shown | {
+        "text": text,
+        "interval": interval,
+        "order": order if order < 2 else None,
+        "ends": clipped,
+        "bounds": bounds,
+    }
 
 
 def classify_column(block: ScoreBlock, budget: str) -> str:

@@ -153,6 +153,22 @@ def numbers(own: PairedDifference) -> list:
     return [own.difference, own.low, own.high, own.mean_full, own.lost, own.gained, own.same]
 
 
+def test_smallest_budgets_that_cannot_be_told_apart_have_bounds_that_overlap(tmp_path):
+    """Two methods that fall short on other samples, and one that needs far more bytes than both."""
+    write_run(tmp_path, make_records(1.0, 100, count=43, group=""), method={"name": "full"})
+    for salt, (method, chance) in enumerate({"snapkv": 95, "keydiff": 94, "newest": 0}.items()):
+        for budget, right in {0.05: chance, 0.8: 100}.items():
+            write_run(tmp_path, make_records(budget, right, salt, 43, group=""), budget=budget, method={"name": method})
+    [panel] = gather_results(tmp_path, NOW).page["panels"]
+    least = {own["label"]: own["smallest"] for own in panel["series"]}
+    assert least["keydiff"]["order"] != least["snapkv"]["order"]  # the numbers alone rank them
+    bounds = {name: own["bounds"] for name, own in least.items()}
+    assert max(bounds["keydiff"][0], bounds["snapkv"][0]) < min(bounds["keydiff"][1], bounds["snapkv"][1])
+    assert bounds["newest"][0] > max(bounds["keydiff"][1], bounds["snapkv"][1])
+    for own in least.values():  # all hold at once, so each is wider than an interval of its own
+        assert own["bounds"][0] <= own["ends"][0] <= own["ends"][2] <= own["bounds"][1]
+
+
 def test_the_front_is_what_nothing_beats(page):
     for panel in page["panels"]:
         candidates = [*panel["costs"], *panel["free"]]

@@ -121,6 +121,29 @@ def test_a_table_that_is_wider_than_the_screen_says_so(page):
         page.emulate_media(media="screen")
 
 
+def test_smallest_budgets_that_cannot_be_told_apart_share_a_rank(chromium, tmp_path):
+    write_run(tmp_path, make_records(1.0, 100, count=43, group=""), method={"name": "full"})
+    for salt, (method, chances) in enumerate({"snapkv": (70, 100), "keydiff": (75, 100), "newest": (0, 0)}.items()):
+        for budget, chance in zip((0.05, 0.1, 0.8), (*chances, 100), strict=True):
+            write_run(
+                tmp_path, make_records(budget, chance, salt, 43, group=""), budget=budget, method={"name": method}
+            )
+    page = chromium.new_page()
+    page.goto(write_report(tmp_path, datetime(2026, 1, 2, tzinfo=UTC)).as_uri())
+    page.wait_for_selector("#leaderboard table")
+
+    def ranks() -> list[str]:
+        rows = page.locator("#leaderboard tbody tr").all()
+        return sorted(
+            f"{row.locator('td.name').inner_text().strip()} {row.locator('td').first.inner_text()}" for row in rows
+        )
+
+    assert ranks() == ["keydiff 1=", "newest 3", "snapkv 1="]
+    page.click("[data-method=keydiff]")  # ranks are those among the methods shown
+    assert ranks() == ["newest 2", "snapkv 1"]
+    page.close()
+
+
 def test_few_budgets_have_readable_axes(chromium, tmp_path):
     """One budget: a row for each method. Two budgets between usual shares: a tick at each."""
     for question, budgets in {"visible": (0.25,), "hidden": (0.12, 0.15)}.items():
