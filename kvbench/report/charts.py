@@ -71,6 +71,9 @@ COSTS = {
 COLOUR = alt.Color("colour:N", scale=None, legend=None)
 SHAPE = alt.Shape("shape:N", scale=None, legend=None)
 DASH = alt.StrokeDash("dash:N", scale=None, legend=None)
+# of curves that lie on top of each other (kvbench.report.coinciding); how many cover one
+WIDTH = alt.StrokeWidth("covered:Q", scale=alt.Scale(domain=[0, 3], range=[2, 14], clamp=True), legend=None)
+SIZE = alt.Size("over:Q", scale=alt.Scale(domain=[0, 3], range=[60, 480], clamp=True), legend=None)
 DIFFERENCE = [
     alt.Tooltip("diff:Q", title="difference", format="+.1f"),
     alt.Tooltip("interval:N", title="95 %"),
@@ -95,9 +98,16 @@ def interval_expression(
     return f"isValid(datum.{low}) ? {ends} : '{none}'"
 
 
+def pale(count: str) -> Any:
+    """Return the opacity of marks that others cover, by the field that counts these. It tells equal colours apart."""
+    return alt.condition(f"datum.{count} > 0", alt.value(0.4), alt.value(1))
+
+
 def chart_series(name: str) -> alt.Chart:
     """Return a chart of a table's rows that belong to drawn series, with the texts of its tooltips."""
-    drawn = alt.LookupData(alt.NamedData(name="series"), key="s", fields=["label", "colour", "shape", "dash"])
+    drawn = alt.LookupData(
+        alt.NamedData(name="series"), key="s", fields=["label", "colour", "shape", "dash", "covered"]
+    )
     chart = alt.Chart(alt.NamedData(name=name)).transform_lookup(lookup="s", from_=drawn)
     return chart.transform_filter("isValid(datum.label)").transform_calculate(
         between=interval_expression("score_low", "score_high"),
@@ -121,14 +131,15 @@ def chart_curve(share: str = BYTES, published: bool = False) -> alt.LayerChart:
     )
     score = alt.Y("score:Q", title="Score", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
     low, high = alt.Y("score_low:Q", title="Score"), alt.Y2("score_high:Q")
-    base = chart_series("points").encode(x=x, detail="label:N", color=COLOUR)
+    base = chart_series("points").transform_calculate(covered="datum.covered || 0", over="datum.over || 0")
+    base = base.encode(x=x, detail="label:N", color=COLOUR)
     full = chart_series("full").transform_aggregate(groupby=["score", "score_low", "score_high"])  # one line for all
     layers = [
         full.mark_rect(color="#333333", opacity=0.06).encode(y=low, y2=high),
         full.mark_rule(color="#333333", strokeDash=FULL_DASH).encode(y=score),
         base.mark_area(opacity=0.13).encode(y=low, y2=high),
-        base.mark_line(strokeWidth=2).encode(y=score, strokeDash=DASH),
-        base.mark_point(filled=True, size=60, opacity=1).encode(y=score, shape=SHAPE, tooltip=POINT),
+        base.mark_line().encode(y=score, strokeDash=DASH, strokeWidth=WIDTH, opacity=pale("covered")),
+        base.mark_point(filled=True).encode(y=score, shape=SHAPE, size=SIZE, opacity=pale("over"), tooltip=POINT),
         *([mark_published().encode(x=x, y=score)] if published else []),
     ]
     return stack_layers(*layers).properties(height=300)

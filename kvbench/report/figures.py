@@ -44,7 +44,7 @@ COLUMNS = {"column": 3.25, "page": 6.75}  # inches of one column of a paper with
 INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75, "bytes": 6.75}
 LEAST, MOST = 2, 20
 PPI = 300  # of the PNG
-HIDDEN = ("s", "order", "column", "row", "printed")  # columns that only join a table to others
+HIDDEN = ("s", "order", "column", "row", "printed", "over")  # columns that only join a table to others
 
 
 @dataclass(frozen=True)

@@ -218,12 +218,14 @@
     const first = scores(panel, own, title(panel));
     const key = first.at ? [] : own.map((one) => el("span", {}, dash(one), one.label)); // rows of dots have their names beside them
     key.push(el("span", {}, dash({ ...FULL, shape: "diamond", dash: [4, 3] }), "full cache"));
+    const nested = first.at ? [] : panel.nested.map((labels) => labels.filter((label) => own.some((one) => one.label === label))).filter((labels) => labels.length > 1);
     const left = Math.max(...own.map((one) => one.left_out));
     const { average, ...solvable } = panel.solvable;
     const second = average && [scores({ ...panel, ...solvable }, own, `${average}, ${title(panel)}`)?.node, el("small", {}, average)];
     const short = own.filter((one) => one.unfinished.length).map((one) => `${one.label} ${one.unfinished.join(", ")}`);
     return [first.node, el("div", { class: "key" }, key),
       el("small", {}, (first.at ? `budget ${first.at}; ` : "") + (panel.matrix ? panel.matrix.count : own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : ""))),
+      nested.length ? el("p", { class: "note nested" }, `These curves coincide at neighbouring points, so the one named first is drawn around the next: ${nested.map((labels) => labels.join(", ")).join("; ")}.`) : null,
       short.length ? el("p", { class: "note unfinished" }, `Not finished: ${short.join("; ")}. All numbers come from the samples that all runs answered.`) : null, ...(second || [])];
   }
 
@@ -254,7 +256,7 @@
 
   const SECTIONS = () => [
     ["matrix", "Scores", "Mean score at every budget. Below it: the bytes that the cache holds, as a share of the full cache's; the share of rows that a decoded token attends to, if it differs by more than 5 points; and the share of answers that ended at the length limit, if there are any. Then the difference from the full cache in points, on the same samples, with its 95\u202f% interval. If the interval contains 0, chance alone can explain the difference. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%), so it shares rank 1=. A click on a budget sorts by it.", matrix, "wide"],
-    ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. A method ranks behind those that need less for certain (intervals that hold at once, 95\u202f%, do not overlap); = marks ranks that several share. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
+    ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. A method ranks behind those that need less for certain (intervals that hold at once, 95\u202f%, do not overlap); = marks ranks that several share, and – a method that does not keep it at any measured budget. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples. If there is only one budget, each method has a row with its score and interval.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
     ["grids", "Length × depth", "Mean score by the length of the context and the depth of the answer in it.", grids, "wide"],

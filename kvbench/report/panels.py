@@ -49,6 +49,7 @@ from kvbench.analysis.score_matrix import (
 )
 from kvbench.analysis.score_matrix_format import count_samples, describe_samples
 from kvbench.analysis.text_table import NOT_AVAILABLE
+from kvbench.report.coinciding import nest_curves
 from kvbench.report.method_pages import describe_method
 from kvbench.report.style import choose_style, choose_styles
 from kvbench.store.audit import comparison_key
@@ -180,6 +181,8 @@ class Panel:
                 if row[f"front_{name}"]:
                     self.tables["front"].append({"cost": name, "at": row[name], "diff": row["diff"]})
         matrix = self._build_matrix(also, series)
+        nested = nest_curves(self.tables["points"], series)
+        nest_curves(self.solvable["points"], [dict(entry) for entry in series])  # which has curves of its own
         self._add_settings()
         self.data: dict[str, Any] = {
             "model": get_name(runs[0].value, "model"),
@@ -188,6 +191,7 @@ class Panel:
             "also": list(also),
             "series": series,
             **self.tables,
+            "nested": nested,
             "solvable": self.solvable,
             "grids": self.grids,
             "notes": list(dict.fromkeys(self.notes)),
