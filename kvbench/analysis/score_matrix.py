@@ -22,10 +22,12 @@ Comparisons with the Best".
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from scipy.special import ndtri
 
 from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_series import (
@@ -52,6 +54,7 @@ from kvbench.validation import SettingError
 FULL = "full cache"  # label of its row
 KEPT = ("rows_held", "rows_seen")  # fields of a record whose ratio is the share of rows kept
 FILES, BESIDE = ("weights_bytes",), ("metadata_bytes", "state_bytes")  # bytes of a record that are not those of rows
+POWER = 0.8  # chance that samples tell two runs apart
 ERROR = 0.05  # chance that the set of possibly best runs lacks the truly best one
 Record = dict[str, Any]
 SampleKey = tuple[str, str, tuple[str, ...], tuple[tuple[str, float], ...]]  # run, full cache, samples, weights
@@ -418,6 +421,33 @@ class Samples:
         return [
             replace(cell, best=cell.score.value >= most - TOLERANCE, tied=cell.run.hash not in beaten) for cell in cells
         ]
+
+    def count_needed(self, cells: Sequence[MatrixCell]) -> dict[str, int]:
+        """Estimate how many samples are enough to tell each cell of a column from the best one that it is tied with.
+
+        The difference is taken to stay as it is, and its interval, at the level of the column's marks, to narrow with
+        the square root of the number of samples. The interval then excludes 0 with a chance of POWER or more: intervals
+        of few samples, which allow for what was not seen, narrow faster. A cell without a difference has no number.
+
+        Args:
+            cells: The cells of a column, marked (`mark_best`).
+
+        Returns:
+            Hash of a run -> number of samples.
+        """
+        best = next((cell for cell in cells if cell.best), None)
+        if best is None:
+            return {}
+        tail = 1 - ERROR / max(len(cells) - 1, 1)
+        tied = [cell for cell in cells if cell.tied and best.score.value - cell.score.value > TOLERANCE]
+        weights = list(self.weights.values())
+        changes = compare_averages([(self.pair(cell.run, best.run), weights) for cell in tied], tail)
+        more = 1 + float(ndtri(POWER) / ndtri(tail))
+        return {
+            cell.run.hash: ceil(change.samples * (more * (change.difference - change.low) / change.difference) ** 2)
+            for cell, change in zip(tied, changes, strict=True)
+            if change.low is not None
+        }
 
     def _list_rivals(self, cells: Sequence[MatrixCell], level: float) -> list[list[int]]:
         """Return the places of the cells that may beat each cell, in order.

@@ -39,6 +39,15 @@
     return ((tie ? (2 * Math.round(5 * value)) / 10 : Number(value.toFixed(1))) + 0).toFixed(1);
   }
   const points = (value, sign) => (value === null || value === undefined ? "–" : (sign && value > 0 ? "+" : "") + toTenths(value).replace("-", "−"));
+  const rounded = (value) => (value >= 1e6 ? "1,000,000 or more" : Number(value.toPrecision(2)).toLocaleString("en"));
+  function neededSamples({ value, low, high }, samples) { // as kvbench.analysis.score_matrix estimates it, for one pair
+    const size = Math.abs(value), reach = value > 0 ? value - low : high - value;
+    if (low === null) return "";
+    if (size < SAME) return " A and B do not differ, so no number of samples would tell them apart.";
+    if (reach < size) return " These samples tell A from B.";
+    const needed = Math.ceil(samples * ((1 + 0.8416 / 1.96) * reach / size) ** 2);
+    return ` These ${samples} samples cannot tell A from B. If the difference stays as it is, about ${rounded(needed)} are enough, with a chance of 80\u202f% or more.`;
+  }
   const count = (number, one) => `${number} ${one}${number === 1 ? "" : "s"}`;
   const byName = (one, other) => one.localeCompare(other, "en", { numeric: true });
   const percent = (share) => `${(100 * share).toFixed(1)}\u202f%`;
@@ -162,7 +171,7 @@
       const head = (name, key, kind) => el("th", { class: kind, scope: "col", "aria-sort": order === key ? (key === "name" ? "ascending" : "descending") : "none" },
         el("button", { class: "plain", onclick: () => { fill(key); table.querySelector(`[data-order="${key}"]`).focus(); }, "data-order": key }, name));
       const body = [...own].sort(orders[order]).map((row) => el("tr", {},
-        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), methodLink(panel.series[row.s]), unfinished(panel.series[row.s])), order === "name" ? null : el("td", { class: "num muted rank" }, rank(row.scores[order], order)), columns.map((at) => cell(row.scores[at]))));
+        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), methodLink(panel.series[row.s]), unfinished(panel.series[row.s])), order === "name" ? null : el("td", { class: "num muted rank" }, rank(row.scores[order], order), row.scores[order]?.needed ? el("small", { class: "under" }, `n ≈ ${rounded(row.scores[order].needed)}`) : null), columns.map((at) => cell(row.scores[at]))));
       body.push(el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), order === "name" ? null : el("td", { class: "num" }), columns.map(() => cell(cache))));
       const place = order === "name" ? null : el("th", { class: "num", scope: "col" }, el("abbr", { title: `rank at ${budgets[order]}` }, "#"));
       table.replaceChildren(el("thead", {}, el("tr", {}, head("method", "name", "name"), place, columns.map((at) => head(budgets[at], String(at), "num")))), el("tbody", {}, body));
@@ -255,7 +264,7 @@
   }
 
   const SECTIONS = () => [
-    ["matrix", "Scores", "Mean score at every budget. Below it: the bytes that the cache holds, as a share of the full cache's; the share of rows that a decoded token attends to, if it differs by more than 5 points; and the share of answers that ended at the length limit, if there are any. Then the difference from the full cache in points, on the same samples, with its 95\u202f% interval. If the interval contains 0, chance alone can explain the difference. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%), so it shares rank 1=. A click on a budget sorts by it.", matrix, "wide"],
+    ["matrix", "Scores", "Mean score at every budget. Below it: the bytes that the cache holds, as a share of the full cache's; the share of rows that a decoded token attends to, if it differs by more than 5 points; and the share of answers that ended at the length limit, if there are any. Then the difference from the full cache in points, on the same samples, with its 95\u202f% interval. If the interval contains 0, chance alone can explain the difference. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%), so it shares rank 1=. Below the rank, n ≈ says how many samples are enough to tell it from the best with a chance of 80\u202f% or more, if the difference stays as it is. A click on a budget sorts by it.", matrix, "wide"],
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. A method ranks behind those that need less for certain (intervals that hold at once, 95\u202f%, do not overlap); = marks ranks that several share, and – a method that does not keep it at any measured budget. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples. If there is only one budget, each method has a row with its score and interval.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
@@ -343,9 +352,10 @@
       const texts = [...means.map((own) => points(own)), points(value, true), low === null ? "–" : `[${points(low, true)}, ${points(high, true)}]`, `${own.filter(lost).length} / ${own.filter(gained).length} / ${own.filter((each) => !lost(each) && !gained(each)).length}`, String(own.length)];
       return el("tr", {}, el("th", { scope: "row" }, label), texts.map((text) => el("td", { class: "num" }, text)));
     };
+    const overall = kvbenchIntervals.mean(subtasks.map(([, own]) => ({ values: own.map(({ from, to }) => to - from), groups: own.map(({ group }) => group) })));
     const left = [...[one.size, other.size].map((size, at) => [size - common.length, `only ${"AB"[at]} has`]), [common.length - both.length, "failed in A or B"]].filter(([count]) => count).map(([count, text]) => ` Left out: ${count} samples that ${text}.`);
     body.append(el("h3", {}, "Difference by subtask"), scrolled(el("table", { class: "paired" }, head(["subtask", "A", "B", "B − A", "95\u202f% interval", "lost / gained / same", "n"]), el("tbody", {}, subtasks.map(([name, own]) => row(name, [own])), row("average", subtasks.map(([, own]) => own))))),
-      el("small", {}, "Points, paired by sample; the average weighs each subtask the same. If an interval contains 0, chance alone can explain the difference.", left, " In a terminal: ", el("code", {}, command)));
+      el("small", {}, "Points, paired by sample; the average weighs each subtask the same. If an interval contains 0, chance alone can explain the difference.", neededSamples(overall, both.length), left, " In a terminal: ", el("code", {}, command)));
     for (const [label, own] of [["Lost", both.filter(lost)], ["Gained", both.filter(gained)]])
       body.append(el("h3", {}, `${label} (${own.length})`), el("p", { class: "uids" }, own.slice(0, LISTED).map(({ uid, from, to }) => `${uid} ${from} → ${to}`).join("; ") || "none", own.length > LISTED ? ` and ${own.length - LISTED} more` : ""));
   }

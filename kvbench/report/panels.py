@@ -226,13 +226,16 @@ class Panel:
             self.notes.append(f"There is no table of scores: {describe_error(error)}.")
             return None
         places = {entry["label"]: place for place, entry in enumerate(series)}
+        needed: dict[str, int] = {}
+        for budget in block.budgets:
+            needed |= block.paired.count_needed([cells[budget] for cells in block.rows.values() if budget in cells])
         return {
             "about": describe_samples(block),
             "count": f"{block.average[:1].upper()}{block.average[1:]}; {count_samples(block)}",
             "budgets": list(block.budgets),
             "classes": [classify_column(block, budget) for budget in block.budgets],
             "methods": [
-                {"s": places[label], "scores": [describe_cell(cells.get(budget)) for budget in block.budgets]}
+                {"s": places[label], "scores": [describe_cell(cells.get(budget), needed) for budget in block.budgets]}
                 for label, cells in block.rows.items()
                 if label in places
             ],
@@ -611,13 +614,14 @@ def classify_share(share: float) -> str:
     return nearest if nearest != OTHER and abs(log2(share / CLASSES[nearest])) <= 0.5 else OTHER
 
 
-def describe_cell(cell: MatrixCell | None) -> dict[str, Any] | None:
-    """Return the numbers of a cell of the matrix."""
+def describe_cell(cell: MatrixCell | None, needed: Mapping[str, int] | None = None) -> dict[str, Any] | None:
+    """Return the numbers of a cell of the matrix, with those of `needed` (`Samples.count_needed`)."""
     if cell is None:
         return None
     difference = cell.difference
     entry: dict[str, Any] = {"score": cell.score.value, "held": cell.held, "attended": cell.attended}
     entry |= {"limit": cell.at_limit, "best": cell.best, "tied": cell.tied}
+    entry["needed"] = (needed or {}).get(cell.run.hash)
     return entry | (
         {} if difference is None else {"diff": difference.difference, "low": difference.low, "high": difference.high}
     )

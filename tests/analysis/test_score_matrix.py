@@ -302,6 +302,40 @@ def mark(scores: list[np.ndarray]) -> list[bool]:
     return [cell.tied for cell in samples.mark_best(cells)]
 
 
+def test_the_samples_that_would_separate_two_methods_do_so_in_four_of_five_cases_or_more():
+    """Samples are drawn with the difference that a small set showed, as many as it says are needed."""
+    uids = [str(place) for place in range(400)]
+
+    class Run:
+        def __init__(self, scores: np.ndarray, name: str) -> None:
+            self.hash = name
+            self.records = {uid: {"score": float(one), "group": uid} for uid, one in zip(uids, scores, strict=False)}
+
+    def compare_two(count: int, gain: np.ndarray) -> tuple[score_matrix.Samples, list[score_matrix.MatrixCell]]:
+        base = np.full(count, 50.0)
+        runs = [Run(base, "one"), Run(base + gain, "other")]
+        part = uids[:count]
+        samples = score_matrix.Samples(runs[0], part, {"all": part}, {"all": 1.0})
+        means = [mean([Values([run.records[uid]["score"] for uid in part], part)]) for run in runs]
+        cells = [
+            score_matrix.MatrixCell(run, own, None, 0, 0, 0, 0, 0, 0) for run, own in zip(runs, means, strict=True)
+        ]
+        return samples, samples.mark_best(cells)
+
+    spread = np.linspace(-30, 30, 20)
+    samples, cells = compare_two(20, spread + 6)
+    assert [cell.tied for cell in cells] == [True, True]
+    needed = samples.count_needed(cells)
+    assert needed.keys() == {"one"} and 82 < needed["one"] <= len(uids)  # 82: of a t interval
+    draw = np.random.default_rng(0)
+    found = []
+    for _ in range(20):
+        _, drawn = compare_two(needed["one"], draw.choice(spread, needed["one"]) + 6)
+        found.append(sum(cell.tied for cell in drawn) == 1)
+    assert np.mean(found) >= 0.8
+    assert compare_two(20, np.zeros(20))[0].count_needed(compare_two(20, np.zeros(20))[1]) == {}
+
+
 def test_the_full_cache_alone_has_a_column(tmp_path):
     run = write_run(tmp_path, draw_records(1.0, 0.9, 1), **FULL)
     [block], _ = build_blocks([run], [run])

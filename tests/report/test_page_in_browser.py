@@ -84,6 +84,7 @@ def test_the_matrix_is_sorted_by_a_click_and_by_a_key(page):
     assert column(2) == sorted(column(2), reverse=True) and heads.nth(4).get_attribute("aria-sort") == "none"
     tied = panel.locator("tbody tr:has(td.tied) td.rank").first
     assert tied.inner_text().startswith("1")
+    assert panel.locator("td.rank small", has_text="n ≈ ").count() == panel.locator("td.rank:has(small)").count() > 0
     panel.locator("[data-order=name]").click()
     assert panel.locator("td.rank").count() == 0
     names = [text.strip() for text in panel.locator("tbody tr:not(.full) th").all_inner_texts()]
@@ -438,7 +439,16 @@ def test_two_runs_are_compared(page, page_file):
     assert shown_comparison(page) == expected_comparison(page_file, one["hash"], other["hash"])
     lost = expected_samples(page_file, one["hash"], other["hash"])
     assert page.locator("#compare h3").all_inner_texts()[-2:] == [f"Lost ({lost[0]})", f"Gained ({lost[1]})"]
-    assert f"kvbench results compare {one['hash']} {other['hash']}" in page.locator("#compare").inner_text()
+    said = page.locator("#compare").inner_text()
+    assert f"kvbench results compare {one['hash']} {other['hash']}" in said
+    assert "These samples tell A from B." in said
+    near = next(run for run in runs if run["panel"] == 1 and (run["series"], run["budget"]) == ("keydiff", "30\u202f%"))
+    page.select_option("[data-compare=b]", near["hash"])
+    page.select_option("[data-compare=a]", other["hash"])
+    page.select_option("[data-compare=b]", near["hash"])
+    page.wait_for_selector("#compare .paired")
+    assert "These 24 samples cannot tell A from B. If the difference" in page.locator("#compare").inner_text()
+    page.select_option("[data-compare=a]", one["hash"])
     page.select_option("[data-compare=b]", full["hash"])
     page.wait_for_selector("#compare .paired")
     assert shown_comparison(page) == expected_comparison(page_file, one["hash"], full["hash"])
