@@ -92,7 +92,8 @@ def test_one_sample_shows_nothing():
     assert count_samples(task | {"samples": 3, "limit": None}) == [3]
 
 
-def test_the_commands_print_it(tmp_path, capsys):
+def test_the_commands_print_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # a narrower table is written in two parts
     sweep = ["model=reference", "task=ruler", "task.samples=36", "method=snapkv,tova", f"results={tmp_path}"]
     assert plan([*sweep, "--power"]) == 0
     out = capsys.readouterr().out
