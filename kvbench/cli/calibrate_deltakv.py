@@ -88,7 +88,7 @@ def calibrate(options: Namespace, device: str) -> None:
     import torch
 
     from kvbench.cli.calibration_steps import UNTRAINED, load_untrained_layout, open_checkpoint, read_sequences
-    from kvbench.training import delta_training
+    from kvbench.training import delta_training, interrupted_training
     from kvbench.training.delta_losses import check_layout, choose_recipe, draw_compressors
 
     if options.untrained:
@@ -110,15 +110,15 @@ def calibrate(options: Namespace, device: str) -> None:
     checkpoint.check()
     settings = {option: getattr(recipe, name) for option, name in RECIPE.items()}
     settings |= {"model": checkpoint.identity(), "seed": recipe.seed, "dtype": dtype, "device": device}
-    state = delta_training.load_state(options.out, settings)
+    state = interrupted_training.load_state(options.out, settings)
     weights = layout.layers * recipe.count_weights(width)
-    delta_training.check_room(options.out, layout.layers, weights, recipe.steps)
+    interrupted_training.check_room(options.out, layout.layers, weights, recipe.steps)
 
     wanted, least = (delta_training.count_needed(count) for count in (recipe.steps * recipe.batch, recipe.batch))
     read = read_sequences(options, checkpoint, recipe.length, wanted, least)
     text = read.text
     if state is not None:
-        delta_training.compare_settings(options.out, state["settings"], {"text": text.digest})
+        interrupted_training.compare_settings(options.out, state["settings"], {"text": text.digest})
     settings["text"] = text.digest
 
     model = checkpoint.weights(getattr(torch, dtype), device)

@@ -19,7 +19,8 @@ from kvbench.store.run_folder import run_hash
 from kvbench.store.study_lines import Line, write_text
 from kvbench.studies.study import Study
 from kvbench.training.delta_losses import DeltaRecipe, check_layout, choose_recipe
-from kvbench.training.delta_training import DeltaTraining, HeldOut, count_needed, load_state, name_log
+from kvbench.training.delta_training import DeltaTraining, HeldOut, count_needed
+from kvbench.training.interrupted_training import load_state, name_log
 from kvbench.training.token_sequences import PackedText, pack_texts, read_text_files, write_essays, write_samples
 
 STEPS, LENGTH = 40, 256  # enough to see an order; the authors train for 20,000 steps

@@ -6,7 +6,6 @@ that its weights are those of a training that was never interrupted. The state i
 """
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvbench.atomic import replace_file
 from kvbench.methods.codecs.delta_compressors import Compressor, name_weights
 from kvbench.models.transformers_port import find_text_decoder
 from kvbench.stops import check_stop
@@ -29,6 +27,7 @@ from kvbench.training.delta_losses import (
     compute_losses,
     draw_compressors,
 )
+from kvbench.training.interrupted_training import Settings, name_log, name_state, write_state
 from kvbench.training.recording import describe_origin, write_tensors
 from kvbench.training.token_sequences import PackedText
 from kvbench.validation import SettingError, name_file_in_errors
@@ -36,9 +35,6 @@ from kvbench.validation import SettingError, name_file_in_errors
 MOST_HELD_OUT = 16  # sequences that are never trained on
 SAVE_EVERY = 60.0  # seconds
 FILE_DTYPE = torch.bfloat16  # as in the authors' files
-HEADERS = 12_000  # bytes of a state for the names and shapes of a layer's tensors, at most
-LINE = 128  # bytes of a line of the log, at most
-Settings = Mapping[str, str | int | float]
 
 
 @dataclass(frozen=True)
@@ -63,77 +59,6 @@ def count_held_out(sequences: int) -> int:
 def count_needed(trained: int) -> int:
     """Return how many sequences a text must have so that so many are left beside those held out."""
     return next(total for total in count(trained + 1) if total - count_held_out(total) >= trained)
-
-
-def name_state(out: Path) -> Path:
-    """Return the file from which the training of `out` goes on."""
-    return out.with_name(f"{out.name}.training")
-
-
-def name_log(out: Path) -> Path:
-    """Return the file with the losses of the training of `out`."""
-    return out.with_name(f"{out.name}.log.jsonl")
-
-
-def check_room(out: Path, layers: int, weights: int, steps: int) -> None:
-    """Raise a SettingError unless the disk has room for what a training, new or interrupted, is still to write.
-
-    It needs the most room for two states, one of which is being written, and the log. The output is smaller than a
-    state, and is written after the last one.
-
-    Args:
-        out: The output.
-        layers: Number of layers.
-        weights: Number of weights of all compressors. A state holds three numbers of float32 for each.
-        steps: Number of steps.
-    """
-    folder = next(path for path in out.absolute().parents if path.exists())
-    written = sum(file.stat().st_size for file in (name_state(out), name_log(out)) if file.exists())
-    need = 2 * (12 * weights + HEADERS * layers) + LINE * steps - written
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise SettingError(f"--out={out}: the training needs {need / 1e6:,.1f} MB there, {free / 1e6:,.1f} MB are free")
-
-
-def load_state(out: Path, settings: Settings) -> dict[str, Any] | None:
-    """Load the state of an interrupted training, or return None if there is none.
-
-    Args:
-        out: The output.
-        settings: Value of each option, as this training uses it. Those that are not known yet can be left out.
-
-    Raises:
-        SettingError: There is an output already, the state cannot be read, or the training was begun with other
-            settings.
-    """
-    file = name_state(out)
-    if not file.exists():
-        if out.exists():
-            raise SettingError(f"--out={out}: there is a file; delete it or give another name")
-        return None
-    try:
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        begun = dict(state["settings"])
-    except Exception as error:  # a damaged file can raise any of them
-        raise SettingError(f"--out={out}: {file.name} is damaged ({type(error).__name__}); delete it") from None
-    compare_settings(out, begun, settings)
-    return state
-
-
-def compare_settings(out: Path, begun: Settings, settings: Settings) -> None:
-    """Raise a SettingError if a training was begun with other settings.
-
-    Args:
-        out: The output.
-        begun: Value of each option that the state of the training holds.
-        settings: Value of options, as this training uses them.
-    """
-    for name, value in settings.items():
-        if begun.get(name) != value:
-            raise SettingError(
-                f"--{name}: {value}, but the training in {name_state(out).name} was begun with {begun.get(name)}; give "
-                "the same, or delete that file"
-            )
 
 
 def order_sequences(sequences: int, batch: int, seed: int, first: int) -> Iterator[list[int]]:
@@ -214,11 +139,7 @@ class DeltaTraining:
             "weights": {name: weight.detach() for name, weight in self.weights.items()},
             "optimizer": self.optimizer.state_dict(),
         }
-        with replace_file(name_state(self.out)) as draft, draft.open("wb") as file:
-            try:
-                torch.save(state, file)
-            except RuntimeError as error:  # torch raises it while it handles an error of the disk or Ctrl-C
-                raise (error.__context__ or error) from None
+        write_state(self.out, state)
         self.saved = self.step
 
     def take_step(self, chosen: Sequence[int]) -> dict[str, float]:

@@ -23,12 +23,11 @@ from torch import distributed as dist
 from torch._inductor import config as inductor
 from torch.utils import deterministic
 
-from kvbench.atomic import replace_file
 from kvbench.config.provenance import find_version
 from kvbench.interfaces.tensor_files import IDENTITY
 from kvbench.models.low_rank import NUMBERS
 from kvbench.stops import check_stop
-from kvbench.training.delta_training import name_log, name_state
+from kvbench.training.interrupted_training import Settings, name_log, name_state, write_state
 from kvbench.training.recording import write_tensors
 from kvbench.training.tuning_batches import TEXT, Batch, SampleSource, read_batches
 from kvbench.training.tuning_model import LowRankLlama
@@ -40,7 +39,6 @@ SAVE_EVERY = 60.0  # seconds
 LOG_EVERY = 10  # steps
 PRODUCTS = 6  # operations for each weight and token: forward and backward without gradients of weights, and attention
 SURE = 0.6931471805599453  # nats; a token with a smaller loss has a probability over 0.5
-Settings = Mapping[str, str | int | float]
 
 
 @dataclass
@@ -146,7 +144,7 @@ class Tuning:
         recipe: The recipe.
         out: The output. The tuning writes the files beside it.
         settings: Value of each option.
-        state: What `delta_training.load_state` returns.
+        state: What `interrupted_training.load_state` returns.
         ranks: The processes that tune together.
     """
 
@@ -191,11 +189,7 @@ class Tuning:
             "weights": {name: weight.detach() for name, weight in self.model.factors.items()},
             "optimizer": self.optimizer.state_dict(),
         }
-        with replace_file(name_state(self.out)) as draft, draft.open("wb") as file:
-            try:
-                torch.save(state, file)
-            except RuntimeError as error:  # torch raises it while it handles an error of the disk or Ctrl-C
-                raise (error.__context__ or error) from None
+        write_state(self.out, state)
         self.saved = self.step
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.tuned_models import find_tuned
 from kvbench.stops import check_stop, stop_at_safe_points
 from kvbench.training.delta_losses import compute_cross_entropy
-from kvbench.training.delta_training import check_room, load_state
+from kvbench.training.interrupted_training import check_room, load_state
 from kvbench.training.tuning import Ranks, Tuning, describe_tuning, estimate_hours, make_deterministic, write_factors
 from kvbench.training.tuning_batches import SampleSource
 from kvbench.training.tuning_model import LowRankLlama, Shape

@@ -29,7 +29,7 @@ from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.configuration import load_layout
 from kvbench.models.embedded import REFERENCE
 from kvbench.models.transformers_port import find_text_decoder, read_layout
-from kvbench.training import delta_training, token_sequences
+from kvbench.training import delta_training, interrupted_training, token_sequences
 from kvbench.training.delta_losses import (
     KINDS,
     LOSSES,
@@ -435,14 +435,14 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path, folder, 
         interrupt_at(patch, last=5, saved=3)
         assert calibrate.main(command(folder, parts)) == 130
     assert "stopped at step 5 of 6; the same command goes on from step 3" in capsys.readouterr().err
-    assert len(delta_training.name_log(parts).read_text().splitlines()) == 5 and not parts.exists()
-    state = delta_training.name_state(parts)
+    assert len(interrupted_training.name_log(parts).read_text().splitlines()) == 5 and not parts.exists()
+    state = interrupted_training.name_state(parts)
     assert calibrate.main(command(folder, parts)) == 0
     assert capsys.readouterr().out.replace("parts", "whole") == printed
     one, other = (load_file(path) for path in (whole, parts))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert peek_compressors(whole) == peek_compressors(parts) and whole.read_bytes() == parts.read_bytes()
-    assert delta_training.name_log(whole).read_bytes() == delta_training.name_log(parts).read_bytes()
+    assert interrupted_training.name_log(whole).read_bytes() == interrupted_training.name_log(parts).read_bytes()
     assert not state.exists()
 
 
@@ -461,7 +461,11 @@ def train_slowly(arguments: list[str]) -> None:
 def test_a_training_that_was_killed_ends_as_one_that_was_not(tmp_path, folder):
     """SIGKILL comes at any moment of a step, or while the log or the state is written."""
     whole, parts = tmp_path / "whole" / "file", tmp_path / "parts" / "file"
-    log, state, sizes = delta_training.name_log(parts), delta_training.name_state(parts), {"steps": 12, "inner": 16}
+    log, state, sizes = (
+        interrupted_training.name_log(parts),
+        interrupted_training.name_state(parts),
+        {"steps": 12, "inner": 16},
+    )
     assert calibrate.main(command(folder, whole, **sizes)) == 0
     process = get_context("fork").Process(target=train_slowly, args=(command(folder, parts, **sizes),))
     process.start()
@@ -475,7 +479,7 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(tmp_path, folder):
     assert state.exists() and not parts.exists() and 5 <= log.read_bytes().count(b"\n") < 12
     assert calibrate.main(command(folder, parts, **sizes)) == 0
     assert whole.read_bytes() == parts.read_bytes() and not state.exists()
-    assert delta_training.name_log(whole).read_bytes() == log.read_bytes()
+    assert interrupted_training.name_log(whole).read_bytes() == log.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -484,7 +488,7 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(tmp_path, folder):
 def test_a_full_disk_ends_a_training_in_one_line(tmp_path, folder, what, size, monkeypatch, capsys):
     """The last state and the lines before are there, and the same command goes on."""
     whole, parts = tmp_path / "whole" / "file", tmp_path / "parts" / "file"
-    log, state = delta_training.name_log(parts), delta_training.name_state(parts)
+    log, state = interrupted_training.name_log(parts), interrupted_training.name_state(parts)
     assert calibrate.main(command(folder, whole)) == 0
     with monkeypatch.context() as patch:
         interrupt_at(patch, last=3, saved=3)
@@ -503,20 +507,20 @@ def test_a_full_disk_ends_a_training_in_one_line(tmp_path, folder, what, size, m
     assert log.read_text().splitlines()[:3] == lines and log.read_bytes().count(b"\n") == 4
     assert calibrate.main(command(folder, parts)) == 0
     assert whole.read_bytes() == parts.read_bytes()
-    assert delta_training.name_log(whole).read_bytes() == log.read_bytes()
+    assert interrupted_training.name_log(whole).read_bytes() == log.read_bytes()
 
 
 def test_a_disk_without_space_keeps_no_draft_of_a_state(tmp_path, folder, monkeypatch, capsys):
     """In the first step, of the device that is always full."""
     out = tmp_path / "file"
-    state = delta_training.name_state(out)
+    state = interrupted_training.name_state(out)
     draft = state.with_name(f"{state.name}.draft.{os.getpid()}")
     draft.symlink_to("/dev/full")
     monkeypatch.setattr(delta_training, "SAVE_EVERY", -1.0)
     assert calibrate.main(command(folder, out)) == 1
     assert capsys.readouterr().err.splitlines()[-1] == f"kvbench: {draft}: No space left on device"
-    assert list(tmp_path.iterdir()) == [delta_training.name_log(out)]
-    assert json.loads(delta_training.name_log(out).read_text())["step"] == 1
+    assert list(tmp_path.iterdir()) == [interrupted_training.name_log(out)]
+    assert json.loads(interrupted_training.name_log(out).read_text())["step"] == 1
 
 
 def refuse_to_read(*arguments: object, **options: object) -> None:
@@ -530,7 +534,7 @@ def test_only_another_text_is_refused_after_it_was_read(tmp_path, folder, monkey
     with monkeypatch.context() as patch:
         interrupt_at(patch, last=2, saved=1)
         assert calibrate.main(command(folder, out)) == 130
-    state = delta_training.name_state(out)
+    state = interrupted_training.name_state(out)
     kept = state.read_bytes()
     (folder / "more.txt").write_text("Some other text about the house and the letter. " * 40)
     capsys.readouterr()
@@ -560,9 +564,9 @@ def test_only_another_text_is_refused_after_it_was_read(tmp_path, folder, monkey
 def test_a_training_begins_and_goes_on_where_the_disk_has_room_for_it(kind, tmp_path, folder, monkeypatch, capsys):
     """For two states and the log in the beginning, and for what is missing of them afterwards."""
     out, free = tmp_path / "small" / "file", 10**6
-    monkeypatch.setattr(delta_training.shutil, "disk_usage", lambda own: type("Usage", (), {"free": free}))
+    monkeypatch.setattr(interrupted_training.shutil, "disk_usage", lambda own: type("Usage", (), {"free": free}))
     weights = 2 * choose_recipe(128, 4096, {"kind": kind}).count_weights(128)
-    need = 2 * (12 * weights + delta_training.HEADERS * 2) + delta_training.LINE * 6
+    need = 2 * (12 * weights + interrupted_training.HEADERS * 2) + interrupted_training.LINE * 6
 
     def refuse(missing: int, there: int) -> None:
         nonlocal free
@@ -578,8 +582,8 @@ def test_a_training_begins_and_goes_on_where_the_disk_has_room_for_it(kind, tmp_
     with monkeypatch.context() as patch:
         interrupt_at(patch, last=5, saved=3)
         assert calibrate.main(command(folder, out, kind=kind)) == 130
-    written = [name(out).stat().st_size for name in (delta_training.name_state, delta_training.name_log)]
-    assert 12 * weights < written[0] < need // 2 and 5 * 64 < written[1] <= 5 * delta_training.LINE
+    written = [name(out).stat().st_size for name in (interrupted_training.name_state, interrupted_training.name_log)]
+    assert 12 * weights < written[0] < need // 2 and 5 * 64 < written[1] <= 5 * interrupted_training.LINE
     capsys.readouterr()
     refuse(need - sum(written), need - sum(written) - 1)
     free += 1
@@ -604,7 +608,7 @@ def test_the_file_has_the_official_names_and_says_what_made_it(tmp_path, folder,
     assert described.metadata["source"] == "essays of kvbench" and str(tmp_path) not in str(described.metadata)
     text = pack_texts(Checkpoint("", str(folder)).tokenizer(), write_essays(42), 64, 7, 2)
     assert described.metadata["text"] == text.digest
-    lines = [json.loads(line) for line in delta_training.name_log(out).read_text().splitlines()]
+    lines = [json.loads(line) for line in interrupted_training.name_log(out).read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and lines[0].keys() == {"step", "ce", "mse", "lr"}
     assert f"{out}: compressors of 2 layers, 128 to 32 numbers" in printed
     assert f"cross-entropy {held_out['untouched']:.4f} untouched, {held_out['compressed']:.4f}" in printed

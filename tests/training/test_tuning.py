@@ -18,7 +18,7 @@ from kvbench.models.low_rank import PROJECTIONS, read_factors_file
 from kvbench.models.merging import merge
 from kvbench.stops import Terminated, stop_at_safe_points
 from kvbench.training import tuning
-from kvbench.training.delta_training import compare_settings, load_state, name_log, name_state
+from kvbench.training.interrupted_training import compare_settings, load_state, name_log, name_state
 from kvbench.training.tuning import Ranks, Tally, Tuning, describe_tuning, write_factors
 from kvbench.training.tuning_batches import TEXT, Batch, choose_length, make_batch, read_batches
 from kvbench.training.tuning_model import LowRankLlama, Shape
