@@ -4,6 +4,7 @@ Examples:
   kvbench dev tune --model smollm2 --out FILE                     as model=smollm2_long was made
   kvbench dev tune --model smollm2 --out FILE --gpus 2 --pause 9  a call of 9 minutes; the same command goes on
   kvbench dev tune --model smollm2 --out FILE --device cpu --steps 1 --step 4096 --batch 4096     a trial
+  kvbench dev tune --model smollm2 --out FILE --start EARLIER --seed 1    go on from the factors of an earlier tuning
   kvbench dev tune --model smollm2 --out FILE --evaluate          loss on plain text of the base and of the tuned model
   kvbench dev choose-solvable model=smollm2_long model.factors=FILE task=ruler --lengths 4096    its scores
 
@@ -14,7 +15,8 @@ stays a language model. Samples and texts are generated from seeds, words and na
 (kvbench/training/tuning_data.py).
 
 The tuning writes its state to OUT.training every minute and a learning curve to OUT.log.jsonl. After a pause or an
-interruption the same command goes on; on one GPU it ends with the same factors, to the bit. With several GPUs each
+interruption the same command goes on; on one GPU it ends with the same factors, to the bit. A finished tuning is taken
+further by a second one, which begins with its factors (--start) and has a schedule of its own. With several GPUs each
 reads its own batches of a step, and the gradients are summed.
 """
 
@@ -35,6 +37,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser("dev tune", __doc__)
     parser.add_argument("--model", required=True, help=f"the base: {', '.join(FETCHED_MODELS)}")
     parser.add_argument("--out", type=Path, required=True, help="safetensors file to write")
+    parser.add_argument("--start", type=Path, help="the file of an earlier tuning, whose factors this one begins with")
     parser.add_argument("--pause", type=float, default=math.inf, help="minutes after which to stop")
     parser.add_argument("--steps", type=int, help="stop after so many steps, for a trial")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of this machine (default: 1)")
@@ -64,7 +67,7 @@ def tune(arguments: Sequence[str]) -> None:
     from kvbench.training.tuning_call import TuningCall, start
 
     where, how = (options.model, options.out, options.texts), (options.device, options.gpus, options.workers)
-    step = start(TuningCall(*where, recipe, *how, 60 * options.pause, options.steps))
+    step = start(TuningCall(*where, recipe, *how, 60 * options.pause, options.steps, earlier=options.start))
     if step < recipe.steps:
         print(f"{options.out}: step {step} of {recipe.steps}; the same command goes on")
         return

@@ -12,12 +12,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
 from torch._inductor import config as inductor
@@ -32,12 +33,13 @@ from kvbench.training.recording import write_tensors
 from kvbench.training.tuning_batches import TEXT, Batch, SampleSource, read_batches
 from kvbench.training.tuning_model import LowRankLlama
 from kvbench.training.tuning_recipe import TuningRecipe
-from kvbench.validation import SettingError, name_file_in_errors
+from kvbench.validation import SettingError, name_file_in_errors, refuse_on_error
 
 BETAS = (0.9, 0.95)
 SAVE_EVERY = 60.0  # seconds
 LOG_EVERY = 10  # steps
 PRODUCTS = 6  # operations for each weight and token: forward and backward without gradients of weights, and attention
+STAGES = "tunings"  # key of the metadata of a file of factors
 SURE = 0.6931471805599453  # nats; a token with a smaller loss has a probability over 0.5
 
 
@@ -383,7 +385,14 @@ def write_factors(out: Path, model: LowRankLlama, metadata: Mapping[str, str]) -
     name_state(out).unlink(missing_ok=True)
 
 
-def describe_tuning(identity: str, model: str, recipe: TuningRecipe, steps: int, gpus: int) -> dict[str, str]:
+def describe_tuning(
+    identity: str,
+    model: str,
+    recipe: TuningRecipe,
+    steps: int,
+    gpus: int,
+    earlier: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, str]:
     """Return the metadata of a file of factors.
 
     Args:
@@ -392,18 +401,32 @@ def describe_tuning(identity: str, model: str, recipe: TuningRecipe, steps: int,
         recipe: The recipe.
         steps: Number of steps that were taken.
         gpus: Number of GPUs that shared them.
+        earlier: What `read_tuning` returns of the file whose factors the tuning began with.
     """
+    stages = [*earlier, {"recipe": recipe.describe(), "steps": steps, "tokens": steps * recipe.step, "gpus": gpus}]
     return {
         IDENTITY: identity,
         **{name: str(getattr(recipe, name)) for name in NUMBERS},
-        "recipe": json.dumps(recipe.describe(), sort_keys=True),
-        "steps": str(steps),
-        "tokens": str(steps * recipe.step),
-        "gpus": str(gpus),
+        STAGES: json.dumps(stages, sort_keys=True),
         "source": f"samples and texts that kvbench generates (kvbench/training/tuning_data.py), base {model}",
         "licence": "Apache-2.0",
         "kvbench": find_version(),
     }
+
+
+def read_tuning(path: Path) -> list[dict[str, Any]]:
+    """Return how factors were tuned, for each tuning that took them further: recipe, steps, tokens, GPUs.
+
+    Args:
+        path: Their file, which `write_factors` wrote.
+
+    Raises:
+        SettingError: The metadata do not say it.
+    """
+    with safe_open(str(path), "numpy") as file:
+        text = (file.metadata() or {}).get(STAGES)
+    with refuse_on_error(f"{path}: its metadata do not say how the factors were tuned"):
+        return list(json.loads(text or ""))
 
 
 def estimate_hours(numbers: int, tokens: int) -> float:

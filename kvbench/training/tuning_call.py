@@ -16,11 +16,21 @@ from torch import distributed, multiprocessing
 
 from kvbench.config.provenance import source_hash
 from kvbench.models.checkpoint import Checkpoint, find_model
+from kvbench.models.local_models import hash_file
+from kvbench.models.low_rank import read_factors_file
 from kvbench.models.tuned_models import find_tuned
 from kvbench.stops import check_stop, stop_at_safe_points
 from kvbench.training.delta_losses import compute_cross_entropy
 from kvbench.training.interrupted_training import check_room, load_state
-from kvbench.training.tuning import Ranks, Tuning, describe_tuning, estimate_hours, make_deterministic, write_factors
+from kvbench.training.tuning import (
+    Ranks,
+    Tuning,
+    describe_tuning,
+    estimate_hours,
+    make_deterministic,
+    read_tuning,
+    write_factors,
+)
 from kvbench.training.tuning_batches import SampleSource
 from kvbench.training.tuning_model import LowRankLlama, Shape
 from kvbench.training.tuning_recipe import TuningRecipe
@@ -50,6 +60,8 @@ class TuningCall:
     """Seconds from `begun` after which the call stops."""
     steps: int | None = None
     """Number of steps after which the call stops."""
+    earlier: Path | None = None
+    """File of an earlier tuning, whose factors this one begins with."""
     make_source: Callable[[], SampleSource] | None = None
     """Makes what draws samples; None for that of `kvbench.training.tuning_data`."""
     begun: float = field(default_factory=time.monotonic)
@@ -117,9 +129,11 @@ def start(call: TuningCall) -> int:
     Raises:
         SettingError: The base, the state or an option cannot be used.
     """
-    check_device(call)
     base = Checkpoint("base", find_model(call.model, "--model"))
     base.check()
+    if call.earlier is not None:
+        check_earlier(call.earlier, call.recipe, base.identity())
+    check_device(call)
     shape = Shape.of(base.config())
     settings = describe_settings(call, base)
     load_state(call.out, settings)  # refuses what another call began
@@ -134,9 +148,28 @@ def describe_settings(call: TuningCall, base: Checkpoint) -> dict[str, str | int
     """Return the value of each option with which a tuning must go on."""
     settings = {name.replace("_", "-"): value for name, value in call.recipe.describe().items()}
     settings |= {"model": base.identity(), "device": call.device, "gpus": call.gpus}
+    if call.earlier is not None:
+        settings |= {"start": hash_file(call.earlier)}
     if call.make_source is None:
         settings |= {"texts": prepare_texts(base, call.texts), "samples": source_hash([DATA])}
     return settings
+
+
+def check_earlier(path: Path, recipe: TuningRecipe, identity: str) -> None:
+    """Raise a SettingError unless a tuning by this recipe can begin with the factors of a file.
+
+    Args:
+        path: The file.
+        recipe: The recipe.
+        identity: Identity of the base's weights.
+    """
+    file = read_factors_file(path, "--start")
+    if file.base != identity:
+        raise SettingError(f"{file.setting}: the factors are of the base {file.base}, and --model is {identity}")
+    for name in ("rank", "alpha", "theta"):
+        if getattr(file, name) != getattr(recipe, name):
+            raise SettingError(f"--{name}={getattr(recipe, name)}: {path.name} has {getattr(file, name)}")
+    read_tuning(path)
 
 
 def tune(call: TuningCall, ranks: Ranks) -> int:
@@ -156,6 +189,8 @@ def tune(call: TuningCall, ranks: Ranks) -> int:
     shape = Shape.of(base.config())
     compiles = call.device == "cuda"
     model = LowRankLlama(weights, shape, recipe.rank, recipe.scale, recipe.theta, recipe.seed, compiles)
+    if call.earlier is not None and state is None:
+        model.start_from(load_file(call.earlier))
     tuning = Tuning(model, recipe, call.out, settings, state, ranks)
     make_source = call.make_source or BaseSource(base.path, call.texts)
     try:
@@ -166,7 +201,9 @@ def tune(call: TuningCall, ranks: Ranks) -> int:
         stop.args = (f" at {where}; the same command goes on from step {tuning.saved}",)
         raise
     if finished and not ranks.rank:
-        write_factors(call.out, model, describe_tuning(base.identity(), call.model, recipe, tuning.step, call.gpus))
+        earlier = read_tuning(call.earlier) if call.earlier is not None else []
+        metadata = describe_tuning(base.identity(), call.model, recipe, tuning.step, call.gpus, earlier)
+        write_factors(call.out, model, metadata)
     return tuning.step
 
 

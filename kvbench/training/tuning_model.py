@@ -187,6 +187,13 @@ class LowRankLlama(nn.Module):
         before, behind = norms
         return before, groups[0], groups[1], behind, groups[2], groups[3]
 
+    @torch.no_grad()
+    def start_from(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the factors to those of a file, by the names that it has."""
+        for name in PROJECTIONS:
+            for part in "ab":
+                self.factors[f"{name}_{part}"].copy_(tensors[f"{name}.{part}"])
+
     def export(self) -> dict[str, Tensor]:
         """Return the factors in bfloat16 on the CPU, by the names that their file has."""
         named = {f"{name}.{part}": self.factors[f"{name}_{part}"] for name in PROJECTIONS for part in "ab"}

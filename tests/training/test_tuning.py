@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import distributed
 from torch.nn.functional import cross_entropy, kl_div
 
@@ -19,8 +20,9 @@ from kvbench.models.merging import merge
 from kvbench.stops import Terminated, stop_at_safe_points
 from kvbench.training import tuning
 from kvbench.training.interrupted_training import compare_settings, load_state, name_log, name_state
-from kvbench.training.tuning import Ranks, Tally, Tuning, describe_tuning, write_factors
+from kvbench.training.tuning import Ranks, Tally, Tuning, describe_tuning, read_tuning, write_factors
 from kvbench.training.tuning_batches import TEXT, Batch, choose_length, make_batch, read_batches
+from kvbench.training.tuning_call import check_earlier
 from kvbench.training.tuning_model import LowRankLlama, Shape
 from kvbench.training.tuning_recipe import TuningRecipe, choose_recipe
 from kvbench.validation import SettingError
@@ -339,6 +341,26 @@ def test_the_file_says_what_it_is(tmp_path):
     assert not name_state(one.out).exists()
 
 
+def test_a_second_tuning_begins_with_the_factors_of_the_first(tmp_path):
+    """Its file says how both were made."""
+    one = make_tuning(tmp_path / "one")
+    one.run(RandomSource, 0, float("inf"))
+    write_factors(one.out, one.model, describe_tuning("abc", "smollm2", SMALL, one.step, 1))
+    recipe = replace(SMALL, seed=1, tokens=512)
+    check_earlier(one.out, recipe, "abc")
+    other = make_tuning(tmp_path / "other", recipe)
+    other.model.start_from(load_file(one.out))
+    for name, factor in read_factors(other).items():
+        assert torch.equal(factor, read_factors(one)[name].bfloat16().float())
+    write_factors(other.out, other.model, describe_tuning("abc", "smollm2", recipe, 1, 2, read_tuning(one.out)))
+    stages = read_tuning(other.out)
+    assert [(stage["recipe"]["seed"], stage["steps"], stage["gpus"]) for stage in stages] == [(0, 5, 1), (1, 1, 2)]
+    with pytest.raises(SettingError, match=r"--rank=4: one has 3"):
+        check_earlier(one.out, replace(recipe, rank=4), "abc")
+    with pytest.raises(SettingError, match="--start=.*: the factors are of the base abc, and --model is abd"):
+        check_earlier(one.out, recipe, "abd")
+
+
 def test_tallies_of_several_gpus_are_summed():
     first = Tally({"a": [1.0, 2.0, 1.0, 1.0]}, 0.5, 2.0, 0.1, 10)
     first.add(Tally({"a": [3.0, 2.0, 0.0, 1.0], "text": [4.0, 2.0, 0.0, 1.0]}, 0.5, 9.0, 9.0, 10))
@@ -382,6 +404,7 @@ REFUSED = {
     "--model smollm2 --out {}/f --device cpu": "--device=cpu: is for a trial; give --steps, too",
     "--model smollm2 --out {}/f --rank x": "--rank",
     "--model smollm2 --out {}/f": "--device=cuda: there is no GPU here; this processor would take about",
+    "--model smollm2 --out {}/f --start {}/none": "--start={}/none: no such file of low-rank factors",
     "--model smollm2 --out {}/f --evaluate": "no such file of low-rank factors",
 }
 
@@ -390,7 +413,8 @@ REFUSED = {
 def test_options_that_cannot_be_used_are_one_line(options, tmp_path, monkeypatch, capsys, miniature_base):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     capsys.readouterr()  # of the fixture
-    assert tune_command.main(options.format(tmp_path / "out").split()) == 2
+    out = tmp_path / "out"
+    assert tune_command.main(options.replace("{}", str(out)).split()) == 2
     said = capsys.readouterr().err
-    assert REFUSED[options] in said and said.count("\n") == 1
+    assert REFUSED[options].replace("{}", str(out)) in said and said.count("\n") == 1
     assert not list((tmp_path / "out").iterdir())
