@@ -8,12 +8,14 @@ to.
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvbench.analysis.score_matrix import MatrixCell
 from kvbench.analysis.text_table import format_percent
 
 SPREAD = 0.1  # part of a class's least bytes (or rows) by which others of the class may exceed it
 READS = 0.9  # a method that attends to less than this part of the rows it keeps reads few rows
+Cell = TypeVar("Cell")
 
 
 def split_column(cells: Sequence[MatrixCell]) -> list[tuple[str, list[MatrixCell]]]:
@@ -28,8 +30,8 @@ def split_column(cells: Sequence[MatrixCell]) -> list[tuple[str, list[MatrixCell
     readers = [cell for cell in cells if reads_few_rows(cell)]
     holders = [cell for cell in cells if cell not in readers and cell.held is not None]
     unknown = [cell for cell in cells if cell not in readers and cell.held is None]
-    classes = _split(holders, lambda cell: cell.held or 0.0, "of the bytes")
-    classes += _split(readers, lambda cell: cell.attended or 0.0, "of the rows read")
+    classes = _name_classes(holders, lambda cell: cell.held or 0.0, "of the bytes")
+    classes += _name_classes(readers, lambda cell: cell.attended or 0.0, "of the rows read")
     return [*classes, *([("unknown bytes", unknown)] if unknown else [])]
 
 
@@ -38,17 +40,22 @@ def reads_few_rows(cell: MatrixCell) -> bool:
     return cell.attended is not None and cell.kept is not None and cell.attended < READS * cell.kept
 
 
-def _split(
-    cells: Sequence[MatrixCell], measure: Callable[[MatrixCell], float], what: str
-) -> list[tuple[str, list[MatrixCell]]]:
-    """Return classes of cells whose measures are alike."""
+def split_by_measure(cells: Sequence[Cell], measure: Callable[[Cell], float]) -> list[list[Cell]]:
+    """Return classes of cells whose measures are alike, the smallest first, each in the order of `cells`."""
     bounds: list[float] = []
     for share in sorted(map(measure, cells)):
         if not bounds or share > (1 + SPREAD) * bounds[-1]:
             bounds.append(share)
+    return [[cell for cell in cells if least <= measure(cell) <= (1 + SPREAD) * least] for least in bounds]
+
+
+def _name_classes(
+    cells: Sequence[MatrixCell], measure: Callable[[MatrixCell], float], what: str
+) -> list[tuple[str, list[MatrixCell]]]:
+    """Return the classes of cells with a text that names each."""
     classes = []
-    for least in bounds:
-        alike = [cell for cell in cells if least <= measure(cell) <= (1 + SPREAD) * least]
-        ends = dict.fromkeys(format_percent(end) for end in (least, max(map(measure, alike))))
+    for alike in split_by_measure(cells, measure):
+        shares = sorted(map(measure, alike))
+        ends = dict.fromkeys(format_percent(end) for end in (shares[0], shares[-1]))
         classes.append((f"{' to '.join(ends)} {what}", alike))
     return classes
