@@ -220,7 +220,7 @@ def write_page(options: Namespace) -> int:
 
     files = choose_files(options.results / "measured", options.machine)
     margin = MARGIN if options.margin is None else options.margin
-    for path in write_results_page(files, options.out or Path("docs"), margin):
+    for path in write_results_page(files, options.out or Path("docs"), margin, options.results / "efficiency"):
         print(path)
     return 0
 

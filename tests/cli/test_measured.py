@@ -45,7 +45,7 @@ def test_a_tier_becomes_a_file_and_a_page(write_tiers, tmp_path, capsys):
     assert main([*given, "--workers", "3"]) == 0  # nothing is left to run
     assert path.read_text() == text and " workers=3\n" in capsys.readouterr().out
     assert main(["--page", "--results", str(results), "--out", str(tmp_path / "docs")]) == 0
-    page = (tmp_path / "docs" / "results.md").read_text()
+    page = (tmp_path / "docs" / "results-equal-bytes.md").read_text()
     assert "| random |" in page and "| sink |" in page
 
 

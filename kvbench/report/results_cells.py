@@ -1,0 +1,256 @@
+"""What the lines of measured cells say (kvbench.analysis.result_lines), for the pages of results.
+
+A *part* of a study is one file of lines. A *section* is the lines of a part that may be compared: those of one model,
+task, question and protocol. Cells are of three kinds, which no table mixes:
+
+    evicting   raw rows, and the method was given a budget of them: cells of one budget hold like bytes
+    reading    a token reads clearly fewer rows than the cell holds: compared by the rows read
+    point      a codec, or a method that decides how many rows stay: a point at its measured bytes
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.analysis.byte_classes import READS, split_by_measure
+from kvbench.analysis.joint_signs import find_margin, is_no_worse, sign_known_intervals
+from kvbench.analysis.known_intervals import subtract_intervals
+from kvbench.analysis.result_lines import SIGN, Line
+
+ALL = 0.995  # a cell with at least this share of the full cache's bytes counts as holding all of them
+EQUAL = 0.05  # part by which the bytes of two cells may differ that are compared at equal bytes
+MODELS = (
+    "smollm2_long",
+    "smollm2",
+    "reference",
+)  # the real models first; conclusions stand on the first that has lines
+LONG_TASKS = ("ledger", "math500", "aime24", "aime25")  # their answers are long, and methods cut them too
+TURN_TASKS = ("scbench",)  # several questions on one context
+TWICE = ("kvzip", "kvgrad")  # methods that let the model read each prompt twice
+EVICTING, READING, POINT = KINDS = ("evicting", "reading", "point")
+Protocol = tuple[str, str, str, str]  # model, task, question, and what else the cells of a section have in common
+
+
+@dataclass(frozen=True)
+class Section:
+    """The cells of a part that may be compared.
+
+    Attributes:
+        part: Name of the part.
+        protocol: What the cells have in common.
+        cells: Their lines, with that of the full cache.
+    """
+
+    part: str
+    protocol: Protocol
+    cells: Sequence[Line]
+
+    @property
+    def title(self) -> str:
+        return f"Part {self.part}: {describe_protocol(self.protocol)}"
+
+    @property
+    def model(self) -> str:
+        return self.protocol[0]
+
+    @property
+    def task(self) -> str:
+        return self.protocol[1]
+
+    @property
+    def question(self) -> str:
+        return self.protocol[2]
+
+    @property
+    def full(self) -> Line:
+        """The line of the unchanged full cache."""
+        return next(line for line in self.cells if is_full(line))
+
+    @property
+    def samples(self) -> int:
+        """Samples of a cell."""
+        samples: int = self.full["n"]
+        return samples
+
+    def list_cells(self, *kinds: str) -> list[Line]:
+        """Return the cells of these kinds, without the full cache."""
+        return [line for line in list_methods(self.cells) if classify(line) in kinds]
+
+
+def split_sections(parts: Mapping[str, Sequence[Line]]) -> list[Section]:
+    """Return the sections of all parts, in the order in which they begin."""
+    return [
+        Section(part, protocol, cells) for part, lines in parts.items() for protocol, cells in split_protocols(lines)
+    ]
+
+
+def split_protocols(lines: Sequence[Line]) -> list[tuple[Protocol, list[Line]]]:
+    """Return the lines of each protocol, in the order in which protocols begin."""
+    groups: dict[Protocol, list[Line]] = {}
+    for line in lines:
+        model, task, question, also = (str(line[name] or "") for name in ("model", "task", "question", "protocol"))
+        groups.setdefault((model, task, question, also), []).append(line)
+    return list(groups.items())
+
+
+def describe_protocol(protocol: Protocol) -> str:
+    """Return the title of a protocol."""
+    model, task, question, also = protocol
+    return ", ".join(part for part in (model, f"{task} {also}".strip(), f"question {question}") if part)
+
+
+def is_full(line: Line) -> bool:
+    """Return whether a line is that of the unchanged full cache."""
+    return (line["method"], line["codec"]) == ("full", "raw")
+
+
+def is_decided(line: Line) -> bool:
+    """Return whether the method decides how many rows stay. The line then has a setting in the place of the budget."""
+    return isinstance(line["budget"], str)
+
+
+def classify(line: Line) -> str:
+    """Return the kind of a cell, one of KINDS."""
+    if is_decided(line):
+        return POINT
+    kept, attended = line["rows_kept"], line["rows_attended"]
+    if kept is not None and attended is not None and attended < READS * kept:
+        return READING
+    return EVICTING if line["codec"] == "raw" else POINT
+
+
+def list_methods(cells: Sequence[Line]) -> list[Line]:
+    """Return the cells but that of the full cache."""
+    return [line for line in cells if not is_full(line)]
+
+
+def list_budgets(cells: Sequence[Line]) -> list[Any]:
+    """Return the budgets that cells were given, the largest first."""
+    return sorted({line["budget"] for line in list_methods(cells) if not is_decided(line)}, reverse=True)
+
+
+def arrange(cells: Sequence[Line]) -> dict[str, dict[Any, Line]]:
+    """Return label -> budget -> cell."""
+    rows: dict[str, dict[Any, Line]] = {}
+    for line in cells:
+        rows.setdefault(line["label"], {})[line["budget"]] = line
+    return rows
+
+
+def split_classes(column: Sequence[Line]) -> list[list[Line]]:
+    """Return the cells of one budget by the class of like bytes in which they are ranked.
+
+    Lines of older versions do not name their class. It follows from their bytes then.
+    """
+    if any(line.get("rank_class") is None for line in column):
+        return split_by_measure(column, lambda line: float(line["bytes_held"]))
+    classes: dict[str, list[Line]] = {}
+    for line in column:
+        classes.setdefault(line["rank_class"], []).append(line)
+    return list(classes.values())
+
+
+def list_leaders(cells: Sequence[Line]) -> list[Line]:
+    """Return the cells of a class, or of a part of it, that may be the best there, the highest score first.
+
+    Of a whole class, these are the cells with a first rank of 1. Otherwise, as for lines of older versions, whose ranks
+    are those of the whole column: all ranks hold at once, so a cell is beaten if another one's last rank is before its
+    first.
+    """
+    whole = all(line.get("rank_class") is not None and line["rank_of"] == len(cells) for line in cells)
+
+    def is_beaten(line: Line) -> bool:
+        if whole:
+            return bool(line["rank_first"] > 1)
+        return any(other["rank_last"] < line["rank_first"] for other in cells)
+
+    return sort_by_score(line for line in cells if not is_beaten(line))
+
+
+def sort_by_score(cells: Any) -> list[Line]:
+    """Return cells, the highest score first, and of equal scores by their labels."""
+    return sorted(cells, key=lambda line: (-line["score"], line["label"]))
+
+
+def sign_cells(cells: Sequence[Line], name: str) -> list[int]:
+    """Return the joint sign of each cell's gain or difference.
+
+    Lines of older versions have no signs. They follow from the 95 % intervals then.
+
+    Args:
+        cells: The cells that are counted together: of one protocol for a gain, and of one budget for "difference".
+        name: A key of GAINS, or "difference".
+    """
+    signs = [line[f"{name}{SIGN}"] for line in cells if line.get(f"{name}{SIGN}") is not None]
+    if len(signs) == len(cells):
+        return signs
+    ends = ("low", "high") if name == "difference" else (f"{name}_low", f"{name}_high")
+    return sign_known_intervals([(line[name], line[ends[0]], line[ends[1]]) for line in cells])
+
+
+def count_signs(cells: Sequence[Line], gain: str) -> dict[int, int]:
+    """Return how many changes are jointly below 0, above 0, and neither: {-1: …, 1: …, 0: …}."""
+    signs = sign_cells(cells, gain)
+    return {sign: signs.count(sign) for sign in (-1, 0, 1)}
+
+
+def is_kept(line: Line, full: Line, margin: float) -> bool:
+    """Return whether a cell is shown to be no worse than the full cache by the margin, in points."""
+    return is_no_worse(line["low"], find_margin(full["score"], margin))
+
+
+def count_with_files(line: Line) -> float:
+    """Return the bytes of a cell's cache and files over those of the full cache. Older runs know of no files."""
+    held: float = line["bytes_held"]
+    return held if line["bytes_with_files"] is None else line["bytes_with_files"]
+
+
+def find_front(cells: Sequence[Line], count: Callable[[Line], float] = lambda line: line["bytes_held"]) -> list[Line]:
+    """Return the cells such that no other one has a smaller `count` and scores as much, the smallest count first."""
+    front: list[Line] = []
+    for line in sorted(cells, key=lambda line: (count(line), -line["score"])):
+        if not front or line["score"] > front[-1]["score"]:
+            front.append(line)
+    return front
+
+
+@dataclass(frozen=True)
+class EqualBytes:
+    """Two cells of a method that hold equal bytes: many rows in a codec, and fewer raw rows.
+
+    Attributes:
+        coded: The cell with the codec.
+        raw: The cell with raw rows.
+        change: Difference of their scores, coded - raw, with its 95 % interval, which takes them as independent.
+    """
+
+    coded: Line
+    raw: Line
+    change: tuple[float, float, float]
+
+
+def pair_equal_bytes(section: Section) -> list[EqualBytes]:
+    """Return the pairs of a section: for each cell with a codec, the raw cell of its method with the nearest bytes."""
+    pairs = []
+    raw = section.list_cells(EVICTING)
+    for coded in section.list_cells(POINT):
+        name = coded["label"].split(" · ")[0]
+        alike = [
+            line
+            for line in raw
+            if not is_decided(coded)
+            and coded["method"] != "full"
+            and (line["method"], line["allocator"]) == (coded["method"], coded["allocator"])
+            and line["label"].split(" · ")[0] == name
+            and abs(coded["bytes_held"] / line["bytes_held"] - 1) <= EQUAL
+        ]
+        if alike:
+            nearest = min(alike, key=lambda line: abs(line["bytes_held"] - coded["bytes_held"]))
+            change = subtract_intervals(*(read_score(line) for line in (coded, nearest)))
+            pairs.append(EqualBytes(coded, nearest, change))
+    return pairs
+
+
+def read_score(line: Line) -> tuple[float, float, float]:
+    """Return the score of a cell and its 95 % interval."""
+    return line["score"], line["score_low"], line["score_high"]

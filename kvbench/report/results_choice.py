@@ -1,0 +1,154 @@
+"""Write docs/which-method.md: what the lines of a study recommend, by what a user needs.
+
+Each recommendation names the cells that may be the best (kvbench.report.results_cells.list_leaders), or says that they
+are too many to name. It stands on the section that `choose_column` finds.
+"""
+
+from collections.abc import Sequence
+
+from kvbench.analysis.result_lines import Line
+from kvbench.analysis.text_table import Column as TableColumn
+from kvbench.analysis.text_table import format_markdown, format_number
+from kvbench.report.results_cells import LONG_TASKS, TURN_TASKS, TWICE, Section, list_budgets, list_leaders
+from kvbench.report.results_conclusions import (
+    FEW,
+    Column,
+    choose_column,
+    choose_question,
+    choose_task,
+    conclude_codecs,
+    conclude_no_worse,
+    describe_smaller,
+    list_smaller,
+    name_place,
+)
+from kvbench.report.results_cost import RATIO, CostTable, find_fastest
+from kvbench.report.results_limits import describe_models
+from kvbench.report.results_text import (
+    COMMENT,
+    format_change,
+    format_score_interval,
+    join_words,
+    wrap,
+    wrap_paragraphs,
+)
+
+PAGE = "which-method.md"
+LEVELS = (0.1, 0.2, 0.5)  # shares of the bytes
+REACH = 0.1  # part of a level by which the bytes of its cells may differ from it
+HEAD = """\
+# Which method should I use?
+
+{comment}
+
+What [the results](results.md) recommend, by what you need. **They come from very small models** ({models}), and how
+methods rank there is no evidence about how they rank on a model of 8 billion parameters. Take the rows as candidates,
+and measure these on your own model and task: `python run.py -m method=… budget=…` ([Quickstart](quickstart.md)).
+
+*May be best* are the cells of these bytes that the samples do not tell from the best one. The score and *diff*, its
+difference from the full cache, have 95 % intervals and are those of the first cell that is named. Methods that let
+the model read each prompt twice ({twice}) cost about twice the time to the first token; *one reading* names the cells
+that may be best without them.
+"""
+NEEDS = {  # question of the prompts -> title of the need
+    "visible": "The question is known when the cache is cut",
+    "hidden": "The question is not known yet",
+}
+NOTHING = "Nothing was measured for this yet."
+
+
+def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], margin: float) -> str:
+    """Return the page.
+
+    Args:
+        sections: All sections of the study.
+        tables: Tables of times.
+        margin: Points by which a cell that is no worse than the full cache may score less.
+    """
+    comment = COMMENT.format(module="results_choice")
+    models = describe_models(sections)
+    text = [wrap_paragraphs(HEAD.format(comment=comment, models=models, twice=join_words(TWICE, "and")))]
+    for question, title in NEEDS.items():
+        chosen = choose_question(sections, question)
+        columns = [column for level in LEVELS if (column := choose_column(chosen, level, REACH))]
+        text += [f"## {title}", "", *format_columns(columns)]
+    for title, tasks in {"Answers are long": LONG_TASKS, "A context gets several questions": TURN_TASKS}.items():
+        known = [section for question in NEEDS if (section := choose_task(sections, tasks, question))]
+        advice = [line for section in known for line in recommend_task(section, margin)]
+        text += [f"## {title}", "", *(advice or [f"{NOTHING}\n"])]
+    text += ["## Only the bytes count", ""]
+    rules = [rule(sections, margin) for rule in (conclude_no_worse, conclude_codecs)]
+    text += [f"{wrap(conclusion.write())}\n" for conclusion in rules if conclusion] or [f"{NOTHING}\n"]
+    return "\n".join([*text, "## Tokens should be fast", "", *recommend_speed(tables)])
+
+
+def format_columns(columns: Sequence[Column]) -> list[str]:
+    """Return the recommendations of some columns as a table, and what it stands on."""
+    if not columns:
+        return [f"{NOTHING}\n"]
+    listed = [
+        TableColumn("bytes", "", lambda column: column.share),
+        TableColumn("may be best", "", lambda column: name_cells(column.leaders, len(column.cells))),
+        TableColumn("score", "", lambda column: format_score_interval(column.leaders[0])),
+        TableColumn("diff", "", lambda column: format_change(column.leaders[0], "difference")),
+        TableColumn("one reading", "", name_one_reading),
+        TableColumn("part", "", lambda column: column.section.part),
+    ]
+    places = dict.fromkeys(name_place(column.section, f"{len(column.cells)} cells compared") for column in columns)
+    return [*format_markdown(listed, columns), "", wrap(f"*({'; '.join(places)})*"), ""]
+
+
+def name_cells(leaders: Sequence[Line], count: int) -> str:
+    """Return the labels of cells that may be the best of `count`, or how many there are if they are many."""
+    if len(leaders) > FEW:
+        return f"any of {len(leaders)} of {count} cells"
+    return join_words([line["label"] for line in leaders], "or")
+
+
+def name_one_reading(column: Column) -> str:
+    """Return the cells that may be the best of those that read each prompt once."""
+    once = [line for line in column.cells if line["method"] not in TWICE]
+    if not once:
+        return ""
+    if len(once) == len(column.cells):
+        return "the same"
+    leaders = list_leaders(once)
+    if len(leaders) > FEW:
+        many = f"any of {len(leaders)} of {len(once)} cells"
+        return f"{many}; {leaders[0]['label']} scores {format_number(leaders[0]['score'])}"
+    return f"{name_cells(leaders, len(once))}: {format_number(leaders[0]['score'])}"
+
+
+def recommend_task(section: Section, margin: float) -> list[str]:
+    """Return what a section of another kind of task recommends, for each budget at which cells can be compared."""
+    smaller = list_smaller(section)
+    if not smaller:
+        return []
+    text = [f"{wrap(f'*Question {section.question}.* {describe_smaller(section, smaller, margin)}')}\n"]
+    columns = [column for budget in list_budgets(section.cells) if (column := choose_budget(section, budget))]
+    return [
+        *text,
+        *(format_columns(columns[::-1]) if columns else [wrap(f"*({name_place(section, 'all cells')})*"), ""]),
+    ]
+
+
+def choose_budget(section: Section, budget: float) -> Column | None:
+    """Return the column of a section with this budget, if it has two cells of like bytes."""
+    column = choose_column([section], budget, REACH)
+    return column if column is not None and column.budget == budget else None
+
+
+def recommend_speed(tables: Sequence[CostTable]) -> list[str]:
+    """Return which cells decode a token fastest."""
+    fastest = find_fastest(tables)
+    if fastest is None:
+        return [f"{NOTHING}\n"]
+    table, rows = fastest
+    named = [f"{row['128k ms']} ms ({row['']}; {row[RATIO]} of the full cache)" for row in rows]
+    text = (
+        f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, a token takes least in these cells: "
+        f"{join_words(named, 'and')}. The time of a token follows from the bytes that it reads, so most methods "
+        "that keep as much take as long. [What methods cost](results-cost.md) has all of them, and what they add to "
+        "the first token."
+    )
+    return [f"{wrap(text)}\n"]

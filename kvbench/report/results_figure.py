@@ -1,0 +1,148 @@
+"""Draw the figure of docs/results.md: score over measured bytes, with ties as bands.
+
+It shows the section of the main protocol with most cells, with the question visible. A band spans a class of evicting
+cells that hold like bytes: from the lowest to the highest score of those that may be the best of the class. Up to NAMED
+labels of cells on the front by bytes, or that may be the best, have colours and stand in the key; other cells are grey.
+Methods that read few of many rows lie at the bytes that they hold, and have hollow marks.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from kvbench.analysis.result_lines import Line
+from kvbench.report import charts, print_charts
+from kvbench.report.figures import INCHES
+from kvbench.report.print_charts import POINTS, Drawing
+from kvbench.report.results_cells import (
+    EVICTING,
+    READING,
+    Section,
+    classify,
+    find_front,
+    list_budgets,
+    list_leaders,
+    list_methods,
+    split_classes,
+)
+from kvbench.report.results_conclusions import choose_question
+from kvbench.report.results_text import format_budget
+from kvbench.report.style import choose_styles
+
+FIGURE = "results"  # name of the picture
+HEIGHT = 300  # pixels
+NAMED = 10  # cells' labels in the key at most
+GREY = "#9aa0a6"
+BAND = "#56B4E9"
+SPREAD = 1.07  # by which a band is wider than its cells
+
+
+def choose_figure(sections: Sequence[Section]) -> Section | None:
+    """Return the section that the figure shows; None if there is none."""
+    visible = choose_question(sections, "visible")
+    return max(visible, key=lambda section: len(section.cells)) if visible else None
+
+
+def draw_figure(section: Section) -> str:
+    """Return the SVG of the figure."""
+    pixels = 72 * INCHES["tasks"] / POINTS
+    drawing = make_drawing(section, pixels)
+    full = section.full
+    panel = {"model": full["model"], "task": full["task"], "question": full["question"], "notes": []}
+    panel["also"] = [text for text in [full["protocol"]] if text]
+    return print_charts.render_svg(drawing, pixels, print_charts.title_panel(panel, drawing.about, pixels))[0]
+
+
+def make_drawing(section: Section, pixels: float) -> Drawing:
+    """Return the chart of a section, at most `pixels` wide."""
+    classes = list_classes(section)
+    leaders = [line for cells in classes for line in list_leaders(cells)]
+    named = name_labels(find_front(list_methods(section.cells)), leaders)
+    styles = dict(zip(named, choose_styles(list(named.values())), strict=True))
+    rows = [describe_point(line, styles) for line in list_methods(section.cells)]
+    bands = [describe_band(cells) for cells in classes]
+    full = {name: section.full[name] for name in ("score", "score_low", "score_high")}
+    key = [{"label": label, **style, "dash": None} for label, style in styles.items()]
+    key += [
+        print_charts.FULL_KEY,
+        {"label": "other cells", "colour": GREY, "shape": "circle", "dash": None},
+        {"label": "band: may be the best of these bytes", "colour": BAND, "shape": "square", "dash": None},
+    ]
+    about = [section.full["average"], f"{section.samples} samples a cell"]
+
+    def chart(width: float) -> alt.LayerChart:
+        return chart_ties(min(row["share"] for row in rows)).properties(width=width, height=HEIGHT)
+
+    return Drawing(rows, {"cells": rows, "bands": bands, "whole": [full]}, chart, 1, (80, pixels), key, about)
+
+
+def list_classes(section: Section) -> list[list[Line]]:
+    """Return the classes of evicting cells of one budget and like bytes that have two cells at least."""
+    evicting = section.list_cells(EVICTING)
+    columns = [[line for line in evicting if line["budget"] == budget] for budget in list_budgets(evicting)]
+    return [cells for column in columns for cells in split_classes(column) if len(cells) > 1]
+
+
+def name_labels(front: Sequence[Line], leaders: Sequence[Line]) -> dict[str, str]:
+    """Return label -> method of the cells that the key names: those on the front, then those that may often be best."""
+    labels = [line["label"] for line in leaders]
+    best = {line["label"]: line["score"] for line in sorted(leaders, key=lambda line: line["score"])}
+    ordered = sorted(best, key=lambda label: (-labels.count(label), -best[label], label))
+    first = dict.fromkeys([line["label"] for line in front] + ordered)
+    methods = {line["label"]: line["method"] for line in (*front, *leaders)}
+    return {label: methods[label] for label in list(first)[:NAMED]}
+
+
+def describe_point(line: Line, styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers and the look of a cell."""
+    style = styles.get(line["label"], {"colour": GREY, "shape": "circle"})
+    return {
+        "label": line["label"],
+        "budget": format_budget(line["budget"]),
+        "share": line["bytes_held"],
+        "kind": classify(line),
+        "named": line["label"] in styles,
+        **{name: line[name] for name in ("score", "score_low", "score_high", "n")},
+        "colour": style["colour"],
+        "shape": style["shape"],
+    }
+
+
+def describe_band(cells: Sequence[Line]) -> dict[str, float]:
+    """Return the ends of a class's band."""
+    shares = [line["bytes_held"] for line in cells]
+    scores = [line["score"] for line in list_leaders(cells)]
+    ends = {"share_low": min(shares) / SPREAD, "share_high": max(shares) * SPREAD}
+    return ends | {"score_low": min(scores) - 1, "score_high": max(scores) + 1}
+
+
+def chart_ties(least: float) -> alt.LayerChart:
+    """Return the chart of the tables `cells`, `bands` and `whole`.
+
+    Args:
+        least: Smallest share of the bytes.
+    """
+    scale = alt.Scale(type="log", domain=[least, 1], nice=False, padding=14)
+    x = alt.X("share:Q", title=charts.BYTES, scale=scale, axis=alt.Axis(format="~%", values=charts.SHARES, grid=False))
+    score = alt.Y("score:Q", title="Score", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
+    low, high = alt.Y("score_low:Q", title="Score"), alt.Y2("score_high:Q")
+    bands = alt.Chart(alt.NamedData(name="bands")).mark_rect(color=BAND, opacity=0.3)
+    whole = alt.Chart(alt.NamedData(name="whole"))
+    base = alt.Chart(alt.NamedData(name="cells")).encode(x=x)
+    named = base.transform_filter("datum.named")
+    line = named.transform_filter(f"datum.kind === '{EVICTING}'").mark_line(strokeWidth=1, opacity=0.6)
+    reading = f"datum.kind === '{READING}'"
+    others = base.transform_filter("!datum.named").encode(y=score, color=charts.COLOUR)
+    points = named.encode(y=score, color=charts.COLOUR, shape=charts.SHAPE)
+    return charts.stack_layers(
+        whole.mark_rect(color=charts.FULL, opacity=0.06).encode(y=low, y2=high),
+        bands.encode(x=alt.X("share_low:Q", title=charts.BYTES, scale=scale), x2="share_high:Q", y=low, y2=high),
+        whole.mark_rule(color=charts.FULL, strokeDash=charts.FULL_DASH).encode(y=score),
+        others.transform_filter(f"!({reading})").mark_point(filled=True, size=22, opacity=0.55),
+        others.transform_filter(reading).mark_point(filled=False, size=30, opacity=0.8),
+        line.encode(y=score, color=charts.COLOUR, detail="label:N"),
+        named.mark_rule(strokeWidth=1.2, opacity=0.5).encode(y=low, y2=high, color=charts.COLOUR),
+        points.transform_filter(f"!({reading})").mark_point(filled=True, size=60, opacity=1),
+        points.transform_filter(reading).mark_point(filled=False, size=70, opacity=1),
+    )

@@ -1,0 +1,54 @@
+"""Say what the results of a study cannot tell, by the models that were measured."""
+
+from collections.abc import Sequence
+
+from kvbench.report.results_cells import MODELS, Section
+from kvbench.report.results_text import join_words, wrap
+
+ABOUT = {  # model -> what it is, in a few words
+    "smollm2_long": "SmolLM2-135M, tuned to the tasks",
+    "smollm2": "SmolLM2-135M",
+    "reference": "the embedded model",
+}
+LIMITS = {  # model -> what its numbers cannot tell
+    "smollm2_long": (
+        "SmolLM2-135M with the factors of `smollm2_long` is an instrument tuned to the task family: it was trained "
+        "on other samples of the same kinds of tasks so that it can do them ([its page](smollm2.md)). It is no "
+        "evidence about large models. Its weights were quantised to 4 bits before kvbench got them."
+    ),
+    "smollm2": (
+        "SmolLM2-135M is a very small model, and its weights were quantised to 4 bits before kvbench got them ([its "
+        "page](smollm2.md)). It finds single values in a text. It hardly follows chains of them, counts words or "
+        "answers questions about texts, so its tables are about finding values."
+    ),
+    "reference": (
+        "The embedded model was trained by kvbench on tasks like these. Its tables test the harness and show what a "
+        "method or codec does in this model. They are no evidence about others."
+    ),
+}
+ALWAYS = (
+    "Larger models spread what they know about a text over more layers and heads. How methods rank here is "
+    "therefore no evidence about how they rank at 8 billion parameters, and neither are the sizes of the "
+    "differences. What does carry over is how many samples it takes to tell methods apart, and that a score "
+    "without an interval is not a comparison.",
+    "Generated texts replace the benchmarks' own in most parts, so scores cannot be compared with published "
+    "ones ([which](results-measured.md)). Scores say nothing about time ([cost](results-cost.md)). Different "
+    "sentences are not simultaneous: each holds with 95 % confidence by itself.",
+)
+
+
+def list_models(sections: Sequence[Section]) -> list[str]:
+    """Return the models of a study, those of MODELS first."""
+    models = dict.fromkeys(section.model for section in sections)
+    return [*(model for model in MODELS if model in models), *(model for model in models if model not in MODELS)]
+
+
+def describe_models(sections: Sequence[Section]) -> str:
+    """Return the models of a study as an English list."""
+    return join_words([ABOUT.get(model, model) for model in list_models(sections)], "and")
+
+
+def format_limits(sections: Sequence[Section]) -> list[str]:
+    """Return the paragraphs of what the results of these models cannot tell."""
+    texts = [LIMITS[model] for model in list_models(sections) if model in LIMITS]
+    return [f"{wrap(text)}\n" for text in (*texts, *ALWAYS)]

@@ -1,0 +1,76 @@
+"""Write docs/results-measured.md: what was measured, where, with which code, and what of it is not finished."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvbench.analysis.result_lines import Line
+from kvbench.analysis.text_table import Column, format_markdown, format_number
+from kvbench.config.compose import expand_cells
+from kvbench.config.tiers import Tier, read_tiers
+from kvbench.report.results_cells import describe_protocol, is_full, list_methods, split_protocols
+from kvbench.report.results_text import join_words, wrap
+
+COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
+SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
+
+
+def describe_origin(parts: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Return what was measured, where, and with which code."""
+    known = read_tiers()
+
+    def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int, str]:
+        name, lines = item
+        title = known[name].title if name in known else ""
+        return name, title, len(lines), sum(line["n"] for line in lines), join_values(lines, "machine")
+
+    columns = [
+        Column("part", "", lambda row: row[0]),
+        Column("", "what", lambda row: row[1]),
+        Column("", "cells", lambda row: f"{row[2]:,}"),
+        Column("", "answers", lambda row: f"{row[3]:,}"),
+        Column("", "command", lambda row: f"python -m kvbench dev measured {row[0]}"),
+        Column("", "measured on", lambda row: row[4]),
+    ]
+    lines = [line for lines in parts.values() for line in lines]
+    dtype, torch, transformers, code = (join_values(lines, name) for name in ("dtype", "torch", "transformers", "code"))
+    sentence = f"Measured in {dtype}, with torch {torch} and transformers {transformers}, by code {code}. "
+    sentence += "conf/measured.yaml lists the sweeps."
+    warnings = dict.fromkeys(warning for line in lines for warning in SENTENCE.split(line["warnings"] or "") if warning)
+    paragraphs = sentence, describe_unfinished(parts, known), describe_versions(parts), " ".join(warnings)
+    notes = [f"\n{wrap(text)}" for text in paragraphs if text]
+    return [*format_markdown(columns, [*map(describe, parts.items())]), *notes]
+
+
+def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, Tier]) -> str:
+    """Return which parts have fewer cells than conf/measured.yaml lists; empty if none has."""
+    texts = []
+    for name, lines in parts.items():
+        sweeps = known[name].list_sweeps(Path("results")) if name in known else []
+        planned, measured = sum(len(expand_cells(sweep)) for sweep in sweeps), len(list_methods(lines))
+        if measured < planned:
+            texts.append(f"Part {name} is not finished: {measured} of its {planned} cells of methods were measured.")
+    return " ".join(texts)
+
+
+def join_values(lines: Sequence[Line], name: str) -> str:
+    """Return what lines have in a column, each value once and commits shortened."""
+    known = {COMMIT.sub(r"\1", str(line[name])) for line in lines if line[name]}
+    return join_words(sorted(known) or ["unknown"], "and")
+
+
+def describe_versions(parts: Mapping[str, Sequence[Line]]) -> str:
+    """Return what the full cache scores where parts of a protocol have other code or GPUs; empty if it is the same."""
+    texts = []
+    for protocol, cells in split_protocols([line for lines in parts.values() for line in lines if is_full(line)]):
+        scores = sorted({line["score"] for line in cells})
+        if len(scores) > 1 and len({(line["code"], line["machine"]) for line in cells}) > 1:
+            bounds = f"{format_number(scores[0])} to {format_number(scores[-1])}"
+            texts.append(f"{bounds} ({describe_protocol(protocol)})")
+    if not texts:
+        return ""
+    return (
+        f"The full cache scores {join_words(texts, 'and')}, depending on the part. These parts were measured with "
+        "different kernels or GPUs, which add up numbers of 16 bits in other orders, and a few answers change with "
+        "that. All cells of a part have the same kernels and GPU: compare a method with the cells of its own part."
+    )

@@ -1,0 +1,280 @@
+"""Write the tables of the pages of results, and the sentences about them.
+
+Rows go by the mean score over the budgets of a table, the highest first, and the full cache is last. Tables of points
+go by bytes, the fewest first.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvbench.analysis.joint_signs import find_margin, sign_known_intervals
+from kvbench.analysis.result_lines import Line
+from kvbench.analysis.text_table import Column, format_interval, format_markdown, format_number, format_percent
+from kvbench.report.results_cells import (
+    ALL,
+    EVICTING,
+    POINT,
+    READING,
+    Section,
+    arrange,
+    classify,
+    count_signs,
+    count_with_files,
+    find_front,
+    is_decided,
+    is_kept,
+    list_budgets,
+    list_methods,
+    pair_equal_bytes,
+    sign_cells,
+    split_classes,
+)
+from kvbench.report.results_text import (
+    format_budget,
+    format_change,
+    format_difference,
+    format_divergence,
+    format_ranks,
+    format_score,
+    format_share,
+    join_words,
+    wrap,
+)
+
+WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
+FEW = 3  # methods that a sentence names in any case
+JOINT = " These signs hold together with 95 % confidence."
+MORE = (
+    "Scores are higher than without the {} in {{more}} of {{count}} cells and lower in {{less}}; in {{same}} neither "
+    "is shown." + JOINT
+)
+CHANGES = {  # key of GAINS -> sentence with the numbers of cells that score less, more, or the same
+    "question_gain": "Scores fall in {less} of {count} cells when the cache is cut before the question is known, rise "
+    f"in {{more}}, and in {{same}} neither is shown.{JOINT}",
+    "allocator_gain": MORE.format("allocator"),
+    "codec_gain": MORE.format("codec"),
+}
+FILES = """\
+A cell is on a *front* if no other cell holds fewer bytes and scores as much. One front goes by the bytes of a cache,
+the other one by the bytes *with files*: those of the cache and of the files that a method or codec needs beside the
+model, as if they served a single prompt. All prompts share them. *In all* also counts what a method keeps beside the
+rows, such as positions and codes; older measurements do not say it. A table lists the cells on either front and all
+others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
+EQUAL_BYTES = """\
+A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most 5 %. The
+interval of *gain* follows from those of the two scores and takes them as independent. They are of the same samples, so
+it is wider than a paired one would be."""
+POINTS = (
+    "These cells are points at their measured bytes: a codec packs the rows, or the method decides how many rows stay."
+)
+READERS = (
+    "In these cells a token reads only some of the rows that the cache holds. The budget is the share that it should "
+    "read, and *rows* is the share that was read."
+)
+
+
+def format_section(section: Section, margin: float) -> list[str]:
+    """Return the sentences and tables of a section."""
+    text = [f"{wrap(sentence)}\n" for sentence in describe_separation(section, margin)]
+    text += [*format_scores(section, EVICTING, margin), ""]
+    readers = format_scores(section, READING, margin)
+    if readers:
+        text += [wrap(" ".join([READERS, *describe_holders(section)])), "", *readers, ""]
+    return [*text, *format_points(section, margin)]
+
+
+def describe_separation(section: Section, margin: float) -> list[str]:
+    """Return sentences about each budget: which pairs of a class differ, which cells may be best, which are no worse.
+
+    The cells that are compared with the full cache are the evicting ones, or all if there are none. Budgets of which
+    the same can be said share a sentence.
+    """
+    budgets_by_text: dict[str, list[str]] = {}
+    for budget in list_budgets(section.cells):
+        column = [line for line in list_methods(section.cells) if line["budget"] == budget]
+        if len(column) < 2:
+            continue
+        ranked = [text for alike in split_classes(column) if (text := describe_ranks(alike))]
+        evicting = [line for line in column if classify(line) == EVICTING]
+        compared = compare_to_full(evicting or column, section.full, margin)
+        budgets_by_text.setdefault(" ".join([*ranked, compared]), []).append(format_budget(budget))
+    return [f"**{join_words(budgets, 'or')} kept.** {text}" for text, budgets in budgets_by_text.items()]
+
+
+def describe_ranks(cells: Sequence[Line]) -> str:
+    """Return how many pairs of a class can be told apart, and which cells may be its best.
+
+    It is empty for a single cell, and for lines of older versions, whose ranks are not those of a class.
+    """
+    name = cells[0].get("rank_class")
+    if len(cells) < 2 or name is None:
+        return ""
+    apart, pairs = sum(line["rank_first"] - 1 for line in cells), len(cells) * (len(cells) - 1) // 2
+    first = [line["label"] for line in cells if line["rank_first"] == 1]
+    named = len(first) <= max(FEW, len(cells) / 2)
+    best = f"The best may be {join_words(first, 'or')}." if named else f"Any of {len(first)} cells may be the best."
+    return f"{apart} of {pairs} pairs of cells at {name} can be told apart. {best}"
+
+
+def compare_to_full(column: Sequence[Line], full: Line, margin: float) -> str:
+    """Return how many cells of a column are no worse than the full cache, how many score less, and the others."""
+    bound = find_margin(full["score"], margin)
+    held = [is_kept(line, full, margin) for line in column]
+    less = sum(sign < 0 and not kept for sign, kept in zip(sign_cells(column, "difference"), held, strict=True))
+    count = f"{sum(held)} of {len(column)} cells {'is' if sum(held) == 1 else 'are'} shown to lose at most"
+    left = len(column) - sum(held) - less
+    rest = f", and for {left} neither is shown" if left else ""
+    others = f"{less} {'is' if less == 1 else 'are'}"
+    return f"{count} {bound:.1f} points against the full cache; {others} shown to score less{rest}."
+
+
+def describe_holders(section: Section) -> list[str]:
+    """Return a sentence about the methods that hold all bytes of the full cache; none if there are no such methods."""
+    held = [line for line in list_methods(section.cells) if line["bytes_held"] >= ALL and not is_decided(line)]
+    names = dict.fromkeys(line["label"] for line in held)
+    if not names:
+        return []
+    sentence = f"{join_words(list(names), 'and')} {'holds' if len(names) == 1 else 'hold'} all bytes of the full cache."
+    whole = {line["label"]: line.get("bytes_in_all") for line in held}
+    known = [f"{format_percent(share)} ({label})" for label, share in whole.items() if share is not None]
+    if known:
+        sentence += (
+            f" With what they keep beside the rows, such as codes and bounds, {join_words(known, 'and')} are held."
+        )
+    return [sentence]
+
+
+def format_scores(section: Section, kind: str, margin: float) -> list[str]:
+    """Return the table of the evicting or of the reading cells, with a column for each budget; empty without any.
+
+    Args:
+        section: The section.
+        kind: EVICTING or READING.
+        margin: Points by which a cell that is no worse than the full cache may score less.
+    """
+    cells, full = section.list_cells(kind), section.full
+    if not cells:
+        return []
+    rows, budgets = arrange(cells), list_budgets(cells)
+    ordered = sorted(rows, key=lambda label: -sum(line["score"] for line in rows[label].values()) / len(rows[label]))
+    rows[full["label"]] = dict.fromkeys(budgets, full)
+
+    def show(budget: float | int | str, write: Callable[[Line], str]) -> Callable[[str], str]:
+        return lambda label: write(rows[label][budget]) if budget in rows[label] else ""
+
+    columns = [Column("method", "", lambda label: label)]
+    share = ("bytes", "bytes_held") if kind == EVICTING else ("rows", "rows_attended")
+    for budget in budgets:
+        title = format_budget(budget)
+        columns.append(Column(title, "score", show(budget, lambda line: format_score(line, full, margin))))
+        if len(budgets) <= WIDE:
+            columns.append(Column(title, "diff", show(budget, lambda line: format_change(line, "difference"))))
+        columns.append(Column(title, share[0], show(budget, lambda line: format_share(line[share[1]]))))
+        if any(line.get("rank_class") for line in cells):
+            columns.append(Column(title, "ranks", show(budget, format_ranks)))
+        if len(budgets) <= WIDE and any(line["kl"] is not None for line in cells):
+            columns.append(Column(title, "KL", show(budget, format_divergence)))
+    return format_markdown(columns, [*ordered, full["label"]])
+
+
+def format_points(section: Section, margin: float) -> list[str]:
+    """Return the table of the cells with a codec or whose method decides how many rows stay; empty without any."""
+    points, full = section.list_cells(POINT), section.full
+    if not points:
+        return []
+    columns = [
+        Column("cell", "", lambda line: line["label"]),
+        Column("rows kept", "", lambda line: format_budget(line["budget"])),
+        Column("bytes", "", lambda line: format_percent(line["bytes_held"])),
+        Column("score", "", lambda line: format_score(line, full, margin)),
+        Column("diff", "", lambda line: format_change(line, "difference")),
+        Column("KL", "", format_divergence),
+    ]
+    ordered = sorted(points, key=lambda line: (line["bytes_held"], -line["score"], line["label"]))
+    return [wrap(POINTS), "", *format_markdown(columns, [*ordered, full]), ""]
+
+
+def format_gains(sections: Sequence[Section], gain: str) -> list[str]:
+    """Return what a key of GAINS changes; nothing if no cell was measured with and without it."""
+    text: list[str] = []
+    for section in sections:
+        changed = list_methods([line for line in section.cells if line[gain] is not None])
+        if not changed:
+            continue
+        signs = count_signs(changed, gain)
+        counted = CHANGES[gain].format(count=len(changed), less=signs[-1], more=signs[1], same=signs[0])
+        text += [wrap(f"**{section.title}.** {counted}"), "", *format_changes(changed, gain), ""]
+    return text
+
+
+def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
+    """Return a table of paired changes with 95 % intervals: labels down in their order, budgets across."""
+    rows = arrange(cells)
+    budgets = [*list_budgets(cells), *dict.fromkeys(line["budget"] for line in cells if is_decided(line))]
+
+    def show(budget: float | int | str) -> Callable[[str], str]:
+        return lambda label: format_change(rows[label][budget], gain) if budget in rows[label] else ""
+
+    columns = [Column("method", "", lambda label: label)]
+    columns += [Column(format_budget(budget), "", show(budget)) for budget in budgets]
+    return format_markdown(columns, sorted(rows))
+
+
+def format_bytes(sections: Sequence[Section]) -> list[str]:
+    """Return which cells hold the fewest bytes for their scores, where some have a codec or need files."""
+    text: list[str] = []
+    for section in sections:
+        cells = section.cells
+        files = [line for line in cells if count_with_files(line) > line["bytes_held"]]
+        if not files and all(line["codec"] == "raw" for line in cells):
+            continue
+        fronts = {"cache": find_front(cells), "with files": find_front(cells, count_with_files)}
+        listed = [line for line in cells if line in files or any(line in front for front in fronts.values())]
+        packed = [line for line in fronts["cache"] if line["codec"] != "raw"]
+        sentence = (
+            f"**{section.title}.** {len(fronts['cache'])} of {len(cells)} cells are on the front by bytes held, "
+            f"{len(packed)} of them with a codec, and {len(fronts['with files'])} on the front with files."
+        )
+        text += [wrap(sentence), ""]
+
+        def name_fronts(line: Line, fronts: Mapping[str, Sequence[Line]] = fronts) -> str:
+            fronts_of_line = [name for name, front in fronts.items() if line in front]
+            return "both" if len(fronts_of_line) == len(fronts) else "".join(fronts_of_line)
+
+        columns = [
+            Column("cell", "", lambda line: line["label"]),
+            Column("budget", "", lambda line: format_budget(line["budget"])),
+            Column("bytes held", "", lambda line: format_percent(line["bytes_held"])),
+            Column("with files", "", lambda line: format_share(line["bytes_with_files"])),
+            Column("in all", "", lambda line: format_share(line.get("bytes_in_all"))),
+            Column("score", "", lambda line: format_number(line["score"])),
+            Column("95 %", "", lambda line: format_interval(line["score_low"], line["score_high"])),
+            Column("front", "", name_fronts),
+        ]
+        text += [*format_markdown(columns, sorted(listed, key=lambda line: (line["bytes_held"], -line["score"]))), ""]
+    return [FILES, "", *text] if text else []
+
+
+def format_equal_bytes(sections: Sequence[Section]) -> list[str]:
+    """Return tables of the pairs of cells of a method with and without a codec at equal bytes; empty without any."""
+    text: list[str] = []
+    for section in sections:
+        pairs = pair_equal_bytes(section)
+        if not pairs:
+            continue
+        signs = sign_known_intervals([pair.change for pair in pairs])
+        sentence = (
+            f"**{section.title}.** The cell with the codec scores more in {signs.count(1)} of {len(pairs)} pairs and "
+            f"less in {signs.count(-1)}; in {signs.count(0)} neither is shown.{JOINT}"
+        )
+        columns = [
+            Column("cell with a codec", "", lambda pair: pair.coded["label"]),
+            Column("its rows", "", lambda pair: format_budget(pair.coded["budget"])),
+            Column("raw rows", "", lambda pair: format_budget(pair.raw["budget"])),
+            Column("bytes", "", lambda pair: format_percent(pair.coded["bytes_held"])),
+            Column("score", "", lambda pair: format_number(pair.coded["score"])),
+            Column("raw score", "", lambda pair: format_number(pair.raw["score"])),
+            Column("gain", "", lambda pair: format_difference(*pair.change)),
+        ]
+        ordered = sorted(pairs, key=lambda pair: (pair.raw["budget"], -pair.change[0], pair.coded["label"]))
+        text += [wrap(sentence), "", *format_markdown(columns, ordered), ""]
+    return [EQUAL_BYTES, "", *text] if text else []

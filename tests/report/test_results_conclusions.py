@@ -1,0 +1,196 @@
+"""The conclusions of docs/results.md and the advice of docs/which-method.md follow from the lines by their rules."""
+
+import re
+
+import pytest
+
+from kvbench.report.results_cells import Section, classify, list_leaders, pair_equal_bytes, split_sections
+from kvbench.report.results_choice import format_choice
+from kvbench.report.results_conclusions import (
+    choose_column,
+    choose_protocol,
+    conclude_best,
+    conclude_codecs,
+    conclude_hidden,
+    conclude_long,
+    conclude_no_worse,
+    draw_conclusions,
+)
+from kvbench.report.results_figure import choose_figure, describe_band, make_drawing, name_labels
+from kvbench.report.results_limits import format_limits
+from tests.support.measured_lines import make_full, make_line, rank
+
+
+def make_class(*ranks: tuple[int, int], **changed) -> list[dict]:
+    """Three cells of 20 % of the bytes that score 80, 70 and 10."""
+    scores = {"kvzip": 80.0, "tova": 70.0, "random": 10.0}
+    return rank([make_line(label, 0.2, score, **changed) for label, score in scores.items()], *ranks)
+
+
+def split(**parts: list[dict]) -> list[Section]:
+    return split_sections({part: [make_full(), *lines] for part, lines in parts.items()})
+
+
+BEST, TIED, MANY = ((1, 1), (2, 2), (3, 3)), ((1, 2), (1, 2), (3, 3)), ((1, 3), (1, 3), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "headline"),
+    [
+        (BEST, "With 20 % of the bytes and the question in sight, `kvzip` scores most."),
+        (TIED, "in sight, `kvzip` or `tova` scores most, and the samples do not tell which."),
+    ],
+)
+def test_the_best_is_named_only_as_far_as_the_ranks_tell(ranks, headline):
+    best = conclude_best(split(a=make_class(*ranks)), 3.0)
+    assert best.headline.endswith(headline)
+    assert "scores 80.0 [75.0, 85.0], -10.0 [-15.0, -5.0] against the full cache's 90.0;" in best.text
+    assert (
+        best.cells == "part a, smollm2, ruler length 4096, question visible, 120 samples a cell: raw rows, budget 20 %"
+    )
+    assert "reads each prompt twice; `tova` has the highest score of those that read it once, 70.0 [65.0," in best.text
+
+
+def test_a_best_method_that_may_be_any_of_many_is_not_named():
+    cells = [make_line(label, 0.2, 50.0) for label in ("snapkv", "tova", "h2o", "knorm", "sink")]
+    best = conclude_best(split(a=rank(cells, *[(1, 4)] * 4, (5, 5))), 3.0)
+    assert best.headline.endswith("no best method can be named: any of 4 of 5 cells may be it.")
+    assert "1 of the 5 cells at these bytes is shown not to be the best." in best.text
+
+
+def test_a_conclusion_stands_on_the_first_model_and_on_its_part_with_most_samples():
+    few, many = make_class(*BEST), make_class(*TIED, n=400)
+    sections = split_sections(
+        {
+            "a": [make_full(), *few],
+            "b": [make_full(n=400), *many],
+            "c": [line | {"model": "reference", "n": 9000} for line in (make_full(), *few)],
+            "d": [line | {"protocol": "length 8192", "n": 500} for line in (make_full(), few[0])],
+            "e": [line | {"task": "scbench", "n": 900} for line in (make_full(), *few)],
+        }
+    )
+    assert [section.part for section in choose_protocol(sections)] == ["a", "b"]
+    assert choose_column(choose_protocol(sections)).section.part == "b"
+    assert choose_column(choose_protocol(sections), 0.3, reach=0.1) is None
+    longer = [line | {"model": "smollm2_long"} for line in (make_full(), *few)]
+    assert {section.part for section in choose_protocol([*sections, *split_sections({"f": longer})])} == {"f"}
+
+
+def test_hiding_the_question_is_counted_jointly():
+    gains = {"question_gain": -30.0, "question_gain_low": -40.0, "question_gain_high": -20.0}
+    hidden = [line | gains | {"question": "hidden"} for line in make_class(*BEST)]
+    hidden[1] |= {"question_gain": -2.0, "question_gain_low": -9.0, "question_gain_high": 5.0}
+    hidden[2] |= {"question_gain": -2.0, "question_gain_low": -4.0, "question_gain_high": -0.1}
+    lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
+    sentence = conclude_hidden(split_sections({"a": lines}), 3.0)
+    assert "lowers the score in 1 of 3 cells (jointly at 95 %)." in sentence.headline
+    assert sentence.text.startswith("`kvzip` changes most: -30.0 [-40.0, -20.0].")
+    assert conclude_hidden(split(a=make_class(*BEST)), 3.0) is None
+
+
+def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
+    coded = make_line("tova · int4", 0.71, 90.0, codec="int4", bytes_held=0.205)
+    other = make_line("sink · int4", 0.71, 90.0, codec="int4", bytes_held=0.205)
+    larger = coded | {"budget": 0.8, "bytes_held": 0.23}
+    whole = make_line("full · int4", 1.0, 90.0, codec="int4", bytes_held=0.2)
+    [section] = split(a=[*make_class(*BEST), coded, other, larger, whole])
+    [pair] = pair_equal_bytes(section)
+    assert (pair.coded, pair.raw["label"]) == (coded, "tova")
+    assert pair.change == pytest.approx((20.0, 20.0 - 50**0.5, 20.0 + 50**0.5))
+    sentence = conclude_codecs([section], 3.0)
+    assert "in 1 of 1 pairs, and lose in 0 (jointly" in sentence.headline
+    assert "`tova · int4` with 71 % of the rows against 20 % raw ones, at 20.5 % of the bytes: +20.0" in sentence.text
+    assert conclude_codecs(split(a=make_class(*BEST)), 3.0) is None
+
+
+def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():
+    small = make_line("snapkv", 0.1, 89.0, low=-4.0)
+    middle, large = (make_line("snapkv", budget, 89.0, low=-2.5) for budget in (0.5, 0.75))
+    holder = make_line("quest", 0.1, 90.0, low=-1.0, bytes_held=1.0)
+    shown = conclude_no_worse(split(a=[small, middle, large, holder]), 3.0)
+    assert shown.headline == "50 % of the bytes can be enough: `snapkv` is shown to lose at most 3.0 points."
+    assert "So do 2 of 3 cells" in shown.text and shown.cells.endswith("`snapkv`, budget 50 %")
+    unknown = conclude_no_worse(split(a=[small, make_line("snapkv", 0.5, 70.0)]), 3.0)
+    assert unknown.headline == "No cell that holds fewer bytes than the full cache is shown to lose at most 3.0 points."
+    assert "Of 2 cells, `snapkv` with 10 % of the bytes comes nearest: 89.0" in unknown.text
+    assert conclude_no_worse(split(a=[holder]), 3.0) is None
+
+
+def test_long_answers_and_several_turns_share_a_conclusion():
+    turns = [line | {"task": "scbench", "question": "hidden"} for line in (make_full(), *make_class(*BEST))]
+    answers = [line | {"task": "ledger"} for line in (make_full(), make_line("tova", 0.2, 89.0, low=-2.0))]
+    both = conclude_long(split_sections({"h": turns, "l": answers}), 3.0)
+    assert both.headline == (
+        "Scores are shown to fall in 0 of 1 cells with long answers and in 3 of 3 cells with several turns (jointly at "
+        "95 % each)."
+    )
+    assert (
+        "On `ledger` the full cache scores 90.0 [85.0, 95.0]; 1 cell is shown to lose at most 3.0 points" in both.text
+    )
+    assert "no cell is shown to lose at most 3.0 points, and `kvzip` with 20 % of the bytes scores most" in both.text
+    assert "several turns" not in conclude_long(split_sections({"l": answers}), 3.0).headline
+    assert draw_conclusions(split_sections({"l": answers}), 3.0) == [conclude_long(split_sections({"l": answers}), 3.0)]
+
+
+def test_a_part_of_a_class_and_older_ranks_rule_out_what_is_beaten_for_certain():
+    cells = make_class((1, 1), (2, 3), (2, 3))
+    assert [line["label"] for line in list_leaders(cells)] == ["kvzip"]
+    assert [line["label"] for line in list_leaders(cells[1:])] == ["tova", "random"]
+    older = [line | {"rank_class": None, "rank_of": None} for line in make_class((1, 2), (2, 3), (3, 9))]
+    assert [line["label"] for line in list_leaders(older)] == ["kvzip", "tova"]
+
+
+def test_cells_that_read_few_of_their_rows_are_a_kind_of_their_own():
+    assert classify(make_line("quest", 0.2, 50.0, rows_kept=1.0, rows_attended=0.2)) == "reading"
+    assert classify(make_line("deltakv", 0.2, 50.0, codec="delta", rows_kept=1.0, rows_attended=0.2)) == "reading"
+    assert classify(make_line("tova", 0.2, 50.0, codec="int4")) == "point"
+    assert classify(make_line("dms_threshold", "threshold=-3", 50.0)) == "point"
+    assert classify(make_line("tova", 0.2, 50.0, rows_attended=None)) == "evicting"
+
+
+def test_advice_names_what_may_be_best_and_what_was_not_measured():
+    text = format_choice(split(a=make_class(*TIED)), [], 3.0)
+    needs = dict(re.findall(r"^## (.*)\n\n((?:(?!## ).*\n?)*)", text, re.MULTILINE))
+    seen = needs["The question is known when the cache is cut"]
+    assert "| 20 % | kvzip or tova | 80.0 \\[75.0, 85.0\\] | -10.0 \\[-15.0, -5.0\\] | tova: 70.0 | a |" in seen
+    assert "(part a, smollm2, ruler length 4096, question visible, 120 samples a cell: 3 cells compared)" in seen
+    nothing = ("The question is not known yet", "Answers are long", "A context gets several questions")
+    assert [needs[title].strip() for title in (*nothing, "Tokens should be fast")] == 4 * [
+        "Nothing was measured for this yet."
+    ]
+    assert "no evidence about how they rank" in " ".join(text.split())
+
+
+def test_limits_are_those_of_the_models_that_were_measured():
+    def limits(*models: str) -> str:
+        lines = [make_full(model=model) for model in models]
+        return " ".join(" ".join(format_limits(split_sections({"a": lines}))).split())
+
+    tuned, plain = "an instrument tuned to the task family", "SmolLM2-135M is a very small model"
+    assert tuned in limits("smollm2_long") and "no evidence about large models" in limits("smollm2_long")
+    assert tuned not in limits("smollm2") and plain in limits("smollm2") and plain not in limits("smollm2_long")
+    assert limits("smollm2", "reference").index(plain) < limits("smollm2", "reference").index("The embedded model was")
+    assert "at 8 billion parameters" in limits("llama")
+
+
+def test_the_figure_shows_ties_as_bands():
+    [section] = split(a=[*make_class(*TIED), make_line("quest", 0.2, 60.0, bytes_held=1.0, rows_kept=1.0)])
+    cells = make_class(*TIED)
+    assert describe_band(cells) == pytest.approx(
+        {"share_low": 0.2 / 1.07, "share_high": 0.2 * 1.07, "score_low": 69.0, "score_high": 81.0}
+    )
+    front = [cells[2]]
+    assert list(name_labels(front, [cells[1], cells[0], cells[1]])) == ["random", "tova", "kvzip"]
+    assert choose_figure([section]) is section and choose_figure([]) is None
+    drawing = make_drawing(section, 600)
+    assert [(row["label"], row["named"], row["kind"]) for row in drawing.rows] == [
+        ("kvzip", True, "evicting"),
+        ("tova", True, "evicting"),
+        ("random", False, "evicting"),
+        ("quest", False, "reading"),
+    ]
+    assert [entry["label"] for entry in drawing.key][:2] == ["kvzip", "tova"] and drawing.about[
+        -1
+    ] == "120 samples a cell"
+    [layer, *_] = drawing.chart(500).to_dict(validate=False)["layer"]
+    assert layer["data"] == {"name": "whole"} and drawing.tables["bands"] == [describe_band(cells)]

@@ -1,0 +1,188 @@
+"""The tables of the pages of results, and the sentences about them, follow from the lines."""
+
+import pytest
+
+from kvbench.report.results_cells import EVICTING, count_signs, find_front, split_sections
+from kvbench.report.results_cost import find_fastest, format_costs, read_cost_tables
+from kvbench.report.results_pictures import shorten_label
+from kvbench.report.results_tables import (
+    compare_to_full,
+    describe_holders,
+    describe_separation,
+    format_bytes,
+    format_equal_bytes,
+    format_scores,
+    format_section,
+)
+from kvbench.report.results_text import format_ranks, format_score, wrap
+from tests.support.measured_lines import make_full, make_line, rank
+
+
+def split(*lines: dict):
+    [section] = split_sections({"a": [make_full(), *lines]})
+    return section
+
+
+def list_rows(lines: list[str]) -> list[list[str]]:
+    """The cells of a Markdown table, without its head."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][1:]
+
+
+def test_only_a_narrow_interval_shows_that_a_cell_is_no_worse():
+    full = make_full(score=20.4)
+    names = ("difference", "low", "high")
+    ends = (-11.5, -23.5, 0.5), (-0.4, -1.5, 0.7), (-20.0, -25.0, -15.0)
+    cells = [
+        make_line("tova", 0.2, score) | dict(zip(names, end, strict=True))
+        for score, end in zip((8.9, 20.0, 2.0), ends, strict=True)
+    ]
+    less = "1 of 3 cells is shown to lose at most 2.0 points against the full cache; 1 is shown to score less"
+    assert compare_to_full(cells, full, 3.0) == f"{less}, and for 1 neither is shown."
+    signed = [line | {"difference_sign": 0} for line in cells]
+    assert "; 0 are shown to score less, and for 2 neither is shown." in compare_to_full(signed, full, 3.0)
+    assert compare_to_full([cells[1]], full, 1.0).startswith("0 of 1 cells are shown to lose at most 1.0 points")
+    assert [format_score(line, full, 3.0) for line in (*cells, full)] == ["8.9", "20.0 ✓", "2.0", "20.4"]
+
+
+def test_only_cells_of_like_bytes_are_ranked_together():
+    column = [make_line(label, 0.2, score) for label, score in {"tova": 70.0, "snapkv": 60.0, "sink": 5.0}.items()]
+    alone = make_line("centroidkv", 0.2, 50.0, bytes_held=0.3)
+    ranked = [*rank(column, (1, 2), (1, 2), (3, 3)), *rank([alone], (1, 1), name="30.0% of the bytes")]
+    [sentence] = describe_separation(split(*ranked), 3.0)
+    assert "2 of 3 pairs of cells at 20.0% of the bytes can be told apart. The best may be tova or snapkv." in sentence
+    assert "30.0%" not in sentence and [format_ranks(line) for line in ranked] == [
+        *("1 to 2 of 3", "1 to 2 of 3", "3 of 3", "1 of 1"),
+    ]
+    older = [line | {"rank_class": None, "rank_of": None} for line in ranked]
+    [sentence] = describe_separation(split(*older), 3.0)
+    assert "pairs of cells" not in sentence and [format_ranks(line) for line in older] == [""] * 4
+
+
+def test_rows_go_by_their_mean_score_and_say_their_bytes():
+    cells = [make_line("sink", 0.2, 60.0), make_line("tova", 0.2, 50.0), make_line("tova", 0.5, 90.0)]
+    table = format_scores(split(*cells), EVICTING, 3.0)
+    head = "| method | 50 % score | 50 % diff | 50 % bytes | 20 % score | 20 % diff | 20 % bytes |"
+    assert table[0] == head and [row[0] for row in list_rows(table)] == ["tova", "sink", "full cache"]
+    assert [row[6] for row in list_rows(table)] == ["20.0%", "20.0%", "100.0%"]
+
+
+def test_tables_do_not_mix_kinds_of_cells():
+    """A reading cell holds all bytes, and a codec's or a threshold's bytes do not follow from the budget."""
+    reading = make_line("quest", 0.2, 80.0, bytes_held=1.0, rows_kept=1.0, rows_attended=0.2)
+    packed = make_line("tova · int4", 0.2, 70.0, codec="int4", bytes_held=0.06)
+    decided = make_line("dms_threshold", "threshold=-3", 75.0, bytes_held=0.3)
+    text = format_section(split(make_line("tova", 0.2, 70.0), reading, packed, decided), 3.0)
+    starts = [place for place, line in enumerate(text) if line.startswith("| ") and "|---" in text[place + 1]]
+    first, second, third = (
+        list_rows(text[start:end]) for start, end in zip(starts, [*starts[1:], len(text)], strict=True)
+    )
+    assert [row[0] for row in first] == ["tova", "full cache"]
+    assert [(row[0], row[3]) for row in second] == [("quest", "20.0%"), ("full cache", "100.0%")]
+    assert [row[:3] for row in third] == [
+        ["tova · int4", "20 %", "6.0%"],
+        ["dms\\_threshold", "threshold=-3", "30.0%"],
+        ["full cache", "100 %", "100.0%"],
+    ]
+    assert "quest holds all bytes" in " ".join(" ".join(text).split())
+
+
+def test_the_page_says_which_methods_hold_all_bytes():
+    cells = [make_line("quest", 0.2, 50.0, bytes_held=1.0, bytes_in_all=None), make_line("tova", 0.2, 50.0)]
+    assert describe_holders(split(cells[1])) == []
+    assert describe_holders(split(cells[0] | {"budget": "threshold=1"})) == []
+    assert describe_holders(split(*cells)) == ["quest holds all bytes of the full cache."]
+    [sentence] = describe_holders(split(cells[0] | {"bytes_in_all": 1.023}))
+    assert sentence.endswith("beside the rows, such as codes and bounds, 102.3% (quest) are held.")
+
+
+def test_falls_are_counted_jointly():
+    """Of twenty intervals, one excludes 0 by little, as chance lets one in twenty do."""
+    names = ("question_gain", "question_gain_low", "question_gain_high")
+    values = [(-10.0, -19.0, -1.0), *[(0.0, -5.0, 5.0)] * 18, (-50.0, -60.0, -40.0)]
+    cells = [dict(zip(names, value, strict=True)) for value in values]
+    assert count_signs(cells, "question_gain") == {-1: 1, 0: 19, 1: 0}
+    assert count_signs([line | {"question_gain_sign": -1} for line in cells], "question_gain")[-1] == 20
+
+
+def test_pairs_at_equal_bytes_have_a_table():
+    coded = make_line("tova · int4", 0.71, 90.0, codec="int4", bytes_held=0.2)
+    text = format_equal_bytes([split(make_line("tova", 0.2, 60.0), coded)])
+    assert "scores more in 1 of 1 pairs and less in 0; in 0 neither" in " ".join(" ".join(text).split())
+    assert list_rows(text) == [
+        ["tova · int4", "71 %", "20 %", "20.0%", "90.0", "60.0", "+30.0 \\[+22.9, +37.1\\]"],
+    ]
+    assert format_equal_bytes([split(make_line("tova", 0.2, 60.0))]) == []
+
+
+def test_the_front_has_no_cell_that_another_one_beats():
+    cells = [
+        {"bytes_held": held, "score": score} for held, score in ((0.5, 90), (0.2, 40), (0.2, 50), (0.4, 45), (1, 90))
+    ]
+    assert find_front(cells) == [{"bytes_held": 0.2, "score": 50}, {"bytes_held": 0.5, "score": 90}]
+
+
+def test_a_cell_that_needs_a_file_is_listed_and_may_be_on_one_front_only():
+    cells = [
+        make_line(label, 0.5, score, codec=codec, bytes_held=held, bytes_with_files=files)
+        for label, codec, held, files, score in (
+            ("cheap with its file", "delta", 0.2, 0.3, 80.0),
+            ("dear with its file", "delta", 0.3, 1.2, 85.0),
+            ("beaten", "delta", 0.4, 0.6, 70.0),
+            ("without a file", "raw", 0.5, None, 60.0),
+        )
+    ]
+    text = format_bytes([split(*cells)])
+    assert "3 of 5 cells are on the front by bytes held, 2 of them with a codec, and 2 on the front" in " ".join(
+        " ".join(text).split()
+    )
+    assert [(row[0], row[-1]) for row in list_rows(text)] == [
+        ("cheap with its file", "both"),
+        ("dear with its file", "cache"),
+        ("beaten", ""),
+        ("full cache", "both"),
+    ]
+
+
+def test_pictures_have_short_labels():
+    label = "full · delta · codec.stride=20 · codec.path=stride-20"
+    assert shorten_label(label) == "delta · stride=20 · stride-20" and shorten_label("snapkv · ada") == "snapkv · ada"
+
+
+def test_numbers_and_intervals_are_not_broken_between_lines():
+    for start in range(100, 120):
+        for text in ("95 %", "+3.0 [-1.0, +2.0]"):
+            assert text in wrap(f"{'x' * start} {text} of [a link, too](there)")
+
+
+TIMES = """\
+,32k ms published,32k ms measured,128k ms measured,128k over full measured
+full cache,,5.0,8.0,1.00
+"SnapKV, 5 %",,4.0,4.0,0.50
+R-KV,,4.5,[1],[1]
+KIVI,,OOM,OOM,–
+"""
+
+
+def test_only_rows_that_ran_have_a_cost(tmp_path):
+    for machine, text in {"few": TIMES.replace("0.50", "[1]"), "many": TIMES}.items():
+        (tmp_path / machine).mkdir()
+        (tmp_path / machine / "decoding_methods.csv").write_text(text)
+    tables = read_cost_tables(tmp_path)
+    text = format_costs(tables)
+    assert [line for line in text if line.startswith("#")] == [
+        f"## A token, Llama-3.1-8B shape, {machine}" for machine in ("few", "many")
+    ]
+    assert list_rows(format_costs(tables[1:])) == [
+        ["full cache", "5.0", "8.0", "1.00"],
+        ["SnapKV, 5 %", "4.0", "4.0", "0.50"],
+        ["R-KV", "4.5", "", ""],
+    ]
+    table, rows = find_fastest(tables, 1)
+    assert (table.machine, [row[""] for row in rows]) == ("many", ["SnapKV, 5 %"])
+    assert find_fastest([]) is None and read_cost_tables(tmp_path / "nosuch") == []
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_budget_with_a_single_cell_is_not_compared(count):
+    cells = [make_line(label, 0.2, 50.0) for label in ("tova", "sink")][:count]
+    assert len(describe_separation(split(*cells), 3.0)) == count - 1

@@ -1,0 +1,38 @@
+"""Made-up lines of measured cells, as kvbench.analysis.result_lines writes them."""
+
+from typing import Any
+
+from kvbench.analysis.result_lines import NO_GAINS, NO_RANKS
+
+
+def make_line(label: str, budget: float | str, score: float, **changed: Any) -> dict[str, Any]:
+    """Return the line of a cell that holds as many bytes as its budget says, with intervals of 5 points to each side.
+
+    Args:
+        label: Its label, which begins with the method.
+        budget: Its budget, or the setting in its place.
+        score: Its score; that of the full cache is 90.
+        changed: Other columns.
+    """
+    share = 1.0 if isinstance(budget, str) else budget
+    line = {"model": "smollm2", "task": "ruler", "question": "visible", "protocol": "length 4096", "average": "mean"}
+    line |= {"label": label, "method": label.split(" ")[0], "allocator": "uniform", "codec": "raw", "budget": budget}
+    line |= {"score": score, "score_low": score - 5.0, "score_high": score + 5.0, "n": 120, "lost": 1, "gained": 1}
+    line |= {"difference": score - 90.0, "low": score - 95.0, "high": score - 85.0, "kl": None, "warnings": None}
+    line |= dict.fromkeys(("bytes_held", "bytes_with_files", "bytes_in_all", "rows_kept", "rows_attended"), share)
+    line |= {"machine": "cpu", "dtype": "float32", "torch": "2", "transformers": "5", "code": "git x", "hash": label}
+    return line | NO_RANKS | NO_GAINS | {"difference_sign": None} | changed
+
+
+def make_full(**changed: Any) -> dict[str, Any]:
+    """Return the line of the full cache."""
+    line = make_line("full cache", 1.0, 90.0, method="full")
+    return line | dict.fromkeys(("difference", "low", "high")) | changed
+
+
+def rank(
+    cells: list[dict[str, Any]], *ranks: tuple[int, int], name: str = "20.0% of the bytes"
+) -> list[dict[str, Any]]:
+    """Return the cells of a class with their first and last ranks."""
+    ends = [dict(zip(NO_RANKS, (*pair, len(cells), name), strict=True)) for pair in ranks]
+    return [line | end for line, end in zip(cells, ends, strict=True)]
