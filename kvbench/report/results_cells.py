@@ -10,6 +10,7 @@ task, question and protocol. Cells are of three kinds, which no table mixes:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from kvbench.analysis.byte_classes import READS, split_by_measure
@@ -143,7 +144,7 @@ def split_classes(column: Sequence[Line]) -> list[list[Line]]:
     Lines of older versions do not name their class. It follows from their bytes then.
     """
     if any(line.get("rank_class") is None for line in column):
-        return split_by_measure(column, lambda line: float(line["bytes_held"]))
+        return split_by_measure(column, read_bytes)
     classes: dict[str, list[Line]] = {}
     for line in column:
         classes.setdefault(line["rank_class"], []).append(line)
@@ -201,17 +202,59 @@ def is_kept(line: Line, full: Line, margin: float) -> bool:
 
 def count_with_files(line: Line) -> float:
     """Return the bytes of a cell's cache and files over those of the full cache. Older runs know of no files."""
-    held: float = line["bytes_held"]
-    return held if line["bytes_with_files"] is None else line["bytes_with_files"]
+    files: float | None = line["bytes_with_files"]
+    return read_bytes(line) if files is None else files
 
 
-def find_front(cells: Sequence[Line], count: Callable[[Line], float] = lambda line: line["bytes_held"]) -> list[Line]:
-    """Return the cells such that no other one has a smaller `count` and scores as much, the smallest count first."""
+def find_front(cells: Sequence[Line], count: Callable[[Line], float] | None = None) -> list[Line]:
+    """Return the cells such that no other one has a smaller count and scores as much, the smallest count first.
+
+    Args:
+        cells: The cells.
+        count: Function that returns what is to be small; None takes the bytes held.
+    """
+    count = count or read_bytes
     front: list[Line] = []
     for line in sorted(cells, key=lambda line: (count(line), -line["score"])):
         if not front or line["score"] > front[-1]["score"]:
             front.append(line)
     return front
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Cells of like bytes that differ in a preset, a setting or a file only.
+
+    Attributes:
+        cells: The cells, the highest score first.
+        change: Difference of the highest and the lowest score with its 95 % interval, which takes them as independent.
+        apart: How many pairs of them differ, jointly for all pairs of the section.
+    """
+
+    cells: Sequence[Line]
+    change: tuple[float, float, float]
+    apart: int
+
+    @property
+    def pairs(self) -> int:
+        return len(self.cells) * (len(self.cells) - 1) // 2
+
+
+def find_spreads(section: Section) -> list[Spread]:
+    """Return the cells of like bytes that differ in nothing but presets, settings or files, as far as there are two."""
+    groups: dict[tuple[Any, ...], list[Line]] = {}
+    for line in list_methods(section.cells):
+        groups.setdefault(tuple(line[name] for name in ("method", "allocator", "codec", "budget")), []).append(line)
+    classes = [alike for cells in groups.values() for alike in split_by_measure(cells, read_bytes)]
+    alike = [sort_by_score(cells) for cells in classes if len(cells) > 1]
+    changes = [
+        [subtract_intervals(read_score(one), read_score(other)) for one, other in combinations(cells, 2)]
+        for cells in alike
+    ]
+    signs = iter(sign_known_intervals([change for known in changes for change in known]))
+    apart = [sum(next(signs) != 0 for _ in known) for known in changes]
+    ends = [subtract_intervals(read_score(cells[0]), read_score(cells[-1])) for cells in alike]
+    return [Spread(*spread) for spread in zip(alike, ends, apart, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -233,14 +276,12 @@ def pair_equal_bytes(section: Section) -> list[EqualBytes]:
     """Return the pairs of a section: for each cell with a codec, the raw cell of its method with the nearest bytes."""
     pairs = []
     raw = section.list_cells(EVICTING)
-    for coded in section.list_cells(POINT):
+    for coded in (line for line in section.list_cells(POINT) if line["codec"] != "raw"):
         name = coded["label"].split(" · ")[0]
         alike = [
             line
             for line in raw
-            if not is_decided(coded)
-            and coded["method"] != "full"
-            and (line["method"], line["allocator"]) == (coded["method"], coded["allocator"])
+            if (line["method"], line["allocator"]) == (coded["method"], coded["allocator"])
             and line["label"].split(" · ")[0] == name
             and abs(coded["bytes_held"] / line["bytes_held"] - 1) <= EQUAL
         ]
@@ -249,6 +290,12 @@ def pair_equal_bytes(section: Section) -> list[EqualBytes]:
             change = subtract_intervals(*(read_score(line) for line in (coded, nearest)))
             pairs.append(EqualBytes(coded, nearest, change))
     return pairs
+
+
+def read_bytes(line: Line) -> float:
+    """Return the bytes that a cell holds, over those of the full cache."""
+    held: float = line["bytes_held"]
+    return held
 
 
 def read_score(line: Line) -> tuple[float, float, float]:

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column as TableColumn
 from kvbench.analysis.text_table import format_markdown, format_number
-from kvbench.report.results_cells import LONG_TASKS, TURN_TASKS, TWICE, Section, list_budgets, list_leaders
+from kvbench.report.results_cells import (
+    LONG_TASKS,
+    READING,
+    TURN_TASKS,
+    TWICE,
+    Section,
+    find_front,
+    list_budgets,
+    list_leaders,
+)
 from kvbench.report.results_conclusions import (
     FEW,
     Column,
@@ -29,6 +38,7 @@ from kvbench.report.results_text import (
     format_change,
     format_score_interval,
     join_words,
+    say_percent,
     wrap,
     wrap_paragraphs,
 )
@@ -79,7 +89,8 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
     text += ["## Only the bytes count", ""]
     rules = [rule(sections, margin) for rule in (conclude_no_worse, conclude_codecs)]
     text += [f"{wrap(conclusion.write())}\n" for conclusion in rules if conclusion] or [f"{NOTHING}\n"]
-    return "\n".join([*text, "## Tokens should be fast", "", *recommend_speed(tables)])
+    speed = [*recommend_speed(tables), *recommend_readers(choose_question(sections, "visible"))]
+    return "\n".join([*text, "## Tokens should be fast", "", *speed])
 
 
 def format_columns(columns: Sequence[Column]) -> list[str]:
@@ -136,6 +147,25 @@ def choose_budget(section: Section, budget: float) -> Column | None:
     """Return the column of a section with this budget, if it has two cells of like bytes."""
     column = choose_column([section], budget, REACH)
     return column if column is not None and column.budget == budget else None
+
+
+def recommend_readers(sections: Sequence[Section]) -> list[str]:
+    """Return the cells that hold all rows, read few of them, and score most for what they read; nothing without any."""
+    known = [(section.samples, len(cells), section) for section in sections if (cells := section.list_cells(READING))]
+    if not known:
+        return []
+    section = max(known, key=lambda entry: entry[:2])[2]
+    front = find_front(section.list_cells(READING), lambda line: float(line["rows_attended"]))
+    listed = [
+        TableColumn("rows read", "", lambda line: say_percent(line["rows_attended"])),
+        TableColumn("cell", "", lambda line: line["label"]),
+        TableColumn("bytes held", "", lambda line: say_percent(line["bytes_held"])),
+        TableColumn("score", "", format_score_interval),
+        TableColumn("diff", "", lambda line: format_change(line, "difference")),
+    ]
+    place = name_place(section, "cells that no other one beats with fewer rows read; neighbours may tie")
+    text = "Where the whole cache fits, a method may hold all rows and let a token read few of them:"
+    return [f"{text}\n", *format_markdown(listed, front), "", wrap(f"*({place})*"), ""]
 
 
 def recommend_speed(tables: Sequence[CostTable]) -> list[str]:

@@ -21,7 +21,7 @@ from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure
 from kvbench.report.results_limits import describe_models, format_limits
 from kvbench.report.results_origin import describe_origin
 from kvbench.report.results_pictures import draw_pictures, list_pictures
-from kvbench.report.results_tables import format_bytes, format_equal_bytes, format_gains, format_section
+from kvbench.report.results_tables import format_bytes, format_equal_bytes, format_gains, format_section, format_spreads
 from kvbench.report.results_text import COMMENT, NO_WORSE, format_budget, join_words, wrap, wrap_paragraphs
 from kvbench.validation import SettingError, require_choice
 
@@ -276,6 +276,9 @@ def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]
         return {"What changes when the question is hidden": format_gains(sections, "question_gain")}
     if page == EQUAL:
         return {"What allocators bring": format_gains(sections, "allocator_gain")}
+    if page == PRESETS:
+        shown = [section for section in sections if find_page(section) == PRESETS]
+        return {"How much presets, settings and files change": format_spreads(shown or sections)}
     if page == CODECS:
         return {
             "At equal bytes": format_equal_bytes(sections),

@@ -20,6 +20,7 @@ from kvbench.report.results_cells import (
     count_signs,
     count_with_files,
     find_front,
+    find_spreads,
     is_decided,
     is_kept,
     list_budgets,
@@ -59,6 +60,11 @@ the other one by the bytes *with files*: those of the cache and of the files tha
 model, as if they served a single prompt. All prompts share them. *In all* also counts what a method keeps beside the
 rows, such as positions and codes; older measurements do not say it. A table lists the cells on either front and all
 others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
+SPREADS = """\
+Each row has cells of one budget and like bytes that differ in a preset, a setting or a file only. *range* is the
+difference of the highest and the lowest score. Its interval follows from those of the two scores and takes them as
+independent; the two were chosen for their distance, so it says too much. *apart* does not: it counts the pairs of cells
+that differ, jointly for all pairs of a section (Holm's procedure)."""
 EQUAL_BYTES = """\
 A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most 5 %. The
 interval of *gain* follows from those of the two scores and takes them as independent. They are of the same samples, so
@@ -252,6 +258,28 @@ def format_bytes(sections: Sequence[Section]) -> list[str]:
         ]
         text += [*format_markdown(columns, sorted(listed, key=lambda line: (line["bytes_held"], -line["score"]))), ""]
     return [FILES, "", *text] if text else []
+
+
+def format_spreads(sections: Sequence[Section]) -> list[str]:
+    """Return tables of how much presets, settings and files change; empty if no cells differ in these alone."""
+    text: list[str] = []
+    for section in sections:
+        spreads = find_spreads(section)
+        if not spreads:
+            continue
+        apart, pairs = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
+        sentence = f"**{section.title}.** Of {pairs} pairs, {apart} differ.{JOINT}"
+        columns = [
+            Column("highest", "", lambda spread: spread.cells[0]["label"]),
+            Column("lowest", "", lambda spread: spread.cells[-1]["label"]),
+            Column("budget", "", lambda spread: format_budget(spread.cells[0]["budget"])),
+            Column("cells", "", lambda spread: str(len(spread.cells))),
+            Column("scores", "", lambda spread: ", ".join(format_number(line["score"]) for line in spread.cells)),
+            Column("range", "", lambda spread: format_difference(*spread.change)),
+            Column("apart", "", lambda spread: f"{spread.apart} of {spread.pairs}"),
+        ]
+        text += [wrap(sentence), "", *format_markdown(columns, spreads), ""]
+    return [wrap(SPREADS), "", *text] if text else []
 
 
 def format_equal_bytes(sections: Sequence[Section]) -> list[str]:

@@ -59,13 +59,13 @@ def test_a_best_method_that_may_be_any_of_many_is_not_named():
 
 
 def test_a_conclusion_stands_on_the_first_model_and_on_its_part_with_most_samples():
-    few, many = make_class(*BEST), make_class(*TIED, n=400)
+    few, many = make_class(*BEST), make_class(*TIED, n=130)
     sections = split_sections(
         {
             "a": [make_full(), *few],
-            "b": [make_full(n=400), *many],
+            "b": [make_full(n=130), *many],
             "c": [line | {"model": "reference", "n": 9000} for line in (make_full(), *few)],
-            "d": [line | {"protocol": "length 8192", "n": 500} for line in (make_full(), few[0])],
+            "d": [line | {"protocol": "length 8192", "n": 400} for line in (make_full(), few[0])],
             "e": [line | {"task": "scbench", "n": 900} for line in (make_full(), *few)],
         }
     )
@@ -91,7 +91,7 @@ def test_hiding_the_question_is_counted_jointly():
 def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     coded = make_line("tova · int4", 0.71, 90.0, codec="int4", bytes_held=0.205)
     other = make_line("sink · int4", 0.71, 90.0, codec="int4", bytes_held=0.205)
-    larger = coded | {"budget": 0.8, "bytes_held": 0.23}
+    larger = coded | {"budget": 0.8, "bytes_held": 0.215}
     whole = make_line("full · int4", 1.0, 90.0, codec="int4", bytes_held=0.2)
     [section] = split(a=[*make_class(*BEST), coded, other, larger, whole])
     [pair] = pair_equal_bytes(section)
@@ -119,6 +119,7 @@ def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():
 def test_long_answers_and_several_turns_share_a_conclusion():
     turns = [line | {"task": "scbench", "question": "hidden"} for line in (make_full(), *make_class(*BEST))]
     answers = [line | {"task": "ledger"} for line in (make_full(), make_line("tova", 0.2, 89.0, low=-2.0))]
+    answers.append(make_line("full · delta", 1.0, 10.0, codec="delta", bytes_held=1.2, task="ledger"))
     both = conclude_long(split_sections({"h": turns, "l": answers}), 3.0)
     assert both.headline == (
         "Scores are shown to fall in 0 of 1 cells with long answers and in 3 of 3 cells with several turns (jointly at "
@@ -159,6 +160,17 @@ def test_advice_names_what_may_be_best_and_what_was_not_measured():
         "Nothing was measured for this yet."
     ]
     assert "no evidence about how they rank" in " ".join(text.split())
+
+
+def test_advice_on_speed_names_cells_that_read_few_rows():
+    shares = {"quest": (0.2, 60.0), "omnikv": (0.3, 80.0), "pqcache": (0.4, 70.0)}
+    cells = [
+        make_line(label, 0.2, score, bytes_held=1.0, rows_kept=1.0, rows_attended=read)
+        for label, (read, score) in shares.items()
+    ]
+    text = format_choice(split(a=make_class(*BEST), b=cells), [], 3.0).rpartition("\n## ")[2]
+    rows = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")][1:]
+    assert rows == [["| 20 %", "quest"], ["| 30 %", "omnikv"]] and "(part b, smollm2" in text
 
 
 def test_limits_are_those_of_the_models_that_were_measured():

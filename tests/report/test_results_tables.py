@@ -13,6 +13,7 @@ from kvbench.report.results_tables import (
     format_equal_bytes,
     format_scores,
     format_section,
+    format_spreads,
 )
 from kvbench.report.results_text import format_ranks, format_score, wrap
 from tests.support.measured_lines import make_full, make_line, rank
@@ -53,6 +54,10 @@ def test_only_cells_of_like_bytes_are_ranked_together():
     assert "30.0%" not in sentence and [format_ranks(line) for line in ranked] == [
         *("1 to 2 of 3", "1 to 2 of 3", "3 of 3", "1 of 1"),
     ]
+    packed = [make_line(f"{label} · int4", 0.2, 89.0, codec="int4", low=-1.0) for label in ("tova", "sink")]
+    packed = rank(packed, (1, 2), (1, 2), name="6.0% of the bytes")
+    assert "0 of 4 cells are shown to lose" in describe_separation(split(*ranked, *packed), 3.0)[0]
+    assert "2 of 2 cells are shown to lose" in describe_separation(split(*packed), 3.0)[0]
     older = [line | {"rank_class": None, "rank_of": None} for line in ranked]
     [sentence] = describe_separation(split(*older), 3.0)
     assert "pairs of cells" not in sentence and [format_ranks(line) for line in older] == [""] * 4
@@ -112,6 +117,18 @@ def test_pairs_at_equal_bytes_have_a_table():
         ["tova · int4", "71 %", "20 %", "20.0%", "90.0", "60.0", "+30.0 \\[+22.9, +37.1\\]"],
     ]
     assert format_equal_bytes([split(make_line("tova", 0.2, 60.0))]) == []
+
+
+def test_presets_have_a_table_of_their_spread():
+    scores = {"snapkv": 60.0, "snapkv kvpress": 62.0, "snapkv window=4": 20.0}
+    cells = [make_line(label, 0.2, score, method="snapkv") for label, score in scores.items()]
+    others = [make_line("tova", 0.2, 90.0), make_line("snapkv", 0.5, 90.0), cells[0] | {"bytes_held": 0.3}]
+    text = format_spreads([split(*cells, *others)])
+    assert "**Part a: smollm2, ruler length 4096, question visible.** Of 3 pairs, 2 differ." in " ".join(text)
+    ends = ["snapkv kvpress", "snapkv window=4"]
+    numbers = ["62.0, 60.0, 20.0", "+42.0 \\[+34.9, +49.1\\]", "2 of 3"]
+    assert list_rows(text) == [[*ends, "20 %", "3", *numbers]]
+    assert format_spreads([split(cells[0])]) == []
 
 
 def test_the_front_has_no_cell_that_another_one_beats():
