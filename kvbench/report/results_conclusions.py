@@ -221,12 +221,16 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
 
 
 def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | None:
-    """Conclude whether many rows in a codec score more than fewer raw rows of the same method and bytes."""
-    paired = [(section, pair_equal_bytes(section)) for section in choose_question(sections, "visible")]
-    known = [(section.samples, len(pairs), section, pairs) for section, pairs in paired if pairs]
-    if not known:
+    """Conclude whether many rows in a codec score more than fewer raw rows of the same method and bytes.
+
+    It stands on another protocol only if the main one has no pairs.
+    """
+    main = choose_question(sections, "visible")
+    paired = [(section, pairs) for section in sections if (pairs := pair_equal_bytes(section))]
+    if not paired:
         return None
-    _, count, section, pairs = max(known, key=lambda entry: entry[:2])
+    section, pairs = max(paired, key=lambda entry: (entry[0] in main, entry[0].samples, len(entry[1])))
+    count = len(pairs)
     signs = sign_known_intervals([pair.change for pair in pairs])
     more, less = signs.count(1), signs.count(-1)
     most = max(pairs, key=lambda pair: pair.change[0])

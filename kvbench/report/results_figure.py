@@ -17,6 +17,7 @@ from kvbench.report.figures import INCHES
 from kvbench.report.print_charts import POINTS, Drawing
 from kvbench.report.results_cells import (
     EVICTING,
+    POINT,
     READING,
     Section,
     classify,
@@ -58,7 +59,7 @@ def make_drawing(section: Section, pixels: float) -> Drawing:
     """Return the chart of a section, at most `pixels` wide."""
     classes = list_classes(section)
     leaders = [line for cells in classes for line in list_leaders(cells)]
-    named = name_labels(find_front(list_methods(section.cells)), leaders)
+    named = name_labels(find_front(section.list_cells(EVICTING, POINT)), leaders)
     styles = dict(zip(named, choose_styles(list(named.values())), strict=True))
     rows = [describe_point(line, styles) for line in list_methods(section.cells)]
     bands = [describe_band(cells) for cells in classes]

@@ -93,13 +93,17 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     other = make_line("sink · int4", 0.71, 90.0, codec="int4", bytes_held=0.205)
     larger = coded | {"budget": 0.8, "bytes_held": 0.215}
     whole = make_line("full · int4", 1.0, 90.0, codec="int4", bytes_held=0.2)
-    [section] = split(a=[*make_class(*BEST), coded, other, larger, whole])
+    decided = make_line("tova", "threshold=-3", 90.0, bytes_held=0.2)
+    [section] = split(a=[*make_class(*BEST), coded, other, larger, whole, decided])
     [pair] = pair_equal_bytes(section)
     assert (pair.coded, pair.raw["label"]) == (coded, "tova")
     assert pair.change == pytest.approx((20.0, 20.0 - 50**0.5, 20.0 + 50**0.5))
     sentence = conclude_codecs([section], 3.0)
     assert "in 1 of 1 pairs, and lose in 0 (jointly" in sentence.headline
     assert "`tova · int4` with 71 % of the rows against 20 % raw ones, at 20.5 % of the bytes: +20.0" in sentence.text
+    larger = Section("b", ("reference", "ruler", "visible", ""), [line | {"n": 999} for line in section.cells])
+    assert conclude_codecs([larger, section], 3.0) == sentence
+    assert conclude_codecs([larger, *split(a=make_class(*BEST))], 3.0).cells.startswith("part b, reference, ruler")
     assert conclude_codecs(split(a=make_class(*BEST)), 3.0) is None
 
 
@@ -168,7 +172,7 @@ def test_advice_on_speed_names_cells_that_read_few_rows():
         make_line(label, 0.2, score, bytes_held=1.0, rows_kept=1.0, rows_attended=read)
         for label, (read, score) in shares.items()
     ]
-    text = format_choice(split(a=make_class(*BEST), b=cells), [], 3.0).rpartition("\n## ")[2]
+    text = format_choice(split(a=[*make_class(*BEST), cells[2]], b=cells), [], 3.0).rpartition("\n## ")[2]
     rows = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")][1:]
     assert rows == [["| 20 %", "quest"], ["| 30 %", "omnikv"]] and "(part b, smollm2" in text
 
@@ -186,7 +190,8 @@ def test_limits_are_those_of_the_models_that_were_measured():
 
 
 def test_the_figure_shows_ties_as_bands():
-    [section] = split(a=[*make_class(*TIED), make_line("quest", 0.2, 60.0, bytes_held=1.0, rows_kept=1.0)])
+    alone = make_line("tova", 0.5, 75.0)
+    [section] = split(a=[*make_class(*TIED), alone, make_line("quest", 0.2, 60.0, bytes_held=1.0, rows_kept=1.0)])
     cells = make_class(*TIED)
     assert describe_band(cells) == pytest.approx(
         {"share_low": 0.2 / 1.07, "share_high": 0.2 * 1.07, "score_low": 69.0, "score_high": 81.0}
@@ -199,6 +204,7 @@ def test_the_figure_shows_ties_as_bands():
         ("kvzip", True, "evicting"),
         ("tova", True, "evicting"),
         ("random", False, "evicting"),
+        ("tova", True, "evicting"),
         ("quest", False, "reading"),
     ]
     assert [entry["label"] for entry in drawing.key][:2] == ["kvzip", "tova"] and drawing.about[
