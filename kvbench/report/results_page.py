@@ -97,29 +97,29 @@ original shape. Empty cells were not measured or did not run. *over full* is the
 
 
 def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
-    """Return part -> the file with its lines, by part.
+    """Return tier -> the file with its lines, by tier.
 
     Args:
         folder: The folder of all machines.
-        machine: Name of the machine whose file is taken if several have measured a part.
+        machine: Name of the machine whose file is taken if several have measured a tier.
 
     Raises:
-        SettingError: There is no such machine, no file, or a part of several machines to choose from.
+        SettingError: There is no such machine, no file, or a tier of several machines to choose from.
     """
     machines = {path.name: path for path in sorted(folder.glob("*")) if any(path.glob("*.csv"))}
     if not machines:
         raise SettingError(f"{folder}: no results there; kvbench dev measured a")
     if machine is not None:
         require_choice("--machine", machine, machines)
-    paths_by_part: dict[str, list[Path]] = {}
+    paths_by_tier: dict[str, list[Path]] = {}
     for path in sorted(path for machine_folder in machines.values() for path in machine_folder.glob("*.csv")):
-        paths_by_part.setdefault(path.stem, []).append(path)
-    for part, paths in paths_by_part.items():
+        paths_by_tier.setdefault(path.stem, []).append(path)
+    for tier, paths in paths_by_tier.items():
         names = [path.parent.name for path in paths]
         if len(paths) > 1 and machine not in names:
-            raise SettingError(f"--machine: part {part} was measured on several; choose one of {', '.join(names)}")
-        paths_by_part[part] = [path for path in paths if path.parent.name == machine] or paths
-    return {part: paths_by_part[part][0] for part in sorted(paths_by_part)}
+            raise SettingError(f"--machine: tier {tier} was measured on several; choose one of {', '.join(names)}")
+        paths_by_tier[tier] = [path for path in paths if path.parent.name == machine] or paths
+    return {tier: paths_by_tier[tier][0] for tier in sorted(paths_by_tier)}
 
 
 def write_results_page(
@@ -154,16 +154,16 @@ def write_results_page(
 
 
 def read_parts(files: Mapping[str, Path]) -> dict[str, list[Line]]:
-    """Return part -> its lines.
+    """Return part -> its lines. A tier of conf/measured.yaml is a part of the study.
 
     Raises:
         SettingError: A file has no lines.
     """
-    parts = {part: parse_lines(path.read_text(encoding="utf-8")) for part, path in files.items()}
-    for part, lines in parts.items():
+    tiers = {tier: parse_lines(path.read_text(encoding="utf-8")) for tier, path in files.items()}
+    for tier, lines in tiers.items():
         if not lines:
-            raise SettingError(f"{files[part]}: has no lines")
-    return parts
+            raise SettingError(f"{files[tier]}: has no lines")
+    return tiers
 
 
 def format_pages(
