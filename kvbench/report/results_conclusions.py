@@ -152,12 +152,12 @@ def choose_question(sections: Sequence[Section], question: str) -> list[Section]
 
 def name_leaders(column: Column) -> str:
     """Return which cells of a column may be its best, as the end of a sentence about a share of the bytes."""
-    names = [name_cell(line) for line in column.leaders]
+    names, count = [name_cell(line) for line in column.leaders], len(column.cells)
     if len(names) == 1:
-        return f"{names[0]} scores most"
+        return f"{names[0]} scores most of {count} cells"
     if len(names) <= FEW:
-        return f"{join_words(names, 'or')} scores most, and the samples do not tell which"
-    return f"no best method can be named: any of {len(names)} of {len(column.cells)} cells may be it"
+        return f"{join_words(names, 'or')} scores most of {count} cells, and the samples do not tell which"
+    return f"no best method can be named: any of {len(names)} of {count} cells may be it"
 
 
 def describe_best(column: Column) -> str:
@@ -169,9 +169,8 @@ def describe_best(column: Column) -> str:
     less = len(column.cells) - len(column.leaders)
     name = "It" if len(column.leaders) == 1 else name_cell(best)
     text = (
-        f"{name} scores {format_score_interval(best)}, {format_change(best, 'difference')} against the full "
-        f"cache's {format_number(full['score'])}; {less} of the {len(column.cells)} cells at these bytes "
-        f"{'is' if less == 1 else 'are'} shown not to be the best."
+        f"{name} scores {format_score_interval(best)}, {format_change(best, 'difference')} against the full cache's "
+        f"{format_number(full['score'])}; {count_cells(less)} shown not to be the best."
     )
     once = list_leaders([line for line in column.cells if line["method"] not in TWICE])
     if best["method"] in TWICE and once:

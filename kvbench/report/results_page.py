@@ -66,7 +66,8 @@ smollm2_long, smollm2 and reference that was measured, on its task and length wi
 with most samples a cell. The rules are: the best of the class of cells with bytes nearest to {level}; what hiding the
 question changes there; cells with a codec against raw rows of equal bytes; the fewest bytes that lose at most a
 [margin](statistics.md#margins-and-counts), over all its parts; and losses where answers are long or a context gets
-several questions. [Which method should I use?](which-method.md) draws on the same lines.
+several questions. *Jointly at 95 %* means that all signs that a sentence counts hold together. [Which method should I
+use?](which-method.md) draws on the same lines.
 """
 TERMS = """\
 Rows go by the mean score over the budgets of a table, the highest first, and the full cache is last; tables of points

@@ -37,8 +37,8 @@ BEST, TIED, MANY = ((1, 1), (2, 2), (3, 3)), ((1, 2), (1, 2), (3, 3)), ((1, 3), 
 @pytest.mark.parametrize(
     ("ranks", "headline"),
     [
-        (BEST, "With 20 % of the bytes and the question in sight, `kvzip` scores most."),
-        (TIED, "in sight, `kvzip` or `tova` scores most, and the samples do not tell which."),
+        (BEST, "With 20 % of the bytes and the question in sight, `kvzip` scores most of 3 cells."),
+        (TIED, "in sight, `kvzip` or `tova` scores most of 3 cells, and the samples do not tell which."),
     ],
 )
 def test_the_best_is_named_only_as_far_as_the_ranks_tell(ranks, headline):
@@ -55,7 +55,7 @@ def test_a_best_method_that_may_be_any_of_many_is_not_named():
     cells = [make_line(label, 0.2, 50.0) for label in ("snapkv", "tova", "h2o", "knorm", "sink")]
     best = conclude_best(split(a=rank(cells, *[(1, 4)] * 4, (5, 5))), 3.0)
     assert best.headline.endswith("no best method can be named: any of 4 of 5 cells may be it.")
-    assert "1 of the 5 cells at these bytes is shown not to be the best." in best.text
+    assert "1 cell is shown not to be the best." in best.text
 
 
 def test_a_conclusion_stands_on_the_first_model_and_on_its_part_with_most_samples():
