@@ -3,7 +3,7 @@
 Examples:
   kvbench dev tune --model smollm2 --out FILE                     as model=smollm2_long was made
   kvbench dev tune --model smollm2 --out FILE --gpus 2 --pause 9  a call of 9 minutes; the same command goes on
-  kvbench dev tune --model smollm2 --out FILE --device cpu --steps 1 --step 4096 --batch 4096     a trial
+  kvbench dev tune --model smollm2 --out FILE --device cpu --steps 1 --step 4096 --batch 4096 --lengths 4096:1   a trial
   kvbench dev tune --model smollm2 --out FILE --start EARLIER --seed 1    go on from the factors of an earlier tuning
   kvbench dev tune --model smollm2 --out FILE --evaluate          loss on plain text of the base and of the tuned model
   kvbench dev choose-solvable model=smollm2_long model.factors=FILE task=ruler --lengths 4096    its scores

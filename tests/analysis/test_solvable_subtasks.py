@@ -12,6 +12,8 @@ import yaml
 
 from kvbench.analysis import solvable_subtasks
 from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
+from kvbench.analysis.full_scores import AVERAGE as AVERAGE_ROW
+from kvbench.analysis.full_scores import read_scores
 from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import PairedScores, compare_subtasks
 from kvbench.cli import choose_solvable as choose_solvable_command
@@ -304,7 +306,7 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
     monkeypatch.setattr(Ruler, "score", worse)
     monkeypatch.chdir(tmp_path)
     small = ["model=reference_v2", "task.subtasks=[niah_single_1,niah_single_2]", "device=cpu"]
-    given = [*small, "--lengths", "256", "--samples", "1"]
+    given = [*small, "--lengths", "256", "--samples", "1", "--table", "scores.csv"]
     assert choose_solvable_command.main(given) == 0
     out = capsys.readouterr().out
     own = yaml.safe_load(out)[solvable_subtasks.KEY]
@@ -321,6 +323,8 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")}
     assert choose_solvable_command.main(given) == 0 and capsys.readouterr().out == out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")} == made
+    table = {score.subtask: (score.length, score.samples, score.score) for score in read_scores(Path("scores.csv"))}
+    assert table == {"niah_single_1": (256, 1, 100), "niah_single_2": (256, 1, 49), AVERAGE_ROW: (256, 2, 74.5)}
     write_card(out, "reference_v2")
     row = [*small, "method=full", "task.length=256", "task.samples=1"]
     code, out, err = run_cli(row, monkeypatch, capsys)
@@ -344,6 +348,7 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
         (["--lengths", "64"], "task.length=64: at least "),
         (["device=cpu", "--lengths", "1024,32768"], "task.length=32768: reference takes at most 16384 tokens"),
         (["--samples", "0"], "--samples=0: a whole number of at least 1"),
+        (["--table", "."], "--table .: this is a folder; name a file"),
         (["--nix"], "unrecognized arguments: --nix; usage: kvbench dev choose-solvable"),
     ],
 )

@@ -418,3 +418,13 @@ def test_options_that_cannot_be_used_are_one_line(options, tmp_path, monkeypatch
     said = capsys.readouterr().err
     assert REFUSED[options].replace("{}", str(out)) in said and said.count("\n") == 1
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_the_examples_of_the_help_can_be_used(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = "kvbench dev tune "
+    examples = [line.strip().split("  ")[0] for line in tune_command.__doc__.splitlines() if f"  {command}" in line]
+    assert len(examples) == 4
+    for example in examples:
+        options = tune_command.make_parser().parse(example.removeprefix(command).split())
+        tune_command.check_options(options, choose_recipe(vars(options)))
