@@ -17,7 +17,8 @@ stays a language model. Samples and texts are generated from seeds, words and na
 The tuning writes its state to OUT.training every minute and a learning curve to OUT.log.jsonl. After a pause or an
 interruption the same command goes on; on one GPU it ends with the same factors, to the bit. A finished tuning is taken
 further by a second one, which begins with its factors (--start) and has a schedule of its own. With several GPUs each
-reads its own batches of a step, and the gradients are summed.
+reads its own batches of a step, and the gradients are summed. At the end, and with --evaluate, the losses on plain text
+are written to OUT.text.csv, and a short learning curve to OUT.curve.csv.
 """
 
 import math
@@ -45,7 +46,11 @@ def make_parser() -> CommandParser:
     parser.add_argument("--workers", type=int, default=workers, help="processes that draw samples (default: by CPUs)")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a trial of some --steps (default: cuda)")
     parser.add_argument("--texts", type=Path, help="folder of packed plain text (default: OUT.texts, made once)")
-    parser.add_argument("--evaluate", action="store_true", help="only compute the losses of --out on plain text")
+    parser.add_argument(
+        "--evaluate",
+        action="store_true",
+        help="only compute and write the losses of --out on plain text",
+    )
     recipe = parser.add_argument_group("recipe")
     for one in fields(TuningRecipe):
         option = f"--{one.name.replace('_', '-')}"
@@ -91,18 +96,26 @@ def check_options(options: Namespace, recipe: TuningRecipe) -> None:
 
 
 def print_losses(options: Namespace) -> None:
-    """Print the losses on plain text of the base, and of the base with the factors of `--out`."""
+    """Print the losses on plain text of the base, and of the base with the factors of `--out`.
+
+    They are written beside `--out`, with the short learning curve of its log if it is there.
+    """
     import torch
 
+    from kvbench.training.interrupted_training import name_log
     from kvbench.training.tuning_call import compute_text_losses
+    from kvbench.training.tuning_notes import name_curve, name_text, write_curve, write_text_losses
 
     device = "cuda" if options.device == "cuda" and torch.cuda.is_available() else "cpu"
     losses = compute_text_losses(options.model, options.out, options.texts, device)
-    for length, (base, tuned) in losses.items():
+    for loss in losses:
         print(
-            f"plain text, sequences of {length} tokens: {base:.4f} nats a token with {options.model}, {tuned:.4f} with "
-            f"the factors ({tuned - base:+.4f})"
+            f"plain text, sequences of {loss.length} tokens: {loss.base:.4f} nats a token with {options.model}, "
+            f"{loss.tuned:.4f} with the factors ({loss.change:+.4f})"
         )
+    write_text_losses(name_text(options.out), losses)
+    if (log := name_log(options.out)).exists():
+        write_curve(log, name_curve(options.out))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -33,6 +33,7 @@ from kvbench.training.tuning import (
 )
 from kvbench.training.tuning_batches import SampleSource
 from kvbench.training.tuning_model import LowRankLlama, Shape
+from kvbench.training.tuning_notes import TextLoss
 from kvbench.training.tuning_recipe import TuningRecipe
 from kvbench.validation import SettingError, refuse_on_error
 
@@ -250,7 +251,7 @@ def run_rank(rank: int, call: TuningCall, folder: Path) -> None:
 
 
 @torch.no_grad()
-def compute_text_losses(model: str, out: Path, texts: Path, device: str) -> dict[int, tuple[float, float]]:
+def compute_text_losses(model: str, out: Path, texts: Path, device: str) -> list[TextLoss]:
     """Return the mean cross-entropy of the next token in plain text, in nats, of the base and of the tuned model.
 
     Both are loaded as runs load them, in bfloat16 on a GPU and float32 on a processor. The base reads no more than its
@@ -263,7 +264,7 @@ def compute_text_losses(model: str, out: Path, texts: Path, device: str) -> dict
         device: "cpu" or "cuda".
 
     Returns:
-        By the length of the sequences: (the base's loss, the tuned model's).
+        The losses by the length of the sequences, the shortest ones first.
 
     Raises:
         SettingError: The base, the factors or the text cannot be used.
@@ -286,4 +287,5 @@ def compute_text_losses(model: str, out: Path, texts: Path, device: str) -> dict
         for length, sequences in packed.items():
             parts = [compute_cross_entropy(weights, part[None].to(device)).item() for part in sequences]
             losses[length].append(sum(parts) / len(parts))
-    return {length: (before, after) for length, (before, after) in losses.items()}
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return [TextLoss(length, len(packed[length]), before, after, name) for length, (before, after) in losses.items()]
