@@ -67,7 +67,8 @@ class ScoreSource:
 
     def _make_score(self, length: int, subtask: str, one: Mean) -> FullScore:
         value, low, high = (
-            None if number is None else round(number, DECIMALS) for number in (one.value, one.low, one.high)
+            None if number is None else round(number, DECIMALS) + 0.0  # + 0.0: no negative zero
+            for number in (one.value, one.low, one.high)
         )
         assert value is not None
         where = self.model, self.weights, self.task, self.seed, length, subtask

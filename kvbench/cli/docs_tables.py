@@ -3,6 +3,7 @@
 Example:
   kvbench dev docs-tables             after a file was added to conf/method, or a preset to such a file
   kvbench dev docs-tables --types     after kvbench reads other types of models, in half a minute: docs/models.md
+  kvbench dev docs-tables --card      after smollm2_long was tuned or scored anew: docs/smollm2-long.md
 
 Rows and sections that people wrote stay as they are.
 """
@@ -13,14 +14,15 @@ from kvbench.atomic import replace_file
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError
 
-TYPES = "docs/models.md"
+TYPES, TYPES_OPTION = "docs/models.md", "--types"
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser("dev docs-tables", __doc__)
     parser.add_argument(
-        "--types", action="store_true", help="try every type of transformers, too, and write its tables"
+        TYPES_OPTION, action="store_true", help="try every type of transformers, too, and write its tables"
     )
+    parser.add_argument("--card", action="store_true", help="write the tables of the card of smollm2_long, too")
     return parser
 
 
@@ -30,7 +32,7 @@ def complete_types(text: str) -> str:
     from kvbench.report.doc_tables import replace_table
 
     for label, rows in list_tables().items():
-        text = replace_table(text, label, rows)
+        text = replace_table(text, label, rows, TYPES_OPTION)
     return text
 
 
@@ -46,6 +48,12 @@ def write_tables(arguments: Sequence[str]) -> None:
     if options.types:
         before = (FILES / TYPES).read_text(encoding="utf-8")
         pages[TYPES] = before, complete_types(before)
+    if options.card:
+        from kvbench.training.tuning_card import make_card
+
+        for page, after in make_card(FILES).items():
+            before = (FILES / page).read_text(encoding="utf-8") if (FILES / page).exists() else ""
+            pages[page] = before, after
     for page, (before, after) in pages.items():
         if before != after:
             with replace_file(FILES / page) as draft:

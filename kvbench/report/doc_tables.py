@@ -19,7 +19,7 @@ from kvbench.validation import SettingError, format_value
 
 COMMAND = "python -m kvbench dev docs-tables"
 WRITTEN = "<!-- kvbench dev docs-tables writes this section. To write it by hand, delete this line. -->"
-TABLE = "<!-- kvbench dev docs-tables --types writes this table: {label} -->"
+TABLE = "<!-- kvbench dev docs-tables {option} writes this table: {label} -->"
 OTHER = "| other"  # rows that this module writes begin so
 FURTHER = "## Further methods"  # heading of the methods whose sections this module writes
 NEXT = {"method": "## Allocators", "allocator": "## Codecs", "codec": "## What a method costs"}  # group -> next heading
@@ -193,22 +193,23 @@ PAGES: dict[str, Callable[[str, Path], str]] = {
 }
 
 
-def replace_table(text: str, label: str, rows: Sequence[str]) -> str:
-    """Return a page in which a whole table is written anew: the one behind the line `TABLE` of its label.
+def replace_table(text: str, label: str, rows: Sequence[str], option: str) -> str:
+    """Return a page in which a whole table, or a picture, is written anew: the one behind the line `TABLE` of a label.
 
     Args:
         text: The page.
         label: What the line calls the table.
         rows: The lines of the table, its head included.
+        option: The option of the command that writes it, as the line says.
 
     Raises:
         SettingError: The page has no such line.
     """
-    line = TABLE.format(label=label)
+    line = TABLE.format(label=label, option=option)
     before, marker, after = text.partition(f"\n{line}\n")
     if not marker:
         raise SettingError(f"{label}: the line {line} is not on the page")
-    rest = re.sub(r"\A\n(\|[^\n]*\n)*", "", after)
+    rest = re.sub(r"\A\n((\||!\[)[^\n]*\n)*", "", after)
     return before + marker + "".join(f"{row}\n" for row in ("", *rows)) + rest
 
 

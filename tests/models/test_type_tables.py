@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kvbench.cli.docs_tables import TYPES, complete_types
+from kvbench.cli.docs_tables import TYPES, TYPES_OPTION, complete_types
 from kvbench.models.layouts import ARCHITECTURES, Architecture
 from kvbench.models.probe import Refused
 from kvbench.models.type_tables import (
@@ -26,7 +26,12 @@ from tests.support.repository import ROOT
 
 def read_table(label: str) -> list[list[str]]:
     """The cells of a table of the page, without its head."""
-    text = (ROOT / TYPES).read_text().partition(TABLE.format(label=label) + "\n\n")[2].partition("\n\n")[0]
+    text = (
+        (ROOT / TYPES)
+        .read_text()
+        .partition(TABLE.format(label=label, option=TYPES_OPTION) + "\n\n")[2]
+        .partition("\n\n")[0]
+    )
     return [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
 
 
@@ -82,11 +87,11 @@ def test_a_reason_is_shown_without_numbers(reason):
 
 
 def test_a_table_is_written_anew():
-    line = TABLE.format(label="a")
+    line = TABLE.format(label="a", option="--new")
     page = f"# Page\n\n{line}\n\n| old |\n|---|\n\nText\n\n| another |\n"
     assert (
-        replace_table(page, "a", ["| new |", "|---|", "| row |"])
+        replace_table(page, "a", ["| new |", "|---|", "| row |"], "--new")
         == f"# Page\n\n{line}\n\n| new |\n|---|\n| row |\n\nText\n\n| another |\n"
     )
     with pytest.raises(SettingError, match="^b: the line .* is not on the page"):
-        replace_table(page, "b", [])
+        replace_table(page, "b", [], "--new")

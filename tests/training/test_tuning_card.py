@@ -1,0 +1,156 @@
+"""The card of a tuned model: its tables, list and picture say what the files say, and nothing else."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbench.analysis.full_scores import ScoreSource, read_scores, replace_scores, write_scores
+from kvbench.analysis.intervals import Values, mean
+from kvbench.cli import docs_tables
+from kvbench.config import paths
+from kvbench.training.tuning_card import CHOICE, MODEL, PAGE, PICTURE, CardFiles, make_card
+from kvbench.training.tuning_notes import COUNTS, FAMILIES, LOSSES
+from kvbench.training.tuning_recipe import TuningRecipe
+from kvbench.validation import SettingError
+from tests.support.repository import ROOT
+from tests.support.tuned_models import write_factors
+
+RECIPE = replace(TuningRecipe(), rate=0.00125, tokens=12_345_678)
+SOURCE = ScoreSource(MODEL, "0a1b", "ruler", 50_000, "bfloat16", "NVIDIA H200")
+MIXED, BAD = Values([100, 100, 100, 0], list("abcd")), Values([0, 0, 0, 100], list("abcd"))
+RIGHT, HALF = Values([100] * 4, list("abcd")), Values([100, 0, 100, 0], list("abcd"))
+
+
+def write_files(root: Path) -> CardFiles:
+    """Write what a card is made from, with a page and a file of conf/ that have no tables yet."""
+    for path in (PAGE, CHOICE, PICTURE):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / PAGE, root / PAGE)
+    (root / CHOICE).write_text("name: smollm2_long\n")
+    files = CardFiles(root)
+    files.factors.parent.mkdir(parents=True)
+    about = {"steps": "94", "tokens": "12320768", "gpus": "2", "source": "a|b", "licence": "Apache-2.0", "kvbench": "1"}
+    write_factors(files.factors, model="beef", recipe=json.dumps(RECIPE.describe()), **about)
+    after = SOURCE.list_scores({4096: {"easy": RIGHT, "hard": HALF}, 16384: {"easy": MIXED, "hard": BAD}})
+    before = replace(SOURCE, model="smollm2", weights="ffff").list_scores({4096: {"easy": MIXED, "hard": BAD}})
+    write_scores(files.result("scores.csv"), replace_scores(before, after))
+    files.result("text.csv").write_text("length,sequences,base,tuned,device\n8192,16,2.25,2.28125,NVIDIA H200\n")
+    names = [*COUNTS, *LOSSES, *FAMILIES]
+    lines = [",".join([str(10 * place), *("1" for _ in names[1:])]) for place in (1, 2)]
+    files.result("curve.csv").write_text("\n".join([",".join(names), *lines]) + "\n")
+    return files
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory) -> tuple[CardFiles, dict[str, str]]:
+    files = write_files(tmp_path_factory.mktemp("checkout"))
+    return files, make_card(files.root)
+
+
+def test_the_tables_say_what_the_files_say(card):
+    files, texts = card
+    page = texts[PAGE]
+    data = files.factors.read_bytes()
+    about = f"{len(data):,} bytes, SHA-256 `{sha256(data).hexdigest()}`"
+    for row in (
+        f"| file | `kvbench/models/smollm2_long.safetensors`, {about} |",
+        "| RoPE | base θ 50,000 |",
+        "| base | `model=smollm2`, whose weights have the identity `beef` |",
+        "| tuned model | its merged weights have the identity `0a1b` |",
+        "| training | 94 steps, 12,320,768 tokens, GPUs: 2 |",
+        "| source | a\\|b |",
+        "| `rate` | 0.00125 | Peak of the learning rate. |",
+        "| `clip` | 1 | Largest norm of the gradient. |",
+        "| `tokens` | 12,345,678 | Tokens of the whole tuning, padding included. |",
+        "| 1,024 | 7.1 % |",
+        "| ruler_cwe | 14.0 % | 19.0 % |",
+        "| `smollm2` | `ffff` | `ruler` | 4 | 50000 | bfloat16 | NVIDIA H200 |",
+        "| 8,192 | 16 | 2.2500 | 2.2812 | +0.0312 | NVIDIA H200 |",
+    ):
+        assert f"\n{row}\n" in page, row
+    assert page.count(f"({PICTURE.removeprefix('docs/')})") == 1
+
+
+def test_scores_stand_side_by_side_with_intervals(card):
+    _, texts = card
+    section = texts[PAGE].partition("| subtask |")[2].partition("\n\n")[0].splitlines()
+    assert section[0] == " 4096, before | 4096, after | 16384, after |"
+
+    def show(*values: Values) -> str:
+        one = mean(values)
+        return f"{one.value:.1f} [{one.low + 0:.1f}, {one.high:.1f}]".replace("-0.0", "0.0")
+
+    assert section[2:4] == [
+        f"| easy | {show(MIXED)} | {show(RIGHT)} | {show(MIXED)} |",
+        f"| hard | {show(BAD)} | {show(HALF)} | {show(BAD)} |",
+    ]
+    averages = show(MIXED, BAD), show(RIGHT, HALF), show(MIXED, BAD)
+    assert section[4] == f"| **average** | {' | '.join(f'**{cell}**' for cell in averages)} |"
+    assert section[5] == "| subtasks with 70 or more | 1 of 2 | 1 of 2 | 1 of 2 |"
+
+
+def test_the_list_has_what_scores_fifty_or_more(card):
+    choice = yaml.safe_load(card[1][CHOICE])
+    lists = {4096: ["easy", "hard"], 16384: ["easy"]}
+    assert choice == {"name": MODEL, "solvable": {"weights": "0a1b", "seed": 50_000, "ruler": lists}}
+
+
+def test_the_picture_has_a_line_for_each_family(card):
+    picture = card[1][PICTURE]
+    assert picture.startswith("<svg") and len(picture) < 60_000
+    for name in (*FAMILIES, "answers", "plain text", "million tokens read"):
+        assert f">{name}<" in picture, name
+
+
+def test_a_card_is_written_once(card):
+    """The same files give the same card; what people wrote stays."""
+    files, texts = card
+    for path, text in texts.items():
+        (files.root / path).write_text(text)
+    assert make_card(files.root) == texts
+    markers = re.sub(r"(?m)^(\||!\[).*\n", "", texts[PAGE])
+    assert markers == re.sub(r"(?m)^(\||!\[).*\n", "", (ROOT / PAGE).read_text()).replace("-->\n\n\n", "-->\n\n")
+
+
+@pytest.mark.parametrize("name", ["scores.csv", "text.csv", "curve.csv", "factors"])
+def test_a_file_that_is_missing_is_named_in_one_line(tmp_path, name):
+    files = write_files(tmp_path)
+    path = files.factors if name == "factors" else files.result(name)
+    path.unlink()
+    with pytest.raises(SettingError, match=re.escape(str(path))):
+        make_card(tmp_path)
+
+
+def test_factors_without_a_recipe_and_scores_of_other_weights_are_refused(tmp_path):
+    files = write_files(tmp_path)
+    scores = read_scores(files.result("scores.csv"))
+    write_scores(files.result("scores.csv"), [*scores, replace(scores[-1], weights="77aa", subtask="easy")])
+    with pytest.raises(SettingError, match="scores.csv: 2 weights or tasks of smollm2_long; expected one"):
+        make_card(tmp_path)
+    write_factors(files.factors, model="beef")
+    with pytest.raises(SettingError, match="its metadata have no recipe"):
+        make_card(tmp_path)
+
+
+def test_the_command_writes_the_card(tmp_path, monkeypatch, capsys):
+    files = write_files(tmp_path)
+    monkeypatch.setattr(paths, "FILES", tmp_path)
+    monkeypatch.setattr("kvbench.report.doc_tables.complete_pages", dict)
+    for said in ("written", "as it was"):
+        assert docs_tables.main(["--card"]) == 0
+        assert capsys.readouterr().out.splitlines() == [f"{path}  {said}" for path in (PAGE, CHOICE, PICTURE)]
+    assert (files.root / PICTURE).read_text().startswith("<svg")
+
+
+@pytest.mark.skipif(not CardFiles(ROOT).factors.exists(), reason="the factors are not here")
+def test_the_page_is_what_its_files_say():
+    card = make_card(ROOT)
+    for path in (PAGE, CHOICE):
+        assert (ROOT / path).read_text() == card[path], "python -m kvbench dev docs-tables --card writes it"
+    assert (ROOT / PICTURE).exists()
