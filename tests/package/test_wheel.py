@@ -83,6 +83,8 @@ def test_the_wheel_holds_everything_that_runs(wheel):
     files += [
         ROOT / "kvbench" / name for name in ("report/intervals.js", "report/page.js", "report/page.css", "py.typed")
     ]
+    files += [*(ROOT / "kvbench/models").glob("*.safetensors")]
+    files += [ROOT / "kvbench/training" / name for name in ("tuning_facts.yaml", "tuning_words.txt")]
     for file in files:
         inside = file.relative_to(ROOT).as_posix().removeprefix("kvbench/")
         assert f"kvbench/{inside}" in names, inside
