@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from kvbench.config.catalogue import build, load_settings
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import count_template_tokens
 from kvbench.models.embedded import REFERENCE
@@ -33,7 +34,9 @@ from kvbench.tasks.scbench.prompts import load_forms
 from kvbench.tasks.scbench.task import SCBench
 from kvbench.training import tuning_data, tuning_questions, tuning_tasks, tuning_texts
 from kvbench.training.training_data import load_needle_wording
+from kvbench.training.tuning_batches import choose_length
 from kvbench.training.tuning_data import SHARES, TEXT, Coder, TuningData, held_out_text, pack_texts
+from kvbench.training.tuning_recipe import TuningRecipe
 from kvbench.training.tuning_tasks import KINDS, Conversation, Turn
 from kvbench.validation import SettingError
 
@@ -425,6 +428,53 @@ def test_names_numbers_and_codes_differ_by_their_form():
     assert "4" not in tuning_texts.VERSIONS
 
 
+def test_a_name_of_an_evaluation_is_drawn_again():
+    start, end = synthetic_prose.STARTS[0], synthetic_prose.ENDS[0]
+    other = "rokka"
+    assert tuning_texts.EVALUATED.fullmatch(start + end) and not tuning_texts.EVALUATED.fullmatch(start + other)
+    rng = random.Random("again")
+    names = {tuning_texts.draw_name(rng, ((start,), (end, other))) for _ in range(60)}
+    assert (start + end).capitalize() not in names and (start + other).capitalize() in names
+
+
+FORMS = {  # subtask -> patterns of what is drawn, which have other lengths in a tuning
+    "ruler_vt": (r"VAR ([A-Z]+)", r"= (\d+)"),
+    "niah_multivalue": (r" is: (\d+)\.",),
+    "ruler_fwe": (r"\b([a-z]+) \.\.\.",),
+    "scbench_prefix_suffix": (r"\b([0-9a-f]{16,})\b",),
+}
+
+
+@pytest.mark.parametrize("subtask", FORMS)
+def test_values_variables_and_codes_have_other_lengths(subtask):
+    """Chance alone would let few of them be in both."""
+    if subtask in TALKS:
+        samples = SCBench(subtasks=[subtask], limit=2).samples(load_tokenizer(), 30, 100_000)
+        theirs = [sample.context for sample in samples]
+    else:
+        theirs = [sample.context for sample in draw_ruler(0, subtask, 2, LENGTH)]
+    ours = [make_conversation(subtask, number).context for number in range(16)]
+    for pattern in FORMS[subtask]:
+        lengths = [{len(part) for text in texts for part in re.findall(pattern, text)} for texts in (theirs, ours)]
+        assert all(lengths) and not lengths[0] & lengths[1], (pattern, lengths)
+
+
+def test_no_sentence_has_the_template_of_an_evaluation():
+    """Whatever fills their slots, sentences of both sides differ in more than the words drawn."""
+
+    def blank(templates: Iterable[str]) -> set[str]:
+        return {re.sub(r"\W*{\w+}\W*", " # ", text).strip(" ,").lower() for text in templates}
+
+    theirs = [
+        *(synthetic_prose.OPENERS, synthetic_prose.CLAUSES, synthetic_prose.TAILS),
+        *([text for text, _ in synthetic_qa.PARAGRAPHS], synthetic_qa.LIVES),
+    ]
+    ours = tuning_texts.OPENINGS, tuning_texts.MAINS, tuning_texts.CLOSINGS
+    one, other = (blank(text for part in parts for text in part if "{" in text) for parts in (theirs, ours))
+    assert min(len(one), len(other)) > 30
+    assert not one & other
+
+
 def test_names_of_a_sample_share_syllables_and_no_evaluation_has_them(monkeypatch):
     monkeypatch.setattr(tuning_questions, "ALIKE", 1.0)
     inventor = tuning_questions.Inventor(random.Random("alike"))
@@ -458,12 +508,17 @@ def test_seeds_cannot_collide(monkeypatch):
     for kind in ("ruler_qa_squad", "ruler_qa_hotpot", "niah_multikey_2", "ruler_vt", "ruler_cwe", "ledger"):
         load_data().draw_kind(kind, 0, 0, 1024)
     load_data().draw(0, 0, 1024)
+    choose_length(TuningRecipe(), 3)
     assert seeds
     assert all(str(seed).startswith("kvbench tuning/") for seed in seeds)
     seeds.clear()
     draw_ruler(0, "niah_single_2", 1, 1024)
     list(SCBench(subtasks=["scbench_kv"]).samples(load_tokenizer(), 30, 100_000))
-    assert seeds
+    book = Phonebook([20], "entries", 2, 1, 1, "book")
+    others = [build("task", load_settings("task", name, {"limit": 1, "seed": 0})) for name in ("ledger", "niah")]
+    for task in (book, *others):
+        next(iter(task.samples(load_tokenizer(), 30, 100_000)))
+    assert len(seeds) > 10
     assert not any(str(seed).startswith("kvbench tuning") for seed in seeds)
 
 
