@@ -41,6 +41,7 @@ from tests.support.tiny_models import COMMON, draw_model, heads, without_head_di
 
 SCRIPT = Path(__file__).parent / "kvpress_reference.py"
 PACKAGES = ROOT / ".versions" / "kvpress"  # where `make parity` installs kvpress and its transformers
+REAL_MODELS = ("smollm2", "smollm2_long")
 BUDGETS = (0.5, 0.2, 0.05)
 TOKENS = 10  # that follow the prompt and are compared
 ANSWER = 20  # the same, where the answer is cut
@@ -292,8 +293,9 @@ class Subject:
     def serves(self, definition: Definition, tokens: int, budget: float) -> bool:
         if definition.architectures and self.model.config.model_type not in definition.architectures:
             return False
-        long, longest = self.name == "smollm2" and tokens > 1024, self.name == "smollm2" and tokens > 2000
-        if definition.cuts_answer and self.name == "smollm2":
+        is_real = self.name in REAL_MODELS
+        long, longest = is_real and tokens > 1024, is_real and tokens > 2000
+        if definition.cuts_answer and is_real:
             return False
         return not (long and definition.alone) and not (longest and budget != min(BUDGETS))
 

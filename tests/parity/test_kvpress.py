@@ -7,26 +7,40 @@ import pytest
 import torch
 import transformers
 
+from kvbench.models import local_models, tuned_models
+from kvbench.models.checkpoint import find_model
+from kvbench.validation import SettingError
 from tests.parity import comparison
-from tests.parity.comparison import ANSWER, BUDGETS, DEFINITIONS, INTERVAL, PACKAGES, TOKENS, Case, Found, compare
+from tests.parity.comparison import (
+    ANSWER,
+    BUDGETS,
+    DEFINITIONS,
+    INTERVAL,
+    PACKAGES,
+    REAL_MODELS,
+    TOKENS,
+    Case,
+    Found,
+    compare,
+)
 from tests.support.repository import ROOT
 
 LENGTHS = {"llama": (301, 700, 2048, 4000), "mistral": (303, 1500), "qwen2": (305, 1024), "qwen3": (511, 3001)}
-SUBJECTS = (*LENGTHS, "smollm2")
-SMOLLM2 = ROOT / ".models" / "smollm2"
+SUBJECTS = (*LENGTHS, *REAL_MODELS)
 TABLE = ROOT / "results" / "parity" / "kvpress.md"
 HEAD = """# Agreement with kvpress
 
 `make parity` wrote this page. It runs kvpress {kvpress} with transformers {theirs}, and kvbench with
 transformers {ours}, in float32 on the CPU, one thread each. Both read a prompt at once, cut the cache and decode
-{tokens} tokens greedily. smollm2 reads English chats. The other models are small, with random weights, and read random
-tokens. The test makes the filters and head patterns that two definitions need.
+{tokens} tokens greedily. smollm2 and smollm2_long read English chats. The other models are small, with random weights,
+and read random tokens. The test makes the filters and head patterns that two definitions need.
 
 A budget is the share of rows kept, of DuoAttention the share of heads that are not cut; the `compression_ratio` of
 kvpress is 1 - budget. There are two exceptions, in which kvpress gets a ratio that keeps as many rows as kvbench. At
 {adjusted}, kvpress would keep one row less, because Python rounds 1 - 0.8.
-KVzip rounds the rows that it drops of all heads together, kvbench the rows that a head keeps. On smollm2, KVzip, which
-reads a prompt again, reads at most 1024 tokens, and 4000 tokens are read at the smallest budget only.
+KVzip rounds the rows that it drops of all heads together, kvbench the rows that a head keeps. On smollm2 and
+smollm2_long, KVzip, which reads a prompt again, reads at most 1024 tokens, and 4000 tokens are read at the smallest
+budget only.
 
 "Cuts the answer": the prompt stays whole, {answer} tokens follow, and every {interval} tokens a cut leaves as many
 rows as the budget is of the prompt. Compared are the rows left in the end.
@@ -39,11 +53,16 @@ for. `CriticalKVPress` and `CriticalAdaKVPress` do not run on Qwen2, whose confi
 """
 
 
-def find_missing(smollm2: Path, packages: Path) -> str | None:
-    """What a comparison on smollm2 lacks, and the command that brings it."""
+def find_missing(name: str, packages: Path) -> str | None:
+    """What a comparison on a model lacks, and the command that brings it."""
     if not packages.is_dir():
         return "kvpress is not installed: run make parity"
-    return None if smollm2.is_dir() else "smollm2 is not there: run make model"
+    if name in REAL_MODELS:
+        try:
+            find_model(name)
+        except SettingError as error:
+            return str(error)
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +74,13 @@ def comparisons() -> list[comparison.Comparison]:
 @pytest.mark.parity
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_rows_and_tokens_are_those_of_kvpress(name, comparisons, tmp_path):
-    folder = SMOLLM2 if name == "smollm2" else tmp_path / "model"
-    if missing := find_missing(folder if name == "smollm2" else ROOT, PACKAGES):
+    if missing := find_missing(name, PACKAGES):
         pytest.skip(missing)
-    if name != "smollm2":
+    if name in REAL_MODELS:
+        folder, prompts = Path(find_model(name)), comparison.english_prompts
+    else:
+        folder, prompts = tmp_path / "model", comparison.random_prompts(LENGTHS[name])
         comparison.save_tiny(name, folder)
-    prompts = comparison.english_prompts if name == "smollm2" else comparison.random_prompts(LENGTHS[name])
     subject = comparison.load_subject(name, folder, prompts)
     cases = subject.cases()
     with comparison.start_kvpress(subject, cases, tmp_path) as process:
@@ -174,7 +194,12 @@ def test_the_number_of_rows_is_what_kvbench_keeps():
     assert not Case(own, 1000, 0.2).agrees and Case(own, 301, 0.2).agrees
 
 
-def test_what_is_missing_is_named_with_its_command(tmp_path):
-    assert find_missing(tmp_path, tmp_path / "none") == "kvpress is not installed: run make parity"
-    assert find_missing(tmp_path / "none", tmp_path) == "smollm2 is not there: run make model"
-    assert find_missing(tmp_path, tmp_path) is None
+def test_what_is_missing_is_named_with_its_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_models, "MODELS", tmp_path)
+    monkeypatch.setattr(tuned_models, "__file__", str(tmp_path / "tuned_models.py"))
+    assert find_missing("llama", tmp_path / "none") == "kvpress is not installed: run make parity"
+    assert find_missing("smollm2", tmp_path) == (
+        "model=smollm2: it is not here yet; `make model` downloads it (93 MB) and converts it"
+    )
+    assert "smollm2_long.safetensors: no such file of low-rank factors" in str(find_missing("smollm2_long", tmp_path))
+    assert find_missing("llama", tmp_path) is None
