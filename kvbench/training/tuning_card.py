@@ -42,7 +42,9 @@ CAPTION = "Right answers by family of tasks, and losses, against the tokens read
 CHOICE = f"conf/model/{MODEL}.yaml"
 LINES = {"loss": "answers", "text": "plain text"}  # losses of the curve -> what the picture's key calls them
 NOTE = f"# `kvbench dev docs-tables {OPTION}` writes what follows, from results/tuned/{MODEL}/scores.csv.\n"
-GOOD_SCORE = 70.0  # points; a row of the table counts the subtasks that reach them
+GOOD_SCORE = (
+    70.0  # points; a row of the table counts the subtasks that reach them, and names the others after the tuning
+)
 
 
 @dataclass(frozen=True)
@@ -200,8 +202,10 @@ def list_scores(scores: Sequence[FullScore]) -> Iterator[str]:
         yield f"| {bold}{name}{bold} | {' | '.join(f'{bold}{cell}{bold}' if cell else '' for cell in cells)} |"
     counted = []
     for column in columns:
-        there = [known[*column, name].score for name in names if (*column, name) in known]
-        counted.append(f"{sum(score >= GOOD_SCORE for score in there)} of {len(there)}")
+        there = {name: known[*column, name].score for name in names if (*column, name) in known}
+        others = [name for name, score in there.items() if score < GOOD_SCORE]
+        named = f", not {', '.join(others)}" if others and column[0] == MODEL else ""
+        counted.append(f"{len(there) - len(others)} of {len(there)}{named}")
     yield f"| subtasks with {GOOD_SCORE:g} or more | {' | '.join(counted)} |"
 
 

@@ -92,7 +92,7 @@ def test_scores_stand_side_by_side_with_intervals(card):
     ]
     averages = show(MIXED, BAD), show(RIGHT, HALF), show(MIXED, BAD)
     assert section[4] == f"| **average** | {' | '.join(f'**{cell}**' for cell in averages)} |"
-    assert section[5] == "| subtasks with 70 or more | 1 of 2 | 1 of 2 | 1 of 2 |"
+    assert section[5] == "| subtasks with 70 or more | 1 of 2 | 1 of 2, not hard | 1 of 2, not hard |"
 
 
 def test_the_list_has_what_scores_fifty_or_more(card):
@@ -148,7 +148,7 @@ def test_the_command_writes_the_card(tmp_path, monkeypatch, capsys):
     assert (files.root / PICTURE).read_text().startswith("<svg")
 
 
-@pytest.mark.skipif(not CardFiles(ROOT).factors.exists(), reason="the factors are not here")
+@pytest.mark.skipif(not CardFiles(ROOT).result("").exists(), reason="results/tuned is not here")
 def test_the_page_is_what_its_files_say():
     card = make_card(ROOT)
     for path in (PAGE, CHOICE):
