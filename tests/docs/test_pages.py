@@ -9,9 +9,12 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from kvbench.analysis.solvable_subtasks import read_card
 from kvbench.config import catalogue
+from kvbench.config.compose import compose_config
 from kvbench.report.doc_tables import COMMAND, OTHER, complete_pages
 from kvbench.report.doc_tables import PAGES as PAGES_WITH_TABLES
+from kvbench.tasks.ruler.task import SUBTASKS
 from tests.docs.pages import PAGES
 from tests.support.repository import ROOT
 
@@ -99,6 +102,18 @@ def test_every_page_is_in_the_sites_contents():
     site = (ROOT / "mkdocs.yml").read_text()
     for page in sorted((ROOT / "docs").glob("*.md")):
         assert f": {page.name}\n" in site, page.name
+
+
+def test_make_real_asks_for_what_exists():
+    """For subtasks of different families that the model can do, once its list is there."""
+    line = re.search(r"^REAL \?= ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    settings = dict(part.split("=", 1) for part in line.replace("\\\n", " ").split())
+    for budget in settings.pop("budget").split(","):
+        config = compose_config([f"budget={budget}", *map("=".join, settings.items())])
+    names = list(config.task.subtasks)
+    assert len(names) == len(set(names) & set(SUBTASKS)) == 5
+    listed = read_card(config.model.name).get("ruler", {}).get(config.task.length, names)
+    assert set(names) <= set(listed)
 
 
 DELTAKV = {  # row of the table in docs/smollm2.md -> label and budget in the measured file
