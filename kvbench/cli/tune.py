@@ -1,10 +1,11 @@
 """Tune low-rank factors of a small real model on the benchmarks' family of tasks.
 
 Examples:
-  kvbench dev tune --model smollm2 --out FILE                     as model=smollm2_long was made
-  kvbench dev tune --model smollm2 --out FILE --gpus 2 --pause 9  a call of 9 minutes; the same command goes on
-  kvbench dev tune --model smollm2 --out FILE --device cpu --steps 1 --step 4096 --batch 4096 --lengths 4096:1   a trial
+  kvbench dev tune --model smollm2 --out FILE                     the first of the two tunings of model=smollm2_long
+  kvbench dev tune --model smollm2 --out FILE --pause 9           a call of 9 minutes; the same command goes on
   kvbench dev tune --model smollm2 --out FILE --start EARLIER --seed 1    go on from the factors of an earlier tuning
+  kvbench dev tune --model smollm2 --out FILE --step 131072 --gpus 2      two GPUs of this machine
+  kvbench dev tune --model smollm2 --out FILE --device cpu --steps 1 --step 4096 --batch 4096 --lengths 4096:1   a trial
   kvbench dev tune --model smollm2 --out FILE --evaluate          loss on plain text of the base and of the tuned model
   kvbench dev choose-solvable model=smollm2_long model.factors=FILE task=ruler --lengths 4096    its scores
 
@@ -91,7 +92,7 @@ def check_options(options: Namespace, recipe: TuningRecipe) -> None:
     if not options.pause > 0:
         raise SettingError(f"--pause={options.pause}: a number above 0")
     if recipe.batches % options.gpus:
-        raise SettingError(f"--gpus={options.gpus}: a divisor of the {recipe.batches} batches of a step")
+        raise SettingError(f"--gpus={options.gpus}: a divisor of the number of batches of a step, {recipe.batches}")
     require_file("--out", options.out)
 
 
@@ -115,7 +116,7 @@ def print_losses(options: Namespace) -> None:
         )
     write_text_losses(name_text(options.out), losses)
     if (log := name_log(options.out)).exists():
-        write_curve(log, name_curve(options.out))
+        write_curve(log, name_curve(options.out), options.start)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,12 +12,12 @@ conf/model/<model>.yaml.
 """
 
 import ast
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -29,6 +29,7 @@ from kvbench.report.doc_tables import escape_cell, replace_table
 from kvbench.report.learning_curve import draw_learning_curve
 from kvbench.runs.choose_solvable import format_list
 from kvbench.training import tuning_recipe
+from kvbench.training.tuning import read_tuning
 from kvbench.training.tuning_data import MORE, SHARES, SHORT
 from kvbench.training.tuning_notes import FAMILIES, read_curve, read_text_losses
 from kvbench.training.tuning_recipe import TuningRecipe, choose_recipe
@@ -88,12 +89,13 @@ def list_tables(files: CardFiles) -> dict[str, list[str]]:
     """Return the lines of each table by its label."""
     file, metadata = read_factors(files.factors)
     scores = read_scores(files.result("scores.csv"))
+    tunings = read_tuning(files.factors)
     with refuse_on_error(f"{files.factors}: its metadata have no recipe"):
-        recipe = choose_recipe(json.loads(metadata["recipe"]))
+        recipes = [choose_recipe(tuning["recipe"]) for tuning in tunings]
     return {
-        "factors": list(list_facts(file, metadata, scores)),
-        "recipe": list(list_settings(recipe)),
-        "lengths": list(list_lengths(recipe)),
+        "factors": list(list_facts(file, metadata, tunings, scores)),
+        "recipe": list(list_settings(recipes)),
+        "lengths": list(list_lengths(recipes)),
         "kinds": list(list_kinds()),
         "measurements": list(list_measurements(scores)),
         "scores": list(list_scores(scores)),
@@ -108,8 +110,14 @@ def read_factors(path: Path) -> tuple[FactorsFile, dict[str, str]]:
         return file, dict(tensors.metadata() or {})
 
 
-def list_facts(file: FactorsFile, metadata: Mapping[str, str], scores: Sequence[FullScore]) -> Iterator[str]:
+def list_facts(
+    file: FactorsFile,
+    metadata: Mapping[str, str],
+    tunings: Sequence[Mapping[str, Any]],
+    scores: Sequence[FullScore],
+) -> Iterator[str]:
     """Yield a table of what the file of factors is."""
+    trained = [f"{tuning['steps']:,} steps, {tuning['tokens']:,} tokens, GPUs: {tuning['gpus']}" for tuning in tunings]
     data = file.path.read_bytes()
     numbers = sum(prod(shape) for shape in file.shapes.values())
     weights = ", ".join(f"`{weights}`" for weights in dict.fromkeys(s.weights for s in scores if s.model == MODEL))
@@ -120,7 +128,7 @@ def list_facts(file: FactorsFile, metadata: Mapping[str, str], scores: Sequence[
         "factors": f"rank {file.rank}, alpha {file.alpha:g}, {numbers:,} numbers",
         "RoPE": f"base θ {file.theta:,.0f}",
         "context": f"{file.longest:,} tokens, prompt and answer together",
-        "training": f"{int(metadata['steps']):,} steps, {int(metadata['tokens']):,} tokens, GPUs: {metadata['gpus']}",
+        "training": "; then ".join(trained),
         "source": metadata["source"],
         "licence": metadata["licence"],
         "made with": f"kvbench {metadata['kvbench']}",
@@ -129,13 +137,20 @@ def list_facts(file: FactorsFile, metadata: Mapping[str, str], scores: Sequence[
     yield from (f"| {name} | {escape_cell(fact)} |" for name, fact in facts.items())
 
 
-def list_settings(recipe: TuningRecipe) -> Iterator[str]:
-    """Yield a table of the settings of a recipe and of what they mean."""
+def list_settings(recipes: Sequence[TuningRecipe]) -> Iterator[str]:
+    """Yield a table of the settings of each tuning and of what they mean."""
     meanings = read_meanings(Path(tuning_recipe.__file__).read_text(encoding="utf-8"))
-    yield from ("| setting | value | meaning |", "|---|---|---|")
-    for name, value in recipe.describe().items():
-        shown = value if isinstance(value, str) else f"{value:,.10g}"
+    yield f"| setting | {list_heads(recipes)} | meaning |"
+    yield f"|---|{'---|' * len(recipes)}---|"
+    for name in TuningRecipe().describe():
+        values = [getattr(recipe, name) for recipe in recipes]
+        shown = " | ".join(value if isinstance(value, str) else f"{value:,.10g}" for value in values)
         yield f"| `{name}` | {shown} | {escape_cell(meanings[name])} |"
+
+
+def list_heads(recipes: Sequence[TuningRecipe]) -> str:
+    """Return the heads of the columns of each tuning."""
+    return " | ".join(f"tuning {number}" for number in range(1, len(recipes) + 1))
 
 
 def read_meanings(source: str) -> dict[str, str]:
@@ -151,10 +166,13 @@ def read_meanings(source: str) -> dict[str, str]:
     }
 
 
-def list_lengths(recipe: TuningRecipe) -> Iterator[str]:
-    """Yield a table of the lengths of samples."""
-    yield from ("| tokens of a sample, at most | share of all tokens |", "|--:|--:|")
-    yield from (f"| {length:,} | {100 * share:.1f} % |" for length, share in recipe.shares.items())
+def list_lengths(recipes: Sequence[TuningRecipe]) -> Iterator[str]:
+    """Yield a table of the lengths of samples in each tuning."""
+    yield f"| tokens of a sample, at most | {list_heads(recipes)} |"
+    yield f"|--:|{'--:|' * len(recipes)}"
+    for length in sorted({length for recipe in recipes for length in recipe.shares}):
+        shares = " | ".join(f"{100 * recipe.shares.get(length, 0):.1f} %" for recipe in recipes)
+        yield f"| {length:,} | {shares} |"
 
 
 def list_kinds() -> Iterator[str]:

@@ -17,6 +17,7 @@ from kvbench.store.csv_rows import format_rows
 from kvbench.validation import refuse_on_error
 
 POINTS = 60  # most lines of a short learning curve
+LINES = 5  # least lines of a log that a point joins, so that a few samples do not decide it
 FAMILIES = {  # family -> the kinds of samples that it joins (kvbench.training.tuning_data)
     "needles": (
         *(f"niah_{name}" for name in ("single_1", "single_2", "single_3", "multivalue", "multiquery")),
@@ -80,14 +81,25 @@ def read_text_losses(path: Path) -> list[TextLoss]:
         ]
 
 
-def write_curve(log: Path, path: Path) -> None:
+def write_curve(log: Path, path: Path, earlier: Path | None = None) -> None:
     """Write the short learning curve of a log as CSV.
 
+    Args:
+        log: The log.
+        path: The file to write.
+        earlier: The file of an earlier tuning, with whose factors this one began. If its short curve is beside it, this
+            one goes on from there.
+
     Raises:
-        SettingError: The log is missing or damaged.
+        SettingError: The log or the earlier curve is missing or damaged.
     """
     with refuse_on_error(f"{log}: cannot read a learning curve there"):
         points = shorten_curve([json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()])
+    if earlier is not None and name_curve(earlier).exists():
+        before = read_curve(name_curve(earlier))
+        for point in points:
+            point |= {name: round((before[-1][name] or 0) + (point[name] or 0), 1) for name in COUNTS}
+        points = [*before, *points]
     names = [*COUNTS, *LOSSES, *FAMILIES]
     write_csv(path, [names, *([point[name] for name in names] for point in points)])
 
@@ -110,7 +122,7 @@ def shorten_curve(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, float | 
 
     A family's score is the mean over its kinds in these lines. It is None where there are none.
     """
-    width = max(1, ceil(len(lines) / POINTS))
+    width = max(LINES, ceil(len(lines) / POINTS))
     points = []
     for start in range(0, len(lines), width):
         window = lines[start : start + width]

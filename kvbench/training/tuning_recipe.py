@@ -1,7 +1,7 @@
 """Define the recipe by which low-rank factors of a base model are tuned: shape, schedule, losses, lengths.
 
-The defaults are the recipe of model=smollm2_long. Each field is an option of `kvbench dev tune`, and the recipe is part
-of the metadata of the file that the training writes.
+The defaults are the recipe of the first of the two tunings of model=smollm2_long. Each field is an option of `kvbench
+dev tune`, and the recipe is part of the metadata of the file that the training writes.
 """
 
 import math
@@ -27,11 +27,11 @@ class TuningRecipe:
     twice its length."""
     longest: int = 16_896
     """Tokens that the tuned model reads: the longest sample and room for an answer."""
-    lengths: str = "1024:1,2048:2,4096:4,8192:4,16384:3"
+    lengths: str = "1024:1,2048:3,4096:5,8192:3,16384:2"
     """length:share, …: the lengths of samples in tokens, and their relative shares of all tokens."""
-    tokens: int = 400_000_000
+    tokens: int = 110_000_000
     """Tokens of the whole tuning, padding included."""
-    step: int = 131_072
+    step: int = 65_536
     """Tokens of a step of the optimizer."""
     batch: int = 65_536
     """Tokens that a GPU reads at once. A step consists of step / batch such batches."""

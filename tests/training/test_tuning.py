@@ -396,7 +396,7 @@ def test_a_recipe_that_cannot_be_used_is_refused(given, message):
 REFUSED = {
     "--model llama --out {}/f": "--model",
     "--model smollm2 --out {}": "this is a folder; name a file",
-    "--model smollm2 --out {}/f --gpus 3": "--gpus=3: a divisor of the 2 batches of a step",
+    "--model smollm2 --out {}/f --gpus 3 --step 131072": "--gpus=3: a divisor of the number of batches of a step, 2",
     "--model smollm2 --out {}/f --pause 0": "--pause=0.0: a number above 0",
     "--model smollm2 --out {}/f --steps 0": "--steps",
     "--model smollm2 --out {}/f --workers -1": "--workers",
@@ -424,7 +424,7 @@ def test_the_examples_of_the_help_can_be_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = "kvbench dev tune "
     examples = [line.strip().split("  ")[0] for line in tune_command.__doc__.splitlines() if f"  {command}" in line]
-    assert len(examples) == 4
+    assert len(examples) == 6
     for example in examples:
         options = tune_command.make_parser().parse(example.removeprefix(command).split())
         tune_command.check_options(options, choose_recipe(vars(options)))

@@ -13,10 +13,12 @@ import yaml
 from kvbench.analysis.full_scores import ScoreSource, read_scores, replace_scores, write_scores
 from kvbench.analysis.intervals import Values, mean
 from kvbench.cli import docs_tables
+from kvbench.cli.tune import make_parser
 from kvbench.config import paths
+from kvbench.training.tuning import read_tuning
 from kvbench.training.tuning_card import CHOICE, MODEL, PAGE, PICTURE, CardFiles, make_card
 from kvbench.training.tuning_notes import COUNTS, FAMILIES, LOSSES
-from kvbench.training.tuning_recipe import TuningRecipe
+from kvbench.training.tuning_recipe import TuningRecipe, choose_recipe
 from kvbench.validation import SettingError
 from tests.support.repository import ROOT
 from tests.support.tuned_models import write_factors
@@ -35,8 +37,9 @@ def write_files(root: Path) -> CardFiles:
     (root / CHOICE).write_text("name: smollm2_long\n")
     files = CardFiles(root)
     files.factors.parent.mkdir(parents=True)
-    about = {"steps": "94", "tokens": "12320768", "gpus": "2", "source": "a|b", "licence": "Apache-2.0", "kvbench": "1"}
-    write_factors(files.factors, model="beef", recipe=json.dumps(RECIPE.describe()), **about)
+    tuning = {"recipe": RECIPE.describe(), "steps": 94, "tokens": 12_320_768, "gpus": 2}
+    about = {"source": "a|b", "licence": "Apache-2.0", "kvbench": "1"}
+    write_factors(files.factors, model="beef", tunings=json.dumps([tuning]), **about)
     after = SOURCE.list_scores({4096: {"easy": RIGHT, "hard": HALF}, 16384: {"easy": MIXED, "hard": BAD}})
     before = replace(SOURCE, model="smollm2", weights="ffff").list_scores({4096: {"easy": MIXED, "hard": BAD}})
     write_scores(files.result("scores.csv"), replace_scores(before, after))
@@ -115,7 +118,7 @@ def test_a_card_is_written_once(card):
         (files.root / path).write_text(text)
     assert make_card(files.root) == texts
     markers = re.sub(r"(?m)^(\||!\[).*\n", "", texts[PAGE])
-    assert markers == re.sub(r"(?m)^(\||!\[).*\n", "", (ROOT / PAGE).read_text()).replace("-->\n\n\n", "-->\n\n")
+    assert markers == re.sub(r"(?m)^(\||!\[).*\n", "", (ROOT / PAGE).read_text())
 
 
 @pytest.mark.parametrize("name", ["scores.csv", "text.csv", "curve.csv", "factors"])
@@ -134,7 +137,7 @@ def test_factors_without_a_recipe_and_scores_of_other_weights_are_refused(tmp_pa
     with pytest.raises(SettingError, match="scores.csv: 2 weights or tasks of smollm2_long; expected one"):
         make_card(tmp_path)
     write_factors(files.factors, model="beef")
-    with pytest.raises(SettingError, match="its metadata have no recipe"):
+    with pytest.raises(SettingError, match="its metadata do not say how the factors were tuned"):
         make_card(tmp_path)
 
 
@@ -154,3 +157,12 @@ def test_the_page_is_what_its_files_say():
     for path in (PAGE, CHOICE):
         assert (ROOT / path).read_text() == card[path], "python -m kvbench dev docs-tables --card writes it"
     assert (ROOT / PICTURE).exists()
+
+
+def test_the_factors_were_tuned_by_the_commands_of_the_page():
+    """The first command has the defaults, and the second one names what it changes."""
+    first, second = read_tuning(CardFiles(ROOT).factors)
+    assert first["recipe"] == TuningRecipe().describe()
+    commands = (ROOT / PAGE).read_text().replace("\\\n", "")
+    [options] = re.findall(r"kvbench dev tune (.* --start .*)", commands)
+    assert second["recipe"] == choose_recipe(vars(make_parser().parse(options.split()))).describe()

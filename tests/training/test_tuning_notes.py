@@ -40,7 +40,7 @@ def test_every_kind_of_samples_is_in_one_family():
 
 def test_a_point_is_the_mean_of_lines(tmp_path):
     lines = [make_line(10, ruler_vt=0.0, niah_single_1=50.0), make_line(20, niah_single_2=100.0, phonebook=0.0)]
-    lines += [make_line(step, ruler_cwe=step / 10) for step in range(30, 1240, 10)]
+    lines += [make_line(step, ruler_cwe=step / 10) for step in range(30, 4840, 10)]
     log, path = tmp_path / "log.jsonl", tmp_path / "curve.csv"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_curve(log, path)
@@ -50,8 +50,8 @@ def test_a_point_is_the_mean_of_lines(tmp_path):
     width = math.ceil(len(lines) / POINTS)
     assert (first["step"], first["tokens"], first["seconds"]) == (10 * width, 80 * width, 5 * width)
     assert first["loss"] == pytest.approx(sum(1 / line["step"] for line in lines[:width]) / width, abs=1e-4)
-    assert (first["text"], first["chains"], first["needles"], first["words"]) == (22.0, 0.0, 50.0, 3.0)
-    assert last["step"] == 1230 and last["needles"] is None
+    assert (first["text"], first["chains"], first["needles"], first["words"]) == (52.0, 0.0, 50.0, 6.0)
+    assert last["step"] == 4830 and last["needles"] is None
     assert shorten_curve([]) == []
 
 
