@@ -68,13 +68,21 @@ def collect_metrics(subtasks: Mapping[str, Sequence[Pair]]) -> Iterator[tuple[st
     for k in _list_powers(count_repeats(subtasks)):
         if by_subtask := {subtask: scores for subtask, pairs in kept.items() if (scores := _collect_passes(k, pairs))}:
             yield f"pass@{k}", by_subtask
-    for name, key in FIDELITY.items():
-        if by_subtask := {
-            subtask: scores for subtask, pairs in kept.items() if (scores := _collect_fidelity(key, pairs))
-        }:
-            yield name, by_subtask
+    yield from collect_fidelity(subtasks)
     for name, (of, most) in ENDS.items() if kept else ():
         yield name, {subtask: collect_scores(pairs, of, most) for subtask, pairs in kept.items()}
+
+
+def collect_fidelity(subtasks: Mapping[str, Sequence[Pair]]) -> Iterator[tuple[str, dict[str, PairedScores]]]:
+    """Collect the quantities of `fidelity` (kvbench.runs.fidelity), as `collect_metrics` does."""
+    for name, key in FIDELITY.items():
+        by_subtask = {
+            subtask: scores
+            for subtask, pairs in subtasks.items()
+            if (scores := _collect_fidelity(key, select_answered(pairs)))
+        }
+        if by_subtask:
+            yield name, by_subtask
 
 
 def count_repeats(subtasks: Mapping[str, Sequence[Pair]]) -> int:

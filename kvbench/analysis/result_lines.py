@@ -1,4 +1,8 @@
-"""Write the cells of measured runs as a CSV with one line each, from which docs/results.md is made.
+"""Compute a line for each cell of measured runs, from which docs/results.md is made.
+
+Lines are computed from the published part of runs alone (kvbench.store.published_runs): those of a store and those of
+a Parquet file with a row for each sample come by the same functions, and are equal. CSV files hold the lines of tiers
+that were measured before samples were published.
 
 A line holds what `kvbench results scores --format csv` says about a run, and beside it
 
@@ -12,16 +16,17 @@ A line holds what `kvbench results scores --format csv` says about a run, and be
                                  the difference from the full cache for those of a budget (kvbench.analysis.joint_signs)
     machine, versions, code      where and by which code it was made; `replay` is the hash of tests/replay
 
-Numbers are rounded to DECIMALS. Nothing in a line depends on other tiers.
+Numbers are rounded to DECIMALS in a CSV. Nothing in a line depends on other tiers.
 """
 
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvbench.analysis.answer_metrics import FIDELITY, collect_metrics
+from kvbench.analysis.answer_metrics import FIDELITY, collect_fidelity
 from kvbench.analysis.byte_classes import split_column
 from kvbench.analysis.intervals import compute_means
 from kvbench.analysis.joint_signs import sign_changes
@@ -30,6 +35,7 @@ from kvbench.analysis.score_matrix import MatrixCell, Samples, ScoreBlock, build
 from kvbench.analysis.score_matrix_columns import COLUMNS
 from kvbench.config.catalogue import load_settings
 from kvbench.store.csv_rows import format_rows
+from kvbench.store.published_runs import describe_machines, publish, require_pyarrow
 from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import CACHE_GROUPS, StoredRun, flatten
 from kvbench.validation import SettingError
@@ -44,6 +50,7 @@ TEXTS = (  # columns whose values may look like numbers and are none
     *("model", "task", "question", "protocol", "average", "label", "warnings", "rank_class", "machine", "dtype"),
     *("torch", "transformers", "code", "replay", "hash"),
 )
+CSV, ROWS = ".csv", ".parquet"  # ends of the names of files with lines, and with rows of samples
 SIGN = "_sign"  # ends the name of a joint sign
 Line = dict[str, Any]
 
@@ -58,7 +65,7 @@ def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProx
     Raises:
         SettingError: Runs of a protocol cannot be shown in one table (`build_blocks`).
     """
-    finished = [run for run in runs if run.finished]
+    finished = [publish(run) for run in runs if run.finished]
     blocks, refused = build_blocks([run for run in finished if not run.full], finished)
     if refused:
         raise SettingError(refused[0])
@@ -149,8 +156,8 @@ def compute_fidelity(block: ScoreBlock) -> dict[str, Line]:
             subtask: [(block.full.run.records[uid], cell.run.records[uid]) for uid in uids]
             for subtask, uids in block.paired.places.items()
         }
-        for name, by_subtask in collect_metrics(pairs):
-            if name in FIDELITY and by_subtask.keys() == block.paired.weights.keys():
+        for name, by_subtask in collect_fidelity(pairs):
+            if by_subtask.keys() == block.paired.weights.keys():
                 ordered = [by_subtask[subtask].method_values for subtask in block.paired.weights]
                 known.append((ordered, list(block.paired.weights.values())))
                 places.append((cell.run.hash, FIDELITY[name]))
@@ -229,13 +236,35 @@ def pair_subtasks(one: StoredRun, other: StoredRun, here: Samples, there: Sample
 def describe_origin(run: StoredRun) -> Line:
     """Return where a run was made, by which versions and which code, and its hash."""
     device = run.value["device"]
-    kinds = {
-        name: " and ".join(sorted({str(machine.get(name) or "") for machine in run.machines}))
-        for name in ("code", "replay")
-    }
     line = {"machine": device.get("gpu") or device["type"]}
     line |= {name: device.get(name) for name in ("dtype", "torch", "transformers")}
-    return line | kinds | {"hash": run.hash}
+    return line | describe_machines(run) | {"hash": run.hash}
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Return the lines of a file: those of a CSV as they are, or those that follow from the rows of a Parquet file.
+
+    Raises:
+        SettingError: The file cannot be read, pyarrow is not installed, or its runs cannot be shown in one table.
+    """
+    if path.suffix == CSV:
+        try:
+            return parse_lines(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SettingError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    require_pyarrow(path)
+    from kvbench.store.published_file import read_published
+
+    return make_lines(*read_published(path))
+
+
+def list_line_files(folder: Path) -> list[Path]:
+    """Return the files with lines in the folders of machines below `folder`, sorted.
+
+    Of a CSV and a Parquet file with the same name in one folder, the Parquet file counts.
+    """
+    paths = {path.with_suffix(""): path for kind in (CSV, ROWS) for path in folder.glob(f"*/*{kind}")}
+    return [paths[name] for name in sorted(paths)]
 
 
 def format_lines(lines: Sequence[Line]) -> str:

@@ -5,9 +5,12 @@ from itertools import combinations
 
 import pytest
 
+from kvbench.analysis import result_lines
 from kvbench.analysis.paired import compare_subtasks
-from kvbench.analysis.result_lines import format_lines, make_lines, parse_lines
+from kvbench.analysis.result_lines import format_lines, list_line_files, make_lines, parse_lines, read_lines
 from kvbench.analysis.score_matrix import build_blocks
+from kvbench.store.published_file import write_published
+from kvbench.store.published_runs import publish
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
@@ -215,3 +218,56 @@ def test_a_file_gives_back_what_was_written(runs):
 def test_a_run_without_its_full_cache_is_refused(runs):
     with pytest.raises(SettingError, match="no finished run of the full cache"):
         make_lines([run for run in runs if not run.full])
+
+
+def test_a_file_of_rows_gives_the_lines_of_the_store(runs, tmp_path, monkeypatch):
+    finished = [run for run in runs if run.finished]
+    write_published([publish(run) for run in finished], {"0123456789abcdef": "file"}, tmp_path / "x.parquet")
+    lines = read_lines(tmp_path / "x.parquet")
+    assert lines == make_lines(runs) and len(lines) == 13
+    monkeypatch.setattr(result_lines, "publish", lambda run: run)
+    assert make_lines(runs) == lines  # from whole records
+
+
+def test_a_file_of_rows_names_the_files_of_cells(tmp_path):
+    names = {"0123456789abcdef": "palu-50", "fedcba9876543210": "palu-30"}
+    for path in names:
+        codec = {"name": "palu", "path": path, "bits": None}
+        write_run(tmp_path, draw_records(1.0, 0.9, 1), method=FULL, codec=codec, budget=1.0)
+    write_run(tmp_path, draw_records(1.0, 1.0, 1), method=FULL)
+    write_published(list(map(publish, load_runs(tmp_path))), names, tmp_path / "x.parquet")
+    lines = read_lines(tmp_path / "x.parquet")
+    assert lines == make_lines(load_runs(tmp_path), names)
+    labels = {line["label"].removeprefix("full · palu · codec.path=") for line in lines}
+    assert labels == {"full cache", "palu-50", "palu-30"}
+
+
+def test_lines_count_samples_that_failed(tmp_path):
+    failed = {"error": "out_of_memory", "score": None, "stop": "error"}
+    own = draw_records(0.2, 0.5, 2)
+    uid = next(iter(own))
+    gone = ("resident_bytes", "full_bytes", "rows_held", "rows_attended", "rows_seen_decoding", "fidelity")
+    own[uid] = {name: value for name, value in own[uid].items() if name not in gone} | failed
+    write_run(tmp_path, own, method={"name": "tova"}, budget=0.2)
+    write_run(tmp_path, draw_records(1.0, 1.0, 1), method=FULL)
+    runs = load_runs(tmp_path)
+    write_published([publish(run) for run in runs], {}, tmp_path / "x.parquet")
+    lines = read_lines(tmp_path / "x.parquet")
+    assert lines == make_lines(runs) and [line["n"] for line in lines] == [39, 39]
+
+
+def test_of_two_files_of_a_tier_the_rows_count(tmp_path):
+    for name in ("m/a.csv", "m/a.parquet", "m/b.csv", "n/a.csv", "n/x.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert list_line_files(tmp_path) == [tmp_path / name for name in ("m/a.parquet", "m/b.csv", "n/a.csv")]
+
+
+def test_a_csv_gives_its_lines_and_what_cannot_be_read_is_named(runs, tmp_path):
+    lines = make_lines(runs)
+    (tmp_path / "x.csv").write_text(format_lines(lines))
+    assert read_lines(tmp_path / "x.csv") == parse_lines(format_lines(lines))
+    (tmp_path / "y.csv").write_bytes(b"\xff")
+    for name in ("y.csv", "z.csv"):
+        with pytest.raises(SettingError, match=f"{name}: cannot be read"):
+            read_lines(tmp_path / name)
