@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbench.analysis.joint_signs import MARGIN
-from kvbench.analysis.result_lines import Line, parse_lines
+from kvbench.analysis.result_lines import Line, list_line_files, read_lines
 from kvbench.atomic import replace_file
 from kvbench.report import results_choice
 from kvbench.report.results_cells import LONG_TASKS, POINT, TURN_TASKS, Section, list_methods, split_sections
@@ -107,13 +107,14 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
     Raises:
         SettingError: There is no such machine, no file, or a tier of several machines to choose from.
     """
-    machines = {path.name: path for path in sorted(folder.glob("*")) if any(path.glob("*.csv"))}
+    measured = list_line_files(folder)
+    machines = {path.parent.name: path.parent for path in measured}
     if not machines:
         raise SettingError(f"{folder}: no results there; kvbench dev measured a")
     if machine is not None:
         require_choice("--machine", machine, machines)
     paths_by_tier: dict[str, list[Path]] = {}
-    for path in sorted(path for machine_folder in machines.values() for path in machine_folder.glob("*.csv")):
+    for path in measured:
         paths_by_tier.setdefault(path.stem, []).append(path)
     for tier, paths in paths_by_tier.items():
         names = [path.parent.name for path in paths]
@@ -160,7 +161,7 @@ def read_parts(files: Mapping[str, Path]) -> dict[str, list[Line]]:
     Raises:
         SettingError: A file has no lines.
     """
-    tiers = {tier: parse_lines(path.read_text(encoding="utf-8")) for tier, path in files.items()}
+    tiers = {tier: read_lines(path) for tier, path in files.items()}
     for tier, lines in tiers.items():
         if not lines:
             raise SettingError(f"{files[tier]}: has no lines")

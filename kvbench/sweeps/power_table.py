@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.analysis.power import DEVIATION, POWER, compute_power, estimate_deviation
-from kvbench.analysis.result_lines import Line, parse_lines
+from kvbench.analysis.result_lines import Line, list_line_files, read_lines
 from kvbench.analysis.text_table import Column, format_table, wrap_texts
 from kvbench.config.catalogue import load_class
 from kvbench.config.compose import compose
@@ -49,7 +49,7 @@ def describe_power(cells: Iterable[Sequence[str]], measured: Path, deviation: fl
 
     Args:
         cells: The overrides of each cell.
-        measured: The folder with the CSV files of measured tiers, by machine, from which deviations are estimated.
+        measured: The folder with the files of measured tiers, by machine, from which deviations are estimated.
         deviation: Standard deviation of a sample's difference in points; None estimates it for each model and task.
         width: Width in characters.
 
@@ -59,7 +59,7 @@ def describe_power(cells: Iterable[Sequence[str]], measured: Path, deviation: fl
     protocols, unknown = list_protocols(cells)
     if not protocols:
         raise SettingError(f"--power: {'; '.join(unknown) or 'no cell compares a method with the full cache'}")
-    lines = [line for path in sorted(measured.glob("*/*.csv")) for line in parse_lines(path.read_text("utf-8"))]
+    lines = [line for path in list_line_files(measured) for line in read_lines(path)]
     rows = []
     for protocol in protocols:
         spread, source = choose_deviation(protocol, lines, deviation)
