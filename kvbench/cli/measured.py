@@ -3,6 +3,8 @@
 Examples:
   kvbench dev measured a
   kvbench dev measured a b c --results /data/measured --workers 8
+  kvbench dev measured a --collect --results /data/measured
+  kvbench dev measured --lines results/measured/nvidia-h200/a.parquet
   kvbench dev measured --page
   kvbench dev measured a b --power
 
@@ -13,12 +15,17 @@ or other code is refused.
 With --workers, so many processes share the samples of each sweep, and the GPUs too if there are fewer. Times of records
 then say nothing about cost; the files hold none.
 
-A tier ends with RESULTS/measured/<machine>/<tier>.csv, one line for each finished run, also if Ctrl-C or a SIGTERM
-stops it. The exit code is 1 if a cell is refused or a run is not finished. With --page, the command measures nothing:
-it writes docs/results.md and its pictures from these files. With --power, it measures nothing either: it prints which
-differences the planned samples can tell apart, from the deviations in these files.
+A tier ends with RESULTS/measured/<machine>/<tier>.parquet, one row for each sample of each finished run, also if Ctrl-C
+or a SIGTERM stops it. The exit code is 1 if a cell is refused or a run is not finished. A machine without pyarrow
+measures too and writes no such file, as the command says when it begins and ends. --collect then writes it elsewhere,
+from a copy of RESULTS with its runs and files: it measures nothing, and the runs say which machine made them.
+
+The other options measure nothing either. --lines prints what follows from a file of rows: a CSV with one line a cell.
+--page writes docs/results.md and its pictures from the files of all tiers. --power prints which differences the planned
+samples can tell apart, from the deviations in these files.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +37,8 @@ from kvbench.cli.power_options import add_power, check_power
 from kvbench.config.tiers import TIERS, Tier, choose_tiers
 from kvbench.validation import SettingError, require_writable
 
+NO_ROWS = "no pyarrow here, so no file of rows; copy RESULTS and run kvbench dev measured {tier} --collect elsewhere"
+
 
 def make_parser() -> CommandParser:
     parser = CommandParser("dev measured", __doc__)
@@ -39,6 +48,10 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--workers", type=parse_workers, metavar="N", help="the setting workers of the sweeps: a number, or auto"
     )
+    parser.add_argument(
+        "--collect", action="store_true", help="write the files of runs that RESULTS holds, made by any machine"
+    )
+    parser.add_argument("--lines", type=Path, metavar="FILE", help="print a line for each cell of a file, as CSV")
     add_power(parser)
     parser.add_argument("--page", action="store_true", help="write the page from the files of all machines")
     parser.add_argument(
@@ -63,36 +76,55 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Return the options.
 
     Raises:
-        SettingError: An option is missing, or belongs to the other way of calling the command.
+        SettingError: An option is missing, or belongs to another way of calling the command.
     """
     options = make_parser().parse(arguments)
-    if options.page and (options.tiers or options.file or options.workers is not None or options.power):
-        raise SettingError("--page: measures no tier; call the command twice")
+    ways = {"--page": options.page, "--lines": options.lines, "--power": options.power, "--collect": options.collect}
+    chosen = [way for way, given in ways.items() if given]
+    of_tier = options.tiers or options.file or options.workers is not None
+    if (options.page or options.lines) and (of_tier or len(chosen) > 1):
+        raise SettingError(f"{chosen[0]}: measures no tier; call the command twice")
     check_power(options)
-    if options.power and options.workers is not None:
-        raise SettingError("--workers: not with --power, which measures nothing")
+    if len(chosen) > 1:
+        raise SettingError(f"{chosen[0]}: not with {chosen[1]}; call the command twice")
+    if chosen and options.workers is not None:
+        raise SettingError(f"--workers: not with {chosen[0]}, which measures nothing")
     if not options.page and (options.machine or options.out or options.margin is not None):
         raise SettingError("--machine, --out and --margin: only with --page")
     if options.margin is not None and not 0 < options.margin <= 100:
         raise SettingError(f"--margin={options.margin:g}: choose points above 0 and up to 100")
-    if not options.page and not options.tiers:
+    if not options.page and not options.lines and not options.tiers:
         raise SettingError("measured: name a tier of conf/measured.yaml, such as a; or --page")
     return options
 
 
 def measure(options: Namespace) -> int:
-    """Run the tiers, and write the lines of each. Return 1 if a run is not finished, otherwise 0."""
+    """Run the tiers or collect their runs, and write the rows of each. Return 1 if a run is not finished, or 0."""
     from kvbench.config.catalogue import translate_errors
     from kvbench.runs.checks import check_workers
+    from kvbench.store.published_runs import require_pyarrow
 
     check_workers(options.workers, "--workers")
     tiers = choose_tiers(options.tiers, options.file or TIERS)
     require_writable("--results", options.results)
+    if options.collect:
+        require_pyarrow("--collect")
     code = 0
     with translate_errors():
         for tier in tiers:
-            code = max(code, measure_tier(tier, options.results, options.workers))
+            if options.collect:
+                code = max(code, collect_tier(tier, options.results))
+            else:
+                code = max(code, measure_tier(tier, options.results, options.workers))
     return code
+
+
+def print_lines(path: Path) -> int:
+    """Print the lines of a file as CSV, and return 0."""
+    from kvbench.analysis.result_lines import format_lines, read_lines
+
+    print(format_lines(read_lines(path)), end="")
+    return 0
 
 
 def print_power(options: Namespace) -> int:
@@ -111,7 +143,7 @@ def print_power(options: Namespace) -> int:
 
 
 def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) -> int:
-    """Make the files of a tier, run its sweeps, and write its lines.
+    """Make the files of a tier, run its sweeps, and write its rows.
 
     Args:
         tier: The tier.
@@ -126,18 +158,28 @@ def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) ->
     """
     from kvbench.cli.run import run_sweep
     from kvbench.runs.executor import Executor
+    from kvbench.store.published_runs import has_pyarrow
+    from kvbench.store.runs import check_folder, find_runs
     from kvbench.sweeps.plan import Sweep
     from kvbench.sweeps.tier_store import check_store, list_values
 
+    def write() -> int:
+        check_folder(results)
+        runs = [run for run in find_runs(results).runs if run.hash in values]
+        return write_rows(tier, planned, runs, results)
+
     worker_settings = [f"workers={workers}"] if workers is not None else []
     sweeps = [[*given, *worker_settings] for given in tier.list_sweeps(results)]
+    if not has_pyarrow():
+        print(f"tier {tier.name}: {NO_ROWS.format(tier=tier.name)}", file=sys.stderr)
     missing = tier.list_files(results)
     if missing:  # the runs that need them are not known yet, but the others are
         known = [settings for settings in sweeps if not any(path.name in text for path in missing for text in settings)]
         check_store(tier.name, list_values(map(Sweep.plan, known)), results)
         make_files(tier.name, missing)
     planned = [Sweep.plan(settings) for settings in sweeps]
-    check_store(tier.name, list_values(planned), results)
+    values = list_values(planned)
+    check_store(tier.name, values, results)
     try:
         with Executor(results) as executor:
             for number, settings in enumerate(sweeps, 1):
@@ -145,48 +187,74 @@ def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) ->
                 run_sweep(settings, executor=executor)
     except KeyboardInterrupt:
         with suppress(SettingError):  # nothing is finished yet
-            write_lines(tier, planned, results)
+            write()
         raise
-    return write_lines(tier, planned, results)
+    return write()
 
 
-def write_lines(tier: Tier, planned: Sequence[Any], results: Path) -> int:
-    """Write a line for each finished run of a tier, and say how many there are.
+def collect_tier(tier: Tier, results: Path) -> int:
+    """Write the rows of a tier's finished runs, which any machine may have made.
+
+    Args:
+        tier: The tier.
+        results: The folder of results, with the runs and with the files that the tier needs.
+
+    Returns:
+        1 if a cell is refused or has no finished run, otherwise 0.
+
+    Raises:
+        SettingError: A file is missing, no run of a method is finished, or the runs come from several machines or
+            states of the code.
+    """
+    from kvbench.store.runs import check_folder
+    from kvbench.sweeps.plan import Sweep
+    from kvbench.sweeps.tier_store import collect_runs, list_values
+
+    check_folder(results)
+    if missing := [*tier.list_files(results)]:
+        raise SettingError(f"tier {tier.name}: {missing[0]} is missing; copy it from the machine that measured")
+    planned = [Sweep.plan(settings) for settings in tier.list_sweeps(results)]
+    return write_rows(tier, planned, collect_runs(tier.name, list_values(planned), results), results)
+
+
+def write_rows(tier: Tier, planned: Sequence[Any], runs: Sequence[Any], results: Path) -> int:
+    """Write the rows of a tier's finished runs, and say how many runs there are.
 
     Args:
         tier: The tier.
         planned: Its sweeps, each a `kvbench.sweeps.plan.Sweep`.
+        runs: Its runs, finished or not, each a `kvbench.store.runs.StoredRun`.
         results: The folder of results.
 
     Returns:
         1 if a cell is refused or has no finished run, otherwise 0.
 
     Raises:
-        SettingError: No run of a method is finished.
+        SettingError: No run of a method is finished, or runs of a protocol cannot be shown in one table.
     """
-    from kvbench.analysis.result_lines import format_lines, make_lines
-    from kvbench.atomic import replace_file
+    from kvbench.analysis.result_lines import ROWS, make_lines
     from kvbench.config.provenance import content_hash
-    from kvbench.efficiency.measured_task import machine_name
-    from kvbench.store.runs import check_folder, find_runs
+    from kvbench.store.published_runs import has_pyarrow, name_machine, publish
     from kvbench.sweeps.tier_store import list_values
 
-    values = list_values(planned)
-    check_folder(results)
-    runs = [run for run in find_runs(results).runs if run.hash in values]
-    lines = make_lines(runs, {content_hash(path): path.stem for path in tier.find_files(results)})
+    finished = [publish(run) for run in runs if run.finished]
+    lines = make_lines(finished)
     if not lines:
         raise SettingError(f"tier {tier.name}: no run of a method is finished")
-    device = next(iter(values.values()))["device"]["type"]
-    path = results / "measured" / machine_name(device) / f"{tier.name}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replace_file(path) as draft:
-        draft.write_text(format_lines(lines), encoding="utf-8")
+    if has_pyarrow():
+        from kvbench.store.published_file import write_published
+
+        path = results / "measured" / name_machine(finished[0].value["device"]) / f"{tier.name}{ROWS}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_published(finished, {content_hash(file): file.stem for file in tier.find_files(results)}, path)
+        where = str(path)
+    else:
+        where = f"tier {tier.name}: {NO_ROWS.format(tier=tier.name)}"
+    count = len(list_values(planned))
     refused = sum(cell.run is None for sweep in planned for cell in sweep.cells)
     left = f"; {refused} cells are refused" if refused else ""
-    finished = sum(run.finished for run in runs)
-    print(f"{path}: {len(lines)} cells, {finished} of {len(values)} runs are finished{left}")
-    return int(finished < len(values) or refused > 0)
+    print(f"{where}: {len(lines)} cells, {len(finished)} of {count} runs are finished{left}")
+    return int(len(finished) < count or refused > 0)
 
 
 def make_files(tier: str, missing: Mapping[Path, Sequence[str]]) -> None:
@@ -228,6 +296,8 @@ def write_page(options: Namespace) -> int:
 def main(arguments: Sequence[str]) -> int:
     def work() -> int:
         options = parse_arguments(arguments)
+        if options.lines:
+            return print_lines(options.lines)
         return write_page(options) if options.page else print_power(options) if options.power else measure(options)
 
     return run_command(work)

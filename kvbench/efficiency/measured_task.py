@@ -13,6 +13,7 @@ import torch
 from kvbench.efficiency.roofline import Machine, load_machines
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import INTERVALS
+from kvbench.store.published_runs import make_folder_name
 from kvbench.tasks.efficiency import LEAST_SPLIT, Efficiency
 
 WARMED = 8  # first steps of an answer that are not timed; half of a short answer
@@ -53,8 +54,7 @@ def count_split(run: RunSpec) -> int:
 
 def machine_name(device: str) -> str:
     """Return the GPU's name for a file, such as nvidia-h200, or cpu."""
-    name = torch.cuda.get_device_name() if device != "cpu" else "cpu"
-    return "-".join("".join(char if char.isalnum() else " " for char in name.lower()).split())
+    return make_folder_name(torch.cuda.get_device_name() if device != "cpu" else "cpu")
 
 
 def find_machine(run: RunSpec) -> Machine | None:

@@ -1,7 +1,8 @@
 """Check that all runs of a tier (kvbench.config.tiers) come from one kind of machine and one state of the code.
 
 Scores of other runs are not exactly comparable. A store that holds runs of the tier from elsewhere is refused before
-anything runs.
+anything runs (`check_store`). A store that another machine made is read by `collect_runs`, which asks of the runs that
+they come from one kind of machine and one state of the code, whichever these are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,6 +56,44 @@ def check_store(tier: str, values: Mapping[str, Mapping[str, Any]], results: Pat
         why = f"were made by {describe_code(run)}, whose code may give other results than this one's"
         do = "check that code out to go on"
     raise SettingError(f"results={results}: {said} {why}; {do}, or give another folder with --results")
+
+
+def collect_runs(tier: str, values: Mapping[str, Mapping[str, Any]], results: Path) -> list[StoredRun]:
+    """Return the runs of a tier in a store, finished or not, whatever kind of machine made them.
+
+    Args:
+        tier: Name of the tier.
+        values: Its runs on this machine, as `list_values` returns them.
+        results: The folder of results.
+
+    Raises:
+        SettingError: There is none, they come from several kinds of machines or states of the code, or a cell has two.
+    """
+    sources = {hash_experiment(value): value["sources"] for value in values.values()}
+    store = find_runs(results)
+    store.print_damage()
+    runs = [run for run in store.runs if hash_experiment(run.value) in sources]
+    if not runs:
+        raise SettingError(f"results={results}: the folder contains no run of tier {tier}")
+    devices = {describe_device(run.value["device"]): run for run in runs}
+    changed = any(run.value["sources"] != sources[hash_experiment(run.value)] for run in runs)
+    codes = {describe_code(run): run for run in runs} if changed else {}
+    for what, kinds in (("machines", devices), ("states of the code", codes)):
+        if len(kinds) > 1:
+            said = ", ".join(f"{run.hash} by {kind}" for kind, run in sorted(kinds.items()))
+            raise SettingError(
+                f"results={results}: the runs of tier {tier} were made by several {what} ({said}); move those of all "
+                "but one into another folder"
+            )
+    cells: dict[str, list[str]] = {}
+    for run in runs:
+        cells.setdefault(hash_experiment(run.value), []).append(run.hash)
+    for hashes in cells.values():
+        if len(hashes) > 1:
+            raise SettingError(
+                f"results={results}: {name_some(hashes)} are runs of one cell of tier {tier}; move all but one away"
+            )
+    return runs
 
 
 def hash_experiment(value: Mapping[str, Any]) -> str:

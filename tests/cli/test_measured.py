@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.result_lines import read_lines
 from kvbench.cli import run
 from kvbench.cli.measured import main, make_files
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.store.runs import find_runs
 from kvbench.validation import SettingError
+from tests.support.made_up_runs import write_run
 
 TIERS = """\
 tiny:
@@ -35,18 +37,51 @@ def test_a_tier_becomes_a_file_and_a_page(write_tiers, tmp_path, capsys):
     results = tmp_path / "results"
     given = ["tiny", "--file", str(write_tiers("method=random,sink")), "--results", str(results)]
     assert main(given) == 0
-    path = results / "measured" / "cpu" / "tiny.csv"
+    path = results / "measured" / "cpu" / "tiny.parquet"
     assert f"{path}: 3 cells, 3 of 3 runs are finished" in capsys.readouterr().out
-    text = path.read_text()
-    assert [line.split(",")[-1] for line in text.splitlines()[1:]] == sorted(
-        (run.hash for run in find_runs(results).runs), key=lambda name: text.index(name)
-    )
-    capsys.readouterr()
+    rows = path.read_bytes()
+    assert main(["--lines", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert {line.split(",")[-1] for line in text.splitlines()[1:]} == {run.hash for run in find_runs(results).runs}
     assert main([*given, "--workers", "3"]) == 0  # nothing is left to run
-    assert path.read_text() == text and " workers=3\n" in capsys.readouterr().out
+    assert path.read_bytes() == rows and " workers=3\n" in capsys.readouterr().out
     assert main(["--page", "--results", str(results), "--out", str(tmp_path / "docs")]) == 0
     page = (tmp_path / "docs" / "results-equal-bytes.md").read_text()
     assert "| random |" in page and "| sink |" in page
+
+
+def test_a_machine_without_pyarrow_measures_and_another_one_collects(write_tiers, tmp_path, monkeypatch, capsys):
+    results = tmp_path / "results"
+    given = ["tiny", "--file", str(write_tiers("method=random")), "--results", str(results)]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbench.store.published_runs.find_spec", lambda name: None)
+        assert main(given) == 0
+        out, errors = capsys.readouterr()
+        said = (
+            "tier tiny: no pyarrow here, so no file of rows; copy RESULTS and run kvbench dev measured tiny --collect"
+        )
+        assert said in errors and said in out and "2 cells, 2 of 2 runs are finished" in out
+        assert not (results / "measured").exists()
+        for more in (["--collect", *given], ["--lines", "x.parquet"]):
+            assert main(more) == 2 and "needs pyarrow, which is not installed" in capsys.readouterr().err
+    moved, gpu = tmp_path / "moved", {"type": "cuda", "gpu": "NVIDIA H200", "dtype": "bfloat16"}
+    for stored in find_runs(results).runs:  # as if a GPU had made them
+        write_run(moved, stored.records, **stored.value | {"device": gpu})
+    assert main([*given[:-1], str(moved), "--collect"]) == 0
+    path = moved / "measured" / "nvidia-h200" / "tiny.parquet"
+    out = capsys.readouterr().out
+    assert [line["machine"] for line in read_lines(path)] == ["NVIDIA H200"] * 2
+    assert out == f"{path}: 2 cells, 2 of 2 runs are finished\n"
+
+
+def test_what_a_collecting_machine_lacks_is_named(write_tiers, tmp_path, capsys):
+    tiers = write_tiers("method=qfilters method.path=FILES/filters")
+    tiers.write_text(tiers.read_text() + "  files:\n    filters: calibrate qfilters\n")
+    given = ["tiny", "--file", str(tiers), "--results", str(tmp_path), "--collect"]
+    assert main(given) == 2 and "the folder contains no runs" in capsys.readouterr().err
+    (tmp_path / "runs").mkdir()
+    assert main(given) == 2
+    assert f"tier tiny: {tmp_path}/files/filters is missing; copy it from" in capsys.readouterr().err
 
 
 def test_the_sweeps_of_a_tier_share_what_is_loaded(write_tiers, tmp_path, monkeypatch):
@@ -79,8 +114,8 @@ def test_a_tier_that_lacks_cells_says_so(sweep, code, said, write_tiers, tmp_pat
     assert said in "".join(capsys.readouterr()) and (results / "runs").is_dir()
 
 
-@pytest.mark.parametrize(("first", "said"), [(0, ""), (1, "tiny.csv: 2 cells, 2 of 3 runs are finished")])
-def test_a_tier_that_is_stopped_has_the_lines_of_what_is_finished(
+@pytest.mark.parametrize(("first", "said"), [(0, ""), (1, "tiny.parquet: 2 cells, 2 of 3 runs are finished")])
+def test_a_tier_that_is_stopped_has_the_rows_of_what_is_finished(
     first, said, write_tiers, tmp_path, monkeypatch, capsys
 ):
     begun, run_sweep = [], run.run_sweep
@@ -96,7 +131,7 @@ def test_a_tier_that_is_stopped_has_the_lines_of_what_is_finished(
     assert main(["tiny", "--file", str(tiers), "--results", str(results)]) == 130
     out, errors = capsys.readouterr()
     assert said in out and "kvbench: stopped" in errors
-    assert (results / "measured" / "cpu" / "tiny.csv").exists() == bool(first)
+    assert (results / "measured" / "cpu" / "tiny.parquet").exists() == bool(first)
 
 
 def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypatch):
@@ -124,6 +159,11 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
         (["nosuch"], "tier=nosuch: choose one of a, b, c"),
         (["a", "--page"], "--page: measures no tier"),
         (["--page", "--workers", "2"], "--page: measures no tier"),
+        (["a", "--lines", "a.csv"], "--lines: measures no tier"),
+        (["--lines", "a.csv", "--page"], "--page: measures no tier"),
+        (["--lines", "/nowhere.csv"], "/nowhere.csv: cannot be read (No such file"),
+        (["a", "--collect", "--power"], "--power: not with --collect"),
+        (["a", "--collect", "--workers", "2"], "--workers: not with --collect, which measures nothing"),
         (["a", "--workers", "0"], "--workers=0: a whole number of at least 1"),
         (["a", "--workers", "-1"], "--workers=-1: a whole number of at least 1"),
         (["a", "--workers", "1.5"], "--workers=1.5: a whole number of at least 1"),

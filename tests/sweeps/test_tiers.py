@@ -10,7 +10,7 @@ from kvbench.config.compose import compose
 from kvbench.config.tiers import Tier, choose_tiers, read_tiers
 from kvbench.runs.spec import SharedParts
 from kvbench.sweeps.plan import describe_run, expand_sweep
-from kvbench.sweeps.tier_store import check_store, list_values
+from kvbench.sweeps.tier_store import check_store, collect_runs, list_values
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import VALUE, write_run
 from tests.support.report_store import make_records
@@ -99,6 +99,53 @@ def test_other_runs_of_a_store_do_not_matter(tmp_path):
     write_run(tmp_path, make_records(0.5, 50), **here | {"budget": 0.3, "sources": "other"})
     check_store("a", {own.hash: here}, tmp_path)
     check_store("a", {own.hash: here}, tmp_path / "empty")
+
+
+def test_runs_of_another_machine_are_collected(tmp_path):
+    """Planned on a CPU: each cell has other settings of the device there, and perhaps other sources."""
+    planned = {name: VALUE | {"method": {"name": name}, "sources": f"s-{name}"} for name in ("snapkv", "knorm")}
+    elsewhere = {"device": GPU, "sources": "old"}
+    made = [write_run(tmp_path, {}, machine={"code": "git 0123"}, **planned[name] | elsewhere) for name in planned]
+    write_run(tmp_path, {}, **VALUE | elsewhere | {"budget": 0.3})  # of no cell
+    assert {run.hash for run in collect_runs("a", planned, tmp_path)} == {run.hash for run in made}
+    with pytest.raises(SettingError, match="the folder contains no run of tier b"):
+        collect_runs("b", {"0": VALUE | {"budget": 0.7}}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (
+            {"device": GPU | {"gpu": "NVIDIA A100"}},
+            {"device": GPU},
+            "were made by several machines .* by NVIDIA A100, .* by NVIDIA H200, .*; move those of all but one",
+        ),
+        (
+            {"sources": "old", "machine": {"code": "git 0"}},
+            {"machine": {"code": "git 1"}},
+            "were made by several states of the code .* by git 0, .* by git 1",
+        ),
+        (
+            {"sources": "old", "machine": {"code": "git 0"}, "method": {"name": "knorm"}},
+            {"machine": {"code": "git 0"}},
+            "are runs of one cell of tier a; move all but one away",
+        ),
+    ],
+)
+def test_runs_of_several_origins_are_not_collected(one, other, said, tmp_path):
+    snapkv, knorm = VALUE, VALUE | {"method": {"name": "knorm"}}
+    write_run(tmp_path, {}, **snapkv | one)
+    write_run(tmp_path, {}, **knorm | other)
+    with pytest.raises(SettingError, match=said) as error:
+        collect_runs("a", {"0": snapkv, "1": knorm}, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_revisions_may_differ_if_the_code_gives_the_same_results(tmp_path):
+    knorm = VALUE | {"method": {"name": "knorm"}}
+    for at, value in enumerate((VALUE, knorm)):
+        write_run(tmp_path, {}, machine={"code": f"git {at}"}, **value)
+    assert len(collect_runs("a", {"0": VALUE, "1": knorm}, tmp_path)) == 2
 
 
 def test_runs_of_sweeps_include_the_full_cache():
