@@ -35,7 +35,7 @@ from kvbench.validation import SettingError
 FORMAT = 1
 KEY = b"kvbench"  # of the schema's metadata
 LEVEL = 19  # of zstd: the file is written once and read often
-PAGE = 1 << 30  # most bytes of a page and of a dictionary: one of each for a column
+PAGE = 1 << 30  # most bytes of a page, so that a column has one
 KEYS = {key: kind for keys in MAPPINGS.values() for key, kind in keys.items()}
 TYPES = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
 MEASURES = ("nll", "kl", "rows_attended")  # columns in which few values are equal
@@ -63,7 +63,6 @@ def write_published(runs: Sequence[PublishedRun], files: Mapping[str, str], path
             use_dictionary=plain,
             column_encoding=dict.fromkeys(MEASURES, "BYTE_STREAM_SPLIT"),
             data_page_size=PAGE,
-            dictionary_pagesize_limit=PAGE,
             write_statistics=False,
             write_page_checksum=True,
         )

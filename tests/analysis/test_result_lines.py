@@ -242,25 +242,34 @@ def test_a_file_of_rows_names_the_files_of_cells(tmp_path):
     assert labels == {"full cache", "palu-50", "palu-30"}
 
 
-def test_lines_count_samples_that_failed(tmp_path):
+def test_a_file_of_rows_gives_bytes_warnings_and_samples_that_failed(tmp_path, monkeypatch):
     failed = {"error": "out_of_memory", "score": None, "stop": "error"}
     own = draw_records(0.2, 0.5, 2)
+    beside = {"weights_bytes": 70, "metadata_bytes": 50, "state_bytes": 30, "rows_seen": 200}
+    own = {uid: record | beside for uid, record in own.items()}
     uid = next(iter(own))
     gone = ("resident_bytes", "full_bytes", "rows_held", "rows_attended", "rows_seen_decoding", "fidelity")
     own[uid] = {name: value for name, value in own[uid].items() if name not in gone} | failed
     write_run(tmp_path, own, method={"name": "tova"}, budget=0.2)
-    write_run(tmp_path, draw_records(1.0, 1.0, 1), method=FULL)
+    meta = {"data": "miniature", "haystack": "generated", "qa": "generated"}
+    write_run(tmp_path, draw_records(1.0, 1.0, 1, meta=meta), method=FULL)
     runs = load_runs(tmp_path)
     write_published([publish(run) for run in runs], {}, tmp_path / "x.parquet")
     lines = read_lines(tmp_path / "x.parquet")
+    monkeypatch.setattr(result_lines, "publish", lambda run: run)
     assert lines == make_lines(runs) and [line["n"] for line in lines] == [39, 39]
+    shares = [find(lines, method="tova")[name] for name in ("bytes_held", "bytes_with_files", "bytes_in_all")]
+    assert shares == pytest.approx([0.2, 0.27, 0.35])
+    assert find(lines, method="tova")["warnings"].count("Generated text") == 2
 
 
 def test_of_two_files_of_a_tier_the_rows_count(tmp_path):
-    for name in ("m/a.csv", "m/a.parquet", "m/b.csv", "n/a.csv", "n/x.txt"):
+    for name in ("m/0.parquet", "m/a.csv", "m/a.parquet", "m/b.csv", "n/a.csv", "n/x.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert list_line_files(tmp_path) == [tmp_path / name for name in ("m/a.parquet", "m/b.csv", "n/a.csv")]
+    assert list_line_files(tmp_path) == [
+        tmp_path / name for name in ("m/0.parquet", "m/a.parquet", "m/b.csv", "n/a.csv")
+    ]
 
 
 def test_a_csv_gives_its_lines_and_what_cannot_be_read_is_named(runs, tmp_path):

@@ -6,11 +6,15 @@ import pytest
 
 from kvbench.analysis.result_lines import read_lines
 from kvbench.cli import run
-from kvbench.cli.measured import main, make_files
+from kvbench.cli.measured import main, make_files, write_rows
+from kvbench.config.provenance import content_hash
+from kvbench.config.tiers import Tier
 from kvbench.models.checkpoint import Checkpoint
+from kvbench.store.published_file import read_published
 from kvbench.store.runs import find_runs
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
+from tests.support.report_store import make_records
 
 TIERS = """\
 tiny:
@@ -52,7 +56,7 @@ def test_a_tier_becomes_a_file_and_a_page(write_tiers, tmp_path, capsys):
 
 def test_a_machine_without_pyarrow_measures_and_another_one_collects(write_tiers, tmp_path, monkeypatch, capsys):
     results = tmp_path / "results"
-    given = ["tiny", "--file", str(write_tiers("method=random")), "--results", str(results)]
+    given = ["tiny", "--file", str(write_tiers("method=random,sink")), "--results", str(results)]
     with monkeypatch.context() as patch:
         patch.setattr("kvbench.store.published_runs.find_spec", lambda name: None)
         assert main(given) == 0
@@ -60,18 +64,31 @@ def test_a_machine_without_pyarrow_measures_and_another_one_collects(write_tiers
         said = (
             "tier tiny: no pyarrow here, so no file of rows; copy RESULTS and run kvbench dev measured tiny --collect"
         )
-        assert said in errors and said in out and "2 cells, 2 of 2 runs are finished" in out
+        assert said in errors and said in out and "3 cells, 3 of 3 runs are finished" in out
         assert not (results / "measured").exists()
         for more in (["--collect", *given], ["--lines", "x.parquet"]):
             assert main(more) == 2 and "needs pyarrow, which is not installed" in capsys.readouterr().err
     moved, gpu = tmp_path / "moved", {"type": "cuda", "gpu": "NVIDIA H200", "dtype": "bfloat16"}
     for stored in find_runs(results).runs:  # as if a GPU had made them
-        write_run(moved, stored.records, **stored.value | {"device": gpu})
-    assert main([*given[:-1], str(moved), "--collect"]) == 0
+        finish = stored.value["method"]["name"] != "sink"
+        write_run(moved, stored.records, finish, **stored.value | {"device": gpu})
+    assert main([*given[:-1], str(moved), "--collect"]) == 1
     path = moved / "measured" / "nvidia-h200" / "tiny.parquet"
     out = capsys.readouterr().out
     assert [line["machine"] for line in read_lines(path)] == ["NVIDIA H200"] * 2
-    assert out == f"{path}: 2 cells, 2 of 2 runs are finished\n"
+    assert out == f"{path}: 2 cells, 2 of 3 runs are finished\n"
+
+
+def test_a_file_of_rows_names_the_files_of_its_tier(tmp_path):
+    (tmp_path / "files").mkdir()
+    file = tmp_path / "files" / "latents.safetensors"
+    file.write_text("latents")
+    runs = [
+        write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}),
+        write_run(tmp_path, make_records(0.5, 50), codec={"name": "palu", "path": content_hash(file)}),
+    ]
+    write_rows(Tier("x", "x", ["codec.path=FILES/latents.safetensors"]), [], runs, tmp_path)
+    assert read_published(tmp_path / "measured" / "cpu" / "x.parquet")[1] == {content_hash(file): "latents"}
 
 
 def test_what_a_collecting_machine_lacks_is_named(write_tiers, tmp_path, capsys):

@@ -48,6 +48,14 @@ def draw_runs(count: int, samples: int) -> list[PublishedRun]:
     return runs
 
 
+def get_hash(run: PublishedRun) -> str:
+    return run.hash
+
+
+def rest(run: PublishedRun) -> tuple:
+    return run.folder, run.records, run.origin
+
+
 def describe(run: PublishedRun) -> tuple:
     return run.hash, run.value, run.records, run.machines, run.finished, run.planned, run.damage
 
@@ -64,7 +72,7 @@ def test_a_file_gives_back_what_was_published(tmp_path):
     write_published(runs, {"0a": "filters"}, tmp_path / "x.parquet")
     again, files = read_published(tmp_path / "x.parquet")
     assert files == {"0a": "filters"}
-    assert [describe(run) for run in again] == [describe(run) for run in sorted(runs, key=lambda run: run.hash)]
+    assert [describe(run) for run in again] == [describe(run) for run in sorted(runs, key=get_hash)]
     by_hash = {run.hash: run.records for run in again}
     sample = next(iter(own.values()))
     for name in FIELDS:
@@ -80,17 +88,46 @@ def test_a_part_of_a_published_run_has_only_its_records():
 
 
 def test_the_order_of_runs_does_not_matter(tmp_path):
-    runs = draw_runs(4, 5)
+    runs = draw_runs(8, 5)
     for name, some in (("a", runs), ("b", runs[::-1])):
         write_published(some, {}, tmp_path / name)
+        assert [run.hash for run in read_published(tmp_path / name)[0]] == sorted(map(get_hash, runs))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_rows_are_packed(tmp_path):
     """190,000 rows in 5 MB are 27 bytes a row; here settings and names weigh more than in a study."""
     write_published(draw_runs(60, 130), {}, tmp_path / "x.parquet")
-    assert (tmp_path / "x.parquet").stat().st_size < 24 * 60 * 130
+    assert (tmp_path / "x.parquet").stat().st_size < 20.5 * 60 * 130
     assert parquet.read_metadata(tmp_path / "x.parquet").num_row_groups == 1
+
+
+def test_settings_are_written_once_for_a_run(tmp_path):
+    """Also where those of all runs are longer than the largest dictionary that pyarrow writes by default."""
+    runs = draw_runs(12, 8)
+    long = [PublishedRun(run.hash, run.value | {"averages": ["x" * 100_000]}, *rest(run)) for run in runs]
+    write_published(long, {}, tmp_path / "x.parquet")
+    group = parquet.read_metadata(tmp_path / "x.parquet").row_group(0)
+    sizes = {column["path_in_schema"]: column["total_uncompressed_size"] for column in group.to_dict()["columns"]}
+    assert 1_200_000 < sizes["settings"] < 1_300_000
+
+
+def test_no_changed_bit_of_a_page_gives_other_numbers(tmp_path):
+    path = tmp_path / "x.parquet"
+    runs = draw_runs(3, 40)
+    write_published(runs, {}, path)
+    data, draw = path.read_bytes(), random.Random(0)
+    pages = len(data) - 8 - int.from_bytes(data[-8:-4], "little")  # the footer has its length behind it
+    refused = 0
+    for place in (draw.randrange(4, pages) for _ in range(60)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << draw.randrange(8)]) + data[place + 1 :])
+        try:
+            again, _ = read_published(path)
+        except SettingError:
+            refused += 1
+        else:  # a bit that no reader looks at
+            assert [describe(run) for run in again] == [describe(run) for run in sorted(runs, key=get_hash)]
+    assert refused > 40
 
 
 def test_pandas_reads_plain_columns(tmp_path):
