@@ -12,6 +12,10 @@ Texts of the data set are left out unless they are asked for: targets, questions
 `meta`. Their hashes stay, so the same samples can be recognised. So do the models' answers, which may repeat parts of a
 prompt. Local paths in the settings are left out likewise: they become null.
 
+A bundle of format 3 holds drawn answers of runs (kvbench.analysis.drawn_answers). Its manifest also says how they were
+drawn, `records.jsonl` and `done` have the drawn ones only, and `table.csv` lists them, because no score follows from a
+part. Its machine.json lacks the hashes of the modules.
+
 Bundles of format 1, which were written before, hold run.yaml in place of run.json and can be read.
 
 Somebody else may have written a bundle, so limits hold while it is read, whatever sizes the archive states: on the
@@ -34,12 +38,13 @@ import stat
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
+from kvbench.analysis.drawn_answers import count_answers, draw_answers, format_answers
 from kvbench.analysis.score_matrix import ScoreBlock, build_blocks
 from kvbench.analysis.score_matrix_format import format_csv
 from kvbench.atomic import replace_file
@@ -51,10 +56,13 @@ from kvbench.store.runs import StoredRun, filter_runs, find_baseline, find_finis
 from kvbench.validation import SettingError, escape, summarize
 
 FORMAT = 2
-SETTINGS = {1: "run.yaml", 2: "run.json"}  # the file of a run's settings, by format
+DRAWN_FORMAT = 3  # of drawn answers
+SETTINGS = {1: "run.yaml", 2: "run.json", 3: "run.json"}  # the file of a run's settings, by format
 MANIFEST, TABLE = "manifest.json", "table.csv"
 TEXTS = ("target", "asked")  # fields of a record that hold text of the data set
 META = ("data", "haystack", "qa", "note")  # texts in `meta` that say what the data are, not what they contain
+DRAWN = {"seed", "records", "runs"}  # what a manifest says of a draw: its seed, and what there was to draw from
+SOURCES = ("sources",)  # the hashes of all modules, most of a small bundle; `code` names the commit that has them
 DIGITS = 64  # hexadecimal digits of a SHA-256
 DECIMALS = 6  # of the table
 NAMES = re.compile(
@@ -68,6 +76,7 @@ MOST_UNPACKED = 1_000_000_000  # bytes that all entries unpack to
 MOST_RATIO = 60  # ratio of unpacked to packed bytes, so that a small file cannot take much memory ...
 ALWAYS = 8_000_000  # ... unpacked bytes that are allowed whatever the ratio; records compress to about a quarter
 MOST_VALUES = 20_000_000  # in all documents, counted by commas and brackets; a value takes up to 64 bytes of memory
+AGAIN = "; get the file again"  # the remedy for accidental damage
 SHOWN = 400  # characters of a reason
 PIECE = 1 << 18  # bytes that are unpacked at a time
 END = struct.Struct("<4s4H2LH")  # of a zip archive: signature, disks, entries, bytes and place of their list, comment
@@ -82,7 +91,7 @@ class VerifiedBundle:
         digest: SHA-256 of the file.
         runs: Number of runs.
         records: Number of records.
-        blocks: The table.
+        blocks: The table of scores; empty if the bundle holds drawn answers.
         about: Format, versions, average and times of finishing, from its manifest.
         values: The settings of each run.
         files: The files of its runs, by name.
@@ -95,6 +104,12 @@ class VerifiedBundle:
     about: Mapping[str, Any]
     values: list[Mapping[str, Any]]
     files: Mapping[str, bytes]
+
+    @property
+    def drawn(self) -> Mapping[str, int] | None:
+        """How the answers were drawn: the seed, and how many records and runs there were; None for whole runs."""
+        drawn: Mapping[str, int] | None = self.about.get("drawn")
+        return drawn
 
     def unpack(self, folder: Path) -> None:
         """Write the runs into a folder of results. A run that is there already stays as it is."""
@@ -130,29 +145,70 @@ def write_bundle(
     blocks, refused = build_blocks(chosen, runs, average)
     if refused:
         raise SettingError(refused[0])
-    files = {TABLE: format_csv(blocks, decimals=DECIMALS).encode()}
+    about = {"format": FORMAT, "average": average, "texts": with_texts}
+    return write_runs(runs, format_csv(blocks, decimals=DECIMALS), about, out)
+
+
+def write_drawn_bundle(
+    results: Path, filters: Mapping[str, str], out: Path, count: int, seed: int, with_texts: bool = False
+) -> str:
+    """Write a bundle of answers drawn from the finished runs that pass the filters, and return its digest.
+
+    Args:
+        results: The folder of results.
+        filters: As in `kvbench.store.runs.filter_runs`. Runs of the full cache are drawn from if they pass.
+        out: The file.
+        count: How many answers to draw.
+        seed: Seed of the draw.
+        with_texts: Keep the texts of the data set.
+
+    Raises:
+        SettingError: The runs have fewer answers, or the bundle exceeds a limit.
+    """
+    runs = [run for run in filter_runs(load_runs(results), filters) if run.finished]
+    drawn = {"seed": seed, "records": count_answers(runs), "runs": len(runs)}
+    part = draw_answers(runs, count, seed)
+    about = {"format": DRAWN_FORMAT, "average": None, "texts": with_texts, "drawn": drawn}
+    return write_runs(part, format_answers(part), about, out)
+
+
+def write_runs(runs: Sequence[StoredRun], table: str, about: Mapping[str, Any], out: Path) -> str:
+    """Write runs, their table and a manifest into a bundle, and return its digest.
+
+    Args:
+        runs: The runs, each with the records that the bundle is to hold.
+        table: The table.
+        about: What the manifest says besides versions, times and checksums.
+        out: The file. If the bundle cannot be written, a file that is there stays as it is.
+
+    Raises:
+        SettingError: The bundle exceeds a limit.
+    """
+    files = {TABLE: table.encode()}
     for run in runs:
-        files |= {f"runs/{run.hash}/{name}": content for name, content in pack_run(run, with_texts).items()}
-    about = {"format": FORMAT, "kvbench": find_version(), "scipy": find_installed_version("scipy")}
-    about |= {"average": average, "texts": with_texts}
-    about |= {"finished": {run.hash: int((run.folder.path / "done").stat().st_mtime) for run in runs}}
+        packed = pack_run(run, about["texts"], SOURCES if about["format"] == DRAWN_FORMAT else ())
+        files |= {f"runs/{run.hash}/{name}": content for name, content in packed.items()}
+    finished = {run.hash: int((run.folder.path / "done").stat().st_mtime) for run in runs}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
-    manifest = json.dumps(about | {"files": hashes}, indent=1).encode()
+    versions = {"kvbench": find_version(), "scipy": find_installed_version("scipy")}
+    manifest = json.dumps({**about, **versions, "finished": finished, "files": hashes}, indent=1).encode()
     archive = pack({MANIFEST: manifest, **dict(sorted(files.items()))})
     unpack(out, archive)  # raises if it is too large to be read
+    out.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(out) as draft:
         draft.write_bytes(archive)
     return hashlib.sha256(archive).hexdigest()
 
 
-def pack_run(run: StoredRun, with_texts: bool) -> dict[str, bytes]:
-    """Return the files of a run by name."""
+def pack_run(run: StoredRun, with_texts: bool, left_out: Sequence[str] = ()) -> dict[str, bytes]:
+    """Return the files of a run by name, without the parts of machine.json that are `left_out`."""
     folder = run.folder.path
     value = {"format": FOLDER_FORMAT, "hash": run.hash, "value": run.value}
     files = {SETTINGS[FORMAT]: json.dumps(value, indent=1).encode()}
     files["done"] = json.dumps(make_seal(run.records)).encode() + b"\n"
     for path in sorted(folder.glob("machine*.json")):
-        machine = json.loads(path.read_text())
+        described = json.loads(path.read_text()).items()
+        machine: object = {name: part for name, part in described if name not in left_out}
         if not with_texts:
             machine = replace_local_paths(machine)
         files[path.name] = json.dumps(machine, indent=1).encode()
@@ -215,11 +271,9 @@ def verify_bundle(path: Path) -> VerifiedBundle:
         with TemporaryDirectory() as folder:
             unpack_into(Path(folder), {name: data for name, data in files.items() if name != TABLE})
             runs = read_runs(path, Path(folder))
-            chosen = [run for run in runs if not run.full]
-            blocks, refused = build_blocks(chosen, runs, manifest["average"])
-            if refused:
-                refuse(path, refused[0])
-            compare_tables(path, files.pop(TABLE).decode(), format_csv(blocks))
+            blocks = [] if "drawn" in manifest else score_runs(path, runs, manifest["average"])
+            computed = format_answers(runs) if "drawn" in manifest else format_csv(blocks)
+            compare_tables(path, files.pop(TABLE).decode(), computed)
             records = sum(len(run.records) for run in runs)
     except Exception as error:  # damaged files make csv and the table raise almost anything
         if isinstance(error, SettingError) and str(error).startswith(escape(f"bundle={path}: ")):
@@ -228,6 +282,18 @@ def verify_bundle(path: Path) -> VerifiedBundle:
     about = {name: part for name, part in manifest.items() if name != "files"}
     values = [run.value for run in runs]
     return VerifiedBundle(hashlib.sha256(content).hexdigest(), len(runs), records, blocks, about, values, files)
+
+
+def score_runs(path: Path, runs: Sequence[StoredRun], average: str | None) -> list[ScoreBlock]:
+    """Return the table of scores that a bundle's runs give.
+
+    Raises:
+        SettingError: A run cannot be compared.
+    """
+    blocks, refused = build_blocks([run for run in runs if not run.full], runs, average)
+    if refused:
+        refuse(path, refused[0])
+    return blocks
 
 
 def refuse(path: Path, reason: str) -> NoReturn:
@@ -291,10 +357,10 @@ def unpack(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]
     except SettingError:
         raise
     except Exception as error:  # a damaged archive makes zipfile and zlib raise almost anything
-        refuse(path, f"is no bundle, or damaged ({describe(error)})")
+        refuse(path, f"is no bundle, or damaged ({describe(error)}){AGAIN}")
     wrong = [name for name, data in files.items() if hashlib.sha256(data).hexdigest() != manifest["files"][name]]
     if wrong:
-        refuse(path, f"{name_some(wrong)}: was changed, the manifest has another checksum")
+        refuse(path, f"{name_some(wrong)}: was changed, the manifest has another checksum{AGAIN}")
     return manifest, files
 
 
@@ -307,9 +373,9 @@ def check_end(path: Path, content: bytes) -> None:
     start = len(content) - DIGITS - END.size
     end = END.unpack_from(content, start) if start >= 0 else None
     if end is None or end[0] != b"PK\x05\x06" or end[-1] != DIGITS or content[max(start - 20, 0) :].startswith(ZIP64):
-        refuse(path, "is no bundle, or damaged (its end is not that of a zip archive with a checksum)")
+        refuse(path, f"is no bundle, or damaged (its end is not that of a zip archive with a checksum){AGAIN}")
     if hashlib.sha256(content[:-DIGITS]).hexdigest().encode() != content[-DIGITS:]:
-        refuse(path, f"was changed, the archive has another checksum than its last {DIGITS} bytes")
+        refuse(path, f"was changed, the archive has another checksum than its last {DIGITS} bytes{AGAIN}")
     if end[4] > MOST_ENTRIES or end[5] > 400 * MOST_ENTRIES:
         refuse(path, f"has more than {MOST_ENTRIES} entries")
 
@@ -360,17 +426,18 @@ def check_manifest(path: Path, manifest: object, names: set[str]) -> None:
     if not isinstance(manifest, dict) or type(version := manifest.get("format")) is not int:
         refuse(path, f"{MANIFEST} names no format")
     if version not in SETTINGS:
-        known = " and ".join(map(str, SETTINGS))
+        known = f"{min(SETTINGS)} to {max(SETTINGS)}"
         line = f"has format {version}, and this kvbench reads {known}"
         refuse(path, f"{line}; use the kvbench that wrote it ({str(manifest.get('kvbench'))[:20]})")
     expected, finished = manifest.get("files"), manifest.get("finished")
     texts = isinstance(manifest.get("average"), str | None) and isinstance(manifest.get("kvbench"), str)
     if not texts or not isinstance(expected, dict) or TABLE not in expected:
         refuse(path, f"{MANIFEST} names no table, or an average that is no name")
+    check_drawn(path, manifest)
     if strange := [name for name in expected if NAMES.fullmatch(name) is None]:
         refuse(path, f"{name_some(strange)}: no file of a bundle")
     if odd := sorted(names ^ {MANIFEST, *expected}):
-        refuse(path, f"{name_some(odd)}: not in both the archive and its manifest, once")
+        refuse(path, f"{name_some(odd)}: not in both the archive and its manifest, once{AGAIN}")
     if not isinstance(finished, dict) or not all(
         type(seconds) is int and 0 <= seconds < LATEST for seconds in finished.values()
     ):
@@ -382,6 +449,24 @@ def check_manifest(path: Path, manifest: object, names: set[str]) -> None:
         refuse(path, f"{MANIFEST} does not say when each run was finished")
     if odd := sorted(whole ^ others):
         refuse(path, f"{name_some(odd)}: a run has {SETTINGS[version]}, done and records.jsonl")
+
+
+def check_drawn(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Check that a manifest says how answers were drawn if its format is that of drawn answers, and only then.
+
+    Raises:
+        SettingError: It does not.
+    """
+    drawn = manifest.get("drawn")
+    if manifest["format"] != DRAWN_FORMAT and "drawn" not in manifest:
+        return
+    counts = (
+        isinstance(drawn, dict)
+        and drawn.keys() == DRAWN
+        and all(type(number) is int and 0 <= number < 1 << 63 for number in drawn.values())
+    )
+    if manifest["format"] != DRAWN_FORMAT or not counts:
+        refuse(path, f"{MANIFEST} does not say how answers were drawn, or its format has none")
 
 
 def unpack_into(folder: Path, files: Mapping[str, bytes]) -> None:

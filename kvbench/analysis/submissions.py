@@ -182,6 +182,8 @@ def read_submission(
         SettingError: The bundle cannot be used.
     """
     bundle = verify_bundle(path)
+    if bundle.drawn is not None:
+        raise SettingError(f"bundle={path}: holds drawn answers; a board needs whole runs (bundle without --draw)")
     with TemporaryDirectory() as folder:
         bundle.unpack(Path(folder))
         try:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from secrets import randbelow
 
-from kvbench.cli.command import CommandParser, run_command
+from kvbench.cli.command import CommandParser, parse_int, run_command
 from kvbench.config.paths import make_environment
 from kvbench.validation import SettingError
 
@@ -23,17 +23,6 @@ def make_parser() -> CommandParser:
     parser.add_argument("--replay", metavar="N", help="run N records again, drawn at random, and compare them")
     parser.add_argument("--seed", metavar="S", help="draw the same records as another audit, which prints its seed")
     return parser
-
-
-def parse_int(name: str, text: str, least: int) -> int:
-    """Return the whole number that an argument gives.
-
-    Raises:
-        SettingError: The text is no whole number, or one below `least`.
-    """
-    if not (text.isascii() and text.isdecimal() and int(text) >= least):
-        raise SettingError(f"{name}={text}: a whole number of at least {least}")
-    return int(text)
 
 
 def run_audit(arguments: Sequence[str]) -> int:

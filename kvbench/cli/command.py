@@ -154,6 +154,17 @@ def read_number(name: str, text: str | None) -> int:
     return int(value)  # type: ignore[arg-type]
 
 
+def parse_int(name: str, text: str, least: int) -> int:
+    """Return the whole number that an argument gives.
+
+    Raises:
+        SettingError: The text is no whole number, or one below `least`.
+    """
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise SettingError(f"{name}={text}: a whole number of at least {least}")
+    return int(text)
+
+
 def require_file(option: str, path: Path) -> None:
     """Raise a SettingError if a file cannot be written at this path, before anything is computed for it."""
     require_writable(option, path.parent)

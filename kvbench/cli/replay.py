@@ -23,6 +23,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("--seed", type=int, required=True, help="seed that draws them")
     parser.add_argument("--stranger", action="store_true", help="somebody else wrote the results")
     parser.add_argument("--agree", type=float, default=0.9, help="with --stranger: share that agrees in every run")
+    parser.add_argument("--together", action="store_true", help="with --stranger: --agree is a share of all records")
     parser.add_argument(
         "settings", nargs="*", metavar="SETTING=VALUE", help="with --stranger: settings that differ here"
     )
@@ -52,7 +53,8 @@ def replay_strangers(options: Namespace) -> None:
     """Print what running records of somebody else again gives.
 
     Raises:
-        SettingError: A record gives something else under the same conditions, or too few records of a run agree.
+        SettingError: A record gives something else under the same conditions, too few records of a run agree, or the
+            runs need a GPU.
     """
     network = isolation.close_network()  # before a library starts a thread
     from kvbench.config.compose import parse_override
@@ -62,17 +64,22 @@ def replay_strangers(options: Namespace) -> None:
 
     drawn = draw_records(options.results, options.records, options.seed)[0]
     devices = {get(read_run_value(options.results / "runs" / name), "device", "type") for name in dict(drawn)}
+    parsed = map(parse_override, options.settings)
+    given = {override.key_or_group: override.value() for override in parsed}
+    devices = {given.get("device", device) for device in devices}
     memory = isolation.limit_memory(devices == {"cpu"})
     print(f"replay: {network}, {memory}; files of this user can be read", flush=True)
+    from kvbench.runs.devices import choose_device
     from kvbench.runs.replay import replay
 
-    parsed = map(parse_override, options.settings)
-    replayed = replay(options.results, drawn, {override.key_or_group: override.value() for override in parsed})
+    if "cuda" in devices:
+        choose_device("cuda")  # raises once, and not for each run, if there is no GPU
+    replayed = replay(options.results, drawn, given)
     for line in replayed.lines():
         print(line)
     if replayed.damaged:
         raise SettingError(f"{replayed.damaged} records give something else when executed again")
-    if weak := replayed.find_weak(options.agree):
+    if weak := replayed.find_weak(options.agree, options.together):
         more = f", and {len(weak) - 1} more runs" if weak[1:] else ""
         raise SettingError(f"{weak[0]}, less than --agree={options.agree:.0%}{more}")
 

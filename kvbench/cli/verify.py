@@ -9,6 +9,12 @@ With --replay, the command also executes records again, drawn at random, and com
 exit code is 2 if less than 90 % of a run's records agree (--agree), whatever machine the bundle names, or if a record
 differs under the same conditions.
 
+A bundle of drawn answers (results bundle --draw) has no table of scores and few answers of each run, so its 90 % are
+those of all executed answers together. If SHA256SUMS beside a bundle names it, its checksum must fit.
+
+What a GPU answered can be executed on a CPU with device=cpu: the command then says how many answers, scores and rows
+agree.
+
 Nothing of a bundle names a file, a class or a text that conf/ does not know: settings after the bundle's name say where
 models and data are on this machine. Records are executed in a process without network, where the system allows it.
 
@@ -58,11 +64,16 @@ def print_verdict(arguments: Sequence[str]) -> int:
     agree = 0.9 if options.agree is None else parse_share(options.agree)
     names = {text: read_name(text) for text in options.settings}
     from kvbench.analysis.bundle import verify_bundle
+    from kvbench.analysis.drawn_answers import describe_drawn
     from kvbench.analysis.score_matrix_format import format_text
+    from kvbench.store.checksums import CHECKSUMS, read_checksums
 
     bundle = verify_bundle(options.bundle)
     if options.digest is not None and not bundle.digest.startswith(options.digest.lower()):
         raise SettingError(f"--digest={options.digest}: the bundle has {bundle.digest}")
+    published = read_checksums(options.bundle.parent).get(options.bundle.name)
+    if published not in (None, bundle.digest):
+        raise SettingError(f"bundle={options.bundle}: {CHECKSUMS} beside it has another checksum; get both files again")
     known = set().union(*map(find_settings, bundle.values)) if names else set()
     for text, name in names.items():
         if name not in known:
@@ -70,8 +81,12 @@ def print_verdict(arguments: Sequence[str]) -> int:
     count = ceil(round(amount * bundle.records, 6)) if isinstance(amount, float) else amount
     if count is not None and count > bundle.records:
         raise SettingError(f"--replay={options.replay}: the bundle has {bundle.records} records")
-    print(format_text(bundle.blocks, find_width(), styled=is_styled()))
-    print(f"{bundle.records} records of {bundle.runs} runs give every number of the table.  sha256 {bundle.digest}")
+    if bundle.drawn is None:
+        print(format_text(bundle.blocks, find_width(), styled=is_styled()))
+        about = f"{bundle.records} records of {bundle.runs} runs give every number of the table."
+    else:
+        about = f"{describe_drawn(bundle.drawn, bundle.records, bundle.runs)}. All checksums fit."
+    print(f"{about}  sha256 {bundle.digest}")
     return 0 if count is None else replay_records(bundle, count, agree, options)
 
 
@@ -147,6 +162,7 @@ def replay_records(bundle: Any, count: int, agree: float, options: Namespace) ->
     with TemporaryDirectory() as folder:
         bundle.unpack(Path(folder))
         drawn = ["--records", str(count), "--seed", str(seed), "--agree", str(agree)]
+        drawn += [] if bundle.drawn is None else ["--together"]
         command = [sys.executable, "-P", "-m", "kvbench", "dev", "replay", "--results", folder, "--stranger", *drawn]
         code = subprocess.run([*command, *options.settings], env=make_environment()).returncode
     if code < 0:

@@ -31,6 +31,8 @@ from kvbench.validation import escape
 
 MACHINE = ("python", "processor", "threads", "gpu", "versions")
 ELSEWHERE = ("sources", "device")  # parts of a run's value that depend on machine and checkout
+DEVICE = "device.type"  # the name of a condition
+KERNELS = "; a CPU and a GPU add up in other orders, so a near tie of two rows or words may fall otherwise"
 SHOWN = 40  # characters of a value in a message
 
 
@@ -60,6 +62,7 @@ class ReplayCounts:
         damaged: Records that differ, under the same conditions.
         elsewhere: For each record made under other conditions, whether it agrees.
         differences: The conditions that differ, with the number of records.
+        fields: For each compared field, how many of the records made under other conditions agree in it.
         impossible: Records that cannot be executed again.
         drawn: For each run, its records, except for those that hold an error in place of an answer.
         agreeing: For each run, how many of these agree, under whatever conditions they were made.
@@ -69,17 +72,22 @@ class ReplayCounts:
     damaged: int = 0
     elsewhere: list[bool] = field(default_factory=list)
     differences: Counter[str] = field(default_factory=Counter)
+    fields: Counter[str] = field(default_factory=Counter)
     impossible: int = 0
     drawn: Counter[str] = field(default_factory=Counter)
     agreeing: Counter[str] = field(default_factory=Counter)
 
-    def find_weak(self, share: float) -> list[str]:
-        """Return a text for each run of which less than this share of records agrees."""
-        return [
-            f"run {name}: {self.agreeing[name]} of {count} records agree"
-            for name, count in sorted(self.drawn.items())
-            if self.agreeing[name] < share * count
-        ]
+    def find_weak(self, share: float, together: bool = False) -> list[str]:
+        """Return a text for each run of which less than this share of records agrees.
+
+        Args:
+            share: The share.
+            together: Whether the records of all runs count as those of one.
+        """
+        runs = [(f"run {name}", self.agreeing[name], count) for name, count in sorted(self.drawn.items())]
+        if together:
+            runs = [("all runs", self.agreeing.total(), self.drawn.total())]
+        return [f"{name}: {same} of {count} records agree" for name, same, count in runs if same < share * count]
 
     def lines(self) -> Iterator[str]:
         """Yield the lines to print."""
@@ -89,6 +97,9 @@ class ReplayCounts:
             what = "; ".join(f"{name} ({count})" for name, count in self.differences.most_common())
             same, count = sum(self.elsewhere), len(self.elsewhere)
             yield escape(f"replay: {same} of {count} agree ({same / count:.0%}), where this differs: {what}")
+            if same < count:
+                parts = ", ".join(f"{name} in {self.fields[name]}" for name in COMPARED)
+                yield f"replay: of these {count} agree {parts}{KERNELS if DEVICE in self.differences else ''}"
         if self.impossible:
             yield f"replay: {self.impossible} cannot be replayed"
 
@@ -247,6 +258,9 @@ def compare_records(
     if here:
         counts.elsewhere.append(not differ)
         counts.differences.update(here)
+        counts.fields.update(name for name in COMPARED if name not in differ)
+        if differ:
+            say(f"{plan.folder.hash}  {then['uid']}: {', '.join(differ)} not the same here")
         return
     counts.damaged += bool(differ)
     counts.agree += not differ

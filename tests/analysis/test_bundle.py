@@ -208,14 +208,14 @@ def test_what_is_no_bundle_is_one_line(made, tmp_path, capsys):
     name = next(own for own in files if own.endswith("records.jsonl"))
     lines = [json.loads(line) for line in files[name].splitlines()]
     damaged = {name: b"".join(format_line({key: line[key] for key in line if key != "error"}) for line in lines)}
-    newer = json.loads(files[MANIFEST]) | {"format": 3, "kvbench": "9.9"}
+    newer = json.loads(files[MANIFEST]) | {"format": 4, "kvbench": "9.9"}
     cases = {
         "nothing.zip": (None, "cannot be read"),
         "text.zip": (b"no archive", "is no bundle, or damaged"),
         "empty.zip": (pack({}), "is no bundle, or damaged"),
         "newer.zip": (
             pack(files | {MANIFEST: json.dumps(newer).encode()}),
-            "has format 3, and this kvbench reads 1 and 2",
+            "has format 4, and this kvbench reads 1 to 3",
         ),
         "more.zip": (pack(files | {"more.txt": b""}), "more.txt: not in both"),
         "out.zip": (signed(files | {"../out.txt": b""}), "../out.txt: no file of a bundle"),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from kvbench.analysis.bundle import write_bundle
+from kvbench.analysis.bundle import write_bundle, write_drawn_bundle
 from kvbench.cli import audit as audit_command
 from kvbench.cli import replay as replay_command
 from kvbench.cli import verify as verify_command
@@ -20,7 +20,7 @@ from kvbench.config.catalogue import list_choices
 from kvbench.runs import isolation
 from kvbench.runs.replay import ReplayCounts
 from kvbench.store import audit
-from kvbench.store.run_folder import format_line, parse_line
+from kvbench.store.run_folder import format_line, parse_line, run_hash
 from tests.support.command_line import run_cli
 from tests.support.recorded_runs import read_records, seal
 from tests.support.selection import only_in_full
@@ -124,9 +124,14 @@ def test_another_version_turns_damage_into_a_share(copied, call):
         seal(path.parent)
     code, said = call(copied, count(copied))
     agree, whole = count(copied) - 1, count(copied)
-    assert code == 0 and len(said) == 1
-    assert said[0].startswith(
+    record, share, fields = said
+    assert code == 0 and record.endswith(": score not the same here")
+    assert share.startswith(
         f"replay: {agree} of {whole} agree ({agree / whole:.0%}), where this differs: torch 1.0 then"
+    )
+    assert fields == (
+        f"replay: of these {whole} agree output in {whole}, score in {agree}, rows_held in {whole}, "
+        f"rows_held_end in {whole}, survived in {whole}"
     )
 
 
@@ -135,7 +140,7 @@ def test_other_sources_turn_damage_into_a_share(copied, call, monkeypatch):
     change(copied, "snapkv", "score", lambda score: score + 0.5)
     monkeypatch.setattr("kvbench.runs.spec.source_hash", lambda names: "other")
     code, said = call(copied, count(copied))
-    assert code == 0 and said[0].endswith(f"where this differs: sources ({count(copied)})")
+    assert code == 0 and said[1].endswith(f"where this differs: sources ({count(copied)})")
 
 
 @pytest.mark.parametrize("gone", ["settings", "model", "method", "data", only_in_full("machine"), "answer", "sample"])
@@ -312,6 +317,45 @@ def test_another_machine_excuses_no_run_that_does_not_agree(
 def test_a_record_without_an_answer_counts_neither_way():
     found = ReplayCounts(drawn=Counter(a=10, b=3), agreeing=Counter(a=9))
     assert found.find_weak(0.9) == ["run b: 0 of 3 records agree"] and found.find_weak(0.0) == []
+    assert found.find_weak(0.7, together=True) == ["all runs: 9 of 13 records agree"]
+    assert found.find_weak(0.69, together=True) == []
+
+
+def claim_gpu(results: Path) -> None:
+    """Let the runs of a store be those of a GPU."""
+    for path in [*(results / "runs").iterdir()]:
+        settings = yaml.safe_load((path / "run.yaml").read_text())
+        settings["value"]["device"] |= {"type": "cuda"}
+        settings["hash"] = run_hash(settings["value"])
+        (path / "run.yaml").write_text(yaml.safe_dump(settings))
+        for file in path.glob("machine*.json"):
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"gpu": "NVIDIA H200"}))
+        seal(path)
+        path.rename(path.with_name(settings["hash"]))
+
+
+def test_drawn_answers_of_a_gpu_are_executed_on_a_cpu(copied, checkpoint, tmp_path, verify_bundle, monkeypatch):
+    """The share is that of all answers, and each compared field has its own."""
+    monkeypatch.setattr("kvbench.runs.devices.has_gpu", lambda: False)
+    change(copied, "snapkv", "output", lambda output: output + "!")
+    claim_gpu(copied)
+    write_drawn_bundle(copied, {}, path := tmp_path / "drawn.zip", whole := count(copied), 0)
+    given = (path, "--replay", "100%", f"model.path={checkpoint}")
+    code, _, err = verify_bundle(*given)
+    assert code == 2
+    assert err.splitlines() == ["kvbench: device=cuda: there is no CUDA device here; use device=cpu or device=auto"]
+    code, out, _ = verify_bundle(*given, "device=cpu", "--agree", "70%")
+    agree, lines = whole - 1, out.splitlines()
+    assert code == 0  # though none of one run's records agrees
+    [share] = [line for line in lines if line.startswith(f"replay: {agree} of {whole} agree")]
+    assert f"device.type ({whole})" in share and "gpu NVIDIA H200 then, None now" in share
+    assert lines[-1] == (
+        f"replay: of these {whole} agree output in {agree}, score in {whole}, rows_held in {whole}, "
+        f"rows_held_end in {whole}, survived in {whole}; a CPU and a GPU add up in other orders, so a near tie of two "
+        "rows or words may fall otherwise"
+    )
+    [named] = [line for line in lines if line.endswith(": output not the same here")]
+    assert "niah_single_1" in named
 
 
 def test_machine_settings_of_a_bundle_count_nothing(copied, checkpoint, tmp_path, verify_bundle):
