@@ -302,6 +302,24 @@ def mark(scores: list[np.ndarray]) -> list[bool]:
     return [cell.tied for cell in samples.mark_best(cells)]
 
 
+def test_a_long_column_is_marked_with_fewer_comparisons_and_never_loses_the_best(monkeypatch):
+    """Each run is compared with the best ones only, so more runs stay marked, and comparisons don't grow with k²."""
+    draw = np.random.default_rng(3)
+    scores = [100.0 * (draw.random(60) < chance) for chance in np.linspace(0.95, 0.3, 16)]
+    asked, compare = [], score_matrix.compare_averages
+    monkeypatch.setattr(
+        score_matrix, "compare_averages", lambda pairs, tail: asked.extend(pairs) or compare(pairs, tail)
+    )
+    whole, whole_asked = mark(scores), len(asked)
+    asked.clear()
+    monkeypatch.setattr(score_matrix, "COMPARED", 16)
+    monkeypatch.setattr(score_matrix, "FEWEST_RIVALS", 1)
+    few = mark(scores)
+    assert 0 < len(asked) <= 16 < whole_asked
+    assert all(marked for marked, before in zip(few, whole, strict=True) if before)
+    assert few[int(np.argmax([own.mean() for own in scores]))] and not all(few)
+
+
 def test_the_samples_that_would_separate_two_methods_do_so_in_four_of_five_cases_or_more():
     """Samples are drawn with the difference that a small set showed, as many as it says are needed."""
     uids = [str(place) for place in range(400)]
