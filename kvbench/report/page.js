@@ -141,6 +141,25 @@
 
   const methodLink = (one) => el("a", { class: "method", href: address(one.method) }, one.label);
 
+  // ---- large panels: long tables are folded, and charts draw some of the rows, which a sentence says
+
+  const MOST_ROWS = 100, MOST_DRAWN = 40;
+  const many = (number) => number.toLocaleString("en");
+  function fold(length, unfold) {
+    if (length <= MOST_ROWS) return null;
+    const node = el("p", { class: "note fold" }, `The first ${MOST_ROWS} of ${many(length)} rows. `, el("button", { onclick: () => { node.remove(); unfold(); } }, "Show all"));
+    return node;
+  }
+  function strongest(panel, all) { // the series with the highest score at any budget, in the order of all
+    if (all.length <= MOST_DRAWN) return all;
+    const best = new Map();
+    for (const { s, score } of rowsOf(panel.points)) best.set(s, Math.max(score, best.get(s) ?? -Infinity));
+    const value = ({ s }) => best.get(s) ?? -Infinity;
+    const drawn = new Set([...all].sort((one, other) => value(other) - value(one)).slice(0, MOST_DRAWN));
+    return all.filter((one) => drawn.has(one));
+  }
+  const drawnOf = (own, all) => (own.length < all.length ? el("p", { class: "note drawn" }, `${own.length} of the ${many(all.length)} rows of scores are drawn: those with the highest score at any budget. Choose fewer methods above to see others.`) : null);
+
   // ---- sections: each returns nodes, or null if there is nothing to show
 
   function matrix(panel) {
@@ -167,17 +186,19 @@
       return el("td", { class: one.tied ? "num tied" : "num" }, one.best ? el("b", {}, points(one.score)) : points(one.score), el("sup", {}, sign), cost ? el("small", { class: "under" }, cost) : null, change ? el("small", { class: "under" }, change) : null);
     };
     const table = el("table", { class: "matrix" });
+    let shown = String(columns[0]), most = MOST_ROWS;
     const fill = (order) => {
+      shown = order;
       const head = (name, key, kind) => el("th", { class: kind, scope: "col", "aria-sort": order === key ? (key === "name" ? "ascending" : "descending") : "none" },
         el("button", { class: "plain", onclick: () => { fill(key); table.querySelector(`[data-order="${key}"]`).focus(); }, "data-order": key }, name));
-      const body = [...own].sort(orders[order]).map((row) => el("tr", {},
+      const body = [...own].sort(orders[order]).slice(0, most).map((row) => el("tr", {},
         el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), methodLink(panel.series[row.s]), unfinished(panel.series[row.s])), order === "name" ? null : el("td", { class: "num muted rank" }, rank(row.scores[order], order), row.scores[order]?.needed ? el("small", { class: "under" }, `n ≈ ${rounded(row.scores[order].needed)}`) : null), columns.map((at) => cell(row.scores[at]))));
       body.push(el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), order === "name" ? null : el("td", { class: "num" }), columns.map(() => cell(cache))));
       const place = order === "name" ? null : el("th", { class: "num", scope: "col" }, el("abbr", { title: `rank at ${budgets[order]}` }, "#"));
       table.replaceChildren(el("thead", {}, el("tr", {}, head("method", "name", "name"), place, columns.map((at) => head(budgets[at], String(at), "num")))), el("tbody", {}, body));
     };
-    fill(String(columns[0]));
-    return [scrolled(table), el("small", {}, about)];
+    fill(shown);
+    return [scrolled(table), fold(own.length, () => { most = Infinity; fill(shown); }), el("small", {}, about)];
   }
 
   function leaderboard(panel) {
@@ -192,7 +213,7 @@
     const least = Math.min(...own.map((one) => one.smallest.measured[0]));
     const most = Math.max(...own.map((one) => one.smallest.measured[1]));
     const along = (share) => (most > least ? (100 * Math.log(share / least)) / Math.log(most / least) : 50);
-    const rows = own.map((one) => {
+    const row = (one) => {
       const { text, interval, ends, measured, why } = one.smallest;
       const strip = svg("svg", { viewBox: "0 0 100 14", preserveAspectRatio: "none", "aria-hidden": "true" });
       const line = (from, to, width, colour) => svg("line", { x1: from, x2: to, y1: 7, y2: 7, stroke: colour.length > 7 ? hue(colour.slice(0, 7)) + colour.slice(7) : hue(colour), "stroke-width": width, "vector-effect": "non-scaling-stroke", "stroke-linecap": "round" });
@@ -204,9 +225,10 @@
         el("td", { class: "name marked" }, mark(one), methodLink(one), unfinished(one)),
         el("td", { class: "num" }, text), el("td", { class: "num muted" }, interval || why || "–"),
         el("td", { class: "strip" }, strip), el("td", { class: "num wider" }, one.smallest.most === null ? "–" : percent(one.smallest.most)), el("td", { class: "num wider" }, String(one.samples)));
-    });
+    };
+    const body = el("tbody", {}, own.slice(0, MOST_ROWS).map(row));
     const head = ["#:num", "method:", "smallest:num", "95\u202f% interval:num", "measured range:strip", "at most:num wider", "samples:num wider"].map((text) => el("th", { scope: "col", class: text.split(":")[1] }, text.split(":")[0]));
-    return [scrolled(el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)))];
+    return [scrolled(el("table", {}, el("thead", {}, el("tr", {}, head)), body)), fold(own.length, () => body.append(...own.slice(MOST_ROWS).map(row)))];
   }
 
   function scores(data, own, about) { // a curve, or if there is only one budget, a row for each method
@@ -220,7 +242,7 @@
     return { node: chart("curve", datasets, `Score against measured share, ${about}`, {}, inside.length > 1 ? inside : [least, most]) };
   }
   function curves(panel, only = passes) {
-    const own = panel.series.filter((one) => only(one) && one.smallest);
+    const all = panel.series.filter((one) => only(one) && one.smallest), own = strongest(panel, all);
     if (!own.length) return null;
     const dash = (one) => svg("svg", { class: "mark", width: 38, height: 12, viewBox: "0 0 38 12", "aria-hidden": "true" },
       svg("line", { x1: 0, x2: 38, y1: 6, y2: 6, stroke: hue(one.colour), "stroke-width": 2, "stroke-dasharray": one.dash.join(" ") || "none" }), svg("path", { d: PATHS[one.shape], fill: hue(one.colour), transform: "translate(13 0)" }));
@@ -232,34 +254,35 @@
     const { average, ...solvable } = panel.solvable;
     const second = average && [scores({ ...panel, ...solvable }, own, `${average}, ${title(panel)}`)?.node, el("small", {}, average)];
     const short = own.filter((one) => one.unfinished.length).map((one) => `${one.label} ${one.unfinished.join(", ")}`);
-    return [first.node, el("div", { class: "key" }, key),
+    return [first.node, drawnOf(own, all), el("div", { class: "key" }, key),
       el("small", {}, (first.at ? `budget ${first.at}; ` : "") + (panel.matrix ? panel.matrix.count : own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : ""))),
       nested.length ? el("p", { class: "note nested" }, `These curves coincide at neighbouring points, so the one named first is drawn around the next: ${nested.map((labels) => labels.join(", ")).join("; ")}.`) : null,
       short.length ? el("p", { class: "note unfinished" }, `Not finished: ${short.join("; ")}. All numbers come from the samples that all runs answered.`) : null, ...(second || [])];
   }
 
   function tasks(panel) {
-    const own = panel.series.filter(passes);
+    const all = panel.series.filter(passes), own = strongest(panel, all);
     if (!own.length) return null;
     const rows = rowsOf(panel.rows).filter(({ s }) => own.includes(panel.series[s])).length;
     const node = chart("tasks", tables(panel, own), `Difference from the full cache by task, ${title(panel)}`, { height: rows * FIRST.charts.tasks.height });
     node.style.minWidth = `${190 + 52 * panel.tasks.rows.length}px`;
     node.style.maxWidth = `${230 + 110 * panel.tasks.rows.length}px`;
-    return [scrolled(node)];
+    return [scrolled(node), drawnOf(own, all)];
   }
 
   function grids(panel) {
-    const own = panel.grids.filter(({ s }) => s === null || passes(panel.series[s]));
+    const all = panel.series.filter(passes), drawn = new Set(strongest(panel, all));
+    const own = panel.grids.filter(({ s }) => s === null || drawn.has(panel.series[s]));
     if (!own.some(({ s }) => s !== null || !panel.series.length)) return null;
-    return [el("div", { class: "grids" }, own.map(({ s, row, cells }) => el("div", {},
+    return [drawnOf([...drawn], all), el("div", { class: "grids" }, own.map(({ s, row, cells }) => el("div", {},
       el("h4", {}, mark(s === null ? FULL : panel.series[s]), row),
       chart("grid", { cells: rowsOf(cells) }, `Score by length and depth, ${row}`))))];
   }
 
   function costs(panel) {
-    const own = panel.series.filter(passes);
+    const all = panel.series.filter(passes), own = strongest(panel, all);
     if (!own.length || !panel.costs.rows.length) return null;
-    return [el("div", { class: "trio" }, ["held", "ttft", "tpot"].map((name) => chart(name, tables(panel, own), `Score difference against ${name}, ${title(panel)}`))),
+    return [drawnOf(own, all) || [], el("div", { class: "trio" }, ["held", "ttft", "tpot"].map((name) => chart(name, tables(panel, own), `Score difference against ${name}, ${title(panel)}`))),
       el("div", { class: "key" }, own.map((one) => el("span", {}, mark(one), one.label)), el("span", {}, mark(FULL), "full cache"))];
   }
 
@@ -617,11 +640,12 @@
   }
   function runs() {
     const cell = (text, kind) => el("td", { class: kind || "" }, text);
-    const rows = () => DATA.runs.map((run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
-      cell(run.of === null ? String(run.samples) : `${run.samples} of ${run.of}`, "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
+    const row = (run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
+      cell(run.of === null ? String(run.samples) : `${run.samples} of ${run.of}`, "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" ")));
     const head = ["run", "task", "method", "budget", "samples", "code", "sources", "written", ""].map((text) => el("th", { scope: "col", class: text === "budget" || text === "samples" ? "num" : "" }, text));
-    const body = el("tbody"), open = () => { if (!body.children.length) body.append(...rows()); };
-    return el("details", { ontoggle: open }, el("summary", {}, count(DATA.runs.length, "run")), scrolled(el("table", {}, el("thead", {}, el("tr", {}, head)), body)));
+    const body = el("tbody"), open = () => { if (!body.children.length) body.append(...DATA.runs.slice(0, MOST_ROWS).map(row)); };
+    const rest = fold(DATA.runs.length, () => body.append(...DATA.runs.slice(MOST_ROWS).map(row)));
+    return el("details", { ontoggle: open }, el("summary", {}, count(DATA.runs.length, "run")), rest, scrolled(el("table", {}, el("thead", {}, el("tr", {}, head)), body)));
   }
   function facts() {
     const each = (key, many) => {

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import log2
+from math import inf, log2
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -176,8 +176,9 @@ class Panel:
         series = self._build_series()
         candidates = [*self.tables["costs"], *self.tables["free"]]
         for name in ("held", "ttft", "tpot"):
+            front = find_front(candidates, name)
             for row in candidates:
-                row[f"front_{name}"] = is_on_front(row, candidates, name)
+                row[f"front_{name}"] = (row[name], -row["diff"]) in front
                 if row[f"front_{name}"]:
                     self.tables["front"].append({"cost": name, "at": row[name], "diff": row["diff"]})
         matrix = self._build_matrix(also, series)
@@ -263,10 +264,8 @@ class Panel:
                 series.append(shown | self._add_curve(ordered, full_runs, place))
         self._finish_grids()
         styles = choose_styles([shown["method"] for shown in series])
-        return [
-            shown | style | {"fails": self._find_first_loss(shown["s"])}
-            for shown, style in zip(series, styles, strict=True)
-        ]
+        losses = self._find_first_losses()
+        return [shown | style | {"fails": losses.get(shown["s"])} for shown, style in zip(series, styles, strict=True)]
 
     def _build_tables(
         self, runs: Sequence[StoredRun], full_runs: Sequence[StoredRun]
@@ -331,26 +330,24 @@ class Panel:
         self.pairings.append(Pairing(run, self.shared.full, self.index, name))
         return True
 
-    def _find_first_loss(self, series: int) -> dict[str, Any] | None:
-        """Return where a series fails first: the subtask that loses most at the largest budget at which any loses.
+    def _find_first_losses(self) -> dict[int, dict[str, Any]]:
+        """Return where each series fails first: the subtask that loses most at the largest budget at which any loses.
 
-        A subtask loses if the interval of its paired difference lies below 0.
+        A subtask loses if the interval of its paired difference lies below 0. A series that loses nowhere is missing.
         """
         tasks = [column["task"] for column in self.tables["tasks"]]
-        for row in reversed([row for row in self.tables["rows"] if row["s"] == series]):
-            lost = [
-                cell
-                for cell in self.tables["cells"]
-                if cell["order"] == row["order"]
-                and not tasks[cell["column"]].startswith(AVERAGE)
-                and cell["diff_high"] is not None
-                and cell["diff_high"] < 0
-            ]
-            if lost:
-                worst = min(lost, key=lambda cell: cell["diff"])
+        lost: dict[int, list[dict[str, Any]]] = {}  # by the order of the row
+        for cell in self.tables["cells"]:
+            average = tasks[cell["column"]].startswith(AVERAGE)
+            if not average and cell["diff_high"] is not None and cell["diff_high"] < 0:
+                lost.setdefault(cell["order"], []).append(cell)
+        losses: dict[int, dict[str, Any]] = {}
+        for row in self.tables["rows"]:  # of a series, the largest budget comes last
+            if row["order"] in lost:
+                worst = min(lost[row["order"]], key=lambda cell: cell["diff"])
                 ends = {"low": worst["diff_low"], "high": worst["diff_high"]}
-                return {"task": tasks[worst["column"]], "row": row["row"], "diff": worst["diff"]} | ends
-        return None
+                losses[row["s"]] = {"task": tasks[worst["column"]], "row": row["row"], "diff": worst["diff"]} | ends
+        return losses
 
     def _describe_progress(self, run: StoredRun) -> str:
         """Return how many of the panel's samples an unfinished run has answered."""
@@ -530,13 +527,14 @@ OTHER = "other"  # the class of all other budgets
 TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
 
 
-def is_on_front(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Return whether a row is on the Pareto front of cost and loss. The full cache is one of the rows."""
-    pair = (row[name], -row["diff"])
-    if pair[0] is None:
-        return False
-    others = [(other[name], -other["diff"]) for other in rows if other[name] is not None]
-    return not any(other[0] <= pair[0] and other[1] <= pair[1] and other != pair for other in others)
+def find_front(rows: Sequence[Mapping[str, Any]], name: str) -> set[tuple[float, float]]:
+    """Return cost and loss of the rows on the Pareto front of both. The full cache is one of the rows."""
+    front, least = set(), inf
+    for cost, loss in sorted({(row[name], -row["diff"]) for row in rows if row[name] is not None}):
+        if loss < least:  # otherwise an earlier row costs no more and loses no more
+            front.add((cost, loss))
+            least = loss
+    return front
 
 
 def read_machines(run: StoredRun) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from hashlib import sha256
 from math import comb
 from pathlib import Path
 from statistics import NormalDist, fmean, variance
+from time import process_time
 
 import pytest
 import yaml
@@ -183,6 +184,21 @@ def test_the_front_is_what_nothing_beats(page):
                 assert row[f"front_{cost}"] is not beaten
             joined = {(row[cost], row["diff"]) for row in candidates if row[f"front_{cost}"]}
             assert {(own["at"], own["diff"]) for own in panel["front"] if own["cost"] == cost} == joined
+
+
+@pytest.mark.full
+def test_a_page_of_many_runs_takes_time_and_bytes_in_proportion(tmp_path):
+    """10,000 runs are to take at most 2 minutes and a page of 20 MB."""
+    write_run(tmp_path, make_records(1.0, 100, count=2), method={"name": "full"})
+    for number in range(110):
+        for budget in (0.1, 0.2, 0.3, 0.4, 0.5):
+            records = make_records(budget, 50, salt=number % 7, count=2)
+            write_run(tmp_path, records, method={"name": "snapkv", "window": number}, budget=budget)
+    start = process_time()
+    path = write_report(tmp_path, NOW)
+    assert process_time() - start < 20
+    loaded = [path, *path.parent.glob("report/part-*.js")]
+    assert sum(file.stat().st_size for file in loaded) < MOST + 551 * 2_000
 
 
 def test_a_full_cache_that_is_faster_and_better_takes_a_point_off_the_front(tmp_path):

@@ -579,6 +579,33 @@ def test_numbers_beside_the_page_come_when_they_are_near(chromium, tmp_path, mon
     page.close()
 
 
+def test_a_large_panel_is_folded_and_says_so(chromium, tmp_path):
+    write_run(tmp_path, make_records(1.0, 100, count=1), method={"name": "full"})
+    for number in range(110):
+        records = make_records(0.1, number % 100, count=1)
+        write_run(tmp_path, records, method={"name": "snapkv", "window": number}, budget=0.1)
+    page = chromium.new_page(viewport={"width": 1440, "height": 900})
+    said = []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(write_report(tmp_path, datetime(2026, 1, 2, 3, 4, tzinfo=UTC)).as_uri())
+    page.wait_for_selector("#leaderboard table")
+    for name, more in (("matrix", 1), ("leaderboard", 0)):  # the matrix ends with the full cache
+        rows, note = page.locator(f"#{name} tbody tr"), page.locator(f"#{name} .fold")
+        assert rows.count() == 100 + more and note.inner_text() == "The first 100 of 110 rows. Show all"
+        note.locator("button").click()
+        assert rows.count() == 110 + more and note.count() == 0
+    page.locator("#matrix [data-order=name]").click()
+    assert page.locator("#matrix tbody tr").count() == 111
+    drawn = "40 of the 110 rows of scores are drawn: those with the highest score at any budget."
+    for name in ("curves", "tasks", "costs"):
+        assert page.locator(f"#{name} .drawn").inner_text().startswith(drawn)
+    page.locator("#runs summary").click()
+    assert page.locator("#runs tbody tr").count() == 100
+    page.locator("#runs .fold button").click()
+    assert page.locator("#runs tbody tr").count() == 111 and said == []
+    page.close()
+
+
 def test_pictures_for_people(page):
     """`make test-browser SHOTS=folder` keeps pictures of the page. Without a folder, none is taken.
 
