@@ -46,7 +46,7 @@ from kvbench.analysis.paired import Pair, PairedDifference, PairedScores, compar
 from kvbench.analysis.run_labels import name_presets
 from kvbench.analysis.text_table import NOT_AVAILABLE, pad_numbers
 from kvbench.config.catalogue import describe_part, find_preset
-from kvbench.store.runs import CACHE_GROUPS, name_budget
+from kvbench.store.runs import CACHE_GROUPS, count_things, name_budget
 from kvbench.validation import EMBEDDED_MODELS, escape, format_value
 
 Records = Mapping[str, dict[str, Any]]  # uid -> record
@@ -461,5 +461,7 @@ def _collect_notes(
             notes.append(note.format(" and the ".join(shared)))
     for records, name in ((full, "full cache's"), (method, "method's")):
         if alone := len(records) - len(pairs):
-            notes.append(f"{alone} samples of the {name} run have no partner in the other run and are left out.")
+            count = f"{count_things(alone, 'sample')} of the {name} run"
+            have, are = ("has", "is") if alone == 1 else ("have", "are")
+            notes.append(f"{count} {have} no partner in the other run and {are} left out.")
     return notes

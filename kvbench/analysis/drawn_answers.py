@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from kvbench.store.runs import StoredRun
+from kvbench.store.runs import StoredRun, count_things
 from kvbench.validation import SettingError
 
 NUMBERS = ("score", "resident_bytes", "full_bytes", "rows_held", "rows_attended", "tokens_out")  # fields of a record
@@ -40,7 +40,7 @@ def draw_answers(runs: Sequence[StoredRun], count: int, seed: int) -> list[Store
     left = {run.hash: shuffle_answers(run, random) for run in sorted(runs, key=lambda run: run.hash)}
     answers = count_answers(runs)
     if count > answers:
-        raise SettingError(f"--draw={count}: the runs have {answers} answers")
+        raise SettingError(f"--draw={count}: the runs have {count_things(answers, 'answer')}")
     order, subtasks = list(left), sorted({subtask for uids in left.values() for subtask in uids})
     random.shuffle(order)
     random.shuffle(subtasks)
@@ -109,7 +109,6 @@ def describe_drawn(drawn: Mapping[str, Any], records: int, runs: int) -> str:
         records: Number of its answers.
         runs: Number of runs that they are from.
     """
-    return (
-        f"{records:,} answers of {runs:,} runs, drawn with --draw {records} --seed {drawn['seed']} from "
-        f"{drawn['records']:,} answers of {drawn['runs']:,} runs, evenly by run and subtask"
-    )
+    part = f"{count_things(records, 'answer')} of {count_things(runs, 'run')}"
+    whole = f"{count_things(drawn['records'], 'answer')} of {count_things(drawn['runs'], 'run')}"
+    return f"{part}, drawn with --draw {records} --seed {drawn['seed']} from {whole}, evenly by run and subtask"

@@ -12,7 +12,7 @@ from kvbench.analysis.answer_metrics import collect_scores, select_answered
 from kvbench.analysis.intervals import TOLERANCE
 from kvbench.analysis.paired import Pair, PairedDifference, compare_subtasks, pair_records
 from kvbench.analysis.text_table import Column, format_interval, format_number, format_table, pad_numbers, wrap_texts
-from kvbench.store.runs import StoredRun, find_differences
+from kvbench.store.runs import StoredRun, count_things, find_differences
 from kvbench.validation import SettingError, escape
 
 SHOWN = 20  # samples of each list
@@ -61,9 +61,14 @@ class RunComparison:
             lines += ["", *wrap_texts([f"{title}: {', '.join(map(escape, texts)) or 'none'}{more}"], width)]
         notes = ["B - A in points, paired by sample, with 95 % intervals; the average weighs each subtask the same."]
         if any(self.alone):
-            notes.append(f"{self.alone[0]} samples only A has and {self.alone[1]} only B; they are left out.")
+            notes.append(
+                f"Only A has {count_things(self.alone[0], 'sample')}, only B {self.alone[1]}; they are left out."
+            )
         if self.failed:
-            notes.append(f"{self.failed} samples failed in A or B and are left out.")
+            one = self.failed == 1
+            notes.append(
+                f"{count_things(self.failed, 'sample')} failed in A or B and {'is' if one else 'are'} left out."
+            )
         return "\n".join([*lines, "", *wrap_texts(notes, width)]) + "\n"
 
 

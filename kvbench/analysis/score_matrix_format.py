@@ -34,7 +34,7 @@ from kvbench.analysis.text_table import (
     wrap_texts,
 )
 from kvbench.store.csv_rows import format_rows
-from kvbench.store.runs import name_some
+from kvbench.store.runs import count_things, name_some
 from kvbench.validation import escape
 
 LEAST_LABEL = 24  # letters that labels have in every table of text
@@ -346,7 +346,10 @@ def describe_samples(block: ScoreBlock) -> str:
     """Say which average a block shows, on how many samples, and what limits its meaning."""
     text = f"{block.average[:1].upper()}{block.average[1:]}; {count_samples(block)}."
     if block.failed:
-        text += f" {block.failed} samples failed in some run and are left out of all."
+        one = block.failed == 1
+        text += (
+            f" {count_things(block.failed, 'sample')} failed in some run and {'is' if one else 'are'} left out of all."
+        )
     if block.unfinished:
         text += f" Not finished (samples): {name_some(block.unfinished)}; the numbers come from what all runs answered."
     if block.left_out:

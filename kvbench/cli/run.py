@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbench.cli.command import CommandParser, find_width, is_styled
 from kvbench.cli.run_help import format_run_help
+from kvbench.store.runs import count_things, name_some
 from kvbench.validation import SettingError, name_file_in_errors
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -115,10 +116,11 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False, executor: Any = N
         sweep.announce(find_width(), is_styled())
     if sweep.finished:
         return sweep.exit_code
+    failed: list[str] = []
     try:
         with name_file_in_errors(sweep.folder):
             if sweep.launcher == "slurm":
-                launch_on_slurm(sweep)
+                failed = launch_on_slurm(sweep)
             else:
                 with spend("starting"):
                     from kvbench.cli.sweep_cells import run_cells
@@ -131,11 +133,16 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False, executor: Any = N
         sweep.print_states()
         raise
     sweep.print_end(find_width(), is_styled())
+    if failed:
+        count = f"{count_things(len(failed), 'job')} of {len(sweep.cells)}"
+        logs = f"their logs lie in {sweep.folder / '.submitit'}; the same command goes on"
+        print(f"kvbench: {count} failed or did not end: {name_some(failed)}; {logs}", file=sys.stderr)
+        return 1
     return sweep.exit_code
 
 
-def launch_on_slurm(sweep: Any) -> None:
-    """Run the cells of a sweep as SLURM jobs and wait for them."""
+def launch_on_slurm(sweep: Any) -> list[str]:
+    """Run the cells of a sweep as SLURM jobs and wait for them. Return the ids of jobs that failed."""
     from kvbench.config.compose import folders
     from kvbench.sweeps.slurm import CellJob, launch_jobs
 
@@ -144,7 +151,7 @@ def launch_on_slurm(sweep: Any) -> None:
         CellJob(run_job, sweep.folder.absolute(), number, tuple(planned.cell.overrides), more)
         for number, planned in enumerate(sweep.cells)
     ]
-    launch_jobs(sweep.composition.hydra.launcher, jobs)
+    return launch_jobs(sweep.composition.hydra.launcher, jobs)
 
 
 def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[str]) -> None:

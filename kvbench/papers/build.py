@@ -33,6 +33,7 @@ from kvbench.papers.table_spec import (
     read_printed,
 )
 from kvbench.store.efficiency_csv import INTERVALS, find_measurements, read_lines
+from kvbench.store.runs import count_things
 from kvbench.store.study_lines import Line as StudyLine
 from kvbench.validation import name_file_in_errors
 
@@ -90,7 +91,8 @@ def build_table(
         failed += sum(cell_value.failed for cell_value, _ in extra_cells if cell_value)
     notes = [*describe_origin(spec, measured.lines), *describe_contradictions(spec)]
     if failed:
-        notes.append(f"{failed} samples failed; their cells leave them out.")
+        cells_leave = "its cell leaves it" if failed == 1 else "their cells leave them"
+        notes.append(f"{count_things(failed, 'sample')} failed; {cells_leave} out.")
     notes += dict.fromkeys(f"{label}: {cell.reason}" for label, cells in rows for cell in cells if cell.reason)
     notes += dict.fromkeys(cell.remark for _, cells in rows for cell in cells if cell.remark)
     notes += [" ".join(note.split()) for note in spec.get("notes", ())]

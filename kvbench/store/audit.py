@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 from kvbench.store.run_folder import run_hash
-from kvbench.store.runs import UNSHARED_SETTINGS, RunRecords, check_folder, find_finished, find_runs
+from kvbench.store.runs import UNSHARED_SETTINGS, RunRecords, check_folder, count_things, find_finished, find_runs
 from kvbench.validation import SettingError
 
 Hashes = tuple[str, str, str]  # a record's uid, and the hashes of its prompt and target
@@ -56,7 +56,8 @@ def audit_runs(results: Path) -> Iterator[tuple[str, str, list[str]]]:
     for name, key, run_hashes, records in read:
         wrong, common = [*records.damage, *records.doubles], said.get(key, {})
         if differ := sum(common.get(hashes[0], hashes) != hashes for hashes in run_hashes):
-            wrong.append(f"{differ} samples have another prompt or target than in most runs")
+            have = "has" if differ == 1 else "have"
+            wrong.append(f"{count_things(differ, 'sample')} {have} another prompt or target than in most runs")
         state = f"{len(run_hashes)} records, {'finished' if records.finished else 'unfinished'}"
         lines[name] = "damaged" if wrong else state, wrong
     for name in sorted(lines):

@@ -134,6 +134,11 @@ def name_some(names: Sequence[object]) -> str:
     return f"{', '.join(map(str, names[:MAX_NAMED]))}{more}"
 
 
+def count_things(number: int, name: str) -> str:
+    """Return a number with the name of what it counts, such as "1 sample" or "1,200 samples"."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class StoredRun:
     """A run of a store. Its records are read when they are first needed."""

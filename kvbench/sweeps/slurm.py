@@ -9,6 +9,7 @@ import submitit
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.stops import waiting
+from kvbench.validation import SettingError, summarize
 
 SHARED = (
     "name",
@@ -43,16 +44,18 @@ class CellJob:
         return submitit.helpers.DelayedSubmission(self)
 
 
-def launch_jobs(settings: DictConfig, jobs: Sequence[CellJob]) -> None:
+def launch_jobs(settings: DictConfig, jobs: Sequence[CellJob]) -> list[str]:
     """Submit one job array and wait until all jobs have ended.
 
     Args:
         settings: Those of conf/hydra/launcher/slurm.yaml.
         jobs: What the jobs do.
 
+    Returns:
+        The ids of the jobs that were killed or cancelled, or that an error ended.
+
     Raises:
-        submitit.core.utils.UncompletedJobError: Jobs were killed or cancelled; the others ended.
-        Exception: A job raised it.
+        SettingError: SLURM refuses the jobs.
     """
     plain = OmegaConf.to_container(settings, resolve=True)
     assert isinstance(plain, dict)  # of a DictConfig
@@ -64,9 +67,18 @@ def launch_jobs(settings: DictConfig, jobs: Sequence[CellJob]) -> None:
     executor.update_parameters(
         **{name if name in SHARED else f"slurm_{name}": value for name, value in parameters.items()}
     )
-    with executor.batch():
-        submitted = [executor.submit(job) for job in jobs]
+    try:
+        with executor.batch():
+            submitted = [executor.submit(job) for job in jobs]
+    except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
+        raise SettingError(f"hydra/launcher=slurm: sbatch refuses the jobs ({summarize(error)})") from None
     with waiting():
-        failures = [error for job in submitted if (error := job.exception()) is not None]
-    if failures:
-        raise failures[0]
+        return [str(job.job_id) for job in submitted if has_failed(job)]
+
+
+def has_failed(job: Any) -> bool:
+    """Wait for a job, and return whether it was killed or cancelled, or an error ended it."""
+    try:
+        return job.exception() is not None
+    except submitit.core.utils.UncompletedJobError:
+        return True

@@ -19,7 +19,7 @@ from typing import Any
 from kvbench.atomic import replace_file
 from kvbench.store.audit import comparison_key
 from kvbench.store.run_folder import read_total, run_hash
-from kvbench.store.runs import RunRecords, find_runs, name_budget
+from kvbench.store.runs import RunRecords, count_things, find_runs, name_budget
 from kvbench.validation import SettingError
 
 TIMED_RECORDS = 50  # records of a run from which the time of a sample is estimated
@@ -102,7 +102,7 @@ def read_state(results: Path, name: str, counts: Callable[[Path], tuple[int, int
     (count, errors, damage), total = counts(path), read_total(path)
     if damage:
         return RunState("failed", count, total, f"damaged: {damage}")
-    reason = f"{errors} samples failed" if errors else ""
+    reason = f"{count_things(errors, 'sample')} failed" if errors else ""
     if (path / "done").exists():
         return RunState("done", count, total, reason)
     return RunState("running" if is_busy(path / "claims.lock") else "stopped", count, total, reason)

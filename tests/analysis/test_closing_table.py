@@ -239,7 +239,7 @@ def test_samples_without_a_partner_are_counted():
     table = build_closing_table(full, method, HEADING)
     assert table.rows[-1].interval.samples == 2
     assert "2 samples of the full cache's run have no partner in the other run and are left out." in table.notes
-    assert "1 samples of the method's run have no partner in the other run and are left out." in table.notes
+    assert "1 sample of the method's run has no partner in the other run and is left out." in table.notes
 
 
 def test_a_time_to_first_token_of_shared_prompts_says_so():

@@ -161,7 +161,7 @@ def test_the_newest_run_counts_and_failed_samples_are_told(tmp_path):
     put(tmp_path, KEYDIFF, [record(0, 0.0), record(1, 0.0)], ended=6, sources="older")
     own = made("keydiff_table17", tmp_path)
     assert row_of(own, "KeyDiff")[0].measured == "0.50"
-    assert "1 samples failed; their cells leave them out." in own.notes
+    assert "1 sample failed; its cell leaves it out." in own.notes
 
 
 def test_one_context_has_no_interval(tmp_path):

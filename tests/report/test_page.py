@@ -580,7 +580,7 @@ def test_all_numbers_of_a_panel_come_from_the_same_samples(store):
     tasks = [column["task"] for column in panel["tasks"]]
     cells = {(cell["order"], tasks[cell["column"]]): cell["n"] for cell in panel["cells"]}
     assert {count for (_, task), count in cells.items() if task == "vt"} == {3}
-    assert "n = 11 of 90 planned samples" in panel["matrix"]["about"] and "1 samples failed" in panel["matrix"]["about"]
+    assert "n = 11 of 90 planned samples" in panel["matrix"]["about"] and "1 sample failed" in panel["matrix"]["about"]
     runs = {(run["series"], run["budget"]): (run["samples"], run["of"]) for run in page["runs"] if run["panel"] == 1}
     assert runs["late", "20\u202f%"] == (12, 90) and runs["full cache", ""] == (24, None)
     entry = next(file for file in page["files"] if file["row"].startswith("newest") and file["panel"] == 1)

@@ -174,7 +174,7 @@ def test_the_audit_finds_runs_that_cannot_be_paired(tmp_path):
     other = write(tmp_path, found=[record(0), record(1, prompt_hash="another"), record(2)])
     write(tmp_path, value("keydiff", seed=1), [record(0, prompt_hash="of another seed")])
     wrong = {name: wrong for name, (_, wrong) in audited(tmp_path).items() if wrong}
-    line = ["1 samples have another prompt or target than in most runs"]
+    line = ["1 sample has another prompt or target than in most runs"]
     assert wrong == {full.name: line, other.name: line}  # nobody knows which
     for name in ("snapkv", "dropkv", "tova"):
         write(tmp_path, value(name, budget=0.7))
