@@ -26,6 +26,7 @@ def make_sweep_parser(name: str, text: str | None) -> CommandParser:
     """Make the parser of a command that takes a sweep's settings and does not run it."""
     parser = CommandParser(name, text)
     parser.add_settings("overrides", "SETTING=VALUE,VALUE", "as for kvbench run -m", nargs="+")
+    parser.add_argument("-m", "--multirun", action="store_true", help="changes nothing: the settings are a sweep's")
     parser.add_argument("--config-dir", help="a folder of configuration files, as for kvbench run")
     return parser
 

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbench.cli.command import CommandParser, find_width, is_styled, refuse_given, run_command
-from kvbench.validation import escape, require_choice
+from kvbench.validation import SettingError, escape, require_choice
 
 DEFAULT_SHARE = "0.1"
 
@@ -73,8 +73,8 @@ def check_order(options: Namespace) -> None:
     by_bytes = options.by in SIZES
     if by_bytes:
         refuse_given(options, ("sort", "group_by", "columns"), f"--by {options.by}: has its own order and columns")
-    else:
-        refuse_given(options, ("at",), "--by budget: shows all bytes")
+    elif options.at is not None:
+        raise SettingError(f"--at={options.at}: chooses for a share of the bytes; add --by bytes, or leave out --at")
     formats = byte_front_format.FORMATS if by_bytes else score_matrix_format.FORMATS
     require_choice("--format", options.format, ["text", *formats])
     options.at = parse_shares("--at", options.at or DEFAULT_SHARE, 1)[0]

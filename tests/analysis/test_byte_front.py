@@ -211,7 +211,7 @@ def test_the_command(store, capsys):
         (["--by", "bytes", "--format", "latex"], "--format=latex"),
         (["--by", "bytes", "--sort", "0.1"], "--by bytes: has its own order and columns; leave out --sort"),
         (["--by", "bytes", "--at", "2"], "--at 2: shares in (0, 1]"),
-        (["--at", "0.1"], "--by budget: shows all bytes; leave out --at"),
+        (["--at", "0.1"], "--at=0.1: chooses for a share of the bytes; add --by bytes, or leave out --at"),
     ],
 )
 def test_refusals(store, capsys, given, said):

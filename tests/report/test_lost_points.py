@@ -14,6 +14,7 @@ from kvbench.report.lost_points import show_lost_points
 from kvbench.report.page import write_report
 from kvbench.store.runs import find_runs
 from kvbench.store.study_lines import Line, read_study
+from tests.support.browser import CHROMIUM
 from tests.support.made_up_runs import VALUE, write_run
 from tests.support.study_folders import write_study
 
@@ -110,6 +111,7 @@ def test_entries_draw_every_number_and_say_what_is_missing(tmp_path):
 
 
 @pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: make test-browser")
 def test_a_list_chooses_what_a_chart_shows(chromium, tmp_path):
     from tests.support.report_store import write_small_store
 

@@ -126,6 +126,8 @@ def test_the_command_says_what_a_sweep_would_do(kvbench, checkpoint, tmp_path, c
     )
     assert re.fullmatch(memory, out[3])
     assert out[1].split() == ["method=snapkv", "done"] and out[2].split()[:2] == ["method=knorm", "missing,"]
+    capsys.readouterr()
+    assert plan.main(["-m", *where, "method=snapkv,knorm", "budget=0.5"]) == 0  # as kvbench run takes it
     assert plan.main([*where, "method=snapkv,kvzip", "budget=0.5", "block_size=128"]) == 2
     assert "refused: block_size=128: kvzip" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
