@@ -15,6 +15,7 @@ Examples:
 
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from kvbench.cli import (
@@ -41,6 +42,7 @@ It comes from KVzip's head scores (snu-mllab/KVzip, test.py --save_head_score). 
 largest KVzip score of its rows; alpha is the mean of it over several texts. The pattern's config.json says so, because
 the gates that DuoAttention's authors trained are something else.
 """
+ESSAYS = 120  # essays that are written where no text is given, about 150,000 words
 ROOM = 32  # tokens for the words that are read besides a text
 
 
@@ -58,9 +60,7 @@ def make_parser() -> CommandParser:
         subparser = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
         kind = "safetensors file" if method == "qfilters" else "folder"
         add_common_options(subparser, kind, seed=0)
-        subparser.add_argument(
-            "--text", type=Path, help="text file (default: the essays of tasks/common/synthetic_prose.py)"
-        )
+        subparser.add_argument("--text", type=Path, help="text file (default: essays, which the seed draws)")
         subparser.add_argument("--sequences", type=int, default=sequences, help=f"texts to read (default: {sequences})")
         subparser.add_argument(
             "--length", type=int, default=2048, help="tokens of a text (default: 2048, as the authors')"
@@ -159,10 +159,10 @@ def calibrate_heads(options: Namespace, device: str) -> None:
     """
     from kvbench.cli.calibration_steps import choose_dtype, open_checkpoint
     from kvbench.models.chat_template import make_prompt_encoder
-    from kvbench.tasks.common import synthetic_prose
     from kvbench.training.head_patterns import compute_head_scores, write_pattern
     from kvbench.training.query_filters import compute_query_filters, split_text
     from kvbench.training.recording import write_tensors
+    from kvbench.training.token_sequences import write_essays
 
     try:
         pattern = options.method == "duo_attention"
@@ -172,11 +172,10 @@ def calibrate_heads(options: Namespace, device: str) -> None:
         checkpoint = open_checkpoint(options)
         longest = checkpoint.longest()
         length = min(options.length, longest // 2 - ROOM if pattern else longest)  # a text is read twice
-        text = (
-            " ".join(synthetic_prose.write_words())
-            if options.text is None
-            else options.text.read_text(encoding="utf-8")
-        )
+        if options.text is None:
+            text = "\n\n".join(islice(write_essays(options.seed), ESSAYS))
+        else:
+            text = options.text.read_text(encoding="utf-8")
         tokenizer = checkpoint.tokenizer()
         pieces = split_text(tokenizer, text, options.sequences, length)
         model = checkpoint.weights(choose_dtype(device), device)

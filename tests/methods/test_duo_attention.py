@@ -218,6 +218,9 @@ def test_a_pattern_made_from_kvzips_head_scores(tmp_path, capsys):
     held = kvbench.prefill(model, ids(90), "duo_attention", 0.5, method_args={"path": str(out)})
     full = {(i, h) for i in range(6) for h in range(2) if len(held.places(i, h)) == 90}
     gate = np.sort(alpha.ravel())[::-1]
+    other = str(tmp_path / "other")
+    assert calibrate.main([*command, "--length", "96", "--seed", "1", "--out", other]) == 0
+    assert (gates(other) != alpha).any()  # the seed draws the text
     assert full == {(i, h) for i in range(6) for h in range(2) if alpha[i, h] >= gate[len(full) - 1]} and len(full) == 5
     assert calibrate.main(command) == 2
     assert "there is a file; delete it or give another name" in capsys.readouterr().err
