@@ -226,12 +226,12 @@ def task_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a task's settings as a run's identity contains them.
 
     Paths do not count, because the identity covers the data behind them. The temperature does not count, because it is
-    one of the sampling settings. A variant or a system prompt that is null does not count, so that runs made
-    before it could be chosen keep their names.
+    one of the sampling settings. A variant, a number of rows or a system prompt that is null does not count, so that
+    runs made before it could be chosen keep their names.
     """
     skipped = [key for key in settings if is_path(key)]
     skipped += ["_target_", "preset", "temperature"]
-    skipped += [key for key in ("variant", SYSTEM) if settings.get(key) is None]
+    skipped += [key for key in ("variant", "rows", SYSTEM) if settings.get(key) is None]
     return {key: value for key, value in settings.items() if key not in skipped}
 
 

@@ -88,6 +88,7 @@ class Task(Protocol):
     - `averages`: names of rows below the subtasks' rows in the closing table, with the weights of the subtasks that
       each one averages. Without it there is one average, in which all subtasks weigh the same.
     - `inventory()`: the number of rows of each subtask in its data, for `kvbench check data`.
+    - `count_samples()`: the number of samples of each subtask, without a tokenizer, for `kvbench plan --power`.
     - `subtask_names`: the names of all possible subtasks. A model's card can then list the subtasks that the model can
       solve (kvbench.analysis.solvable_subtasks).
     - `has_context`: False if there is nothing to cut before the question. question=hidden is then refused.

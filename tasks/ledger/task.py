@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from fractions import Fraction
 from hashlib import sha256
-from itertools import islice
 from math import ceil
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
@@ -194,10 +193,14 @@ class LedgerTask:
         """Hash the wording."""
         return sha256("\0".join([EXAMPLE_LEDGER.context(), EXAMPLE_LEDGER.question(), PREFIX]).encode()).hexdigest()
 
+    def count_samples(self) -> dict[str, int]:
+        """Return the number of ledgers of each size."""
+        return {f"{self.name}_{steps}": self._count for steps in self._steps()}
+
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
         """Yield the samples size by size."""
         for steps in self._steps():
-            for index in islice(range(self.per_subtask), self.limit):
+            for index in range(self._count):
                 yield self._sample(tokenizer, template_tokens, longest, steps, index)
 
     def reference(self, sample: Sample) -> str:
@@ -238,6 +241,10 @@ class LedgerTask:
         right = [results.get(line) == ledger.steps[line].result for line in ledger.recalled]
         given = (f"line {line} is {result}" for line, result in results.items() if result is not None)
         return Graded(100 * sum(right) / len(right), ", ".join(given), also)
+
+    @property
+    def _count(self) -> int:
+        return self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
 
     def _steps(self) -> list[int]:
         return parse_axis("task.steps", self.steps, 1, EXAMPLE - 1)

@@ -230,11 +230,15 @@ class RulerLmEval:
                     digest.update(json.dumps(port.data(_module(port.module))).encode())
         return digest.hexdigest()[:16]
 
+    def count_samples(self) -> dict[str, int]:
+        """Return the number of samples of each subtask."""
+        count = self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
+        return dict.fromkeys(self._names(), count)
+
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
         self._check_length(tokenizer)
         self._documents.clear()
-        count = self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
-        for name in self._names():
+        for name, count in self.count_samples().items():
             self._documents[name] = self._read(name, tokenizer, count)
             for sample, _ in self._documents[name].by_uid.values():
                 yield sample

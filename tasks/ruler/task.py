@@ -126,13 +126,17 @@ class Ruler:
         """Hash the texts and the prompt strings."""
         return hash_parts(self._texts().fingerprint, load_wordings().fingerprint())
 
+    def count_samples(self) -> dict[str, int]:
+        """Return the number of samples of each subtask."""
+        return dict.fromkeys(self._chosen(), self._count)
+
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
         """Yield the samples subtask by subtask. A few are drawn ahead. The cache keeps those that were yielded.
 
         Raises:
             SettingError: A subtask does not fit into the length. The message names all that do not, and those that do.
         """
-        texts, count = self._texts(), self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
+        texts, count = self._texts(), self._count
         folder = Path(__file__).parent
         sources = sorted([*folder.glob("*.py"), *map((folder.parent / "common").joinpath, GENERATORS)])
         made_of = (self.fingerprint(), hash_tokenizer(tokenizer), *(file.read_text("utf-8") for file in sources))
@@ -161,6 +165,10 @@ class Ruler:
     def reference(self, sample: Sample) -> str:
         """Return the right answer: all references, or the first one if any of them is enough."""
         return sample.answers[0] if _find_family(sample.subtask).any_answer else ", ".join(sample.answers)
+
+    @property
+    def _count(self) -> int:
+        return self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
 
     def _chosen(self) -> list[str]:
         return resolve_subtasks("task.subtasks", self.subtasks, SUBTASKS)

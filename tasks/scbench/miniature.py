@@ -19,11 +19,11 @@ from kvbench.tasks.ruler.variable_tracking import HOPS, draw_chain
 ROWS, TURNS = 5, 3
 
 
-def make_rows(name: str) -> list[dict[str, Any]]:
-    """Make all rows of a task. Each row has its own seed."""
+def make_rows(name: str, count: int = ROWS) -> list[dict[str, Any]]:
+    """Make the rows of a task. Each row has its own seed, so that more rows begin with those of fewer."""
     return [
         {"id": index, **MAKERS[name](random.Random(f"kvbench miniature/{name}/{index}"), TURNS + (index == 1))}
-        for index in range(ROWS)
+        for index in range(count)
     ]
 
 

@@ -24,7 +24,7 @@ from kvbench.tasks.common.dataset_rows import (
     read_hub_rows,
     read_rows,
 )
-from kvbench.tasks.scbench.miniature import make_rows
+from kvbench.tasks.scbench.miniature import ROWS, make_rows
 from kvbench.tasks.scbench.prompts import TaskForm
 from kvbench.validation import SettingError, is_number
 
@@ -64,12 +64,13 @@ def list_files(name: str) -> tuple[str, ...]:
     return f"{name}.jsonl", f"{name}.parquet", f"data/{name}.jsonl", f"{name}/test-00000-of-00001.parquet"
 
 
-def load_rows(path: str, form: TaskForm) -> tuple[list[Row], list[Session]]:
+def load_rows(path: str, form: TaskForm, count: int | None = None) -> tuple[list[Row], list[Session]]:
     """Load a task's rows.
 
     Args:
         path: ``miniature``, ``hub``, or a file or folder.
         form: The task.
+        count: Number of rows that the miniature makes; None makes ROWS.
 
     Returns:
         The rows as they are, and as sessions.
@@ -78,7 +79,8 @@ def load_rows(path: str, form: TaskForm) -> tuple[list[Row], list[Session]]:
         SettingError: Rows are missing or wrong. The message names the file, the line and the column.
     """
     if path == MINIATURE:
-        rows: Iterable[tuple[str, Row]] = ((f"{form.name} row {i}", row) for i, row in enumerate(make_rows(form.name)))
+        made = make_rows(form.name, ROWS if count is None else count)
+        rows: Iterable[tuple[str, Row]] = ((f"{form.name} row {i}", row) for i, row in enumerate(made))
     elif path == HUB:
         rows = read_hub_rows(SETTING, DATASET, REVISION, form.name, "test")
     else:

@@ -51,6 +51,7 @@ class SCBench:
     max_turns: int | None = 5
     length: int | None = None
     limit: int | None = None
+    rows: int | None = None
 
     def check(self) -> None:
         """Check the settings and read the data.
@@ -66,6 +67,11 @@ class SCBench:
         for setting, value in (("task.max_turns", self.max_turns), ("task.length", self.length), ("limit", self.limit)):
             if value is not None:
                 require_int(setting, value, 1)
+        if self.rows is not None:
+            if self.path != MINIATURE:
+                given = f"task.rows={self.rows}"
+                raise SettingError(f"{given}: the miniature makes so many; null with task.path={self.path}")
+            require_int("task.rows", self.rows, 1)
         for name in [self.subtasks] if isinstance(self.subtasks, str) else self.subtasks or ():
             if name in REFUSED:
                 raise SettingError(f"task.subtasks={name}: its metric parses the code that the model wrote, refused")
@@ -79,15 +85,14 @@ class SCBench:
         """Count the contexts of each task in the data."""
         return {form.name: len(rows) for form, rows, _ in self._loaded}
 
+    def count_samples(self) -> dict[str, int]:
+        """Return the number of questions of each row of the table."""
+        return {name: count for rows in self._counts().values() for name, count in rows.items()}
+
     @property
     def averages(self) -> dict[str, dict[str, float]]:
         """The weights of the averages: name -> subtask -> weight. The weights of an average sum to one."""
-        tasks: dict[str, dict[str, int]] = {}
-        for form, _, sessions in self._loaded:
-            for session in sessions:
-                for index, turn in enumerate(session.turns):
-                    counts, name = tasks.setdefault(form.name, {}), self._subtask(form, turn, index)
-                    counts[name] = counts.get(name, 0) + 1
+        tasks = self._counts()
         by_task = {name: dict.fromkeys(rows, 1 / len(rows)) for name, rows in tasks.items()}
         means = {"mean of tasks": _mean(list(by_task.values()))}
         if set(DELTAKV) <= set(by_task):
@@ -118,13 +123,23 @@ class SCBench:
         form = next(form for form in load_forms() if form.name == sample.subtask.partition("/")[0])
         return form.metrics[sample.meta["task"]].grade(output, sample.answers)
 
+    def _counts(self) -> dict[str, dict[str, int]]:
+        """Return task -> row of the table -> number of questions."""
+        tasks: dict[str, dict[str, int]] = {}
+        for form, _, sessions in self._loaded:
+            for session in sessions:
+                for index, turn in enumerate(session.turns):
+                    counts, name = tasks.setdefault(form.name, {}), self._subtask(form, turn, index)
+                    counts[name] = counts.get(name, 0) + 1
+        return tasks
+
     @cached_property
     def _loaded(self) -> list[tuple[TaskForm, list[data.Row], list[data.Session]]]:
         """Each chosen task with all its rows and the sessions that are asked."""
         loaded, chosen = [], select_subtasks(self.subtasks, self.path, NAMES)
         for form in load_forms():
             if form.name in chosen:
-                rows, sessions = data.load_rows(self.path, form)
+                rows, sessions = data.load_rows(self.path, form, self.rows)
                 cut = [
                     data.Session(session.context, session.turns[: self.max_turns]) for session in sessions[: self.limit]
                 ]

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvbench.cli.data import examine
+from kvbench.config.catalogue import task_identity
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode_all
 from kvbench.tasks.scbench import metrics
@@ -220,6 +221,22 @@ def test_the_miniature_is_made_alike_and_read_by_the_same_reader(tmp_path, token
     assert "scbench_kv                         5 rows" in examine("scbench", str(tmp_path))
 
 
+def test_the_miniature_has_as_many_contexts_as_asked(tokenizer):
+    made = task(names=["scbench_kv", "scbench_vt"], rows=7, max_turns=3)
+    assert made.inventory() == {"scbench_kv": 7, "scbench_vt": 7} and made.fingerprint() != task().fingerprint()
+    assert list(made.count_samples().values()) == [7] * 6
+    samples = list(made.samples(tokenizer, 1, 4096))
+    assert len({sample.context for sample in samples}) == 14 and len(samples) == 42
+    fewer = list(task(names="scbench_kv", max_turns=3).samples(tokenizer, 1, 4096))
+    assert samples[: len(fewer)] == fewer
+
+
+def test_runs_without_a_number_of_contexts_keep_their_names():
+    settings = {"name": "scbench", "max_turns": 3}
+    assert task_identity(settings | {"rows": None}) == settings
+    assert task_identity(settings | {"rows": 5}) == settings | {"rows": 5}
+
+
 def test_samples_depend_neither_on_the_list_nor_the_order_nor_the_limit(tokenizer):
     every = {sample.uid: sample for sample in task().samples(tokenizer, 1, 4096)}
     some = list(task(names=["scbench_mf", "scbench_kv"], limit=2).samples(tokenizer, 1, 4096))
@@ -314,6 +331,7 @@ WRONG = {
     "task.mode=scdq": "task.mode=scdq: choose one of multi_turn, shared_context",
     "task.answers=none": "task.answers=none: choose one of golden, own",
     "task.max_turns=0": "task.max_turns=0: a whole number of at least 1",
+    "task.rows=0": "task.rows=0: a whole number of at least 1",
     "task.length=0": "task.length=0: a whole number of at least 1",
     "task.length=100": "task.length=100: scbench_kv/0/turn1 needs ",
     "task.length=20000": "task.length=20000: reference takes at most 16384 tokens",
@@ -329,6 +347,8 @@ def test_a_wrong_setting_is_said_in_one_line(setting, tmp_path, monkeypatch, cap
 def test_answers_before_a_query_and_one_file_for_all_are_refused(tmp_path):
     with pytest.raises(SettingError, match="^task.answers=own: shared_context has no answers before"):
         task(mode="shared_context", answers="own")
+    with pytest.raises(SettingError, match="task.rows=9: the miniature makes so many; null with task.path=hub"):
+        task("hub", rows=9).check()
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps(make_rows("scbench_kv")[0]))
     with pytest.raises(SettingError, match=f"^task.path={file}: one file is one subtask's"):
