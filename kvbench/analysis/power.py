@@ -57,15 +57,22 @@ def compute_power(deviation: float, samples: Sequence[int], cells: int) -> Power
         samples: Number of samples of each subtask, at least 2.
         cells: Number of cells of the column.
     """
+    pairs = cells * (cells - 1) // 2
+    return Power(*(compute_reach(deviation, samples, comparisons) for comparisons in (1, cells, pairs)))
+
+
+def compute_reach(deviation: float, samples: Sequence[int], comparisons: int) -> float:
+    """Compute the smallest difference that is shown in POWER of all studies, in points.
+
+    Args:
+        deviation: Standard deviation of the difference of one sample, in points.
+        samples: Number of samples of each subtask, at least 2.
+        comparisons: Number of differences that are tested together.
+    """
     error = deviation * math.sqrt(math.fsum(1 / count for count in samples)) / len(samples)
     freedom = sum(samples) - len(samples)
-    pairs = cells * (cells - 1) // 2
-
-    def reach(comparisons: int) -> float:
-        tail = 1 - ERROR / 2 / max(comparisons, 1)
-        return float(stdtrit(freedom, tail) + stdtrit(freedom, POWER)) * error
-
-    return Power(reach(1), reach(cells), reach(pairs))
+    tail = 1 - ERROR / 2 / max(comparisons, 1)
+    return float(stdtrit(freedom, tail) + stdtrit(freedom, POWER)) * error
 
 
 def estimate_deviation(lines: Iterable[Line]) -> float | None:

@@ -1,12 +1,12 @@
 """Measure the results that docs/results.md shows, tier by tier.
 
 Examples:
-  kvbench dev measured a
-  kvbench dev measured a b c --results /data/measured --workers 8
-  kvbench dev measured a --collect --results /data/measured
-  kvbench dev measured --lines results/measured/nvidia-h200/a.parquet
+  kvbench dev measured screening
+  kvbench dev measured screening turns --results /data/measured --workers 8
+  kvbench dev measured screening --collect --results /data/measured
+  kvbench dev measured --lines results/measured/nvidia-h200/screening.parquet
   kvbench dev measured --page
-  kvbench dev measured a b --power
+  kvbench dev measured confirmation --power
 
 The tiers are in conf/measured.yaml: sweeps of kvbench run -m, and files that they need. Finished runs are skipped, so
 the same command goes on after a stop. A folder of results with runs of a tier from another kind of GPU, other versions
@@ -21,8 +21,8 @@ measures too and writes no such file, as the command says when it begins and end
 from a copy of RESULTS with its runs and files: it measures nothing, and the runs say which machine made them.
 
 The other options measure nothing either. --lines prints what follows from a file of rows: a CSV with one line a cell.
---page writes docs/results.md and its pictures from the files of all tiers. --power prints which differences the planned
-samples can tell apart, from the deviations in these files.
+--page writes docs/results.md and its pictures from the files of all tiers. --power prints how many answers there are,
+how long they take, and which differences they can tell apart by the deviations in these files.
 """
 
 import sys
@@ -94,7 +94,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     if options.margin is not None and not 0 < options.margin <= 100:
         raise SettingError(f"--margin={options.margin:g}: choose points above 0 and up to 100")
     if not options.page and not options.lines and not options.tiers:
-        raise SettingError("measured: name a tier of conf/measured.yaml, such as a; or --page")
+        raise SettingError("measured: name a tier of conf/measured.yaml, such as screening; or --page")
     return options
 
 
@@ -131,14 +131,15 @@ def print_power(options: Namespace) -> int:
     """Print what the samples of each tier can tell apart, and return 0."""
     from kvbench.config.catalogue import translate_errors
     from kvbench.config.compose import expand_cells
-    from kvbench.sweeps.power_table import describe_power
+    from kvbench.sweeps.power_table import describe_columns, describe_power
 
-    measured = options.results / "measured"
+    measured, width = options.results / "measured", find_width()
     with translate_errors():
         for tier in choose_tiers(options.tiers, options.file or TIERS):
             cells = [cell for sweep in tier.list_sweeps(options.results) for cell in expand_cells(sweep)]
-            lines = describe_power(cells, measured, options.deviation, find_width())
+            lines = describe_power(cells, measured, width, options.deviation, options.rate or tier.rate, tier.pairs)
             print("\n".join([f"tier {tier.name}: {tier.title}", *lines, ""]))
+    print("\n".join(describe_columns(width)))
     return 0
 
 
@@ -169,22 +170,24 @@ def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) ->
         return write_rows(tier, planned, runs, results)
 
     worker_settings = [f"workers={workers}"] if workers is not None else []
-    sweeps = [[*given, *worker_settings] for given in tier.list_sweeps(results)]
+    stages = [[[*line, *worker_settings] for line in lines] for lines in tier.list_stages(results)]
     if not has_pyarrow():
         print(f"tier {tier.name}: {NO_ROWS.format(tier=tier.name)}", file=sys.stderr)
     missing = tier.list_files(results)
     if missing:  # the runs that need them are not known yet, but the others are
-        known = [settings for settings in sweeps if not any(path.name in text for path in missing for text in settings)]
+        lines = [line for lines in stages for line in lines]
+        known = [line for line in lines if not any(path.name in text for path in missing for text in line)]
         check_store(tier.name, list_values(map(Sweep.plan, known)), results)
         make_files(tier.name, missing)
-    planned = [Sweep.plan(settings) for settings in sweeps]
+    planned = [Sweep.plan_lines(lines) for lines in stages]
     values = list_values(planned)
     check_store(tier.name, values, results)
     try:
         with Executor(results) as executor:
-            for number, settings in enumerate(sweeps, 1):
-                print(f"tier {tier.name}, sweep {number} of {len(sweeps)}: {' '.join(settings)}", flush=True)
-                run_sweep(settings, executor=executor)
+            for number, lines in enumerate(stages, 1):
+                for line in lines:
+                    print(f"tier {tier.name}, sweep {number} of {len(stages)}: {' '.join(line)}", flush=True)
+                run_sweep(lines, executor=executor)
     except KeyboardInterrupt:
         with suppress(SettingError):  # nothing is finished yet
             write()
@@ -213,7 +216,7 @@ def collect_tier(tier: Tier, results: Path) -> int:
     check_folder(results)
     if missing := [*tier.list_files(results)]:
         raise SettingError(f"tier {tier.name}: {missing[0]} is missing; copy it from the machine that measured")
-    planned = [Sweep.plan(settings) for settings in tier.list_sweeps(results)]
+    planned = [Sweep.plan_lines(lines) for lines in tier.list_stages(results)]
     return write_rows(tier, planned, collect_runs(tier.name, list_values(planned), results), results)
 
 

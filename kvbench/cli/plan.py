@@ -5,7 +5,7 @@ Examples:
   kvbench plan preset=dropkv_table5 model=llama31_8b
   kvbench plan method=snapkv,tova budget=0.1 task=ruler task.samples=108 --power
 
-With --power it says which differences the planned samples can tell apart, and no more.
+With --power it says how many answers there are and which differences the planned samples can tell apart, and no more.
 """
 
 from argparse import Namespace
@@ -67,14 +67,15 @@ def print_power(options: Namespace) -> int:
     from kvbench.config.catalogue import translate_errors
     from kvbench.config.compose import add_folder, compose
     from kvbench.sweeps.plan import expand_sweep
-    from kvbench.sweeps.power_table import describe_power
+    from kvbench.sweeps.power_table import describe_columns, describe_power
 
     with translate_errors():
         if options.config_dir is not None:
             add_folder(Path(options.config_dir))
         cells = expand_sweep(options.overrides)
         measured = Path(compose(cells[0]).config.results) / "measured"
-        print("\n".join(describe_power(cells, measured, options.deviation, find_width())))
+        lines = describe_power(cells, measured, width := find_width(), options.deviation, options.rate)
+        print("\n".join([*lines, *describe_columns(width)]))
     return 0
 
 

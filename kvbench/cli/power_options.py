@@ -8,7 +8,7 @@ from kvbench.validation import SettingError
 
 
 def add_power(parser: CommandParser) -> None:
-    """Add the options `--power` and `--deviation` to a command."""
+    """Add the options `--power`, `--deviation` and `--rate` to a command."""
     parser.add_argument(
         "--power", action="store_true", help="run nothing, and print which differences the planned samples tell apart"
     )
@@ -18,17 +18,22 @@ def add_power(parser: CommandParser) -> None:
         metavar="POINTS",
         help="with --power: standard deviation of a sample's difference (default: of measured tiers, or 40)",
     )
+    parser.add_argument(
+        "--rate", type=float, metavar="ANSWERS", help="with --power: answers a minute, for an estimate of the time"
+    )
 
 
 def check_power(options: Namespace) -> None:
     """Check these options.
 
     Raises:
-        SettingError: A deviation without `--power`, or one that is no positive number.
+        SettingError: A deviation or a rate without `--power`, or one that is no positive number.
     """
-    if options.deviation is None:
-        return
-    if not options.power:
-        raise SettingError("--deviation: only with --power")
-    if not 0 < options.deviation < inf:
-        raise SettingError(f"--deviation={options.deviation:g}: choose points above 0")
+    for name, unit in (("deviation", "points"), ("rate", "answers a minute")):
+        given = getattr(options, name)
+        if given is None:
+            continue
+        if not options.power:
+            raise SettingError(f"--{name}: only with --power")
+        if not 0 < given < inf:
+            raise SettingError(f"--{name}={given:g}: choose {unit} above 0")

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_settings(options)
             return 0
         if options.multirun:
-            return run_sweep(options.overrides, options.verbose)
+            return run_sweep([options.overrides], options.verbose)
         return run_single(options.overrides)
 
 
@@ -98,11 +98,11 @@ def run_single(overrides: Sequence[str]) -> int:
     return 0
 
 
-def run_sweep(overrides: Sequence[str], verbose: bool = False, executor: Any = None) -> int:
+def run_sweep(lines: Sequence[Sequence[str]], verbose: bool = False, executor: Any = None) -> int:
     """Run the cells of a sweep and print their scores; return the exit code.
 
     Args:
-        overrides: What stands on the command line.
+        lines: What stands on the command line; or several such lines, whose cells run together.
         verbose: Print the table of every cell too.
         executor: A `kvbench.runs.executor.Executor` that keeps its processes and what it has loaded for further sweeps.
             None makes one for this sweep.
@@ -112,7 +112,7 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False, executor: Any = N
 
     say_spending = start_counting()
     with spend("starting"):
-        sweep = Sweep.plan(overrides, executes=True)
+        sweep = Sweep.plan_lines(lines, executes=True)
         sweep.announce(find_width(), is_styled())
     if sweep.finished:
         return sweep.exit_code

@@ -1,16 +1,24 @@
-"""Read the tiers of conf/measured.yaml: the sweeps behind docs/results.md, which `kvbench dev measured` runs."""
+"""Read the tiers of conf/measured.yaml: the sweeps behind docs/results.md, which `kvbench dev measured` runs.
+
+A tier is a part of the study that can be published by itself. Its sweeps run in their order, and each of them is whole
+before the next one begins, so that a tier that was stopped still has sweeps whose cells can be compared.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from kvbench.config.paths import CONF
-from kvbench.validation import SettingError, require_choice
+from kvbench.validation import SettingError, is_number, require_choice
 
 TIERS = CONF / "measured.yaml"
 FILES = "FILES/"  # begins the name of a file that a tier makes first
+
+
+Pair = tuple[str, str]  # two cells, each as settings with spaces between them
 
 
 @dataclass(frozen=True)
@@ -20,19 +28,27 @@ class Tier:
     Attributes:
         name: Its key in conf/measured.yaml.
         title: Its title on the page.
-        sweeps: Arguments of `kvbench run -m`, one line a sweep.
+        sweeps: Its sweeps, each as one line or several lines of arguments of `kvbench run -m`. The cells of several
+            lines run together, so that they share what they read. They may have settings in common: {settings: lines}.
+        question: The question that it answers, a sentence for the page.
         common: Arguments that all sweeps share.
         files: Name of a file or folder that a sweep needs -> the `kvbench` command that makes it, without `--out`.
+        pairs: The pairs of cells whose comparison was planned: in every column that has both, or, where their settings
+            name budgets, with these budgets.
+        rate: How many answers one GPU gives in a minute; None if that is not known.
     """
 
     name: str
     title: str
-    sweeps: Sequence[str]
+    sweeps: Sequence[str | Mapping[str, Sequence[str]]]
+    question: str = ""
     common: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
+    pairs: Sequence[Pair] = ()
+    rate: float | None = None
 
-    def list_sweeps(self, results: Path) -> list[list[str]]:
-        """Return the arguments of each sweep, with results and files in the folder `results`."""
+    def list_stages(self, results: Path) -> list[list[list[str]]]:
+        """Return the lines of each sweep, each as arguments, with results and files in the folder `results`."""
 
         def place(argument: str) -> str:
             name, _, values = argument.partition("=")
@@ -41,12 +57,25 @@ class Tier:
                 return argument
             return f"{name}={','.join(quote(find_place(value, results)) for value in each)}"
 
-        lines = [f"{self.common} {line}".split() for line in self.sweeps]
-        return [[*map(place, line), f"results={quote(results)}"] for line in lines]
+        return [
+            [[*map(place, line.split()), f"results={quote(results)}"] for line in lines] for lines in self._spell_out()
+        ]
+
+    def list_sweeps(self, results: Path) -> list[list[str]]:
+        """Return the arguments of each line of all sweeps (`list_stages`)."""
+        return [line for lines in self.list_stages(results) for line in lines]
+
+    def _spell_out(self) -> list[list[str]]:
+        """Return the lines of each sweep, with what they have in common."""
+        stages = []
+        for sweep in self.sweeps:
+            groups = {"": [sweep]} if isinstance(sweep, str) else sweep
+            stages.append([f"{self.common} {shared} {line}" for shared, lines in groups.items() for line in lines])
+        return stages
 
     def find_files(self, results: Path) -> set[Path]:
         """Return the paths of files that the sweeps give to methods and codecs, made first or not, if they exist."""
-        given = (argument.partition("=") for line in self.sweeps for argument in f"{self.common} {line}".split())
+        given = (argument.partition("=") for lines in self._spell_out() for line in lines for argument in line.split())
         texts = [text for name, _, text in given if name.startswith(("method.", "codec.")) and name.endswith(".path")]
         places = {find_place(file, results) for text in texts for file in text.split(",")}
         return {path for path in places if path.exists()}
@@ -76,10 +105,28 @@ def read_tiers(path: Path = TIERS) -> dict[str, Tier]:
     """
     try:
         tiers = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return {name: Tier(name, **fields) for name, fields in tiers.items()}
+        return {name: make_tier(name, fields) for name, fields in tiers.items()}
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise SettingError(f"--file={path}: cannot be read as tiers ({reason}); see conf/measured.yaml") from None
+
+
+def make_tier(name: str, fields: Mapping[str, Any]) -> Tier:
+    """Return the tier that an entry of the file describes.
+
+    Raises:
+        TypeError: It has other keys than `Tier`, a pair of other than two cells, or a rate that is no positive number.
+    """
+    tier = Tier(name, **fields)
+    if not all(len(pair) == 2 and all(isinstance(cell, str) for cell in pair) for pair in tier.pairs):
+        raise TypeError(f"tier {name}: pairs are lists of two cells")
+    if tier.rate is not None and not (is_number(tier.rate) and tier.rate > 0):
+        raise TypeError(f"tier {name}: rate={tier.rate}: answers a minute")
+    for sweep in tier.sweeps:
+        lines = [sweep] if isinstance(sweep, str) else [line for some in sweep.values() for line in some]
+        if not lines or not all(isinstance(line, str) for line in lines):
+            raise TypeError(f"tier {name}: a sweep is a line, or {{settings: lines}}")
+    return replace(tier, pairs=[(one, other) for one, other in tier.pairs])
 
 
 def choose_tiers(names: Sequence[str], path: Path = TIERS) -> list[Tier]:

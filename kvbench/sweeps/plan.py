@@ -140,17 +140,23 @@ class Sweep:
 
     @classmethod
     def plan(cls, overrides: Sequence[str], executes: bool = False) -> "Sweep":
-        """Compose and check the cells.
+        """Compose and check the cells of the command line after `kvbench run -m` (`plan_lines`)."""
+        return cls.plan_lines([overrides], executes)
+
+    @classmethod
+    def plan_lines(cls, lines: Sequence[Sequence[str]], executes: bool = False) -> "Sweep":
+        """Compose and check the cells of several command lines, which become one sweep.
 
         Args:
-            overrides: The command line after `kvbench run -m`.
+            lines: Command lines after `kvbench run -m`, with the same folders, launcher and logger.
             executes: Whether this process will launch the sweep.
 
         Raises:
             SettingError: A folder cannot be written, there is no SLURM here, or all cells are refused for the same
                 reason.
         """
-        expanded = expand_sweep(overrides)
+        listed = (tuple(cell) for overrides in lines for cell in expand_sweep(overrides))
+        expanded = [list(cell) for cell in dict.fromkeys(listed)]
         shared = compose(expanded[0])
         config, launcher = shared.config, shared.launcher
         check_results(config.results)
@@ -165,12 +171,12 @@ class Sweep:
                 plan_cell(cell_overrides, label, results, parts, counts, executes and launcher != "slurm")
                 for cell_overrides, label in zip(shown, label_cells(expanded), strict=True)
             ]
-        for preset in _read_names(overrides, "preset"):
+        for preset in [name for overrides in lines for name in _read_names(overrides, "preset")]:
             check_capacity(preset, [planned.run for planned in cells if planned.run is not None])
         reasons = {planned.cell.refused for planned in cells}
         if len(reasons) == 1 and None not in reasons:  # all for the same reason: there is nothing to launch
             raise SettingError(reasons.pop())
-        given = any(parse_override(text).key_or_group == "hydra.sweep.dir" for text in overrides)
+        given = any(parse_override(text).key_or_group == "hydra.sweep.dir" for text in lines[0])
         sweep = cls(shared, cells, results, folder, given)
         absent = [name for name in ("sbatch", "srun") if launcher == "slurm" and which(name) is None]
         if absent and not sweep.finished:

@@ -39,10 +39,12 @@ def write_tiers(checkpoint, tmp_path):
 
 def test_a_tier_becomes_a_file_and_a_page(write_tiers, tmp_path, capsys):
     results = tmp_path / "results"
-    given = ["tiny", "--file", str(write_tiers("method=random,sink")), "--results", str(results)]
+    tiers = write_tiers('{question=visible: [method=random, "method=sink,random"]}')
+    given = ["tiny", "--file", str(tiers), "--results", str(results)]
     assert main(given) == 0
     path = results / "measured" / "cpu" / "tiny.parquet"
-    assert f"{path}: 3 cells, 3 of 3 runs are finished" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{path}: 3 cells, 3 of 3 runs are finished" in out and out.count("tier tiny, sweep 1 of 1: ") == 2
     rows = path.read_bytes()
     assert main(["--lines", str(path)]) == 0
     text = capsys.readouterr().out
@@ -137,11 +139,11 @@ def test_a_tier_that_is_stopped_has_the_rows_of_what_is_finished(
 ):
     begun, run_sweep = [], run.run_sweep
 
-    def stop(overrides, **more):
-        begun.append(overrides)
+    def stop(lines, **more):
+        begun.append(lines)
         if len(begun) > first:
             raise KeyboardInterrupt
-        return run_sweep(overrides, **more)
+        return run_sweep(lines, **more)
 
     monkeypatch.setattr(run, "run_sweep", stop)
     tiers, results = write_tiers("method=random", "method=sink"), tmp_path / "results"
@@ -172,8 +174,8 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "name a tier of conf/measured.yaml, such as a; or --page"),
-        (["nosuch"], "tier=nosuch: choose one of a, b, c"),
+        ([], "name a tier of conf/measured.yaml, such as screening; or --page"),
+        (["nosuch"], "tier=nosuch: choose one of screening, confirmation, "),
         (["a", "--page"], "--page: measures no tier"),
         (["--page", "--workers", "2"], "--page: measures no tier"),
         (["a", "--lines", "a.csv"], "--lines: measures no tier"),
@@ -199,7 +201,14 @@ def test_what_cannot_be_used_is_one_line(given, said, capsys):
     assert out == "" and err.startswith("kvbench: ") and said in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["a: {title: x}", "- a", "a: {title: x, sweeps: [], colour: red}", "a: ["])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a: {title: x}", "- a", "a: {title: x, sweeps: [], colour: red}", "a: ["),
+        *("a: {title: x, sweeps: [3]}", "a: {title: x, sweeps: [{b=1: []}]}", "a: {title: x, sweeps: [{b=1: [2]}]}"),
+        *("a: {title: x, sweeps: [], pairs: [[b]]}", "a: {title: x, sweeps: [], rate: 0}"),
+    ],
+)
 def test_a_file_that_has_no_tiers_is_refused(text, tmp_path, capsys):
     path = tmp_path / "tiers.yaml"
     path.write_text(text)

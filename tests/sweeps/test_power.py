@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from kvbench.analysis.paired import PairedScores, compare_averages
-from kvbench.analysis.power import Power, compute_power, estimate_deviation
+from kvbench.analysis.power import Power, compute_power, compute_reach, estimate_deviation
 from kvbench.cli.measured import main as measured
 from kvbench.cli.plan import main as plan
+from kvbench.config.compose import compose_config
+from kvbench.sweeps.planned_pairs import ProtocolCell, count_pairs
 from kvbench.sweeps.power_table import count_samples, list_protocols
 from kvbench.validation import SettingError
 
@@ -78,18 +80,67 @@ def test_protocols_and_their_largest_columns():
         for question in ("visible", "hidden")
         for method, budget in (("snapkv", 0.5), ("tova", 0.5), ("snapkv", 0.2))
     ]
-    protocols, unknown = list_protocols([*cells, [*given, "method=full"], ["task=ledger", "method=snapkv"]])
-    assert [(own.label, list(own.samples), own.cells) for own in protocols] == [
-        (f"reference, ruler 2048, question {question}", [10] * 13, 2) for question in ("visible", "hidden")
+    protocols, unknown = list_protocols([*cells, [*given, "method=full"], ["task=niah", "method=snapkv"]])
+    assert [(planned.label, list(planned.samples), planned.column, planned.answers) for planned in protocols] == [
+        (f"reference, ruler 2048, question {question}", [10] * 13, 2, 4 * 130) for question in ("visible", "hidden")
     ]
-    assert unknown == ["the settings of task=ledger do not say how many samples each subtask has"]
+    assert unknown == ["the settings of task=niah do not say how many samples each subtask has"]
+
+
+@pytest.mark.parametrize(
+    ("given", "counts"),
+    [
+        (["task=ruler", "task.samples=3", "task.subtasks=[ruler_vt]"], [3]),
+        (["task=ruler", "task.samples=3", "limit=2"], [2] * 13),
+        (["task=ledger", "task.samples=9", "task.steps=[20,30]"], [9, 9]),
+        (["task=scbench", "task.subtasks=scbench_kv", "task.rows=6", "task.max_turns=2"], [6, 6]),
+    ],
+)
+def test_a_task_says_how_many_samples_it_has(given, counts):
+    assert count_samples(compose_config(given)) == counts
 
 
 def test_one_sample_shows_nothing():
-    task = {"name": "ruler", "_target_": "kvbench.tasks.ruler.task.Ruler", "samples": 1, "subtasks": ["ruler_vt"]}
     with pytest.raises(SettingError, match="1 sample a subtask"):
-        count_samples(task)
-    assert count_samples(task | {"samples": 3, "limit": None}) == [3]
+        count_samples(compose_config(["task=ruler", "task.samples=1"]))
+
+
+CELLS = [
+    ProtocolCell(question, tuple(f"{settings} budget={budget}".split()), budget)
+    for question in ("visible", "hidden")
+    for budget in ("0.1", "0.2")
+    for settings in ("method=snapkv", "method=snapkv codec=int4", "method=tova")
+]
+
+
+@pytest.mark.parametrize(
+    ("pair", "count"),
+    [
+        (("method=snapkv", "method=tova"), 2),  # at the same budget: 0.1 and 0.2
+        (("method=snapkv budget=0.1", "method=snapkv codec=int4 budget=0.2"), 1),
+        (("method=tova", "method=tova budget=0.1"), 2),
+    ],
+)
+def test_a_pair_is_compared_in_each_protocol_that_has_both(pair, count):
+    assert count_pairs([pair], CELLS) == {"visible": count, "hidden": count}
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        (("method=snapkv", "method=keydiff"), "no sweep has both 'method=snapkv' and 'method=keydiff' to compare"),
+        (("method=snapkv budget=0.1", "method=tova budget=0.3"), "no sweep has both"),
+    ],
+)
+def test_a_pair_without_cells_is_refused(pair, said):
+    with pytest.raises(SettingError, match=said):
+        count_pairs([pair], CELLS)
+
+
+def test_a_pair_that_means_several_cells_of_a_budget_is_refused():
+    twice = [*CELLS, ProtocolCell("visible", ("method=tova", "method.preset=kvpress", "budget=0.1"), "0.1")]
+    with pytest.raises(SettingError, match="mean several cells of one budget; name more settings"):
+        count_pairs([("method=snapkv", "method=tova")], twice)
 
 
 def test_the_commands_print_it(tmp_path, capsys, monkeypatch):
@@ -106,11 +157,16 @@ def test_the_commands_print_it(tmp_path, capsys, monkeypatch):
     )
     tiers = tmp_path / "tiers.yaml"
     tiers.write_text(
-        f"tiny:\n  title: A small tier\n  sweeps: [{' '.join(sweep[:4])}]\n".replace("snapkv,tova", "tova")
+        f"tiny:\n  title: A small tier\n  rate: 100\n  pairs: [[method=snapkv, method=tova]]\n  sweeps:\n"
+        f"    - {{budget=0.2: [{' '.join(sweep[:3])} method=tova, {' '.join(sweep[:3])} method=snapkv]}}\n"
     )
-    assert measured(["tiny", "--file", str(tiers), "--power", "--deviation", "20", "--results", str(tmp_path)]) == 0
+    asked = ["tiny", "--file", str(tiers), "--power", "--deviation", "20", "--results", str(tmp_path)]
+    assert measured(asked) == 0
     out = capsys.readouterr().out
     assert "tier tiny: A small tier" in out and "20.0 (given)" in out and not (tmp_path / "runs").exists()
+    assert "1,404 answers, about 14 minutes at 100 a minute" in out and " 2.6      2.6   2.9 " in out
+    assert "1 planned comparisons: method=snapkv against method=tova." in out
+    assert measured([*asked, "--rate", "50"]) == 0 and "about 28 minutes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -118,7 +174,9 @@ def test_the_commands_print_it(tmp_path, capsys, monkeypatch):
     [
         (plan, ["task=ruler", "--deviation", "3"], "--deviation: only with --power"),
         (plan, ["task=ruler", "--power", "--deviation", "nan"], "--deviation=nan: choose points above 0"),
-        (plan, ["task=ledger", "--power"], "--power: the settings of task=ledger do not say"),
+        (plan, ["task=ruler", "--rate", "3"], "--rate: only with --power"),
+        (plan, ["task=ruler", "--power", "--rate", "0"], "--rate=0: choose answers a minute above 0"),
+        (plan, ["task=niah", "--power"], "--power: the settings of task=niah do not say"),
         (plan, ["task=ruler", "method=full", "--power"], "--power: no cell compares a method with the full cache"),
         (measured, ["a", "--power", "--workers", "2"], "--workers: not with --power"),
         (measured, ["--page", "--power"], "--page: measures no tier"),
@@ -129,6 +187,12 @@ def test_what_cannot_be_used_is_one_line(main, given, said, capsys):
     assert main(given) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("kvbench: ") and said in err and err.count("\n") == 1
+
+
+def test_more_comparisons_need_larger_differences():
+    reach = [compute_reach(40.0, [108] * 13, comparisons) for comparisons in (1, 10, 68)]
+    assert [round(points, 1) for points in reach] == [3.0, 3.9, 4.5]
+    assert reach[0] == compute_power(40.0, [108] * 13, 9).pair and compute_power(40.0, [108] * 13, 5).ranks == reach[1]
 
 
 def test_a_single_cell_has_no_pairs():
