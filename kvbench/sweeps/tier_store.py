@@ -5,7 +5,8 @@ anything runs (`check_store`). A store that another machine made is read by `col
 they come from one kind of machine and one state of the code, whichever these are.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvbench.store.runs import StoredRun, find_runs, name_some
 from kvbench.sweeps.plan import Sweep
 from kvbench.validation import SettingError
 
+COMMIT = re.compile(r"git ([0-9a-f]+)")
 ELSEWHERE = ("device", "sources")  # settings of a run that say where and by which code it was made
 
 
@@ -53,9 +55,12 @@ def check_store(tier: str, values: Mapping[str, Mapping[str, Any]], results: Pat
         why = f"were made on {describe_device(there['device'])}, and this is {describe_device(here['device'])}"
         do = "go on there"
     else:
-        why = f"were made by {describe_code(run)}, whose code may give other results than this one's"
-        do = "check that code out to go on"
-    raise SettingError(f"results={results}: {said} {why}; {do}, or give another folder with --results")
+        codes = list_codes(others)
+        why = (
+            f"were made by {' and '.join(codes) or 'an unknown revision'}, whose code may give other results than this"
+        )
+        do = describe_return(codes)
+    raise SettingError(f"results={results}: {said} {why}; {do}, or begin anew with --results and another folder")
 
 
 def collect_runs(tier: str, values: Mapping[str, Mapping[str, Any]], results: Path) -> list[StoredRun]:
@@ -109,7 +114,20 @@ def describe_device(device: Mapping[str, Any]) -> str:
     return ", ".join(map(str, parts))
 
 
-def describe_code(run: StoredRun) -> str:
-    """Return the revision of the code that made a run."""
-    codes = {str(machine["code"]) for machine in run.machines if machine.get("code")}
-    return " and ".join(sorted(codes)) or "an unknown revision"
+def list_codes(runs: Iterable[StoredRun]) -> list[str]:
+    """Return the revisions of the code that made some runs, each once."""
+    return sorted({str(machine["code"]) for run in runs for machine in run.machines if machine.get("code")})
+
+
+def describe_return(codes: Sequence[str]) -> str:
+    """Return how to go on with runs that other code made.
+
+    Args:
+        codes: Its revisions, as machine.json holds them (`kvbench.config.provenance.find_revision`).
+    """
+    known = [match[1] for code in codes if (match := COMMIT.fullmatch(code))]
+    if len(known) == len(codes) == 1:
+        return f"`git checkout {known[0]}` goes on with them"
+    if len(codes) == 1 and codes[0].startswith("version "):
+        return f"kvbench {codes[0].removeprefix('version ')} goes on with them"
+    return "that code goes on with them"  # several revisions, or changes that were not committed

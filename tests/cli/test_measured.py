@@ -103,6 +103,20 @@ def test_what_a_collecting_machine_lacks_is_named(write_tiers, tmp_path, capsys)
     assert f"tier tiny: {tmp_path}/files/filters is missing; copy it from" in capsys.readouterr().err
 
 
+def test_a_study_begun_with_other_code_is_refused(write_tiers, tmp_path, monkeypatch, capsys):
+    given = ["tiny", "--file", str(write_tiers("method=sink")), "--results"]
+    assert main([*given, str(tmp_path / "results")]) == 0
+    before = sorted((tmp_path / "results").rglob("*"))
+    monkeypatch.setattr("kvbench.runs.spec.source_hash", lambda modules: "0" * 16)
+    capsys.readouterr()
+    assert main([*given, str(tmp_path / "results")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"kvbench: results={tmp_path / 'results'}: 2 runs of tier tiny (")
+    assert " goes on with them, or begin anew with --results and another folder" in err and err.count("\n") == 1
+    assert sorted((tmp_path / "results").rglob("*")) == before
+    assert main([*given, str(tmp_path / "anew")]) == 0
+
+
 def test_the_sweeps_of_a_tier_share_what_is_loaded(write_tiers, tmp_path, monkeypatch):
     loaded, weights = [], Checkpoint.weights
 

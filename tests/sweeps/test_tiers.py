@@ -13,7 +13,7 @@ from kvbench.runs.spec import SharedParts
 from kvbench.sweeps.plan import describe_run, expand_sweep
 from kvbench.sweeps.planned_pairs import count_pairs, parse_settings
 from kvbench.sweeps.power_table import list_protocols
-from kvbench.sweeps.tier_store import check_store, collect_runs, list_values
+from kvbench.sweeps.tier_store import check_store, collect_runs, describe_return, list_values
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import VALUE, write_run
 from tests.support.report_store import make_records
@@ -135,7 +135,11 @@ def test_tiers_are_chosen_by_name():
             {"device": GPU | {"torch": "2.9.0"}},
             "torch 2.9.0, and this is NVIDIA H200, bfloat16, torch 2.11.0; go on there",
         ),
-        ({"device": GPU, "sources": "other"}, "made by git 0123, whose code may give other results"),
+        (
+            {"device": GPU, "sources": "other"},
+            "made by git 0123, whose code may give other results than this; `git checkout 0123` goes on with them, or "
+            "begin anew with --results and another folder",
+        ),
     ],
 )
 def test_a_store_with_runs_of_the_tier_from_elsewhere_is_refused(there, said, tmp_path):
@@ -144,6 +148,20 @@ def test_a_store_with_runs_of_the_tier_from_elsewhere_is_refused(there, said, tm
     with pytest.raises(SettingError, match=re.escape(said)) as error:
         check_store("a", {"0": here}, tmp_path)
     assert f"1 runs of tier a ({run.hash})" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        (["git 0123abcd"], "`git checkout 0123abcd` goes on with them"),
+        (["git 0123abcd dirty"], "that code goes on with them"),
+        (["git 0123abcd", "git 4567"], "that code goes on with them"),
+        (["version 0.2.0"], "kvbench 0.2.0 goes on with them"),
+        ([], "that code goes on with them"),
+    ],
+)
+def test_a_refused_store_says_how_to_go_on(codes, said):
+    assert describe_return(codes) == said
 
 
 def test_other_runs_of_a_store_do_not_matter(tmp_path):
