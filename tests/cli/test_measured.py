@@ -148,7 +148,7 @@ def test_a_tier_that_lacks_cells_says_so(sweep, code, said, write_tiers, tmp_pat
 
 
 @pytest.mark.parametrize(("first", "said"), [(0, ""), (1, "tiny.parquet: 2 cells, 2 of 3 runs are finished")])
-def test_a_tier_that_is_stopped_has_the_rows_of_what_is_finished(
+def test_a_tier_that_is_stopped_has_the_rows_of_what_is_finished_and_goes_on_elsewhere(
     first, said, write_tiers, tmp_path, monkeypatch, capsys
 ):
     begun, run_sweep = [], run.run_sweep
@@ -165,6 +165,14 @@ def test_a_tier_that_is_stopped_has_the_rows_of_what_is_finished(
     out, errors = capsys.readouterr()
     assert said in out and "kvbench: stopped" in errors
     assert (results / "measured" / "cpu" / "tiny.parquet").exists() == bool(first)
+    monkeypatch.undo()
+    results.mkdir(exist_ok=True)  # nothing was written if it was stopped before the first sweep
+    moved = results.rename(tmp_path / "another machine's folder")
+    kept = {path: path.read_bytes() for path in moved.glob("runs/*/records*.jsonl")}
+    assert main(["tiny", "--file", str(tiers), "--results", str(moved)]) == 0
+    assert "tiny.parquet: 3 cells, 3 of 3 runs are finished" in capsys.readouterr().out
+    assert all(path.read_bytes() == text for path, text in kept.items())
+    assert len([*moved.glob("runs/*/records*.jsonl")]) == 3 and len(kept) == 2 * first
 
 
 def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypatch):
