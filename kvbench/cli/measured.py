@@ -174,9 +174,13 @@ def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) ->
     if not has_pyarrow():
         print(f"tier {tier.name}: {NO_ROWS.format(tier=tier.name)}", file=sys.stderr)
     missing = tier.list_files(results)
-    if missing:  # the runs that need them are not known yet, but the others are
-        lines = [line for lines in stages for line in lines]
-        known = [line for line in lines if not any(path.name in text for path in missing for text in line)]
+    if missing:  # the runs that need them are not known yet, but their full cache and the others are
+        names = [path.name for path in missing]
+        known = [
+            keep_full_cache(line) if any(name in text for name in names for text in line) else line
+            for lines in stages
+            for line in lines
+        ]
         check_store(tier.name, list_values(map(Sweep.plan, known)), results)
         make_files(tier.name, missing)
     planned = [Sweep.plan_lines(lines) for lines in stages]
@@ -193,6 +197,13 @@ def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) ->
             write()
         raise
     return write()
+
+
+def keep_full_cache(line: Sequence[str]) -> list[str]:
+    """Return the arguments of the full cache that the cells of a line are compared with."""
+    chosen = ("method", "allocator", "codec", "budget")
+    kept = [text for text in line if text.partition("=")[0].partition(".")[0] not in chosen]
+    return [*kept, "method=full"]
 
 
 def collect_tier(tier: Tier, results: Path) -> int:

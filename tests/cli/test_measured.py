@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.analysis.result_lines import read_lines
 from kvbench.cli import run
-from kvbench.cli.measured import main, make_files, write_rows
+from kvbench.cli.measured import keep_full_cache, main, make_files, write_rows
 from kvbench.config.provenance import content_hash
 from kvbench.config.tiers import Tier
 from kvbench.models.checkpoint import Checkpoint
@@ -101,6 +101,22 @@ def test_what_a_collecting_machine_lacks_is_named(write_tiers, tmp_path, capsys)
     (tmp_path / "runs").mkdir()
     assert main(given) == 2
     assert f"tier tiny: {tmp_path}/files/filters is missing; copy it from" in capsys.readouterr().err
+
+
+def test_a_tier_whose_model_is_missing_is_refused_before_its_files_are_made(tmp_path, capsys):
+    line = "model=hf model.path=/nowhere task=ruler method=qfilters method.path=FILES/filters budget=0.5"
+    tiers = tmp_path / "tiers.yaml"
+    tiers.write_text(f"x: {{title: x, files: {{filters: calibrate nosuch}}, sweeps: ['{line}']}}")
+    assert main(["x", "--file", str(tiers), "--results", str(tmp_path / "results")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kvbench: model.path=/nowhere: ") and err.count("\n") == 1
+
+
+def test_the_full_cache_of_a_line_has_none_of_its_cuts():
+    line = (
+        "model=x budget=0.1,0.2 budget_of=seen method=qfilters method.path=f allocator=ada codec.bits=4 question=hidden"
+    )
+    assert keep_full_cache(line.split()) == ["model=x", "budget_of=seen", "question=hidden", "method=full"]
 
 
 def test_a_study_begun_with_other_code_is_refused(write_tiers, tmp_path, monkeypatch, capsys):
