@@ -55,12 +55,12 @@ def check_store(tier: str, values: Mapping[str, Mapping[str, Any]], results: Pat
         why = f"were made on {describe_device(there['device'])}, and this is {describe_device(here['device'])}"
         do = "go on there"
     else:
-        codes = list_codes(others)
+        codes = list_codes(other for other in others if other.value["device"] == here["device"])
         why = (
             f"were made by {' and '.join(codes) or 'an unknown revision'}, whose code may give other results than this"
         )
         do = describe_return(codes)
-    raise SettingError(f"results={results}: {said} {why}; {do}, or begin anew with --results and another folder")
+    raise SettingError(f"results={results}: {said} {why}; {do}, or give another folder with --results to begin anew")
 
 
 def collect_runs(tier: str, values: Mapping[str, Mapping[str, Any]], results: Path) -> list[StoredRun]:
@@ -127,7 +127,7 @@ def describe_return(codes: Sequence[str]) -> str:
     """
     known = [match[1] for code in codes if (match := COMMIT.fullmatch(code))]
     if len(known) == len(codes) == 1:
-        return f"`git checkout {known[0]}` goes on with them"
+        return f"`git checkout {known[0]}` first to go on with them"
     if len(codes) == 1 and codes[0].startswith("version "):
-        return f"kvbench {codes[0].removeprefix('version ')} goes on with them"
-    return "that code goes on with them"  # several revisions, or changes that were not committed
+        return f"install kvbench {codes[0].removeprefix('version ')} to go on with them"
+    return "bring that code back to go on with them"  # several revisions, or changes that were not committed

@@ -128,7 +128,7 @@ def test_a_study_begun_with_other_code_is_refused(write_tiers, tmp_path, monkeyp
     assert main([*given, str(tmp_path / "results")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"kvbench: results={tmp_path / 'results'}: 2 runs of tier tiny (")
-    assert " goes on with them, or begin anew with --results and another folder" in err and err.count("\n") == 1
+    assert " to go on with them, or give another folder with --results to begin anew" in err and err.count("\n") == 1
     assert sorted((tmp_path / "results").rglob("*")) == before
     assert main([*given, str(tmp_path / "anew")]) == 0
 

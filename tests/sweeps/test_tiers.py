@@ -137,8 +137,8 @@ def test_tiers_are_chosen_by_name():
         ),
         (
             {"device": GPU, "sources": "other"},
-            "made by git 0123, whose code may give other results than this; `git checkout 0123` goes on with them, or "
-            "begin anew with --results and another folder",
+            "made by git 0123, whose code may give other results than this; `git checkout 0123` first to go on with "
+            "them, or give another folder with --results to begin anew",
         ),
     ],
 )
@@ -153,11 +153,11 @@ def test_a_store_with_runs_of_the_tier_from_elsewhere_is_refused(there, said, tm
 @pytest.mark.parametrize(
     ("codes", "said"),
     [
-        (["git 0123abcd"], "`git checkout 0123abcd` goes on with them"),
-        (["git 0123abcd dirty"], "that code goes on with them"),
-        (["git 0123abcd", "git 4567"], "that code goes on with them"),
-        (["version 0.2.0"], "kvbench 0.2.0 goes on with them"),
-        ([], "that code goes on with them"),
+        (["git 0123abcd"], "`git checkout 0123abcd` first to go on with them"),
+        (["git 0123abcd dirty"], "bring that code back to go on with them"),
+        (["git 0123abcd", "git 4567"], "bring that code back to go on with them"),
+        (["version 0.2.0"], "install kvbench 0.2.0 to go on with them"),
+        ([], "bring that code back to go on with them"),
     ],
 )
 def test_a_refused_store_says_how_to_go_on(codes, said):
