@@ -186,6 +186,8 @@ def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) ->
     planned = [Sweep.plan_lines(lines) for lines in stages]
     values = list_values(planned)
     check_store(tier.name, values, results)
+    states = [state.name for sweep in planned for state in sweep.states]
+    print(f"tier {tier.name}: {states.count('done')} of {len(states)} cells are done", flush=True)
     try:
         with Executor(results) as executor:
             for number, lines in enumerate(stages, 1):

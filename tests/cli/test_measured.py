@@ -186,7 +186,9 @@ def test_a_tier_that_is_stopped_has_the_rows_of_what_is_finished_and_goes_on_els
     moved = results.rename(tmp_path / "another machine's folder")
     kept = {path: path.read_bytes() for path in moved.glob("runs/*/records*.jsonl")}
     assert main(["tiny", "--file", str(tiers), "--results", str(moved)]) == 0
-    assert "tiny.parquet: 3 cells, 3 of 3 runs are finished" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"tier tiny: {first} of 2 cells are done\n" in out
+    assert "tiny.parquet: 3 cells, 3 of 3 runs are finished" in out
     assert all(path.read_bytes() == text for path, text in kept.items())
     assert len([*moved.glob("runs/*/records*.jsonl")]) == 3 and len(kept) == 2 * first
 

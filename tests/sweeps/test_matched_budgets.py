@@ -15,7 +15,9 @@ from kvbench.sweeps.plan import expand_sweep
 from kvbench.sweeps.planned_pairs import parse_settings
 from tests.support.tiny_models import COMMON, draw_model, heads, ids, make_fresh, rope
 
-PAIRS = [pair for part in ("confirmation", "equal_bytes") for pair in read_tiers()[part].pairs if "budget=" in pair[0]]
+PAIRS = dict.fromkeys(
+    pair for part in ("confirmation", "equal_bytes") for pair in read_tiers()[part].pairs if "budget=" in pair[0]
+)
 READERS = [
     (settings["method"], float(settings["budget"]))
     for line in read_tiers()["screening"].list_sweeps(Path("results"))
