@@ -21,7 +21,7 @@ def describe_origin(parts: Mapping[str, Sequence[Line]]) -> list[str]:
 
     def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int, str]:
         name, lines = item
-        title = known[name].title if name in known else ""
+        title = f"{known[name].title}. {known[name].question}".removesuffix(". ") if name in known else ""
         return name, title, len(lines), sum(line["n"] for line in lines), join_values(lines, "machine")
 
     columns = [

@@ -110,7 +110,7 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
     measured = list_line_files(folder)
     machines = {path.parent.name: path.parent for path in measured}
     if not machines:
-        raise SettingError(f"{folder}: no results there; kvbench dev measured a")
+        raise SettingError(f"{folder}: no results there; kvbench dev measured screening")
     if machine is not None:
         require_choice("--machine", machine, machines)
     paths_by_tier: dict[str, list[Path]] = {}

@@ -82,7 +82,7 @@ def collect_runs(tier: str, values: Mapping[str, Mapping[str, Any]], results: Pa
         raise SettingError(f"results={results}: the folder contains no run of tier {tier}")
     devices = {describe_device(run.value["device"]): run for run in runs}
     changed = any(run.value["sources"] != sources[hash_experiment(run.value)] for run in runs)
-    codes = {describe_code(run): run for run in runs} if changed else {}
+    codes = {" and ".join(list_codes([run])) or "an unknown revision": run for run in runs} if changed else {}
     for what, kinds in (("machines", devices), ("states of the code", codes)):
         if len(kinds) > 1:
             said = ", ".join(f"{run.hash} by {kind}" for kind, run in sorted(kinds.items()))
