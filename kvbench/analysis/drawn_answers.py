@@ -5,13 +5,12 @@ A bundle of whole runs has every record of a study, which is too much to keep be
 these again and compare them with the published rows. No score follows from such a part, so its table lists the answers.
 """
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
+from kvbench.store.csv_rows import format_rows
 from kvbench.store.runs import StoredRun, count_things
 from kvbench.validation import SettingError
 
@@ -89,16 +88,14 @@ def format_answers(runs: Iterable[StoredRun]) -> str:
 
     Names are those of the files of conf/ as the run's settings have them, and numbers have all their digits.
     """
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    rows: list[Sequence[object]] = [COLUMNS]
     for run in sorted(runs, key=lambda run: run.hash):
         value = run.value
         about = (run.hash, *(value[group]["name"] for group in ("model", "method", "codec")), run.budget_name)
         for uid, record in sorted(run.records.items()):
             sample = (record["subtask"], uid, record["prompt_hash"])
-            writer.writerow((*about, value["question"], *sample, *(record.get(name) for name in NUMBERS)))
-    return stream.getvalue()
+            rows.append((*about, value["question"], *sample, *(record.get(name) for name in NUMBERS)))
+    return format_rows(rows)
 
 
 def describe_drawn(drawn: Mapping[str, Any], records: int, runs: int) -> str:

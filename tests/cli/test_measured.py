@@ -230,7 +230,7 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
         (["a", "--machine", "x"], "--machine, --out and --margin: only with --page"),
         (["--page", "--margin", "0"], "--margin=0: choose points above 0 and up to 100"),
         (["--page", "--margin", "nan"], "--margin=nan: choose points above 0 and up to 100"),
-        (["--page", "--results", "/nowhere"], "/nowhere/measured: no results there; kvbench dev measured a"),
+        (["--page", "--results", "/nowhere"], "/nowhere/measured: no results there; kvbench dev measured screening"),
         (["a", "--results", "/dev/null/x"], "--results=/dev/null/x: a folder that can be written"),
         (["a", "--file", "/nowhere.yaml"], "--file=/nowhere.yaml: cannot be read as tiers (No such file"),
     ],
