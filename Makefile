@@ -11,7 +11,7 @@ QUICK_TESTS := -n 2 --dist worksteal --hypothesis-profile quick -m "$(PLAIN)"
 # Compiled sources are kept, also where the environment says otherwise: each process would compile all of them again.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help docs test-docs test-package model real parity bench-share test-browser test-latex test-slurm setup setup-tests run test durations mutants test-all test-versions test-gpu lint style types bench-methods efficiency reference-model
+.PHONY: help docs test-docs test-package model real parity bench-share test-browser test-latex test-slurm setup setup-tests run test durations mutants test-all test-versions test-gpu lint style types pack bench-methods efficiency reference-model
 
 # Print the targets.
 help:
@@ -180,6 +180,11 @@ test-latex: setup-tests
 test-slurm: setup-tests
 	command -v slurmctld munged >/dev/null || (apt-get update -qq && apt-get install -y -qq slurm-wlm munge)
 	$(BIN)/python -m pytest -m slurm tests/sweeps/test_slurm.py
+
+# Pack the large CSV files of results that are committed; every reader takes x.csv.gz for x.csv.
+pack:
+	find results/studies -mindepth 2 -maxdepth 2 -name '*.csv' -size +16k -exec gzip -n9f {} +
+	find results/efficiency -maxdepth 1 -name 'nvidia-*.csv' -exec gzip -n9f {} +
 
 # What follows needs a GPU; GPU=python3 takes another Python than .venv's.
 GPU ?= $(BIN)/python

@@ -45,6 +45,7 @@ from kvbench.store.efficiency_csv import (
     check_columns,
     find_whole_cells,
     make_out_of_memory_line,
+    read_header,
 )
 from kvbench.validation import SettingError
 
@@ -103,7 +104,7 @@ def append_failure(run: RunSpec, results: Path, error: Exception) -> None:
 def find_file(run: RunSpec, results: Path) -> Path:
     """Return the file of the run's machine; SettingError if it has another format."""
     path = results / "efficiency" / f"{machine_name(run.device)}.csv"
-    if path.exists():
+    if read_header(path):
         check_columns(path, COLUMNS, COLUMNS_OF_MEDIANS)
     return path
 

@@ -1,4 +1,4 @@
-"""Write docs/studies.md from results/studies/*/*.csv: which claims of the papers hold on which models."""
+"""Write docs/studies.md from results/studies/*/: which claims of the papers hold on which models."""
 
 import re
 import textwrap

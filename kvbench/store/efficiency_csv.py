@@ -4,6 +4,7 @@ A line is one measured quantity, with all settings and versions that it was meas
 on one machine with one state of the sources. Its lines are written together, and the last one is LAST_QUANTITY: a cell
 without it is incomplete and is measured again. Readers skip a line that a killed writer left torn. A file of an earlier
 version lacks columns. Readers leave them empty, and the first line that is appended adds them to the file.
+A packed file (kvbench.store.packed_csv) is read like any other, and unpacked before a line is appended.
 """
 
 import csv
@@ -14,6 +15,7 @@ from typing import Any
 
 from kvbench.atomic import append_whole, lock_file, replace_file
 from kvbench.store.csv_rows import format_rows
+from kvbench.store.packed_csv import find_csv, read_csv_text, unpack_csv
 from kvbench.validation import SettingError, name_file_in_errors
 
 INTERVALS = 4  # periods of work that an answer must cover for the mean and the 99th percentile of a token's time
@@ -75,12 +77,13 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
         columns: The columns of the file.
 
     Raises:
-        SettingError: The file has other columns.
+        SettingError: The file has other columns, or is packed and damaged.
         OSError: The lines could not be written completely. The file is left as it was.
     """
     # one physical line each
     text = format_rows([" ".join(str(row.get(column, "")).split()) for column in columns] for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
+    unpack_csv(path)
     if tuple(columns) == COLUMNS and read_header(path) == COLUMNS_OF_MEDIANS:
         add_columns(path)
     with name_file_in_errors(path), open(path, "a+b") as file:
@@ -105,10 +108,10 @@ def add_columns(path: Path) -> None:
 
 def read_header(path: Path) -> tuple[str, ...]:
     """Return the columns of a file; none if it does not exist."""
-    if not path.exists():
+    try:
+        return tuple(next(csv.reader([read_csv_text(path).partition("\n")[0]]), ()))
+    except FileNotFoundError:
         return ()
-    with path.open(newline="", encoding="utf-8") as file:
-        return tuple(next(csv.reader(file), ()))
 
 
 def check_columns(path: Path, *allowed: Sequence[str]) -> None:
@@ -121,12 +124,14 @@ def read_lines(path: Path) -> list[dict[str, str]]:
     """Return all complete lines by column, in the order of measurement; an empty list if the file does not exist.
 
     Raises:
-        SettingError: The file has other columns.
+        SettingError: The file has other columns, or is packed and damaged.
     """
-    if not path.exists():
+    try:
+        text = read_csv_text(path)
+    except FileNotFoundError:
         return []
     # each line is parsed on its own, so that an open quote in a torn line does not swallow the lines after it
-    columns, *lines = (next(csv.reader([line]), []) for line in path.read_text(encoding="utf-8").split("\n"))
+    columns, *lines = (next(csv.reader([line]), []) for line in text.split("\n"))
     check_columns(path, *FORMATS)
     absent = dict.fromkeys(set(COLUMNS) - set(columns), "")
     return [dict(zip(columns, line, strict=True)) | absent for line in lines if len(line) == len(columns)]
@@ -138,7 +143,7 @@ def find_whole_cells(path: Path) -> set[str]:
 
 
 def find_measurements(folder: Path) -> Iterable[Path]:
-    """Yield the CSV files of a folder that hold measurements."""
-    for path in sorted(folder.glob("*.csv")):
+    """Yield the CSV files of a folder that hold measurements, packed ones by the name that they stand for."""
+    for path in find_csv(folder):
         if read_header(path) in FORMATS:
             yield path

@@ -4,7 +4,8 @@ A folder holds
 
     study.yaml                          the model, the prompts and all settings that may change a number
     prompts/<study>-<sources>-<n>.csv   the numbers of one study and one prompt, written when the prompt has been read
-    <study>.csv                         the means over the prompts, written when the study is complete
+    <study>.csv                         the means over the prompts, written when the study is complete; the repository
+                                        holds large ones packed (kvbench.store.packed_csv)
 
 This module does not import torch, so that tables and figures can be made on any machine.
 """
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 from kvbench.atomic import replace_file
 from kvbench.store.csv_rows import format_rows
+from kvbench.store.packed_csv import find_csv, read_csv_text
 from kvbench.store.parse import parse_yaml
 from kvbench.validation import SettingError, summarize
 
@@ -89,7 +91,7 @@ def read_lines(path: Path, study: str) -> list[Line]:
         SettingError: The file cannot be read, has other columns, or a value is no number. The message names it.
     """
     try:
-        table, where = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))), str(path)
+        table, where = csv.DictReader(io.StringIO(read_csv_text(path))), str(path)
     except (OSError, ValueError) as error:
         raise SettingError(f"{path}: {summarize(error)}") from None
     if tuple(table.fieldnames or ()) != COLUMNS:
@@ -172,7 +174,7 @@ def read_study(path: Path) -> StudyFolder:
         raise SettingError(f"{path / ABOUT}: {summarize(error)}") from None
     if not isinstance(about, dict) or not {"model", "prompts"} <= about.keys():
         raise SettingError(f"{path / ABOUT}: names no model and no prompts")
-    lines = [line for file in sorted(path.glob("*.csv")) for line in read_lines(file, file.stem)]
+    lines = [line for file in find_csv(path) for line in read_lines(file, file.stem)]
     return StudyFolder(path, about, lines)
 
 
