@@ -39,6 +39,7 @@ class FactorsFile:
     longest: int
     """Tokens that the merged model reads."""
     shapes: Mapping[str, tuple[int, ...]]
+    metadata: Mapping[str, str]
 
     @property
     def rank(self) -> int:
@@ -80,7 +81,7 @@ def read_factors_file(path: Path, setting: str) -> FactorsFile:
         raise SettingError(f"{where}: its metadata lack a number or the base ({summarize(error)})") from None
     if not (is_number(alpha) and is_number(theta) and is_number(longest) and theta > 1 and longest >= 1):
         raise SettingError(f"{where}: alpha={alpha}, theta={theta} and longest={longest} make no model")
-    return FactorsFile(path, where, base, alpha, theta, int(longest), shapes)
+    return FactorsFile(path, where, base, alpha, theta, int(longest), shapes, metadata)
 
 
 def check_shapes(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
 from torch._inductor import config as inductor
@@ -26,7 +25,7 @@ from torch.utils import deterministic
 
 from kvbench.config.provenance import find_version
 from kvbench.interfaces.tensor_files import IDENTITY
-from kvbench.models.low_rank import NUMBERS
+from kvbench.models.low_rank import NUMBERS, FactorsFile
 from kvbench.stops import check_stop
 from kvbench.training.interrupted_training import Settings, name_log, name_state, write_state
 from kvbench.training.recording import write_tensors
@@ -414,19 +413,20 @@ def describe_tuning(
     }
 
 
-def read_tuning(path: Path) -> list[dict[str, Any]]:
+def read_tuning(file: FactorsFile) -> list[dict[str, Any]]:
     """Return how factors were tuned, for each tuning that took them further: recipe, steps, tokens, GPUs.
 
     Args:
-        path: Their file, which `write_factors` wrote.
+        file: Their file, which `write_factors` wrote.
 
     Raises:
         SettingError: The metadata do not say it.
     """
-    with safe_open(str(path), "numpy") as file:
-        text = (file.metadata() or {}).get(STAGES)
-    with refuse_on_error(f"{path}: its metadata do not say how the factors were tuned"):
-        return list(json.loads(text or ""))
+    with refuse_on_error(f"{file.setting}: its metadata do not say how the factors were tuned"):
+        stages = [dict(stage) for stage in json.loads(file.metadata[STAGES])]
+        if not stages:
+            raise ValueError("no tuning")
+        return stages
 
 
 def estimate_hours(numbers: int, tokens: int) -> float:

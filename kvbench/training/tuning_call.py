@@ -18,6 +18,7 @@ from kvbench.config.provenance import source_hash
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.local_models import hash_file
 from kvbench.models.low_rank import read_factors_file
+from kvbench.models.merging import check_fit, load_factors
 from kvbench.models.tuned_models import find_tuned
 from kvbench.stops import check_stop, stop_at_safe_points
 from kvbench.training.delta_losses import compute_cross_entropy
@@ -133,7 +134,7 @@ def start(call: TuningCall) -> int:
     base = Checkpoint("base", find_model(call.model, "--model"))
     base.check()
     if call.earlier is not None:
-        check_earlier(call.earlier, call.recipe, base.identity())
+        check_earlier(call.earlier, call.recipe, base)
     check_device(call)
     shape = Shape.of(base.config())
     settings = describe_settings(call, base)
@@ -156,21 +157,17 @@ def describe_settings(call: TuningCall, base: Checkpoint) -> dict[str, str | int
     return settings
 
 
-def check_earlier(path: Path, recipe: TuningRecipe, identity: str) -> None:
-    """Raise a SettingError unless a tuning by this recipe can begin with the factors of a file.
-
-    Args:
-        path: The file.
-        recipe: The recipe.
-        identity: Identity of the base's weights.
-    """
+def check_earlier(path: Path, recipe: TuningRecipe, base: Checkpoint) -> None:
+    """Raise a SettingError unless a tuning of a base by this recipe can begin with the factors of a file."""
     file = read_factors_file(path, "--start")
-    if file.base != identity:
-        raise SettingError(f"{file.setting}: the factors are of the base {file.base}, and --model is {identity}")
+    if file.base != base.identity():
+        raise SettingError(f"{file.setting}: the factors are of the base {file.base}, and --model is {base.identity()}")
     for name in ("rank", "alpha", "theta"):
         if getattr(file, name) != getattr(recipe, name):
             raise SettingError(f"--{name}={getattr(recipe, name)}: {path.name} has {getattr(file, name)}")
-    read_tuning(path)
+    read_tuning(file)
+    check_fit(file, load_file(Path(base.path) / "model.safetensors"))
+    load_factors(file)
 
 
 def tune(call: TuningCall, ranks: Ranks) -> int:
@@ -191,7 +188,7 @@ def tune(call: TuningCall, ranks: Ranks) -> int:
     compiles = call.device == "cuda"
     model = LowRankLlama(weights, shape, recipe.rank, recipe.scale, recipe.theta, recipe.seed, compiles)
     if call.earlier is not None and state is None:
-        model.start_from(load_file(call.earlier))
+        model.start_from(load_factors(read_factors_file(call.earlier, "--start")))
     tuning = Tuning(model, recipe, call.out, settings, state, ranks)
     make_source = call.make_source or BaseSource(base.path, call.texts)
     try:
@@ -202,7 +199,7 @@ def tune(call: TuningCall, ranks: Ranks) -> int:
         stop.args = (f" at {where}; the same command goes on from step {tuning.saved}",)
         raise
     if finished and not ranks.rank:
-        earlier = read_tuning(call.earlier) if call.earlier is not None else []
+        earlier = read_tuning(read_factors_file(call.earlier, "--start")) if call.earlier is not None else []
         metadata = describe_tuning(base.identity(), call.model, recipe, tuning.step, call.gpus, earlier)
         write_factors(call.out, model, metadata)
     return tuning.step

@@ -19,8 +19,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from kvbench.analysis.full_scores import AVERAGE, FullScore, read_scores
 from kvbench.analysis.solvable_subtasks import LEAST_SCORE
 from kvbench.models.low_rank import FactorsFile, read_factors_file
@@ -87,13 +85,13 @@ def make_card(root: Path) -> dict[str, str]:
 
 def list_tables(files: CardFiles) -> dict[str, list[str]]:
     """Return the lines of each table by its label."""
-    file, metadata = read_factors(files.factors)
+    file = read_factors_file(files.factors, "model.factors")
     scores = read_scores(files.result("scores.csv"))
-    tunings = read_tuning(files.factors)
+    tunings = read_tuning(file)
     with refuse_on_error(f"{files.factors}: its metadata have no recipe"):
         recipes = [choose_recipe(tuning["recipe"]) for tuning in tunings]
     return {
-        "factors": list(list_facts(file, metadata, tunings, scores)),
+        "factors": list(list_facts(file, tunings, scores)),
         "recipe": list(list_settings(recipes)),
         "lengths": list(list_lengths(recipes)),
         "kinds": list(list_kinds()),
@@ -103,19 +101,7 @@ def list_tables(files: CardFiles) -> dict[str, list[str]]:
     }
 
 
-def read_factors(path: Path) -> tuple[FactorsFile, dict[str, str]]:
-    """Return what a file of factors says of itself, and all its metadata."""
-    file = read_factors_file(path, "model.factors")
-    with safe_open(str(path), "numpy") as tensors:
-        return file, dict(tensors.metadata() or {})
-
-
-def list_facts(
-    file: FactorsFile,
-    metadata: Mapping[str, str],
-    tunings: Sequence[Mapping[str, Any]],
-    scores: Sequence[FullScore],
-) -> Iterator[str]:
+def list_facts(file: FactorsFile, tunings: Sequence[Mapping[str, Any]], scores: Sequence[FullScore]) -> Iterator[str]:
     """Yield a table of what the file of factors is."""
     trained = [f"{tuning['steps']:,} steps, {tuning['tokens']:,} tokens, GPUs: {tuning['gpus']}" for tuning in tunings]
     data = file.path.read_bytes()
@@ -129,9 +115,9 @@ def list_facts(
         "RoPE": f"base θ {file.theta:,.0f}",
         "context": f"{file.longest:,} tokens, prompt and answer together",
         "training": "; then ".join(trained),
-        "source": metadata["source"],
-        "licence": metadata["licence"],
-        "made with": f"kvbench {metadata['kvbench']}",
+        "source": file.metadata["source"],
+        "licence": file.metadata["licence"],
+        "made with": f"kvbench {file.metadata['kvbench']}",
     }
     yield from ("| | |", "|---|---|")
     yield from (f"| {name} | {escape_cell(fact)} |" for name, fact in facts.items())

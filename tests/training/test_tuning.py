@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import distributed
 from torch.nn.functional import cross_entropy, kl_div
 
 from kvbench.cli import tune as tune_command
 from kvbench.models import checkpoint, local_models
 from kvbench.models.low_rank import PROJECTIONS, read_factors_file
-from kvbench.models.merging import merge
+from kvbench.models.merging import load_factors, merge
 from kvbench.stops import Terminated, stop_at_safe_points
 from kvbench.training import tuning
 from kvbench.training.interrupted_training import compare_settings, load_state, name_log, name_state
@@ -27,6 +27,7 @@ from kvbench.training.tuning_model import LowRankLlama, Shape
 from kvbench.training.tuning_recipe import TuningRecipe, choose_recipe
 from kvbench.validation import SettingError
 from tests.support.tuned_models import RandomSource, WrittenSample, make_config, make_weights, write_base
+from tests.support.tuned_models import write_factors as write_random_factors
 
 SMALL = TuningRecipe(
     rank=3, alpha=6.0, theta=5e4, longest=128, lengths="64:1,128:1", tokens=5 * 512, step=512, batch=256, rate=1e-2
@@ -341,24 +342,51 @@ def test_the_file_says_what_it_is(tmp_path):
     assert not name_state(one.out).exists()
 
 
-def test_a_second_tuning_begins_with_the_factors_of_the_first(tmp_path):
+def test_a_second_tuning_begins_with_the_factors_of_the_first(tmp_path, miniature_base):
     """Its file says how both were made."""
+    base = checkpoint.Checkpoint("base", str(miniature_base))
     one = make_tuning(tmp_path / "one")
     one.run(RandomSource, 0, float("inf"))
-    write_factors(one.out, one.model, describe_tuning("abc", "smollm2", SMALL, one.step, 1))
+    write_factors(one.out, one.model, describe_tuning(base.identity(), "smollm2", SMALL, one.step, 1))
     recipe = replace(SMALL, seed=1, tokens=512)
-    check_earlier(one.out, recipe, "abc")
+    check_earlier(one.out, recipe, base)
+    file = read_factors_file(one.out, "--start")
     other = make_tuning(tmp_path / "other", recipe)
-    other.model.start_from(load_file(one.out))
+    other.model.start_from(load_factors(file))
     for name, factor in read_factors(other).items():
         assert torch.equal(factor, read_factors(one)[name].bfloat16().float())
-    write_factors(other.out, other.model, describe_tuning("abc", "smollm2", recipe, 1, 2, read_tuning(one.out)))
-    stages = read_tuning(other.out)
+    write_factors(other.out, other.model, describe_tuning("abc", "smollm2", recipe, 1, 2, read_tuning(file)))
+    stages = read_tuning(read_factors_file(other.out, "--start"))
     assert [(stage["recipe"]["seed"], stage["steps"], stage["gpus"]) for stage in stages] == [(0, 5, 1), (1, 1, 2)]
-    with pytest.raises(SettingError, match=r"--rank=4: one has 3"):
-        check_earlier(one.out, replace(recipe, rank=4), "abc")
-    with pytest.raises(SettingError, match="--start=.*: the factors are of the base abc, and --model is abd"):
-        check_earlier(one.out, recipe, "abd")
+    for name, value, message in (
+        ("rank", 4, "4: one has 3"),
+        ("alpha", 1.0, "1.0: one"),
+        ("theta", 1e4, "10000.0: one"),
+    ):
+        with pytest.raises(SettingError, match=f"--{name}={message}"):
+            check_earlier(one.out, replace(recipe, **{name: value}), base)
+
+
+def test_factors_that_no_tuning_can_begin_with_are_refused(tmp_path, miniature_base):
+    """Nothing is trained before that."""
+    base, path = checkpoint.Checkpoint("base", str(miniature_base)), tmp_path / "f"
+    tunings = json.dumps([{"steps": 1}])
+    for metadata, message in (
+        ({"model": "abc"}, "the factors are of the base abc, and --model is "),
+        *(({"tunings": text}, "its metadata do not say how the factors were tuned") for text in ("", "5", "[]", "[5]")),
+    ):
+        write_random_factors(path, **metadata)
+        with pytest.raises(SettingError, match=f"--start=.*: {message}"):
+            check_earlier(path, SMALL, base)
+    factors = write_random_factors(path, tunings=tunings)
+    check_earlier(path, SMALL, base)
+    about = read_factors_file(path, "--start").metadata
+    infinite = factors | {"q_proj.a": factors["q_proj.a"] * float("inf")}
+    fewer = {name: factor[:1].contiguous() for name, factor in factors.items()}
+    for tensors, message in ((infinite, "not finite"), (fewer, "factors for 1 layers, and the base has more")):
+        save_file(tensors, path, dict(about))
+        with pytest.raises(SettingError, match=f"--start=.*{message}"):
+            check_earlier(path, SMALL, base)
 
 
 def test_tallies_of_several_gpus_are_summed():

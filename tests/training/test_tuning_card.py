@@ -15,6 +15,7 @@ from kvbench.analysis.intervals import Values, mean
 from kvbench.cli import docs_tables
 from kvbench.cli.tune import make_parser
 from kvbench.config import paths
+from kvbench.models.low_rank import read_factors_file
 from kvbench.training.tuning import read_tuning
 from kvbench.training.tuning_card import CHOICE, MODEL, PAGE, PICTURE, CardFiles, make_card
 from kvbench.training.tuning_notes import COUNTS, FAMILIES, LOSSES
@@ -161,7 +162,7 @@ def test_the_page_is_what_its_files_say():
 
 def test_the_factors_were_tuned_by_the_commands_of_the_page():
     """The first command has the defaults, and the second one names what it changes."""
-    first, second = read_tuning(CardFiles(ROOT).factors)
+    first, second = read_tuning(read_factors_file(CardFiles(ROOT).factors, "model.factors"))
     assert first["recipe"] == TuningRecipe().describe()
     commands = (ROOT / PAGE).read_text().replace("\\\n", "")
     [options] = re.findall(r"kvbench dev tune (.* --start .*)", commands)
