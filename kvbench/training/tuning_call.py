@@ -150,8 +150,7 @@ def describe_settings(call: TuningCall, base: Checkpoint) -> dict[str, str | int
     """Return the value of each option with which a tuning must go on."""
     settings = {name.replace("_", "-"): value for name, value in call.recipe.describe().items()}
     settings |= {"model": base.identity(), "device": call.device, "gpus": call.gpus}
-    if call.earlier is not None:
-        settings |= {"start": hash_file(call.earlier)}
+    settings |= {"start": "none" if call.earlier is None else hash_file(call.earlier)}
     if call.make_source is None:
         settings |= {"texts": prepare_texts(base, call.texts), "samples": source_hash([DATA])}
     return settings

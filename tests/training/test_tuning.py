@@ -22,7 +22,7 @@ from kvbench.training import tuning
 from kvbench.training.interrupted_training import compare_settings, load_state, name_log, name_state
 from kvbench.training.tuning import Ranks, Tally, Tuning, describe_tuning, read_tuning, write_factors
 from kvbench.training.tuning_batches import TEXT, Batch, choose_length, make_batch, read_batches
-from kvbench.training.tuning_call import check_earlier
+from kvbench.training.tuning_call import TuningCall, check_earlier, start
 from kvbench.training.tuning_model import LowRankLlama, Shape
 from kvbench.training.tuning_recipe import TuningRecipe, choose_recipe
 from kvbench.validation import SettingError
@@ -365,6 +365,29 @@ def test_a_second_tuning_begins_with_the_factors_of_the_first(tmp_path, miniatur
     ):
         with pytest.raises(SettingError, match=f"--{name}={message}"):
             check_earlier(one.out, replace(recipe, **{name: value}), base)
+
+
+def test_calls_go_on_with_the_tuning_that_they_began(tmp_path, miniature_base):
+    """A call that leaves out --start, or adds it, goes on with another tuning, and is refused."""
+    first, second = (
+        TuningCall("smollm2", tmp_path / "out" / name, tmp_path, SMALL, "cpu", make_source=RandomSource, steps=5)
+        for name in ("first", "second")
+    )
+    assert start(first) == 5
+    second = replace(second, recipe=replace(SMALL, seed=1, tokens=1024), earlier=first.out)
+    assert start(replace(second, steps=1)) == 1 and not second.out.exists()
+    with pytest.raises(SettingError, match="--start: none, but the training in second.training was begun with"):
+        start(replace(second, earlier=None))
+    assert start(second) == 2
+    stages = read_tuning(read_factors_file(second.out, "--start"))
+    assert [(stage["recipe"]["seed"], stage["steps"]) for stage in stages] == [(0, 5), (1, 2)]
+    at_once = replace(second, out=tmp_path / "out" / "at_once")
+    assert start(at_once) == 2
+    assert at_once.out.read_bytes() == second.out.read_bytes()
+    other = replace(at_once, out=tmp_path / "out" / "other", steps=1, earlier=None)
+    start(other)
+    with pytest.raises(SettingError, match="--start: .*, but the training in other.training was begun with none"):
+        start(replace(other, earlier=first.out))
 
 
 def test_factors_that_no_tuning_can_begin_with_are_refused(tmp_path, miniature_base):
