@@ -7,6 +7,7 @@ Examples:
   kvbench dev tune --model smollm2 --out FILE --step 131072 --gpus 2      two GPUs of this machine
   kvbench dev tune --model smollm2 --out FILE --device cpu --steps 1 --step 4096 --batch 4096 --lengths 4096:1   a trial
   kvbench dev tune --model smollm2 --out FILE --evaluate          loss on plain text of the base and of the tuned model
+  kvbench dev tune --model smollm2 --out FILE --evaluate --start EARLIER  the same, with the learning curve of both
   kvbench dev choose-solvable model=smollm2_long model.factors=FILE task=ruler --lengths 4096    its scores
 
 The factors (LoRA, Hu et al. 2021, arXiv 2106.09685) are on all projections of every layer, and nothing else is trained.
@@ -94,19 +95,27 @@ def check_options(options: Namespace, recipe: TuningRecipe) -> None:
     if recipe.batches % options.gpus:
         raise SettingError(f"--gpus={options.gpus}: a divisor of the number of batches of a step, {recipe.batches}")
     require_file("--out", options.out)
+    if options.start is not None and options.start.resolve() == options.out.resolve():
+        raise SettingError(f"--start={options.start}: is --out, too; give --out another name")
 
 
 def print_losses(options: Namespace) -> None:
     """Print the losses on plain text of the base, and of the base with the factors of `--out`.
 
     They are written beside `--out`, with the short learning curve of its log if it is there.
+
+    Raises:
+        SettingError: The curve needs the factors with which the tuning began, and `--start` is another file or missing.
     """
     import torch
 
     from kvbench.training.interrupted_training import name_log
-    from kvbench.training.tuning_call import compute_text_losses
+    from kvbench.training.tuning_call import check_beginning, compute_text_losses
     from kvbench.training.tuning_notes import name_curve, name_text, write_curve, write_text_losses
 
+    log = name_log(options.out)
+    if log.exists() or options.start is not None:
+        check_beginning(options.out, options.start)
     device = "cuda" if options.device == "cuda" and torch.cuda.is_available() else "cpu"
     losses = compute_text_losses(options.model, options.out, options.texts, device)
     for loss in losses:
@@ -115,7 +124,7 @@ def print_losses(options: Namespace) -> None:
             f"{loss.tuned:.4f} with the factors ({loss.change:+.4f})"
         )
     write_text_losses(name_text(options.out), losses)
-    if (log := name_log(options.out)).exists():
+    if log.exists():
         write_curve(log, name_curve(options.out), options.start)
 
 

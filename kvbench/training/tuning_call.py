@@ -169,6 +169,15 @@ def check_earlier(path: Path, recipe: TuningRecipe, base: Checkpoint) -> None:
     load_factors(file)
 
 
+def check_beginning(out: Path, earlier: Path | None) -> None:
+    """Raise a SettingError unless a tuning began with the factors of a file, or with new ones if it is None."""
+    *before, _ = read_tuning(read_factors_file(out, "--out"))
+    if earlier is None and before:
+        raise SettingError(f"--out={out}: began with the factors of an earlier tuning; name their file with --start")
+    if earlier is not None and read_tuning(read_factors_file(earlier, "--start")) != before:
+        raise SettingError(f"--start={earlier}: {out.name} did not begin with these factors")
+
+
 def tune(call: TuningCall, ranks: Ranks) -> int:
     """Tune in this process, and return the number of steps that were taken in all calls."""
     device = f"cuda:{ranks.rank}" if call.device == "cuda" else "cpu"

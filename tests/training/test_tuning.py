@@ -456,6 +456,8 @@ REFUSED = {
     "--model smollm2 --out {}/f --rank x": "--rank",
     "--model smollm2 --out {}/f": "--device=cuda: there is no GPU here; this processor would take about",
     "--model smollm2 --out {}/f --start {}/none": "--start={}/none: no such file of low-rank factors",
+    "--model smollm2 --out {}/f --start {}/../out/f": "--start={}/../out/f: is --out, too; give --out another name",
+    "--model smollm2 --out {}/f --evaluate --start {}/g": "--out={}/f: no such file of low-rank factors",
     "--model smollm2 --out {}/f --evaluate": "no such file of low-rank factors",
 }
 
@@ -475,7 +477,7 @@ def test_the_examples_of_the_help_can_be_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = "kvbench dev tune "
     examples = [line.strip().split("  ")[0] for line in tune_command.__doc__.splitlines() if f"  {command}" in line]
-    assert len(examples) == 6
+    assert len(examples) == 7
     for example in examples:
         options = tune_command.make_parser().parse(example.removeprefix(command).split())
         tune_command.check_options(options, choose_recipe(vars(options)))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kvbench.models.tuned_models import find_tuned
 from kvbench.training import tuning_call
 from kvbench.training.tuning_data import SHARES, TEXT
 from kvbench.training.tuning_notes import (
+    COUNTS,
     FAMILIES,
     POINTS,
     TextLoss,
@@ -76,9 +78,35 @@ def test_the_command_prints_and_writes_them(tmp_path, monkeypatch, capsys):
         "plain text, sequences of 2048 tokens: 2.5000 nats a token with smollm2, 2.5312 with the factors (+0.0312)",
         "plain text, sequences of 8192 tokens: 2.2500 nats a token with smollm2, 2.1250 with the factors (-0.1250)",
     ]
-    (tmp_path / "f.log.jsonl").write_text(json.dumps(make_line(10)) + "\n")
-    assert tune_command.main(given) == 0
-    assert [point["step"] for point in read_curve(tmp_path / "f.curve.csv")] == [10]
+
+
+def test_the_curve_of_a_second_tuning_goes_on_from_the_first(tmp_path, monkeypatch, capsys):
+    """It is written only with the file with whose factors the tuning began."""
+    monkeypatch.setattr(local_models, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(tuning_call, "compute_text_losses", lambda *where: [])
+    stages = [{"steps": 20}, {"steps": 10}]
+    for name, count in (("first", 1), ("second", 2)):
+        write_factors(tmp_path / name, model="abc", tunings=json.dumps(stages[:count]))
+        lines = [make_line(step, ruler_vt=5.0) for step in (10, 20)[: 3 - count]]
+        (tmp_path / f"{name}.log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def evaluate(name: str, *options: str) -> int:
+        return tune_command.main(["--model", "smollm2", "--out", str(tmp_path / name), "--evaluate", *options])
+
+    assert evaluate("first") == 0
+    refused = {
+        "--out=.*: began with the factors of an earlier tuning; name their file with --start": ("second",),
+        "--start=.*: second did not begin with these": ("second", "--start", str(tmp_path / "second")),
+        "--start=.*: first did not begin with these": ("first", "--start", str(tmp_path / "first")),
+    }
+    for message, given in refused.items():
+        assert evaluate(*given) == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "second.curve.csv").exists()
+    assert evaluate("second", "--start", str(tmp_path / "first")) == 0
+    [first], points = (read_curve(tmp_path / f"{name}.curve.csv") for name in ("first", "second"))
+    assert points[0] == first and len(points) == 2
+    assert [points[1][name] for name in (*COUNTS, "chains", "loss")] == [30, 240, 15, 5, 0.1]
 
 
 def test_losses_are_those_of_the_base_and_of_the_merged_model(tmp_path, monkeypatch):
