@@ -12,7 +12,7 @@ from pathlib import Path
 from kvbench.analysis.intervals import Mean, Values, mean
 from kvbench.atomic import replace_file
 from kvbench.store.csv_rows import format_rows
-from kvbench.validation import SettingError, summarize
+from kvbench.validation import refuse_on_error
 
 AVERAGE = "average"  # stands in the column `subtask`: the mean over all subtasks, which weigh the same
 DECIMALS = 4
@@ -99,12 +99,11 @@ def read_scores(path: Path) -> list[FullScore]:
     Raises:
         SettingError: The file is missing or damaged.
     """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        return [_parse_score(row) for row in rows]
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
-        raise SettingError(f"{path}: cannot read scores of full caches there ({summarize(error)})") from None
+    with (
+        refuse_on_error(f"{path}: cannot read scores of full caches there"),
+        path.open(newline="", encoding="utf-8") as file,
+    ):
+        return [_parse_score(row) for row in csv.DictReader(file)]
 
 
 def _parse_score(row: Mapping[str, str]) -> FullScore:

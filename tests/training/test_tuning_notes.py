@@ -69,7 +69,7 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path, text):
 
 
 def test_the_command_prints_and_writes_them(tmp_path, monkeypatch, capsys):
-    losses = [TextLoss(2048, 64, 2.5, 2.53125, "CPU"), TextLoss(8192, 16, 2.25, 2.125, "CPU")]
+    losses = [TextLoss(2048, 64, 2.5, 2.53125, "CPU"), TextLoss(8192, 16, 2.25002, 2.12504, "CPU")]
     monkeypatch.setattr(tuning_call, "compute_text_losses", lambda *where: losses)
     given = ["--model", "smollm2", "--out", str(tmp_path / "f"), "--evaluate"]
     assert tune_command.main(given) == 0
