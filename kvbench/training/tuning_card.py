@@ -174,16 +174,16 @@ def list_kinds() -> Iterator[str]:
 def list_measurements(scores: Sequence[FullScore]) -> Iterator[str]:
     """Yield a table of how the scores were measured."""
     yield from (
-        "| model | weights | task | samples of a subtask | seed | dtype | device |",
-        "|---|---|---|--:|--:|---|---|",
+        "| model | weights | task | samples of a subtask, by tokens | seed | dtype | device |",
+        "|---|---|---|---|--:|---|---|",
     )
-    counts: dict[tuple[object, ...], set[int]] = {}
+    counts: dict[tuple[object, ...], dict[int, int]] = {}  # source -> length -> samples
     for score in scores:
         if score.subtask != AVERAGE:
             where = score.model, score.weights, score.task, score.seed, score.dtype, score.device
-            counts.setdefault(where, set()).add(score.samples)
+            counts.setdefault(where, {})[score.length] = score.samples
     for (model, weights, task, seed, dtype, device), numbers in counts.items():
-        count = ", ".join(map(str, sorted(numbers)))
+        count = ", ".join(f"{number} of {length}" for length, number in sorted(numbers.items()))
         yield f"| `{model}` | `{weights}` | `{task}` | {count} | {seed} | {dtype} | {device} |"
 
 
