@@ -137,8 +137,8 @@ def start(call: TuningCall) -> int:
         check_earlier(call.earlier, call.recipe, base)
     check_device(call)
     shape = Shape.of(base.config())
-    settings = describe_settings(call, base)
-    load_state(call.out, settings)  # refuses what another call began
+    load_state(call.out, describe_options(call, base))  # refuses what another call began, before texts are packed
+    load_state(call.out, describe_settings(call, base))
     model_numbers = 3 * call.recipe.rank * 14 * shape.hidden * shape.layers  # more than there are
     check_room(call.out, shape.layers, model_numbers, call.recipe.steps)
     if call.gpus == 1:
@@ -146,14 +146,21 @@ def start(call: TuningCall) -> int:
     return start_ranks(call)
 
 
-def describe_settings(call: TuningCall, base: Checkpoint) -> dict[str, str | int | float]:
+def describe_options(call: TuningCall, base: Checkpoint) -> dict[str, str | int | float]:
     """Return the value of each option with which a tuning must go on."""
     settings = {name.replace("_", "-"): value for name, value in call.recipe.describe().items()}
     settings |= {"model": base.identity(), "device": call.device, "gpus": call.gpus}
-    settings |= {"start": "none" if call.earlier is None else hash_file(call.earlier)}
-    if call.make_source is None:
-        settings |= {"texts": prepare_texts(base, call.texts), "samples": source_hash([DATA])}
-    return settings
+    return settings | {"start": "none" if call.earlier is None else hash_file(call.earlier)}
+
+
+def describe_settings(call: TuningCall, base: Checkpoint) -> dict[str, str | int | float]:
+    """Return the same with hashes of what is trained on. Plain text is packed unless it is there."""
+    if call.make_source is not None:
+        return describe_options(call, base)
+    return describe_options(call, base) | {
+        "texts": prepare_texts(base, call.texts),
+        "samples": source_hash([DATA]),
+    }
 
 
 def check_earlier(path: Path, recipe: TuningRecipe, base: Checkpoint) -> None:

@@ -390,6 +390,18 @@ def test_calls_go_on_with_the_tuning_that_they_began(tmp_path, miniature_base):
         start(replace(other, earlier=first.out))
 
 
+def test_a_call_is_refused_before_texts_are_packed(tmp_path, miniature_base):
+    call = TuningCall("smollm2", tmp_path / "out" / "f", tmp_path / "texts", SMALL, "cpu", steps=1)
+    call.out.touch()
+    with pytest.raises(SettingError, match="there is a file; delete it or give another name"):
+        start(call)
+    call.out.unlink()
+    start(replace(call, make_source=RandomSource))
+    with pytest.raises(SettingError, match="--seed: 1, but the training in f.training was begun with 0"):
+        start(replace(call, recipe=replace(SMALL, seed=1)))
+    assert not call.texts.exists()
+
+
 def test_factors_that_no_tuning_can_begin_with_are_refused(tmp_path, miniature_base):
     """Nothing is trained before that."""
     base, path = checkpoint.Checkpoint("base", str(miniature_base)), tmp_path / "f"
