@@ -3,7 +3,7 @@
 Example:
   kvbench dev docs-tables             after a file was added to conf/method, or a preset to such a file
   kvbench dev docs-tables --types     after kvbench reads other types of models, in half a minute: docs/models.md
-  kvbench dev docs-tables --card      after smollm2_long was tuned or scored anew: docs/smollm2-long.md
+  kvbench dev docs-tables --card      after a model was tuned or scored anew: its page in docs/
 
 Rows and sections that people wrote stay as they are.
 """
@@ -22,7 +22,7 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         TYPES_OPTION, action="store_true", help="try every type of transformers, too, and write its tables"
     )
-    parser.add_argument("--card", action="store_true", help="write the tables of the card of smollm2_long, too")
+    parser.add_argument("--card", action="store_true", help="write the tables of the models' pages, too")
     return parser
 
 
@@ -49,9 +49,9 @@ def write_tables(arguments: Sequence[str]) -> None:
         before = (FILES / TYPES).read_text(encoding="utf-8")
         pages[TYPES] = before, complete_types(before)
     if options.card:
-        from kvbench.training.tuning_card import make_card
+        from kvbench.training import embedded_card, tuning_card
 
-        for page, after in make_card(FILES).items():
+        for page, after in (tuning_card.make_card(FILES) | embedded_card.make_card(FILES)).items():
             before = (FILES / page).read_text(encoding="utf-8") if (FILES / page).exists() else ""
             pages[page] = before, after
     for page, (before, after) in pages.items():

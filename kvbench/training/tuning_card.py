@@ -1,7 +1,7 @@
 """Write the card of a tuned model from files: `kvbench dev docs-tables --card`.
 
-The tables of docs/smollm2-long.md come from the metadata of the factors, from the shares of
-kvbench/training/tuning_data.py, and from three files in results/tuned/<model>/:
+The tables of docs/smollm2-long.md, and those of its base in docs/smollm2.md, come from the metadata of the factors,
+from the shares of kvbench/training/tuning_data.py, and from three files in results/tuned/<model>/:
 
   scores.csv   what `kvbench dev choose-solvable --table` wrote of the model and of its base
   text.csv     OUT.text.csv of `kvbench dev tune --evaluate`
@@ -36,6 +36,7 @@ from kvbench.validation import SettingError, refuse_on_error
 OPTION = "--card"  # of `kvbench dev docs-tables`
 MODEL = "smollm2_long"
 PAGE = "docs/smollm2-long.md"
+BASE_PAGE = f"docs/{TUNED_MODELS[MODEL]}.md"
 PICTURE = f"docs/images/{MODEL}-curve.svg"
 CAPTION = "Right answers by family of tasks, and losses, against the tokens read"
 CHOICE = f"conf/model/{MODEL}.yaml"
@@ -77,10 +78,13 @@ def make_card(root: Path) -> dict[str, str]:
         text = replace_table(text, label, rows, OPTION)
     choice = (root / CHOICE).read_text(encoding="utf-8")
     scores = read_scores(files.result("scores.csv"))
+    base = (root / BASE_PAGE).read_text(encoding="utf-8")
+    for label, rows in list_base_tables(scores).items():
+        base = replace_table(base, label, rows, OPTION)
     picture = f"![{CAPTION}]({Path(PICTURE).relative_to('docs')})"
     text = replace_table(text, "learning curve", [picture], OPTION)
     drawn = draw_learning_curve(read_curve(files.result("curve.csv")), {name: name for name in FAMILIES}, LINES)
-    return {PAGE: text, CHOICE: replace_list(choice, list_solved(scores)), PICTURE: drawn}
+    return {PAGE: text, BASE_PAGE: base, CHOICE: replace_list(choice, list_solved(scores)), PICTURE: drawn}
 
 
 def list_tables(files: CardFiles) -> dict[str, list[str]]:
@@ -96,8 +100,17 @@ def list_tables(files: CardFiles) -> dict[str, list[str]]:
         "lengths": list(list_lengths(recipes)),
         "kinds": list(list_kinds()),
         "measurements": list(list_measurements(scores)),
-        "scores": list(list_scores(scores)),
+        "scores": list(list_scores(scores, {TUNED_MODELS[MODEL]: "before", MODEL: "after"})),
         "plain text": list(list_text_losses(files)),
+    }
+
+
+def list_base_tables(scores: Sequence[FullScore]) -> dict[str, list[str]]:
+    """Return the lines of each table of the base's page by its label."""
+    base = TUNED_MODELS[MODEL]
+    return {
+        "scores": list(list_scores(scores, {base: ""})),
+        "measurements": list(list_measurements([score for score in scores if score.model == base])),
     }
 
 
@@ -187,17 +200,22 @@ def list_measurements(scores: Sequence[FullScore]) -> Iterator[str]:
         yield f"| `{model}` | `{weights}` | `{task}` | {count} | {seed} | {dtype} | {device} |"
 
 
-def list_scores(scores: Sequence[FullScore]) -> Iterator[str]:
-    """Yield a table of the scores by subtask and length, before and after the tuning, with a count of good ones."""
+def list_scores(scores: Sequence[FullScore], models: Mapping[str, str]) -> Iterator[str]:
+    """Yield a table of the scores by subtask and length, with a count of good ones.
+
+    Args:
+        scores: Scores of all models.
+        models: Models of the table -> what their columns are called behind the length; "" for the length alone.
+    """
     known = {(score.model, score.length, score.subtask): score for score in scores}
     columns = [
         (model, length)
         for length in sorted({score.length for score in scores})
-        for model in (TUNED_MODELS[MODEL], MODEL)
+        for model in models
         if (model, length, AVERAGE) in known
     ]
-    names = dict.fromkeys(score.subtask for score in scores if score.subtask != AVERAGE)
-    heads = [f"{length}, {'after' if model == MODEL else 'before'}" for model, length in columns]
+    names = dict.fromkeys(score.subtask for score in scores if score.model in models and score.subtask != AVERAGE)
+    heads = [f"{length}, {models[model]}" if models[model] else f"{length}" for model, length in columns]
     yield f"| subtask | {' | '.join(heads)} |"
     yield f"|---|{'--:|' * len(columns)}"
     for name in (*names, AVERAGE):

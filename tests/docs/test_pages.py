@@ -1,6 +1,5 @@
 """README and the pages say what is there: links, methods, presets, settings, commands."""
 
-import csv
 import re
 import tomllib
 from pathlib import Path
@@ -114,44 +113,3 @@ def test_make_real_asks_for_what_exists():
     assert len(names) == len(set(names) & set(SUBTASKS)) == 5
     listed = read_card(config.model.name).get("ruler", {}).get(config.task.length, names)
     assert set(names) <= set(listed)
-
-
-DELTAKV = {  # row of the table in docs/smollm2.md -> label and budget in the measured file
-    "full cache": ("full cache", 1.0),
-    "codes whole": ("full · delta", 1.0),
-    "codes of 4 bits": ("full · delta · codec.bits=4", 1.0),
-    "codes without references": ("full · delta · codec.remove=reference", 1.0),
-    "references without codes": ("full · delta · codec.remove=residual", 1.0),
-    "DeltaKV's choice of 17 % of its rows": ("deltakv · delta", 0.17),
-    "OmniKV, 17 %": ("omnikv", 0.17),
-    "Quest, 17 %": ("quest", 0.17),
-    "KIVI, 4 bits": ("full · kivi bits4", 1.0),
-    "KIVI, 2 bits": ("full · kivi", 1.0),
-    "SnapKV, 48 % of the rows": ("snapkv", 0.48),
-    "SnapKV, 33 % of the rows": ("snapkv", 0.33),
-}
-
-
-def test_deltakvs_table_has_the_measured_numbers():
-    """Of docs/smollm2.md. Bytes and rows are those with the question visible."""
-    with (ROOT / "results" / "measured" / "nvidia-h200" / "g.csv").open(newline="") as file:
-        measured = {(line["question"], line["label"], float(line["budget"])): line for line in csv.DictReader(file)}
-
-    def format_score(line: dict[str, str]) -> str:
-        if not line["difference"]:
-            return f"{float(line['score']):.1f}"
-        score, change, low, high = (float(line[name]) for name in ("score", "difference", "low", "high"))
-        return f"{score:.1f}, {change:+.1f} [{low:+.1f}, {high:+.1f}]"
-
-    def format_share(share: str, digits: int) -> str:
-        return "100 %" if float(share) == 1 else f"{100 * float(share):.{digits}f} %"
-
-    expected = []
-    for row, cell in DELTAKV.items():
-        seen, hidden = measured.pop(("visible", *cell)), measured.pop(("hidden", *cell))
-        shares = [format_share(seen["bytes_held"], 1), format_share(seen["bytes_with_files"], 1)]
-        texts = [row, format_score(seen), format_score(hidden), *shares, format_share(seen["rows_attended"], 0)]
-        expected.append(f"| {' | '.join(texts)} |")
-    page = (ROOT / "docs" / "smollm2.md").read_text()
-    section = page.split("\n## DeltaKV\n")[1].split("\n## ")[0]
-    assert [line for line in section.splitlines() if line.startswith("| ")][1:] == expected and not measured

@@ -16,8 +16,9 @@ from kvbench.cli import docs_tables
 from kvbench.cli.tune import make_parser
 from kvbench.config import paths
 from kvbench.models.low_rank import read_factors_file
+from kvbench.training import embedded_card
 from kvbench.training.tuning import read_tuning
-from kvbench.training.tuning_card import CHOICE, MODEL, PAGE, PICTURE, CardFiles, make_card
+from kvbench.training.tuning_card import BASE_PAGE, CHOICE, MODEL, PAGE, PICTURE, CardFiles, make_card
 from kvbench.training.tuning_notes import COUNTS, FAMILIES, LOSSES
 from kvbench.training.tuning_recipe import TuningRecipe, choose_recipe
 from kvbench.validation import SettingError
@@ -34,7 +35,8 @@ def write_files(root: Path) -> CardFiles:
     """Write what a card is made from, with a page and a file of conf/ that have no tables yet."""
     for path in (PAGE, CHOICE, PICTURE):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / PAGE, root / PAGE)
+    for page in (PAGE, BASE_PAGE):
+        shutil.copy(ROOT / page, root / page)
     (root / CHOICE).write_text("name: smollm2_long\n")
     files = CardFiles(root)
     files.factors.parent.mkdir(parents=True)
@@ -100,6 +102,15 @@ def test_scores_stand_side_by_side_with_intervals(card):
     assert section[5] == "| subtasks with 70 or more | 1 of 2 | 1 of 2, not hard | 1 of 2, not hard |"
 
 
+def test_the_page_of_the_base_has_its_scores_alone(card):
+    text = card[1][BASE_PAGE]
+    section = text.partition("| subtask |")[2].partition("\n\n")[0].splitlines()
+    assert section[0] == " 4096 |" and section[-1] == "| subtasks with 70 or more | 1 of 2 |"
+    assert [line.split(" | ")[0] for line in section[2:4]] == ["| easy", "| hard"]
+    measured = text.partition("| model | weights |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert measured == ["| `smollm2` | `ffff` | `ruler` | 4 | 50000 | bfloat16 | NVIDIA H200 |"]
+
+
 def test_the_list_has_what_scores_fifty_or_more(card):
     choice = yaml.safe_load(card[1][CHOICE])
     lists = {4096: ["easy", "hard"], 16384: ["easy"]}
@@ -119,8 +130,9 @@ def test_a_card_is_written_once(card):
     for path, text in texts.items():
         (files.root / path).write_text(text)
     assert make_card(files.root) == texts
-    markers = re.sub(r"(?m)^(\||!\[).*\n", "", texts[PAGE])
-    assert markers == re.sub(r"(?m)^(\||!\[).*\n", "", (ROOT / PAGE).read_text())
+    for page in (PAGE, BASE_PAGE):
+        written, there = (re.sub(r"(?m)^(\||!\[).*\n", "", text) for text in (texts[page], (ROOT / page).read_text()))
+        assert written == there  # but for tables and pictures
 
 
 @pytest.mark.parametrize("name", ["scores.csv", "text.csv", "curve.csv", "factors"])
@@ -147,16 +159,20 @@ def test_the_command_writes_the_card(tmp_path, monkeypatch, capsys):
     files = write_files(tmp_path)
     monkeypatch.setattr(paths, "FILES", tmp_path)
     monkeypatch.setattr("kvbench.report.doc_tables.complete_pages", dict)
+    (tmp_path / embedded_card.SCORES).parent.mkdir()
+    for path in (embedded_card.PAGE, embedded_card.SCORES):
+        shutil.copy(ROOT / path, tmp_path / path)
     for said in ("written", "as it was"):
         assert docs_tables.main(["--card"]) == 0
-        assert capsys.readouterr().out.splitlines() == [f"{path}  {said}" for path in (PAGE, CHOICE, PICTURE)]
+        printed = [f"{path}  {said}" for path in (PAGE, BASE_PAGE, CHOICE, PICTURE)]
+        assert capsys.readouterr().out.splitlines() == [*printed, f"{embedded_card.PAGE}  as it was"]
     assert (files.root / PICTURE).read_text().startswith("<svg")
 
 
 @pytest.mark.skipif(not CardFiles(ROOT).result("").exists(), reason="results/tuned is not here")
 def test_the_page_is_what_its_files_say():
     card = make_card(ROOT)
-    for path in (PAGE, CHOICE):
+    for path in (PAGE, BASE_PAGE, CHOICE):
         assert (ROOT / path).read_text() == card[path], "python -m kvbench dev docs-tables --card writes it"
     assert (ROOT / PICTURE).exists()
 
