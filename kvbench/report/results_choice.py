@@ -51,14 +51,15 @@ HEAD = """\
 
 {comment}
 
-What [the results](results.md) recommend, by what you need. **They come from very small models** ({models}), and how
-methods rank there is no evidence about how they rank on a model of 8 billion parameters. Take the rows as candidates,
-and measure these on your own model and task: `python run.py -m method=… budget=…` ([Quickstart](quickstart.md)).
+This page says what [the results](results.md) recommend for each need. **They come from very small models**
+({models}), and how methods rank there is no evidence about how they rank on a model of 8 billion parameters. Take the
+rows as candidates, and measure these on your own model and task: `python run.py -m method=… budget=…`
+([Quickstart](quickstart.md)).
 
-*May be best* are the cells of these bytes that the samples do not tell from the best one. The score and *diff*, its
-difference from the full cache, have 95 % intervals and are those of the first cell that is named. Methods that let
-the model read each prompt twice ({twice}) cost about twice the time to the first token; *one reading* names the cells
-that may be best without them.
+*May be best* are the cells of these bytes that the samples do not tell from the best one. If they are many, their
+number is given, and one with the highest score. The score and *diff*, its difference from the full cache, have
+95 % intervals and are those of the first cell that is named. Methods that let the model read each prompt twice
+({twice}) cost about twice the time to the first token; *read once* names the cells that may be best without them.
 """
 NEEDS = {  # question of the prompts -> title of the need
     "visible": "The question is known when the cache is cut",
@@ -102,7 +103,7 @@ def format_columns(columns: Sequence[Column]) -> list[str]:
         TableColumn("may be best", "", lambda column: name_cells(column.leaders, len(column.cells))),
         TableColumn("score", "", lambda column: format_score_interval(column.leaders[0])),
         TableColumn("diff", "", lambda column: format_change(column.leaders[0], "difference")),
-        TableColumn("one reading", "", name_one_reading),
+        TableColumn("read once", "", name_read_once),
         TableColumn("part", "", lambda column: column.section.part),
     ]
     places = dict.fromkeys(name_place(column.section, f"{len(column.cells)} cells compared") for column in columns)
@@ -110,23 +111,20 @@ def format_columns(columns: Sequence[Column]) -> list[str]:
 
 
 def name_cells(leaders: Sequence[Line], count: int) -> str:
-    """Return the labels of cells that may be the best of `count`, or how many there are if they are many."""
+    """Return the labels of cells that may be the best of `count`, or their number and one of the highest if many."""
     if len(leaders) > FEW:
-        return f"any of {len(leaders)} of {count} cells"
+        return f"any of {len(leaders)} of {count} cells, such as {leaders[0]['label']}"
     return join_words([line["label"] for line in leaders], "or")
 
 
-def name_one_reading(column: Column) -> str:
-    """Return the cells that may be the best of those that read each prompt once."""
+def name_read_once(column: Column) -> str:
+    """Return the cells that may be the best of those that read each prompt once, and the score of the first."""
     once = [line for line in column.cells if line["method"] not in TWICE]
     if not once:
         return ""
     if len(once) == len(column.cells):
         return "the same"
     leaders = list_leaders(once)
-    if len(leaders) > FEW:
-        many = f"any of {len(leaders)} of {len(once)} cells"
-        return f"{many}; {leaders[0]['label']} scores {format_number(leaders[0]['score'])}"
     return f"{name_cells(leaders, len(once))}: {format_number(leaders[0]['score'])}"
 
 
@@ -177,8 +175,8 @@ def recommend_speed(tables: Sequence[CostTable]) -> list[str]:
     named = [f"{row['128k ms']} ms ({row['']}; {row[RATIO]} of the full cache)" for row in rows]
     text = (
         f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, a token takes least in these cells: "
-        f"{join_words(named, 'and')}. The time of a token follows from the bytes that it reads, so most methods "
-        "that keep as much take as long. [What methods cost](results-cost.md) has all of them, and what they add to "
-        "the first token."
+        f"{join_words(named, 'and')}. The time of a token follows from the bytes that it reads. Most methods that keep "
+        "as much take about as long, so choose among them by their scores. [What methods cost](results-cost.md) has "
+        "all of them, and what they add to the first token."
     )
     return [f"{wrap(text)}\n"]

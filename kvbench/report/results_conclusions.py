@@ -44,7 +44,7 @@ from kvbench.report.results_text import (
 )
 
 LEVEL = 0.2  # share of the bytes at which methods are compared
-ALONE = "Each cell is judged by its own interval: of 40 cells that truly lose as much, one would be counted."
+ALONE = "Each cell is judged by its own interval, so of 40 cells that truly lose as much, one is counted by chance."
 FEW = 3  # cells that may be the best and are still named
 
 
@@ -210,11 +210,12 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     signs = count_signs(changed, "question_gain")
     most = min(changed, key=lambda line: (line["question_gain"], line["label"]))
     rise = f" and rise in {signs[1]}" if signs[1] else ""
+    others = f" In {signs[0]} no change is shown." if signs[0] else ""
     return Conclusion(
         f"Cutting the cache before the question is known lowers the score in {signs[-1]} of {len(changed)} cells"
         f"{rise} (jointly at 95 %).",
-        f"{name_cell(most)} changes most: {format_change(most, 'question_gain')}. With {column.share} of the bytes, "
-        f"{name_leaders(column)}. {describe_best(column)}",
+        f"{name_cell(most)} changes most: {format_change(most, 'question_gain')}.{others} "
+        f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column)}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
     )
 
@@ -269,7 +270,8 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
         text = f"It scores {scores}{files}. So do {shown} of {count} cells that hold fewer bytes than the full cache."
     else:
         headline = f"No cell that holds fewer bytes than the full cache is shown to lose at most {bound}."
-        text = f"Of {count} cells, {name_cell(line)} with {share} of the bytes{files} comes nearest: {scores}."
+        text = f"That takes a whole interval above -{bound}, so some of them may lose less all the same. "
+        text += f"Of {count} cells, {name_cell(line)} with {share} of the bytes{files} comes nearest: {scores}."
     return Conclusion(headline, f"{text} {ALONE}", name_place(section, name_budget(line)))
 
 
@@ -304,8 +306,10 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         smaller = list_smaller(section) if section else []
         if section is None or not smaller:
             continue
-        less = count_losses(smaller)
-        heads.append(f"in {less} of {len(smaller)} cells with {words}")
+        less = sign_losses(smaller).count(-1)
+        undecided = count_undecided(section, smaller, margin)
+        rest = f" ({undecided} undecided)" if undecided else ""
+        heads.append(f"in {less} of {len(smaller)} cells with {words}{rest}")
         texts.append(describe_smaller(section, smaller, margin))
         cells.append(name_place(section, "cells with fewer bytes than the full cache"))
     if not heads:
@@ -329,21 +333,31 @@ def list_smaller(section: Section) -> list[Line]:
     return [line for line in section.list_cells(EVICTING, POINT) if line["bytes_held"] < ALL]
 
 
-def count_losses(cells: Sequence[Line]) -> int:
-    """Return how many cells of several budgets are jointly shown to score less than the full cache."""
-    return sign_known_intervals([(line["difference"], line["low"], line["high"]) for line in cells]).count(-1)
+def sign_losses(cells: Sequence[Line]) -> list[int]:
+    """Return -1, 1 or 0: whether each cell is jointly shown to score less or more than the full cache, or neither."""
+    return sign_known_intervals([(line["difference"], line["low"], line["high"]) for line in cells])
 
 
 def describe_smaller(section: Section, smaller: Sequence[Line], margin: float) -> str:
-    """Return the full cache's score, how many cells are shown to be as good, and the highest score of a cell."""
+    """Return the full cache's score, how many cells score less or as much, and the highest score of a cell."""
     best, full = sort_by_score(smaller)[0], section.full
     bound = find_margin(full["score"], margin)
     kept = sum(is_kept(line, full, margin) for line in smaller)
+    less = sign_losses(smaller).count(-1)
+    undecided = count_undecided(section, smaller, margin)
+    rest = f" For {undecided} of them neither is shown." if undecided else ""
     return (
-        f"On `{section.task}` the full cache scores {format_score_interval(full)}; "
-        f"{count_cells(kept)} shown to lose at most {bound:.1f} points, and {name_cell(best)} "
-        f"with {say_percent(best['bytes_held'])} of the bytes scores most: {format_score_interval(best)}."
+        f"On `{section.task}` the full cache scores {format_score_interval(full)}. Of {len(smaller)} cells with fewer "
+        f"bytes, {less} {'is' if less == 1 else 'are'} shown to score less, and {count_cells(kept)} shown to lose at "
+        f"most {bound:.1f} points.{rest} {name_cell(best)} with {say_percent(best['bytes_held'])} of the bytes scores "
+        f"most: {format_score_interval(best)}."
     )
+
+
+def count_undecided(section: Section, smaller: Sequence[Line], margin: float) -> int:
+    """Return how many cells are shown neither to score less than the full cache nor to be no worse."""
+    signs = sign_losses(smaller)
+    return sum(sign >= 0 and not is_kept(line, section.full, margin) for line, sign in zip(smaller, signs, strict=True))
 
 
 def name_budget(line: Line) -> str:

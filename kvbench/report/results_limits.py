@@ -13,7 +13,7 @@ ABOUT = {  # model -> what it is, in a few words
 LIMITS = {  # model -> what its numbers cannot tell
     "smollm2_long": (
         "SmolLM2-135M with the factors of `smollm2_long` is an instrument tuned to the task family: it was trained "
-        "on other samples of the same kinds of tasks so that it can do them ([its page](smollm2.md)). It is no "
+        "on other samples of the same kinds of tasks so that it can do them ([its page](smollm2-long.md)). It is no "
         "evidence about large models. Its weights were quantised to 4 bits before kvbench got them."
     ),
     "smollm2": (
@@ -27,13 +27,12 @@ LIMITS = {  # model -> what its numbers cannot tell
     ),
 }
 ALWAYS = (
-    "Larger models spread what they know about a text over more layers and heads. How methods rank here is "
-    "therefore no evidence about how they rank at 8 billion parameters, and neither are the sizes of the "
-    "differences. What does carry over is how many samples it takes to tell methods apart, and that a score "
-    "without an interval is not a comparison.",
+    "How methods rank here is no evidence about how they rank at 8 billion parameters, and neither are the sizes of "
+    "the differences. What does carry over is the way to compare: on the same samples, at equal measured bytes, and "
+    "with an interval for each difference.",
     "Generated texts replace the benchmarks' own in most parts, so scores cannot be compared with published "
-    "ones ([which](results-measured.md)). Scores say nothing about time ([cost](results-cost.md)). Different "
-    "sentences are not simultaneous: each holds with 95 % confidence by itself.",
+    "ones ([which](results-measured.md)). Scores say nothing about time ([cost](results-cost.md)). Each "
+    "sentence holds with 95 % confidence by itself; that all of them hold is less certain.",
 )
 
 

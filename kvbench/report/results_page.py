@@ -46,7 +46,8 @@ FRONT = """\
 
 {comment}
 
-What KV-cache methods and codecs score on small models: {models}. {counts} Every number is in {links}, and [What was
+What KV-cache methods and codecs score on small models: {models}. **How methods rank on such models is no evidence about
+large ones** ([more](#what-they-cannot-tell)). {counts} Every number is in {links}, and [What was
 measured](results-measured.md) has the commands.
 
 ![Score over measured bytes, with ties as bands](images/{figure}.svg)

@@ -84,7 +84,7 @@ def test_hiding_the_question_is_counted_jointly():
     lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
     sentence = conclude_hidden(split_sections({"a": lines}), 3.0)
     assert "lowers the score in 1 of 3 cells (jointly at 95 %)." in sentence.headline
-    assert sentence.text.startswith("`kvzip` changes most: -30.0 [-40.0, -20.0].")
+    assert sentence.text.startswith("`kvzip` changes most: -30.0 [-40.0, -20.0]. In 2 no change is shown. With")
     assert conclude_hidden(split(a=make_class(*BEST)), 3.0) is None
 
 
@@ -116,6 +116,7 @@ def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():
     assert "So do 2 of 3 cells" in shown.text and shown.cells.endswith("`snapkv`, budget 50 %")
     unknown = conclude_no_worse(split(a=[small, make_line("snapkv", 0.5, 70.0)]), 3.0)
     assert unknown.headline == "No cell that holds fewer bytes than the full cache is shown to lose at most 3.0 points."
+    assert unknown.text.startswith("That takes a whole interval above -3.0 points, so some of them may lose less")
     assert "Of 2 cells, `snapkv` with 10 % of the bytes comes nearest: 89.0" in unknown.text
     assert conclude_no_worse(split(a=[holder]), 3.0) is None
 
@@ -129,10 +130,16 @@ def test_long_answers_and_several_turns_share_a_conclusion():
         "Scores are shown to fall in 0 of 1 cells with long answers and in 3 of 3 cells with several turns (jointly at "
         "95 % each)."
     )
-    assert (
-        "On `ledger` the full cache scores 90.0 [85.0, 95.0]; 1 cell is shown to lose at most 3.0 points" in both.text
+    assert both.text.startswith(
+        "On `ledger` the full cache scores 90.0 [85.0, 95.0]. Of 1 cells with fewer bytes, 0 are shown to score less, "
+        "and 1 cell is shown to lose at most 3.0 points. `tova` with 20 % of the bytes scores most"
     )
-    assert "no cell is shown to lose at most 3.0 points, and `kvzip` with 20 % of the bytes scores most" in both.text
+    assert "3 are shown to score less, and no cell is shown to lose at most 3.0 points. `kvzip` with 20 %" in both.text
+    turns[2] |= {"difference": -20.0, "low": -45.0, "high": 5.0}
+    undecided = conclude_long(split_sections({"h": turns}), 3.0)
+    assert "in 2 of 3 cells with several turns (1 undecided) (jointly" in undecided.headline
+    assert "2 are shown to score less, and no cell" in undecided.text
+    assert "3.0 points. For 1 of them neither is shown. `kvzip`" in undecided.text
     assert "several turns" not in conclude_long(split_sections({"l": answers}), 3.0).headline
     assert draw_conclusions(split_sections({"l": answers}), 3.0) == [conclude_long(split_sections({"l": answers}), 3.0)]
 
@@ -166,6 +173,13 @@ def test_advice_names_what_may_be_best_and_what_was_not_measured():
     assert "no evidence about how they rank" in " ".join(text.split())
 
 
+def test_advice_names_the_highest_of_many_cells():
+    cells = [make_line(label, 0.2, score) for label, score in zip(["kvzip", *"abcde"], range(60, 54, -1), strict=True)]
+    text = format_choice(split(a=rank(cells, *[(1, 6)] * 6)), [], 3.0)
+    assert "| 20 % | any of 6 of 6 cells, such as kvzip | 60.0 " in text
+    assert "| any of 5 of 5 cells, such as a: 59.0 | a |" in text
+
+
 def test_advice_on_speed_names_cells_that_read_few_rows():
     shares = {"quest": (0.2, 60.0), "omnikv": (0.3, 80.0), "pqcache": (0.4, 70.0)}
     cells = [
@@ -184,6 +198,7 @@ def test_limits_are_those_of_the_models_that_were_measured():
 
     tuned, plain = "an instrument tuned to the task family", "SmolLM2-135M is a very small model"
     assert tuned in limits("smollm2_long") and "no evidence about large models" in limits("smollm2_long")
+    assert "(smollm2-long.md)" in limits("smollm2_long") and "(smollm2.md)" in limits("smollm2")
     assert tuned not in limits("smollm2") and plain in limits("smollm2") and plain not in limits("smollm2_long")
     assert limits("smollm2", "reference").index(plain) < limits("smollm2", "reference").index("The embedded model was")
     assert "at 8 billion parameters" in limits("llama")
