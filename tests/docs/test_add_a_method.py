@@ -11,7 +11,7 @@ import pytest
 from tests.docs.pages import read_blocks
 from tests.support.repository import ROOT
 
-RESULTS = ("efficiency", "measured", "papers", "parity", "published", "studies")  # what pages link to
+RESULTS = ("efficiency", "measured", "papers", "parity", "published", "studies", "tuned")  # what pages link to
 COPIED = ("conf", "docs", "kernels", "kvbench", "methods", "tasks", "tests", *(f"results/{own}" for own in RESULTS))
 LOOKS = ("methods_available(", "list_choices(", "complete_pages(")  # in a file whose tests look at all methods
 CHOSEN = "newest or above or every_method or test_pages or test_doc_tables"
