@@ -187,7 +187,7 @@ def list_kinds() -> Iterator[str]:
 def list_measurements(scores: Sequence[FullScore]) -> Iterator[str]:
     """Yield a table of how the scores were measured."""
     yield from (
-        "| model | weights | task | samples of a subtask, by tokens | seed | dtype | device |",
+        "| model | weights | task | samples of a subtask | seed | dtype | device |",
         "|---|---|---|---|--:|---|---|",
     )
     counts: dict[tuple[object, ...], dict[int, int]] = {}  # source -> length -> samples
@@ -196,7 +196,9 @@ def list_measurements(scores: Sequence[FullScore]) -> Iterator[str]:
             where = score.model, score.weights, score.task, score.seed, score.dtype, score.device
             counts.setdefault(where, {})[score.length] = score.samples
     for (model, weights, task, seed, dtype, device), numbers in counts.items():
-        count = ", ".join(f"{number} of {length}" for length, number in sorted(numbers.items()))
+        count = ", ".join(f"{number} of {length} tokens" for length, number in sorted(numbers.items()))
+        if len(set(numbers.values())) == 1:
+            count = str(next(iter(numbers.values())))
         yield f"| `{model}` | `{weights}` | `{task}` | {count} | {seed} | {dtype} | {device} |"
 
 

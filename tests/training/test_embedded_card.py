@@ -45,7 +45,7 @@ def test_the_tables_say_what_the_file_says(tmp_path):
     begin = lines.index(expected[0])
     assert lines[begin : begin + len(expected)] == expected
     for row in (
-        "| `reference` | `0a1b` | `ruler` | 2, 6 | 20000 | float32 | cpu |",
+        "| `reference` | `0a1b` | `ruler` | 2 of 512 tokens, 6 of 1024 tokens | 20000 | float32 | cpu |",
         "| `reference` | `0a1b` | `ledger` | 10 | 20000 | float32 | cpu |",
     ):
         assert row in lines
