@@ -81,7 +81,7 @@ FEW = 6  # with fewer differing groups than this, exact bounds are used
 BOUND = 100.0  # scores are in [0, BOUND], differences in [-BOUND, BOUND]
 TAIL = 0.975  # quantile of a two-sided 95 % interval
 TOLERANCE = 1e-9  # points; means that differ by less are equal up to rounding
-NODES = 0.1 * np.arange(48)  # nodes of the integral in _chance_above_zero
+NODES = 0.1 * np.arange(48)  # nodes of the integral in compute_chance_above_zero
 PLACES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])  # candidates for its c
 STEPS, CLOSE = 40, 1e-4  # the search for a reach ends after STEPS steps or after one shorter than CLOSE points
 AT_ONCE = 50_000  # groups of all means that are searched for together, which limits memory
@@ -268,46 +268,6 @@ class _Draft:
         return Mean(self.value, low, high, self.error, sum(part.samples for part in self.parts), self.groups)
 
 
-def bound_t_reach(
-    scores: Sequence[np.ndarray], groups: Sequence[Sequence[str]], weights: Sequence[float], tail: float
-) -> np.ndarray:
-    """Return a lower bound of the distance from the mean difference of two columns to the ends of its interval.
-
-    It rules out most pairs of columns without a call of `mean` for each. The bound is the t interval's reach with
-    Σ (G_h − 1) degrees of freedom, the most that Welch and Satterthwaite's formula can give. It is 0 where the interval
-    may come from exact binomial bounds, because these may be narrower than a t interval.
-
-    Args:
-        scores: The scores of each subtask, shape (columns, samples).
-        groups: The group of each sample, for each subtask.
-        weights: The weight of each subtask.
-        tail: As in `mean`.
-
-    Returns:
-        Bounds, shape (columns, columns).
-    """
-    names = sorted({name for subtask_groups in groups for name in subtask_groups})
-    place = {name: at for at, name in enumerate(names)}
-    columns = len(scores[0])
-    pulls = np.zeros((columns, len(names)))
-    exact = np.ones((columns, columns), bool)
-    counts = []
-    for share, values, subtask_groups in zip(normalize_weights(weights, len(scores)), scores, groups, strict=True):
-        one_hot = np.zeros((values.shape[1], len(names)))
-        one_hot[np.arange(values.shape[1]), [place[name] for name in subtask_groups]] = 1
-        sizes = one_hot.sum(0)
-        count = int((sizes > 0).sum())
-        counts.append(count)
-        sums = values @ one_hot - sizes * values.mean(1)[:, None]
-        pulls += share * math.sqrt(count / max(count - 1, 1)) * sums / values.shape[1]
-        change = np.abs(values[:, None] - values)
-        exact &= ((change == 0) | (change == BOUND)).all(2)
-    if min(counts) < 2:
-        return np.zeros((columns, columns))
-    error = np.sqrt(((pulls[:, None] - pulls[None]) ** 2).sum(2))
-    return np.where(exact, 0.0, float(stdtrit(sum(counts) - len(counts), tail)) * error)
-
-
 def needs_exact_bounds(subtasks: Sequence[Values]) -> bool:
     """Return whether so few groups differ that the interval of `mean` comes from exact bounds."""
     return _needs_exact_bounds([subtask.spread for subtask in subtasks])
@@ -456,7 +416,7 @@ def _search_gaffke_reaches(pulls: np.ndarray, sizes: np.ndarray, room: np.ndarra
         unseen = (free - at[:, None] * size).argmax(1)
         size = np.column_stack([size, size[each, unseen]])
         factors = np.column_stack([pulls[left], free[each, unseen]]) - at[:, None] * size
-        chance, slopes = _chance_above_zero(factors)
+        chance, slopes = compute_chance_above_zero(factors)
         level = np.log(chance / (1 - tail))
         slope = -(slopes * size).sum(1) if step == 0 else (level - last[left]) / moved[left]
         go = np.divide(-level, slope, out=np.full(len(left), np.inf), where=slope < 0)
@@ -466,7 +426,7 @@ def _search_gaffke_reaches(pulls: np.ndarray, sizes: np.ndarray, room: np.ndarra
     return reach
 
 
-def _chance_above_zero(factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def compute_chance_above_zero(factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the chance that Σ factor · E > 0 with independent standard exponentials E, and its logarithmic slopes.
 
     The chance is ∫ M(s) / s ds / 2πi along the line with real part c, where M(s) = Π 1 / (1 - factor · s) and

@@ -35,7 +35,7 @@ from kvbench.analysis.score_matrix import MatrixCell, Samples, ScoreBlock, build
 from kvbench.analysis.score_matrix_columns import COLUMNS
 from kvbench.config.catalogue import load_settings
 from kvbench.store.csv_rows import format_rows
-from kvbench.store.published_runs import describe_machines, publish, require_pyarrow
+from kvbench.store.published_runs import PublishedRun, describe_machines, publish, require_pyarrow
 from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import CACHE_GROUPS, StoredRun, flatten
 from kvbench.validation import SettingError
@@ -65,7 +65,7 @@ def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProx
     Raises:
         SettingError: Runs of a protocol cannot be shown in one table (`build_blocks`).
     """
-    finished = [publish(run) for run in runs if run.finished]
+    finished = [run if isinstance(run, PublishedRun) else publish(run) for run in runs if run.finished]
     blocks, refused = build_blocks([run for run in finished if not run.full], finished)
     if refused:
         raise SettingError(refused[0])

@@ -38,8 +38,10 @@ from kvbench.analysis.budget_series import (
     find_obstacle,
 )
 from kvbench.analysis.closing_table import average_known, divide, is_embedded, reduce_known, warn_of_data
-from kvbench.analysis.intervals import TOLERANCE, Mean, bound_t_reach, compute_means
+from kvbench.analysis.intervals import TOLERANCE, Mean, compute_means
+from kvbench.analysis.joint_signs import sign_interval
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages
+from kvbench.analysis.pairwise import Columns
 from kvbench.analysis.run_labels import (
     describe_protocol,
     format_budget,
@@ -377,24 +379,31 @@ class Samples:
 
         All ranks together are within their bounds with a confidence of 95 %: every pair of cells is compared, and the
         level of the intervals counts how many pairs there are (Bonferroni). A cell ranks behind those that score more
-        for certain, and before those that score less for certain. Source: Mogstad, Romano, Shaikh and Wilhelm 2024,
+        for certain, and before those that score less for certain. Most pairs are clear without their interval
+        (kvbench.analysis.pairwise). Source: Mogstad, Romano, Shaikh and Wilhelm 2024,
         "Inference for Ranks with Applications to Mobility across Neighbourhoods and Academic Achievement across
         Countries", Section 3.
         """
-        pairs = [(one, other) for one in range(len(cells)) for other in range(one)]
-        weights = list(self.weights.values())
-        tail = 1 - ERROR / 2 / max(len(pairs), 1)
-        changes = compare_averages([(self.pair(cells[i].run, cells[j].run), weights) for i, j in pairs], tail)
-        better, worse = [0] * len(cells), [0] * len(cells)  # numbers of cells that are better and worse for certain
-        for (one, other), change in zip(pairs, changes, strict=True):  # other - one
-            if change.low is None or change.high is None:
-                continue
-            sign = (change.low > TOLERANCE) - (change.high < -TOLERANCE)
-            if sign:
-                low, high = (one, other) if sign > 0 else (other, one)
-                better[low] += 1
-                worse[high] += 1
-        return [(1 + more, len(cells) - less) for more, less in zip(better, worse, strict=True)]
+        tail = 1 - ERROR / 2 / max(len(cells) * (len(cells) - 1) // 2, 1)
+        better, worse = np.zeros(len(cells), int), np.zeros(len(cells), int)  # numbers of cells that surely are so
+        for one, other, signs, known in self._make_columns(cells).sign_pairs(tail):
+            asked = list(zip(one[~known], other[~known], strict=True))
+            weights = list(self.weights.values())
+            changes = compare_averages([(self.pair(cells[i].run, cells[j].run), weights) for i, j in asked], tail)
+            signs[~known] = [sign_interval(change.low, change.high) for change in changes]
+            low, high = np.where(signs > 0, (one, other), (other, one))[:, signs != 0]
+            np.add.at(better, low, 1)
+            np.add.at(worse, high, 1)
+        return [(1 + more, len(cells) - less) for more, less in zip(better.tolist(), worse.tolist(), strict=True)]
+
+    def _make_columns(self, cells: Sequence[MatrixCell]) -> Columns:
+        """Return the scores of cells as columns, whose pairs are compared at once."""
+        records = [cell.run.records for cell in cells]
+        scores = [
+            np.array([[row[uid]["score"] for uid in uids] for row in records], float) for uids in self.places.values()
+        ]
+        groups = [[self.full.records[uid]["group"] or uid for uid in uids] for uids in self.places.values()]
+        return Columns(scores, groups, list(self.weights.values()))
 
     def average(self, run: StoredRun, read: Callable[[Record], float | None]) -> float | None:
         """Return the weighted mean over subtasks of a number that records have, or None if no record has it."""
@@ -406,10 +415,10 @@ class Samples:
         most = max((cell.score.value for cell in cells), default=0.0)
         level = 1 - ERROR / max(len(cells) - 1, 1)
         ordered = sorted(cells, key=lambda cell: -cell.score.value)  # the best ones decide most comparisons
-        rivals = self._list_rivals(ordered, level)
-        beaten: set[str] = set()
         compared = max(FEWEST_RIVALS, COMPARED // max(len(cells), 1))
-        for rank in range(min(max(map(len, rivals), default=0), compared)):
+        rivals = self._make_columns(ordered).list_rivals(level, compared) if cells else []
+        beaten: set[str] = set()
+        for rank in range(max(map(len, rivals), default=0)):
             asked = [
                 (cell, ordered[cell_rivals[rank]])
                 for cell, cell_rivals in zip(ordered, rivals, strict=True)
@@ -452,23 +461,6 @@ class Samples:
             for cell, change in zip(tied, changes, strict=True)
             if change.low is not None
         }
-
-    def _list_rivals(self, cells: Sequence[MatrixCell], level: float) -> list[list[int]]:
-        """Return the places of the cells that may beat each cell, in order.
-
-        A rival scores more. If its interval is not exact, it must also beat the cell by the t interval alone, which
-        is never wider than the interval of `kvbench.analysis.intervals.mean`.
-        """
-        values = np.array([cell.score.value for cell in cells])
-        scores = [
-            np.array([[cell.run.records[uid]["score"] for uid in uids] for cell in cells], float)
-            for uids in self.places.values()
-        ]
-        groups = [[self.full.records[uid]["group"] or uid for uid in uids] for uids in self.places.values()]
-        reach = bound_t_reach(scores, groups, list(self.weights.values()), level)
-        beyond = values[None, :] - values[:, None]  # of the rival, over the cell
-        may_beat = (beyond > TOLERANCE) & (beyond > reach - TOLERANCE)
-        return [np.flatnonzero(rivals).tolist() for rivals in may_beat]
 
 
 def read_share(names: tuple[str, str], record: Record) -> float | None:
