@@ -98,7 +98,8 @@ class Columns:
         def measure(one: slice, other: slice) -> np.ndarray:
             partial, scores, squares, every = self._partial
             crossed: np.ndarray = 2 * scores[one] @ every[other].T - partial[one] @ (every[other] ** 2).T
-            return squares[one, None] - crossed
+            far: np.ndarray = squares[one, None] - crossed
+            return far
 
         return (measure(rows, columns) < SAME) & (measure(columns, rows).T < SAME)
 

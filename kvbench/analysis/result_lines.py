@@ -1,7 +1,7 @@
 """Compute a line for each cell of measured runs, from which docs/results.md is made.
 
 Lines are computed from the published part of runs alone (kvbench.store.published_runs): those of a store and those of
-a Parquet file with a row for each sample come by the same functions, and are equal. CSV files hold the lines of tiers
+a Parquet file with a row for each sample come by the same functions, and are equal. CSV files hold the lines of parts
 that were measured before samples were published.
 
 A line holds what `kvbench results scores --format csv` says about a run, and beside it
@@ -12,25 +12,31 @@ A line holds what `kvbench results scores --format csv` says about a run, and be
     allocator_gain               paired difference from the same cell with allocator=uniform, in points
     codec_gain                   likewise with codec=raw
     question_gain                likewise with the question visible
+    bytes_gain                   likewise from the cell of the same method with fewer raw rows and equal bytes, whose
+                                 hash is bytes_gain_from (kvbench.analysis.byte_front.pair_at_equal_bytes)
     …_sign                       -1, 0 or 1: whether a gain is below or above 0, jointly for all cells of a protocol; of
                                  the difference from the full cache for those of a budget (kvbench.analysis.joint_signs)
     machine, versions, code      where and by which code it was made; `replay` is the hash of tests/replay
 
-Numbers are rounded to DECIMALS in a CSV. Nothing in a line depends on other tiers.
+Numbers are rounded to DECIMALS in a CSV. Nothing in a line depends on other parts of the study. `read_part` also
+compares the cells that were planned to be compared (kvbench.analysis.planned_comparisons).
 """
 
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from kvbench.analysis.answer_metrics import FIDELITY, collect_fidelity
 from kvbench.analysis.byte_classes import split_column
+from kvbench.analysis.byte_front import pair_at_equal_bytes
 from kvbench.analysis.intervals import compute_means
 from kvbench.analysis.joint_signs import sign_changes
 from kvbench.analysis.paired import PairedScores, compare_averages
+from kvbench.analysis.planned_comparisons import PlannedComparison, compare_planned
 from kvbench.analysis.score_matrix import MatrixCell, Samples, ScoreBlock, build_blocks, list_cells
 from kvbench.analysis.score_matrix_columns import COLUMNS
 from kvbench.config.catalogue import load_settings
@@ -41,6 +47,7 @@ from kvbench.store.runs import CACHE_GROUPS, StoredRun, flatten
 from kvbench.validation import SettingError
 
 DECIMALS = 4
+BYTES_GAIN = "bytes_gain"
 GAINS = {  # name of a gain -> group or setting, and its value in the cell to compare with
     "allocator_gain": ("allocator", "uniform"),
     "codec_gain": ("codec", "raw"),
@@ -48,27 +55,54 @@ GAINS = {  # name of a gain -> group or setting, and its value in the cell to co
 }
 TEXTS = (  # columns whose values may look like numbers and are none
     *("model", "task", "question", "protocol", "average", "label", "warnings", "rank_class", "machine", "dtype"),
-    *("torch", "transformers", "code", "replay", "hash"),
+    *("torch", "transformers", "code", "replay", "hash", "bytes_gain_from"),
 )
 CSV, ROWS = ".csv", ".parquet"  # ends of the names of files with lines, and with rows of samples
 SIGN = "_sign"  # ends the name of a joint sign
 Line = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class PartNumbers:
+    """What the published runs of a part of the study say.
+
+    Attributes:
+        lines: A line for each cell.
+        planned: The planned comparisons; empty if only lines are known.
+    """
+
+    lines: Sequence[Line]
+    planned: Sequence[PlannedComparison] = ()
+
+
 def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
     """Return a line for each run, and for each full cache that they are compared with.
 
     Args:
-        runs: The runs of a tier, finished or not, with those of the full cache. Unfinished ones are left out.
+        runs: The runs of a part, finished or not, with those of the full cache. Unfinished ones are left out.
         files: `content_hash` of a file -> its name. Settings, and so labels, hold the hashes.
 
     Raises:
         SettingError: Runs of a protocol cannot be shown in one table (`build_blocks`).
     """
+    return describe_blocks(build_finished(runs), files)
+
+
+def build_finished(runs: Sequence[StoredRun]) -> list[ScoreBlock]:
+    """Return the blocks of the finished runs, as they are published.
+
+    Raises:
+        SettingError: As `make_lines`.
+    """
     finished = [run if isinstance(run, PublishedRun) else publish(run) for run in runs if run.finished]
     blocks, refused = build_blocks([run for run in finished if not run.full], finished)
     if refused:
         raise SettingError(refused[0])
+    return blocks
+
+
+def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> list[Line]:
+    """Return a line for each cell of blocks, as `make_lines`."""
     gains = compute_gains(blocks)
     lines = []
     for block in blocks:
@@ -171,7 +205,9 @@ def name_ends(*names: str) -> list[str]:
     return [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
 
 
-NO_GAINS: Line = dict.fromkeys([name for gain in GAINS for name in (*name_ends(gain), f"{gain}{SIGN}")])
+NO_GAINS: Line = dict.fromkeys(
+    [name for gain in (*GAINS, BYTES_GAIN) for name in (*name_ends(gain), f"{gain}{SIGN}")] + [f"{BYTES_GAIN}_from"]
+)
 
 
 def compute_gains(blocks: Sequence[ScoreBlock]) -> dict[str, Line]:
@@ -188,6 +224,12 @@ def compute_gains(blocks: Sequence[ScoreBlock]) -> dict[str, Line]:
                 both = pair_subtasks(other, run, samples[other.hash], samples[run.hash])
                 known.append((both, list(samples[run.hash].weights.values())))
                 places.append((run.hash, gain))
+    partners: dict[str, str] = {}
+    for block in blocks:
+        for pair in pair_at_equal_bytes(block):
+            known.append((block.paired.pair(pair.raw.run, pair.coded.run), list(block.paired.weights.values())))
+            places.append((pair.coded.run.hash, BYTES_GAIN))
+            partners[pair.coded.run.hash] = pair.raw.run.hash
     gains: dict[str, Line] = {}
     for (name, gain), change in zip(places, compare_averages(known), strict=True):
         ends = dict(zip(name_ends(gain), (change.difference, change.low, change.high), strict=True))
@@ -201,6 +243,8 @@ def compute_gains(blocks: Sequence[ScoreBlock]) -> dict[str, Line]:
         for at, sign in zip(family, sign_changes([known[at] for at in family]), strict=True):
             name, gain = places[at]
             gains[name][f"{gain}{SIGN}"] = sign
+    for name, partner in partners.items():
+        gains[name][f"{BYTES_GAIN}_from"] = partner
     return gains
 
 
@@ -245,17 +289,33 @@ def read_lines(path: Path) -> list[Line]:
     """Return the lines of a file: those of a CSV as they are, or those that follow from the rows of a Parquet file.
 
     Raises:
-        SettingError: The file cannot be read, pyarrow is not installed, or its runs cannot be shown in one table.
+        SettingError: As `read_part`.
+    """
+    return list(read_part(path).lines)
+
+
+def read_part(path: Path, pairs: Sequence[tuple[str, str]] = ()) -> PartNumbers:
+    """Return the lines of a file (`read_lines`), and of rows also the planned comparisons.
+
+    Args:
+        path: The file.
+        pairs: The pairs of cells whose comparison was planned.
+
+    Raises:
+        SettingError: The file cannot be read, pyarrow is not installed, its runs cannot be shown in one table, or a
+            pair means several cells of one budget.
     """
     if path.suffix == CSV:
         try:
-            return parse_lines(path.read_text(encoding="utf-8"))
+            return PartNumbers(parse_lines(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise SettingError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     require_pyarrow(path)
     from kvbench.store.published_file import read_published
 
-    return make_lines(*read_published(path))
+    runs, files = read_published(path)
+    blocks = build_finished(runs)
+    return PartNumbers(describe_blocks(blocks, files), compare_planned(pairs, blocks))
 
 
 def list_line_files(folder: Path) -> list[Path]:

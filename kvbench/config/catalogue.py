@@ -118,13 +118,22 @@ def find_preset(group: str, settings: Mapping[str, Any]) -> str | None:
         group: "method", "allocator" or "codec".
         settings: The part's settings, as in a run's identity.
     """
+    chosen = next(iter(list_presets(group, settings)), None)
+    return None if chosen is None or chosen == next(iter(_resolve_presets(group, settings["name"]))) else chosen
+
+
+def list_presets(group: str, settings: Mapping[str, Any]) -> list[str]:
+    """Return all presets that a part of a run has the settings of, the default one first.
+
+    Args:
+        group: As in `find_preset`.
+        settings: Likewise.
+    """
     name = settings["name"]
     presets = _resolve_presets(group, name) if name in list_choices(group) else {}
-    matching = (
+    return [
         preset for preset, values in presets.items() if all(settings.get(key) == value for key, value in values.items())
-    )
-    chosen = next(matching, None)
-    return None if chosen == next(iter(presets), None) else chosen
+    ]
 
 
 def describe_part(group: str, settings: Mapping[str, Any]) -> str:

@@ -11,12 +11,14 @@ task, question and protocol. Cells are of three kinds, which no table mixes:
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 from kvbench.analysis.byte_classes import READS, split_by_measure
 from kvbench.analysis.joint_signs import find_margin, is_no_worse, sign_known_intervals
 from kvbench.analysis.known_intervals import subtract_intervals
-from kvbench.analysis.result_lines import SIGN, Line
+from kvbench.analysis.planned_comparisons import PlannedComparison
+from kvbench.analysis.result_lines import BYTES_GAIN, SIGN, Line
 
 ALL = 0.995  # a cell with at least this share of the full cache's bytes counts as holding all of them
 EQUAL = 0.05  # part by which the bytes of two cells may differ that are compared at equal bytes
@@ -40,11 +42,15 @@ class Section:
         part: Name of the part.
         protocol: What the cells have in common.
         cells: Their lines, with that of the full cache.
+        planned: The planned comparisons of two of them.
+        planned_in_all: Number of planned comparisons of the part, whose signs hold together.
     """
 
     part: str
     protocol: Protocol
     cells: Sequence[Line]
+    planned: Sequence[PlannedComparison] = ()
+    planned_in_all: int = 0
 
     @property
     def title(self) -> str:
@@ -78,11 +84,22 @@ class Section:
         return [line for line in list_methods(self.cells) if classify(line) in kinds]
 
 
-def split_sections(parts: Mapping[str, Sequence[Line]]) -> list[Section]:
-    """Return the sections of all parts, in the order in which they begin."""
-    return [
-        Section(part, protocol, cells) for part, lines in parts.items() for protocol, cells in split_protocols(lines)
-    ]
+def split_sections(
+    parts: Mapping[str, Sequence[Line]], planned: Mapping[str, Sequence[PlannedComparison]] = MappingProxyType({})
+) -> list[Section]:
+    """Return the sections of all parts, in the order in which they begin.
+
+    Args:
+        parts: Name of a part -> its lines.
+        planned: Name of a part -> its planned comparisons, for the parts that have any.
+    """
+    sections = []
+    for part, lines in parts.items():
+        for protocol, cells in split_protocols(lines):
+            names = {line["hash"] for line in cells}
+            compared = [each for each in planned.get(part, ()) if {each.one, each.other} <= names]
+            sections.append(Section(part, protocol, cells, compared, len(planned.get(part, ()))))
+    return sections
 
 
 def split_protocols(lines: Sequence[Line]) -> list[tuple[Protocol, list[Line]]]:
@@ -258,22 +275,47 @@ def find_spreads(section: Section) -> list[Spread]:
 
 
 @dataclass(frozen=True)
-class EqualBytes:
+class BytesPair:
     """Two cells of a method that hold equal bytes: many rows in a codec, and fewer raw rows.
 
     Attributes:
         coded: The cell with the codec.
         raw: The cell with raw rows.
-        change: Difference of their scores, coded - raw, with its 95 % interval, which takes them as independent.
+        change: Difference of their scores, coded - raw, and the ends of its 95 % interval.
+        sign: -1, 0 or 1: whether the difference is below or above 0, jointly for all pairs of the section.
+        paired: Whether the interval is paired by sample. Otherwise it takes the scores as independent.
     """
 
     coded: Line
     raw: Line
-    change: tuple[float, float, float]
+    change: tuple[float, float | None, float | None]
+    sign: int
+    paired: bool
 
 
-def pair_equal_bytes(section: Section) -> list[EqualBytes]:
-    """Return the pairs of a section: for each cell with a codec, the raw cell of its method with the nearest bytes."""
+def pair_equal_bytes(section: Section) -> list[BytesPair]:
+    """Return the pairs of a section: for each cell with a codec, the raw cell of its method with the nearest bytes.
+
+    Lines that come from rows name their pairs. Lines of older versions are paired here, by what they say.
+    """
+    if not any(f"{BYTES_GAIN}_from" in line for line in section.cells):
+        return pair_older_lines(section)
+    lines = {line["hash"]: line for line in section.cells}
+    return [
+        BytesPair(
+            line,
+            lines[line[f"{BYTES_GAIN}_from"]],
+            (line[BYTES_GAIN], line[f"{BYTES_GAIN}_low"], line[f"{BYTES_GAIN}_high"]),
+            line[f"{BYTES_GAIN}{SIGN}"],
+            paired=True,
+        )
+        for line in section.cells
+        if line.get(f"{BYTES_GAIN}_from") is not None
+    ]
+
+
+def pair_older_lines(section: Section) -> list[BytesPair]:
+    """Return the pairs of a section whose lines do not name them, with intervals that follow from those of scores."""
     pairs = []
     raw = section.list_cells(EVICTING)
     for coded in (line for line in section.list_cells(POINT) if line["codec"] != "raw"):
@@ -287,9 +329,9 @@ def pair_equal_bytes(section: Section) -> list[EqualBytes]:
         ]
         if alike:
             nearest = min(alike, key=lambda line: abs(line["bytes_held"] - coded["bytes_held"]))
-            change = subtract_intervals(*(read_score(line) for line in (coded, nearest)))
-            pairs.append(EqualBytes(coded, nearest, change))
-    return pairs
+            pairs.append((coded, nearest, subtract_intervals(*(read_score(line) for line in (coded, nearest)))))
+    signs = sign_known_intervals([change for *_, change in pairs])
+    return [BytesPair(*pair, sign, paired=False) for pair, sign in zip(pairs, signs, strict=True)]
 
 
 def read_bytes(line: Line) -> float:

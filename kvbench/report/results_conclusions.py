@@ -20,7 +20,7 @@ from kvbench.report.results_cells import (
     POINT,
     TURN_TASKS,
     TWICE,
-    EqualBytes,
+    BytesPair,
     Section,
     count_signs,
     count_with_files,
@@ -231,7 +231,7 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
         return None
     section, pairs = max(paired, key=lambda entry: (entry[0] in main, entry[0].samples, len(entry[1])))
     count = len(pairs)
-    signs = sign_known_intervals([pair.change for pair in pairs])
+    signs = [pair.sign for pair in pairs]
     more, less = signs.count(1), signs.count(-1)
     most = max(pairs, key=lambda pair: pair.change[0])
     least = min(pairs, key=lambda pair: pair.change[0])
@@ -243,7 +243,7 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
     )
 
 
-def describe_pair(pair: EqualBytes) -> str:
+def describe_pair(pair: BytesPair) -> str:
     """Return the two cells of a pair, their bytes and the difference of their scores."""
     coded, raw = pair.coded, pair.raw
     rows = [format_budget(line["budget"]) for line in (coded, raw)]

@@ -9,10 +9,13 @@ files give the same pages.
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from kvbench.analysis.joint_signs import MARGIN
-from kvbench.analysis.result_lines import Line, list_line_files, read_lines
+from kvbench.analysis.planned_comparisons import PlannedComparison
+from kvbench.analysis.result_lines import Line, PartNumbers, list_line_files, read_part
 from kvbench.atomic import replace_file
+from kvbench.config.tiers import read_tiers
 from kvbench.report import results_choice
 from kvbench.report.results_cells import LONG_TASKS, POINT, TURN_TASKS, Section, list_methods, split_sections
 from kvbench.report.results_conclusions import LEVEL, draw_conclusions
@@ -139,14 +142,16 @@ def write_results_page(
     Raises:
         SettingError: A file has no lines.
     """
-    parts = read_parts(files)
+    numbers = read_parts(files)
+    parts = {part: known.lines for part, known in numbers.items()}
+    planned = {part: known.planned for part, known in numbers.items()}
     sections = split_sections(parts)
     pictures = draw_pictures(sections)
     figure = choose_figure(sections)
     pictures |= {FIGURE: draw_figure(figure)} if figure else {}
     folders = list(dict.fromkeys(os.path.relpath(path.parent, out) for path in files.values()))
     tables = read_cost_tables(efficiency) if efficiency else []
-    pages = format_pages(parts, folders, pictures, tables, margin)
+    pages = format_pages(parts, folders, pictures, tables, margin, planned)
     (out / "images").mkdir(parents=True, exist_ok=True)
     written = {out / name: text for name, text in pages.items()}
     written |= {out / "images" / f"{name}.svg": text for name, text in pictures.items()}
@@ -156,17 +161,18 @@ def write_results_page(
     return list(written)
 
 
-def read_parts(files: Mapping[str, Path]) -> dict[str, list[Line]]:
-    """Return part -> its lines. A tier of conf/measured.yaml is a part of the study.
+def read_parts(files: Mapping[str, Path]) -> dict[str, PartNumbers]:
+    """Return part -> its lines, and the comparisons that conf/measured.yaml plans for it.
 
     Raises:
         SettingError: A file has no lines.
     """
-    tiers = {tier: read_lines(path) for tier, path in files.items()}
-    for tier, lines in tiers.items():
-        if not lines:
-            raise SettingError(f"{files[tier]}: has no lines")
-    return tiers
+    known = read_tiers()
+    parts = {part: read_part(path, known[part].pairs if part in known else ()) for part, path in files.items()}
+    for part, numbers in parts.items():
+        if not numbers.lines:
+            raise SettingError(f"{files[part]}: has no lines")
+    return parts
 
 
 def format_pages(
@@ -175,6 +181,7 @@ def format_pages(
     pictures: Mapping[str, str],
     tables: Sequence[CostTable] = (),
     margin: float = MARGIN,
+    planned: Mapping[str, Sequence[PlannedComparison]] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Return the name of each page and its text, docs/results.md first.
 
@@ -184,8 +191,9 @@ def format_pages(
         pictures: Names of the pictures that there are.
         tables: Tables of times.
         margin: As in `write_results_page`.
+        planned: Name of a part -> its planned comparisons.
     """
-    sections = split_sections(parts)
+    sections = split_sections(parts, planned)
     pages = {PAGE: format_front(sections, sources, pictures, margin)}
     for page in PAGES:
         pages[name_page(page)] = format_subpage(page, parts, sections, pictures, tables, margin)

@@ -6,7 +6,8 @@ go by bytes, the fewest first.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvbench.analysis.joint_signs import find_margin, sign_known_intervals
+from kvbench.analysis.joint_signs import find_margin
+from kvbench.analysis.planned_comparisons import PlannedComparison
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column, format_interval, format_markdown, format_number, format_percent
 from kvbench.report.results_cells import (
@@ -66,9 +67,15 @@ difference of the highest and the lowest score. Its interval follows from those 
 independent; the two were chosen for their distance, so it says too much. *apart* does not: it counts the pairs of cells
 that differ, jointly for all pairs of a section (Holm's procedure)."""
 EQUAL_BYTES = """\
-A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most 5 %. The
-interval of *gain* follows from those of the two scores and takes them as independent. They are of the same samples, so
-it is wider than a paired one would be."""
+A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most 5 %."""
+PAIRED = "The intervals of *gain* are paired by sample."
+INDEPENDENT = "The intervals of *gain* take the two scores as independent, and are wider than paired ones."
+PLANNED = (
+    "**Planned comparisons.** These pairs were named before they were measured. *difference* is the score of the "
+    "second cell less that of the first, paired by sample, with its 95 % interval. *more* says which of them scores "
+    "more; these signs hold together with 95 % confidence for all {count} planned comparisons of the part (Holm's "
+    "procedure)."
+)
 POINTS = (
     "These cells are points at their measured bytes: a codec packs the rows, or the method decides how many rows stay."
 )
@@ -85,7 +92,31 @@ def format_section(section: Section, margin: float) -> list[str]:
     readers = format_scores(section, READING, margin)
     if readers:
         text += [wrap(" ".join([READERS, *describe_holders(section)])), "", *readers, ""]
-    return [*text, *format_points(section, margin)]
+    return [*text, *format_points(section, margin), *format_planned(section)]
+
+
+def format_planned(section: Section) -> list[str]:
+    """Return the table of the planned comparisons; empty without any."""
+    if not section.planned:
+        return []
+    lines = {line["hash"]: line for line in section.cells}
+
+    def name(run: str) -> str:
+        line = lines[run]
+        return f"{line['label']}, {format_budget(line['budget'])} ({format_percent(line['bytes_held'])} of the bytes)"
+
+    def decide(comparison: PlannedComparison) -> str:
+        return {-1: "first", 0: "not shown", 1: "second"}[comparison.sign]
+
+    columns = [
+        Column("first", "", lambda each: name(each.one)),
+        Column("second", "", lambda each: name(each.other)),
+        Column("first score", "", lambda each: format_number(lines[each.one]["score"])),
+        Column("second score", "", lambda each: format_number(lines[each.other]["score"])),
+        Column("difference", "", lambda each: format_difference(*each.change)),
+        Column("more", "", decide),
+    ]
+    return [wrap(PLANNED.format(count=section.planned_in_all)), "", *format_markdown(columns, section.planned), ""]
 
 
 def describe_separation(section: Section, margin: float) -> list[str]:
@@ -289,10 +320,11 @@ def format_equal_bytes(sections: Sequence[Section]) -> list[str]:
         pairs = pair_equal_bytes(section)
         if not pairs:
             continue
-        signs = sign_known_intervals([pair.change for pair in pairs])
+        signs = [pair.sign for pair in pairs]
         sentence = (
             f"**{section.title}.** The cell with the codec scores more in {signs.count(1)} of {len(pairs)} pairs and "
-            f"less in {signs.count(-1)}; in {signs.count(0)} neither is shown.{JOINT}"
+            f"less in {signs.count(-1)}; in {signs.count(0)} neither is shown.{JOINT} "
+            f"{PAIRED if all(pair.paired for pair in pairs) else INDEPENDENT}"
         )
         columns = [
             Column("cell with a codec", "", lambda pair: pair.coded["label"]),
@@ -305,4 +337,4 @@ def format_equal_bytes(sections: Sequence[Section]) -> list[str]:
         ]
         ordered = sorted(pairs, key=lambda pair: (pair.raw["budget"], -pair.change[0], pair.coded["label"]))
         text += [wrap(sentence), "", *format_markdown(columns, ordered), ""]
-    return [EQUAL_BYTES, "", *text] if text else []
+    return [wrap(EQUAL_BYTES), "", *text] if text else []

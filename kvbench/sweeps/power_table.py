@@ -12,8 +12,8 @@ from kvbench.analysis.result_lines import Line, list_line_files, read_lines
 from kvbench.analysis.text_table import Column, format_table, wrap_texts
 from kvbench.config.catalogue import build, resolve
 from kvbench.config.compose import compose
+from kvbench.config.planned_pairs import ProtocolCell, count_pairs, parse_settings
 from kvbench.papers.experiment_key import CUT_SETTINGS
-from kvbench.sweeps.planned_pairs import ProtocolCell, count_pairs
 from kvbench.validation import SettingError, call_hook
 
 CELL_SETTINGS = {*CUT_SETTINGS, "method", "codec"}  # in which the cells of a protocol may differ
@@ -74,7 +74,7 @@ def describe_power(
         width: Width in characters.
         deviation: Standard deviation of a sample's difference in points; None estimates it for each model and task.
         rate: How many answers are given in a minute; None if that is not known.
-        pairs: The pairs of cells whose comparison is planned (kvbench.sweeps.planned_pairs).
+        pairs: The pairs of cells whose comparison is planned (kvbench.config.planned_pairs).
 
     Raises:
         SettingError: No protocol says how many samples it has, a setting is invalid, or a pair has no cells.
@@ -133,7 +133,8 @@ def list_protocols(cells: Iterable[Sequence[str]]) -> tuple[list[PlannedProtocol
             continue
         key = name_protocol(config)
         configs.setdefault(key, config)
-        planned.setdefault(key, []).append(ProtocolCell(key, tuple(overrides), str(config.budget)))
+        settings = tuple(f"{name}={value}" for name, value in parse_settings(overrides).items())  # each once
+        planned.setdefault(key, []).append(ProtocolCell(key, settings, str(config.budget)))
     protocols: list[PlannedProtocol] = []
     unknown: dict[str, None] = {}
     for key, config in configs.items():

@@ -118,6 +118,25 @@ def test_gains_are_paired_with_the_same_cell_without_it(runs):
     assert read(plain, "allocator_gain") == read(kivi, "allocator_gain") == (None, None, None)
 
 
+def test_codecs_are_paired_with_fewer_raw_rows_of_equal_bytes(tmp_path):
+    write_run(tmp_path, draw_records(1.0, 1.0, 1), method=FULL)
+    for budget, chance in ((0.2, 0.3), (0.4, 0.6)):
+        write_run(tmp_path, draw_records(budget, chance, 2), method={"name": "knorm"}, budget=budget)
+    write_run(tmp_path, draw_records(0.2, 0.9, 3), method={"name": "knorm"}, codec=KIVI, budget=0.8)
+    write_run(tmp_path, draw_records(0.3, 0.9, 3), method={"name": "knorm"}, codec=KIVI, budget=0.9)
+    runs = load_runs(tmp_path)
+    lines, stored = make_lines(runs), {run.hash: run for run in runs}
+    [coded] = [line for line in lines if line["bytes_gain"] is not None]
+    [raw] = [line for line in lines if line["hash"] == coded["bytes_gain_from"]]
+    assert (coded["codec"], coded["budget"], raw["codec"], raw["budget"]) == ("kivi", 0.8, "raw", 0.2)
+    scores = [[record["score"] for record in stored[line["hash"]].records.values()] for line in (raw, coded)]
+    change = compare_scores(*scores, list(stored[raw["hash"]].records))
+    assert (coded["bytes_gain"], coded["bytes_gain_low"]) == (change.difference, change.low)
+    assert coded["bytes_gain_high"] == change.high and coded["bytes_gain_sign"] == 1
+    [again] = [line for line in parse_lines(format_lines(lines)) if line["bytes_gain"] is not None]
+    assert again["bytes_gain_from"] == raw["hash"]
+
+
 def test_signs_hold_for_the_cells_of_a_protocol_and_of_a_budget(runs):
     lines, stored = make_lines(runs), {run.hash: run for run in runs}
     signs = {}
@@ -147,7 +166,7 @@ def test_signs_are_joint_within_a_protocol_and_not_across(runs, monkeypatch):
 
     monkeypatch.setattr("kvbench.analysis.result_lines.sign_changes", sign)
     make_lines(runs)
-    gains = [1, 1, 1, 5]  # the allocator with each question, the codec, and the hidden question
+    gains = [1, 1, 1, 1, 5]  # the allocator with each question, the codec twice, and the hidden question
     assert sorted(sizes) == [*gains, 5, 6]  # the last two are the columns: kivi has no cell with a hidden question
 
 

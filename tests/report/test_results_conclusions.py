@@ -96,6 +96,7 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     decided = make_line("tova", "threshold=-3", 90.0, bytes_held=0.2)
     [section] = split(a=[*make_class(*BEST), coded, other, larger, whole, decided])
     [pair] = pair_equal_bytes(section)
+    assert (pair.sign, pair.paired) == (1, False)
     assert (pair.coded, pair.raw["label"]) == (coded, "tova")
     assert pair.change == pytest.approx((20.0, 20.0 - 50**0.5, 20.0 + 50**0.5))
     sentence = conclude_codecs([section], 3.0)
@@ -105,6 +106,19 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     assert conclude_codecs([larger, section], 3.0) == sentence
     assert conclude_codecs([larger, *split(a=make_class(*BEST))], 3.0).cells.startswith("part b, reference, ruler")
     assert conclude_codecs(split(a=make_class(*BEST)), 3.0) is None
+
+
+def test_codecs_have_paired_intervals_where_lines_come_from_rows():
+    [tova] = [line for line in make_class(*BEST) if line["label"] == "tova"]
+    gain = {"bytes_gain_from": tova["hash"], "bytes_gain": 4.0, "bytes_gain_low": 1.0, "bytes_gain_high": 7.0}
+    coded = make_line("tova · int4", 0.71, 74.0, codec="int4", bytes_held=0.3, **gain, bytes_gain_sign=1)
+    alike = make_line("tova · int8", 0.38, 70.0, codec="int8", bytes_held=0.2)  # would pair by its bytes alone
+    [section] = split(a=[*make_class(*BEST), coded, alike])
+    [pair] = pair_equal_bytes(section)
+    assert (pair.coded, pair.raw["label"], pair.change) == (coded, "tova", (4.0, 1.0, 7.0))
+    assert (pair.sign, pair.paired) == (1, True)
+    sentence = conclude_codecs([section], 3.0)
+    assert "in 1 of 1 pairs" in sentence.headline and "+4.0 [+1.0, +7.0]" in sentence.text
 
 
 def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvbench.analysis.result_lines import NO_GAINS, NO_RANKS
+from kvbench.analysis.result_lines import BYTES_GAIN, NO_GAINS, NO_RANKS
 
 
 def make_line(label: str, budget: float | str, score: float, **changed: Any) -> dict[str, Any]:
@@ -21,7 +21,8 @@ def make_line(label: str, budget: float | str, score: float, **changed: Any) -> 
     line |= {"difference": score - 90.0, "low": score - 95.0, "high": score - 85.0, "kl": None, "warnings": None}
     line |= dict.fromkeys(("bytes_held", "bytes_with_files", "bytes_in_all", "rows_kept", "rows_attended"), share)
     line |= {"machine": "cpu", "dtype": "float32", "torch": "2", "transformers": "5", "code": "git x", "hash": label}
-    return line | NO_RANKS | NO_GAINS | {"difference_sign": None} | changed
+    gains = {name: None for name in NO_GAINS if not name.startswith(BYTES_GAIN)}  # as lines that name no pairs
+    return line | NO_RANKS | gains | {"difference_sign": None} | changed
 
 
 def make_full(**changed: Any) -> dict[str, Any]:

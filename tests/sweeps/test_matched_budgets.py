@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
 from kvbench.analysis.byte_classes import SPREAD
+from kvbench.config.planned_pairs import parse_settings
 from kvbench.config.tiers import read_tiers
 from kvbench.sweeps.plan import expand_sweep
-from kvbench.sweeps.planned_pairs import parse_settings
 from tests.support.tiny_models import COMMON, draw_model, heads, ids, make_fresh, rope
 
 PAIRS = dict.fromkeys(

@@ -10,7 +10,7 @@ from kvbench.analysis.power import Power, compute_power, compute_reach, estimate
 from kvbench.cli.measured import main as measured
 from kvbench.cli.plan import main as plan
 from kvbench.config.compose import compose_config
-from kvbench.sweeps.planned_pairs import ProtocolCell, count_pairs
+from kvbench.config.planned_pairs import ProtocolCell, count_pairs
 from kvbench.sweeps.power_table import count_samples, list_protocols
 from kvbench.validation import SettingError
 

@@ -8,10 +8,10 @@ import pytest
 
 from kvbench.analysis.power import compute_reach
 from kvbench.config.compose import compose, list_choices
+from kvbench.config.planned_pairs import count_pairs, parse_settings
 from kvbench.config.tiers import Tier, choose_tiers, quote, read_tiers
 from kvbench.runs.spec import SharedParts
 from kvbench.sweeps.plan import describe_run, expand_sweep
-from kvbench.sweeps.planned_pairs import count_pairs, parse_settings
 from kvbench.sweeps.power_table import list_protocols
 from kvbench.sweeps.tier_store import check_store, collect_runs, describe_return, list_values
 from kvbench.validation import SettingError

@@ -1,0 +1,126 @@
+"""Planned comparisons of published runs: which cells they compare, and with which intervals and signs."""
+
+import random
+
+import pytest
+
+from kvbench.analysis.result_lines import read_part
+from kvbench.config.catalogue import load_settings
+from kvbench.report.results_cells import split_sections
+from kvbench.report.results_tables import format_planned
+from kvbench.store.published_file import write_published
+from kvbench.store.published_runs import publish
+from kvbench.store.runs import load_runs
+from kvbench.validation import SettingError
+from tests.support.made_up_runs import write_run
+from tests.support.report_store import make_records
+from tests.support.single_tables import compare_scores
+
+CHANCES = {"snapkv": 0.9, "keydiff": 0.2, "tova": 0.8}
+PAPER = ("method=snapkv method.preset=paper", "method=snapkv method.preset=kvpress")
+
+
+def draw_records(held: float, chance: float, seed: int) -> dict[str, dict]:
+    """Records of one subtask of 30 samples, right with this chance."""
+    draw = random.Random(seed)
+    drawn = make_records(held, 100, count=30)
+    return {
+        uid: record | {"score": 100.0 * (draw.random() < chance), "group": uid}
+        for uid, record in drawn.items()
+        if record["subtask"] == "vt"
+    }
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Rows with two questions, three methods at two budgets, a codec, and two presets."""
+    folder = tmp_path_factory.mktemp("store")
+    for at, question in enumerate(("visible", "hidden")):
+        write_run(folder, draw_records(1.0, 1.0, 0), method={"name": "full"}, question=question)
+        for name, chance in CHANCES.items():
+            for budget in (0.2, 0.5):
+                records = draw_records(budget, chance, at + len(name))
+                write_run(folder, records, method={"name": name}, budget=budget, question=question)
+        coded = draw_records(0.2, 0.95, at)
+        write_run(folder, coded, method={"name": "snapkv"}, codec={"name": "int4"}, budget=0.711, question=question)
+    for preset in ("paper", "kvpress"):
+        given = load_settings("method", "snapkv", {"preset": preset})
+        method = {name: value for name, value in given.items() if name not in ("preset", "_target_")}
+        write_run(folder, draw_records(0.1, 0.5, len(preset)), method=method, budget=0.1)
+    write_published([publish(run) for run in load_runs(folder)], {}, folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def describe(part):
+    lines = {line["hash"]: line for line in part.lines}
+
+    def name(line):
+        return line["question"], line["method"], line["codec"], line["budget"]
+
+    return [(name(lines[each.one]), name(lines[each.other])) for each in part.planned]
+
+
+def test_a_pair_is_compared_in_every_column_that_has_both(path):
+    assert describe(read_part(path, [("method=snapkv", "method=tova")])) == [
+        ((question, "snapkv", "raw", budget), (question, "tova", "raw", budget))
+        for question in ("visible", "hidden")
+        for budget in (0.2, 0.5)
+    ]
+
+
+def test_a_pair_with_budgets_is_compared_at_these(path):
+    pair = ("method=snapkv budget=0.2", "method=snapkv codec=int4 budget=0.711")
+    assert describe(read_part(path, [pair])) == [
+        ((question, "snapkv", "raw", 0.2), (question, "snapkv", "int4", 0.711)) for question in ("visible", "hidden")
+    ]
+
+
+def test_presets_are_found_by_their_settings(path):
+    part = read_part(path, [PAPER])
+    [[one, other]] = [[each.one, each.other] for each in part.planned]
+    labels = {line["hash"]: line["label"] for line in part.lines}
+    assert labels[one].startswith("snapkv") and "kvpress" not in labels[one] and "kvpress" in labels[other]
+
+
+def test_what_was_not_measured_is_left_out(path):
+    assert read_part(path, [("method=snapkv", "method=kvzip")]).planned == []
+    assert read_part(path).planned == []
+
+
+def test_a_pair_that_means_several_cells_is_refused(path, tmp_path):
+    with pytest.raises(SettingError, match="'method=snapkv budget=0.2' and 'method=tova' mean several cells"):
+        folder = tmp_path / "store"
+        write_run(folder, draw_records(1.0, 1.0, 0), method={"name": "full"})
+        for more in ({}, {"window": 8}):
+            write_run(folder, draw_records(0.2, 0.5, 1), method={"name": "snapkv", **more}, budget=0.2)
+        write_run(folder, draw_records(0.2, 0.5, 1), method={"name": "tova"}, budget=0.2)
+        write_published([publish(run) for run in load_runs(folder)], {}, tmp_path / "x.parquet")
+        read_part(tmp_path / "x.parquet", [("method=snapkv budget=0.2", "method=tova")])
+
+
+def test_differences_are_paired_and_signs_are_joint_for_the_part(path, monkeypatch):
+    pairs = [("method=snapkv", "method=keydiff"), ("method=snapkv", "method=tova")]
+    part = read_part(path, pairs)
+    stored = {run.hash: run for run in load_runs(path.parent)}
+    assert len(part.planned) == 8
+    for each in part.planned:
+        scores = [[record["score"] for record in stored[name].records.values()] for name in (each.one, each.other)]
+        change = compare_scores(*scores, list(stored[each.one].records))
+        assert each.change == (change.difference, change.low, change.high)
+    signs = [each.sign for each in part.planned]
+    assert signs[:4] == [-1, -1, -1, -1] and signs[6:] == [0, 0]
+    monkeypatch.setattr("kvbench.analysis.planned_comparisons.sign_changes", lambda known: [len(known)] * len(known))
+    assert [each.sign for each in read_part(path, pairs).planned] == [8] * 8
+
+
+def test_the_page_shows_what_was_planned(path):
+    part = read_part(path, [("method=snapkv", "method=keydiff")])
+    sections = split_sections({"a": part.lines}, {"a": part.planned})
+    shown = [section for section in sections if section.planned]
+    assert [section.question for section in shown] == ["visible", "hidden"]
+    text = " ".join(" ".join(format_planned(shown[0])).split())
+    assert "for all 4 planned comparisons of the part" in text
+    first = part.planned[0]
+    assert "| snapkv, 20 % (20.0% of the bytes) | keydiff, 20 % (20.0% of the bytes) |" in text
+    assert f"{first.change[0]:+.1f}" in text and text.count("| first |") == 1 + 2
+    assert format_planned(split_sections({"a": part.lines})[0]) == []
