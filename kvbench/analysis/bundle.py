@@ -166,6 +166,11 @@ def write_drawn_bundle(
         SettingError: The runs have fewer answers, or the bundle exceeds a limit.
     """
     runs = [run for run in filter_runs(load_runs(results), filters) if run.finished]
+    return write_drawn_runs(runs, out, count, seed, with_texts)
+
+
+def write_drawn_runs(runs: Sequence[StoredRun], out: Path, count: int, seed: int = 0, with_texts: bool = False) -> str:
+    """Write a bundle of answers drawn from finished runs, as `write_drawn_bundle`, and return its digest."""
     drawn = {"seed": seed, "records": count_answers(runs), "runs": len(runs)}
     part = draw_answers(runs, count, seed)
     about = {"format": DRAWN_FORMAT, "average": None, "texts": with_texts, "drawn": drawn}

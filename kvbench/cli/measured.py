@@ -3,7 +3,7 @@
 Examples:
   kvbench dev measured screening
   kvbench dev measured screening turns --results /data/measured --workers 8
-  kvbench dev measured screening --collect --results /data/measured
+  kvbench dev measured screening --collect --draw 40 --results /data/measured
   kvbench dev measured --lines results/measured/nvidia-h200/screening.parquet
   kvbench dev measured --page
   kvbench dev measured confirmation --power
@@ -19,6 +19,9 @@ A tier ends with RESULTS/measured/<machine>/<tier>.parquet, one row for each sam
 or a SIGTERM stops it. The exit code is 1 if a cell is refused or a run is not finished. A machine without pyarrow
 measures too and writes no such file, as the command says when it begins and ends. --collect then writes it elsewhere,
 from a copy of RESULTS with its runs and files: it measures nothing, and the runs say which machine made them.
+
+With --draw, a bundle of so many answers drawn from these runs is written beside the rows (kvbench verify checks it and
+executes its answers again). SHA256SUMS in the same folder has the checksums of both.
 
 The other options measure nothing either. --lines prints what follows from a file of rows: a CSV with one line a cell.
 --page writes docs/results.md and its pictures from the files of all tiers. --power prints how many answers there are,
@@ -51,6 +54,7 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--collect", action="store_true", help="write the files of runs that RESULTS holds, made by any machine"
     )
+    parser.add_argument("--draw", type=int, metavar="N", help="also write a bundle of N drawn answers beside the rows")
     parser.add_argument("--lines", type=Path, metavar="FILE", help="print a line for each cell of a file, as CSV")
     add_power(parser)
     parser.add_argument("--page", action="store_true", help="write the page from the files of all machines")
@@ -87,6 +91,10 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     check_power(options)
     if len(chosen) > 1:
         raise SettingError(f"{chosen[0]}: not with {chosen[1]}; call the command twice")
+    if options.draw is not None and (options.page or options.lines or options.power):
+        raise SettingError(f"--draw: not with {chosen[0]}, which writes no rows")
+    if options.draw is not None and options.draw < 1:
+        raise SettingError(f"--draw={options.draw}: a whole number of at least 1")
     if chosen and options.workers is not None:
         raise SettingError(f"--workers: not with {chosen[0]}, which measures nothing")
     if not options.page and (options.machine or options.out or options.margin is not None):
@@ -113,9 +121,9 @@ def measure(options: Namespace) -> int:
     with translate_errors():
         for tier in tiers:
             if options.collect:
-                code = max(code, collect_tier(tier, options.results))
+                code = max(code, collect_tier(tier, options.results, options.draw))
             else:
-                code = max(code, measure_tier(tier, options.results, options.workers))
+                code = max(code, measure_tier(tier, options.results, options.workers, options.draw))
     return code
 
 
@@ -143,13 +151,14 @@ def print_power(options: Namespace) -> int:
     return 0
 
 
-def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) -> int:
+def measure_tier(tier: Tier, results: Path, workers: int | str | None = None, draw: int | None = None) -> int:
     """Make the files of a tier, run its sweeps, and write its rows.
 
     Args:
         tier: The tier.
         results: The folder of results.
         workers: The setting `workers` of the sweeps; None leaves it as it is.
+        draw: As in `write_rows`.
 
     Returns:
         1 if a cell is refused or has no finished run, otherwise 0.
@@ -167,7 +176,7 @@ def measure_tier(tier: Tier, results: Path, workers: int | str | None = None) ->
     def write() -> int:
         check_folder(results)
         runs = [run for run in find_runs(results).runs if run.hash in values]
-        return write_rows(tier, planned, runs, results)
+        return write_rows(tier, planned, runs, results, draw)
 
     worker_settings = [f"workers={workers}"] if workers is not None else []
     stages = [[[*line, *worker_settings] for line in lines] for lines in tier.list_stages(results)]
@@ -208,12 +217,13 @@ def keep_full_cache(line: Sequence[str]) -> list[str]:
     return [*kept, "method=full"]
 
 
-def collect_tier(tier: Tier, results: Path) -> int:
+def collect_tier(tier: Tier, results: Path, draw: int | None = None) -> int:
     """Write the rows of a tier's finished runs, which any machine may have made.
 
     Args:
         tier: The tier.
         results: The folder of results, with the runs and with the files that the tier needs.
+        draw: As in `write_rows`.
 
     Returns:
         1 if a cell is refused or has no finished run, otherwise 0.
@@ -230,26 +240,30 @@ def collect_tier(tier: Tier, results: Path) -> int:
     if missing := [*tier.list_files(results)]:
         raise SettingError(f"tier {tier.name}: {missing[0]} is missing; copy it from the machine that measured")
     planned = [Sweep.plan_lines(lines) for lines in tier.list_stages(results)]
-    return write_rows(tier, planned, collect_runs(tier.name, list_values(planned), results), results)
+    return write_rows(tier, planned, collect_runs(tier.name, list_values(planned), results), results, draw)
 
 
-def write_rows(tier: Tier, planned: Sequence[Any], runs: Sequence[Any], results: Path) -> int:
-    """Write the rows of a tier's finished runs, and say how many runs there are.
+def write_rows(tier: Tier, planned: Sequence[Any], runs: Sequence[Any], results: Path, draw: int | None = None) -> int:
+    """Write the rows of a tier's finished runs and their checksum, and say how many runs there are.
 
     Args:
         tier: The tier.
         planned: Its sweeps, each a `kvbench.sweeps.plan.Sweep`.
         runs: Its runs, finished or not, each a `kvbench.store.runs.StoredRun`.
         results: The folder of results.
+        draw: How many answers a bundle beside the rows has; None writes no bundle.
 
     Returns:
         1 if a cell is refused or has no finished run, otherwise 0.
 
     Raises:
-        SettingError: No run of a method is finished, or runs of a protocol cannot be shown in one table.
+        SettingError: No run of a method is finished, runs of a protocol cannot be shown in one table, the checksums in
+            the folder of rows cannot be read, or the runs have fewer answers than are to be drawn.
     """
+    from kvbench.analysis.bundle import write_drawn_runs
     from kvbench.analysis.result_lines import ROWS, make_lines
     from kvbench.config.provenance import content_hash
+    from kvbench.store.checksums import read_checksums, write_checksum
     from kvbench.store.published_runs import has_pyarrow, name_machine, publish
     from kvbench.sweeps.tier_store import list_values
 
@@ -262,8 +276,15 @@ def write_rows(tier: Tier, planned: Sequence[Any], runs: Sequence[Any], results:
 
         path = results / "measured" / name_machine(finished[0].value["device"]) / f"{tier.name}{ROWS}"
         path.parent.mkdir(parents=True, exist_ok=True)
+        read_checksums(path.parent)  # raises before anything is written if they are damaged
         write_published(finished, {content_hash(file): file.stem for file in tier.find_files(results)}, path)
+        write_checksum(path)
         where = str(path)
+        if draw is not None:
+            bundle = path.with_suffix(".zip")
+            write_drawn_runs([run for run in runs if run.finished], bundle, draw)
+            write_checksum(bundle)
+            print(f"{bundle}: {draw} drawn answers")
     else:
         where = f"tier {tier.name}: {NO_ROWS.format(tier=tier.name)}"
     count = len(list_values(planned))

@@ -12,11 +12,19 @@ from kvbench.report.results_cells import describe_protocol, is_full, list_method
 from kvbench.report.results_text import join_words, wrap
 
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
+CHECKSUMS = """\
+A `.parquet` file has a row for each sample ([how to read it](analysis.md)), and a `.zip` file has drawn answers, which
+`python -m kvbench verify FILE --replay 4` executes again. `sha256sum -c SHA256SUMS` in a folder checks its files."""
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 
 
-def describe_origin(parts: Mapping[str, Sequence[Line]]) -> list[str]:
-    """Return what was measured, where, and with which code."""
+def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str, str]) -> list[str]:
+    """Return what was measured, where, and with which code.
+
+    Args:
+        parts: Name of a part -> its lines.
+        checksums: Published file -> its SHA-256.
+    """
     known = read_tiers()
 
     def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int, str]:
@@ -39,7 +47,15 @@ def describe_origin(parts: Mapping[str, Sequence[Line]]) -> list[str]:
     warnings = dict.fromkeys(warning for line in lines for warning in SENTENCE.split(line["warnings"] or "") if warning)
     paragraphs = sentence, describe_unfinished(parts, known), describe_versions(parts), " ".join(warnings)
     notes = [f"\n{wrap(text)}" for text in paragraphs if text]
-    return [*format_markdown(columns, [*map(describe, parts.items())]), *notes]
+    return [*format_markdown(columns, [*map(describe, parts.items())]), *notes, *format_checksums(checksums)]
+
+
+def format_checksums(checksums: Mapping[str, str]) -> list[str]:
+    """Return the section with the checksums of published files; nothing if there are none."""
+    if not checksums:
+        return []
+    columns = [Column("file", "", lambda item: item[0]), Column("SHA-256", "", lambda item: item[1])]
+    return ["", "## Checksums", "", wrap(CHECKSUMS), "", *format_markdown(columns, sorted(checksums.items()))]
 
 
 def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, Tier]) -> str:

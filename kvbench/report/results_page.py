@@ -7,7 +7,7 @@ files give the same pages.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,6 +26,7 @@ from kvbench.report.results_origin import describe_origin
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import format_bytes, format_equal_bytes, format_gains, format_section, format_spreads
 from kvbench.report.results_text import COMMENT, NO_WORSE, format_budget, join_words, wrap, wrap_paragraphs
+from kvbench.store.checksums import read_checksums
 from kvbench.validation import SettingError, require_choice
 
 PAGE = "results.md"
@@ -151,7 +152,8 @@ def write_results_page(
     pictures |= {FIGURE: draw_figure(figure)} if figure else {}
     folders = list(dict.fromkeys(os.path.relpath(path.parent, out) for path in files.values()))
     tables = read_cost_tables(efficiency) if efficiency else []
-    pages = format_pages(parts, folders, pictures, tables, margin, planned)
+    checksums = read_all_checksums(files.values())
+    pages = format_pages(parts, folders, pictures, tables, margin, planned, checksums)
     (out / "images").mkdir(parents=True, exist_ok=True)
     written = {out / name: text for name, text in pages.items()}
     written |= {out / "images" / f"{name}.svg": text for name, text in pictures.items()}
@@ -175,6 +177,16 @@ def read_parts(files: Mapping[str, Path]) -> dict[str, PartNumbers]:
     return parts
 
 
+def read_all_checksums(files: Iterable[Path]) -> dict[str, str]:
+    """Return the SHA-256 of all published files in the folders of some of them, by folder and name.
+
+    Raises:
+        SettingError: As `kvbench.store.checksums.read_checksums`.
+    """
+    folders = dict.fromkeys(path.parent for path in files)
+    return {f"{folder.name}/{name}": digest for folder in folders for name, digest in read_checksums(folder).items()}
+
+
 def format_pages(
     parts: Mapping[str, Sequence[Line]],
     sources: Sequence[str],
@@ -182,6 +194,7 @@ def format_pages(
     tables: Sequence[CostTable] = (),
     margin: float = MARGIN,
     planned: Mapping[str, Sequence[PlannedComparison]] = MappingProxyType({}),
+    checksums: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Return the name of each page and its text, docs/results.md first.
 
@@ -192,11 +205,12 @@ def format_pages(
         tables: Tables of times.
         margin: As in `write_results_page`.
         planned: Name of a part -> its planned comparisons.
+        checksums: Published file -> its SHA-256.
     """
     sections = split_sections(parts, planned)
     pages = {PAGE: format_front(sections, sources, pictures, margin)}
     for page in PAGES:
-        pages[name_page(page)] = format_subpage(page, parts, sections, pictures, tables, margin)
+        pages[name_page(page)] = format_subpage(page, parts, sections, pictures, tables, margin, checksums)
     return pages | {results_choice.PAGE: results_choice.format_choice(sections, tables, margin)}
 
 
@@ -259,6 +273,7 @@ def format_subpage(
     pictures: Mapping[str, str],
     tables: Sequence[CostTable],
     margin: float,
+    checksums: Mapping[str, str],
 ) -> str:
     """Return a sub-page, one of PAGES."""
     title, question = TITLES[page]
@@ -266,7 +281,7 @@ def format_subpage(
         SUBPAGE.format(title=title, comment=COMMENT.format(module="results_page"), question=question)
     )
     if page == MEASURED:
-        return "\n".join([head, *describe_origin(parts), ""])
+        return "\n".join([head, *describe_origin(parts, checksums), ""])
     if page == COST:
         return "\n".join([head, wrap_paragraphs(PAYS), *(format_costs(tables) or ["No times were measured yet.\n"])])
     body: list[str] = []

@@ -26,6 +26,7 @@ def published(tmp_path):
     rows = pandas.DataFrame(answers).rename(columns={"hash": "run"})
     numbers = ["score", "resident_bytes", "full_bytes", "rows_held", "rows_attended", "tokens_out"]
     rows.astype(dict.fromkeys(numbers, float)).to_parquet(place / "bytes.parquet")
+    write_checksum(place / "bytes.parquet")
     return place
 
 
@@ -38,18 +39,22 @@ def test_a_bundle_and_its_rows_agree(published):
     assert verified.records == 4
 
 
-@pytest.mark.parametrize("change", ["number", "checksum", "lacking", "unlisted"])
+@pytest.mark.parametrize("change", ["number", "checksum", "lacking", "bundle", "rows"])
 def test_what_does_not_agree_is_found(published, change):
     if change == "number":
         rows = pandas.read_parquet(published / "bytes.parquet")
         rows.loc[2, "resident_bytes"] += 1
         rows.to_parquet(published / "bytes.parquet")
+        write_checksum(published / "bytes.parquet")
     elif change == "checksum":
         (published / CHECKSUMS).write_text(f"{'0' * 64}  bytes.zip\n")
     elif change == "lacking":
         rows = pandas.read_parquet(published / "bytes.parquet")
         rows.drop(index=1).to_parquet(published / "bytes.parquet")
+        write_checksum(published / "bytes.parquet")
     else:
-        (published / CHECKSUMS).write_text("")
+        unlisted = f"bytes.{'zip' if change == 'bundle' else 'parquet'}"
+        listed = (published / CHECKSUMS).read_text().splitlines()
+        (published / CHECKSUMS).write_text("".join(f"{line}\n" for line in listed if not line.endswith(unlisted)))
     with pytest.raises((AssertionError, KeyError)):
         check_bundles(published.parent)

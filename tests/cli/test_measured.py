@@ -1,15 +1,18 @@
 """`kvbench dev measured`: a tier from its sweeps to the page, and what it refuses in one line."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.bundle import verify_bundle
 from kvbench.analysis.result_lines import read_lines
 from kvbench.cli import run
 from kvbench.cli.measured import keep_full_cache, main, make_files, write_rows
 from kvbench.config.provenance import content_hash
 from kvbench.config.tiers import Tier
 from kvbench.models.checkpoint import Checkpoint
+from kvbench.store.checksums import read_checksums
 from kvbench.store.published_file import read_published
 from kvbench.store.runs import find_runs
 from kvbench.validation import SettingError
@@ -74,11 +77,16 @@ def test_a_machine_without_pyarrow_measures_and_another_one_collects(write_tiers
     for stored in find_runs(results).runs:  # as if a GPU had made them
         finish = stored.value["method"]["name"] != "sink"
         write_run(moved, stored.records, finish, **stored.value | {"device": gpu})
-    assert main([*given[:-1], str(moved), "--collect"]) == 1
+    assert main([*given[:-1], str(moved), "--collect", "--draw", "2"]) == 1
     path = moved / "measured" / "nvidia-h200" / "tiny.parquet"
     out = capsys.readouterr().out
     assert [line["machine"] for line in read_lines(path)] == ["NVIDIA H200"] * 2
-    assert out == f"{path}: 2 cells, 2 of 3 runs are finished\n"
+    bundle = path.with_suffix(".zip")
+    assert out == f"{bundle}: 2 drawn answers\n{path}: 2 cells, 2 of 3 runs are finished\n"
+    listed = read_checksums(path.parent)
+    assert listed == {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in (path, bundle)}
+    verified = verify_bundle(bundle)
+    assert (verified.records, verified.drawn["runs"]) == (2, 2)
 
 
 def test_a_file_of_rows_names_the_files_of_its_tier(tmp_path):
@@ -223,6 +231,8 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
         (["--lines", "/nowhere.csv"], "/nowhere.csv: cannot be read (No such file"),
         (["a", "--collect", "--power"], "--power: not with --collect"),
         (["a", "--collect", "--workers", "2"], "--workers: not with --collect, which measures nothing"),
+        (["screening", "--draw", "0"], "--draw=0: a whole number of at least 1"),
+        (["--page", "--draw", "3"], "--draw: not with --page, which writes no rows"),
         (["a", "--workers", "0"], "--workers=0: a whole number of at least 1"),
         (["a", "--workers", "-1"], "--workers=-1: a whole number of at least 1"),
         (["a", "--workers", "1.5"], "--workers=1.5: a whole number of at least 1"),

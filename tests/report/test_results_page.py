@@ -8,11 +8,13 @@ from kvbench.analysis.result_lines import format_lines, make_lines
 from kvbench.report.results_cells import split_sections
 from kvbench.report.results_cost import read_cost_tables
 from kvbench.report.results_page import (
+    MEASURED,
     PAGES,
     choose_files,
     find_page,
     format_pages,
     name_page,
+    read_all_checksums,
     read_parts,
     write_results_page,
 )
@@ -70,7 +72,8 @@ def test_the_committed_pages_are_those_of_the_committed_lines():
     tables = read_cost_tables(ROOT / "results" / "efficiency")
     numbers = read_parts(files)
     parts, planned = ({part: getattr(known, name) for part, known in numbers.items()} for name in ("lines", "planned"))
-    for name, text in format_pages(parts, folders, pictures, tables, planned=planned).items():
+    also = {"planned": planned, "checksums": read_all_checksums(files.values())}
+    for name, text in format_pages(parts, folders, pictures, tables, **also).items():
         assert (ROOT / "docs" / name).read_text() == text, f"docs/{name}: write it by kvbench dev measured --page"
 
 
@@ -135,6 +138,14 @@ def test_a_section_has_one_page():
 def format_measured(**parts) -> str:
     """The page of what was measured, in one line."""
     return read_text(format_pages(parts, ["measured/gpu-x"], {}), "results-measured.md")
+
+
+def test_the_page_has_the_checksums_of_published_files(machine, lines, tmp_path, without_pictures):
+    digest = "0123456789abcdef" * 4
+    (machine / "SHA256SUMS").write_text(f"{digest}  a.parquet\n")
+    write_results_page(choose_files(machine.parent), tmp_path / "docs")
+    assert f"| gpu-x/a.parquet | {digest} |" in (tmp_path / "docs" / name_page(MEASURED)).read_text()
+    assert "Checksums" not in format_measured(a=lines)
 
 
 def test_the_page_says_where_parts_of_different_code_score_differently(lines):

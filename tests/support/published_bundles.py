@@ -1,7 +1,7 @@
-"""Bundles of drawn answers that are committed beside the rows of a study, and what must hold for them.
+"""Rows of a study that are committed, bundles of drawn answers beside them, and what must hold for both.
 
 results/measured/<machine>/<part>.zip is drawn from the runs whose rows <part>.parquet holds, and SHA256SUMS has the
-checksums of the folder.
+checksums of both.
 """
 
 import csv
@@ -14,6 +14,7 @@ import pandas
 
 from kvbench.analysis.bundle import TABLE, VerifiedBundle, verify_bundle
 from kvbench.analysis.drawn_answers import NUMBERS
+from kvbench.analysis.result_lines import ROWS
 from kvbench.store.checksums import CHECKSUMS, read_checksums
 from tests.support.bundles import unpacked
 from tests.support.repository import ROOT
@@ -28,12 +29,13 @@ def list_bundles(folder: Path) -> list[Path]:
 
 
 def check_bundles(folder: Path) -> list[VerifiedBundle]:
-    """Checks the bundles below a folder, and returns them."""
+    """Checks the bundles and the checksums of published files below a folder, and returns the bundles."""
     paths = list_bundles(folder)
     assert sum(path.stat().st_size for path in paths) <= SMALL
-    for place in sorted({path.parent for path in [*paths, *folder.rglob(CHECKSUMS)]}):
+    published = [*paths, *folder.rglob(f"*{ROWS}")]
+    for place in sorted({path.parent for path in [*published, *folder.rglob(CHECKSUMS)]}):
         listed = read_checksums(place)
-        assert {path.name for path in place.glob("*.zip")} <= listed.keys(), place
+        assert {path.name for path in published if path.parent == place} <= listed.keys(), place
         for name, digest in listed.items():
             assert hashlib.sha256((place / name).read_bytes()).hexdigest() == digest, place / name
     for path in paths:
