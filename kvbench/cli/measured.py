@@ -1,4 +1,4 @@
-"""Measure the results that docs/results.md shows, tier by tier.
+"""Measure the results that docs/results.md shows, part by part.
 
 Examples:
   kvbench dev measured screening
@@ -8,14 +8,14 @@ Examples:
   kvbench dev measured --page
   kvbench dev measured confirmation --power
 
-The tiers are in conf/measured.yaml: sweeps of kvbench run -m, and files that they need. Finished runs are skipped, so
-the same command goes on after a stop. A folder of results with runs of a tier from another kind of GPU, other versions
+The parts are in conf/measured.yaml: sweeps of kvbench run -m, and files that they need. Finished runs are skipped, so
+the same command goes on after a stop. A folder of results with runs of a part from another kind of GPU, other versions
 or other code is refused.
 
 With --workers, so many processes share the samples of each sweep, and the GPUs too if there are fewer. Times of records
 then say nothing about cost; the files hold none.
 
-A tier ends with RESULTS/measured/<machine>/<tier>.parquet, one row for each sample of each finished run, also if Ctrl-C
+A part ends with RESULTS/measured/<machine>/<part>.parquet, one row for each sample of each finished run, also if Ctrl-C
 or a SIGTERM stops it. The exit code is 1 if a cell is refused or a run is not finished. A machine without pyarrow
 measures too and writes no such file, as the command says when it begins and ends. --collect then writes it elsewhere,
 from a copy of RESULTS with its runs and files: it measures nothing, and the runs say which machine made them.
@@ -24,7 +24,7 @@ With --draw, a bundle of so many answers drawn from these runs is written beside
 executes its answers again). SHA256SUMS in the same folder has the checksums of both.
 
 The other options measure nothing either. --lines prints what follows from a file of rows: a CSV with one line a cell.
---page writes docs/results.md and its pictures from the files of all tiers. --power prints how many answers there are,
+--page writes docs/results.md and its pictures from the files of all parts. --power prints how many answers there are,
 how long they take, and which differences they can tell apart by the deviations in these files.
 """
 
@@ -37,17 +37,17 @@ from typing import Any
 
 from kvbench.cli.command import CommandParser, find_width, require_extra, run_command
 from kvbench.cli.power_options import add_power, check_power
-from kvbench.config.tiers import TIERS, Tier, choose_tiers
+from kvbench.config.study_parts import STUDY, StudyPart, choose_study_parts
 from kvbench.validation import SettingError, require_writable
 
-NO_ROWS = "no pyarrow here, so no file of rows; copy RESULTS and run kvbench dev measured {tier} --collect elsewhere"
+NO_ROWS = "no pyarrow here, so no file of rows; copy RESULTS and run kvbench dev measured {part} --collect elsewhere"
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser("dev measured", __doc__)
-    parser.add_argument("tiers", nargs="*", metavar="TIER", help="keys of conf/measured.yaml")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="keys of conf/measured.yaml")
     parser.add_results(old=False)
-    parser.add_argument("--file", type=Path, help="another file with tiers (default: conf/measured.yaml)")
+    parser.add_argument("--file", type=Path, help="another file with parts (default: conf/measured.yaml)")
     parser.add_argument(
         "--workers", type=parse_workers, metavar="N", help="the setting workers of the sweeps: a number, or auto"
     )
@@ -59,7 +59,7 @@ def make_parser() -> CommandParser:
     add_power(parser)
     parser.add_argument("--page", action="store_true", help="write the page from the files of all machines")
     parser.add_argument(
-        "--machine", help="folder below RESULTS/measured, such as nvidia-h200, for tiers that several machines measured"
+        "--machine", help="folder below RESULTS/measured, such as nvidia-h200, for parts that several machines measured"
     )
     parser.add_argument("--out", type=Path, help="folder of the page (default: docs)")
     parser.add_argument(
@@ -85,9 +85,9 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     options = make_parser().parse(arguments)
     ways = {"--page": options.page, "--lines": options.lines, "--power": options.power, "--collect": options.collect}
     chosen = [way for way, given in ways.items() if given]
-    of_tier = options.tiers or options.file or options.workers is not None
-    if (options.page or options.lines) and (of_tier or len(chosen) > 1):
-        raise SettingError(f"{chosen[0]}: measures no tier; call the command twice")
+    of_part = options.parts or options.file or options.workers is not None
+    if (options.page or options.lines) and (of_part or len(chosen) > 1):
+        raise SettingError(f"{chosen[0]}: measures no part; call the command twice")
     check_power(options)
     if len(chosen) > 1:
         raise SettingError(f"{chosen[0]}: not with {chosen[1]}; call the command twice")
@@ -101,29 +101,29 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         raise SettingError("--machine, --out and --margin: only with --page")
     if options.margin is not None and not 0 < options.margin <= 100:
         raise SettingError(f"--margin={options.margin:g}: choose points above 0 and up to 100")
-    if not options.page and not options.lines and not options.tiers:
-        raise SettingError("measured: name a tier of conf/measured.yaml, such as screening; or --page")
+    if not options.page and not options.lines and not options.parts:
+        raise SettingError("measured: name a part of conf/measured.yaml, such as screening; or --page")
     return options
 
 
 def measure(options: Namespace) -> int:
-    """Run the tiers or collect their runs, and write the rows of each. Return 1 if a run is not finished, or 0."""
+    """Run the parts or collect their runs, and write the rows of each. Return 1 if a run is not finished, or 0."""
     from kvbench.config.catalogue import translate_errors
     from kvbench.runs.checks import check_workers
     from kvbench.store.published_runs import require_pyarrow
 
     check_workers(options.workers, "--workers")
-    tiers = choose_tiers(options.tiers, options.file or TIERS)
+    parts = choose_study_parts(options.parts, options.file or STUDY)
     require_writable("--results", options.results)
     if options.collect:
         require_pyarrow("--collect")
     code = 0
     with translate_errors():
-        for tier in tiers:
+        for part in parts:
             if options.collect:
-                code = max(code, collect_tier(tier, options.results, options.draw))
+                code = max(code, collect_part(part, options.results, options.draw))
             else:
-                code = max(code, measure_tier(tier, options.results, options.workers, options.draw))
+                code = max(code, measure_part(part, options.results, options.workers, options.draw))
     return code
 
 
@@ -136,26 +136,26 @@ def print_lines(path: Path) -> int:
 
 
 def print_power(options: Namespace) -> int:
-    """Print what the samples of each tier can tell apart, and return 0."""
+    """Print what the samples of each part can tell apart, and return 0."""
     from kvbench.config.catalogue import translate_errors
     from kvbench.config.compose import expand_cells
     from kvbench.sweeps.power_table import describe_columns, describe_power
 
     measured, width = options.results / "measured", find_width()
     with translate_errors():
-        for tier in choose_tiers(options.tiers, options.file or TIERS):
-            cells = [cell for sweep in tier.list_sweeps(options.results) for cell in expand_cells(sweep)]
-            lines = describe_power(cells, measured, width, options.deviation, options.rate or tier.rate, tier.pairs)
-            print("\n".join([f"tier {tier.name}: {tier.title}", *lines, ""]))
+        for part in choose_study_parts(options.parts, options.file or STUDY):
+            cells = [cell for sweep in part.list_sweeps(options.results) for cell in expand_cells(sweep)]
+            lines = describe_power(cells, measured, width, options.deviation, options.rate or part.rate, part.pairs)
+            print("\n".join([f"part {part.name}: {part.title}", *lines, ""]))
     print("\n".join(describe_columns(width)))
     return 0
 
 
-def measure_tier(tier: Tier, results: Path, workers: int | str | None = None, draw: int | None = None) -> int:
-    """Make the files of a tier, run its sweeps, and write its rows.
+def measure_part(part: StudyPart, results: Path, workers: int | str | None = None, draw: int | None = None) -> int:
+    """Make the files of a part, run its sweeps, and write its rows.
 
     Args:
-        tier: The tier.
+        part: The part.
         results: The folder of results.
         workers: The setting `workers` of the sweeps; None leaves it as it is.
         draw: As in `write_rows`.
@@ -164,25 +164,25 @@ def measure_tier(tier: Tier, results: Path, workers: int | str | None = None, dr
         1 if a cell is refused or has no finished run, otherwise 0.
 
     Raises:
-        SettingError: The store has runs of the tier from elsewhere, a file cannot be made, or no run is finished.
+        SettingError: The store has runs of the part from elsewhere, a file cannot be made, or no run is finished.
     """
     from kvbench.cli.run import run_sweep
     from kvbench.runs.executor import Executor
     from kvbench.store.published_runs import has_pyarrow
     from kvbench.store.runs import check_folder, find_runs
+    from kvbench.sweeps.part_store import check_store, list_values
     from kvbench.sweeps.plan import Sweep
-    from kvbench.sweeps.tier_store import check_store, list_values
 
     def write() -> int:
         check_folder(results)
         runs = [run for run in find_runs(results).runs if run.hash in values]
-        return write_rows(tier, planned, runs, results, draw)
+        return write_rows(part, planned, runs, results, draw)
 
     worker_settings = [f"workers={workers}"] if workers is not None else []
-    stages = [[[*line, *worker_settings] for line in lines] for lines in tier.list_stages(results)]
+    stages = [[[*line, *worker_settings] for line in lines] for lines in part.list_stages(results)]
     if not has_pyarrow():
-        print(f"tier {tier.name}: {NO_ROWS.format(tier=tier.name)}", file=sys.stderr)
-    missing = tier.list_files(results)
+        print(f"part {part.name}: {NO_ROWS.format(part=part.name)}", file=sys.stderr)
+    missing = part.list_files(results)
     if missing:  # the runs that need them are not known yet, but their full cache and the others are
         names = [path.name for path in missing]
         known = [
@@ -190,18 +190,18 @@ def measure_tier(tier: Tier, results: Path, workers: int | str | None = None, dr
             for lines in stages
             for line in lines
         ]
-        check_store(tier.name, list_values(map(Sweep.plan, known)), results)
-        make_files(tier.name, missing)
+        check_store(part.name, list_values(map(Sweep.plan, known)), results)
+        make_files(part.name, missing)
     planned = [Sweep.plan_lines(lines) for lines in stages]
     values = list_values(planned)
-    check_store(tier.name, values, results)
+    check_store(part.name, values, results)
     states = [state.name for sweep in planned for state in sweep.states]
-    print(f"tier {tier.name}: {states.count('done')} of {len(states)} cells are done", flush=True)
+    print(f"part {part.name}: {states.count('done')} of {len(states)} cells are done", flush=True)
     try:
         with Executor(results) as executor:
             for number, lines in enumerate(stages, 1):
                 for line in lines:
-                    print(f"tier {tier.name}, sweep {number} of {len(stages)}: {' '.join(line)}", flush=True)
+                    print(f"part {part.name}, sweep {number} of {len(stages)}: {' '.join(line)}", flush=True)
                 run_sweep(lines, executor=executor)
     except KeyboardInterrupt:
         with suppress(SettingError):  # nothing is finished yet
@@ -217,12 +217,12 @@ def keep_full_cache(line: Sequence[str]) -> list[str]:
     return [*kept, "method=full"]
 
 
-def collect_tier(tier: Tier, results: Path, draw: int | None = None) -> int:
-    """Write the rows of a tier's finished runs, which any machine may have made.
+def collect_part(part: StudyPart, results: Path, draw: int | None = None) -> int:
+    """Write the rows of a part's finished runs, which any machine may have made.
 
     Args:
-        tier: The tier.
-        results: The folder of results, with the runs and with the files that the tier needs.
+        part: The part.
+        results: The folder of results, with the runs and with the files that the part needs.
         draw: As in `write_rows`.
 
     Returns:
@@ -233,21 +233,23 @@ def collect_tier(tier: Tier, results: Path, draw: int | None = None) -> int:
             states of the code.
     """
     from kvbench.store.runs import check_folder
+    from kvbench.sweeps.part_store import collect_runs, list_values
     from kvbench.sweeps.plan import Sweep
-    from kvbench.sweeps.tier_store import collect_runs, list_values
 
     check_folder(results)
-    if missing := [*tier.list_files(results)]:
-        raise SettingError(f"tier {tier.name}: {missing[0]} is missing; copy it from the machine that measured")
-    planned = [Sweep.plan_lines(lines) for lines in tier.list_stages(results)]
-    return write_rows(tier, planned, collect_runs(tier.name, list_values(planned), results), results, draw)
+    if missing := [*part.list_files(results)]:
+        raise SettingError(f"part {part.name}: {missing[0]} is missing; copy it from the machine that measured")
+    planned = [Sweep.plan_lines(lines) for lines in part.list_stages(results)]
+    return write_rows(part, planned, collect_runs(part.name, list_values(planned), results), results, draw)
 
 
-def write_rows(tier: Tier, planned: Sequence[Any], runs: Sequence[Any], results: Path, draw: int | None = None) -> int:
-    """Write the rows of a tier's finished runs and their checksum, and say how many runs there are.
+def write_rows(
+    part: StudyPart, planned: Sequence[Any], runs: Sequence[Any], results: Path, draw: int | None = None
+) -> int:
+    """Write the rows of a part's finished runs and their checksum, and say how many runs there are.
 
     Args:
-        tier: The tier.
+        part: The part.
         planned: Its sweeps, each a `kvbench.sweeps.plan.Sweep`.
         runs: Its runs, finished or not, each a `kvbench.store.runs.StoredRun`.
         results: The folder of results.
@@ -265,19 +267,19 @@ def write_rows(tier: Tier, planned: Sequence[Any], runs: Sequence[Any], results:
     from kvbench.config.provenance import content_hash
     from kvbench.store.checksums import read_checksums, write_checksum
     from kvbench.store.published_runs import has_pyarrow, name_machine, publish
-    from kvbench.sweeps.tier_store import list_values
+    from kvbench.sweeps.part_store import list_values
 
     finished = [publish(run) for run in runs if run.finished]
     lines = make_lines(finished)
     if not lines:
-        raise SettingError(f"tier {tier.name}: no run of a method is finished")
+        raise SettingError(f"part {part.name}: no run of a method is finished")
     if has_pyarrow():
         from kvbench.store.published_file import write_published
 
-        path = results / "measured" / name_machine(finished[0].value["device"]) / f"{tier.name}{ROWS}"
+        path = results / "measured" / name_machine(finished[0].value["device"]) / f"{part.name}{ROWS}"
         path.parent.mkdir(parents=True, exist_ok=True)
         read_checksums(path.parent)  # raises before anything is written if they are damaged
-        write_published(finished, {content_hash(file): file.stem for file in tier.find_files(results)}, path)
+        write_published(finished, {content_hash(file): file.stem for file in part.find_files(results)}, path)
         write_checksum(path)
         where = str(path)
         if draw is not None:
@@ -286,7 +288,7 @@ def write_rows(tier: Tier, planned: Sequence[Any], runs: Sequence[Any], results:
             write_checksum(bundle)
             print(f"{bundle}: {draw} drawn answers")
     else:
-        where = f"tier {tier.name}: {NO_ROWS.format(tier=tier.name)}"
+        where = f"part {part.name}: {NO_ROWS.format(part=part.name)}"
     count = len(list_values(planned))
     refused = sum(cell.run is None for sweep in planned for cell in sweep.cells)
     left = f"; {refused} cells are refused" if refused else ""
@@ -294,11 +296,11 @@ def write_rows(tier: Tier, planned: Sequence[Any], runs: Sequence[Any], results:
     return int(len(finished) < count or refused > 0)
 
 
-def make_files(tier: str, missing: Mapping[Path, Sequence[str]]) -> None:
-    """Make the files that a tier needs. A file that is not finished does not get its name, and neither does its log.
+def make_files(part: str, missing: Mapping[Path, Sequence[str]]) -> None:
+    """Make the files that a part needs. A file that is not finished does not get its name, and neither does its log.
 
     Args:
-        tier: Name of the tier.
+        part: Name of the part.
         missing: Path -> the arguments of `kvbench` that make it, without `--out`.
 
     Raises:
@@ -310,7 +312,7 @@ def make_files(tier: str, missing: Mapping[Path, Sequence[str]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"draft-{path.name}")
         if start([*command, "--out", str(draft)]) != 0:
-            raise SettingError(f"tier {tier}: {path} could not be made")
+            raise SettingError(f"part {part}: {path} could not be made")
         log = draft.with_name(f"{draft.name}.log.jsonl")
         if log.exists():
             log.rename(path.with_name(f"{path.name}.log.jsonl"))

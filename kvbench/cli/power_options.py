@@ -16,7 +16,7 @@ def add_power(parser: CommandParser) -> None:
         "--deviation",
         type=float,
         metavar="POINTS",
-        help="with --power: standard deviation of a sample's difference (default: of measured tiers, or 40)",
+        help="with --power: standard deviation of a sample's difference (default: of measured parts, or 40)",
     )
     parser.add_argument(
         "--rate", type=float, metavar="ANSWERS", help="with --power: answers a minute, for an estimate of the time"

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column, format_markdown, format_number
 from kvbench.config.compose import expand_cells
-from kvbench.config.tiers import Tier, read_tiers
+from kvbench.config.study_parts import StudyPart, read_study
 from kvbench.report.results_cells import describe_protocol, is_full, list_methods, split_protocols
 from kvbench.report.results_text import join_words, wrap
 
@@ -25,7 +25,7 @@ def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str,
         parts: Name of a part -> its lines.
         checksums: Published file -> its SHA-256.
     """
-    known = read_tiers()
+    known = read_study()
 
     def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int, str]:
         name, lines = item
@@ -58,7 +58,7 @@ def format_checksums(checksums: Mapping[str, str]) -> list[str]:
     return ["", "## Checksums", "", wrap(CHECKSUMS), "", *format_markdown(columns, sorted(checksums.items()))]
 
 
-def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, Tier]) -> str:
+def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, StudyPart]) -> str:
     """Return which parts have fewer cells than conf/measured.yaml lists; empty if none has."""
     texts = []
     for name, lines in parts.items():

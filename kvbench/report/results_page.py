@@ -15,7 +15,7 @@ from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.planned_comparisons import PlannedComparison
 from kvbench.analysis.result_lines import Line, PartNumbers, list_line_files, read_part
 from kvbench.atomic import replace_file
-from kvbench.config.tiers import read_tiers
+from kvbench.config.study_parts import read_study
 from kvbench.report import results_choice
 from kvbench.report.results_cells import LONG_TASKS, POINT, TURN_TASKS, Section, list_methods, split_sections
 from kvbench.report.results_conclusions import LEVEL, draw_conclusions
@@ -103,14 +103,14 @@ original shape. Empty cells were not measured or did not run. *over full* is the
 
 
 def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
-    """Return tier -> the file with its lines, by tier.
+    """Return part -> the file with its lines, by part.
 
     Args:
         folder: The folder of all machines.
-        machine: Name of the machine whose file is taken if several have measured a tier.
+        machine: Name of the machine whose file is taken if several have measured a part.
 
     Raises:
-        SettingError: There is no such machine, no file, or a tier of several machines to choose from.
+        SettingError: There is no such machine, no file, or a part of several machines to choose from.
     """
     measured = list_line_files(folder)
     machines = {path.parent.name: path.parent for path in measured}
@@ -118,15 +118,15 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
         raise SettingError(f"{folder}: no results there; kvbench dev measured screening")
     if machine is not None:
         require_choice("--machine", machine, machines)
-    paths_by_tier: dict[str, list[Path]] = {}
+    paths_by_part: dict[str, list[Path]] = {}
     for path in measured:
-        paths_by_tier.setdefault(path.stem, []).append(path)
-    for tier, paths in paths_by_tier.items():
+        paths_by_part.setdefault(path.stem, []).append(path)
+    for part, paths in paths_by_part.items():
         names = [path.parent.name for path in paths]
         if len(paths) > 1 and machine not in names:
-            raise SettingError(f"--machine: tier {tier} was measured on several; choose one of {', '.join(names)}")
-        paths_by_tier[tier] = [path for path in paths if path.parent.name == machine] or paths
-    return {tier: paths_by_tier[tier][0] for tier in sorted(paths_by_tier)}
+            raise SettingError(f"--machine: part {part} was measured on several; choose one of {', '.join(names)}")
+        paths_by_part[part] = [path for path in paths if path.parent.name == machine] or paths
+    return {part: paths_by_part[part][0] for part in sorted(paths_by_part)}
 
 
 def write_results_page(
@@ -169,7 +169,7 @@ def read_parts(files: Mapping[str, Path]) -> dict[str, PartNumbers]:
     Raises:
         SettingError: A file has no lines.
     """
-    known = read_tiers()
+    known = read_study()
     parts = {part: read_part(path, known[part].pairs if part in known else ()) for part, path in files.items()}
     for part, numbers in parts.items():
         if not numbers.lines:

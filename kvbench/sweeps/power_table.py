@@ -70,7 +70,7 @@ def describe_power(
 
     Args:
         cells: The overrides of each cell.
-        measured: The folder with the files of measured tiers, by machine, from which deviations are estimated.
+        measured: The folder with the files of measured parts, by machine, from which deviations are estimated.
         width: Width in characters.
         deviation: Standard deviation of a sample's difference in points; None estimates it for each model and task.
         rate: How many answers are given in a minute; None if that is not known.

@@ -1,4 +1,4 @@
-"""`kvbench dev measured`: a tier from its sweeps to the page, and what it refuses in one line."""
+"""`kvbench dev measured`: a part from its sweeps to the page, and what it refuses in one line."""
 
 import hashlib
 from pathlib import Path
@@ -10,7 +10,7 @@ from kvbench.analysis.result_lines import read_lines
 from kvbench.cli import run
 from kvbench.cli.measured import keep_full_cache, main, make_files, write_rows
 from kvbench.config.provenance import content_hash
-from kvbench.config.tiers import Tier
+from kvbench.config.study_parts import StudyPart
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.store.checksums import read_checksums
 from kvbench.store.published_file import read_published
@@ -19,9 +19,9 @@ from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
 from tests.support.report_store import make_records
 
-TIERS = """\
+STUDY = """\
 tiny:
-  title: A small tier
+  title: A small part
   common: model=hf model.path={} task=niah task.lengths=[256] task.depths=[50] task.new_tokens=16 budget=0.5
   sweeps:
     - {}
@@ -29,25 +29,25 @@ tiny:
 
 
 @pytest.fixture
-def write_tiers(checkpoint, tmp_path):
-    """Writes a file with a tier of these sweeps."""
+def write_parts(checkpoint, tmp_path):
+    """Writes a file with a part of these sweeps."""
 
     def write(*sweeps: str) -> Path:
-        path = tmp_path / "tiers.yaml"
-        path.write_text(TIERS.format(checkpoint, "\n    - ".join(sweeps)))
+        path = tmp_path / "parts.yaml"
+        path.write_text(STUDY.format(checkpoint, "\n    - ".join(sweeps)))
         return path
 
     return write
 
 
-def test_a_tier_becomes_a_file_and_a_page(write_tiers, tmp_path, capsys):
+def test_a_tier_becomes_a_file_and_a_page(write_parts, tmp_path, capsys):
     results = tmp_path / "results"
-    tiers = write_tiers('{question=visible: [method=random, "method=sink,random"]}')
-    given = ["tiny", "--file", str(tiers), "--results", str(results)]
+    parts = write_parts('{question=visible: [method=random, "method=sink,random"]}')
+    given = ["tiny", "--file", str(parts), "--results", str(results)]
     assert main(given) == 0
     path = results / "measured" / "cpu" / "tiny.parquet"
     out = capsys.readouterr().out
-    assert f"{path}: 3 cells, 3 of 3 runs are finished" in out and out.count("tier tiny, sweep 1 of 1: ") == 2
+    assert f"{path}: 3 cells, 3 of 3 runs are finished" in out and out.count("part tiny, sweep 1 of 1: ") == 2
     rows = path.read_bytes()
     assert main(["--lines", str(path)]) == 0
     text = capsys.readouterr().out
@@ -59,15 +59,15 @@ def test_a_tier_becomes_a_file_and_a_page(write_tiers, tmp_path, capsys):
     assert "| random |" in page and "| sink |" in page
 
 
-def test_a_machine_without_pyarrow_measures_and_another_one_collects(write_tiers, tmp_path, monkeypatch, capsys):
+def test_a_machine_without_pyarrow_measures_and_another_one_collects(write_parts, tmp_path, monkeypatch, capsys):
     results = tmp_path / "results"
-    given = ["tiny", "--file", str(write_tiers("method=random,sink")), "--results", str(results)]
+    given = ["tiny", "--file", str(write_parts("method=random,sink")), "--results", str(results)]
     with monkeypatch.context() as patch:
         patch.setattr("kvbench.store.published_runs.find_spec", lambda name: None)
         assert main(given) == 0
         out, errors = capsys.readouterr()
         said = (
-            "tier tiny: no pyarrow here, so no file of rows; copy RESULTS and run kvbench dev measured tiny --collect"
+            "part tiny: no pyarrow here, so no file of rows; copy RESULTS and run kvbench dev measured tiny --collect"
         )
         assert said in errors and said in out and "3 cells, 3 of 3 runs are finished" in out
         assert not (results / "measured").exists()
@@ -97,25 +97,25 @@ def test_a_file_of_rows_names_the_files_of_its_tier(tmp_path):
         write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}),
         write_run(tmp_path, make_records(0.5, 50), codec={"name": "palu", "path": content_hash(file)}),
     ]
-    write_rows(Tier("x", "x", ["codec.path=FILES/latents.safetensors"]), [], runs, tmp_path)
+    write_rows(StudyPart("x", "x", ["codec.path=FILES/latents.safetensors"]), [], runs, tmp_path)
     assert read_published(tmp_path / "measured" / "cpu" / "x.parquet")[1] == {content_hash(file): "latents"}
 
 
-def test_what_a_collecting_machine_lacks_is_named(write_tiers, tmp_path, capsys):
-    tiers = write_tiers("method=qfilters method.path=FILES/filters")
-    tiers.write_text(tiers.read_text() + "  files:\n    filters: calibrate qfilters\n")
-    given = ["tiny", "--file", str(tiers), "--results", str(tmp_path), "--collect"]
+def test_what_a_collecting_machine_lacks_is_named(write_parts, tmp_path, capsys):
+    parts = write_parts("method=qfilters method.path=FILES/filters")
+    parts.write_text(parts.read_text() + "  files:\n    filters: calibrate qfilters\n")
+    given = ["tiny", "--file", str(parts), "--results", str(tmp_path), "--collect"]
     assert main(given) == 2 and "the folder contains no runs" in capsys.readouterr().err
     (tmp_path / "runs").mkdir()
     assert main(given) == 2
-    assert f"tier tiny: {tmp_path}/files/filters is missing; copy it from" in capsys.readouterr().err
+    assert f"part tiny: {tmp_path}/files/filters is missing; copy it from" in capsys.readouterr().err
 
 
 def test_a_tier_whose_model_is_missing_is_refused_before_its_files_are_made(tmp_path, capsys):
     line = "model=hf model.path=/nowhere task=ruler method=qfilters method.path=FILES/filters budget=0.5"
-    tiers = tmp_path / "tiers.yaml"
-    tiers.write_text(f"x: {{title: x, files: {{filters: calibrate nosuch}}, sweeps: ['{line}']}}")
-    assert main(["x", "--file", str(tiers), "--results", str(tmp_path / "results")]) == 2
+    parts = tmp_path / "parts.yaml"
+    parts.write_text(f"x: {{title: x, files: {{filters: calibrate nosuch}}, sweeps: ['{line}']}}")
+    assert main(["x", "--file", str(parts), "--results", str(tmp_path / "results")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("kvbench: model.path=/nowhere: ") and err.count("\n") == 1
 
@@ -127,21 +127,21 @@ def test_the_full_cache_of_a_line_has_none_of_its_cuts():
     assert keep_full_cache(line.split()) == ["model=x", "budget_of=seen", "question=hidden", "method=full"]
 
 
-def test_a_study_begun_with_other_code_is_refused(write_tiers, tmp_path, monkeypatch, capsys):
-    given = ["tiny", "--file", str(write_tiers("method=sink")), "--results"]
+def test_a_study_begun_with_other_code_is_refused(write_parts, tmp_path, monkeypatch, capsys):
+    given = ["tiny", "--file", str(write_parts("method=sink")), "--results"]
     assert main([*given, str(tmp_path / "results")]) == 0
     before = sorted((tmp_path / "results").rglob("*"))
     monkeypatch.setattr("kvbench.runs.spec.source_hash", lambda modules: "0" * 16)
     capsys.readouterr()
     assert main([*given, str(tmp_path / "results")]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"kvbench: results={tmp_path / 'results'}: 2 runs of tier tiny (")
+    assert out == "" and err.startswith(f"kvbench: results={tmp_path / 'results'}: 2 runs of part tiny (")
     assert " to go on with them, or give another folder with --results to begin anew" in err and err.count("\n") == 1
     assert sorted((tmp_path / "results").rglob("*")) == before
     assert main([*given, str(tmp_path / "anew")]) == 0
 
 
-def test_the_sweeps_of_a_tier_share_what_is_loaded(write_tiers, tmp_path, monkeypatch):
+def test_the_sweeps_of_a_tier_share_what_is_loaded(write_parts, tmp_path, monkeypatch):
     loaded, weights = [], Checkpoint.weights
 
     def load(checkpoint, *given):
@@ -149,8 +149,8 @@ def test_the_sweeps_of_a_tier_share_what_is_loaded(write_tiers, tmp_path, monkey
         return weights(checkpoint, *given)
 
     monkeypatch.setattr(Checkpoint, "weights", load)
-    tiers = write_tiers("method=random", "method=sink")
-    assert main(["tiny", "--file", str(tiers), "--results", str(tmp_path / "results")]) == 0
+    parts = write_parts("method=random", "method=sink")
+    assert main(["tiny", "--file", str(parts), "--results", str(tmp_path / "results")]) == 0
     assert len(loaded) == 1
 
 
@@ -162,18 +162,18 @@ def test_the_sweeps_of_a_tier_share_what_is_loaded(write_tiers, tmp_path, monkey
             1,
             "2 cells, 2 of 2 runs are finished; 1 cells are refused",
         ),
-        ("method=full", 2, "tier tiny: no run of a method is finished"),
+        ("method=full", 2, "part tiny: no run of a method is finished"),
     ],
 )
-def test_a_tier_that_lacks_cells_says_so(sweep, code, said, write_tiers, tmp_path, capsys):
+def test_a_tier_that_lacks_cells_says_so(sweep, code, said, write_parts, tmp_path, capsys):
     results = tmp_path / "with, a space"
-    assert main(["tiny", "--file", str(write_tiers(sweep)), "--results", str(results)]) == code
+    assert main(["tiny", "--file", str(write_parts(sweep)), "--results", str(results)]) == code
     assert said in "".join(capsys.readouterr()) and (results / "runs").is_dir()
 
 
 @pytest.mark.parametrize(("first", "said"), [(0, ""), (1, "tiny.parquet: 2 cells, 2 of 3 runs are finished")])
 def test_a_tier_that_is_stopped_has_the_rows_of_what_is_finished_and_goes_on_elsewhere(
-    first, said, write_tiers, tmp_path, monkeypatch, capsys
+    first, said, write_parts, tmp_path, monkeypatch, capsys
 ):
     begun, run_sweep = [], run.run_sweep
 
@@ -184,8 +184,8 @@ def test_a_tier_that_is_stopped_has_the_rows_of_what_is_finished_and_goes_on_els
         return run_sweep(lines, **more)
 
     monkeypatch.setattr(run, "run_sweep", stop)
-    tiers, results = write_tiers("method=random", "method=sink"), tmp_path / "results"
-    assert main(["tiny", "--file", str(tiers), "--results", str(results)]) == 130
+    parts, results = write_parts("method=random", "method=sink"), tmp_path / "results"
+    assert main(["tiny", "--file", str(parts), "--results", str(results)]) == 130
     out, errors = capsys.readouterr()
     assert said in out and "kvbench: stopped" in errors
     assert (results / "measured" / "cpu" / "tiny.parquet").exists() == bool(first)
@@ -193,9 +193,9 @@ def test_a_tier_that_is_stopped_has_the_rows_of_what_is_finished_and_goes_on_els
     results.mkdir(exist_ok=True)  # nothing was written if it was stopped before the first sweep
     moved = results.rename(tmp_path / "another machine's folder")
     kept = {path: path.read_bytes() for path in moved.glob("runs/*/records*.jsonl")}
-    assert main(["tiny", "--file", str(tiers), "--results", str(moved)]) == 0
+    assert main(["tiny", "--file", str(parts), "--results", str(moved)]) == 0
     out = capsys.readouterr().out
-    assert f"tier tiny: {first} of 2 cells are done\n" in out
+    assert f"part tiny: {first} of 2 cells are done\n" in out
     assert "tiny.parquet: 3 cells, 3 of 3 runs are finished" in out
     assert all(path.read_bytes() == text for path, text in kept.items())
     assert len([*moved.glob("runs/*/records*.jsonl")]) == 3 and len(kept) == 2 * first
@@ -211,7 +211,7 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
         return len(given) == 1
 
     monkeypatch.setattr("kvbench.__main__.start", start)
-    with pytest.raises(SettingError, match="tier b: .*pattern could not be made"):
+    with pytest.raises(SettingError, match="part b: .*pattern could not be made"):
         make_files("b", {path: ["calibrate", "x"]})
     assert sorted(own.name for own in path.parent.iterdir()) == ["draft-pattern", "draft-pattern.log.jsonl"]
     make_files("b", {path: ["calibrate", "x"]})
@@ -222,12 +222,12 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "name a tier of conf/measured.yaml, such as screening; or --page"),
-        (["nosuch"], "tier=nosuch: choose one of screening, confirmation, "),
-        (["a", "--page"], "--page: measures no tier"),
-        (["--page", "--workers", "2"], "--page: measures no tier"),
-        (["a", "--lines", "a.csv"], "--lines: measures no tier"),
-        (["--lines", "a.csv", "--page"], "--page: measures no tier"),
+        ([], "name a part of conf/measured.yaml, such as screening; or --page"),
+        (["nosuch"], "part=nosuch: choose one of screening, confirmation, "),
+        (["a", "--page"], "--page: measures no part"),
+        (["--page", "--workers", "2"], "--page: measures no part"),
+        (["a", "--lines", "a.csv"], "--lines: measures no part"),
+        (["--lines", "a.csv", "--page"], "--page: measures no part"),
         (["--lines", "/nowhere.csv"], "/nowhere.csv: cannot be read (No such file"),
         (["a", "--collect", "--power"], "--power: not with --collect"),
         (["a", "--collect", "--workers", "2"], "--workers: not with --collect, which measures nothing"),
@@ -242,7 +242,7 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
         (["--page", "--margin", "nan"], "--margin=nan: choose points above 0 and up to 100"),
         (["--page", "--results", "/nowhere"], "/nowhere/measured: no results there; kvbench dev measured screening"),
         (["a", "--results", "/dev/null/x"], "--results=/dev/null/x: a folder that can be written"),
-        (["a", "--file", "/nowhere.yaml"], "--file=/nowhere.yaml: cannot be read as tiers (No such file"),
+        (["a", "--file", "/nowhere.yaml"], "--file=/nowhere.yaml: cannot be read as parts (No such file"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(given, said, capsys):
@@ -260,7 +260,7 @@ def test_what_cannot_be_used_is_one_line(given, said, capsys):
     ],
 )
 def test_a_file_that_has_no_tiers_is_refused(text, tmp_path, capsys):
-    path = tmp_path / "tiers.yaml"
+    path = tmp_path / "parts.yaml"
     path.write_text(text)
     assert main(["a", "--file", str(path)]) == 2
     assert f"kvbench: --file={path}: " in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_published_files_are_small():
 
 
 def test_the_page_has_the_numbers_of_a_file(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvbench.report.results_page.draw_pictures", lambda tiers: {})
+    monkeypatch.setattr("kvbench.report.results_page.draw_pictures", lambda parts: {})
     paths = write_results_page(choose_files(made.parents[1]), tmp_path / "docs")
     text = "\n".join(path.read_text() for path in paths)
     cells = [line for line in read_lines(made) if line["method"] != "full"]

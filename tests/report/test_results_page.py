@@ -193,7 +193,7 @@ def test_machines_and_their_parts_are_chosen(machine, tmp_path, without_pictures
     text = write_results_page(choose_files(folder), tmp_path / "docs")[0].read_text()
     assert "[measured/gpu-x](../measured/gpu-x) and [measured/gpu-y](../measured/gpu-y)," in " ".join(text.split())
     (other / "a.csv").write_text("")
-    with pytest.raises(SettingError, match="--machine: tier a was measured on several; choose one of gpu-x, gpu-y"):
+    with pytest.raises(SettingError, match="--machine: part a was measured on several; choose one of gpu-x, gpu-y"):
         choose_files(folder)
     assert choose_files(folder, "gpu-x") == files | {"b": other / "b.csv"}
     with pytest.raises(SettingError, match="gpu-y/a.csv: has no lines"):

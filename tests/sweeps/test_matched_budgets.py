@@ -11,16 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvbench
 from kvbench.analysis.byte_classes import SPREAD
 from kvbench.config.planned_pairs import parse_settings
-from kvbench.config.tiers import read_tiers
+from kvbench.config.study_parts import read_study
 from kvbench.sweeps.plan import expand_sweep
 from tests.support.tiny_models import COMMON, draw_model, heads, ids, make_fresh, rope
 
 PAIRS = dict.fromkeys(
-    pair for part in ("confirmation", "equal_bytes") for pair in read_tiers()[part].pairs if "budget=" in pair[0]
+    pair for part in ("confirmation", "equal_bytes") for pair in read_study()[part].pairs if "budget=" in pair[0]
 )
 READERS = [
     (settings["method"], float(settings["budget"]))
-    for line in read_tiers()["screening"].list_sweeps(Path("results"))
+    for line in read_study()["screening"].list_sweeps(Path("results"))
     for settings in map(parse_settings, expand_sweep(line))
     if settings["method"] in ("quest", "pqcache", "omnikv", "deltakv")
     and settings["question"] == "visible"

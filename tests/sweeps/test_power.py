@@ -155,15 +155,15 @@ def test_the_commands_print_it(tmp_path, capsys, monkeypatch):
         and " 468 " in out
         and out.split("(assumed)")[1].split()[:3] == ["5.2", "5.7", "5.2"]
     )
-    tiers = tmp_path / "tiers.yaml"
-    tiers.write_text(
-        f"tiny:\n  title: A small tier\n  rate: 100\n  pairs: [[method=snapkv, method=tova]]\n  sweeps:\n"
+    parts = tmp_path / "parts.yaml"
+    parts.write_text(
+        f"tiny:\n  title: A small part\n  rate: 100\n  pairs: [[method=snapkv, method=tova]]\n  sweeps:\n"
         f"    - {{budget=0.2: [{' '.join(sweep[:3])} method=tova, {' '.join(sweep[:3])} method=snapkv]}}\n"
     )
-    asked = ["tiny", "--file", str(tiers), "--power", "--deviation", "20", "--results", str(tmp_path)]
+    asked = ["tiny", "--file", str(parts), "--power", "--deviation", "20", "--results", str(tmp_path)]
     assert measured(asked) == 0
     out = capsys.readouterr().out
-    assert "tier tiny: A small tier" in out and "20.0 (given)" in out and not (tmp_path / "runs").exists()
+    assert "part tiny: A small part" in out and "20.0 (given)" in out and not (tmp_path / "runs").exists()
     assert "1,404 answers, about 14 minutes at 100 a minute" in out and " 2.6      2.6   2.9 " in out
     assert "1 planned comparisons: method=snapkv against method=tova." in out
     assert measured([*asked, "--rate", "50"]) == 0 and "about 28 minutes" in capsys.readouterr().out
@@ -179,8 +179,8 @@ def test_the_commands_print_it(tmp_path, capsys, monkeypatch):
         (plan, ["task=niah", "--power"], "--power: the settings of task=niah do not say"),
         (plan, ["task=ruler", "method=full", "--power"], "--power: no cell compares a method with the full cache"),
         (measured, ["a", "--power", "--workers", "2"], "--workers: not with --power"),
-        (measured, ["--page", "--power"], "--page: measures no tier"),
-        (measured, ["--power"], "name a tier of conf/measured.yaml"),
+        (measured, ["--page", "--power"], "--page: measures no part"),
+        (measured, ["--power"], "name a part of conf/measured.yaml"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(main, given, said, capsys):

@@ -1,4 +1,4 @@
-"""The tiers of `kvbench dev measured`: what they run, and which stores they refuse."""
+"""The parts of `kvbench dev measured`: what they run, and which stores they refuse."""
 
 import re
 from pathlib import Path
@@ -9,11 +9,11 @@ import pytest
 from kvbench.analysis.power import compute_reach
 from kvbench.config.compose import compose, list_choices
 from kvbench.config.planned_pairs import count_pairs, parse_settings
-from kvbench.config.tiers import Tier, choose_tiers, quote, read_tiers
+from kvbench.config.study_parts import StudyPart, choose_study_parts, quote, read_study
 from kvbench.runs.spec import SharedParts
+from kvbench.sweeps.part_store import check_store, collect_runs, describe_return, list_values
 from kvbench.sweeps.plan import describe_run, expand_sweep
 from kvbench.sweeps.power_table import list_protocols
-from kvbench.sweeps.tier_store import check_store, collect_runs, describe_return, list_values
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import VALUE, write_run
 from tests.support.report_store import make_records
@@ -25,16 +25,16 @@ GPU = {"type": "cuda", "dtype": "bfloat16", "gpu": "NVIDIA H200", "torch": "2.11
 OTHER_MODELS = re.compile(r"^model=smollm2(_long)?$")
 
 
-@pytest.mark.parametrize("name", choose_quick(sorted(read_tiers()), "presets"))
+@pytest.mark.parametrize("name", choose_quick(sorted(read_study()), "presets"))
 def test_no_cell_of_a_tier_is_refused(name, tmp_path):
     """Here with the embedded model, because SmolLM2 must be downloaded and its tuning is no part of kvbench yet."""
-    tier, shared = read_tiers()[name], SharedParts()
-    for path, command in tier.list_files(tmp_path).items():
+    part, shared = read_study()[name], SharedParts()
+    for path, command in part.list_files(tmp_path).items():
         assert command[:1] == ["calibrate"] and path.parent == tmp_path / "files"
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    assert tier.list_files(tmp_path) == {}
-    cells = [cell for sweep in tier.list_sweeps(tmp_path) for cell in expand_sweep(sweep)]
+    assert part.list_files(tmp_path) == {}
+    cells = [cell for sweep in part.list_sweeps(tmp_path) for cell in expand_sweep(sweep)]
     assert len(set(map(tuple, cells))) == len(cells)
     different = {tuple(own for own in cell if not own.startswith(("budget=", "question="))): cell for cell in cells}
     for cell in different.values():
@@ -58,7 +58,7 @@ def read_parts() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", choose_quick(read_parts(), "confirmation", "turns", "ledgers"))
 def test_the_page_states_what_a_part_of_the_study_can_tell(name, tmp_path):
-    part = read_tiers()[name]
+    part = read_study()[name]
     assert part.title and part.question.endswith("?") and part.rate
     protocols, unknown = list_protocols(cell for sweep in part.list_sweeps(tmp_path) for cell in expand_sweep(sweep))
     compared = count_pairs(part.pairs, [cell for planned in protocols for cell in planned.cells])
@@ -71,12 +71,12 @@ def test_the_page_states_what_a_part_of_the_study_can_tell(name, tmp_path):
 
 
 def test_every_part_with_a_question_is_on_the_page():
-    assert [name for name, tier in read_tiers().items() if tier.question] == list(read_parts())
+    assert [name for name, part in read_study().items() if part.question] == list(read_parts())
 
 
 def test_every_method_and_codec_is_screened(tmp_path):
     """But for transformers' own quantised cache, whose packages kvbench does not require."""
-    part = read_tiers()["screening"]
+    part = read_study()["screening"]
     cells = [parse_settings(cell) for sweep in part.list_sweeps(tmp_path) for cell in expand_sweep(sweep)]
     assert {cell["method"] for cell in cells} == {name for name in list_choices("method") if name[0] != "_"}
     assert {cell.get("codec", "raw") for cell in cells} == {*list_choices("codec")} - {"hf_quantized"}
@@ -86,23 +86,23 @@ def test_every_method_and_codec_is_screened(tmp_path):
 
 def test_the_visible_question_and_a_fifth_of_the_rows_come_first(tmp_path):
     for name in ("screening", "confirmation", "untuned", "embedded", "presets"):
-        first = read_tiers()[name].list_stages(tmp_path)[0]
+        first = read_study()[name].list_stages(tmp_path)[0]
         settings = [parse_settings(cell) for line in first for cell in expand_sweep(line)]
         assert {(cell["question"], cell["budget"]) for cell in settings} == {("visible", "0.2")}
 
 
 def test_lines_of_a_sweep_run_together():
-    tier = Tier("x", "x", ["a=1", {"b=2": ["c=3", "c=4"], "b=5": ["c=6"]}], common="d=7")
+    part = StudyPart("x", "x", ["a=1", {"b=2": ["c=3", "c=4"], "b=5": ["c=6"]}], common="d=7")
     results = f"results={quote(Path('r'))}"
-    assert tier.list_stages(Path("r")) == [
+    assert part.list_stages(Path("r")) == [
         [["d=7", "a=1", results]],
         [["d=7", "b=2", "c=3", results], ["d=7", "b=2", "c=4", results], ["d=7", "b=5", "c=6", results]],
     ]
 
 
 def test_files_of_a_sweep_are_in_the_folder_of_results(tmp_path):
-    tier = Tier("x", "x", ["codec.path=FILES/one,FILES/two codec.bits=null,4"])
-    [cells] = map(expand_sweep, tier.list_sweeps(tmp_path / "a b"))
+    part = StudyPart("x", "x", ["codec.path=FILES/one,FILES/two codec.bits=null,4"])
+    [cells] = map(expand_sweep, part.list_sweeps(tmp_path / "a b"))
     assert len(cells) == 4
     assert {path for cell in cells for path in cell if path.startswith("codec.path=")} == {
         f"codec.path='{tmp_path}/a b/files/{name}'" for name in ("one", "two")
@@ -114,14 +114,14 @@ def test_a_tier_knows_the_files_of_its_methods_and_codecs(tmp_path, monkeypatch)
     for name in ("files/one", "files/unused", "kept", "data"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    tier = Tier("x", "x", ["codec.path=FILES/one,FILES/missing", "method.base_args.path=kept"], "task.path=data")
-    assert tier.find_files(tmp_path) == {tmp_path / "files" / "one", Path("kept")}
+    part = StudyPart("x", "x", ["codec.path=FILES/one,FILES/missing", "method.base_args.path=kept"], "task.path=data")
+    assert part.find_files(tmp_path) == {tmp_path / "files" / "one", Path("kept")}
 
 
 def test_tiers_are_chosen_by_name():
-    assert [tier.name for tier in choose_tiers(["turns", "seeds", "turns"])] == ["turns", "seeds"]
-    with pytest.raises(SettingError, match="tier=nosuch: choose one of screening, confirmation, longer"):
-        choose_tiers(["nosuch"])
+    assert [part.name for part in choose_study_parts(["turns", "seeds", "turns"])] == ["turns", "seeds"]
+    with pytest.raises(SettingError, match="part=nosuch: choose one of screening, confirmation, longer"):
+        choose_study_parts(["nosuch"])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_store_with_runs_of_the_tier_from_elsewhere_is_refused(there, said, tm
     run = write_run(tmp_path, make_records(0.5, 50), machine={"code": "git 0123"}, **VALUE | there)
     with pytest.raises(SettingError, match=re.escape(said)) as error:
         check_store("a", {"0": here}, tmp_path)
-    assert f"1 runs of tier a ({run.hash})" in str(error.value) and "\n" not in str(error.value)
+    assert f"1 runs of part a ({run.hash})" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_runs_of_another_machine_are_collected(tmp_path):
     made = [write_run(tmp_path, {}, machine={"code": "git 0123"}, **planned[name] | elsewhere) for name in planned]
     write_run(tmp_path, {}, **VALUE | elsewhere | {"budget": 0.3})  # of no cell
     assert {run.hash for run in collect_runs("a", planned, tmp_path)} == {run.hash for run in made}
-    with pytest.raises(SettingError, match="the folder contains no run of tier b"):
+    with pytest.raises(SettingError, match="the folder contains no run of part b"):
         collect_runs("b", {"0": VALUE | {"budget": 0.7}}, tmp_path)
 
 
@@ -199,7 +199,7 @@ def test_runs_of_another_machine_are_collected(tmp_path):
         (
             {"sources": "old", "machine": {"code": "git 0"}, "method": {"name": "knorm"}},
             {"machine": {"code": "git 0"}},
-            "are runs of one cell of tier a; move all but one away",
+            "are runs of one cell of part a; move all but one away",
         ),
     ],
 )

@@ -1,7 +1,7 @@
-"""Read the tiers of conf/measured.yaml: the sweeps behind docs/results.md, which `kvbench dev measured` runs.
+"""Read the parts of conf/measured.yaml: the sweeps behind docs/results.md, which `kvbench dev measured` runs.
 
-A tier is a part of the study that can be published by itself. Its sweeps run in their order, and each of them is whole
-before the next one begins, so that a tier that was stopped still has sweeps whose cells can be compared.
+A part of the study can be published by itself. Its sweeps run in their order, and each of them is whole before the next
+one begins, so that a part that was stopped still has sweeps whose cells can be compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ import yaml
 from kvbench.config.paths import CONF
 from kvbench.validation import SettingError, is_number, require_choice
 
-TIERS = CONF / "measured.yaml"
-FILES = "FILES/"  # begins the name of a file that a tier makes first
+STUDY = CONF / "measured.yaml"
+FILES = "FILES/"  # begins the name of a file that a part makes first
 
 
 Pair = tuple[str, str]  # two cells, each as settings with spaces between them
 
 
 @dataclass(frozen=True)
-class Tier:
+class StudyPart:
     """Sweeps that are measured and published together.
 
     Attributes:
@@ -97,45 +97,46 @@ def quote(path: Path) -> str:
     return f"'{text}'"
 
 
-def read_tiers(path: Path = TIERS) -> dict[str, Tier]:
-    """Return the tiers of a file by name.
+def read_study(path: Path = STUDY) -> dict[str, StudyPart]:
+    """Return the parts of a file by name.
 
     Raises:
-        SettingError: The file cannot be read, or a tier has other keys than `Tier`.
+        SettingError: The file cannot be read, or a part has other keys than `StudyPart`.
     """
     try:
-        tiers = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return {name: make_tier(name, fields) for name, fields in tiers.items()}
+        parts = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return {name: make_study_part(name, fields) for name, fields in parts.items()}
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise SettingError(f"--file={path}: cannot be read as tiers ({reason}); see conf/measured.yaml") from None
+        raise SettingError(f"--file={path}: cannot be read as parts ({reason}); see conf/measured.yaml") from None
 
 
-def make_tier(name: str, fields: Mapping[str, Any]) -> Tier:
-    """Return the tier that an entry of the file describes.
+def make_study_part(name: str, fields: Mapping[str, Any]) -> StudyPart:
+    """Return the part that an entry of the file describes.
 
     Raises:
-        TypeError: It has other keys than `Tier`, a pair of other than two cells, or a rate that is no positive number.
+        TypeError: It has other keys than `StudyPart`, a pair of other than two cells, or a rate that is no positive
+            number.
     """
-    tier = Tier(name, **fields)
-    if not all(len(pair) == 2 and all(isinstance(cell, str) for cell in pair) for pair in tier.pairs):
-        raise TypeError(f"tier {name}: pairs are lists of two cells")
-    if tier.rate is not None and not (is_number(tier.rate) and tier.rate > 0):
-        raise TypeError(f"tier {name}: rate={tier.rate}: answers a minute")
-    for sweep in tier.sweeps:
+    part = StudyPart(name, **fields)
+    if not all(len(pair) == 2 and all(isinstance(cell, str) for cell in pair) for pair in part.pairs):
+        raise TypeError(f"part {name}: pairs are lists of two cells")
+    if part.rate is not None and not (is_number(part.rate) and part.rate > 0):
+        raise TypeError(f"part {name}: rate={part.rate}: answers a minute")
+    for sweep in part.sweeps:
         lines = [sweep] if isinstance(sweep, str) else [line for some in sweep.values() for line in some]
         if not lines or not all(isinstance(line, str) for line in lines):
-            raise TypeError(f"tier {name}: a sweep is a line, or {{settings: lines}}")
-    return replace(tier, pairs=[(one, other) for one, other in tier.pairs])
+            raise TypeError(f"part {name}: a sweep is a line, or {{settings: lines}}")
+    return replace(part, pairs=[(one, other) for one, other in part.pairs])
 
 
-def choose_tiers(names: Sequence[str], path: Path = TIERS) -> list[Tier]:
-    """Return the tiers of these names, each once.
+def choose_study_parts(names: Sequence[str], path: Path = STUDY) -> list[StudyPart]:
+    """Return the parts of these names, each once.
 
     Raises:
-        SettingError: There is no such tier.
+        SettingError: There is no such part.
     """
-    tiers = read_tiers(path)
+    parts = read_study(path)
     for name in names:
-        require_choice("tier", name, tiers)
-    return [tiers[name] for name in dict.fromkeys(names)]
+        require_choice("part", name, parts)
+    return [parts[name] for name in dict.fromkeys(names)]

@@ -1,6 +1,6 @@
-"""Check that all runs of a tier (kvbench.config.tiers) come from one kind of machine and one state of the code.
+"""Check that all runs of a part (kvbench.config.study_parts) come from one kind of machine and one state of the code.
 
-Scores of other runs are not exactly comparable. A store that holds runs of the tier from elsewhere is refused before
+Scores of other runs are not exactly comparable. A store that holds runs of the part from elsewhere is refused before
 anything runs (`check_store`). A store that another machine made is read by `collect_runs`, which asks of the runs that
 they come from one kind of machine and one state of the code, whichever these are.
 """
@@ -31,11 +31,11 @@ def list_values(sweeps: Iterable[Sweep]) -> dict[str, Mapping[str, Any]]:
     return {run_hash(run.value): run.value for run in runs}
 
 
-def check_store(tier: str, values: Mapping[str, Mapping[str, Any]], results: Path) -> None:
-    """Refuse a store with runs of a tier that another kind of GPU, other versions or other code made.
+def check_store(part: str, values: Mapping[str, Mapping[str, Any]], results: Path) -> None:
+    """Refuse a store with runs of a part that another kind of GPU, other versions or other code made.
 
     Args:
-        tier: Name of the tier.
+        part: Name of the part.
         values: Its runs on this machine, as `list_values` returns them.
         results: The folder of results.
 
@@ -50,7 +50,7 @@ def check_store(tier: str, values: Mapping[str, Mapping[str, Any]], results: Pat
         return
     run = others[0]
     there, here = run.value, expected[hash_experiment(run.value)]
-    said = f"{len(others)} runs of tier {tier} ({name_some([own.hash for own in others])})"
+    said = f"{len(others)} runs of part {part} ({name_some([own.hash for own in others])})"
     if there["device"] != here["device"]:
         why = f"were made on {describe_device(there['device'])}, and this is {describe_device(here['device'])}"
         do = "go on there"
@@ -63,11 +63,11 @@ def check_store(tier: str, values: Mapping[str, Mapping[str, Any]], results: Pat
     raise SettingError(f"results={results}: {said} {why}; {do}, or give another folder with --results to begin anew")
 
 
-def collect_runs(tier: str, values: Mapping[str, Mapping[str, Any]], results: Path) -> list[StoredRun]:
-    """Return the runs of a tier in a store, finished or not, whatever kind of machine made them.
+def collect_runs(part: str, values: Mapping[str, Mapping[str, Any]], results: Path) -> list[StoredRun]:
+    """Return the runs of a part in a store, finished or not, whatever kind of machine made them.
 
     Args:
-        tier: Name of the tier.
+        part: Name of the part.
         values: Its runs on this machine, as `list_values` returns them.
         results: The folder of results.
 
@@ -79,7 +79,7 @@ def collect_runs(tier: str, values: Mapping[str, Mapping[str, Any]], results: Pa
     store.print_damage()
     runs = [run for run in store.runs if hash_experiment(run.value) in sources]
     if not runs:
-        raise SettingError(f"results={results}: the folder contains no run of tier {tier}")
+        raise SettingError(f"results={results}: the folder contains no run of part {part}")
     devices = {describe_device(run.value["device"]): run for run in runs}
     changed = any(run.value["sources"] != sources[hash_experiment(run.value)] for run in runs)
     codes = {" and ".join(list_codes([run])) or "an unknown revision": run for run in runs} if changed else {}
@@ -87,7 +87,7 @@ def collect_runs(tier: str, values: Mapping[str, Mapping[str, Any]], results: Pa
         if len(kinds) > 1:
             said = ", ".join(f"{run.hash} by {kind}" for kind, run in sorted(kinds.items()))
             raise SettingError(
-                f"results={results}: the runs of tier {tier} were made by several {what} ({said}); move those of all "
+                f"results={results}: the runs of part {part} were made by several {what} ({said}); move those of all "
                 "but one into another folder"
             )
     cells: dict[str, list[str]] = {}
@@ -96,7 +96,7 @@ def collect_runs(tier: str, values: Mapping[str, Mapping[str, Any]], results: Pa
     for hashes in cells.values():
         if len(hashes) > 1:
             raise SettingError(
-                f"results={results}: {name_some(hashes)} are runs of one cell of tier {tier}; move all but one away"
+                f"results={results}: {name_some(hashes)} are runs of one cell of part {part}; move all but one away"
             )
     return runs
 
