@@ -1,16 +1,21 @@
 """Planned comparisons of published runs: which cells they compare, and with which intervals and signs."""
 
 import random
+from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.planned_comparisons import make_cell
 from kvbench.analysis.result_lines import read_part
-from kvbench.config.catalogue import load_settings
+from kvbench.config.catalogue import identity_settings, load_settings
+from kvbench.config.planned_pairs import list_compared, parse_settings
+from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import split_sections
 from kvbench.report.results_tables import format_planned
 from kvbench.store.published_file import write_published
 from kvbench.store.published_runs import publish
-from kvbench.store.runs import load_runs
+from kvbench.store.run_folder import RunFolder
+from kvbench.store.runs import StoredRun, load_runs
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
 from tests.support.report_store import make_records
@@ -124,3 +129,28 @@ def test_the_page_shows_what_was_planned(path):
     assert "| snapkv, 20 % (20.0% of the bytes) | keydiff, 20 % (20.0% of the bytes) |" in text
     assert f"{first.change[0]:+.1f}" in text and text.count("| first |") == 1 + 2
     assert format_planned(split_sections({"a": part.lines})[0]) == []
+
+
+def make_run(cell: dict[str, str]) -> StoredRun:
+    """A run with the settings of a planned cell, as its identity has them."""
+    value = {"model": {"name": "tiny"}, "task": {"name": "ruler"}, "budget": float(cell["budget"])}
+    for group, usual in {"method": "snapkv", "allocator": "uniform", "codec": "raw"}.items():
+        given = {name.split(".")[1]: text for name, text in cell.items() if name.startswith(f"{group}.")}
+        value[group] = identity_settings(load_settings(group, cell.get(group, usual), given))
+    folder = RunFolder(Path("runs"), value)
+    return StoredRun(folder.hash, value, folder)
+
+
+def test_the_planned_presets_are_found_among_all_runs_of_their_part(tmp_path):
+    part = read_study()["presets"]
+    column = [*map(parse_settings, part.list_sweeps(tmp_path))]
+    first = [line for line in column if (line["question"], line["budget"]) == ("visible", "0.2")]
+    presets = [line | {"method.preset": name} for line in first for name in line["method.preset"].split(",")]
+    runs = {run.hash: run for run in map(make_run, presets)}
+    assert len(runs) == len(presets) > 15
+    cells = [make_cell(run, "") for run in runs.values()]
+    for pair in part.pairs:
+        [compared] = list_compared(pair, cells)
+        for side, cell in zip(pair, compared, strict=True):
+            asked = parse_settings(side.split())
+            assert cell.name == make_run(asked | {"budget": "0.2"}).hash
