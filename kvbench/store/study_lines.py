@@ -92,6 +92,8 @@ def read_lines(path: Path, study: str) -> list[Line]:
     """
     try:
         table, where = csv.DictReader(io.StringIO(read_csv_text(path))), str(path)
+    except SettingError:  # names the packed file
+        raise
     except (OSError, ValueError) as error:
         raise SettingError(f"{path}: {summarize(error)}") from None
     if tuple(table.fieldnames or ()) != COLUMNS:
