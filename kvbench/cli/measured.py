@@ -20,8 +20,8 @@ or a SIGTERM stops it. The exit code is 1 if a cell is refused or a run is not f
 measures too and writes no such file, as the command says when it begins and ends. --collect then writes it elsewhere,
 from a copy of RESULTS with its runs and files: it measures nothing, and the runs say which machine made them.
 
-With --draw, a bundle of so many answers drawn from these runs is written beside the rows (kvbench verify checks it and
-executes its answers again). SHA256SUMS in the same folder has the checksums of both.
+With --draw, a bundle of so many answers drawn from these runs is written beside the rows. kvbench check bundle checks
+it and executes its answers again. SHA256SUMS in the same folder has the checksums of both.
 
 The other options measure nothing either. --lines prints what follows from a file of rows: a CSV with one line a cell.
 --page writes docs/results.md and its pictures from the files of all parts. --power prints how many answers there are,
