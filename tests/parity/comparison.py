@@ -480,6 +480,10 @@ TIES = (
     "programs keep the same number of each token."
 )
 
+ROUNDING = (
+    "One row of one head is another one with nearly the same score, which float32 rounds. (Computed in float64 for two "
+    "of these cases, the scores of the two rows differ by less than a millionth.)"
+)
 ORDER = (
     "A cut of kvpress leaves the rows in the order of its top-k. Its second cut drops those that then stand behind the "
     "sinks, which are not the oldest ones. The tokens up to there are equal."
@@ -524,7 +528,16 @@ class Comparison:
             reasons.append(TIES)
         if self.reordered and not torch.equal(self.common, self.larger):
             reasons.append(ORDER)
+        if self.rounded and not reasons:
+            reasons.append(ROUNDING)
         return " ".join(reasons)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether one row of one head is exchanged for another one, and the same tokens follow."""
+        return (
+            torch.equal(self.larger, self.smaller) and int((self.larger - self.common).sum()) == 1 and self.same_tokens
+        )
 
     @property
     def reordered(self) -> bool:
@@ -538,7 +551,7 @@ class Comparison:
             return torch.equal(self.larger, self.smaller) and self.same_start > 2 * INTERVAL
         slack = self.case.count_slack(len(self.common))[:, None].expand_as(self.common)
         fits = (self.common == self.smaller) & (self.larger - self.smaller <= slack) | self.close & ~self.bound
-        return self.tied or (bool(fits.all()) and (self.reason != "" or self.same_tokens))
+        return self.tied or self.reason == ROUNDING or (bool(fits.all()) and (self.reason != "" or self.same_tokens))
 
 
 def compare(subject: str, case: Case, ids: Sequence[int], ours: Found, theirs: Found) -> Comparison:

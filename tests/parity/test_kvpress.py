@@ -27,6 +27,7 @@ from tests.support.repository import ROOT
 
 LENGTHS = {"llama": (301, 700, 2048, 4000), "mistral": (303, 1500), "qwen2": (305, 1024), "qwen3": (511, 3001)}
 SUBJECTS = (*LENGTHS, *REAL_MODELS)
+MOST_ROUNDED = 0.03  # share of a model's cases in which rounding may exchange a row
 TABLE = ROOT / "results" / "parity" / "kvpress.md"
 HEAD = """# Agreement with kvpress
 
@@ -92,6 +93,7 @@ def test_rows_and_tokens_are_those_of_kvpress(name, comparisons, tmp_path):
     found = [compare(name, case, subject.prompts[case.tokens], ours[case.name], theirs[case.name]) for case in cases]
     comparisons.extend(found)
     assert not [f"{own.case.name}: {own.share:.4f}, tokens {own.same_tokens}" for own in found if not own.explained]
+    assert sum(own.reason == comparison.ROUNDING for own in found) <= MOST_ROUNDED * len(found)
 
 
 @pytest.mark.parity
@@ -135,8 +137,11 @@ def test_one_row_or_token_that_differs_is_found():
     assert (found.share, found.reason, found.explained) == (1.0, "", True)
     assert not compare("llama", case, ids, same, Found(same.kept, [*answer[:-1], 0])).explained
     found = compare("llama", case, ids, same, Found(moved, answer))
-    assert found.share == pytest.approx(59 / 60) and not found.explained
+    assert found.share == pytest.approx(59 / 60) and found.reason == comparison.ROUNDING
     assert "| 98.3 % | 1 of 1 |" in comparison.write_table([found])
+    assert not compare("llama", case, ids, same, Found(moved, [*answer[:-1], 0])).explained
+    moved[0, 0, 59], moved[0, 0, 60] = False, True  # in another head, too
+    assert not compare("llama", case, ids, same, Found(moved, answer)).explained
 
 
 WIDE = definition("PyramidKV, window 8")
