@@ -14,7 +14,8 @@ from kvbench.report.results_text import join_words, wrap
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
 CHECKSUMS = """\
 A `.parquet` file has a row for each sample ([how to read it](analysis.md)), and a `.zip` file has drawn answers, which
-`python -m kvbench check bundle FILE --replay 4` executes again. `sha256sum -c SHA256SUMS` in a folder checks its files."""
+`python -m kvbench check bundle FILE --replay 4` executes again. `sha256sum -c SHA256SUMS` in a folder checks its
+files."""
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 
 
