@@ -27,7 +27,7 @@ def split_column(cells: Sequence[MatrixCell]) -> list[tuple[str, list[MatrixCell
     Returns:
         Classes by bytes, the fewest first, then classes by rows. Cells whose bytes are unknown are the last class.
     """
-    readers = [cell for cell in cells if reads_few_rows(cell)]
+    readers = [cell for cell in cells if reads_few_rows(cell.kept, cell.attended)]
     holders = [cell for cell in cells if cell not in readers and cell.held is not None]
     unknown = [cell for cell in cells if cell not in readers and cell.held is None]
     classes = _name_classes(holders, lambda cell: cell.held or 0.0, "of the bytes")
@@ -35,9 +35,9 @@ def split_column(cells: Sequence[MatrixCell]) -> list[tuple[str, list[MatrixCell
     return [*classes, *([("unknown bytes", unknown)] if unknown else [])]
 
 
-def reads_few_rows(cell: MatrixCell) -> bool:
-    """Return whether a decoded token attends to clearly fewer rows than the cell keeps."""
-    return cell.attended is not None and cell.kept is not None and cell.attended < READS * cell.kept
+def reads_few_rows(kept: float | None, attended: float | None) -> bool:
+    """Return whether a decoded token attends to clearly fewer rows than a cell keeps; both are shares, if known."""
+    return attended is not None and kept is not None and attended < READS * kept
 
 
 def split_by_measure(cells: Sequence[Cell], measure: Callable[[Cell], float]) -> list[list[Cell]]:

@@ -10,8 +10,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from kvbench.analysis.intervals import Mean, Values, mean
-from kvbench.atomic import replace_file
-from kvbench.store.csv_rows import format_rows
+from kvbench.store.csv_rows import write_rows
 from kvbench.validation import refuse_on_error
 
 AVERAGE = "average"  # stands in the column `subtask`: the mean over all subtasks, which weigh the same
@@ -121,5 +120,4 @@ def write_scores(path: Path, scores: Sequence[FullScore]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [one.name for one in fields(FullScore)]
-    with replace_file(path) as draft:
-        draft.write_text(format_rows([names, *map(astuple, scores)]), encoding="utf-8")
+    write_rows(path, [names, *map(astuple, scores)])

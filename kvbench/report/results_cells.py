@@ -14,7 +14,7 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
-from kvbench.analysis.byte_classes import READS, split_by_measure
+from kvbench.analysis.byte_classes import reads_few_rows, split_by_measure
 from kvbench.analysis.joint_signs import find_margin, is_no_worse, sign_known_intervals
 from kvbench.analysis.known_intervals import subtract_intervals
 from kvbench.analysis.planned_comparisons import PlannedComparison
@@ -131,8 +131,7 @@ def classify(line: Line) -> str:
     """Return the kind of a cell, one of KINDS."""
     if is_decided(line):
         return POINT
-    kept, attended = line["rows_kept"], line["rows_attended"]
-    if kept is not None and attended is not None and attended < READS * kept:
+    if reads_few_rows(line["rows_kept"], line["rows_attended"]):
         return READING
     return EVICTING if line["codec"] == "raw" else POINT
 

@@ -4,6 +4,9 @@ import csv
 import io
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
+
+from kvbench.atomic import replace_file
 
 FORMULA = ("=", "+", "-", "@", "\t")  # beginnings of cells that a spreadsheet executes
 
@@ -13,6 +16,16 @@ def format_rows(rows: Iterable[Iterable[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(map(escape_cell, row) for row in rows)
     return text.getvalue()
+
+
+def write_rows(path: Path, rows: Iterable[Iterable[object]]) -> None:
+    """Write rows as a CSV file, completely or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with replace_file(path) as draft:
+        draft.write_text(format_rows(rows), encoding="utf-8")
 
 
 def escape_cell(value: object) -> object:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.atomic import append_whole, lock_file, replace_file
-from kvbench.store.csv_rows import format_rows
+from kvbench.atomic import append_whole, lock_file
+from kvbench.store.csv_rows import format_rows, write_rows
 from kvbench.store.packed_csv import find_csv, read_csv_text, unpack_csv
 from kvbench.validation import SettingError, name_file_in_errors
 
@@ -101,9 +101,7 @@ def add_columns(path: Path) -> None:
     """Write a file with `COLUMNS_OF_MEDIANS` again with `COLUMNS`. Its lines leave the new ones empty."""
     with path.open("rb") as file:
         lock_file(file)
-        with replace_file(path) as draft:
-            lines = [[row[column] for column in COLUMNS] for row in read_lines(path)]
-            draft.write_text(format_rows([COLUMNS, *lines]), encoding="utf-8")
+        write_rows(path, [COLUMNS, *([row[column] for column in COLUMNS] for row in read_lines(path))])
 
 
 def read_header(path: Path) -> tuple[str, ...]:

@@ -74,10 +74,10 @@ def make_card(root: Path) -> dict[str, str]:
     """
     files = CardFiles(root)
     text = (root / PAGE).read_text(encoding="utf-8")
-    for label, rows in list_tables(files).items():
+    scores = read_scores(files.result("scores.csv"))
+    for label, rows in list_tables(files, scores).items():
         text = replace_table(text, label, rows, OPTION)
     choice = (root / CHOICE).read_text(encoding="utf-8")
-    scores = read_scores(files.result("scores.csv"))
     base = (root / BASE_PAGE).read_text(encoding="utf-8")
     for label, rows in list_base_tables(scores).items():
         base = replace_table(base, label, rows, OPTION)
@@ -87,10 +87,9 @@ def make_card(root: Path) -> dict[str, str]:
     return {PAGE: text, BASE_PAGE: base, CHOICE: replace_list(choice, list_solved(scores)), PICTURE: drawn}
 
 
-def list_tables(files: CardFiles) -> dict[str, list[str]]:
+def list_tables(files: CardFiles, scores: Sequence[FullScore]) -> dict[str, list[str]]:
     """Return the lines of each table by its label."""
     file = read_factors_file(files.factors, "model.factors")
-    scores = read_scores(files.result("scores.csv"))
     tunings = read_tuning(file)
     with refuse_on_error(f"{files.factors}: its metadata have no recipe"):
         recipes = [choose_recipe(tuning["recipe"]) for tuning in tunings]

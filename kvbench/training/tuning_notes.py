@@ -12,8 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from kvbench.atomic import replace_file
-from kvbench.store.csv_rows import format_rows
+from kvbench.store.csv_rows import write_rows
 from kvbench.validation import refuse_on_error
 
 POINTS = 60  # most lines of a short learning curve
@@ -65,7 +64,7 @@ def name_curve(out: Path) -> Path:
 def write_text_losses(path: Path, losses: Sequence[TextLoss]) -> None:
     """Write losses on plain text as CSV."""
     rows = [(loss.length, loss.sequences, round(loss.base, 5), round(loss.tuned, 5), loss.device) for loss in losses]
-    write_csv(path, [[one.name for one in fields(TextLoss)], *rows])
+    write_rows(path, [[one.name for one in fields(TextLoss)], *rows])
 
 
 def read_text_losses(path: Path) -> list[TextLoss]:
@@ -101,7 +100,7 @@ def write_curve(log: Path, path: Path, earlier: Path | None = None) -> None:
             point |= {name: round((before[-1][name] or 0) + (point[name] or 0), 1) for name in COUNTS}
         points = [*before, *points]
     names = [*COUNTS, *LOSSES, *FAMILIES]
-    write_csv(path, [names, *([point[name] for name in names] for point in points)])
+    write_rows(path, [names, *([point[name] for name in names] for point in points)])
 
 
 def read_curve(path: Path) -> list[dict[str, float | None]]:
@@ -147,13 +146,3 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     if not rows:
         raise ValueError("no line")
     return rows
-
-
-def write_csv(path: Path, rows: Sequence[Sequence[object]]) -> None:
-    """Write a CSV completely or not at all.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    with replace_file(path) as draft:
-        draft.write_text(format_rows(rows), encoding="utf-8")
