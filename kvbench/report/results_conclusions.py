@@ -1,8 +1,9 @@
 """Draw the conclusions of docs/results.md from the lines of a study, each by a rule that does not know the outcome.
 
-A conclusion stands on one section, which `choose_section` finds: the protocol of the first model of MODELS with most
-answers, there the sections with most samples a cell, of these the one with a budget nearest to the level, and of these
-the one with most cells. What the lines do not show is said to be not shown; what was not measured is left out.
+A conclusion stands on one section: of the first model of MODELS that was measured with its question (visible or
+hidden), on the protocol with most answers, there the sections with most samples a cell, of these the one with a budget
+nearest to the level, and of these the one with most cells. What the lines do not show is said to be not shown; what was
+not measured is left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -107,7 +108,7 @@ def draw_conclusions(sections: Sequence[Section], margin: float) -> list[Conclus
 
 
 def choose_protocol(sections: Sequence[Section]) -> list[Section]:
-    """Return the sections of the main protocol, whatever the question: that of the first model with most answers.
+    """Return the sections of the main protocol: that of the first model with most answers.
 
     Tasks with long answers or several turns have conclusions of their own and are left out.
     """
@@ -146,8 +147,8 @@ def choose_column(sections: Sequence[Section], level: float = LEVEL, reach: floa
 
 
 def choose_question(sections: Sequence[Section], question: str) -> list[Section]:
-    """Return the sections of the main protocol with this question."""
-    return [section for section in choose_protocol(sections) if section.question == question]
+    """Return the sections of the main protocol of those with this question."""
+    return choose_protocol([section for section in sections if section.question == question])
 
 
 def name_leaders(column: Column) -> str:
@@ -198,12 +199,12 @@ def conclude_best(sections: Sequence[Section], margin: float) -> Conclusion | No
 
 def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude what it costs to cut the cache before the question is known."""
-    hidden = [
+    compared = [
         section
-        for section in choose_question(sections, "hidden")
+        for section in sections
         if any(line["question_gain"] is not None for line in section.list_cells(EVICTING))
     ]
-    column = choose_column(hidden)
+    column = choose_column(choose_question(compared, "hidden"))
     changed = [line for line in column.cells if line["question_gain"] is not None] if column else []
     if column is None or not changed:
         return None

@@ -18,7 +18,16 @@ from kvbench.atomic import replace_file
 from kvbench.config.study_parts import read_study
 from kvbench.report import results_choice
 from kvbench.report.results_cells import LONG_TASKS, POINT, TURN_TASKS, Section, list_methods, split_sections
-from kvbench.report.results_conclusions import LEVEL, draw_conclusions
+from kvbench.report.results_conclusions import (
+    LEVEL,
+    Conclusion,
+    conclude_best,
+    conclude_codecs,
+    conclude_hidden,
+    conclude_long,
+    conclude_no_worse,
+    draw_conclusions,
+)
 from kvbench.report.results_cost import CostTable, format_costs, read_cost_tables
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure
 from kvbench.report.results_limits import describe_models, format_limits
@@ -66,13 +75,13 @@ the same bytes, by ranks that hold together with 95 % confidence.{older} Bars ar
 few of the rows that they hold."""
 OLDER = " These lines know only the ranks of a whole budget, so the bands are wider than the samples would allow."
 RULES = """\
-These sentences follow from the lines by fixed rules, whatever the outcome. They stand on the first of the models
-smollm2_long, smollm2 and reference that was measured, on its task and length with most answers, and there on the part
-with most samples a cell. The rules are: the best of the class of cells with bytes nearest to {level}; what hiding the
-question changes there; cells with a codec against raw rows of equal bytes; the fewest bytes that lose at most a
-[margin](statistics.md#margins-and-counts), over all its parts; and losses where answers are long or a context gets
-several questions. *Jointly at 95 %* means that all signs that a sentence counts hold together. [Which method should I
-use?](which-method.md) draws on the same lines.
+These sentences follow from the lines by fixed rules, whatever the outcome. Each stands on the first of the models
+smollm2_long, smollm2 and reference that was measured with its question, on the task and length with most answers, and
+there on the part with most samples a cell. The rules are: the best of the class of cells with bytes nearest to
+{level}; what hiding the question changes there; cells with a codec against raw rows of equal bytes; the fewest bytes
+that lose at most a [margin](statistics.md#margins-and-counts), over all its parts; and losses where answers are long or
+a context gets several questions. *Jointly at 95 %* means that all signs that a sentence counts hold together. [Which
+method should I use?](which-method.md) draws on the same lines.
 """
 TERMS = """\
 Rows go by the mean score over the budgets of a table, the highest first, and the full cache is last; tables of points
@@ -91,7 +100,7 @@ SUBPAGE = """\
 
 {comment}
 
-{question} [Results](results.md) has the conclusions, and [What these numbers cannot
+{question} [Results](results.md) has all conclusions, and [What these numbers cannot
 tell](results.md#what-they-cannot-tell) applies here, too.
 """
 PAYS = """\
@@ -103,7 +112,7 @@ original shape. Empty cells were not measured or did not run. *over full* is the
 
 
 def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
-    """Return part -> the file with its lines, by part.
+    """Return part -> the file with its lines, in the order of conf/measured.yaml.
 
     Args:
         folder: The folder of all machines.
@@ -126,7 +135,11 @@ def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
         if len(paths) > 1 and machine not in names:
             raise SettingError(f"--machine: part {part} was measured on several; choose one of {', '.join(names)}")
         paths_by_part[part] = [path for path in paths if path.parent.name == machine] or paths
-    return {part: paths_by_part[part][0] for part in sorted(paths_by_part)}
+    order = {part: number for number, part in enumerate(read_study())}
+    return {
+        part: paths_by_part[part][0]
+        for part in sorted(paths_by_part, key=lambda part: (order.get(part, len(order)), part))
+    }
 
 
 def write_results_page(
@@ -292,8 +305,19 @@ def format_subpage(
             body += format_section(section, margin)
     for heading, text in list_changes(page, sections).items():
         body += [f"## {heading}", "", *text, ""] if text else []
+    answers = [f"{wrap(conclusion.write())}\n" for conclusion in answer_page(page, sections, margin)]
     terms = wrap_paragraphs(TERMS.format(mark=NO_WORSE, margin=margin))
-    return "\n".join([head, *([terms, *body] if body else ["Nothing was measured for this yet.\n"])])
+    return "\n".join([head, *([*answers, terms, *body] if body else ["Nothing was measured for this yet.\n"])])
+
+
+def answer_page(page: str, sections: Sequence[Section], margin: float) -> list[Conclusion]:
+    """Return the conclusions of docs/results.md that answer the question of a sub-page."""
+    rules = {EQUAL: (conclude_best, conclude_no_worse), HIDDEN: (conclude_hidden,), CODECS: (conclude_codecs,)}
+    tasks = {LONG: LONG_TASKS, TURNS: TURN_TASKS}
+    drawn = [rule(sections, margin) for rule in rules.get(page, ())]
+    if page in tasks:
+        drawn = [conclude_long([section for section in sections if section.task in tasks[page]], margin)]
+    return [conclusion for conclusion in drawn if conclusion is not None]
 
 
 def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ from kvbench.report.results_choice import format_choice
 from kvbench.report.results_conclusions import (
     choose_column,
     choose_protocol,
+    choose_question,
     conclude_best,
     conclude_codecs,
     conclude_hidden,
@@ -73,7 +74,12 @@ def test_a_conclusion_stands_on_the_first_model_and_on_its_part_with_most_sample
     assert choose_column(choose_protocol(sections)).section.part == "b"
     assert choose_column(choose_protocol(sections), 0.3, reach=0.1) is None
     longer = [line | {"model": "smollm2_long"} for line in (make_full(), *few)]
-    assert {section.part for section in choose_protocol([*sections, *split_sections({"f": longer})])} == {"f"}
+    sections += split_sections({"f": longer})
+    assert {section.part for section in choose_protocol(sections)} == {"f"}
+    hidden = [line | {"question": "hidden"} for line in (make_full(), *few)]
+    sections += split_sections({"g": hidden})
+    assert [section.part for section in choose_question(sections, "hidden")] == ["g"]  # f lacks this question
+    assert [section.part for section in choose_question(sections, "visible")] == ["f"]
 
 
 def test_hiding_the_question_is_counted_jointly():

@@ -107,6 +107,12 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
         "fall in 2 of 4 cells when the cache is cut before the question is known, rise in 0, and in 2 neither" in hidden
     )
     assert "Scores are higher than without the codec in 0 of 1 cells" in codecs
+    first = read_text(pages, "results.md")
+    for page, sentence in {
+        seen: "and the question in sight, ",
+        hidden: "question is known lowers the score in ",
+    }.items():
+        assert sentence in page.partition("Rows go by")[0] and sentence in first
     row = f"| a | Main methods | {len(lines)} | {60 * len(lines)} | python -m kvbench dev measured a |"
     assert row in pages["results-measured.md"]
     assert "[measured/gpu-x](../measured/gpu-x)" in read_text(pages, "results.md")
@@ -181,6 +187,9 @@ def test_machines_and_their_parts_are_chosen(machine, tmp_path, without_pictures
     folder = machine.parent
     files = {part: machine / f"{part}.csv" for part in "ab"}
     assert choose_files(folder) == choose_files(folder, "gpu-x") == files
+    (machine / "screening.csv").touch()
+    assert list(choose_files(folder)) == ["screening", "a", "b"]  # as in conf/measured.yaml
+    (machine / "screening.csv").unlink()
     with pytest.raises(SettingError, match="--machine=nosuch: choose one of gpu-x"):
         choose_files(folder, "nosuch")
     with pytest.raises(SettingError, match="no results there; kvbench dev measured screening"):
