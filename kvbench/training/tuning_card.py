@@ -7,8 +7,8 @@ from the shares of kvbench/training/tuning_data.py, and from three files in resu
   text.csv     OUT.text.csv of `kvbench dev tune --evaluate`
   curve.csv    OUT.curve.csv of the same command
 
-The learning curve becomes a picture. The subtasks that the model can do become the list `solvable` of
-conf/model/<model>.yaml.
+The learning curve becomes a picture. The subtasks that a model can do become the list `solvable` of its file in
+conf/model/.
 """
 
 import ast
@@ -39,7 +39,7 @@ PAGE = "docs/smollm2-long.md"
 BASE_PAGE = f"docs/{TUNED_MODELS[MODEL]}.md"
 PICTURE = f"docs/images/{MODEL}-curve.svg"
 CAPTION = "Right answers by family of tasks, and losses, against the tokens read"
-CHOICE = f"conf/model/{MODEL}.yaml"
+CHOICES = {name: f"conf/model/{name}.yaml" for name in (MODEL, TUNED_MODELS[MODEL])}  # model -> its file
 LINES = {"loss": "answers", "text": "plain text"}  # losses of the curve -> what the picture's key calls them
 NOTE = f"# `kvbench dev docs-tables {OPTION}` writes what follows, from results/tuned/{MODEL}/scores.csv.\n"
 GOOD_SCORE = (
@@ -77,14 +77,15 @@ def make_card(root: Path) -> dict[str, str]:
     scores = read_scores(files.result("scores.csv"))
     for label, rows in list_tables(files, scores).items():
         text = replace_table(text, label, rows, OPTION)
-    choice = (root / CHOICE).read_text(encoding="utf-8")
+    choices = {path: (root / path).read_text(encoding="utf-8") for path in CHOICES.values()}
     base = (root / BASE_PAGE).read_text(encoding="utf-8")
     for label, rows in list_base_tables(scores).items():
         base = replace_table(base, label, rows, OPTION)
     picture = f"![{CAPTION}]({Path(PICTURE).relative_to('docs')})"
     text = replace_table(text, "learning curve", [picture], OPTION)
     drawn = draw_learning_curve(read_curve(files.result("curve.csv")), {name: name for name in FAMILIES}, LINES)
-    return {PAGE: text, BASE_PAGE: base, CHOICE: replace_list(choice, list_solved(scores)), PICTURE: drawn}
+    listed = {path: replace_list(choices[path], list_solved(scores, name)) for name, path in CHOICES.items()}
+    return {PAGE: text, BASE_PAGE: base, **listed, PICTURE: drawn}
 
 
 def list_tables(files: CardFiles, scores: Sequence[FullScore]) -> dict[str, list[str]]:
@@ -250,16 +251,16 @@ def list_text_losses(files: CardFiles) -> Iterator[str]:
         yield f"| {loss.length:,} | {loss.sequences} | {numbers} | {loss.device} |"
 
 
-def list_solved(scores: Sequence[FullScore]) -> list[str]:
-    """Return the lines of the list `solvable` for the model's file in conf/.
+def list_solved(scores: Sequence[FullScore], model: str) -> list[str]:
+    """Return the lines of the list `solvable` for a model's file in conf/.
 
     Raises:
         SettingError: There are no scores of the model, or of several tasks.
     """
-    mine = [score for score in scores if score.model == MODEL and score.subtask != AVERAGE]
+    mine = [score for score in scores if score.model == model and score.subtask != AVERAGE]
     sources = {(score.weights, score.seed, score.task) for score in mine}
     if len(sources) != 1:
-        raise SettingError(f"scores.csv: {len(sources)} weights or tasks of {MODEL}; expected one")
+        raise SettingError(f"scores.csv: {len(sources)} weights or tasks of {model}; expected one")
     lists: dict[int, list[str]] = {score.length: [] for score in mine}
     for score in mine:
         if score.score >= LEAST_SCORE:

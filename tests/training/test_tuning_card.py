@@ -18,7 +18,7 @@ from kvbench.config import paths
 from kvbench.models.low_rank import read_factors_file
 from kvbench.training import embedded_card
 from kvbench.training.tuning import read_tuning
-from kvbench.training.tuning_card import BASE_PAGE, CHOICE, MODEL, PAGE, PICTURE, CardFiles, make_card
+from kvbench.training.tuning_card import BASE_PAGE, CHOICES, MODEL, PAGE, PICTURE, CardFiles, make_card
 from kvbench.training.tuning_notes import COUNTS, FAMILIES, LOSSES
 from kvbench.training.tuning_recipe import TuningRecipe, choose_recipe
 from kvbench.validation import SettingError
@@ -33,11 +33,12 @@ RIGHT, HALF = Values([100] * 4, list("abcd")), Values([100, 0, 100, 0], list("ab
 
 def write_files(root: Path) -> CardFiles:
     """Write what a card is made from, with a page and a file of conf/ that have no tables yet."""
-    for path in (PAGE, CHOICE, PICTURE):
+    for path in (PAGE, *CHOICES.values(), PICTURE):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
     for page in (PAGE, BASE_PAGE):
         shutil.copy(ROOT / page, root / page)
-    (root / CHOICE).write_text("name: smollm2_long\n")
+    for name, path in CHOICES.items():
+        (root / path).write_text(f"name: {name}\n")
     files = CardFiles(root)
     files.factors.parent.mkdir(parents=True)
     tuning = {"recipe": RECIPE.describe(), "steps": 94, "tokens": 12_320_768, "gpus": 2}
@@ -112,9 +113,10 @@ def test_the_page_of_the_base_has_its_scores_alone(card):
 
 
 def test_the_list_has_what_scores_fifty_or_more(card):
-    choice = yaml.safe_load(card[1][CHOICE])
-    lists = {4096: ["easy", "hard"], 16384: ["easy"]}
-    assert choice == {"name": MODEL, "solvable": {"weights": "0a1b", "seed": 50_000, "ruler": lists}}
+    lists = {MODEL: {4096: ["easy", "hard"], 16384: ["easy"]}, "smollm2": {4096: ["easy"]}}
+    for (name, path), weights in zip(CHOICES.items(), ("0a1b", "ffff"), strict=True):
+        solvable = {"weights": weights, "seed": 50_000, "ruler": lists[name]}
+        assert yaml.safe_load(card[1][path]) == {"name": name, "solvable": solvable}
 
 
 def test_the_picture_has_a_line_for_each_family(card):
@@ -164,7 +166,7 @@ def test_the_command_writes_the_card(tmp_path, monkeypatch, capsys):
         shutil.copy(ROOT / path, tmp_path / path)
     for said in ("written", "as it was"):
         assert docs_tables.main(["--card"]) == 0
-        printed = [f"{path}  {said}" for path in (PAGE, BASE_PAGE, CHOICE, PICTURE)]
+        printed = [f"{path}  {said}" for path in (PAGE, BASE_PAGE, *CHOICES.values(), PICTURE)]
         assert capsys.readouterr().out.splitlines() == [*printed, f"{embedded_card.PAGE}  as it was"]
     assert (files.root / PICTURE).read_text().startswith("<svg")
 
@@ -172,7 +174,7 @@ def test_the_command_writes_the_card(tmp_path, monkeypatch, capsys):
 @pytest.mark.skipif(not CardFiles(ROOT).result("").exists(), reason="results/tuned is not here")
 def test_the_page_is_what_its_files_say():
     card = make_card(ROOT)
-    for path in (PAGE, BASE_PAGE, CHOICE):
+    for path in (PAGE, BASE_PAGE, *CHOICES.values()):
         assert (ROOT / path).read_text() == card[path], "python -m kvbench dev docs-tables --card writes it"
     assert (ROOT / PICTURE).exists()
 
