@@ -19,7 +19,7 @@ A line holds what `kvbench results scores --format csv` says about a run, and be
     machine, versions, code      where and by which code it was made; `replay` is the hash of tests/replay
 
 Numbers are rounded to DECIMALS in a CSV. Nothing in a line depends on other parts of the study. `read_part` also
-compares the cells that were planned to be compared (kvbench.analysis.planned_comparisons).
+compares cells with each other (kvbench.analysis.cell_comparisons).
 """
 
 import csv
@@ -33,10 +33,10 @@ from typing import Any
 from kvbench.analysis.answer_metrics import FIDELITY, collect_fidelity
 from kvbench.analysis.byte_classes import split_column
 from kvbench.analysis.byte_front import pair_at_equal_bytes
+from kvbench.analysis.cell_comparisons import CellComparison, compare_planned, compare_variants
 from kvbench.analysis.intervals import compute_means
 from kvbench.analysis.joint_signs import sign_changes
 from kvbench.analysis.paired import PairedScores, compare_averages
-from kvbench.analysis.planned_comparisons import PlannedComparison, compare_planned
 from kvbench.analysis.score_matrix import MatrixCell, Samples, ScoreBlock, build_blocks, list_cells
 from kvbench.analysis.score_matrix_columns import COLUMNS
 from kvbench.config.catalogue import load_settings
@@ -69,10 +69,12 @@ class PartNumbers:
     Attributes:
         lines: A line for each cell.
         planned: The planned comparisons; empty if only lines are known.
+        varied: The comparisons of cells that differ in presets, settings or files alone; likewise.
     """
 
     lines: Sequence[Line]
-    planned: Sequence[PlannedComparison] = ()
+    planned: Sequence[CellComparison] = ()
+    varied: Sequence[CellComparison] = ()
 
 
 def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
@@ -295,7 +297,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def read_part(path: Path, pairs: Sequence[tuple[str, str]] = ()) -> PartNumbers:
-    """Return the lines of a file (`read_lines`), and of rows also the planned comparisons.
+    """Return the lines of a file (`read_lines`), and of rows also the comparisons of cells.
 
     Args:
         path: The file.
@@ -315,7 +317,7 @@ def read_part(path: Path, pairs: Sequence[tuple[str, str]] = ()) -> PartNumbers:
 
     runs, files = read_published(path)
     blocks = build_finished(runs)
-    return PartNumbers(describe_blocks(blocks, files), compare_planned(pairs, blocks))
+    return PartNumbers(describe_blocks(blocks, files), compare_planned(pairs, blocks), compare_variants(blocks))
 
 
 def list_line_files(folder: Path) -> list[Path]:

@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from kvbench.analysis.byte_classes import reads_few_rows, split_by_measure
+from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.joint_signs import find_margin, is_no_worse, sign_known_intervals
 from kvbench.analysis.known_intervals import subtract_intervals
-from kvbench.analysis.planned_comparisons import PlannedComparison
-from kvbench.analysis.result_lines import BYTES_GAIN, SIGN, Line
+from kvbench.analysis.result_lines import BYTES_GAIN, SIGN, Line, PartNumbers
 
 ALL = 0.995  # a cell with at least this share of the full cache's bytes counts as holding all of them
 EQUAL = 0.05  # part by which the bytes of two cells may differ that are compared at equal bytes
@@ -44,13 +44,15 @@ class Section:
         cells: Their lines, with that of the full cache.
         planned: The planned comparisons of two of them.
         planned_in_all: Number of planned comparisons of the part, whose signs hold together.
+        varied: The comparisons of those that differ in presets, settings or files alone.
     """
 
     part: str
     protocol: Protocol
     cells: Sequence[Line]
-    planned: Sequence[PlannedComparison] = ()
+    planned: Sequence[CellComparison] = ()
     planned_in_all: int = 0
+    varied: Sequence[CellComparison] = ()
 
     @property
     def title(self) -> str:
@@ -85,20 +87,24 @@ class Section:
 
 
 def split_sections(
-    parts: Mapping[str, Sequence[Line]], planned: Mapping[str, Sequence[PlannedComparison]] = MappingProxyType({})
+    parts: Mapping[str, Sequence[Line]], numbers: Mapping[str, PartNumbers] = MappingProxyType({})
 ) -> list[Section]:
     """Return the sections of all parts, in the order in which they begin.
 
     Args:
         parts: Name of a part -> its lines.
-        planned: Name of a part -> its planned comparisons, for the parts that have any.
+        numbers: Name of a part -> its numbers, for the parts whose comparisons are known.
     """
     sections = []
     for part, lines in parts.items():
+        known = numbers.get(part, PartNumbers(lines))
         for protocol, cells in split_protocols(lines):
             names = {line["hash"] for line in cells}
-            compared = [each for each in planned.get(part, ()) if {each.one, each.other} <= names]
-            sections.append(Section(part, protocol, cells, compared, len(planned.get(part, ()))))
+            planned, varied = (
+                [each for each in compared if {each.one, each.other} <= names]
+                for compared in (known.planned, known.varied)
+            )
+            sections.append(Section(part, protocol, cells, planned, len(known.planned), varied))
     return sections
 
 
@@ -243,13 +249,15 @@ class Spread:
 
     Attributes:
         cells: The cells, the highest score first.
-        change: Difference of the highest and the lowest score with its 95 % interval, which takes them as independent.
+        change: Difference of the highest and the lowest score, and the ends of its 95 % interval.
         apart: How many pairs of them differ, jointly for all pairs of the section.
+        paired: Whether the interval is paired by sample. Otherwise it takes the scores as independent.
     """
 
     cells: Sequence[Line]
-    change: tuple[float, float, float]
+    change: tuple[float, float | None, float | None]
     apart: int
+    paired: bool
 
     @property
     def pairs(self) -> int:
@@ -263,14 +271,23 @@ def find_spreads(section: Section) -> list[Spread]:
         groups.setdefault(tuple(line[name] for name in ("method", "allocator", "codec", "budget")), []).append(line)
     classes = [alike for cells in groups.values() for alike in split_by_measure(cells, read_bytes)]
     alike = [sort_by_score(cells) for cells in classes if len(cells) > 1]
-    changes = [
-        [subtract_intervals(read_score(one), read_score(other)) for one, other in combinations(cells, 2)]
-        for cells in alike
+    varied = section.varied or compare_older_lines([pair for cells in alike for pair in combinations(cells, 2)])
+    compared = {frozenset((each.one, each.other)): each for each in varied}
+    spreads = []
+    for cells in alike:
+        known = [compared[frozenset((one["hash"], other["hash"]))] for one, other in combinations(cells, 2)]
+        change = compared[frozenset((cells[0]["hash"], cells[-1]["hash"]))].change
+        spreads.append(Spread(cells, change, sum(each.sign != 0 for each in known), paired=bool(section.varied)))
+    return spreads
+
+
+def compare_older_lines(pairs: Sequence[tuple[Line, Line]]) -> list[CellComparison]:
+    """Return the comparisons of pairs of lines, the higher score first, as if their samples were independent."""
+    changes = [subtract_intervals(read_score(one), read_score(other)) for one, other in pairs]
+    return [
+        CellComparison(other["hash"], one["hash"], change, sign)
+        for (one, other), change, sign in zip(pairs, changes, sign_known_intervals(changes), strict=True)
     ]
-    signs = iter(sign_known_intervals([change for known in changes for change in known]))
-    apart = [sum(next(signs) != 0 for _ in known) for known in changes]
-    ends = [subtract_intervals(read_score(cells[0]), read_score(cells[-1])) for cells in alike]
-    return [Spread(*spread) for spread in zip(alike, ends, apart, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kvbench.analysis.joint_signs import MARGIN
-from kvbench.analysis.planned_comparisons import PlannedComparison
 from kvbench.analysis.result_lines import Line, PartNumbers, list_line_files, read_part
 from kvbench.atomic import replace_file
 from kvbench.config.study_parts import read_study
@@ -158,15 +157,14 @@ def write_results_page(
     """
     numbers = read_parts(files)
     parts = {part: known.lines for part, known in numbers.items()}
-    planned = {part: known.planned for part, known in numbers.items()}
-    sections = split_sections(parts)
+    sections = split_sections(parts, numbers)
     pictures = draw_pictures(sections)
     figure = choose_figure(sections)
     pictures |= {FIGURE: draw_figure(figure)} if figure else {}
     folders = list(dict.fromkeys(os.path.relpath(path.parent, out) for path in files.values()))
     tables = read_cost_tables(efficiency) if efficiency else []
     checksums = read_all_checksums(files.values())
-    pages = format_pages(parts, folders, pictures, tables, margin, planned, checksums)
+    pages = format_pages(parts, folders, pictures, tables, margin, numbers, checksums)
     (out / "images").mkdir(parents=True, exist_ok=True)
     written = {out / name: text for name, text in pages.items()}
     written |= {out / "images" / f"{name}.svg": text for name, text in pictures.items()}
@@ -206,7 +204,7 @@ def format_pages(
     pictures: Mapping[str, str],
     tables: Sequence[CostTable] = (),
     margin: float = MARGIN,
-    planned: Mapping[str, Sequence[PlannedComparison]] = MappingProxyType({}),
+    numbers: Mapping[str, PartNumbers] = MappingProxyType({}),
     checksums: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Return the name of each page and its text, docs/results.md first.
@@ -217,10 +215,10 @@ def format_pages(
         pictures: Names of the pictures that there are.
         tables: Tables of times.
         margin: As in `write_results_page`.
-        planned: Name of a part -> its planned comparisons.
+        numbers: Name of a part -> its numbers, for the parts whose comparisons are known.
         checksums: Published file -> its SHA-256.
     """
-    sections = split_sections(parts, planned)
+    sections = split_sections(parts, numbers)
     pages = {PAGE: format_front(sections, sources, pictures, margin)}
     for page in PAGES:
         pages[name_page(page)] = format_subpage(page, parts, sections, pictures, tables, margin, checksums)

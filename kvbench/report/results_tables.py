@@ -6,8 +6,8 @@ go by bytes, the fewest first.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.joint_signs import find_margin
-from kvbench.analysis.planned_comparisons import PlannedComparison
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column, format_interval, format_markdown, format_number, format_percent
 from kvbench.report.results_cells import (
@@ -15,7 +15,9 @@ from kvbench.report.results_cells import (
     EVICTING,
     POINT,
     READING,
+    BytesPair,
     Section,
+    Spread,
     arrange,
     classify,
     count_signs,
@@ -63,13 +65,12 @@ rows, such as positions and codes; older measurements do not say it. A table lis
 others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
 SPREADS = """\
 Each row has cells of one budget and like bytes that differ in a preset, a setting or a file only. *range* is the
-difference of the highest and the lowest score. Its interval follows from those of the two scores and takes them as
-independent; the two were chosen for their distance, so it says too much. *apart* does not: it counts the pairs of cells
-that differ, jointly for all pairs of a section (Holm's procedure)."""
+difference of the highest and the lowest score. The two were chosen for their distance, so its interval says too much.
+*apart* does not: it counts the pairs of cells that differ, jointly for all pairs of a section (Holm's procedure)."""
 EQUAL_BYTES = """\
 A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most 5 %."""
-PAIRED = "The intervals of *gain* are paired by sample."
-INDEPENDENT = "The intervals of *gain* take the two scores as independent, and are wider than paired ones."
+PAIRED = " The intervals of *{column}* are paired by sample."
+INDEPENDENT = " The intervals of *{column}* take the two scores as independent, and are wider than paired ones."
 PLANNED = (
     "**Planned comparisons.** These pairs were named before they were measured. *difference* is the score of the "
     "second cell less that of the first, paired by sample, with its 95 % interval. *more* says which of them scores "
@@ -105,7 +106,7 @@ def format_planned(section: Section) -> list[str]:
         line = lines[run]
         return f"{line['label']}, {format_budget(line['budget'])} ({format_percent(line['bytes_held'])} of the bytes)"
 
-    def decide(comparison: PlannedComparison) -> str:
+    def decide(comparison: CellComparison) -> str:
         return {-1: "first", 0: "not shown", 1: "second"}[comparison.sign]
 
     columns = [
@@ -299,7 +300,8 @@ def format_spreads(sections: Sequence[Section]) -> list[str]:
         if not spreads:
             continue
         apart, pairs = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
-        sentence = f"**{section.title}.** Of {pairs} pairs, {apart} differ.{JOINT}"
+        sentence = f"**{section.title}.** Of {pairs} pairs, {apart} {'differs' if apart == 1 else 'differ'}.{JOINT}"
+        sentence += say_paired(spreads, "range")
         columns = [
             Column("highest", "", lambda spread: spread.cells[0]["label"]),
             Column("lowest", "", lambda spread: spread.cells[-1]["label"]),
@@ -313,6 +315,11 @@ def format_spreads(sections: Sequence[Section]) -> list[str]:
     return [wrap(SPREADS), "", *text] if text else []
 
 
+def say_paired(compared: Sequence[BytesPair | Spread], column: str) -> str:
+    """Return a sentence that says whether the intervals of a column are paired by sample."""
+    return (PAIRED if all(each.paired for each in compared) else INDEPENDENT).format(column=column)
+
+
 def format_equal_bytes(sections: Sequence[Section]) -> list[str]:
     """Return tables of the pairs of cells of a method with and without a codec at equal bytes; empty without any."""
     text: list[str] = []
@@ -323,9 +330,8 @@ def format_equal_bytes(sections: Sequence[Section]) -> list[str]:
         signs = [pair.sign for pair in pairs]
         sentence = (
             f"**{section.title}.** The cell with the codec scores more in {signs.count(1)} of {len(pairs)} pairs and "
-            f"less in {signs.count(-1)}; in {signs.count(0)} neither is shown.{JOINT} "
-            f"{PAIRED if all(pair.paired for pair in pairs) else INDEPENDENT}"
-        )
+            f"less in {signs.count(-1)}; in {signs.count(0)} neither is shown.{JOINT}"
+        ) + say_paired(pairs, "gain")
         columns = [
             Column("cell with a codec", "", lambda pair: pair.coded["label"]),
             Column("its rows", "", lambda pair: format_budget(pair.coded["budget"])),

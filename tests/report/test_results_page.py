@@ -71,8 +71,8 @@ def test_the_committed_pages_are_those_of_the_committed_lines():
     folders = list(dict.fromkeys(f"../results/measured/{path.parent.name}" for path in files.values()))
     tables = read_cost_tables(ROOT / "results" / "efficiency")
     numbers = read_parts(files)
-    parts, planned = ({part: getattr(known, name) for part, known in numbers.items()} for name in ("lines", "planned"))
-    also = {"planned": planned, "checksums": read_all_checksums(files.values())}
+    parts = {part: known.lines for part, known in numbers.items()}
+    also = {"numbers": numbers, "checksums": read_all_checksums(files.values())}
     for name, text in format_pages(parts, folders, pictures, tables, **also).items():
         assert (ROOT / "docs" / name).read_text() == text, f"docs/{name}: write it by kvbench dev measured --page"
 

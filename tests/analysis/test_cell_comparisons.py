@@ -1,17 +1,18 @@
-"""Planned comparisons of published runs: which cells they compare, and with which intervals and signs."""
+"""Comparisons of published cells: which cells are compared, and with which intervals and signs."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvbench.analysis.planned_comparisons import make_cell
+from kvbench.analysis.cell_comparisons import make_cell
 from kvbench.analysis.result_lines import read_part
 from kvbench.config.catalogue import identity_settings, load_settings
 from kvbench.config.planned_pairs import list_compared, parse_settings
 from kvbench.config.study_parts import read_study
-from kvbench.report.results_cells import split_sections
-from kvbench.report.results_tables import format_planned
+from kvbench.report.results_cells import find_spreads, split_sections
+from kvbench.report.results_tables import format_planned, format_spreads
 from kvbench.store.published_file import write_published
 from kvbench.store.published_runs import publish
 from kvbench.store.run_folder import RunFolder
@@ -114,13 +115,13 @@ def test_differences_are_paired_and_signs_are_joint_for_the_part(path, monkeypat
         assert each.change == (change.difference, change.low, change.high)
     signs = [each.sign for each in part.planned]
     assert signs[:4] == [-1, -1, -1, -1] and signs[6:] == [0, 0]
-    monkeypatch.setattr("kvbench.analysis.planned_comparisons.sign_changes", lambda known: [len(known)] * len(known))
+    monkeypatch.setattr("kvbench.analysis.cell_comparisons.sign_changes", lambda known: [len(known)] * len(known))
     assert [each.sign for each in read_part(path, pairs).planned] == [8] * 8
 
 
 def test_the_page_shows_what_was_planned(path):
     part = read_part(path, [("method=snapkv", "method=keydiff")])
-    sections = split_sections({"a": part.lines}, {"a": part.planned})
+    sections = split_sections({"a": part.lines}, {"a": part})
     shown = [section for section in sections if section.planned]
     assert [section.question for section in shown] == ["visible", "hidden"]
     text = " ".join(" ".join(format_planned(shown[0])).split())
@@ -129,6 +130,20 @@ def test_the_page_shows_what_was_planned(path):
     assert "| snapkv, 20 % (20.0% of the bytes) | keydiff, 20 % (20.0% of the bytes) |" in text
     assert f"{first.change[0]:+.1f}" in text and text.count("| first |") == 1 + 2
     assert format_planned(split_sections({"a": part.lines})[0]) == []
+
+
+def test_presets_are_compared_with_each_other_by_sample(path):
+    part = read_part(path)
+    [variant] = part.varied
+    lines = {line["hash"]: line for line in part.lines}
+    assert {lines[name]["budget"] for name in (variant.one, variant.other)} == {0.1}
+    [section] = [each for each in split_sections({"a": part.lines}, {"a": part}) if each.varied]
+    [spread] = find_spreads(section)
+    assert spread.paired and spread.change == variant.change
+    assert spread.change[0] == pytest.approx(spread.cells[0]["score"] - spread.cells[1]["score"])
+    older = find_spreads(replace(section, varied=()))
+    assert not older[0].paired and older[0].change[0] == pytest.approx(spread.change[0])
+    assert "are paired by sample" in " ".join(format_spreads([section]))
 
 
 def make_run(cell: dict[str, str]) -> StoredRun:
