@@ -6,6 +6,7 @@ that were measured before samples were published.
 
 A line holds what `kvbench results scores --format csv` says about a run, and beside it
 
+    subtasks                     number of subtasks that the score is the mean of
     nll, kl                      means of `fidelity` in nats a token, with 95 % intervals
     rank_first, rank_last        ranks that the cell may have in its class of a protocol and budget (`bound_ranks`)
     rank_of, rank_class          cells of this class, and its bytes or rows (kvbench.analysis.byte_classes)
@@ -119,6 +120,7 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
             name = cell.run.hash
             line: Line = {"model": block.model, "task": block.task, "question": block.question}
             line |= {"protocol": ", ".join(block.also), "average": block.average, "label": label}
+            line |= {"subtasks": len(block.paired.weights)}
             line |= {group: cell.run.value[group]["name"] for group in CACHE_GROUPS}
             line |= {"budget": cell.run.value["budget"] or cell.run.budget_name}
             line |= {key: read(cell) for column in COLUMNS.values() for key, read in column.numbers.items()}

@@ -76,6 +76,12 @@ class Section:
         return next(line for line in self.cells if is_full(line))
 
     @property
+    def subtasks(self) -> int | None:
+        """Subtasks of the task; None if the lines do not say it."""
+        count: int | None = self.full.get("subtasks")
+        return count
+
+    @property
     def samples(self) -> int:
         """Samples of a cell."""
         samples: int = self.full["n"]
@@ -218,7 +224,7 @@ def count_signs(cells: Sequence[Line], gain: str) -> dict[int, int]:
 
 
 def is_kept(line: Line, full: Line, margin: float) -> bool:
-    """Return whether a cell is shown to be no worse than the full cache by the margin, in points."""
+    """Return whether a cell is shown to lose at most the margin, in points, against the full cache."""
     return is_no_worse(line["low"], find_margin(full["score"], margin))
 
 

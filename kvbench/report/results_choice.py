@@ -27,6 +27,7 @@ from kvbench.report.results_conclusions import (
     choose_task,
     conclude_codecs,
     conclude_no_worse,
+    count_losses,
     describe_smaller,
     list_smaller,
     name_place,
@@ -56,10 +57,10 @@ This page says what [the results](results.md) recommend for each need. **They co
 rows as candidates, and measure these on your own model and task: `python run.py -m method=… budget=…`
 ([Quickstart](quickstart.md)).
 
-*May be best* are the cells of these bytes that the samples do not tell from the best one. If they are many, their
-number is given, and one with the highest score. The score and *diff*, its difference from the full cache, have
-95 % intervals and are those of the first cell that is named. Methods that let the model read each prompt twice
-({twice}) cost about twice the time to the first token; *read once* names the cells that may be best without them.
+*May be best* lists the cells without a codec whose scores the samples do not tell from the highest at these bytes. If
+there are many, it gives their number and the one with the highest score. The score and *diff*, its difference from the
+full cache, have 95 % intervals and are those of the first cell that is named. Some methods ({twice}) let the model
+read each prompt a second time before the first token; *read once* names the cells that may be best without them.
 """
 NEEDS = {  # question of the prompts -> title of the need
     "visible": "The question is known when the cache is cut",
@@ -74,7 +75,7 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
     Args:
         sections: All sections of the study.
         tables: Tables of times.
-        margin: Points by which a cell that is no worse than the full cache may score less.
+        margin: Points by which a cell that loses little may score less than the full cache.
     """
     comment = COMMENT.format(module="results_choice")
     models = describe_models(sections)
@@ -133,8 +134,10 @@ def recommend_task(section: Section, margin: float) -> list[str]:
     smaller = list_smaller(section)
     if not smaller:
         return []
-    text = [f"{wrap(f'*Question {section.question}.* {describe_smaller(section, smaller, margin)}')}\n"]
-    columns = [column for budget in list_budgets(section.cells) if (column := choose_budget(section, budget))]
+    kept, *_ = count_losses(section, smaller, margin)
+    none = "" if kept else " So none of them is recommended."
+    text = [f"{wrap(f'*Question {section.question}.* {describe_smaller(section, smaller, margin)}{none}')}\n"]
+    columns = [column for budget in list_budgets(section.cells) if kept and (column := choose_budget(section, budget))]
     return [
         *text,
         *(format_columns(columns[::-1]) if columns else [wrap(f"*({name_place(section, 'all cells')})*"), ""]),
@@ -172,11 +175,11 @@ def recommend_speed(tables: Sequence[CostTable]) -> list[str]:
     if fastest is None:
         return [f"{NOTHING}\n"]
     table, rows = fastest
-    named = [f"{row['128k ms']} ms ({row['']}; {row[RATIO]} of the full cache)" for row in rows]
+    ratios = [float(row[RATIO]) for row in rows]
     text = (
-        f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, a token takes least in these cells: "
-        f"{join_words(named, 'and')}. The time of a token follows from the bytes that it reads. Most methods that keep "
-        "as much take about as long, so choose among them by their scores. [What methods cost](results-cost.md) has "
-        "all of them, and what they add to the first token."
+        f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, these cells take the shortest time for a "
+        f"token, {min(ratios):.2f} to {max(ratios):.2f} of the full cache's: "
+        f"{join_words([row[''] for row in rows], 'and')}. Choose among them by their scores. [What methods "
+        "cost](results-cost.md) has all cells, and what they add to the first token."
     )
     return [f"{wrap(text)}\n"]

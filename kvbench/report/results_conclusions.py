@@ -15,6 +15,7 @@ from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import format_number
 from kvbench.report.results_cells import (
     ALL,
+    EQUAL,
     EVICTING,
     LONG_TASKS,
     MODELS,
@@ -26,6 +27,7 @@ from kvbench.report.results_cells import (
     count_signs,
     count_with_files,
     describe_protocol,
+    is_decided,
     is_kept,
     list_budgets,
     list_leaders,
@@ -34,7 +36,7 @@ from kvbench.report.results_cells import (
     split_classes,
 )
 from kvbench.report.results_text import (
-    count_cells,
+    describe_losses,
     format_budget,
     format_change,
     format_difference,
@@ -45,7 +47,7 @@ from kvbench.report.results_text import (
 )
 
 LEVEL = 0.2  # share of the bytes at which methods are compared
-ALONE = "Each cell is judged by its own interval, so of 40 cells that truly lose as much, one is counted by chance."
+ALONE = "Each cell is judged by its own interval: about 1 in 40 cells that truly lose as much passes by chance."
 FEW = 3  # cells that may be the best and are still named
 
 
@@ -66,8 +68,8 @@ class Column(NamedTuple):
 
     @property
     def share(self) -> str:
-        """The mean share of the bytes that the cells hold."""
-        return say_percent(sum(line["bytes_held"] for line in self.cells) / len(self.cells))
+        """The share of the bytes that the first leader holds."""
+        return say_percent(self.leaders[0]["bytes_held"])
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def draw_conclusions(sections: Sequence[Section], margin: float) -> list[Conclus
 
     Args:
         sections: All sections of the study.
-        margin: Points by which a cell that is no worse than the full cache may score less.
+        margin: Points by which a cell that loses little may score less than the full cache.
     """
     rules: list[Callable[[Sequence[Section], float], Conclusion | None]] = [
         conclude_best,
@@ -153,36 +155,68 @@ def choose_question(sections: Sequence[Section], question: str) -> list[Section]
 
 def name_leaders(column: Column) -> str:
     """Return which cells of a column may be its best, as the end of a sentence about a share of the bytes."""
-    names, count = [name_cell(line) for line in column.leaders], len(column.cells)
+    names, count = [name_cell(line) for line in column.leaders], f"the {len(column.cells)} cells compared"
     if len(names) == 1:
-        return f"{names[0]} scores most of {count} cells"
+        return f"{names[0]} has the highest score of {count}"
     if len(names) <= FEW:
-        return f"{join_words(names, 'or')} scores most of {count} cells, and the samples do not tell which"
-    return f"no best method can be named: any of {len(names)} of {count} cells may be it"
+        return f"{join_words(names, 'or')} has the highest score of {count}, and the samples do not tell which"
+    return f"no best method can be named: any of {len(names)} of {count} may be it"
 
 
 def describe_best(column: Column) -> str:
-    """Return the score of the highest cell of a column, how many others are not the best, and the best that reads once.
+    """Return the score of the highest cell of a column, how many others score less, and what else a user may choose.
 
-    That is the best of the methods that read each prompt once, if the highest cell's method reads it twice.
+    That is the best of the methods that read each prompt once, if the highest cell's method reads it twice, and a cell
+    with a codec that scores more than this at the same bytes.
     """
     best, full = column.leaders[0], column.section.full
     less = len(column.cells) - len(column.leaders)
     name = "It" if len(column.leaders) == 1 else name_cell(best)
     text = (
         f"{name} scores {format_score_interval(best)}, {format_change(best, 'difference')} against the full cache's "
-        f"{format_number(full['score'])}; {count_cells(less)} shown not to be the best."
+        f"{format_number(full['score'])}."
     )
+    if less:
+        text += f" The other {less} score less." if less > 1 else " The other one scores less."
     once = list_leaders([line for line in column.cells if line["method"] not in TWICE])
     if best["method"] in TWICE and once:
-        text += f" It reads each prompt twice; {name_cell(once[0])} has the highest score of those that read it once, "
-        text += f"{format_score_interval(once[0])}."
+        text += f" It reads each prompt twice; of those that read it once, {describe_highest(once)}."
+    coded = find_best_coded(column)
+    if coded is not None and coded["score"] > (once or column.leaders)[0]["score"]:
+        text += f" With a codec, {name_cell(coded)} scores {format_score_interval(coded)} at the same bytes."
     return text
+
+
+def describe_highest(leaders: Sequence[Line]) -> str:
+    """Return which of some cells may be the best, and the score of the first, as the end of a sentence."""
+    first, names = leaders[0], [name_cell(line) for line in leaders]
+    score = f"({names[0]}: {format_score_interval(first)})"
+    if len(leaders) > FEW:
+        return f"any of {len(leaders)} may score most {score}"
+    if len(leaders) > 1:
+        return f"{join_words(names, 'or')} scores most, and the samples do not tell which {score}"
+    return f"{names[0]} scores most: {format_score_interval(first)}"
+
+
+def find_best_coded(column: Column) -> Line | None:
+    """Return the cell with a codec that holds the bytes of a column, reads once and scores most; None without any."""
+    held = column.leaders[0]["bytes_held"]
+    coded = [
+        line
+        for line in column.section.list_cells(POINT)
+        if line["codec"] != "raw"
+        and line["method"] not in TWICE
+        and abs(line["bytes_held"] / held - 1) <= EQUAL
+        and not is_decided(line)
+    ]
+    return sort_by_score(coded)[0] if coded else None
 
 
 def name_place(section: Section, cells: str) -> str:
     """Return the part, the protocol and the cells that a conclusion stands on."""
-    return f"part {section.part}, {describe_protocol(section.protocol)}, {section.samples} samples a cell: {cells}"
+    subtasks = f" of {section.subtasks} subtasks" if section.subtasks else ""
+    about = f"part {section.part}, {describe_protocol(section.protocol)}"
+    return f"{about}, {section.samples:,} samples a cell{subtasks}: {cells}"
 
 
 def conclude_best(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -215,7 +249,7 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     return Conclusion(
         f"Cutting the cache before the question is known lowers the score in {signs[-1]} of {len(changed)} cells"
         f"{rise} (jointly at 95 %).",
-        f"{name_cell(most)} changes most: {format_change(most, 'question_gain')}.{others} "
+        f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{others} "
         f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column)}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
     )
@@ -234,54 +268,76 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
     count = len(pairs)
     signs = [pair.sign for pair in pairs]
     more, less = signs.count(1), signs.count(-1)
-    most = max(pairs, key=lambda pair: pair.change[0])
-    least = min(pairs, key=lambda pair: pair.change[0])
+    names = {name_cell(pair.coded) for pair in pairs}
+    coded, beat, lose = (*names, "beats", "loses") if len(names) == 1 else ("rows in a codec", "beat", "lose")
+    ordered = [describe_pair(pair) for pair in sorted(pairs, key=lambda pair: -pair.change[0])]
+    gains = f"The largest gain is {ordered[0]}, and the smallest is {ordered[-1]}."
+    if count <= 2:
+        gains = f"The {'gain is' if count == 1 else 'gains are'} {' and '.join(ordered)}."
     return Conclusion(
-        f"At equal bytes, rows in a codec beat fewer raw rows of the same method in {more} of {count} pairs, and lose "
-        f"in {less} (jointly at 95 %).",
-        f"The gain is largest for {describe_pair(most)}, and smallest for {describe_pair(least)}.",
+        f"At equal bytes, {coded} {beat} fewer raw rows of the same method in {more} of {count} pairs, and {lose} in "
+        f"{less} (jointly at 95 %).",
+        gains,
         name_place(section, "pairs whose bytes differ by at most 5 %"),
     )
 
 
 def describe_pair(pair: BytesPair) -> str:
-    """Return the two cells of a pair, their bytes and the difference of their scores."""
+    """Return the difference of the scores of a pair, its bytes and its cells."""
     coded, raw = pair.coded, pair.raw
     rows = [format_budget(line["budget"]) for line in (coded, raw)]
     return (
-        f"{name_cell(coded)} with {rows[0]} of the rows against {rows[1]} raw ones, at "
-        f"{say_percent(coded['bytes_held'])} of the bytes: {format_difference(*pair.change)}"
+        f"{format_difference(*pair.change)} at {say_percent(coded['bytes_held'])} of the bytes ({name_cell(coded)}, "
+        f"{rows[0]} of the rows against {rows[1]} raw ones)"
     )
 
 
 def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion | None:
-    """Conclude with how few bytes a cell is shown to be no worse than the full cache."""
-    nearest = find_fewest_bytes(choose_question(sections, "visible"), margin)
-    if nearest is None:
+    """Conclude with how few bytes a cell is shown to lose little against the full cache."""
+    found = find_fewest_bytes(choose_question(sections, "visible"), margin)
+    if found is None:
         return None
-    line, section, shown, count = nearest
+    kept, (line, section), count = found
     bound = f"{find_margin(section.full['score'], margin):.1f} points"
     share = say_percent(line["bytes_held"])
-    files = (
-        f" ({say_percent(count_with_files(line))} with its file)" if count_with_files(line) > line["bytes_held"] else ""
-    )
     scores = f"{format_score_interval(line)}, {format_change(line, 'difference')} against the full cache"
-    if shown:
+    if kept:
         headline = f"{share} of the bytes can be enough: {name_cell(line)} is shown to lose at most {bound}."
-        text = f"It scores {scores}{files}. So do {shown} of {count} cells that hold fewer bytes than the full cache."
+        text = f"It scores {scores}{say_files(line)}.{describe_others(kept[1:])} {count} cells that hold fewer bytes "
+        text += "than the full cache were compared with it."
     else:
         headline = f"No cell that holds fewer bytes than the full cache is shown to lose at most {bound}."
         text = f"That takes a whole interval above -{bound}, so some of them may lose less all the same. "
-        text += f"Of {count} cells, {name_cell(line)} with {share} of the bytes{files} comes nearest: {scores}."
+        text += f"Of {count} cells, {name_cell(line)} with {share} of the bytes{say_files(line)} comes nearest: "
+        text += f"{scores}."
     return Conclusion(headline, f"{text} {ALONE}", name_place(section, name_budget(line)))
 
 
-def find_fewest_bytes(sections: Sequence[Section], margin: float) -> tuple[Line, Section, int, int] | None:
-    """Find the cell that holds the fewest bytes and is shown to be no worse than the full cache.
+def describe_others(cells: Sequence[Line]) -> str:
+    """Return a sentence about further cells that lose no more, with a space before it; nothing without any."""
+    if not cells:
+        return ""
+    named = [f"{name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes" for line in cells]
+    if len(cells) > FEW:
+        return f" The same is shown for {len(cells)} others, such as {named[0]}."
+    told = [f"{name} ({format_change(line, 'difference')})" for name, line in zip(named, cells, strict=True)]
+    return f" The same is shown for {join_words(told, 'and')}."
+
+
+def say_files(line: Line) -> str:
+    """Return the bytes of a cell with its file, in brackets; nothing if it needs none."""
+    whole = count_with_files(line)
+    return f" ({say_percent(whole)} with its file)" if whole > line["bytes_held"] else ""
+
+
+def find_fewest_bytes(
+    sections: Sequence[Section], margin: float
+) -> tuple[list[Line], tuple[Line, Section], int] | None:
+    """Find the cells with few bytes that are shown to lose at most the margin.
 
     Returns:
-        The cell, or if none is shown to be so, the one whose interval comes nearest; its section; how many cells are
-        shown to be so, and how many cells hold fewer bytes than the full cache. None if no cell does.
+        These cells, the fewest bytes first; the first of them, or if there are none, the cell whose interval comes
+        nearest, with its section; and how many cells hold fewer bytes than the full cache. None if no cell does.
     """
     smaller = [
         (line, section)
@@ -292,31 +348,29 @@ def find_fewest_bytes(sections: Sequence[Section], margin: float) -> tuple[Line,
     if not smaller:
         return None
     kept = [(line, section) for line, section in smaller if is_kept(line, section.full, margin)]
-    if kept:
-        line, section = min(kept, key=lambda entry: (entry[0]["bytes_held"], -entry[0]["low"]))
-    else:
-        line, section = max(smaller, key=lambda entry: (entry[0]["low"], -entry[0]["bytes_held"]))
-    return line, section, len(kept), len(smaller)
+    kept.sort(key=lambda entry: (entry[0]["bytes_held"], -entry[0]["low"]))
+    nearest = kept[0] if kept else max(smaller, key=lambda entry: (entry[0]["low"], -entry[0]["bytes_held"]))
+    return [line for line, _ in kept], nearest, len(smaller)
 
 
 def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude what cutting costs where answers are long, and where a context gets several questions."""
     heads, texts, cells = [], [], []
-    for words, tasks, question in (("long answers", LONG_TASKS, "visible"), ("several turns", TURN_TASKS, "hidden")):
+    places = ("where answers are long", LONG_TASKS, "visible"), ("for several turns", TURN_TASKS, "hidden")
+    for where, tasks, question in places:
         section = choose_task(sections, tasks, question) or choose_task(sections, tasks)
         smaller = list_smaller(section) if section else []
         if section is None or not smaller:
             continue
-        less = sign_losses(smaller).count(-1)
-        undecided = count_undecided(section, smaller, margin)
-        rest = f" ({undecided} undecided)" if undecided else ""
-        heads.append(f"in {less} of {len(smaller)} cells with {words}{rest}")
+        _, less, undecided = count_losses(section, smaller, margin)
+        found = f"{less} of {len(smaller)} cells {'is' if less == 1 else 'are'} shown to score less (jointly at 95 %)"
+        heads.append(f"{where}, {'these samples decide nothing' if undecided == len(smaller) else found}")
         texts.append(describe_smaller(section, smaller, margin))
         cells.append(name_place(section, "cells with fewer bytes than the full cache"))
     if not heads:
         return None
-    headline = f"Scores are shown to fall {join_words(heads, 'and')} (jointly at 95 % each)."
-    return Conclusion(headline, " ".join(texts), "; ".join(cells))
+    headline = "; ".join(heads)
+    return Conclusion(f"{headline[0].upper()}{headline[1:]}.", " ".join(texts), "; ".join(cells))
 
 
 def choose_task(sections: Sequence[Section], tasks: Sequence[str], question: str = "visible") -> Section | None:
@@ -340,25 +394,26 @@ def sign_losses(cells: Sequence[Line]) -> list[int]:
 
 
 def describe_smaller(section: Section, smaller: Sequence[Line], margin: float) -> str:
-    """Return the full cache's score, how many cells score less or as much, and the highest score of a cell."""
+    """Return the full cache's score, how many cells score less or nearly as much, and the highest score of a cell.
+
+    If nothing is decided, the precision of the differences takes the place of the highest score.
+    """
     best, full = sort_by_score(smaller)[0], section.full
-    bound = find_margin(full["score"], margin)
-    kept = sum(is_kept(line, full, margin) for line in smaller)
-    less = sign_losses(smaller).count(-1)
-    undecided = count_undecided(section, smaller, margin)
-    rest = f" For {undecided} of them neither is shown." if undecided else ""
-    return (
-        f"On `{section.task}` the full cache scores {format_score_interval(full)}. Of {len(smaller)} cells with fewer "
-        f"bytes, {less} {'is' if less == 1 else 'are'} shown to score less, and {count_cells(kept)} shown to lose at "
-        f"most {bound:.1f} points.{rest} {name_cell(best)} with {say_percent(best['bytes_held'])} of the bytes scores "
-        f"most: {format_score_interval(best)}."
-    )
+    kept, less, undecided = count_losses(section, smaller, margin)
+    losses = describe_losses(len(smaller), kept, less, find_margin(full["score"], margin), " with fewer bytes")
+    end = f"{name_cell(best)} with {say_percent(best['bytes_held'])} of the bytes scores most: "
+    end += f"{format_score_interval(best)}."
+    if undecided == len(smaller):
+        width = sum(line["high"] - line["low"] for line in smaller) / len(smaller) / 2
+        end = f"The 95 % intervals of their differences reach {width:.0f} points to either side, in the mean."
+    return f"On `{section.task}` the full cache scores {format_score_interval(full)}. {losses} {end}"
 
 
-def count_undecided(section: Section, smaller: Sequence[Line], margin: float) -> int:
-    """Return how many cells are shown neither to score less than the full cache nor to be no worse."""
-    signs = sign_losses(smaller)
-    return sum(sign >= 0 and not is_kept(line, section.full, margin) for line, sign in zip(smaller, signs, strict=True))
+def count_losses(section: Section, smaller: Sequence[Line], margin: float) -> tuple[int, int, int]:
+    """Return how many cells are shown to lose at most the margin; of the others, how many to score less, or neither."""
+    kept = [is_kept(line, section.full, margin) for line in smaller]
+    signs = [sign for sign, small in zip(sign_losses(smaller), kept, strict=True) if not small]
+    return sum(kept), signs.count(-1), len(signs) - signs.count(-1)
 
 
 def name_budget(line: Line) -> str:

@@ -84,12 +84,16 @@ def format_costs(tables: Sequence[CostTable]) -> list[str]:
     return text
 
 
-def find_fastest(tables: Sequence[CostTable], count: int = 3) -> tuple[CostTable, list[Row]] | None:
-    """Return the table of decoding in which most rows ran, and its `count` rows with the smallest RATIO."""
+def find_fastest(tables: Sequence[CostTable], reach: float = 0.02) -> tuple[CostTable, list[Row]] | None:
+    """Return the table of decoding in which most rows ran, and its rows whose RATIO is within `reach` of the least."""
     decoding = {
         table.machine: (table, [row for row in table.rows if row.get(RATIO)])
         for table in tables
         if table.name == "decoding_methods"
     }
     table, ran = max(decoding.values(), key=lambda entry: len(entry[1]), default=(None, []))
-    return (table, sorted(ran, key=lambda row: (float(row[RATIO]), row[""]))[:count]) if table and ran else None
+    if table is None or not ran:
+        return None
+    most = min(float(row[RATIO]) for row in ran) + reach
+    fastest = [row for row in ran if float(row[RATIO]) <= most]
+    return table, sorted(fastest, key=lambda row: (float(row[RATIO]), row[""]))

@@ -1,8 +1,9 @@
 """Draw the figure of docs/results.md: score over measured bytes, with ties as bands.
 
 It shows the section of the main protocol with most cells, with the question visible. A band spans a class of evicting
-cells that hold like bytes: from the lowest to the highest score of those that may be the best of the class. Up to NAMED
-labels of cells on the front by bytes, or that may be the best, have colours and stand in the key; other cells are grey.
+cells that hold like bytes, if several may be the best of it: from the lowest to the highest score of these. Up to NAMED
+labels have colours and stand in the key: those on the front by bytes first, then those that may be the best, then those
+with the highest scores. Other cells are grey.
 Methods that read few of many rows lie at the bytes that they hold, and have hollow marks.
 """
 
@@ -59,17 +60,18 @@ def make_drawing(section: Section, pixels: float) -> Drawing:
     """Return the chart of a section, at most `pixels` wide."""
     classes = list_classes(section)
     leaders = [line for cells in classes for line in list_leaders(cells)]
-    named = name_labels(find_front(section.list_cells(EVICTING, POINT)), leaders)
+    cells = section.list_cells(EVICTING, POINT)
+    named = name_labels([*find_front(cells), *find_best_of_labels(leaders), *find_best_of_labels(cells)])
     styles = dict(zip(named, choose_styles(list(named.values())), strict=True))
     rows = [describe_point(line, styles) for line in list_methods(section.cells)]
-    bands = [describe_band(cells) for cells in classes]
+    bands = [describe_band(cells) for cells in classes if len(list_leaders(cells)) > 1]
     full = {name: section.full[name] for name in ("score", "score_low", "score_high")}
     key = [{"label": label, **style, "dash": None} for label, style in styles.items()]
-    key += [
-        print_charts.FULL_KEY,
-        {"label": "other cells", "colour": GREY, "shape": "circle", "dash": None},
-        {"label": "band: may be the best of these bytes", "colour": BAND, "shape": "square", "dash": None},
-    ]
+    key += [print_charts.FULL_KEY]
+    if not all(row["named"] for row in rows):
+        key += [{"label": "other cells", "colour": GREY, "shape": "circle", "dash": None}]
+    if bands:
+        key += [{"label": "cells that may be the best of these bytes", "colour": BAND, "shape": "square", "dash": None}]
     about = [section.full["average"], f"{section.samples} samples a cell"]
 
     def chart(width: float) -> alt.LayerChart:
@@ -85,14 +87,17 @@ def list_classes(section: Section) -> list[list[Line]]:
     return [cells for column in columns for cells in split_classes(column) if len(cells) > 1]
 
 
-def name_labels(front: Sequence[Line], leaders: Sequence[Line]) -> dict[str, str]:
-    """Return label -> method of the cells that the key names: those on the front, then those that may often be best."""
-    labels = [line["label"] for line in leaders]
-    best = {line["label"]: line["score"] for line in sorted(leaders, key=lambda line: line["score"])}
-    ordered = sorted(best, key=lambda label: (-labels.count(label), -best[label], label))
-    first = dict.fromkeys([line["label"] for line in front] + ordered)
-    methods = {line["label"]: line["method"] for line in (*front, *leaders)}
-    return {label: methods[label] for label in list(first)[:NAMED]}
+def find_best_of_labels(cells: Sequence[Line]) -> list[Line]:
+    """Return the highest cell of each label: the labels with most cells first, and of these the highest scores."""
+    labels = [line["label"] for line in cells]
+    best = {line["label"]: line for line in sorted(cells, key=lambda line: line["score"])}
+    return sorted(best.values(), key=lambda line: (-labels.count(line["label"]), -line["score"], line["label"]))
+
+
+def name_labels(cells: Sequence[Line]) -> dict[str, str]:
+    """Return label -> method of the first NAMED labels of cells."""
+    methods = {line["label"]: line["method"] for line in cells}
+    return dict(list(methods.items())[:NAMED])
 
 
 def describe_point(line: Line, styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -132,8 +137,8 @@ def chart_ties(least: float) -> alt.LayerChart:
     whole = alt.Chart(alt.NamedData(name="whole"))
     base = alt.Chart(alt.NamedData(name="cells")).encode(x=x)
     named = base.transform_filter("datum.named")
-    line = named.transform_filter(f"datum.kind === '{EVICTING}'").mark_line(strokeWidth=1, opacity=0.6)
     reading = f"datum.kind === '{READING}'"
+    line = named.transform_filter(f"!({reading})").mark_line(strokeWidth=1, opacity=0.6)
     others = base.transform_filter("!datum.named").encode(y=score, color=charts.COLOUR)
     points = named.encode(y=score, color=charts.COLOUR, shape=charts.SHAPE)
     return charts.stack_layers(

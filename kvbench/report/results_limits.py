@@ -6,18 +6,18 @@ from kvbench.report.results_cells import MODELS, Section
 from kvbench.report.results_text import join_words, wrap
 
 ABOUT = {  # model -> what it is, in a few words
-    "smollm2_long": "SmolLM2-135M, tuned to the tasks",
-    "smollm2": "SmolLM2-135M",
-    "reference": "the embedded model",
+    "smollm2_long": "SmolLM2-135M tuned to the tasks",
+    "smollm2": "SmolLM2-135M as it was published",
+    "reference": "the embedded model, which kvbench trained",
 }
 LIMITS = {  # model -> what its numbers cannot tell
     "smollm2_long": (
         "SmolLM2-135M with the factors of `smollm2_long` is an instrument tuned to the task family: it was trained "
         "on other samples of the same kinds of tasks so that it can do them ([its page](smollm2-long.md)). It is no "
-        "evidence about large models. Its weights were quantised to 4 bits before kvbench got them."
+        "evidence about large models. kvbench gets its weights as a copy that was quantised to 4 bits."
     ),
     "smollm2": (
-        "SmolLM2-135M is a very small model, and its weights were quantised to 4 bits before kvbench got them ([its "
+        "SmolLM2-135M is a very small model, and kvbench gets its weights as a copy that was quantised to 4 bits ([its "
         "page](smollm2.md)). It finds single values in a text. It hardly follows chains of them, counts words or "
         "answers questions about texts, so its tables are about finding values."
     ),

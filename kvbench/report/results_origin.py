@@ -1,7 +1,7 @@
 """Write docs/results-measured.md: what was measured, where, with which code, and what of it is not finished."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from kvbench.analysis.result_lines import Line
@@ -57,6 +57,19 @@ def format_checksums(checksums: Mapping[str, str]) -> list[str]:
         return []
     columns = [Column("file", "", lambda item: item[0]), Column("SHA-256", "", lambda item: item[1])]
     return ["", "## Checksums", "", wrap(CHECKSUMS), "", *format_markdown(columns, sorted(checksums.items()))]
+
+
+def describe_progress(measured: Collection[str]) -> str:
+    """Return how many parts of the study have cells; empty if all of them have, or none."""
+    planned = [name for name, part in read_study().items() if part.question]
+    begun = [name for name in planned if name in measured]
+    if not begun or len(begun) == len(planned):
+        return ""
+    return (
+        f"The study is under way: of its {len(planned)} parts, {join_words(begun, 'and')} "
+        f"{'has' if len(begun) == 1 else 'have'} cells so far. Conclusions that they do not allow yet stand on earlier "
+        "measurements."
+    )
 
 
 def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, StudyPart]) -> str:

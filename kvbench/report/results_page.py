@@ -16,7 +16,16 @@ from kvbench.analysis.result_lines import Line, PartNumbers, list_line_files, re
 from kvbench.atomic import replace_file
 from kvbench.config.study_parts import read_study
 from kvbench.report import results_choice
-from kvbench.report.results_cells import LONG_TASKS, POINT, TURN_TASKS, Section, list_methods, split_sections
+from kvbench.report.results_cells import (
+    LONG_TASKS,
+    POINT,
+    READING,
+    TURN_TASKS,
+    Section,
+    classify,
+    list_methods,
+    split_sections,
+)
 from kvbench.report.results_conclusions import (
     LEVEL,
     Conclusion,
@@ -30,10 +39,10 @@ from kvbench.report.results_conclusions import (
 from kvbench.report.results_cost import CostTable, format_costs, read_cost_tables
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure
 from kvbench.report.results_limits import describe_models, format_limits
-from kvbench.report.results_origin import describe_origin
+from kvbench.report.results_origin import describe_origin, describe_progress
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import format_bytes, format_equal_bytes, format_gains, format_section, format_spreads
-from kvbench.report.results_text import COMMENT, NO_WORSE, format_budget, join_words, wrap, wrap_paragraphs
+from kvbench.report.results_text import COMMENT, KEPT, format_budget, join_words, wrap, wrap_paragraphs
 from kvbench.store.checksums import read_checksums
 from kvbench.validation import SettingError, require_choice
 
@@ -59,8 +68,12 @@ FRONT = """\
 {comment}
 
 What KV-cache methods and codecs score on small models: {models}. **How methods rank on such models is no evidence about
-large ones** ([more](#what-they-cannot-tell)). {counts} Every number is in {links}, and [What was
+large ones** ([more](#what-they-cannot-tell)). {counts} {progress} Every number is in {links}, and [What was
 measured](results-measured.md) has the commands.
+
+A *cell* is a method with its budget or codec. Its score is between 0 and 100: the mean over the subtasks of a task,
+such as the 13 of RULER. *Raw* rows are keys and values without a codec. The [glossary](glossary.md) has the other
+words.
 
 ![Score over measured bytes, with ties as bands](images/{figure}.svg)
 
@@ -69,30 +82,32 @@ measured](results-measured.md) has the commands.
 ## What they show
 """
 CAPTION = """\
-Each mark is a cell: a method with its budget or codec. A blue band spans the cells that may be the best of those with
-the same bytes, by ranks that hold together with 95 % confidence.{older} Bars are 95 % intervals. Hollow marks read
-few of the rows that they hold."""
+Each mark is a cell, with the 95 % interval of its score. Where several cells may be the best of those with the same
+bytes, a blue band spans them (95 % confidence for all ranks jointly).{older}{hollow}"""
+HOLLOW = " Hollow marks are methods that keep all rows but attend to few."
 OLDER = " These lines know only the ranks of a whole budget, so the bands are wider than the samples would allow."
 RULES = """\
-These sentences follow from the lines by fixed rules, whatever the outcome. Each stands on the first of the models
+A fixed rule makes each conclusion from the data, whatever the outcome. Each stands on the first of the models
 smollm2_long, smollm2 and reference that was measured with its question, on the task and length with most answers, and
-there on the part with most samples a cell. The rules are: the best of the class of cells with bytes nearest to
-{level}; what hiding the question changes there; cells with a codec against raw rows of equal bytes; the fewest bytes
-that lose at most a [margin](statistics.md#margins-and-counts), over all its parts; and losses where answers are long or
-a context gets several questions. *Jointly at 95 %* means that all signs that a sentence counts hold together. [Which
-method should I use?](which-method.md) draws on the same lines.
+there on the part with most samples a cell. The rules are: the best of the cells with bytes nearest to {level}; what
+hiding the question changes there; cells with a codec against raw rows of equal bytes; the fewest bytes that lose at
+most a [margin](statistics.md#margins-and-counts), over all its parts; and losses where answers are long or a context
+gets several questions. *Jointly at 95 %* means that all signs that a sentence counts hold together. [Which method
+should I use?](which-method.md) draws on the same data.
 """
 TERMS = """\
-Rows go by the mean score over the budgets of a table, the highest first, and the full cache is last; tables of points
-go by bytes. *bytes* is the measured share of the full cache's. *diff* is the difference from the full cache on the
-same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full cache's, in nats a
-token. *Ranks* are the places that a cell may have in its class: the cells of a budget that hold like bytes, within a
-tenth. All ranks of a class hold together with 95 % confidence ([Statistics](statistics.md#ranks)).
+Tables are sorted by the mean score over their budgets, the highest first, with the full cache last, or by bytes if
+their cells have no common budget. *bytes* is the measured share of the full cache's. *diff* is the difference from the
+full cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full
+cache's, in nats a token. *Ranks* are the places that a cell may have in its class: the cells of a budget that hold the
+same bytes to within 10 %. All ranks of a class hold together with 95 % confidence
+([Statistics](statistics.md#ranks)).
 
-A cell is *no worse* than the full cache, and has the mark {mark}, only if the lower end of its *diff* is above -m.
-The margin m is {margin:g} points, or a tenth of the full cache's score where that is less. An interval that merely
-contains 0 shows no such thing. Counts of cells that score less or more hold together with 95 % confidence (Holm's
-procedure over the cells that a sentence counts); [Statistics](statistics.md#margins-and-counts) says how.
+A cell is *shown to lose at most m points*, and has the mark {mark}, only if the lower end of its *diff* is above -m:
+it may score less than the full cache, but not by more. The margin m is {margin:g} points, or a tenth of the full
+cache's score where that is less. An interval that merely contains 0 does not show this. Counts of cells that score
+less or more hold together with 95 % confidence (Holm's procedure over the cells that a sentence counts). Cells of which
+neither is shown are *undecided*. [Statistics](statistics.md#margins-and-counts) says how.
 """
 SUBPAGE = """\
 # {title}
@@ -149,7 +164,7 @@ def write_results_page(
     Args:
         files: Part -> the file with its lines (`choose_files`).
         out: Folder of the pages. Pictures are written into its subfolder `images`.
-        margin: Points by which a cell that is no worse than the full cache may score less (`find_margin`).
+        margin: Points by which a cell that loses little may score less than the full cache (`find_margin`).
         efficiency: Folder of the tables of times of all machines; None if there are none.
 
     Raises:
@@ -185,6 +200,9 @@ def read_parts(files: Mapping[str, Path]) -> dict[str, PartNumbers]:
     for part, numbers in parts.items():
         if not numbers.lines:
             raise SettingError(f"{files[part]}: has no lines")
+        chosen = known[part].count_subtasks() if part in known else None
+        for line in numbers.lines:
+            line.setdefault("subtasks", chosen)  # lines of older versions do not say it
     return parts
 
 
@@ -252,13 +270,16 @@ def format_front(
     answers = sum(line["n"] for section in sections for line in section.cells)
     figure = choose_figure(sections)
     shown = figure.cells if figure else ()
+    older = any("rank_class" not in line for line in shown)
+    hollow = any(classify(line) == READING for line in shown)
     text = FRONT.format(
         comment=COMMENT.format(module="results_page"),
+        progress=describe_progress({section.part for section in sections}),
         models=describe_models(sections),
         counts=f"{answers:,} answers of {cells:,} cells were measured.",
         links=links,
         figure=FIGURE,
-        caption=CAPTION.format(older=OLDER if any("rank_class" not in line for line in shown) else ""),
+        caption=CAPTION.format(older=OLDER if older else "", hollow=HOLLOW if hollow else ""),
     )
     if FIGURE not in pictures:
         text = "\n".join(line for line in text.splitlines() if not line.startswith("!["))
@@ -296,15 +317,15 @@ def format_subpage(
     if page == COST:
         return "\n".join([head, wrap_paragraphs(PAYS), *(format_costs(tables) or ["No times were measured yet.\n"])])
     body: list[str] = []
+    for heading, text in list_changes(page, sections).items():
+        body += [f"## {heading}", "", *text, ""] if text else []
     for section in sections:
         if find_page(section) == page:
             shown = list_pictures(section, pictures)
             body += [f"## {section.title}", "", *(f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in shown)]
             body += format_section(section, margin)
-    for heading, text in list_changes(page, sections).items():
-        body += [f"## {heading}", "", *text, ""] if text else []
     answers = [f"{wrap(conclusion.write())}\n" for conclusion in answer_page(page, sections, margin)]
-    terms = wrap_paragraphs(TERMS.format(mark=NO_WORSE, margin=margin))
+    terms = wrap_paragraphs(TERMS.format(mark=KEPT, margin=margin))
     return "\n".join([head, *([*answers, terms, *body] if body else ["Nothing was measured for this yet.\n"])])
 
 

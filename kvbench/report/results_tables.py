@@ -1,7 +1,7 @@
 """Write the tables of the pages of results, and the sentences about them.
 
-Rows go by the mean score over the budgets of a table, the highest first, and the full cache is last. Tables of points
-go by bytes, the fewest first.
+Lines of a table are sorted by their mean score over its budgets, the highest first, and the full cache is last. Tables
+of points are sorted by bytes, the fewest first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +33,7 @@ from kvbench.report.results_cells import (
     split_classes,
 )
 from kvbench.report.results_text import (
+    describe_losses,
     format_budget,
     format_change,
     format_difference,
@@ -65,7 +66,7 @@ rows, such as positions and codes; older measurements do not say it. A table lis
 others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
 SPREADS = """\
 Each row has cells of one budget and like bytes that differ in a preset, a setting or a file only. *range* is the
-difference of the highest and the lowest score. The two were chosen for their distance, so its interval says too much.
+difference of the highest and the lowest score. The two were chosen for their distance, so its interval overstates it.
 *apart* does not: it counts the pairs of cells that differ, jointly for all pairs of a section (Holm's procedure)."""
 EQUAL_BYTES = """\
 A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most 5 %."""
@@ -74,11 +75,12 @@ INDEPENDENT = " The intervals of *{column}* take the two scores as independent, 
 PLANNED = (
     "**Planned comparisons.** These pairs were named before they were measured. *difference* is the score of the "
     "second cell less that of the first, paired by sample, with its 95 % interval. *more* says which of them scores "
-    "more; these signs hold together with 95 % confidence for all {count} planned comparisons of the part (Holm's "
-    "procedure)."
+    "more; these signs hold together with 95 % confidence for the {count} planned comparisons of the part that were "
+    "measured (Holm's procedure)."
 )
 POINTS = (
-    "These cells are points at their measured bytes: a codec packs the rows, or the method decides how many rows stay."
+    "These cells have no budget of bytes in common, so each stands at its measured bytes: a codec packs the rows, or "
+    "the method decides how many rows stay."
 )
 READERS = (
     "In these cells a token reads only some of the rows that the cache holds. The budget is the share that it should "
@@ -121,7 +123,7 @@ def format_planned(section: Section) -> list[str]:
 
 
 def describe_separation(section: Section, margin: float) -> list[str]:
-    """Return sentences about each budget: which pairs of a class differ, which cells may be best, which are no worse.
+    """Return sentences about each budget: which pairs of a class differ, which cells may be best, which lose little.
 
     The cells that are compared with the full cache are the evicting ones, or all if there are none. Budgets of which
     the same can be said share a sentence.
@@ -149,20 +151,16 @@ def describe_ranks(cells: Sequence[Line]) -> str:
     apart, pairs = sum(line["rank_first"] - 1 for line in cells), len(cells) * (len(cells) - 1) // 2
     first = [line["label"] for line in cells if line["rank_first"] == 1]
     named = len(first) <= max(FEW, len(cells) / 2)
-    best = f"The best may be {join_words(first, 'or')}." if named else f"Any of {len(first)} cells may be the best."
+    may = "is" if len(first) == 1 else "may be"
+    best = f"The best {may} {join_words(first, 'or')}." if named else f"Any of {len(first)} cells may be the best."
     return f"{apart} of {pairs} pairs of cells at {name} can be told apart. {best}"
 
 
 def compare_to_full(column: Sequence[Line], full: Line, margin: float) -> str:
-    """Return how many cells of a column are no worse than the full cache, how many score less, and the others."""
-    bound = find_margin(full["score"], margin)
+    """Return how many cells of a column lose at most the margin, how many of the others score less, and the rest."""
     held = [is_kept(line, full, margin) for line in column]
     less = sum(sign < 0 and not kept for sign, kept in zip(sign_cells(column, "difference"), held, strict=True))
-    count = f"{sum(held)} of {len(column)} cells {'is' if sum(held) == 1 else 'are'} shown to lose at most"
-    left = len(column) - sum(held) - less
-    rest = f", and for {left} neither is shown" if left else ""
-    others = f"{less} {'is' if less == 1 else 'are'}"
-    return f"{count} {bound:.1f} points against the full cache; {others} shown to score less{rest}."
+    return describe_losses(len(column), sum(held), less, find_margin(full["score"], margin))
 
 
 def describe_holders(section: Section) -> list[str]:
@@ -187,7 +185,7 @@ def format_scores(section: Section, kind: str, margin: float) -> list[str]:
     Args:
         section: The section.
         kind: EVICTING or READING.
-        margin: Points by which a cell that is no worse than the full cache may score less.
+        margin: Points by which a cell that loses little may score less than the full cache.
     """
     cells, full = section.list_cells(kind), section.full
     if not cells:
@@ -300,7 +298,7 @@ def format_spreads(sections: Sequence[Section]) -> list[str]:
         if not spreads:
             continue
         apart, pairs = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
-        sentence = f"**{section.title}.** Of {pairs} pairs, {apart} {'differs' if apart == 1 else 'differ'}.{JOINT}"
+        sentence = f"**{section.title}.** {apart} of {pairs} pairs {'differs' if apart == 1 else 'differ'}.{JOINT}"
         sentence += say_paired(spreads, "range")
         columns = [
             Column("highest", "", lambda spread: spread.cells[0]["label"]),

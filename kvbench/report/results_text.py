@@ -12,7 +12,7 @@ COMMENT = "<!-- Written by `python -m kvbench dev measured --page`. Edit kvbench
 # spaces in "95 %" and "3.0 [-1.0, +2.0]" end no line
 UNBROKEN = re.compile(r" (?=%)|(?<=\d,) (?=[+-]?\d[^\[\]]*\])|(?<=\d) (?=\[[+-]?\d)")
 MARKED = ("#", "|", "<!--", "![")  # begin a paragraph that is not wrapped
-NO_WORSE = "✓"  # beside the score of a cell that is shown to be no worse than the full cache
+KEPT = "✓"  # beside the score of a cell that is shown to lose at most the margin
 
 
 def format_budget(budget: float | int | str) -> str:
@@ -28,9 +28,9 @@ def format_share(share: float | None) -> str:
 
 
 def format_score(line: Line, full: Line, margin: float) -> str:
-    """Return the score of a cell, with a mark if it is shown to be no worse than the full cache."""
+    """Return the score of a cell, with a mark if it is shown to lose at most the margin."""
     score = format_number(line["score"])
-    return f"{score} {NO_WORSE}" if not is_full(line) and is_kept(line, full, margin) else score
+    return f"{score} {KEPT}" if not is_full(line) and is_kept(line, full, margin) else score
 
 
 def format_score_interval(line: Line) -> str:
@@ -93,6 +93,19 @@ def join_words(words: Sequence[str], last: str) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
-def count_cells(count: int) -> str:
-    """Return a number of cells with the verb that fits it."""
-    return "no cell is" if count == 0 else "1 cell is" if count == 1 else f"{count} cells are"
+def describe_losses(count: int, kept: int, less: int, bound: float, which: str = "") -> str:
+    """Return a sentence about how many cells lose at most so many points, and about the others.
+
+    Args:
+        count: Number of cells.
+        kept: How many are shown to lose at most `bound` points.
+        less: How many of the others are shown to score less.
+        bound: The points.
+        which: What follows the number of cells, with a space before it.
+    """
+    undecided = count - kept - less
+    counts = {"shown to score less": less, "undecided": undecided}
+    others = [f"{some} {'is' if some == 1 else 'are'} {what}" for what, some in counts.items() if some]
+    text = f"{kept or 'None'} of {count} cells{which} {'is' if kept < 2 else 'are'} shown to lose at most "
+    text += f"{bound:.1f} points"
+    return f"{text}{'; of the others, ' if kept else ': '}{' and '.join(others)}." if others else f"{text}."

@@ -4,9 +4,11 @@ import re
 
 import pytest
 
-from kvbench.analysis.result_lines import format_lines, make_lines
+from kvbench.analysis.result_lines import format_lines, make_lines, read_lines
+from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import split_sections
 from kvbench.report.results_cost import read_cost_tables
+from kvbench.report.results_origin import describe_progress
 from kvbench.report.results_page import (
     MEASURED,
     PAGES,
@@ -112,11 +114,12 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
         seen: "and the question in sight, ",
         hidden: "question is known lowers the score in ",
     }.items():
-        assert sentence in page.partition("Rows go by")[0] and sentence in first
+        assert sentence in page.partition("Tables are sorted")[0] and sentence in first
     row = f"| a | Main methods | {len(lines)} | {60 * len(lines)} | python -m kvbench dev measured a |"
     assert row in pages["results-measured.md"]
     assert "[measured/gpu-x](../measured/gpu-x)" in read_text(pages, "results.md")
-    assert all("None" not in text and "n/a" not in text for text in pages.values())
+    assert f"60 samples a cell of {lines[0]['subtasks']} subtasks" in first
+    assert not any(re.search(r"\bNone\b(?!\s+of\s+\d+\s+cells)|n/a", text) for text in pages.values())
 
 
 def test_a_page_without_cells_says_so(machine, tmp_path, without_pictures):
@@ -172,6 +175,22 @@ def test_the_page_says_which_parts_are_not_finished(lines):
     assert sentence in format_measured(a=lines)
     many = (planned // len(methods) + 1) * methods
     assert "not finished" not in format_measured(a=[*lines, *many])
+
+
+def test_the_front_says_which_parts_of_the_study_have_cells():
+    study = [name for name, part in read_study().items() if part.question]
+    assert "of its 10 parts, screening and seeds have cells so far" in describe_progress({"a", "seeds", "screening"})
+    assert [describe_progress(parts) for parts in ({"a"}, set(study))] == ["", ""]
+
+
+def test_lines_of_older_versions_have_the_subtasks_of_their_part(machine):
+    older = [line | {"subtasks": None} for line in read_lines(machine / "a.csv")]
+    text = format_lines([{name: cell for name, cell in line.items() if name != "subtasks"} for line in older])
+    for part in "ac":
+        (machine / f"{part}.csv").write_text(text)
+    numbers = read_parts(choose_files(machine.parent))
+    chosen = {part: {line["subtasks"] for line in numbers[part].lines} for part in "ac"}
+    assert chosen == {"a": {3}, "c": {None}}  # part c has sweeps of other subtasks
 
 
 def test_a_warning_that_parts_share_is_said_once(lines):

@@ -29,7 +29,7 @@ def list_rows(lines: list[str]) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][1:]
 
 
-def test_only_a_narrow_interval_shows_that_a_cell_is_no_worse():
+def test_only_a_narrow_interval_shows_that_a_cell_loses_little():
     full = make_full(score=20.4)
     names = ("difference", "low", "high")
     ends = (-11.5, -23.5, 0.5), (-0.4, -1.5, 0.7), (-20.0, -25.0, -15.0)
@@ -37,11 +37,11 @@ def test_only_a_narrow_interval_shows_that_a_cell_is_no_worse():
         make_line("tova", 0.2, score) | dict(zip(names, end, strict=True))
         for score, end in zip((8.9, 20.0, 2.0), ends, strict=True)
     ]
-    less = "1 of 3 cells is shown to lose at most 2.0 points against the full cache; 1 is shown to score less"
-    assert compare_to_full(cells, full, 3.0) == f"{less}, and for 1 neither is shown."
+    kept = "1 of 3 cells is shown to lose at most 2.0 points; of the others, "
+    assert compare_to_full(cells, full, 3.0) == f"{kept}1 is shown to score less and 1 is undecided."
     signed = [line | {"difference_sign": 0} for line in cells]
-    assert "; 0 are shown to score less, and for 2 neither is shown." in compare_to_full(signed, full, 3.0)
-    assert compare_to_full([cells[1]], full, 1.0).startswith("0 of 1 cells are shown to lose at most 1.0 points")
+    assert compare_to_full(signed, full, 3.0) == f"{kept}2 are undecided."
+    assert compare_to_full([cells[1]], full, 1.0).startswith("None of 1 cells is shown to lose at most 1.0 points: ")
     assert [format_score(line, full, 3.0) for line in (*cells, full)] == ["8.9", "20.0 ✓", "2.0", "20.4"]
 
 
@@ -56,7 +56,7 @@ def test_only_cells_of_like_bytes_are_ranked_together():
     ]
     packed = [make_line(f"{label} · int4", 0.2, 89.0, codec="int4", low=-1.0) for label in ("tova", "sink")]
     packed = rank(packed, (1, 2), (1, 2), name="6.0% of the bytes")
-    assert "0 of 4 cells are shown to lose" in describe_separation(split(*ranked, *packed), 3.0)[0]
+    assert "None of 4 cells is shown to lose" in describe_separation(split(*ranked, *packed), 3.0)[0]
     assert "2 of 2 cells are shown to lose" in describe_separation(split(*packed), 3.0)[0]
     older = [line | {"rank_class": None, "rank_of": None} for line in ranked]
     [sentence] = describe_separation(split(*older), 3.0)
@@ -124,7 +124,7 @@ def test_presets_have_a_table_of_their_spread():
     cells = [make_line(label, 0.2, score, method="snapkv") for label, score in scores.items()]
     others = [make_line("tova", 0.2, 90.0), make_line("snapkv", 0.5, 90.0), cells[0] | {"bytes_held": 0.3}]
     text = format_spreads([split(*cells, *others)])
-    assert "**Part a: smollm2, ruler length 4096, question visible.** Of 3 pairs, 2 differ." in " ".join(text)
+    assert "**Part a: smollm2, ruler length 4096, question visible.** 2 of 3 pairs differ." in " ".join(text)
     ends = ["snapkv kvpress", "snapkv window=4"]
     numbers = ["62.0, 60.0, 20.0", "+42.0 \\[+34.9, +49.1\\]", "2 of 3"]
     assert list_rows(text) == [[*ends, "20 %", "3", *numbers]]
@@ -194,7 +194,7 @@ def test_only_rows_that_ran_have_a_cost(tmp_path):
         ["SnapKV, 5 %", "4.0", "4.0", "0.50"],
         ["R-KV", "4.5", "", ""],
     ]
-    table, rows = find_fastest(tables, 1)
+    table, rows = find_fastest(tables)
     assert (table.machine, [row[""] for row in rows]) == ("many", ["SnapKV, 5 %"])
     assert find_fastest([]) is None and read_cost_tables(tmp_path / "nosuch") == []
 
