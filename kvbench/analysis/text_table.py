@@ -15,6 +15,7 @@ from kvbench.validation import escape
 
 NOT_AVAILABLE = "n/a"
 CELL_END, ESCAPED = re.compile(r"(?<!\\)\|"), re.compile(r"\\([\\|`*_\[\]<>#])")
+NUMBER = re.compile(r"[-+−~<>≤≥]?\d+([.,]\d+)*( ?%)?($|[ ,/])")  # at the beginning of a cell
 DIGITS = 12  # of a number in a name, as far as names are sorted by it
 LATEX = {  # character -> how LaTeX writes it
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "×": r"$\times$",
@@ -90,11 +91,22 @@ def format_table(columns: Sequence[Column], rows: Sequence[Any], last: int, widt
 def format_markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
     """Format a table as lines of a GitHub table."""
 
-    def cells(texts: Iterable[str]) -> str:
+    def write(texts: Iterable[str]) -> str:
         return "| " + " | ".join(map(escape_markdown, texts)) + " |"
 
-    head = [cells(column.title for column in columns), "|---" + "|--:" * (len(columns) - 1) + "|"]
-    return head + [cells(escape(column.cell(row)) for column in columns) for row in rows]
+    body = [[escape(column.cell(row)) for column in columns] for row in rows]
+    sides = ["--:" if all(map(is_aligned_right, cells)) else "---" for cells in list(zip(*body, strict=True))[1:]]
+    sides = sides or ["--:"] * (len(columns) - 1)
+    return [
+        write(column.title for column in columns),
+        f"|---{''.join(f'|{side}' for side in sides)}|",
+        *map(write, body),
+    ]
+
+
+def is_aligned_right(cell: str) -> bool:
+    """Return whether a cell of a table is a number, or begins with one, or is empty."""
+    return not cell or bool(NUMBER.match(cell))
 
 
 def fit_markdown(text: str, width: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvbench.analysis.text_table import Column, format_markdown
 from kvbench.report.results_cells import EVICTING, count_signs, find_front, split_sections
 from kvbench.report.results_cost import find_fastest, format_costs, read_cost_tables
 from kvbench.report.results_pictures import shorten_label
@@ -203,3 +204,11 @@ def test_only_rows_that_ran_have_a_cost(tmp_path):
 def test_a_budget_with_a_single_cell_is_not_compared(count):
     cells = [make_line(label, 0.2, 50.0) for label in ("tova", "sink")][:count]
     assert len(describe_separation(split(*cells), 3.0)) == count - 1
+
+
+def test_columns_of_texts_are_aligned_left():
+    texts = ("1.0", "-2.0 [-3.0, +4.0]", "20.0%", "1 to 2 of 3", "tova: 70.0", "0123ab")
+    columns = [Column("", "", str) for _ in range(2)]
+    sides = [format_markdown(columns, ["", text])[1] for text in texts]
+    assert sides == ["|---|--:|"] * 4 + ["|---|---|"] * 2
+    assert format_markdown(columns, [])[1] == "|---|--:|"
