@@ -13,8 +13,8 @@ because settings hold hashes of files.
 
 A study has hundreds of runs of the same samples. Rows are sorted by run and sample, and all runs are one row group.
 Columns with few values are dictionary-encoded. Their indices repeat from run to run, so zstd leaves little of them. The
-columns of MEASURES differ in nearly every row and are split into streams of bytes. Nothing is rounded: a row takes
-about 17 bytes, of which `nll` and `kl` take 12. Pages have checksums, which `read_published` checks.
+columns of MEASURES differ in nearly every row and are split into streams of bytes; the last bytes of `nll` and `kl`,
+which are rounded, are zeros. Pages have checksums, which `read_published` checks.
 """
 
 import json

@@ -3,7 +3,7 @@
 `publish` reduces a finished run of a store to this part, and kvbench.store.published_file writes it and reads it back.
 Numbers that are published are computed from published runs only (kvbench.analysis.result_lines), so they follow from
 the file alone, and those of a researcher's own store come by the same functions. Prompts, answers and times are left
-out.
+out. `nll` and `kl` are rounded to BITS bits, because all their bits would take most of the file.
 
 This module does not import pyarrow, which a machine that only measures may lack.
 """
@@ -11,6 +11,7 @@ This module does not import pyarrow, which a machine that only measures may lack
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from math import frexp, isfinite, ldexp
 from typing import Any
 
 from kvbench.store.runs import StoredRun
@@ -42,6 +43,7 @@ MAPPINGS: dict[str, dict[str, type]] = {  # field of a record -> its keys that a
     "fidelity": {"nll": float, "kl": float},
     "meta": {"data": str, "haystack": str, "qa": str},
 }
+BITS = 13  # of the numbers of `fidelity` that are kept: an error of at most one part in 8,192
 ORIGIN = ("code", "replay")  # what is published of a run's machines: the revision of the code, hash of tests/replay
 
 
@@ -92,8 +94,16 @@ def reduce_record(record: Mapping[str, Any]) -> dict[str, Any]:
     reduced: dict[str, Any] = {name: record.get(name) for name in FIELDS}
     for name, keys in MAPPINGS.items():
         given = record.get(name, {})
-        reduced[name] = {key: given.get(key) for key in keys}
+        reduced[name] = {key: round_number(given.get(key)) for key in keys}
     return reduced
+
+
+def round_number(value: Any) -> Any:
+    """Return a float rounded to BITS binary digits, to even where it is between two, and any other value as it is."""
+    if not isinstance(value, float) or not isfinite(value):
+        return value
+    fraction, exponent = frexp(value)
+    return ldexp(round(fraction * (1 << BITS)), exponent - BITS)
 
 
 def describe_machines(run: StoredRun) -> dict[str, str]:

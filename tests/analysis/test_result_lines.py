@@ -26,7 +26,10 @@ def draw_records(budget: float, chance: float, seed: int, count: int = 40, **cha
     draw, found = random.Random(seed), {}
     for uid, record in make_records(budget, 100, count=count).items():
         if record["subtask"] == "vt":
-            own = {"score": 100.0 * (draw.random() < chance), "fidelity": {"nll": 1.0, "kl": draw.random()}}
+            own = {
+                "score": 100.0 * (draw.random() < chance),
+                "fidelity": {"nll": 1.0, "kl": draw.randrange(1024) / 1024},
+            }
             found[uid] = record | own | {"group": uid} | changed
     return found
 
