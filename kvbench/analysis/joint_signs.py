@@ -1,4 +1,4 @@
-"""Say which of many paired changes are losses or gains, and which cells are no worse than the full cache.
+"""Say which of many paired changes are losses or gains, and which cells lose little against the full cache.
 
 Joint signs. Of 38 intervals at 95 %, two are expected to leave out a true 0. A count of losses and gains over the
 cells of a table therefore comes from Holm's step-down procedure on the intervals of kvbench.analysis.intervals: of k
@@ -9,9 +9,9 @@ direction may be read off too: Shaffer 1980, "Control of Directional Errors with
 Procedures".
 
 Margins. An interval that contains 0 does not say that a cell is as good as the full cache: it may be wide. A cell is
-*no worse* than the full cache only if the lower end of its difference's 95 % interval is above -m. The margin m is
+shown to lose at most m only if the lower end of its difference's 95 % interval is above -m. The margin m is
 MARGIN points, and no more than a tenth of the full cache's score: within 3 points of a full cache that scores 8 is
-little. Otherwise it is not shown. A cell that is truly worse by m is called no worse in about 2.5 % of the cases
+little. Otherwise it is not shown. A cell that truly loses m is wrongly shown to lose less in about 2.5 % of the cases
 (docs/statistics.md has simulated numbers). Each cell is judged by its own interval. Sources: CONSORT for
 non-inferiority trials, Piaggio et al. 2012; that a margin must keep a share of the effect: FDA 2016, "Non-Inferiority
 Clinical Trials to Establish Effectiveness".

@@ -10,6 +10,7 @@ A line holds what `kvbench results scores --format csv` says about a run, and be
     nll, kl                      means of `fidelity` in nats a token, with 95 % intervals
     rank_first, rank_last        ranks that the cell may have in its class of a protocol and budget (`bound_ranks`)
     rank_of, rank_class          cells of this class, and its bytes or rows (kvbench.analysis.byte_classes)
+    beaten_by                    hashes of the cells of the class that score more for certain, with spaces between them
     allocator_gain               paired difference from the same cell with allocator=uniform, in points
     codec_gain                   likewise with codec=raw
     question_gain                likewise with the question visible
@@ -56,7 +57,7 @@ GAINS = {  # name of a gain -> group or setting, and its value in the cell to co
 }
 TEXTS = (  # columns whose values may look like numbers and are none
     *("model", "task", "question", "protocol", "average", "label", "warnings", "rank_class", "machine", "dtype"),
-    *("torch", "transformers", "code", "replay", "hash", "bytes_gain_from"),
+    *("beaten_by", "torch", "transformers", "code", "replay", "hash", "bytes_gain_from"),
 )
 CSV, ROWS = ".csv", ".parquet"  # ends of the names of files with lines, and with rows of samples
 SIGN = "_sign"  # ends the name of a joint sign
@@ -165,16 +166,20 @@ def name_files(runs: Mapping[str, StoredRun], files: Mapping[str, str]) -> dict[
     return shown
 
 
-NO_RANKS: Line = dict.fromkeys(("rank_first", "rank_last", "rank_of", "rank_class"))
+NO_RANKS: Line = dict.fromkeys(("rank_first", "rank_last", "rank_of", "rank_class", "beaten_by"))
 
 
 def rank_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[MatrixCell, Line]]:
-    """Return each cell of a column with the bounds of its rank in its class."""
-    return [
-        (cell, dict(zip(NO_RANKS, (first, last, len(alike), name), strict=True)))
-        for name, alike in split_column(cells)
-        for cell, (first, last) in zip(alike, block.paired.bound_ranks(alike), strict=True)
-    ]
+    """Return each cell of a column with the bounds of its rank in its class, and the cells that surely score more."""
+    ranked = []
+    for name, alike in split_column(cells):
+        better = block.paired.find_better(alike)
+        for place, (cell, those) in enumerate(zip(alike, better, strict=True)):
+            last = len(alike) - sum(place in others for others in better)
+            beaten = " ".join(alike[other].run.hash for other in those)
+            ranks = 1 + len(those), last, len(alike), name, beaten
+            ranked.append((cell, dict(zip(NO_RANKS, ranks, strict=True))))
+    return ranked
 
 
 def sign_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[MatrixCell, int]]:

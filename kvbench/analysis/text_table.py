@@ -15,7 +15,7 @@ from kvbench.validation import escape
 
 NOT_AVAILABLE = "n/a"
 CELL_END, ESCAPED = re.compile(r"(?<!\\)\|"), re.compile(r"\\([\\|`*_\[\]<>#])")
-NUMBER = re.compile(r"[-+−~<>≤≥]?\d+([.,]\d+)*( ?%)?($|[ ,/])")  # at the beginning of a cell
+NUMBER = re.compile(r"[-+−±~<>≤≥]? ?\d+([.,]\d+)*(e[-+]?\d+)?( ?[%×])?($|[ ,/])")  # at the beginning of a cell
 DIGITS = 12  # of a number in a name, as far as names are sorted by it
 LATEX = {  # character -> how LaTeX writes it
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "×": r"$\times$",
@@ -106,7 +106,7 @@ def format_markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]
 
 def is_aligned_right(cell: str) -> bool:
     """Return whether a cell of a table is a number, or begins with one, or is empty."""
-    return not cell or bool(NUMBER.match(cell))
+    return cell in ("", NOT_AVAILABLE) or bool(NUMBER.match(cell))
 
 
 def fit_markdown(text: str, width: int) -> list[str]:

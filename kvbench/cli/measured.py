@@ -66,7 +66,7 @@ def make_parser() -> CommandParser:
         "--margin",
         type=float,
         metavar="POINTS",
-        help="a cell counts as no worse than the full cache only if its interval ends above -POINTS (default: 3)",
+        help="a cell is shown to lose little only if its interval begins above -POINTS (default: 3)",
     )
     return parser
 

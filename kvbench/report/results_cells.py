@@ -43,7 +43,7 @@ class Section:
         protocol: What the cells have in common.
         cells: Their lines, with that of the full cache.
         planned: The planned comparisons of two of them.
-        planned_in_all: Number of planned comparisons of the part, whose signs hold together.
+        planned_in_all: Number of planned comparisons of the part that were measured; their signs hold together.
         varied: The comparisons of those that differ in presets, settings or files alone.
     """
 
@@ -182,18 +182,22 @@ def split_classes(column: Sequence[Line]) -> list[list[Line]]:
 def list_leaders(cells: Sequence[Line]) -> list[Line]:
     """Return the cells of a class, or of a part of it, that may be the best there, the highest score first.
 
-    Of a whole class, these are the cells with a first rank of 1. Otherwise, as for lines of older versions, whose ranks
-    are those of the whole column: all ranks hold at once, so a cell is beaten if another one's last rank is before its
-    first.
+    Lines of older versions have only the ranks of the whole column, and do not say which cells are better. All ranks
+    hold at once, so a cell is beaten if another one's last rank is before its first; others may be beaten, too.
     """
-    whole = all(line.get("rank_class") is not None and line["rank_of"] == len(cells) for line in cells)
+    hashes = {line["hash"] for line in cells}
 
     def is_beaten(line: Line) -> bool:
-        if whole:
-            return bool(line["rank_first"] > 1)
+        if knows_pairs(line):
+            return not hashes.isdisjoint((line["beaten_by"] or "").split())
         return any(other["rank_last"] < line["rank_first"] for other in cells)
 
     return sort_by_score(line for line in cells if not is_beaten(line))
+
+
+def knows_pairs(line: Line) -> bool:
+    """Return whether a line says which cells of its class score more for certain; those of older versions do not."""
+    return "beaten_by" in line
 
 
 def sort_by_score(cells: Any) -> list[Line]:
@@ -272,23 +276,28 @@ class Spread:
 
 def find_spreads(section: Section) -> list[Spread]:
     """Return the cells of like bytes that differ in nothing but presets, settings or files, as far as there are two."""
-    groups: dict[tuple[Any, ...], list[Line]] = {}
-    for line in list_methods(section.cells):
-        groups.setdefault(tuple(line[name] for name in ("method", "allocator", "codec", "budget")), []).append(line)
-    classes = [alike for cells in groups.values() for alike in split_by_measure(cells, read_bytes)]
-    alike = [sort_by_score(cells) for cells in classes if len(cells) > 1]
-    varied = section.varied or compare_older_lines([pair for cells in alike for pair in combinations(cells, 2)])
-    compared = {frozenset((each.one, each.other)): each for each in varied}
+    lines = {line["hash"]: line for line in section.cells}
+    compared = {frozenset((each.one, each.other)): each for each in section.varied or compare_older_variants(section)}
+    groups: list[set[str]] = []
+    for pair in compared:  # all cells of a group are compared with each other
+        joined = [group for group in groups if group & pair]
+        groups = [*(group for group in groups if group not in joined), set(pair).union(*joined)]
     spreads = []
-    for cells in alike:
+    for group in groups:
+        cells = sort_by_score(lines[name] for name in group)
         known = [compared[frozenset((one["hash"], other["hash"]))] for one, other in combinations(cells, 2)]
         change = compared[frozenset((cells[0]["hash"], cells[-1]["hash"]))].change
         spreads.append(Spread(cells, change, sum(each.sign != 0 for each in known), paired=bool(section.varied)))
     return spreads
 
 
-def compare_older_lines(pairs: Sequence[tuple[Line, Line]]) -> list[CellComparison]:
-    """Return the comparisons of pairs of lines, the higher score first, as if their samples were independent."""
+def compare_older_variants(section: Section) -> list[CellComparison]:
+    """Return the comparisons of lines of older versions, the higher score last, as if samples were independent."""
+    groups: dict[tuple[Any, ...], list[Line]] = {}
+    for line in list_methods(section.cells):
+        groups.setdefault(tuple(line[name] for name in ("method", "allocator", "codec", "budget")), []).append(line)
+    classes = [sort_by_score(alike) for cells in groups.values() for alike in split_by_measure(cells, read_bytes)]
+    pairs = [pair for cells in classes for pair in combinations(cells, 2)]
     changes = [subtract_intervals(read_score(one), read_score(other)) for one, other in pairs]
     return [
         CellComparison(other["hash"], one["hash"], change, sign)

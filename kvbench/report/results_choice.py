@@ -16,8 +16,8 @@ from kvbench.report.results_cells import (
     TWICE,
     Section,
     find_front,
+    is_kept,
     list_budgets,
-    list_leaders,
 )
 from kvbench.report.results_conclusions import (
     FEW,
@@ -29,6 +29,7 @@ from kvbench.report.results_conclusions import (
     conclude_no_worse,
     count_losses,
     describe_smaller,
+    list_best_once,
     list_smaller,
     name_place,
 )
@@ -125,7 +126,7 @@ def name_read_once(column: Column) -> str:
         return ""
     if len(once) == len(column.cells):
         return "the same"
-    leaders = list_leaders(once)
+    leaders = list_best_once(once)
     return f"{name_cells(leaders, len(once))}: {format_number(leaders[0]['score'])}"
 
 
@@ -137,7 +138,8 @@ def recommend_task(section: Section, margin: float) -> list[str]:
     kept, *_ = count_losses(section, smaller, margin)
     none = "" if kept else " So none of them is recommended."
     text = [f"{wrap(f'*Question {section.question}.* {describe_smaller(section, smaller, margin)}{none}')}\n"]
-    columns = [column for budget in list_budgets(section.cells) if kept and (column := choose_budget(section, budget))]
+    found = [column for budget in list_budgets(section.cells) if (column := choose_budget(section, budget))]
+    columns = [column for column in found if any(is_kept(line, section.full, margin) for line in column.cells)]
     return [
         *text,
         *(format_columns(columns[::-1]) if columns else [wrap(f"*({name_place(section, 'all cells')})*"), ""]),
@@ -175,11 +177,10 @@ def recommend_speed(tables: Sequence[CostTable]) -> list[str]:
     if fastest is None:
         return [f"{NOTHING}\n"]
     table, rows = fastest
-    ratios = [float(row[RATIO]) for row in rows]
+    ends = dict.fromkeys(f"{float(row[RATIO]):.2f}" for row in (rows[0], rows[-1]))
     text = (
-        f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, these cells take the shortest time for a "
-        f"token, {min(ratios):.2f} to {max(ratios):.2f} of the full cache's: "
-        f"{join_words([row[''] for row in rows], 'and')}. Choose among them by their scores. [What methods "
-        "cost](results-cost.md) has all cells, and what they add to the first token."
+        f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, the shortest time for a token is "
+        f"{' to '.join(ends)} of the full cache's: {'; '.join(row[''] for row in rows)}. Choose by their scores at the "
+        "bytes that you have. [What methods cost](results-cost.md) has all cells, and what they add to the first token."
     )
     return [f"{wrap(text)}\n"]

@@ -29,6 +29,7 @@ from kvbench.report.results_cells import (
     describe_protocol,
     is_decided,
     is_kept,
+    knows_pairs,
     list_budgets,
     list_leaders,
     pair_equal_bytes,
@@ -88,7 +89,7 @@ class Conclusion:
 
     def write(self) -> str:
         """Return the conclusion as a paragraph."""
-        return f"**{self.headline}** {self.text} *({self.cells})*"
+        return f"**{self.headline}** *({self.cells})* {self.text}"
 
 
 def draw_conclusions(sections: Sequence[Section], margin: float) -> list[Conclusion]:
@@ -177,25 +178,34 @@ def describe_best(column: Column) -> str:
         f"{format_number(full['score'])}."
     )
     if less:
-        text += f" The other {less} score less." if less > 1 else " The other one scores less."
-    once = list_leaders([line for line in column.cells if line["method"] not in TWICE])
+        text += f" Jointly at 95 %, the other {f'{less} are' if less > 1 else 'one is'} not the best."
+    once = list_best_once(column.cells)
     if best["method"] in TWICE and once:
-        text += f" It reads each prompt twice; of those that read it once, {describe_highest(once)}."
+        text += f" It reads each prompt twice. Of those that read it once, {describe_leaders(once)}."
     coded = find_best_coded(column)
     if coded is not None and coded["score"] > (once or column.leaders)[0]["score"]:
-        text += f" With a codec, {name_cell(coded)} scores {format_score_interval(coded)} at the same bytes."
+        text += f" With a codec, {name_cell(coded)} scores {format_score_interval(coded)} at nearly the same bytes."
     return text
 
 
-def describe_highest(leaders: Sequence[Line]) -> str:
-    """Return which of some cells may be the best, and the score of the first, as the end of a sentence."""
+def list_best_once(cells: Sequence[Line]) -> list[Line]:
+    """Return the cells that may be the best of those that read each prompt once, the highest score first.
+
+    Of lines of older versions, which do not say it, this is the cell with the highest score.
+    """
+    leaders = list_leaders([line for line in cells if line["method"] not in TWICE])
+    return leaders if all(map(knows_pairs, leaders)) else leaders[:1]
+
+
+def describe_leaders(leaders: Sequence[Line]) -> str:
+    """Return which cells may be the best of some, and the score of the first, as the end of a sentence."""
     first, names = leaders[0], [name_cell(line) for line in leaders]
-    score = f"({names[0]}: {format_score_interval(first)})"
     if len(leaders) > FEW:
-        return f"any of {len(leaders)} may score most {score}"
+        return f"any of {len(leaders)} may be the best, such as {names[0]}: {format_score_interval(first)}"
     if len(leaders) > 1:
-        return f"{join_words(names, 'or')} scores most, and the samples do not tell which {score}"
-    return f"{names[0]} scores most: {format_score_interval(first)}"
+        score = f"{names[0]}: {format_score_interval(first)}"
+        return f"{join_words(names, 'or')} is the best, and the samples do not tell which ({score})"
+    return f"{names[0]} has the highest score: {format_score_interval(first)}"
 
 
 def find_best_coded(column: Column) -> Line | None:
@@ -216,7 +226,7 @@ def name_place(section: Section, cells: str) -> str:
     """Return the part, the protocol and the cells that a conclusion stands on."""
     subtasks = f" of {section.subtasks} subtasks" if section.subtasks else ""
     about = f"part {section.part}, {describe_protocol(section.protocol)}"
-    return f"{about}, {section.samples:,} samples a cell{subtasks}: {cells}"
+    return f"{about}, {section.samples:,} samples{subtasks} a cell: {cells}"
 
 
 def conclude_best(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -243,14 +253,19 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     if column is None or not changed:
         return None
     signs = count_signs(changed, "question_gain")
-    most = min(changed, key=lambda line: (line["question_gain"], line["label"]))
-    rise = f" and rise in {signs[1]}" if signs[1] else ""
+    most = max(changed, key=lambda line: (abs(line["question_gain"]), line["label"]))
+    rise = f" and raises it in {signs[1]}" if signs[1] else ""
     others = f" In {signs[0]} no change is shown." if signs[0] else ""
+    best, shift = column.leaders[0], ""
+    if best in changed and best != most:
+        shift = (
+            f" Hiding the question changes the score of {name_cell(best)} by {format_change(best, 'question_gain')}."
+        )
     return Conclusion(
         f"Cutting the cache before the question is known lowers the score in {signs[-1]} of {len(changed)} cells"
         f"{rise} (jointly at 95 %).",
         f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{others} "
-        f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column)}",
+        f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column)}{shift}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
     )
 
@@ -271,13 +286,13 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
     names = {name_cell(pair.coded) for pair in pairs}
     coded, beat, lose = (*names, "beats", "loses") if len(names) == 1 else ("rows in a codec", "beat", "lose")
     ordered = [describe_pair(pair) for pair in sorted(pairs, key=lambda pair: -pair.change[0])]
-    gains = f"The largest gain is {ordered[0]}, and the smallest is {ordered[-1]}."
+    changes = f"The differences range from {ordered[-1]} to {ordered[0]}."
     if count <= 2:
-        gains = f"The {'gain is' if count == 1 else 'gains are'} {' and '.join(ordered)}."
+        changes = f"The {'difference is' if count == 1 else 'differences are'} {' and '.join(ordered)}."
     return Conclusion(
         f"At equal bytes, {coded} {beat} fewer raw rows of the same method in {more} of {count} pairs, and {lose} in "
         f"{less} (jointly at 95 %).",
-        gains,
+        changes,
         name_place(section, "pairs whose bytes differ by at most 5 %"),
     )
 
@@ -294,17 +309,22 @@ def describe_pair(pair: BytesPair) -> str:
 
 def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude with how few bytes a cell is shown to lose little against the full cache."""
-    found = find_fewest_bytes(choose_question(sections, "visible"), margin)
-    if found is None:
+    visible = choose_question(sections, "visible")
+    section = max(visible, key=lambda each: (each.samples, len(each.cells)), default=None)
+    smaller = list_smaller(section) if section else []
+    if section is None or not smaller or section.full["score"] == 0:
         return None
-    kept, (line, section), count = found
+    kept = [line for line in smaller if is_kept(line, section.full, margin)]
+    kept.sort(key=lambda line: (line["bytes_held"], -line["low"]))
+    line = kept[0] if kept else max(smaller, key=lambda line: (line["low"], -line["bytes_held"]))
+    count = len(smaller)
     bound = f"{find_margin(section.full['score'], margin):.1f} points"
     share = say_percent(line["bytes_held"])
     scores = f"{format_score_interval(line)}, {format_change(line, 'difference')} against the full cache"
     if kept:
         headline = f"{share} of the bytes can be enough: {name_cell(line)} is shown to lose at most {bound}."
-        text = f"It scores {scores}{say_files(line)}.{describe_others(kept[1:])} {count} cells that hold fewer bytes "
-        text += "than the full cache were compared with it."
+        text = f"It scores {scores}{say_files(line)}.{describe_other_kept(kept[1:])} "
+        text += f"{count} cells that hold fewer bytes than the full cache were compared with it."
     else:
         headline = f"No cell that holds fewer bytes than the full cache is shown to lose at most {bound}."
         text = f"That takes a whole interval above -{bound}, so some of them may lose less all the same. "
@@ -313,7 +333,7 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
     return Conclusion(headline, f"{text} {ALONE}", name_place(section, name_budget(line)))
 
 
-def describe_others(cells: Sequence[Line]) -> str:
+def describe_other_kept(cells: Sequence[Line]) -> str:
     """Return a sentence about further cells that lose no more, with a space before it; nothing without any."""
     if not cells:
         return ""
@@ -330,29 +350,6 @@ def say_files(line: Line) -> str:
     return f" ({say_percent(whole)} with its file)" if whole > line["bytes_held"] else ""
 
 
-def find_fewest_bytes(
-    sections: Sequence[Section], margin: float
-) -> tuple[list[Line], tuple[Line, Section], int] | None:
-    """Find the cells with few bytes that are shown to lose at most the margin.
-
-    Returns:
-        These cells, the fewest bytes first; the first of them, or if there are none, the cell whose interval comes
-        nearest, with its section; and how many cells hold fewer bytes than the full cache. None if no cell does.
-    """
-    smaller = [
-        (line, section)
-        for section in sections
-        for line in section.list_cells(EVICTING, POINT)
-        if line["bytes_held"] < ALL and line["low"] is not None
-    ]
-    if not smaller:
-        return None
-    kept = [(line, section) for line, section in smaller if is_kept(line, section.full, margin)]
-    kept.sort(key=lambda entry: (entry[0]["bytes_held"], -entry[0]["low"]))
-    nearest = kept[0] if kept else max(smaller, key=lambda entry: (entry[0]["low"], -entry[0]["bytes_held"]))
-    return [line for line, _ in kept], nearest, len(smaller)
-
-
 def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude what cutting costs where answers are long, and where a context gets several questions."""
     heads, texts, cells = [], [], []
@@ -362,7 +359,8 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         smaller = list_smaller(section) if section else []
         if section is None or not smaller:
             continue
-        _, less, undecided = count_losses(section, smaller, margin)
+        *_, undecided = count_losses(section, smaller, margin)
+        less = sign_losses(smaller).count(-1)
         found = f"{less} of {len(smaller)} cells {'is' if less == 1 else 'are'} shown to score less (jointly at 95 %)"
         heads.append(f"{where}, {'these samples decide nothing' if undecided == len(smaller) else found}")
         texts.append(describe_smaller(section, smaller, margin))
@@ -384,8 +382,9 @@ def choose_task(sections: Sequence[Section], tasks: Sequence[str], question: str
 
 
 def list_smaller(section: Section) -> list[Line]:
-    """Return the cells that hold fewer bytes than the full cache."""
-    return [line for line in section.list_cells(EVICTING, POINT) if line["bytes_held"] < ALL]
+    """Return the cells that hold fewer bytes than the full cache and whose difference from it has an interval."""
+    cells = section.list_cells(EVICTING, POINT)
+    return [line for line in cells if line["bytes_held"] < ALL and line["low"] is not None]
 
 
 def sign_losses(cells: Sequence[Line]) -> list[int]:

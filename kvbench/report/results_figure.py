@@ -64,7 +64,7 @@ def make_drawing(section: Section, pixels: float) -> Drawing:
     named = name_labels([*find_front(cells), *find_best_of_labels(leaders), *find_best_of_labels(cells)])
     styles = dict(zip(named, choose_styles(list(named.values())), strict=True))
     rows = [describe_point(line, styles) for line in list_methods(section.cells)]
-    bands = [describe_band(cells) for cells in classes if len(list_leaders(cells)) > 1]
+    bands = [describe_band(cells) for cells in list_ties(section)]
     full = {name: section.full[name] for name in ("score", "score_low", "score_high")}
     key = [{"label": label, **style, "dash": None} for label, style in styles.items()]
     key += [print_charts.FULL_KEY]
@@ -85,6 +85,11 @@ def list_classes(section: Section) -> list[list[Line]]:
     evicting = section.list_cells(EVICTING)
     columns = [[line for line in evicting if line["budget"] == budget] for budget in list_budgets(evicting)]
     return [cells for column in columns for cells in split_classes(column) if len(cells) > 1]
+
+
+def list_ties(section: Section) -> list[list[Line]]:
+    """Return the classes of which several cells may be the best."""
+    return [cells for cells in list_classes(section) if len(list_leaders(cells)) > 1]
 
 
 def find_best_of_labels(cells: Sequence[Line]) -> list[Line]:

@@ -37,7 +37,7 @@ from kvbench.report.results_conclusions import (
     draw_conclusions,
 )
 from kvbench.report.results_cost import CostTable, format_costs, read_cost_tables
-from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure
+from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_classes, list_ties
 from kvbench.report.results_limits import describe_models, format_limits
 from kvbench.report.results_origin import describe_origin, describe_progress
 from kvbench.report.results_pictures import draw_pictures, list_pictures
@@ -68,22 +68,26 @@ FRONT = """\
 {comment}
 
 What KV-cache methods and codecs score on small models: {models}. **How methods rank on such models is no evidence about
-large ones** ([more](#what-they-cannot-tell)). {counts} {progress} Every number is in {links}, and [What was
+large ones** ([more](#what-they-cannot-tell)). {counts} Every number is in {links}, and [What was
 measured](results-measured.md) has the commands.
 
 A *cell* is a method with its budget or codec. Its score is between 0 and 100: the mean over the subtasks of a task,
 such as the 13 of RULER. *Raw* rows are keys and values without a codec. The [glossary](glossary.md) has the other
 words.
 
-![Score over measured bytes, with ties as bands](images/{figure}.svg)
+![Score over measured bytes](images/{figure}.svg)
 
 {caption}
 
 ## What they show
 """
 CAPTION = """\
-Each mark is a cell, with the 95 % interval of its score. Where several cells may be the best of those with the same
-bytes, a blue band spans them (95 % confidence for all ranks jointly).{older}{hollow}"""
+Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. {ties}{older}{hollow}"""
+TIES = (
+    "A blue band spans the cells that may be the best of those with the same bytes, where there are several (95 % "
+    "confidence for all ranks jointly)."
+)
+NO_TIES = "At each share of the bytes, one cell is shown to be the best (95 % confidence for all ranks jointly)."
 HOLLOW = " Hollow marks are methods that keep all rows but attend to few."
 OLDER = " These lines know only the ranks of a whole budget, so the bands are wider than the samples would allow."
 RULES = """\
@@ -91,7 +95,7 @@ A fixed rule makes each conclusion from the data, whatever the outcome. Each sta
 smollm2_long, smollm2 and reference that was measured with its question, on the task and length with most answers, and
 there on the part with most samples a cell. The rules are: the best of the cells with bytes nearest to {level}; what
 hiding the question changes there; cells with a codec against raw rows of equal bytes; the fewest bytes that lose at
-most a [margin](statistics.md#margins-and-counts), over all its parts; and losses where answers are long or a context
+most a [margin](statistics.md#margins-and-counts); and losses where answers are long or a context
 gets several questions. *Jointly at 95 %* means that all signs that a sentence counts hold together. [Which method
 should I use?](which-method.md) draws on the same data.
 """
@@ -270,16 +274,18 @@ def format_front(
     answers = sum(line["n"] for section in sections for line in section.cells)
     figure = choose_figure(sections)
     shown = figure.cells if figure else ()
+    counts = f"{answers:,} answers of {cells:,} cells were measured."
+    progress = describe_progress({section.part for section in sections})
+    ties = TIES if figure and list_ties(figure) else NO_TIES if figure and list_classes(figure) else ""
     older = any("rank_class" not in line for line in shown)
     hollow = any(classify(line) == READING for line in shown)
     text = FRONT.format(
         comment=COMMENT.format(module="results_page"),
-        progress=describe_progress({section.part for section in sections}),
         models=describe_models(sections),
-        counts=f"{answers:,} answers of {cells:,} cells were measured.",
+        counts=" ".join(text for text in (counts, progress) if text),
         links=links,
         figure=FIGURE,
-        caption=CAPTION.format(older=OLDER if older else "", hollow=HOLLOW if hollow else ""),
+        caption=CAPTION.format(ties=ties, older=OLDER if older else "", hollow=HOLLOW if hollow else ""),
     )
     if FIGURE not in pictures:
         text = "\n".join(line for line in text.splitlines() if not line.startswith("!["))

@@ -39,9 +39,9 @@ def format_score_interval(line: Line) -> str:
 
 
 def format_ranks(line: Line) -> str:
-    """Return the ranks that a cell may have in its class of bytes; nothing where lines do not name the class."""
+    """Return the ranks that a cell may have in its class of bytes; nothing if it is alone or lines name no class."""
     first, last = line["rank_first"], line["rank_last"]
-    if first is None or line.get("rank_class") is None:
+    if first is None or line.get("rank_class") is None or line["rank_of"] == 1:
         return ""
     ranks = f"{first}" if first == last else f"{first} to {last}"
     return f"{ranks} of {line['rank_of']}"
@@ -103,6 +103,8 @@ def describe_losses(count: int, kept: int, less: int, bound: float, which: str =
         bound: The points.
         which: What follows the number of cells, with a space before it.
     """
+    if bound == 0:
+        return "The full cache scores 0, so no cell can lose anything."
     undecided = count - kept - less
     counts = {"shown to score less": less, "undecided": undecided}
     others = [f"{some} {'is' if some == 1 else 'are'} {what}" for what, some in counts.items() if some]

@@ -15,7 +15,9 @@ from kvbench.report.results_conclusions import (
     conclude_hidden,
     conclude_long,
     conclude_no_worse,
+    describe_leaders,
     draw_conclusions,
+    list_best_once,
 )
 from kvbench.report.results_figure import (
     choose_figure,
@@ -25,7 +27,7 @@ from kvbench.report.results_figure import (
     name_labels,
 )
 from kvbench.report.results_limits import format_limits
-from tests.support.measured_lines import make_full, make_line, rank
+from tests.support.measured_lines import make_full, make_line, make_older, rank
 
 
 def make_class(*ranks: tuple[int, int], **changed) -> list[dict]:
@@ -54,15 +56,18 @@ BEST, TIED, MANY = ((1, 1), (2, 2), (3, 3)), ((1, 2), (1, 2), (3, 3)), ((1, 3), 
 def test_the_best_is_named_only_as_far_as_the_ranks_tell(ranks, headline):
     best = conclude_best(split(a=make_class(*ranks)), 3.0)
     assert best.headline.endswith(headline)
-    assert "scores 80.0 [75.0, 85.0], -10.0 [-15.0, -5.0] against the full cache's 90.0. The other" in best.text
+    assert (
+        "scores 80.0 [75.0, 85.0], -10.0 [-15.0, -5.0] against the full cache's 90.0. Jointly at 95 %, the other"
+        in best.text
+    )
     assert (
         best.cells == "part a, smollm2, ruler length 4096, question visible, 120 samples a cell: raw rows, budget 20 %"
     )
-    assert best.text.endswith("twice; of those that read it once, `tova` scores most: 70.0 [65.0, 75.0].")
+    assert best.text.endswith("twice. Of those that read it once, `tova` has the highest score: 70.0 [65.0, 75.0].")
     for score, held in ((71.0, 0.2), (69.0, 0.2), (75.0, 0.3)):
         coded = make_line("tova · int4", 0.7, score, codec="int4", bytes_held=held)
         text = conclude_best(split(a=[*make_class(*ranks), coded]), 3.0).text
-        end = " With a codec, `tova · int4` scores 71.0 [66.0, 76.0] at the same bytes."
+        end = " With a codec, `tova · int4` scores 71.0 [66.0, 76.0] at nearly the same bytes."
         assert text == best.text + end * (score == 71.0)
 
 
@@ -70,7 +75,11 @@ def test_a_best_method_that_may_be_any_of_many_is_not_named():
     cells = [make_line(label, 0.2, 50.0) for label in ("snapkv", "tova", "h2o", "knorm", "sink")]
     best = conclude_best(split(a=rank(cells, *[(1, 4)] * 4, (5, 5))), 3.0)
     assert best.headline.endswith("no best method can be named: any of 4 of the 5 cells compared may be it.")
-    assert best.text.endswith("The other one scores less.")
+    assert best.text.endswith("Jointly at 95 %, the other one is not the best.")
+    names = describe_leaders([make_line(label, 0.2, 50.0) for label in "ab"])
+    assert names == "`a` or `b` is the best, and the samples do not tell which (`a`: 50.0 [45.0, 55.0])"
+    many = describe_leaders([make_line(label, 0.2, 50.0) for label in "abcd"])
+    assert many == "any of 4 may be the best, such as `a`: 50.0 [45.0, 55.0]"
 
 
 def test_a_conclusion_stands_on_the_first_model_and_on_its_part_with_most_samples():
@@ -107,6 +116,12 @@ def test_hiding_the_question_is_counted_jointly():
     start = "The largest change is that of `kvzip`: -30.0 [-40.0, -20.0]. In 2 no change is shown. With"
     assert sentence.text.startswith(start)
     assert conclude_hidden(split(a=make_class(*BEST)), 3.0) is None
+    hidden[2] |= {"question_gain": 35.0, "question_gain_low": 30.0, "question_gain_high": 40.0}
+    lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
+    both = conclude_hidden(split_sections({"a": lines}), 3.0)
+    assert "lowers the score in 1 of 3 cells and raises it in 1 (jointly" in both.headline
+    assert "largest change is that of `random`: +35.0" in both.text
+    assert both.text.endswith("Hiding the question changes the score of `kvzip` by -30.0 [-40.0, -20.0].")
 
 
 def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
@@ -123,7 +138,7 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     sentence = conclude_codecs([section], 3.0)
     assert "`tova · int4` beats fewer raw rows of the same method in 1 of 1 pairs, and loses in 0" in sentence.headline
     assert (
-        sentence.text.startswith("The gain is +20.0 [")
+        sentence.text.startswith("The difference is +20.0 [")
         and "at 20.5 % of the bytes (`tova · int4`, 71 % of" in sentence.text
     )
     many = [
@@ -131,7 +146,7 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     ]
     several = conclude_codecs(split(a=[*make_class(*BEST), *many]), 3.0)
     assert "rows in a codec beat fewer raw rows of the same method in 3 of 3 pairs, and lose in 0" in several.headline
-    assert re.search(r"^The largest gain is \+23.*`tova · c`.*, and the smallest is \+21.*`tova · a`", several.text)
+    assert re.search(r"^The differences range from \+21.*`tova · a`.* to \+23.*`tova · c`", several.text)
     larger = Section("b", ("reference", "ruler", "visible", ""), [line | {"n": 999} for line in section.cells])
     assert conclude_codecs([larger, section], 3.0) == sentence
     assert conclude_codecs([larger, *split(a=make_class(*BEST))], 3.0).cells.startswith("part b, reference, ruler")
@@ -166,6 +181,17 @@ def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():
     assert unknown.text.startswith("That takes a whole interval above -3.0 points, so some of them may lose less")
     assert "Of 2 cells, `snapkv` with 10 % of the bytes comes nearest: 89.0" in unknown.text
     assert conclude_no_worse(split(a=[holder]), 3.0) is None
+    others = [make_line(f"m{number}", 0.5, 89.0, low=-1.0) for number in range(5)]
+    many = conclude_no_worse(split(a=[small, *others]), 3.0)
+    assert "The same is shown for 4 others, such as `m1` with 50 % of the bytes." in many.text
+    assert conclude_no_worse(
+        [*split(a=[middle]), *split_sections({"b": [make_full(n=130), small | {"n": 130}]})], 3.0
+    ) == (
+        conclude_no_worse(split_sections({"b": [make_full(n=130), small | {"n": 130}]}), 3.0)
+    )  # a part with more samples is not mixed with another
+    needs = make_line("tova · delta", 0.5, 89.0, codec="delta", low=-1.0, bytes_with_files=0.6)
+    assert "against the full cache (60 % with its file)." in conclude_no_worse(split(a=[needs]), 3.0).text
+    assert conclude_no_worse(split_sections({"a": [make_full(score=0.0), small]}), 3.0) is None
 
 
 def test_long_answers_and_several_turns_share_a_conclusion():
@@ -188,6 +214,10 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     assert "3.0 points: 2 are shown to score less and 1 is undecided. `kvzip`" in undecided.text
     nothing = conclude_long(split_sections({"h": [turns[0], turns[2]]}), 3.0)
     assert nothing.headline == "For several turns, these samples decide nothing."
+    kept = [line | {"task": "ledger"} for line in (make_full(), make_line("a", 0.2, 89.0, low=-1.5, high=-0.5))]
+    assert conclude_long(split_sections({"l": kept}), 3.0).headline.startswith("Where answers are long, 1 of 1 cells")
+    unknown = [turns[0], turns[2], turns[3] | {"low": None, "high": None}]
+    assert "None of 1 cells with fewer bytes" in conclude_long(split_sections({"h": unknown}), 3.0).text
     assert nothing.text.endswith("1 is undecided. The 95 % intervals of their differences reach 25 points to either "
                                  "side, in the mean.")  # fmt: skip
     assert "several turns" not in conclude_long(split_sections({"l": answers}), 3.0).headline
@@ -198,8 +228,12 @@ def test_a_part_of_a_class_and_older_ranks_rule_out_what_is_beaten_for_certain()
     cells = make_class((1, 1), (2, 3), (2, 3))
     assert [line["label"] for line in list_leaders(cells)] == ["kvzip"]
     assert [line["label"] for line in list_leaders(cells[1:])] == ["tova", "random"]
-    older = [line | {"rank_class": None, "rank_of": None} for line in make_class((1, 2), (2, 3), (3, 9))]
+    older = [make_older(line) for line in make_class((1, 2), (2, 3), (3, 9))]
     assert [line["label"] for line in list_leaders(older)] == ["kvzip", "tova"]
+    assert [line["label"] for line in list_best_once(older[:2])] == ["tova"]
+    overlapping = [make_older(line) for line in make_class((1, 1), (2, 3), (2, 3))]
+    assert [line["label"] for line in list_best_once(overlapping)] == ["tova"]  # ranks alone do not show ties
+    assert [line["label"] for line in list_best_once(cells)] == ["tova", "random"]
 
 
 def test_cells_that_read_few_of_their_rows_are_a_kind_of_their_own():

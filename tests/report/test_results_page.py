@@ -12,6 +12,7 @@ from kvbench.report.results_origin import describe_progress
 from kvbench.report.results_page import (
     MEASURED,
     PAGES,
+    answer_page,
     choose_files,
     find_page,
     format_pages,
@@ -118,7 +119,7 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
     row = f"| a | Main methods | {len(lines)} | {60 * len(lines)} | python -m kvbench dev measured a |"
     assert row in pages["results-measured.md"]
     assert "[measured/gpu-x](../measured/gpu-x)" in read_text(pages, "results.md")
-    assert f"60 samples a cell of {lines[0]['subtasks']} subtasks" in first
+    assert f"60 samples of {lines[0]['subtasks']} subtasks a cell" in first and "measured. Every number" in first
     assert not any(re.search(r"\bNone\b(?!\s+of\s+\d+\s+cells)|n/a", text) for text in pages.values())
 
 
@@ -128,6 +129,17 @@ def test_a_page_without_cells_says_so(machine, tmp_path, without_pictures):
     for page in ("equal-bytes", "long-answers", "several-turns", "codecs", "presets-and-seeds"):
         assert "Nothing was measured for this yet." in (tmp_path / "docs" / name_page(page)).read_text()
     assert "No times were measured yet." in (tmp_path / "docs" / "results-cost.md").read_text()
+
+
+def test_sub_pages_begin_with_their_answers():
+    tova = make_line("tova", 0.2, 50.0)
+    tasks = {task: [line | {"task": task} for line in (make_full(), tova)] for task in ("ledger", "scbench")}
+    parts = {"a": [make_full(), tova, make_line("tova · int4", 0.7, 60.0, codec="int4", bytes_held=0.2)]} | tasks
+    sections = split_sections(parts)
+    heads = {page: [each.headline for each in answer_page(page, sections, 3.0)] for page in PAGES}
+    assert [len(heads[page]) for page in ("equal-bytes", "codecs", "cost", "measured")] == [1, 1, 0, 0]
+    assert heads["long-answers"][0].startswith("Where answers are long, 1 of 1") and ";" not in heads["long-answers"][0]
+    assert heads["several-turns"][0].startswith("For several turns, 1 of 1")
 
 
 def test_a_section_has_one_page():

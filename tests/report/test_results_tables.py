@@ -17,7 +17,7 @@ from kvbench.report.results_tables import (
     format_spreads,
 )
 from kvbench.report.results_text import format_ranks, format_score, wrap
-from tests.support.measured_lines import make_full, make_line, rank
+from tests.support.measured_lines import make_full, make_line, make_older, rank
 
 
 def split(*lines: dict):
@@ -53,13 +53,13 @@ def test_only_cells_of_like_bytes_are_ranked_together():
     [sentence] = describe_separation(split(*ranked), 3.0)
     assert "2 of 3 pairs of cells at 20.0% of the bytes can be told apart. The best may be tova or snapkv." in sentence
     assert "30.0%" not in sentence and [format_ranks(line) for line in ranked] == [
-        *("1 to 2 of 3", "1 to 2 of 3", "3 of 3", "1 of 1"),
+        *("1 to 2 of 3", "1 to 2 of 3", "3 of 3", ""),
     ]
     packed = [make_line(f"{label} · int4", 0.2, 89.0, codec="int4", low=-1.0) for label in ("tova", "sink")]
     packed = rank(packed, (1, 2), (1, 2), name="6.0% of the bytes")
     assert "None of 4 cells is shown to lose" in describe_separation(split(*ranked, *packed), 3.0)[0]
     assert "2 of 2 cells are shown to lose" in describe_separation(split(*packed), 3.0)[0]
-    older = [line | {"rank_class": None, "rank_of": None} for line in ranked]
+    older = [make_older(line) for line in ranked]
     [sentence] = describe_separation(split(*older), 3.0)
     assert "pairs of cells" not in sentence and [format_ranks(line) for line in older] == [""] * 4
 
@@ -207,8 +207,9 @@ def test_a_budget_with_a_single_cell_is_not_compared(count):
 
 
 def test_columns_of_texts_are_aligned_left():
-    texts = ("1.0", "-2.0 [-3.0, +4.0]", "20.0%", "1 to 2 of 3", "tova: 70.0", "0123ab")
+    numbers = ("1.0", "-2.0 [-3.0, +4.0]", "20.0%", "1 to 2 of 3", "n/a", "", "0.52×", "1e-05", "± 2", "< 3")
+    texts = (*numbers, "tova: 70.0", "0123ab")
     columns = [Column("", "", str) for _ in range(2)]
     sides = [format_markdown(columns, ["", text])[1] for text in texts]
-    assert sides == ["|---|--:|"] * 4 + ["|---|---|"] * 2
+    assert sides == ["|---|--:|"] * len(numbers) + ["|---|---|"] * 2
     assert format_markdown(columns, [])[1] == "|---|--:|"

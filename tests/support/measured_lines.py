@@ -34,6 +34,15 @@ def make_full(**changed: Any) -> dict[str, Any]:
 def rank(
     cells: list[dict[str, Any]], *ranks: tuple[int, int], name: str = "20.0% of the bytes"
 ) -> list[dict[str, Any]]:
-    """Return the cells of a class with their first and last ranks."""
-    ends = [dict(zip(NO_RANKS, (*pair, len(cells), name), strict=True)) for pair in ranks]
-    return [line | end for line, end in zip(cells, ends, strict=True)]
+    """Return the cells of a class with their first and last ranks, beaten by those that surely rank before."""
+    ranked = []
+    for line, (first, last) in zip(cells, ranks, strict=True):
+        better = (other["hash"] for other, (_, end) in zip(cells, ranks, strict=True) if end < first)
+        ends = first, last, len(cells), name, " ".join(better)
+        ranked.append(line | dict(zip(NO_RANKS, ends, strict=True)))
+    return ranked
+
+
+def make_older(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line as older versions wrote it, without the class of its ranks and what beats it."""
+    return {name: cell for name, cell in line.items() if name != "beaten_by"} | {"rank_class": None, "rank_of": None}
