@@ -28,10 +28,11 @@ def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str,
     """
     known = read_study()
 
-    def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int, str]:
+    def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int, str, str]:
         name, lines = item
         title = f"{known[name].title}. {known[name].question}".removesuffix(". ") if name in known else ""
-        return name, title, len(lines), sum(line["n"] for line in lines), join_values(lines, "machine")
+        origin = join_values(lines, "machine"), join_values(lines, "code")
+        return name, title, len(lines), sum(line["n"] for line in lines), *origin
 
     columns = [
         Column("part", "", lambda row: row[0]),
@@ -40,11 +41,14 @@ def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str,
         Column("", "answers", lambda row: f"{row[3]:,}"),
         Column("", "command", lambda row: f"python -m kvbench dev measured {row[0]}"),
         Column("", "measured on", lambda row: row[4]),
+        Column("", "code", lambda row: row[5].replace("git ", "")),
     ]
     lines = [line for lines in parts.values() for line in lines]
-    dtype, torch, transformers, code = (join_values(lines, name) for name in ("dtype", "torch", "transformers", "code"))
-    sentence = f"Measured in {dtype}, with torch {torch} and transformers {transformers}, by code {code}. "
-    sentence += "conf/measured.yaml lists the sweeps."
+    dtype, torch, transformers = (join_values(lines, name) for name in ("dtype", "torch", "transformers"))
+    sentence = (
+        f"Measured in {dtype}, with torch {torch} and transformers {transformers}. *code* is the commit; *dirty* "
+    )
+    sentence += "means that files had changed since. conf/measured.yaml lists the sweeps."
     warnings = dict.fromkeys(warning for line in lines for warning in SENTENCE.split(line["warnings"] or "") if warning)
     paragraphs = sentence, describe_unfinished(parts, known), describe_versions(parts), " ".join(warnings)
     notes = [f"\n{wrap(text)}" for text in paragraphs if text]

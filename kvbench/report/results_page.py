@@ -61,6 +61,7 @@ TITLES = {  # sub-page -> its title, and the question that it answers
     COST: ("Cost", "What do a token and the first token cost in time?"),
     MEASURED: ("What was measured", "By which commands, on which machines, and with which code?"),
 }
+CHANGES_FIRST = (HIDDEN, CODECS)  # sub-pages whose question asks for what a setting changes
 PARTS = {"presets": PRESETS, "seeds": PRESETS}  # parts with a sub-page of their own, whatever their lines say
 FRONT = """\
 # Results
@@ -322,14 +323,16 @@ def format_subpage(
         return "\n".join([head, *describe_origin(parts, checksums), ""])
     if page == COST:
         return "\n".join([head, wrap_paragraphs(PAYS), *(format_costs(tables) or ["No times were measured yet.\n"])])
-    body: list[str] = []
+    changes: list[str] = []
     for heading, text in list_changes(page, sections).items():
-        body += [f"## {heading}", "", *text, ""] if text else []
+        changes += [f"## {heading}", "", *text, ""] if text else []
+    shown: list[str] = []
     for section in sections:
         if find_page(section) == page:
-            shown = list_pictures(section, pictures)
-            body += [f"## {section.title}", "", *(f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in shown)]
-            body += format_section(section, margin)
+            drawn = list_pictures(section, pictures)
+            shown += [f"## {section.title}", "", *(f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in drawn)]
+            shown += format_section(section, margin)
+    body = [*changes, *shown] if page in CHANGES_FIRST else [*shown, *changes]
     answers = [f"{wrap(conclusion.write())}\n" for conclusion in answer_page(page, sections, margin)]
     terms = wrap_paragraphs(TERMS.format(mark=KEPT, margin=margin))
     return "\n".join([head, *([*answers, terms, *body] if body else ["Nothing was measured for this yet.\n"])])

@@ -205,7 +205,7 @@ def format_scores(section: Section, kind: str, margin: float) -> list[str]:
         if len(budgets) <= WIDE:
             columns.append(Column(title, "diff", show(budget, lambda line: format_change(line, "difference"))))
         columns.append(Column(title, share[0], show(budget, lambda line: format_share(line[share[1]]))))
-        if any(line.get("rank_class") for line in cells):
+        if any(format_ranks(line) for line in cells if line["budget"] == budget):
             columns.append(Column(title, "ranks", show(budget, format_ranks)))
         if len(budgets) <= WIDE and any(line["kl"] is not None for line in cells):
             columns.append(Column(title, "KL", show(budget, format_divergence)))

@@ -116,6 +116,8 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
         hidden: "question is known lowers the score in ",
     }.items():
         assert sentence in page.partition("Tables are sorted")[0] and sentence in first
+    assert seen.index("## Part a") < seen.index("## What allocators bring")
+    assert hidden.index("## What changes when") < hidden.index("## Part a")
     row = f"| a | Main methods | {len(lines)} | {60 * len(lines)} | python -m kvbench dev measured a |"
     assert row in pages["results-measured.md"]
     assert "[measured/gpu-x](../measured/gpu-x)" in read_text(pages, "results.md")
