@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import yaml
 from kvbench.analysis import solvable_subtasks
 from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
 from kvbench.analysis.full_scores import AVERAGE as AVERAGE_ROW
-from kvbench.analysis.full_scores import read_scores
+from kvbench.analysis.full_scores import read_scores, write_scores
 from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import PairedScores, compare_subtasks
 from kvbench.cli import choose_solvable as choose_solvable_command
@@ -321,9 +322,13 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
     assert comments.startswith("kvbench dev choose-solvable model=reference_v2 ") and "1 sample" in comments
     assert "256: niah_single_1 100.0, niah_single_2 49.0" in comments
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")}
+    mine = read_scores(Path("scores.csv"))
+    write_scores(Path("scores.csv"), [*mine, replace(mine[0], model="another")])
     assert choose_solvable_command.main(given) == 0 and capsys.readouterr().out == out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")} == made
-    table = {score.subtask: (score.length, score.samples, score.score) for score in read_scores(Path("scores.csv"))}
+    scores = read_scores(Path("scores.csv"))
+    assert scores.pop(0).model == "another"  # scores of other models stay
+    table = {score.subtask: (score.length, score.samples, score.score) for score in scores}
     assert table == {"niah_single_1": (256, 1, 100), "niah_single_2": (256, 1, 49), AVERAGE_ROW: (256, 2, 74.5)}
     write_card(out, "reference_v2")
     row = [*small, "method=full", "task.length=256", "task.samples=1"]
