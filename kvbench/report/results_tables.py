@@ -48,13 +48,10 @@ from kvbench.report.results_text import (
 WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
 FEW = 3  # methods that a sentence names in any case
 JOINT = " These signs hold together with 95 % confidence."
-MORE = (
-    "Scores are higher than without the {} in {{more}} of {{count}} cells and lower in {{less}}; in {{same}} neither "
-    "is shown." + JOINT
-)
-CHANGES = {  # key of GAINS -> sentence with the numbers of cells that score less, more, or the same
-    "question_gain": "Scores fall in {less} of {count} cells when the cache is cut before the question is known, rise "
-    f"in {{more}}, and in {{same}} neither is shown.{JOINT}",
+MORE = "Scores are higher than without the {} in {{more}} of {{count}} cells and lower in {{less}}"
+CHANGES = {  # key of GAINS -> sentence with the numbers of cells that score less or more
+    "question_gain": "Scores fall in {less} of {count} cells when the cache is cut before the question is known, and "
+    "rise in {more}",
     "allocator_gain": MORE.format("allocator"),
     "codec_gain": MORE.format("codec"),
 }
@@ -237,9 +234,19 @@ def format_gains(sections: Sequence[Section], gain: str) -> list[str]:
         if not changed:
             continue
         signs = count_signs(changed, gain)
-        counted = CHANGES[gain].format(count=len(changed), less=signs[-1], more=signs[1], same=signs[0])
-        text += [wrap(f"**{section.title}.** {counted}"), "", *format_changes(changed, gain), ""]
+        counted = CHANGES[gain].format(count=len(changed), less=signs[-1], more=signs[1])
+        text += [
+            wrap(f"**{section.title}.** {counted}{say_undecided(signs[0])}{JOINT}"),
+            "",
+            *format_changes(changed, gain),
+            "",
+        ]
     return text
+
+
+def say_undecided(count: int) -> str:
+    """Return the end of a sentence that counts changes."""
+    return f"; in {count} neither is shown." if count else "."
 
 
 def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
@@ -328,7 +335,7 @@ def format_equal_bytes(sections: Sequence[Section]) -> list[str]:
         signs = [pair.sign for pair in pairs]
         sentence = (
             f"**{section.title}.** The cell with the codec scores more in {signs.count(1)} of {len(pairs)} pairs and "
-            f"less in {signs.count(-1)}; in {signs.count(0)} neither is shown.{JOINT}"
+            f"less in {signs.count(-1)}{say_undecided(signs.count(0))}{JOINT}"
         ) + say_paired(pairs, "gain")
         columns = [
             Column("cell with a codec", "", lambda pair: pair.coded["label"]),

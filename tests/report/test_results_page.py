@@ -107,7 +107,7 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
     assert "| random | 0.0 " in seen and "| 4 of 4 |" in seen
     assert "Scores are higher than without the allocator in 0 of 1 cells and lower in 0; in 1 neither is shown" in seen
     assert (
-        "fall in 2 of 4 cells when the cache is cut before the question is known, rise in 0, and in 2 neither" in hidden
+        "fall in 2 of 4 cells when the cache is cut before the question is known, and rise in 0; in 2 neither" in hidden
     )
     assert "Scores are higher than without the codec in 0 of 1 cells" in codecs
     first = read_text(pages, "results.md")

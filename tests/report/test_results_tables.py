@@ -113,7 +113,7 @@ def test_falls_are_counted_jointly():
 def test_pairs_at_equal_bytes_have_a_table():
     coded = make_line("tova · int4", 0.71, 90.0, codec="int4", bytes_held=0.2)
     text = format_equal_bytes([split(make_line("tova", 0.2, 60.0), coded)])
-    assert "scores more in 1 of 1 pairs and less in 0; in 0 neither" in " ".join(" ".join(text).split())
+    assert "scores more in 1 of 1 pairs and less in 0. These signs" in " ".join(" ".join(text).split())
     assert list_rows(text) == [
         ["tova · int4", "71 %", "20 %", "20.0%", "90.0", "60.0", "+30.0 \\[+22.9, +37.1\\]"],
     ]
