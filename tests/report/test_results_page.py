@@ -76,7 +76,10 @@ def test_the_committed_pages_are_those_of_the_committed_lines():
     numbers = read_parts(files)
     parts = {part: known.lines for part, known in numbers.items()}
     also = {"numbers": numbers, "checksums": read_all_checksums(files.values())}
-    for name, text in format_pages(parts, folders, pictures, tables, **also).items():
+    pages = format_pages(parts, folders, pictures, tables, **also)
+    shown = set(re.findall(r"\]\(images/([^)]+)\.svg\)", "".join(pages.values())))
+    assert {name for name in pictures if name.startswith("measured-")} <= shown, "remove the pictures of earlier pages"
+    for name, text in pages.items():
         assert (ROOT / "docs" / name).read_text() == text, f"docs/{name}: write it by kvbench dev measured --page"
 
 
