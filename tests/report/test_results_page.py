@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.result_lines import format_lines, make_lines, read_lines
 from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import split_sections
@@ -21,6 +22,7 @@ from kvbench.report.results_page import (
     read_parts,
     write_results_page,
 )
+from kvbench.report.results_tables import format_section
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
@@ -68,6 +70,7 @@ def read_text(pages: dict[str, str], page: str) -> str:
     return " ".join(pages[page].split())
 
 
+@pytest.mark.full  # seconds for each part that has rows of samples
 def test_the_committed_pages_are_those_of_the_committed_lines():
     files = choose_files(ROOT / "results" / "measured")
     pictures = {path.stem: "" for path in (ROOT / "docs" / "images").glob("*.svg")}
@@ -81,6 +84,20 @@ def test_the_committed_pages_are_those_of_the_committed_lines():
     assert {name for name in pictures if name.startswith("measured-")} <= shown, "remove the pictures of earlier pages"
     for name, text in pages.items():
         assert (ROOT / "docs" / name).read_text() == text, f"docs/{name}: write it by kvbench dev measured --page"
+
+
+def test_the_committed_pages_hold_what_small_files_say_and_name_the_others():
+    """A change of a table's form, or of a file, without `kvbench dev measured --page`, is noticed here."""
+    files = choose_files(ROOT / "results" / "measured")
+    small = {part: path for part, path in files.items() if path.stat().st_size < 100_000}
+    sections = split_sections({part: known.lines for part, known in read_parts(small).items()})
+    for section in sections:
+        text = "\n".join(format_section(section, MARGIN))
+        assert text in (ROOT / "docs" / name_page(find_page(section))).read_text(), section.title
+    origin = (ROOT / "docs" / name_page(MEASURED)).read_text()
+    assert sections and all(f"| {part} |" in origin.replace("\\_", "_") for part in files)
+    for name, digest in read_all_checksums(files.values()).items():
+        assert f"| {name} | {digest} |" in origin
 
 
 def test_results_are_one_screen():
