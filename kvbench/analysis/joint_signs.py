@@ -1,4 +1,4 @@
-"""Say which of many paired changes are losses or gains, and which cells lose little against the full cache.
+"""Say which of many paired changes are losses or gains, which cells lose little against the full cache, and ranks.
 
 Joint signs. Of 38 intervals at 95 %, two are expected to leave out a true 0. A count of losses and gains over the
 cells of a table therefore comes from Holm's step-down procedure on the intervals of kvbench.analysis.intervals: of k
@@ -17,6 +17,7 @@ non-inferiority trials, Piaggio et al. 2012; that a margin must keep a share of 
 Clinical Trials to Establish Effectiveness".
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from scipy.special import stdtrit
@@ -104,3 +105,18 @@ def _step_down(count: int, sign: Callable[[Sequence[int], float], Sequence[int]]
             break
         left = remaining
     return signs
+
+
+def bound_ranks(better: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the lowest and the highest rank that each cell of a class may have, counted from 1.
+
+    A cell ranks behind those that score more for certain, and before those that score less for certain. Source:
+    Mogstad, Romano, Shaikh and Wilhelm 2024, "Inference for Ranks with Applications to Mobility across Neighbourhoods
+    and Academic Achievement across Countries", Section 3.
+
+    Args:
+        better: For each cell, the places of those that score more for certain
+            (`kvbench.analysis.score_matrix.Samples.find_better`).
+    """
+    worse = Counter(place for places in better for place in places)
+    return [(1 + len(places), len(better) - worse[place]) for place, places in enumerate(better)]

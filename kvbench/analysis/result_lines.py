@@ -37,7 +37,7 @@ from kvbench.analysis.byte_classes import split_column
 from kvbench.analysis.byte_front import pair_at_equal_bytes
 from kvbench.analysis.cell_comparisons import CellComparison, compare_planned, compare_variants
 from kvbench.analysis.intervals import compute_means
-from kvbench.analysis.joint_signs import sign_changes
+from kvbench.analysis.joint_signs import bound_ranks, sign_changes
 from kvbench.analysis.paired import PairedScores, compare_averages
 from kvbench.analysis.score_matrix import MatrixCell, Samples, ScoreBlock, build_blocks, list_cells
 from kvbench.analysis.score_matrix_columns import COLUMNS
@@ -174,11 +174,9 @@ def rank_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[Ma
     ranked = []
     for name, alike in split_column(cells):
         better = block.paired.find_better(alike)
-        for place, (cell, those) in enumerate(zip(alike, better, strict=True)):
-            last = len(alike) - sum(place in others for others in better)
-            beaten = " ".join(alike[other].run.hash for other in those)
-            ranks = 1 + len(those), last, len(alike), name, beaten
-            ranked.append((cell, dict(zip(NO_RANKS, ranks, strict=True))))
+        for cell, those, (first, last) in zip(alike, better, bound_ranks(better), strict=True):
+            beaten = " ".join(alike[place].run.hash for place in those)
+            ranked.append((cell, dict(zip(NO_RANKS, (first, last, len(alike), name, beaten), strict=True))))
     return ranked
 
 

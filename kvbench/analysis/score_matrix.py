@@ -20,7 +20,7 @@ still contains the truly best one. Sources: Gupta 1965, "On Some Multiple Decisi
 1984, "Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best".
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
@@ -374,40 +374,24 @@ class Samples:
             for uids in self.places.values()
         ]
 
-    def bound_ranks(self, cells: Sequence[MatrixCell]) -> list[tuple[int, int]]:
-        """Return the lowest and the highest rank that each cell of a column may have, counted from 1.
-
-        All ranks together are within their bounds with a confidence of 95 %: every pair of cells is compared, and the
-        level of the intervals counts how many pairs there are (Bonferroni). A cell ranks behind those that score more
-        for certain, and before those that score less for certain. Most pairs are clear without their interval
-        (kvbench.analysis.pairwise). Source: Mogstad, Romano, Shaikh and Wilhelm 2024,
-        "Inference for Ranks with Applications to Mobility across Neighbourhoods and Academic Achievement across
-        Countries", Section 3.
-        """
-        better, worse = np.zeros(len(cells), int), np.zeros(len(cells), int)  # numbers of cells that surely are so
-        for low, high in self._decide_pairs(cells):
-            np.add.at(better, low, 1)
-            np.add.at(worse, high, 1)
-        return [(1 + more, len(cells) - less) for more, less in zip(better.tolist(), worse.tolist(), strict=True)]
-
     def find_better(self, cells: Sequence[MatrixCell]) -> list[list[int]]:
-        """Return for each cell of a column the places of those that score more for certain (`bound_ranks`)."""
-        better: list[list[int]] = [[] for _ in cells]
-        for lows, highs in self._decide_pairs(cells):
-            for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
-                better[low].append(high)
-        return better
+        """Return for each cell of a column the places of those that score more for certain.
 
-    def _decide_pairs(self, cells: Sequence[MatrixCell]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the places of the lower and the higher cells of pairs of which one scores more for certain."""
+        All of them together are right with a confidence of 95 %: every pair of cells is compared, and the level of the
+        intervals counts how many pairs there are (Bonferroni). Most pairs are clear without their interval
+        (kvbench.analysis.pairwise).
+        """
         tail = 1 - ERROR / 2 / max(len(cells) * (len(cells) - 1) // 2, 1)
         weights = list(self.weights.values())
+        better: list[list[int]] = [[] for _ in cells]
         for one, other, signs, known in self._make_columns(cells).sign_pairs(tail):
             asked = list(zip(one[~known], other[~known], strict=True))
             changes = compare_averages([(self.pair(cells[i].run, cells[j].run), weights) for i, j in asked], tail)
             signs[~known] = [sign_interval(change.low, change.high) for change in changes]
-            low, high = np.where(signs > 0, (one, other), (other, one))[:, signs != 0]
-            yield low, high
+            lows, highs = np.where(signs > 0, (one, other), (other, one))[:, signs != 0]
+            for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
+                better[low].append(high)
+        return better
 
     def _make_columns(self, cells: Sequence[MatrixCell]) -> Columns:
         """Return the scores of cells as columns, whose pairs are compared at once."""

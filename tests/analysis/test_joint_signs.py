@@ -12,6 +12,7 @@ import pytest
 
 from kvbench.analysis.intervals import Values, mean
 from kvbench.analysis.joint_signs import (
+    bound_ranks,
     find_margin,
     is_no_worse,
     sign_changes,
@@ -53,7 +54,7 @@ def rank(scores: np.ndarray) -> list[tuple[int, int]]:
 
     runs = [Run(row, str(at)) for at, row in enumerate(scores)]
     cells = [MatrixCell(run, mean([Values([0.0], ["a"])]), None, 0, 0, 0, 0, 0, 0) for run in runs]
-    return Samples(runs[0], uids, {"one": uids}, {"one": 1.0}).bound_ranks(cells)
+    return bound_ranks(Samples(runs[0], uids, {"one": uids}, {"one": 1.0}).find_better(cells))
 
 
 def test_signs_follow_holm_from_the_intervals():
