@@ -600,6 +600,7 @@ def test_a_large_panel_is_folded_and_says_so(chromium, tmp_path):
     for name in ("curves", "tasks", "costs"):
         assert page.locator(f"#{name} .drawn").inner_text().startswith(drawn)
     page.locator("#runs summary").click()
+    page.wait_for_selector("#runs tbody tr")  # the browser says later that the list was opened
     assert page.locator("#runs tbody tr").count() == 100
     page.locator("#runs .fold button").click()
     assert page.locator("#runs tbody tr").count() == 111 and said == []
