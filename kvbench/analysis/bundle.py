@@ -65,6 +65,7 @@ DRAWN = {"seed", "records", "runs"}  # what a manifest says of a draw: its seed,
 SOURCES = ("sources",)  # the hashes of all modules, most of a small bundle; `code` names the commit that has them
 DIGITS = 64  # hexadecimal digits of a SHA-256
 DECIMALS = 6  # of the table
+MARKS = ("best", "tied")  # columns of the table that follow from the rules of the version that wrote it
 NAMES = re.compile(
     rf"{TABLE}|runs/[0-9a-f]{{16}}/(run\.yaml|run\.json|done|records\.jsonl|machine[a-zA-Z0-9._-]{{0,200}}\.json)"
 )
@@ -489,7 +490,7 @@ def unpack_into(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def compare_tables(path: Path, said: str, computed: str) -> None:
-    """Compare a bundle's table with the one that its records give.
+    """Compare a bundle's table with the one that its records give, except its marks, which nothing reads.
 
     Raises:
         SettingError: They differ. The message names the first run and column.
@@ -505,7 +506,7 @@ def compare_tables(path: Path, said: str, computed: str) -> None:
         if len(there) != len(here):
             refuse(path, f"{TABLE}: run {here[place]} has {len(there)} columns of {len(here)}")
         for name, one, other in zip(our_columns, there, here, strict=True):
-            if not is_same(one, other):
+            if name not in MARKS and not is_same(one, other):
                 refuse(path, f"{TABLE}: {name} of run {here[place]} is {one}, and its records give {other}")
 
 

@@ -8,9 +8,8 @@ to.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from kvbench.analysis.score_matrix import MatrixCell
 from kvbench.analysis.text_table import format_percent
 
 SPREAD = 0.1  # part of a class's least bytes (or rows) by which others of the class may exceed it
@@ -18,7 +17,21 @@ READS = 0.9  # a method that attends to less than this part of the rows it keeps
 Cell = TypeVar("Cell")
 
 
-def split_column(cells: Sequence[MatrixCell]) -> list[tuple[str, list[MatrixCell]]]:
+class Holding(Protocol):
+    """What is known of a cell: shares of the bytes held, rows kept and rows attended, as in `MatrixCell`."""
+
+    @property
+    def held(self) -> float | None: ...
+    @property
+    def kept(self) -> float | None: ...
+    @property
+    def attended(self) -> float | None: ...
+
+
+Held = TypeVar("Held", bound=Holding)
+
+
+def split_column(cells: Sequence[Held]) -> list[tuple[str, list[Held]]]:
     """Return the classes of a column: a text that names each, and its cells in their order.
 
     Args:
@@ -49,9 +62,7 @@ def split_by_measure(cells: Sequence[Cell], measure: Callable[[Cell], float]) ->
     return [[cell for cell in cells if least <= measure(cell) <= (1 + SPREAD) * least] for least in bounds]
 
 
-def _name_classes(
-    cells: Sequence[MatrixCell], measure: Callable[[MatrixCell], float], what: str
-) -> list[tuple[str, list[MatrixCell]]]:
+def _name_classes(cells: Sequence[Held], measure: Callable[[Held], float], what: str) -> list[tuple[str, list[Held]]]:
     """Return the classes of cells with a text that names each."""
     classes = []
     for alike in split_by_measure(cells, measure):

@@ -168,11 +168,16 @@ def warn_of_data(records: Records, embedded: bool) -> list[str]:
     notes = [EMBEDDED_NOTE] if embedded else []
     if "miniature" in find_data_kinds(records):
         notes.append(MINIATURE_NOTE)
-    for key, what in (("haystack", "haystack"), ("qa", "questions and answers")):
-        if any(record["meta"].get(key) == "generated" for record in records.values()):
-            notes.append(
-                f"Generated text ({what}) replaces the benchmark's own: scores cannot be compared with published ones."
-            )
+    made = [
+        what
+        for key, what in (("haystack", "haystack"), ("qa", "questions and answers"))
+        if any(record["meta"].get(key) == "generated" for record in records.values())
+    ]
+    if made:
+        notes.append(
+            f"Generated text ({'; '.join(made)}) replaces the benchmark's own: "
+            "scores cannot be compared with published ones."
+        )
     return notes
 
 

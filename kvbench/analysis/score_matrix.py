@@ -10,14 +10,16 @@ Of each run the matrix shows the mean score and its paired difference from the f
 the length limit; kvbench.analysis.score_matrix_columns lists all that it can show. Means over subtasks are those of
 `kvbench.analysis.budget_series.choose_weights`.
 
-The best of a column is the run with the highest mean score. Chance may have put it there, so a column also marks the
-runs that cannot be told from the best: a set that contains the truly best run with a confidence of 95 %. Run i of k is
-left out of the set only if some run j scores more and the one-sided interval of the paired difference j - i excludes 0
-at the level 1 - 0.05 / (k - 1). If the truly best run is left out, at least one of its k - 1 comparisons was wrong,
-and by Bonferroni's inequality that happens with a chance of at most 5 %. In a column of more than 100 runs, each is
-compared only with the best of those that score more (COMPARED, FEWEST_RIVALS). That leaves fewer runs out, so the set
-still contains the truly best one. Sources: Gupta 1965, "On Some Multiple Decision (Selection and Ranking) Rules"; Hsu
-1984, "Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best".
+The runs of a column that hold like bytes are a class (kvbench.analysis.byte_classes), and only these are compared: a
+budget does not say what a codec or a method that reads few rows holds. The best of a class is the run with the highest
+mean score. Chance may have put it there, so a class also marks the runs that cannot be told from the best: a set that
+contains the truly best run with a confidence of 95 %. A run that is alone in its class has no mark. Run i of k is left
+out of the set only if some run j scores more and the one-sided interval of the paired difference j - i excludes 0 at
+the level 1 - 0.05 / (k - 1). If the truly best run is left out, at least one of its k - 1 comparisons was wrong, and by
+Bonferroni's inequality that happens with a chance of at most 5 %. In a class of more than 100 runs, each is compared
+only with the best of those that score more (COMPARED, FEWEST_RIVALS). That leaves fewer runs out, so the set still
+contains the truly best one. Sources: Gupta 1965, "On Some Multiple Decision (Selection and Ranking) Rules"; Hsu 1984,
+"Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best".
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +39,7 @@ from kvbench.analysis.budget_series import (
     choose_weights,
     find_obstacle,
 )
+from kvbench.analysis.byte_classes import split_column
 from kvbench.analysis.closing_table import average_known, divide, is_embedded, reduce_known, warn_of_data
 from kvbench.analysis.intervals import TOLERANCE, Mean, compute_means
 from kvbench.analysis.joint_signs import sign_interval
@@ -80,8 +83,9 @@ class MatrixCell:
         kept: Share of the rows read that are in the cache when the answer begins, in [0, 1], None likewise.
         attended: Share of the full cache's rows that a decoded token attends to, in [0, 1], None likewise.
         at_limit: Share of the answers that ended at the length limit, in [0, 1].
-        best: Whether no run of the column has a higher score.
-        tied: Whether the run may be the truly best of its column, as this module's docstring says. True for the best.
+        alike: The class of its column in which it is compared, such as "20.0 % of the bytes". Empty if it is alone.
+        best: Whether no run of the class has a higher score.
+        tied: Whether the run may be the truly best of its class, as this module's docstring says. True for the best.
     """
 
     run: StoredRun
@@ -93,6 +97,7 @@ class MatrixCell:
     kept: float | None
     attended: float | None
     at_limit: float
+    alike: str = ""
     best: bool = False
     tied: bool = False
 
@@ -210,7 +215,7 @@ def build_block(
     cells = {cell.run.hash: cell for cell in made}
     columns = list(dict.fromkeys(format_budget(run) for run in sorted(begun, key=rank_budget)))
     for budget in columns:
-        marked = sample.mark_best([cell for cell in made if format_budget(cell.run) == budget])
+        marked = sample.mark_alike([cell for cell in made if format_budget(cell.run) == budget])
         cells |= {cell.run.hash: cell for cell in marked}
     rows: dict[str, dict[str, MatrixCell]] = {}
     for label, _, series in group_series(begun):
@@ -407,8 +412,16 @@ class Samples:
         means = [reduce_known(fmean, (read(run.records[uid]) for uid in uids)) for uids in self.places.values()]
         return average_known(means, list(self.weights.values()))
 
+    def mark_alike(self, cells: Sequence[MatrixCell]) -> list[MatrixCell]:
+        """Mark the best of each class of a column, and those that cannot be told from it, in the order of `cells`."""
+        marked: dict[str, MatrixCell] = {}
+        for name, alike in split_column(cells):
+            for cell in self.mark_best(alike) if len(alike) > 1 else ():
+                marked[cell.run.hash] = replace(cell, alike=name)
+        return [marked.get(cell.run.hash, cell) for cell in cells]
+
     def mark_best(self, cells: Sequence[MatrixCell]) -> list[MatrixCell]:
-        """Mark the best of a column and the runs that cannot be told from it, as this module's docstring says."""
+        """Mark the best of some cells and those that cannot be told from it, as this module's docstring says."""
         most = max((cell.score.value for cell in cells), default=0.0)
         level = 1 - ERROR / max(len(cells) - 1, 1)
         ordered = sorted(cells, key=lambda cell: -cell.score.value)  # the best ones decide most comparisons
@@ -435,29 +448,30 @@ class Samples:
     def count_needed(self, cells: Sequence[MatrixCell]) -> dict[str, int]:
         """Estimate how many samples are enough to tell each cell of a column from the best one that it is tied with.
 
-        The difference is taken to stay as it is, and its interval, at the level of the column's marks, to narrow with
+        The difference is taken to stay as it is, and its interval, at the level of the class's marks, to narrow with
         the square root of the number of samples. The interval then excludes 0 with a chance of POWER or more: intervals
         of few samples, which allow for what was not seen, narrow faster. A cell without a difference has no number.
 
         Args:
-            cells: The cells of a column, marked (`mark_best`).
+            cells: The cells of a column, marked (`mark_alike`).
 
         Returns:
             Hash of a run -> number of samples.
         """
-        best = next((cell for cell in cells if cell.best), None)
-        if best is None:
-            return {}
-        tail = 1 - ERROR / max(len(cells) - 1, 1)
-        tied = [cell for cell in cells if cell.tied and best.score.value - cell.score.value > TOLERANCE]
+        needed: dict[str, int] = {}
         weights = list(self.weights.values())
-        changes = compare_averages([(self.pair(cell.run, best.run), weights) for cell in tied], tail)
-        more = 1 + float(ndtri(POWER) / ndtri(tail))
-        return {
-            cell.run.hash: ceil(change.samples * (more * (change.difference - change.low) / change.difference) ** 2)
-            for cell, change in zip(tied, changes, strict=True)
-            if change.low is not None
-        }
+        for best in {cell.alike: cell for cell in cells if cell.best}.values():
+            alike = [cell for cell in cells if cell.alike == best.alike]
+            tail = 1 - ERROR / max(len(alike) - 1, 1)
+            tied = [cell for cell in alike if cell.tied and best.score.value - cell.score.value > TOLERANCE]
+            changes = compare_averages([(self.pair(cell.run, best.run), weights) for cell in tied], tail)
+            more = 1 + float(ndtri(POWER) / ndtri(tail))
+            needed |= {
+                cell.run.hash: ceil(change.samples * (more * (change.difference - change.low) / change.difference) ** 2)
+                for cell, change in zip(tied, changes, strict=True)
+                if change.low is not None
+            }
+        return needed
 
 
 def read_share(names: tuple[str, str], record: Record) -> float | None:

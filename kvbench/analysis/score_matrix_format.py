@@ -39,8 +39,9 @@ from kvbench.validation import escape
 
 LEAST_LABEL = 24  # letters that labels have in every table of text
 MARKS = (
-    f"{BEST} the highest score of a column. {TIED} cannot be told from the best: in each column, the marked methods "
-    "contain the truly best one with 95 % confidence (simultaneous paired comparisons, Bonferroni)."
+    f"Marks compare the methods of a column that hold like bytes, or read like shares of the rows. {BEST} has the "
+    f"highest score of them. {TIED} cannot be told from it: the marked ones contain the truly best one with 95 % "
+    "confidence (simultaneous paired comparisons, Bonferroni)."
 )
 TEXT_WIDTH = 345  # points of a line in LaTeX's article, the narrowest page of its standard classes
 LETTER_WIDTH, EDGE_WIDTH, GAP_WIDTH = 5, 12, 13.5  # points of a letter (at most), of both edges, between two columns

@@ -410,17 +410,17 @@ def compare_full_caches(panels: Sequence[Panel]) -> list[Agreement]:
 
 
 def mark_rows(rows: Sequence[BoardRow]) -> list[BoardRow]:
-    """Mark the best row of each budget and those that cannot be told from it, among rows that answered every sample."""
+    """Mark the best row of each class of a budget (`Samples.mark_alike`), among rows that answered every sample."""
     marked = []
     for _, group in groupby(rows, lambda row: (row.label == FULL, rank_budget(row.run))):
         budget_rows = list(group)
         whole = {place: row for place, row in enumerate(budget_rows) if row.run.whole and row.label != FULL}
         if whole:
-            # a run that two submissions hold has one hash, which mark_best tells runs apart by
+            # a run that two submissions hold has one hash, which mark_alike tells runs apart by
             cells = [
                 replace(row.cell, run=replace(row.run, hash=f"{row.run.hash}@{place}")) for place, row in whole.items()
             ]
-            marked_cells = rows[0].panel.block.paired.mark_best(cells)
+            marked_cells = rows[0].panel.block.paired.mark_alike(cells)
             for (place, row), cell in zip(whole.items(), marked_cells, strict=True):
                 budget_rows[place] = replace(row, cell=replace(row.cell, best=cell.best, tied=cell.tied))
         marked += [

@@ -164,15 +164,17 @@
 
   function matrix(panel) {
     if (!panel.matrix) return null;
-    const { about, budgets, classes, methods, cache } = panel.matrix;
+    const { about, budgets, classes, methods, by_bytes: packed, cache } = panel.matrix;
     const columns = budgets.map((_, at) => at).filter((at) => state.class === ALL || classes[at] === state.class);
     const own = methods.filter(({ s, scores }) => passes(panel.series[s]) && columns.some((at) => scores[at]));
-    if (!columns.length || (!own.length && panel.series.length)) return null; // without a method, the full cache's score is shown
-    const scored = (at) => own.filter(({ scores }) => scores[at]).map(({ scores }) => scores[at]);
-    const rank = (one, at) => { // all that cannot be told from the best share the first place
-      if (!one) return "–";
-      if (one.tied) return scored(at).filter(({ tied }) => tied).length > 1 ? "1=" : "1";
-      return String(1 + scored(at).filter((other) => other.score > one.score || other.tied).length);
+    const apart = packed.filter((one) => passes(panel.series[one.s]) && (state.class === ALL || one.class === state.class));
+    if (!own.length && !apart.length && (panel.series.length || !columns.length)) return null; // without a method, the full cache's score is shown
+    const rank = (one, at) => { // in its class; all that cannot be told from the best share the first place
+      if (!one || !one.alike) return ["–"];
+      const scored = own.map(({ scores }) => scores[at]).filter(Boolean), alike = scored.filter((other) => other.alike === one.alike);
+      const first = alike.filter(({ tied }) => tied).length;
+      const place = one.tied ? (first > 1 ? "1=" : "1") : String(1 + alike.filter((other) => other.score > one.score || other.tied).length);
+      return [place, alike.length < scored.length ? el("small", { class: "under" }, `of ${alike.length} at ${one.alike.replaceAll("%", "\u202f%").replace(" of the bytes", "")}`) : null];
     };
     const value = ({ scores }, at) => (scores[at] ? scores[at].score : -Infinity);
     const orders = { name: (one, other) => panel.series[one.s].label.localeCompare(panel.series[other.s].label) };
@@ -192,13 +194,23 @@
       const head = (name, key, kind) => el("th", { class: kind, scope: "col", "aria-sort": order === key ? (key === "name" ? "ascending" : "descending") : "none" },
         el("button", { class: "plain", onclick: () => { fill(key); table.querySelector(`[data-order="${key}"]`).focus(); }, "data-order": key }, name));
       const body = [...own].sort(orders[order]).slice(0, most).map((row) => el("tr", {},
-        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), methodLink(panel.series[row.s]), unfinished(panel.series[row.s])), order === "name" ? null : el("td", { class: "num muted rank" }, rank(row.scores[order], order), row.scores[order]?.needed ? el("small", { class: "under" }, `n ≈ ${rounded(row.scores[order].needed)}`) : null), columns.map((at) => cell(row.scores[at]))));
+        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), methodLink(panel.series[row.s]), unfinished(panel.series[row.s])), order === "name" ? null : el("td", { class: "num muted rank" }, ...rank(row.scores[order], order), row.scores[order]?.needed ? el("small", { class: "under" }, `n ≈ ${rounded(row.scores[order].needed)}`) : null), columns.map((at) => cell(row.scores[at]))));
       body.push(el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), order === "name" ? null : el("td", { class: "num" }), columns.map(() => cell(cache))));
       const place = order === "name" ? null : el("th", { class: "num", scope: "col" }, el("abbr", { title: `rank at ${budgets[order]}` }, "#"));
       table.replaceChildren(el("thead", {}, el("tr", {}, head("method", "name", "name"), place, columns.map((at) => head(budgets[at], String(at), "num")))), el("tbody", {}, body));
     };
-    fill(shown);
-    return [scrolled(table), fold(own.length, () => { most = Infinity; fill(shown); }), el("small", {}, about)];
+    if (own.length || !apart.length) fill(shown);
+    const pointed = apart.length ? pointsTable(panel, apart, cell) : null;
+    return [...(table.children.length ? [scrolled(table), fold(own.length, () => { most = Infinity; fill(shown); })] : []), pointed, el("small", {}, about)].filter(Boolean);
+  }
+  function pointsTable(panel, apart, cell) { // cells that are compared by their bytes, the fewest first
+    const row = (one) => el("tr", {}, el("th", { class: "name marked", scope: "row" }, mark(panel.series[one.s]), methodLink(panel.series[one.s]), one.budget === "100\u202f%" ? null : el("small", { class: "under" }, `budget ${one.budget}`), unfinished(panel.series[one.s])), cell(one));
+    const last = el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), cell(panel.matrix.cache));
+    const body = el("tbody"), fill = (most) => body.replaceChildren(...ordered.slice(0, most).map(row), last);
+    const ordered = [...apart].sort((one, other) => (one.held ?? Infinity) - (other.held ?? Infinity) || other.score - one.score);
+    fill(MOST_ROWS);
+    return el("div", { class: "points" }, el("small", {}, "A codec, or the method itself, decides how many bytes these hold. They are sorted by bytes, the fewest first."),
+      scrolled(el("table", { class: "matrix" }, el("thead", {}, el("tr", {}, ["method:", "score:num"].map((text) => el("th", { scope: "col", class: text.split(":")[1] }, text.split(":")[0])))), body)), fold(apart.length, () => fill(Infinity)));
   }
 
   function leaderboard(panel) {
@@ -287,7 +299,7 @@
   }
 
   const SECTIONS = () => [
-    ["matrix", "Scores", "Mean score at every budget. Below it: the bytes that the cache holds, as a share of the full cache's; the share of rows that a decoded token attends to, if it differs by more than 5 points; and the share of answers that ended at the length limit, if there are any. Then the difference from the full cache in points, on the same samples, with its 95\u202f% interval. If the interval contains 0, chance alone can explain the difference. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%), so it shares rank 1=. Below the rank, n ≈ says how many samples are enough to tell it from the best with a chance of 80\u202f% or more, if the difference stays as it is. A click on a budget sorts by it.", matrix, "wide"],
+    ["matrix", "Scores", "Mean score at every budget. Below it: the bytes that the cache holds, as a share of the full cache's; the share of rows that a decoded token attends to, if it differs by more than 5 points; and the share of answers that ended at the length limit, if there are any. Then the difference from the full cache in points, on the same samples, with its 95\u202f% interval. If the interval contains 0, chance alone can explain the difference. Marks and ranks compare the methods of a column that hold like bytes, or read like shares of the rows: * is the best score of them; † cannot be told from it (simultaneous paired comparisons, 95\u202f%), so it shares rank 1=. Below the rank, n ≈ says how many samples are enough to tell it from the best with a chance of 80\u202f% or more, if the difference stays as it is. A click on a budget sorts by it.", matrix, "wide"],
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. A method ranks behind those that need less for certain (intervals that hold at once, 95\u202f%, do not overlap); = marks ranks that several share, and – a method that does not keep it at any measured budget. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples. If there is only one budget, each method has a row with its score and interval.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
@@ -664,7 +676,9 @@
     return el("dl", { class: "facts" }, rows.flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]));
   }
   function notes() {
-    const said = [...new Set(DATA.panels.flatMap((panel) => panel.notes))];
+    const every = [...new Set(DATA.panels.flatMap((panel) => panel.notes))];
+    const both = (text) => ["full cache", "method"].map((one) => text.replace(`of the ${one}: `, "of the full cache and the method: "));
+    const said = every.filter((text) => !both(text).some((other) => other !== text && every.includes(other)));
     const bad = [...DATA.damaged.map(([name, why]) => `${name}: ${why}`), ...DATA.refused];
     return [said.length ? el("p", { class: "note" }, said.join(" ")) : null,
       bad.length ? el("div", { class: "note bad", id: "damaged" }, "Left out, the rest is shown:", el("ul", {}, bad.map((text) => el("li", {}, text)))) : null];

@@ -227,18 +227,30 @@ class Panel:
             self.notes.append(f"There is no table of scores: {describe_error(error)}.")
             return None
         places = {entry["label"]: place for place, entry in enumerate(series)}
+        rows = {label: cells for label, cells in block.rows.items() if label in places}
+        points = {label: cells for label, cells in rows.items() if all(map(is_point, cells.values()))}
+        others = [cells for label, cells in rows.items() if label not in points]
+        columns = [budget for budget in block.budgets if not rows or any(budget in cells for cells in others)]
         needed: dict[str, int] = {}
-        for budget in block.budgets:
+        for budget in columns:
             needed |= block.paired.count_needed([cells[budget] for cells in block.rows.values() if budget in cells])
         return {
             "about": describe_samples(block),
             "count": f"{block.average[:1].upper()}{block.average[1:]}; {count_samples(block)}",
-            "budgets": list(block.budgets),
-            "classes": [classify_column(block, budget) for budget in block.budgets],
+            "budgets": columns,
+            "classes": [classify_column(block, budget) for budget in columns],
             "methods": [
-                {"s": places[label], "scores": [describe_cell(cells.get(budget), needed) for budget in block.budgets]}
-                for label, cells in block.rows.items()
-                if label in places
+                {
+                    "s": places[label],
+                    "scores": [describe_cell(cells[budget], needed) if budget in cells else None for budget in columns],
+                }
+                for label, cells in rows.items()
+                if label not in points
+            ],
+            "by_bytes": [
+                {"s": places[label], "budget": budget, "class": classify_share(cell.held or 0.0), **describe_cell(cell)}
+                for label, cells in points.items()
+                for budget, cell in cells.items()
             ],
             "cache": describe_cell(block.full),
         }
@@ -612,13 +624,22 @@ def classify_share(share: float) -> str:
     return nearest if nearest != OTHER and abs(log2(share / CLASSES[nearest])) <= 0.5 else OTHER
 
 
-def describe_cell(cell: MatrixCell | None, needed: Mapping[str, int] | None = None) -> dict[str, Any] | None:
+def is_point(cell: MatrixCell) -> bool:
+    """Return whether a cell is compared by its bytes rather than its budget.
+
+    These are full caches with a codec, methods that decide themselves how many rows stay, and cells with a codec that
+    no other one of their budget is like.
+    """
+    value = cell.run.value
+    alone = value["codec"]["name"] != "raw" and not cell.alike
+    return alone or value["method"]["name"] == "full" or cell.run.budget_setting != "budget"
+
+
+def describe_cell(cell: MatrixCell, needed: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Return the numbers of a cell of the matrix, with those of `needed` (`Samples.count_needed`)."""
-    if cell is None:
-        return None
     difference = cell.difference
     entry: dict[str, Any] = {"score": cell.score.value, "held": cell.held, "attended": cell.attended}
-    entry |= {"limit": cell.at_limit, "best": cell.best, "tied": cell.tied}
+    entry |= {"limit": cell.at_limit, "alike": cell.alike, "best": cell.best, "tied": cell.tied}
     entry["needed"] = (needed or {}).get(cell.run.hash)
     return entry | (
         {} if difference is None else {"diff": difference.difference, "low": difference.low, "high": difference.high}
@@ -627,7 +648,8 @@ def describe_cell(cell: MatrixCell | None, needed: Mapping[str, int] | None = No
 
 def list_classes(panel: Panel) -> list[str]:
     """Return the budget classes of a panel's matrix."""
-    return panel.data["matrix"]["classes"] if panel.data["matrix"] else []
+    matrix = panel.data["matrix"] or {"classes": [], "by_bytes": []}
+    return [*matrix["classes"], *(point["class"] for point in matrix["by_bytes"])]
 
 
 def describe_times(row: TableRow, side: str) -> dict[str, float | None]:

@@ -305,7 +305,7 @@ def test_what_must_be_said():
     table = build_closing_table(records(FULL, meta=meta), records(METHOD, meta=meta), HEADING | {"embedded": True})
     for text in (table.to_text(400), table.to_markdown(), table.to_csv()):
         assert EMBEDDED_NOTE in text and "embedded: " not in text
-        assert "Generated text (haystack)" in text and "Generated text (questions and answers)" in text
+        assert "Generated text (haystack; questions and answers)" in text
     assert "Generated" not in " ".join(build_closing_table(records(FULL, meta={"haystack": "essays"}), None, {}).notes)
 
 

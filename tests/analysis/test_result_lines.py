@@ -282,7 +282,7 @@ def test_a_file_of_rows_gives_bytes_warnings_and_samples_that_failed(tmp_path, m
     assert lines == make_lines(runs) and [line["n"] for line in lines] == [39, 39]
     shares = [find(lines, method="tova")[name] for name in ("bytes_held", "bytes_with_files", "bytes_in_all")]
     assert shares == pytest.approx([0.2, 0.27, 0.35])
-    assert find(lines, method="tova")["warnings"].count("Generated text") == 2
+    assert find(lines, method="tova")["warnings"].count("Generated text (haystack; questions and answers)") == 1
 
 
 def test_of_two_files_of_a_tier_the_rows_count(tmp_path):

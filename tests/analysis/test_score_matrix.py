@@ -269,6 +269,27 @@ def test_marks_follow_their_definition(store):
     assert marks == {(True, True), (False, True), (False, False)}  # the data hold each kind
 
 
+def test_only_cells_of_like_bytes_are_compared(tmp_path):
+    """Cells of one budget: two of 20 and 21 %, one alone at 30 %, two that keep all rows and read a quarter of them."""
+    write_run(tmp_path, draw_records(1.0, 1, 0), method={"name": "full"}, budget=1.0)
+    for seed, (name, share) in enumerate({"even": 0.2, "more": 0.21, "alone": 0.3, "reads": 1.0, "looks": 1.0}.items()):
+        own = draw_records(share, 0.9 - 0.2 * seed, 1 + seed)
+        if share == 1:
+            own = {uid: record | {"rows_attended": 50} for uid, record in own.items()}
+        write_run(tmp_path, own, method={"name": name}, budget=0.2)
+    runs = load_runs(tmp_path)
+    cells = {cell.run.value["method"]["name"]: cell for _, _, cell in list_cells(build_blocks(runs, runs)[0])}
+    assert {name: (cell.alike, cell.best) for name, cell in cells.items()} == {
+        "full": ("", False),
+        "even": ("20.0% to 21.0% of the bytes", True),
+        "more": ("20.0% to 21.0% of the bytes", False),
+        "alone": ("", False),
+        "reads": ("25.0% of the rows read", True),
+        "looks": ("25.0% of the rows read", False),
+    }
+    assert not cells["alone"].tied and all(cells[name].tied for name in ("even", "reads"))
+
+
 @pytest.mark.parametrize("draws", [60, only_in_full(200)])
 def test_the_marked_set_holds_the_best_method(draws):
     """Ten methods, of which one is truly best: in at least 95 % of the draws it is marked."""

@@ -147,6 +147,28 @@ def test_the_matrix_shows_the_points_of_the_curves(page):
             assert all(cell["tied"] for cell in column if cell["best"])
 
 
+def test_cells_with_codecs_are_listed_by_their_bytes(tmp_path):
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
+    for method, codec, share, budget in (
+        ("snapkv", "raw", 0.2, 0.2),
+        ("snapkv", "int4", 0.06, 0.2),
+        ("keydiff", "fp8", 0.2, 0.4),
+        ("snapkv", "fp8", 0.2, 0.4),
+        ("full", "int8", 0.5, 1.0),
+        ("full", "fp8", 0.5, 1.0),
+    ):
+        own = make_records(share, 50, int(100 * budget))
+        write_run(tmp_path, own, method={"name": method}, codec={"name": codec}, budget=budget)
+    [panel] = data_of(write_report(tmp_path, NOW))["panels"]
+    matrix, labels = panel["matrix"], [own["label"] for own in panel["series"]]
+    listed = {labels[own["s"]]: own["held"] for own in matrix["by_bytes"]}
+    assert listed == {"snapkv · int4": 0.06, "full · int8": 0.5, "full · fp8": 0.5}
+    shown = {labels[own["s"]]: [cell and cell["alike"] for cell in own["scores"]] for own in matrix["methods"]}
+    alike = "20.0% of the bytes"
+    assert shown == {"snapkv": ["", None], "keydiff · fp8": [None, alike], "snapkv · fp8": [None, alike]}
+    assert matrix["budgets"] == ["20\u202f%", "40\u202f%"]
+
+
 CHANGE = ("diff", "diff_low", "diff_high", "full", "lost", "gained", "same")
 
 

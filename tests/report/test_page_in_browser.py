@@ -103,6 +103,31 @@ def test_every_cell_of_the_matrix_has_its_bytes_in_its_second_line(page):
     assert page.locator("#matrix td[title]").count() == 0
 
 
+def test_cells_with_codecs_have_a_table_sorted_by_bytes(chromium, tmp_path):
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
+    for salt, (method, codec, share, budget) in enumerate(
+        (
+            ("full", "int8", 0.5, 1.0),
+            ("snapkv", "int4", 0.06, 0.2),
+            ("snapkv", "raw", 0.2, 0.2),
+            ("tova", "raw", 0.1, 0.2),
+        )
+    ):
+        own = make_records(share, 50, salt)
+        write_run(tmp_path, own, method={"name": method}, codec={"name": codec}, budget=budget)
+    page = chromium.new_page()
+    page.goto(write_report(tmp_path, datetime(2026, 1, 2, 3, 4, tzinfo=UTC)).as_uri())
+    page.wait_for_selector("#matrix .points")
+    names = [" ".join(text.split()) for text in page.locator("#matrix .points tbody th").all_inner_texts()]
+    assert names == ["snapkv · int4 budget 20 %", "full · int8", "full cache"]
+    assert "bytes 6.0" in page.locator("#matrix .points td").first.inner_text()
+    ranks = page.locator("#matrix td.rank").all_inner_texts()
+    assert ranks == ["–", "–"] and page.locator("#matrix sup", has_text="*").count() == 0  # no two hold like bytes
+    page.select_option("[data-filter=class]", "50\u202f%")
+    assert page.locator("#matrix table").count() == 1 and page.locator("#matrix .points tbody tr").count() == 2
+    page.close()
+
+
 def test_a_table_that_is_wider_than_the_screen_says_so(page):
     box = page.locator("#matrix .scroll").first
     page.wait_for_timeout(100)  # the observer of sizes has run
