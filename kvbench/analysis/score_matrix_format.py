@@ -25,6 +25,7 @@ from kvbench.analysis.score_matrix_columns import (
     explain,
     split_columns,
 )
+from kvbench.analysis.score_matrix_order import separate_points
 from kvbench.analysis.text_table import (
     NOT_AVAILABLE,
     Column,
@@ -63,6 +64,7 @@ def format_text(blocks: Sequence[ScoreBlock], width: int, columns: Columns = DEF
         columns: What to show of each run.
         styled: Write headings and the best of each column in bold, which a terminal shows.
     """
+    blocks = separate_points(blocks)
     stream = io.StringIO()
     console = Console(
         file=stream,
@@ -161,6 +163,7 @@ def join_titles(columns: Columns) -> str:
 
 def format_markdown_matrix(blocks: Sequence[ScoreBlock], columns: Columns = DEFAULT) -> str:
     """Return GitHub tables."""
+    blocks = separate_points(blocks)
     lines: list[str] = []
     for heading, block in zip(list_headings(blocks), blocks, strict=True):
         lines += [f"## {escape_markdown(heading)}", ""] if heading else []
@@ -206,6 +209,7 @@ def format_latex(blocks: Sequence[ScoreBlock], columns: Columns = IN_LATEX) -> s
     A block with more columns or budgets than fit a line of LaTeX's article is split. Long labels are wrapped between
     words, and have at least a third of the line.
     """
+    blocks = separate_points(blocks)
     lines = ["% \\usepackage{booktabs}", "% \\usepackage{siunitx}", "% \\sisetup{detect-weight, mode=text}  % bold"]
     for heading, block in zip(list_headings(blocks), blocks, strict=True):
         lines += ["", f"% {heading}"] if heading else []
@@ -281,6 +285,7 @@ def format_latex_cell(cell: MatrixCell | None, column: MatrixColumn) -> str:
 
 def format_html(blocks: Sequence[ScoreBlock], columns: Columns = DEFAULT) -> str:
     """Return HTML tables without styles: scores, then costs."""
+    blocks = separate_points(blocks)
     lines = []
     for heading, block in zip(list_headings(blocks), blocks, strict=True):
         lines += [f"<h2>{escape_html(heading)}</h2>"] if heading else []

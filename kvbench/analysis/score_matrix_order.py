@@ -1,4 +1,4 @@
-"""Order the matrix of scores: sort its rows, and gather its blocks and rows under headings.
+"""Order the matrix of scores: sort its rows, gather its blocks and rows under headings, and separate rows by bytes.
 
 Order never changes a number or a mark. Blocks are made by protocol, so that only runs which can be compared share one.
 A setting of the protocol, such as the model, therefore gathers whole blocks. A setting in which runs of a block may
@@ -18,6 +18,7 @@ from kvbench.store.runs import NAMED_GROUPS, UNSHARED_SETTINGS, StoredRun
 from kvbench.validation import SettingError, escape, require_choice
 
 METHOD = "method"
+BY_BYTES = "cells by their bytes"  # title of a block of cells that are compared by their bytes, and of its column
 
 
 def sort_rows(blocks: Sequence[ScoreBlock], by: str) -> list[ScoreBlock]:
@@ -102,6 +103,60 @@ def group_blocks(blocks: Sequence[ScoreBlock], names: Sequence[str]) -> list[Sco
             )
         )
     return gathered
+
+
+def separate_points(blocks: Iterable[ScoreBlock]) -> list[ScoreBlock]:
+    """Return each block without the rows whose cells are points (`is_point`), and behind it one that has only these.
+
+    The latter has a row for each cell and a single column. Its rows are sorted by bytes, the fewest first, below each
+    heading. A block without such rows stays as it is.
+    """
+    separated = []
+    for block in blocks:
+        points = {label: cells for label, cells in block.rows.items() if all(map(is_point, cells.values()))}
+        others = {label: cells for label, cells in block.rows.items() if label not in points}
+        if others or not points:
+            budgets = [budget for budget in block.budgets if any(budget in cells for cells in others.values())]
+            separated.append(replace(block, rows=others, budgets=tuple(budgets) or block.budgets))
+        if points:
+            separated.append(gather_points(block, points))
+    return separated
+
+
+def gather_points(block: ScoreBlock, points: Mapping[str, Mapping[str, MatrixCell]]) -> ScoreBlock:
+    """Return a block with a row for each cell of some rows and a single column, sorted by bytes below each heading."""
+    headings = list(dict.fromkeys(block.sections.values()))
+
+    def rank(entry: tuple[str, str, MatrixCell]) -> tuple[int, float]:
+        _, label, cell = entry
+        heading = headings.index(block.sections[label]) if label in block.sections else 0
+        return heading, math.inf if cell.held is None else cell.held
+
+    named = [
+        (label if cell.run.value["budget"] == 1 else f"{label} · {budget}", label, cell)
+        for label, cells in points.items()
+        for budget, cell in cells.items()
+    ]
+    named.sort(key=rank)
+    return replace(
+        block,
+        also=(*block.also, BY_BYTES),
+        rows={name: {BY_BYTES: cell} for name, _, cell in named},
+        budgets=(BY_BYTES,),
+        sections={name: block.sections[label] for name, label, _ in named if label in block.sections},
+        warnings=(),
+    )
+
+
+def is_point(cell: MatrixCell) -> bool:
+    """Return whether a cell is compared by its bytes rather than its budget.
+
+    These are full caches with a codec, methods that decide themselves how many rows stay, and cells with a codec that
+    no other one of their budget is like.
+    """
+    value = cell.run.value
+    alone = value["codec"]["name"] != "raw" and not cell.alike
+    return alone or value["method"]["name"] == "full" or cell.run.budget_setting != "budget"
 
 
 def choose_any(cells: Mapping[str, MatrixCell]) -> StoredRun:

@@ -48,6 +48,7 @@ from kvbench.analysis.score_matrix import (
     make_sample_key,
 )
 from kvbench.analysis.score_matrix_format import count_samples, describe_samples
+from kvbench.analysis.score_matrix_order import is_point
 from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.report.coinciding import nest_curves
 from kvbench.report.method_pages import describe_method
@@ -622,17 +623,6 @@ def classify_share(share: float) -> str:
     """Return the nearest budget class of a share by its logarithm, OTHER if none is within a factor of √2."""
     nearest = min(CLASSES, key=lambda name: abs(log2(share / CLASSES[name]))) if share > 0 else OTHER
     return nearest if nearest != OTHER and abs(log2(share / CLASSES[nearest])) <= 0.5 else OTHER
-
-
-def is_point(cell: MatrixCell) -> bool:
-    """Return whether a cell is compared by its bytes rather than its budget.
-
-    These are full caches with a codec, methods that decide themselves how many rows stay, and cells with a codec that
-    no other one of their budget is like.
-    """
-    value = cell.run.value
-    alone = value["codec"]["name"] != "raw" and not cell.alike
-    return alone or value["method"]["name"] == "full" or cell.run.budget_setting != "budget"
 
 
 def describe_cell(cell: MatrixCell, needed: Mapping[str, int] | None = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from kvbench.analysis.intervals import Values, mean
 from kvbench.analysis.score_matrix import build_blocks, list_cells
 from kvbench.analysis.score_matrix_columns import COLUMNS, DEFAULT
 from kvbench.analysis.score_matrix_format import FORMATS, format_latex, format_text, measure_in_latex
-from kvbench.analysis.score_matrix_order import group_blocks, sort_rows
+from kvbench.analysis.score_matrix_order import group_blocks, separate_points, sort_rows
 from kvbench.analysis.text_table import escape_latex, format_number
 from kvbench.cli import compare, results, show
 from kvbench.store.runs import load_runs
@@ -288,6 +288,28 @@ def test_only_cells_of_like_bytes_are_compared(tmp_path):
         "looks": ("25.0% of the rows read", False),
     }
     assert not cells["alone"].tied and all(cells[name].tied for name in ("even", "reads"))
+
+
+@pytest.mark.parametrize("names", [[], ["codec"]])
+def test_cells_with_codecs_have_rows_sorted_by_bytes(tmp_path, names):
+    for method, codec, share, budget in (
+        ("full", "raw", 1.0, 1.0),
+        ("full", "int8", 0.5, 1.0),
+        ("snapkv", "raw", 0.2, 0.2),
+        ("snapkv", "int4", 0.06, 0.2),
+        ("snapkv", "int4", 0.14, 0.5),
+    ):
+        own = draw_records(share, 1, 0)
+        write_run(tmp_path, own, method={"name": method}, codec={"name": codec}, budget=budget)
+    runs = load_runs(tmp_path)
+    blocks = group_blocks(build_blocks(runs, runs)[0], names)
+    main, points = separate_points(blocks)
+    assert (list(main.rows), main.budgets) == (["snapkv"], ("20\u202f%",))
+    assert list(points.rows) == ["snapkv · int4 · 20\u202f%", "snapkv · int4 · 50\u202f%", "full · int8"]
+    for form in (format_text, *(FORMATS[name] for name in ("markdown", "latex", "html"))):
+        text = form(blocks, 100) if form is format_text else form(blocks)
+        found = [tuple(re.findall(r"\d+", name)) for name in re.findall(r"int8|int4\D+[25]0", text)]
+        assert list(dict.fromkeys(found)) == [("4", "20"), ("4", "50"), ("8",)]
 
 
 @pytest.mark.parametrize("draws", [60, only_in_full(200)])
