@@ -65,7 +65,7 @@ DRAWN = {"seed", "records", "runs"}  # what a manifest says of a draw: its seed,
 SOURCES = ("sources",)  # the hashes of all modules, most of a small bundle; `code` names the commit that has them
 DIGITS = 64  # hexadecimal digits of a SHA-256
 DECIMALS = 6  # of the table
-MARKS = ("best", "tied")  # columns of the table that follow from the rules of the version that wrote it
+MARKS = ("alike", "best", "tied")  # columns of the table that follow from the rules of the version that wrote it
 NAMES = re.compile(
     rf"{TABLE}|runs/[0-9a-f]{{16}}/(run\.yaml|run\.json|done|records\.jsonl|machine[a-zA-Z0-9._-]{{0,200}}\.json)"
 )
@@ -497,17 +497,22 @@ def compare_tables(path: Path, said: str, computed: str) -> None:
     """
     columns, *theirs = csv.reader(io.StringIO(said))
     our_columns, *ours = csv.reader(io.StringIO(computed))
-    if columns != our_columns:
+    compared = [name for name in our_columns if name not in MARKS]
+    if [name for name in columns if name not in MARKS] != compared:
         refuse(path, f"{TABLE} has other columns than the matrix")
     if len(theirs) != len(ours):
         refuse(path, f"{TABLE} has {len(theirs)} rows, and the records give {len(ours)}")
-    place = our_columns.index("hash")
-    for there, here in zip(theirs, ours, strict=True):
-        if len(there) != len(here):
-            refuse(path, f"{TABLE}: run {here[place]} has {len(there)} columns of {len(here)}")
-        for name, one, other in zip(our_columns, there, here, strict=True):
-            if name not in MARKS and not is_same(one, other):
-                refuse(path, f"{TABLE}: {name} of run {here[place]} is {one}, and its records give {other}")
+    for there, row in zip(theirs, ours, strict=True):
+        here = dict(zip(our_columns, row, strict=True))
+        if len(there) != len(columns):
+            refuse(path, f"{TABLE}: run {here['hash']} has {len(there)} columns of {len(columns)}")
+        said_here = dict(zip(columns, there, strict=True))
+        for name in compared:
+            if not is_same(said_here[name], here[name]):
+                refuse(
+                    path,
+                    f"{TABLE}: {name} of run {here['hash']} is {said_here[name]}, and its records give {here[name]}",
+                )
 
 
 def is_same(said: str, computed: str) -> bool:

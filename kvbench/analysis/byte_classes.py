@@ -8,9 +8,8 @@ to.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Protocol, TypeVar
-
-from kvbench.analysis.text_table import format_percent
 
 SPREAD = 0.1  # part of a class's least bytes (or rows) by which others of the class may exceed it
 READS = 0.9  # a method that attends to less than this part of the rows it keeps reads few rows
@@ -63,10 +62,11 @@ def split_by_measure(cells: Sequence[Cell], measure: Callable[[Cell], float]) ->
 
 
 def _name_classes(cells: Sequence[Held], measure: Callable[[Held], float], what: str) -> list[tuple[str, list[Held]]]:
-    """Return the classes of cells with a text that names each."""
-    classes = []
-    for alike in split_by_measure(cells, measure):
-        shares = sorted(map(measure, alike))
-        ends = dict.fromkeys(format_percent(end) for end in (shares[0], shares[-1]))
-        classes.append((f"{' to '.join(ends)} {what}", alike))
-    return classes
+    """Return the classes of cells with a text that names each and no other one."""
+    classes = split_by_measure(cells, measure)
+    ends = [(min(shares), max(shares)) for shares in (list(map(measure, alike)) for alike in classes)]
+    for decimals in count(1):
+        names = [" to ".join(dict.fromkeys(f"{100 * end:.{decimals}f}%" for end in pair)) for pair in ends]
+        if len(set(names)) == len(names):
+            break
+    return [(f"{name} {what}", alike) for name, alike in zip(names, classes, strict=True)]

@@ -62,8 +62,8 @@ KEPT = ("rows_held", "rows_seen")  # fields of a record whose ratio is the share
 FILES, BESIDE = ("weights_bytes",), ("metadata_bytes", "state_bytes")  # bytes of a record that are not those of rows
 POWER = 0.8  # chance that samples tell two runs apart
 ERROR = 0.05  # chance that the set of possibly best runs lacks the truly best one
-COMPARED = 10_000  # comparisons that mark the best of a column, which otherwise grow with the square of its runs
-FEWEST_RIVALS = 5  # rivals that each run is compared with, however many runs a column has
+COMPARED = 10_000  # comparisons that mark the best of a class, which otherwise grow with the square of its runs
+FEWEST_RIVALS = 5  # rivals that each run is compared with, however many runs a class has
 Record = dict[str, Any]
 SampleKey = tuple[str, str, tuple[str, ...], tuple[tuple[str, float], ...]]  # run, full cache, samples, weights
 RunNumbers = tuple[Mean, PairedDifference]  # mean score, difference from the full cache
@@ -414,11 +414,11 @@ class Samples:
 
     def mark_alike(self, cells: Sequence[MatrixCell]) -> list[MatrixCell]:
         """Mark the best of each class of a column, and those that cannot be told from it, in the order of `cells`."""
-        marked: dict[str, MatrixCell] = {}
+        marked = {cell.run.hash: replace(cell, alike="", best=False, tied=False) for cell in cells}
         for name, alike in split_column(cells):
             for cell in self.mark_best(alike) if len(alike) > 1 else ():
                 marked[cell.run.hash] = replace(cell, alike=name)
-        return [marked.get(cell.run.hash, cell) for cell in cells]
+        return [marked[cell.run.hash] for cell in cells]
 
     def mark_best(self, cells: Sequence[MatrixCell]) -> list[MatrixCell]:
         """Mark the best of some cells and those that cannot be told from it, as this module's docstring says."""

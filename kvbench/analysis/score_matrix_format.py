@@ -40,9 +40,9 @@ from kvbench.validation import escape
 
 LEAST_LABEL = 24  # letters that labels have in every table of text
 MARKS = (
-    f"Marks compare the methods of a column that hold like bytes, or read like shares of the rows. {BEST} has the "
+    f"Marks compare the methods of a budget that hold like bytes, or read like shares of the rows. {BEST} has the "
     f"highest score of them. {TIED} cannot be told from it: the marked ones contain the truly best one with 95 % "
-    "confidence (simultaneous paired comparisons, Bonferroni)."
+    "confidence (simultaneous paired comparisons, Bonferroni). A method that no other one is like has no mark."
 )
 TEXT_WIDTH = 345  # points of a line in LaTeX's article, the narrowest page of its standard classes
 LETTER_WIDTH, EDGE_WIDTH, GAP_WIDTH = 5, 12, 13.5  # points of a letter (at most), of both edges, between two columns
@@ -183,7 +183,7 @@ def format_csv(blocks: Sequence[ScoreBlock], columns: Columns = IN_CSV, decimals
 
     numbers = {name: read for column in columns for name, read in column.numbers.items()}
     if any(column.marked for column in columns):
-        numbers |= {"best": lambda cell: cell.best, "tied": lambda cell: cell.tied}
+        numbers |= {"alike": lambda cell: cell.alike, "best": lambda cell: cell.best, "tied": lambda cell: cell.tied}
     names = [name for block in blocks[:1] for name in block.grouped_by if name not in ABOUT]
     rows: list[list[object]] = [
         ["model", "task", "question", "protocol", "average", *names, "method", "budget", *numbers, "hash"]
@@ -243,7 +243,10 @@ def format_latex_table(block: ScoreBlock, budgets: Sequence[str], columns: Colum
     """
     caption = escape_latex(f"{block.title}. {describe_samples(block)} {explain(columns)}")
     if any(column.marked for column in columns):
-        caption += " Bold: highest score. \\dag: cannot be told from it (95\\,\\%, simultaneous paired comparisons)."
+        caption += (
+            " Bold: highest score of the methods of a budget that hold like bytes, or read like shares of the rows. "
+            "\\dag: cannot be told from it (95\\,\\%, simultaneous paired comparisons)."
+        )
     many = len(columns)
     heads = [f"\\multicolumn{{{many}}}{{c}}{{{escape_latex(budget)}}}" for budget in budgets]
     rules = [f"\\cmidrule(lr){{{2 + many * at}-{1 + many * (at + 1)}}}" for at in range(len(budgets))]

@@ -106,14 +106,14 @@ def group_blocks(blocks: Sequence[ScoreBlock], names: Sequence[str]) -> list[Sco
 
 
 def separate_points(blocks: Iterable[ScoreBlock]) -> list[ScoreBlock]:
-    """Return each block without the rows whose cells are points (`is_point`), and behind it one that has only these.
+    """Return each block without the rows of `find_points`, and behind it one that has only these.
 
     The latter has a row for each cell and a single column. Its rows are sorted by bytes, the fewest first, below each
     heading. A block without such rows stays as it is.
     """
     separated = []
     for block in blocks:
-        points = {label: cells for label, cells in block.rows.items() if all(map(is_point, cells.values()))}
+        points = find_points(block)
         others = {label: cells for label, cells in block.rows.items() if label not in points}
         if others or not points:
             budgets = [budget for budget in block.budgets if any(budget in cells for cells in others.values())]
@@ -148,8 +148,32 @@ def gather_points(block: ScoreBlock, points: Mapping[str, Mapping[str, MatrixCel
     )
 
 
+def find_points(block: ScoreBlock) -> dict[str, Mapping[str, MatrixCell]]:
+    """Return the rows of a block whose budgets say little: all of their cells are points (`is_point`).
+
+    A row stays if it is compared with one that stays, so that no class of like bytes is divided.
+    """
+    points = {label: cells for label, cells in block.rows.items() if all(map(is_point, cells.values()))}
+    while True:
+        stay = {
+            (budget, cell.alike)
+            for label, cells in block.rows.items()
+            if label not in points
+            for budget, cell in cells.items()
+            if cell.alike
+        }
+        divided = [
+            label
+            for label, cells in points.items()
+            if any((budget, cell.alike) in stay for budget, cell in cells.items())
+        ]
+        if not divided:
+            return points
+        points = {label: cells for label, cells in points.items() if label not in divided}
+
+
 def is_point(cell: MatrixCell) -> bool:
-    """Return whether a cell is compared by its bytes rather than its budget.
+    """Return whether a codec, or the method itself, decides how many bytes a cell holds, rather than the budget.
 
     These are full caches with a codec, methods that decide themselves how many rows stay, and cells with a codec that
     no other one of their budget is like.

@@ -422,9 +422,9 @@ def mark_rows(rows: Sequence[BoardRow]) -> list[BoardRow]:
             ]
             marked_cells = rows[0].panel.block.paired.mark_alike(cells)
             for (place, row), cell in zip(whole.items(), marked_cells, strict=True):
-                budget_rows[place] = replace(row, cell=replace(row.cell, best=cell.best, tied=cell.tied))
+                budget_rows[place] = replace(row, cell=replace(cell, run=row.cell.run))
         marked += [
-            row if place in whole else replace(row, cell=replace(row.cell, best=False, tied=False))
+            row if place in whole else replace(row, cell=replace(row.cell, alike="", best=False, tied=False))
             for place, row in enumerate(budget_rows)
         ]
     return marked

@@ -209,7 +209,7 @@
     const body = el("tbody"), fill = (most) => body.replaceChildren(...ordered.slice(0, most).map(row), last);
     const ordered = [...apart].sort((one, other) => (one.held ?? Infinity) - (other.held ?? Infinity) || other.score - one.score);
     fill(MOST_ROWS);
-    return el("div", { class: "points" }, el("small", {}, "A codec, or the method itself, decides how many bytes these hold. They are sorted by bytes, the fewest first."),
+    return el("div", { class: "points" }, el("small", {}, "A codec, or the method itself, decides how many bytes these hold. They are sorted by bytes, the fewest first. Marks compare those of the same budget that hold like bytes."),
       scrolled(el("table", { class: "matrix" }, el("thead", {}, el("tr", {}, ["method:", "score:num"].map((text) => el("th", { scope: "col", class: text.split(":")[1] }, text.split(":")[0])))), body)), fold(apart.length, () => fill(Infinity)));
   }
 

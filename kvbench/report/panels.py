@@ -41,14 +41,13 @@ from kvbench.analysis.score_matrix import (
     MatrixCell,
     RunNumbers,
     SampleKey,
-    ScoreBlock,
     SharedSamples,
     build_block,
     choose_shared_samples,
     make_sample_key,
 )
 from kvbench.analysis.score_matrix_format import count_samples, describe_samples
-from kvbench.analysis.score_matrix_order import is_point
+from kvbench.analysis.score_matrix_order import find_points
 from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.report.coinciding import nest_curves
 from kvbench.report.method_pages import describe_method
@@ -229,27 +228,31 @@ class Panel:
             return None
         places = {entry["label"]: place for place, entry in enumerate(series)}
         rows = {label: cells for label, cells in block.rows.items() if label in places}
-        points = {label: cells for label, cells in rows.items() if all(map(is_point, cells.values()))}
+        points = {label: cells for label, cells in find_points(block).items() if label in places}
         others = [cells for label, cells in rows.items() if label not in points]
-        columns = [budget for budget in block.budgets if not rows or any(budget in cells for cells in others)]
+        columns = {budget: [cells[budget] for cells in others if budget in cells] for budget in block.budgets}
+        budgets = [budget for budget, cells in columns.items() if cells or not rows]
         needed: dict[str, int] = {}
-        for budget in columns:
+        for budget in block.budgets:
             needed |= block.paired.count_needed([cells[budget] for cells in block.rows.values() if budget in cells])
         return {
             "about": describe_samples(block),
             "count": f"{block.average[:1].upper()}{block.average[1:]}; {count_samples(block)}",
-            "budgets": columns,
-            "classes": [classify_column(block, budget) for budget in columns],
+            "budgets": budgets,
+            "classes": [classify_column(columns[budget] or [block.full]) for budget in budgets],
             "methods": [
                 {
                     "s": places[label],
-                    "scores": [describe_cell(cells[budget], needed) if budget in cells else None for budget in columns],
+                    "scores": [describe_cell(cells[budget], needed) if budget in cells else None for budget in budgets],
                 }
                 for label, cells in rows.items()
                 if label not in points
             ],
             "by_bytes": [
-                {"s": places[label], "budget": budget, "class": classify_share(cell.held or 0.0), **describe_cell(cell)}
+                {
+                    **{"s": places[label], "budget": budget, "class": classify_share(cell.held or 0.0)},
+                    **describe_cell(cell, needed),
+                }
                 for label, cells in points.items()
                 for budget, cell in cells.items()
             ],
@@ -611,9 +614,8 @@ def find_least_budget(swept: BudgetSeries, rows: int = 1) -> dict[str, Any]:
     }
 
 
-def classify_column(block: ScoreBlock, budget: str) -> str:
+def classify_column(cells: Sequence[MatrixCell]) -> str:
     """Return the class of a column of the matrix: that of the budget if it is a share, otherwise of the bytes held."""
-    cells = [cells[budget] for cells in block.rows.values() if budget in cells] or [block.full]
     asked = cells[0].run.value["budget"]
     held = [cell.held for cell in cells if cell.held is not None]
     return classify_share(fmean(held) if held and not isinstance(asked, float) else float(asked or 0))

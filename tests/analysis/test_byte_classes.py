@@ -46,6 +46,11 @@ def test_a_class_does_not_creep_upwards():
     ]
 
 
+def test_no_two_classes_have_one_name():
+    names = list(split(make_cell("one", 0.0026), make_cell("other", 0.00296), make_cell("like", 0.0027)))
+    assert names == ["0.26% to 0.27% of the bytes", "0.30% of the bytes"]
+
+
 @pytest.mark.parametrize(("held", "kept", "attended"), [(None, None, None), (None, 0.5, 0.5)])
 def test_unknown_bytes_are_a_class(held, kept, attended):
     unknown = SimpleNamespace(name="old", held=held, kept=kept, attended=attended)

@@ -134,7 +134,7 @@ def test_columns_are_those_asked_for_and_in_that_order(store, capsys):
     arguments = ["--results", str(store), "question=hidden", "method=knorm", "--columns", ",".join(asked)]
     assert results.main([*arguments, "--format", "csv"]) == 0
     head = capsys.readouterr().out.splitlines()[0].split(",")
-    assert head[6:] == ["budget", "n", "low", "high", "rows_kept", "score", "best", "tied", "hash"]
+    assert head[6:] == ["budget", "n", "low", "high", "rows_kept", "score", "alike", "best", "tied", "hash"]
     assert results.main([*arguments, "--format", "markdown"]) == 0
     heads = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| method"))
     assert re.findall(r"\bn\b|95|kept|score", heads) == 2 * ["n", "95", "kept", "score"]
@@ -310,6 +310,22 @@ def test_cells_with_codecs_have_rows_sorted_by_bytes(tmp_path, names):
         text = form(blocks, 100) if form is format_text else form(blocks)
         found = [tuple(re.findall(r"\d+", name)) for name in re.findall(r"int8|int4\D+[25]0", text)]
         assert list(dict.fromkeys(found)) == [("4", "20"), ("4", "50"), ("8",)]
+
+
+def test_no_class_of_like_bytes_is_divided(tmp_path):
+    """fp8 of the full cache and of a method at budget 1 hold the same bytes, and the method has a raw rival at 20 %."""
+    for method, codec, share, budget in (
+        ("full", "raw", 1.0, 1.0),
+        ("full", "fp8", 0.5, 1.0),
+        ("snapkv", "fp8", 0.5, 1.0),
+        ("snapkv", "fp8", 0.1, 0.2),
+        ("tova", "raw", 0.1, 0.2),
+    ):
+        own = draw_records(share, 0.8, int(10 * budget))
+        write_run(tmp_path, own, method={"name": method}, codec={"name": codec}, budget=budget)
+    runs = load_runs(tmp_path)
+    [block] = separate_points(build_blocks(runs, runs)[0])
+    assert list(block.rows) == ["full · fp8", "snapkv · fp8", "tova"]
 
 
 @pytest.mark.parametrize("draws", [60, only_in_full(200)])

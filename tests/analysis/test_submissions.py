@@ -123,6 +123,8 @@ def test_a_failed_and_a_lacking_sample_score_0_in_their_own_row_alone(submit):
             (own.submission is row.submission, own.cell.tied) for own in table.rows if own.run.value["budget"] == 0.1
         }
         assert marks == {(True, False), (False, True)}  # the row is not compared with others
+        [table] = build_tables([row.submission])
+        assert not any(own.cell.best or own.cell.alike for own in table.rows)  # nothing is left to compare
 
 
 def test_without_a_whole_full_cache_there_is_no_difference(submit):
