@@ -32,6 +32,7 @@ from kvbench.store.runs import StoredRun
 SIZES = {"bytes": "held", "bytes_with_files": "loaded", "bytes_in_all": "whole"}  # --by -> attribute of MatrixCell
 SHOWN = 0.0005  # half of the last digit of a share: what is shown as 10.0 % counts as 10 %
 DECIMALS = 9  # of a share: means of equal shares may differ by less
+FEWER = 0.95  # part of the rows in a codec below which raw rows are fewer
 EQUAL = 0.05  # largest relative difference of bytes that count as equal
 
 
@@ -189,7 +190,10 @@ def compare_at_equal_bytes(block: ScoreBlock) -> list[EqualBytes]:
 
 
 def pair_at_equal_bytes(block: ScoreBlock) -> list[CodecPair]:
-    """Return the pairs of a block, in the order of the raw cells' budgets. A raw cell has one partner of each codec."""
+    """Return the pairs of a block, in the order of the raw cells' budgets. A raw cell has one partner of each codec.
+
+    It keeps fewer rows than its partner: a codec that saves no bytes leaves nothing to compare.
+    """
     cells = [(label, cell) for _, label, cell in list_cells([block]) if cell.held and not cell.run.full]
     raw = [(label, cell) for label, cell in cells if cell.run.value["codec"]["name"] == "raw"]
     pairs: dict[tuple[str, str], CodecPair] = {}
@@ -198,7 +202,11 @@ def pair_at_equal_bytes(block: ScoreBlock) -> list[CodecPair]:
         if codec["name"] == "raw":
             continue
         eviction = hash_eviction(coded.run)
-        beside = [CodecPair(label, plain, coded) for label, plain in raw if hash_eviction(plain.run) == eviction]
+        beside = [
+            CodecPair(label, plain, coded)
+            for label, plain in raw
+            if hash_eviction(plain.run) == eviction and keeps_fewer(plain.kept, coded.kept)
+        ]
         pair = min(beside, key=lambda pair: pair.distance, default=None)
         if pair is None or pair.distance > EQUAL:
             continue
@@ -206,6 +214,11 @@ def pair_at_equal_bytes(block: ScoreBlock) -> list[CodecPair]:
         if key not in pairs or pair.distance < pairs[key].distance:
             pairs[key] = pair
     return sorted(pairs.values(), key=lambda pair: rank_budget(pair.raw.run))
+
+
+def keeps_fewer(raw: float | None, coded: float | None) -> bool:
+    """Return whether raw rows are fewer than those in a codec; both are shares of the rows, unknown in old records."""
+    return raw is None or coded is None or raw < FEWER * coded
 
 
 def average_pairs(pairs: Sequence[CodecPair], samples: Samples) -> list[PairedScores]:

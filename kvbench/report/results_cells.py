@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvbench.analysis.byte_classes import reads_few_rows, split_by_measure
+from kvbench.analysis.byte_front import keeps_fewer
 from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.joint_signs import find_margin, is_no_worse, sign_known_intervals
 from kvbench.analysis.known_intervals import subtract_intervals
@@ -357,6 +358,7 @@ def pair_older_lines(section: Section) -> list[BytesPair]:
             if (line["method"], line["allocator"]) == (coded["method"], coded["allocator"])
             and line["label"].split(" · ")[0] == name
             and abs(coded["bytes_held"] / line["bytes_held"] - 1) <= EQUAL
+            and keeps_fewer(line["rows_kept"], coded["rows_kept"])
         ]
         if alike:
             nearest = min(alike, key=lambda line: abs(line["bytes_held"] - coded["bytes_held"]))

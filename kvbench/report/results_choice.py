@@ -28,6 +28,7 @@ from kvbench.report.results_conclusions import (
     conclude_codecs,
     conclude_no_worse,
     count_losses,
+    describe_elsewhere,
     describe_smaller,
     list_best_once,
     list_smaller,
@@ -60,8 +61,9 @@ rows as candidates, and measure these on your own model and task: `python run.py
 
 *May be best* lists the cells without a codec whose scores the samples do not tell from the highest at these bytes. If
 there are many, it gives their number and the one with the highest score. The score and *diff*, its difference from the
-full cache, have 95 % intervals and are those of the first cell that is named. Some methods ({twice}) let the model
-read each prompt a second time before the first token; *read once* names the cells that may be best without them.
+full cache, have 95 % intervals and are those of the first cell that is named. Some methods ({twice}) let the model read
+each prompt a second time before the first token, which [takes time](results-cost.md); *read once* names the cells that
+may be best without them.
 """
 NEEDS = {  # question of the prompts -> title of the need
     "visible": "The question is known when the cache is cut",
@@ -85,6 +87,7 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
         chosen = choose_question(sections, question)
         columns = [column for level in LEVELS if (column := choose_column(chosen, level, REACH))]
         text += [f"## {title}", "", *format_columns(columns)]
+        text += [f"{wrap(said.strip())}\n" for column in columns if (said := describe_elsewhere(column, sections))]
     for title, tasks in {"Answers are long": LONG_TASKS, "A context gets several questions": TURN_TASKS}.items():
         known = [section for question in NEEDS if (section := choose_task(sections, tasks, question))]
         advice = [line for section in known for line in recommend_task(section, margin)]

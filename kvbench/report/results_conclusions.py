@@ -47,6 +47,7 @@ from kvbench.report.results_text import (
     say_percent,
 )
 
+LITTLE = 5  # points; a cell that scores less with the question in sight has little to lose
 LEVEL = 0.2  # share of the bytes at which methods are compared
 ALONE = "Each cell is judged by its own interval: about 1 in 40 cells that truly lose as much passes by chance."
 FEW = 3  # cells that may be the best and are still named
@@ -164,11 +165,11 @@ def name_leaders(column: Column) -> str:
     return f"no best method can be named: any of {len(names)} of {count} may be it"
 
 
-def describe_best(column: Column) -> str:
+def describe_best(column: Column, sections: Sequence[Section]) -> str:
     """Return the score of the highest cell of a column, how many others score less, and what else a user may choose.
 
-    That is the best of the methods that read each prompt once, if the highest cell's method reads it twice, and a cell
-    with a codec that scores more than this at the same bytes.
+    That is the best of the methods that read each prompt once, if the highest cell's method reads it twice, a cell with
+    a codec that scores more than this at the same bytes, and a cell that scores more in another part of `sections`.
     """
     best, full = column.leaders[0], column.section.full
     less = len(column.cells) - len(column.leaders)
@@ -181,20 +182,45 @@ def describe_best(column: Column) -> str:
         text += f" Jointly at 95 %, the other {f'{less} are' if less > 1 else 'one is'} not the best."
     once = list_best_once(column.cells)
     if best["method"] in TWICE and once:
-        text += f" It reads each prompt twice. Of those that read it once, {describe_leaders(once)}."
+        text += " It reads each prompt twice, which [takes time](results-cost.md)."
+        text += f" Of those that read it once, {describe_leaders(once)}."
     coded = find_best_coded(column)
     if coded is not None and coded["score"] > (once or column.leaders)[0]["score"]:
         text += f" With a codec, {name_cell(coded)} scores {format_score_interval(coded)} at nearly the same bytes."
-    return text
+    return text + describe_elsewhere(column, sections)
+
+
+def describe_elsewhere(column: Column, sections: Sequence[Section]) -> str:
+    """Return the cell that scores most of those that another part measured at the settings and bytes of a column.
+
+    Parts are not compared with each other, so it is empty unless that cell's score is above all of the column.
+    """
+    best, labels = column.leaders[0], {line["label"] for line in column.cells}
+    others = [
+        (line["score"], section.part, line, section)
+        for section in sections
+        if section is not column.section and section.protocol == column.section.protocol
+        for line in section.list_cells(EVICTING)
+        if line["label"] not in labels and abs(line["bytes_held"] / best["bytes_held"] - 1) <= EQUAL
+    ]
+    *_, line, section = max(others, default=(0.0, "", best, column.section), key=lambda other: other[:2])
+    if line["score"] <= best["score"]:
+        return ""
+    known = [each for each in section.cells if (each["label"], each["budget"]) == (best["label"], best["budget"])]
+    beside = f", and {name_cell(known[0])} {format_score_interval(known[0])}" if known else ""
+    return (
+        f" Part {section.part} has other cells at the same settings: {name_cell(line)} scores "
+        f"{format_score_interval(line)} there{beside}."
+    )
 
 
 def list_best_once(cells: Sequence[Line]) -> list[Line]:
     """Return the cells that may be the best of those that read each prompt once, the highest score first.
 
-    Of lines of older versions, which do not say it, this is the cell with the highest score.
+    Of lines of older versions, which do not say it, these are the cells with the highest score.
     """
     leaders = list_leaders([line for line in cells if line["method"] not in TWICE])
-    return leaders if all(map(knows_pairs, leaders)) else leaders[:1]
+    return [line for line in leaders if knows_pairs(line) or line["score"] == leaders[0]["score"]]
 
 
 def describe_leaders(leaders: Sequence[Line]) -> str:
@@ -236,7 +262,7 @@ def conclude_best(sections: Sequence[Section], margin: float) -> Conclusion | No
         return None
     return Conclusion(
         f"With {column.share} of the bytes and the question in sight, {name_leaders(column)}.",
-        describe_best(column),
+        describe_best(column, sections),
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
     )
 
@@ -256,6 +282,9 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     most = max(changed, key=lambda line: (abs(line["question_gain"]), line["label"]))
     rise = f" and raises it in {signs[1]}" if signs[1] else ""
     others = f" In {signs[0]} no change is shown." if signs[0] else ""
+    low = [line for line in changed if line["score"] - line["question_gain"] < LITTLE]
+    if signs[0] and low:
+        others += f" {len(low)} of the {len(changed)} score less than {LITTLE} points even with the question in sight."
     best, shift = column.leaders[0], ""
     if best in changed and best != most:
         shift = (
@@ -265,7 +294,7 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
         f"Cutting the cache before the question is known lowers the score in {signs[-1]} of {len(changed)} cells"
         f"{rise} (jointly at 95 %).",
         f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{others} "
-        f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column)}{shift}",
+        f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column, sections)}{shift}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
     )
 

@@ -57,6 +57,16 @@ def read_cost_tables(folder: Path) -> list[CostTable]:
     return tables
 
 
+def read_prefill_ratios(folder: Path) -> dict[str, float]:
+    """Return method -> the time of its prefill over the full cache's, from prefill-1.csv of `bench-methods` if any."""
+    path = folder / "prefill-1.csv"
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = [line for line in csv.DictReader(file) if (line["preset"], line["codec"]) == ("", "raw")]
+    return {line["method"]: float(line["ratio"]) for line in lines if line["allocator"] == "uniform" and line["ratio"]}
+
+
 def read_row(line: Row, columns: Sequence[str]) -> Row:
     """Return the name of a row and its measured numbers; empty texts in the place of what is none."""
     values = {column: line.get(f"{column} measured") or "" for column in columns}

@@ -1,7 +1,7 @@
 """Write docs/results-measured.md: what was measured, where, with which code, and what of it is not finished."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbench.analysis.result_lines import Line
@@ -63,25 +63,40 @@ def format_checksums(checksums: Mapping[str, str]) -> list[str]:
     return ["", "## Checksums", "", wrap(CHECKSUMS), "", *format_markdown(columns, sorted(checksums.items()))]
 
 
-def describe_progress(measured: Collection[str]) -> str:
-    """Return how many parts of the study have cells; empty if all of them have, or none."""
-    planned = [name for name, part in read_study().items() if part.question]
-    begun = [name for name in planned if name in measured]
-    if not begun or len(begun) == len(planned):
+def describe_progress(measured: Mapping[str, int]) -> str:
+    """Return how much of the study was measured; empty if it is complete, or if nothing was.
+
+    Args:
+        measured: Name of a part -> its cells of methods.
+    """
+    study = {name: part for name, part in read_study().items() if part.question}
+    planned = {name: count_planned(study[name]) for name in measured if name in study}
+    whole = [name for name, count in planned.items() if measured[name] >= count]
+    begun = [f"{name} has {measured[name]} of {count} cells" for name, count in planned.items() if name not in whole]
+    if not planned or len(whole) == len(study):
         return ""
-    return (
-        f"The study is under way: of its {len(planned)} parts, {join_words(begun, 'and')} "
-        f"{'has' if len(begun) == 1 else 'have'} cells so far. Conclusions that they do not allow yet stand on earlier "
-        "measurements."
-    )
+    if whole:
+        begun.append(f"{join_words(whole, 'and')} {'is' if len(whole) == 1 else 'are'} complete")
+    text = f"The study is under way: of its {len(study)} parts, {join_words(begun, 'and')}."
+    earlier = {name: count for name, count in measured.items() if name not in study}
+    if earlier:
+        text += (
+            f" {sum(earlier.values())} of the cells are earlier measurements: parts {join_words(list(earlier), 'and')}."
+        )
+        text += " Conclusions stand on them where the study does not allow any yet."
+    return text
+
+
+def count_planned(part: StudyPart) -> int:
+    """Return the number of cells of a part of conf/measured.yaml, without those of the full cache."""
+    return sum(len(expand_cells(sweep)) for sweep in part.list_sweeps(Path("results")))
 
 
 def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, StudyPart]) -> str:
     """Return which parts have fewer cells than conf/measured.yaml lists; empty if none has."""
     texts = []
     for name, lines in parts.items():
-        sweeps = known[name].list_sweeps(Path("results")) if name in known else []
-        planned, measured = sum(len(expand_cells(sweep)) for sweep in sweeps), len(list_methods(lines))
+        planned, measured = count_planned(known[name]) if name in known else 0, len(list_methods(lines))
         if measured < planned:
             texts.append(f"Part {name} is not finished: {measured} of its {planned} cells of methods were measured.")
     return " ".join(texts)

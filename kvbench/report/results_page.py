@@ -36,7 +36,7 @@ from kvbench.report.results_conclusions import (
     conclude_no_worse,
     draw_conclusions,
 )
-from kvbench.report.results_cost import CostTable, format_costs, read_cost_tables
+from kvbench.report.results_cost import CostTable, format_costs, read_cost_tables, read_prefill_ratios
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_classes, list_ties
 from kvbench.report.results_limits import describe_models, format_limits
 from kvbench.report.results_origin import describe_origin, describe_progress
@@ -101,9 +101,9 @@ gets several questions. *Jointly at 95 %* means that all signs that a sentence c
 should I use?](which-method.md) draws on the same data.
 """
 TERMS = """\
-Tables are sorted by the mean score over their budgets, the highest first, with the full cache last, or by bytes if
-their cells have no common budget. *bytes* is the measured share of the full cache's. *diff* is the difference from the
-full cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full
+Tables of scores are sorted by the mean score over their budgets, the highest first, with the full cache last, or by
+bytes if their cells have no common budget. *bytes* is the measured share of the full cache's. *diff* is the difference
+from the full cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full
 cache's, in nats a token. *Ranks* are the places that a cell may have in its class: the cells of a budget that hold the
 same bytes to within 10 %. All ranks of a class hold together with 95 % confidence
 ([Statistics](statistics.md#ranks)).
@@ -123,11 +123,14 @@ SUBPAGE = """\
 tell](results.md#what-they-cannot-tell) applies here, too.
 """
 PAYS = """\
-Some methods pay for their score. kvzip and kvgrad let the model read each prompt twice, attention_matching also
-solves equations for each head, and omnikv, quest, pqcache and deltakv without its codec keep the whole cache in
-memory. [GPU and efficiency](gpu-and-efficiency.md) says how times are measured. The models have random weights in the
-original shape. Empty cells were not measured or did not run. *over full* is the ratio to the full cache of kvbench.
+Some methods pay for their score. kvzip and kvgrad let the model read each prompt twice, attention_matching also solves
+equations for each head, and omnikv, quest, pqcache and deltakv without its codec keep the whole cache in memory.{slow}
+[GPU and efficiency](gpu-and-efficiency.md) says how times are measured. The models have random weights in the original
+shape. Empty cells were not measured or did not run. *over full* is the ratio to the full cache of kvbench.
 """
+
+
+SLOW = 2.0  # a prefill that takes so many times as long as the full cache's is named
 
 
 def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
@@ -183,8 +186,9 @@ def write_results_page(
     pictures |= {FIGURE: draw_figure(figure)} if figure else {}
     folders = list(dict.fromkeys(os.path.relpath(path.parent, out) for path in files.values()))
     tables = read_cost_tables(efficiency) if efficiency else []
+    prefill = read_prefill_ratios(efficiency) if efficiency else {}
     checksums = read_all_checksums(files.values())
-    pages = format_pages(parts, folders, pictures, tables, margin, numbers, checksums)
+    pages = format_pages(parts, folders, pictures, tables, margin, numbers, checksums, prefill)
     (out / "images").mkdir(parents=True, exist_ok=True)
     written = {out / name: text for name, text in pages.items()}
     written |= {out / "images" / f"{name}.svg": text for name, text in pictures.items()}
@@ -229,6 +233,7 @@ def format_pages(
     margin: float = MARGIN,
     numbers: Mapping[str, PartNumbers] = MappingProxyType({}),
     checksums: Mapping[str, str] = MappingProxyType({}),
+    prefill: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Return the name of each page and its text, docs/results.md first.
 
@@ -240,12 +245,24 @@ def format_pages(
         margin: As in `write_results_page`.
         numbers: Name of a part -> its numbers, for the parts whose comparisons are known.
         checksums: Published file -> its SHA-256.
+        prefill: Method -> the time of its prefill over the full cache's.
     """
     sections = split_sections(parts, numbers)
     pages = {PAGE: format_front(sections, sources, pictures, margin)}
     for page in PAGES:
-        pages[name_page(page)] = format_subpage(page, parts, sections, pictures, tables, margin, checksums)
+        pages[name_page(page)] = format_subpage(page, parts, sections, pictures, tables, margin, checksums, prefill)
     return pages | {results_choice.PAGE: results_choice.format_choice(sections, tables, margin)}
+
+
+def describe_slow(prefill: Mapping[str, float]) -> str:
+    """Return a sentence about the methods whose prefill takes SLOW times the full cache's or more, if there are any."""
+    slow = [f"{ratio:.1f} times as long with {name}" for name, ratio in sorted(prefill.items()) if ratio >= SLOW]
+    if not slow:
+        return ""
+    return (
+        f" On one thread of a CPU, a prefill of 4,096 tokens takes {join_words(slow, 'and')} "
+        "([On a CPU](gpu-and-efficiency.md#on-a-cpu))."
+    )
 
 
 def name_page(page: str) -> str:
@@ -276,7 +293,10 @@ def format_front(
     figure = choose_figure(sections)
     shown = figure.cells if figure else ()
     counts = f"{answers:,} answers of {cells:,} cells were measured."
-    progress = describe_progress({section.part for section in sections})
+    measured: dict[str, int] = {}
+    for section in sections:
+        measured[section.part] = measured.get(section.part, 0) + len(list_methods(section.cells))
+    progress = describe_progress(measured)
     ties = TIES if figure and list_ties(figure) else NO_TIES if figure and list_classes(figure) else ""
     older = any("rank_class" not in line for line in shown)
     hollow = any(classify(line) == READING for line in shown)
@@ -313,6 +333,7 @@ def format_subpage(
     tables: Sequence[CostTable],
     margin: float,
     checksums: Mapping[str, str],
+    prefill: Mapping[str, float],
 ) -> str:
     """Return a sub-page, one of PAGES."""
     title, question = TITLES[page]
@@ -322,7 +343,8 @@ def format_subpage(
     if page == MEASURED:
         return "\n".join([head, *describe_origin(parts, checksums), ""])
     if page == COST:
-        return "\n".join([head, wrap_paragraphs(PAYS), *(format_costs(tables) or ["No times were measured yet.\n"])])
+        pays = wrap_paragraphs(PAYS.format(slow=describe_slow(prefill)))
+        return "\n".join([head, pays, *(format_costs(tables) or ["No times were measured yet.\n"])])
     changes: list[str] = []
     for heading, text in list_changes(page, sections).items():
         changes += [f"## {heading}", "", *text, ""] if text else []

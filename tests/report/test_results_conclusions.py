@@ -63,7 +63,9 @@ def test_the_best_is_named_only_as_far_as_the_ranks_tell(ranks, headline):
     assert (
         best.cells == "part a, smollm2, ruler length 4096, question visible, 120 samples a cell: raw rows, budget 20 %"
     )
-    assert best.text.endswith("twice. Of those that read it once, `tova` has the highest score: 70.0 [65.0, 75.0].")
+    assert best.text.endswith(
+        "(results-cost.md). Of those that read it once, `tova` has the highest score: 70.0 [65.0, 75.0]."
+    )
     for score, held in ((71.0, 0.2), (69.0, 0.2), (75.0, 0.3)):
         coded = make_line("tova · int4", 0.7, score, codec="int4", bytes_held=held)
         text = conclude_best(split(a=[*make_class(*ranks), coded]), 3.0).text
@@ -113,9 +115,13 @@ def test_hiding_the_question_is_counted_jointly():
     lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
     sentence = conclude_hidden(split_sections({"a": lines}), 3.0)
     assert "lowers the score in 1 of 3 cells (jointly at 95 %)." in sentence.headline
+    assert "with the question in sight. With" not in sentence.text  # none of the cells scored little there
     start = "The largest change is that of `kvzip`: -30.0 [-40.0, -20.0]. In 2 no change is shown. With"
     assert sentence.text.startswith(start)
     assert conclude_hidden(split(a=make_class(*BEST)), 3.0) is None
+    hidden[2] |= {"score": 2.0}
+    poor = conclude_hidden(split_sections({"a": lines[:5] + hidden}), 3.0)
+    assert "1 of the 3 score less than 5 points even with the question in sight. With" in poor.text
     hidden[2] |= {"question_gain": 35.0, "question_gain_low": 30.0, "question_gain_high": 40.0}
     lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
     both = conclude_hidden(split_sections({"a": lines}), 3.0)
@@ -124,13 +130,27 @@ def test_hiding_the_question_is_counted_jointly():
     assert both.text.endswith("Hiding the question changes the score of `kvzip` by -30.0 [-40.0, -20.0].")
 
 
+def test_a_cell_that_scores_more_in_another_part_is_named():
+    more, less = make_line("kvgrad", 0.2, 85.0), make_line("rkv", 0.2, 79.0)
+    again = make_class(*BEST)[0] | {"score": 82.0, "score_low": 77.0, "score_high": 87.0}
+    best = conclude_best(split(a=make_class(*BEST), d=[more, less, again]), 3.0)
+    assert best.text.endswith(
+        " Part d has other cells at the same settings: `kvgrad` scores 85.0 [80.0, 90.0] there, and `kvzip` 82.0 "
+        "[77.0, 87.0]."
+    )
+    for other in (less, more | {"bytes_held": 0.3}, more | {"codec": "int4"}, more | {"question": "hidden"}):
+        sections = split(a=make_class(*BEST)) + split_sections({"d": [make_full(), other, other]})
+        assert "Part d" not in conclude_best(sections, 3.0).text
+
+
 def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     coded = make_line("tova · int4", 0.71, 90.0, codec="int4", bytes_held=0.205)
     other = make_line("sink · int4", 0.71, 90.0, codec="int4", bytes_held=0.205)
     larger = coded | {"budget": 0.8, "bytes_held": 0.215}
+    saving_nothing = coded | {"label": "tova · palu", "rows_kept": 0.2}
     whole = make_line("full · int4", 1.0, 90.0, codec="int4", bytes_held=0.2)
     decided = make_line("tova", "threshold=-3", 90.0, bytes_held=0.2)
-    [section] = split(a=[*make_class(*BEST), coded, other, larger, whole, decided])
+    [section] = split(a=[*make_class(*BEST), coded, other, larger, saving_nothing, whole, decided])
     [pair] = pair_equal_bytes(section)
     assert (pair.sign, pair.paired) == (1, False)
     assert (pair.coded, pair.raw["label"]) == (coded, "tova")

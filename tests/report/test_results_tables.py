@@ -4,7 +4,8 @@ import pytest
 
 from kvbench.analysis.text_table import Column, format_markdown
 from kvbench.report.results_cells import EVICTING, count_signs, find_front, split_sections
-from kvbench.report.results_cost import find_fastest, format_costs, read_cost_tables
+from kvbench.report.results_cost import find_fastest, format_costs, read_cost_tables, read_prefill_ratios
+from kvbench.report.results_page import describe_slow
 from kvbench.report.results_pictures import shorten_label
 from kvbench.report.results_tables import (
     compare_to_full,
@@ -179,6 +180,15 @@ full cache,,5.0,8.0,1.00
 R-KV,,4.5,[1],[1]
 KIVI,,OOM,OOM,–
 """
+
+
+def test_slow_prefills_are_named(tmp_path):
+    lines = ["method,preset,allocator,codec,ratio", "kvzip,,uniform,raw,4.33", "kvzip,plus,uniform,raw,4.62"]
+    lines += ["snapkv,,uniform,raw,1.01", "snapkv,,ada,raw,9", "kvgrad,,uniform,raw,7.67", "rkv,,uniform,raw,"]
+    (tmp_path / "prefill-1.csv").write_text("\n".join(lines))
+    ratios = read_prefill_ratios(tmp_path)
+    assert ratios == {"kvzip": 4.33, "snapkv": 1.01, "kvgrad": 7.67} and read_prefill_ratios(tmp_path / "x") == {}
+    assert "takes 7.7 times as long with kvgrad and 4.3 times as long with kvzip ([On a CPU]" in describe_slow(ratios)
 
 
 def test_only_rows_that_ran_have_a_cost(tmp_path):
