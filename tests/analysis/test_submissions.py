@@ -38,7 +38,7 @@ def collect_numbers(tables, submission):
     rows = [row for table in tables for row in table.rows if row.submission is submission]
     return {
         (row.label, row.cell.run.hash): (
-            replace(row.cell, run=None, best=False, tied=False),
+            replace(row.cell, run=None, alike="", best=False, tied=False),
             row.run.lacking,
             row.run.failed,
             row.panel.block.full.score,
