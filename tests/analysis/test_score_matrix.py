@@ -290,18 +290,20 @@ def test_only_cells_of_like_bytes_are_compared(tmp_path):
     assert not cells["alone"].tied and all(cells[name].tied for name in ("even", "reads"))
 
 
+def write_cells(folder, *cells: str) -> list:
+    """The runs of a full cache and of cells: method, codec, share of the bytes, budget."""
+    for cell in ("full raw 1 1", *cells):
+        method, codec, share, budget = cell.split()
+        own = draw_records(float(share), 0.8, int(10 * float(budget)))
+        write_run(folder, own, method={"name": method}, codec={"name": codec}, budget=float(budget))
+    return load_runs(folder)
+
+
 @pytest.mark.parametrize("names", [[], ["codec"]])
 def test_cells_with_codecs_have_rows_sorted_by_bytes(tmp_path, names):
-    for method, codec, share, budget in (
-        ("full", "raw", 1.0, 1.0),
-        ("full", "int8", 0.5, 1.0),
-        ("snapkv", "raw", 0.2, 0.2),
-        ("snapkv", "int4", 0.06, 0.2),
-        ("snapkv", "int4", 0.14, 0.5),
-    ):
-        own = draw_records(share, 1, 0)
-        write_run(tmp_path, own, method={"name": method}, codec={"name": codec}, budget=budget)
-    runs = load_runs(tmp_path)
+    runs = write_cells(
+        tmp_path, "full int8 0.5 1", "snapkv raw 0.2 0.2", "snapkv int4 0.06 0.2", "snapkv int4 0.14 0.5"
+    )
     blocks = group_blocks(build_blocks(runs, runs)[0], names)
     main, points = separate_points(blocks)
     assert (list(main.rows), main.budgets) == (["snapkv"], ("20\u202f%",))
@@ -314,16 +316,7 @@ def test_cells_with_codecs_have_rows_sorted_by_bytes(tmp_path, names):
 
 def test_no_class_of_like_bytes_is_divided(tmp_path):
     """fp8 of the full cache and of a method at budget 1 hold the same bytes, and the method has a raw rival at 20 %."""
-    for method, codec, share, budget in (
-        ("full", "raw", 1.0, 1.0),
-        ("full", "fp8", 0.5, 1.0),
-        ("snapkv", "fp8", 0.5, 1.0),
-        ("snapkv", "fp8", 0.1, 0.2),
-        ("tova", "raw", 0.1, 0.2),
-    ):
-        own = draw_records(share, 0.8, int(10 * budget))
-        write_run(tmp_path, own, method={"name": method}, codec={"name": codec}, budget=budget)
-    runs = load_runs(tmp_path)
+    runs = write_cells(tmp_path, "full fp8 0.5 1", "snapkv fp8 0.5 1", "snapkv fp8 0.1 0.2", "tova raw 0.1 0.2")
     [block] = separate_points(build_blocks(runs, runs)[0])
     assert list(block.rows) == ["full · fp8", "snapkv · fp8", "tova"]
 
