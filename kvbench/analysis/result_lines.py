@@ -41,6 +41,7 @@ from kvbench.analysis.joint_signs import bound_ranks, sign_changes
 from kvbench.analysis.paired import PairedScores, compare_averages
 from kvbench.analysis.score_matrix import MatrixCell, Samples, ScoreBlock, build_blocks, list_cells
 from kvbench.analysis.score_matrix_columns import COLUMNS
+from kvbench.analysis.turn_scores import TurnScores, compare_turns
 from kvbench.config.catalogue import load_settings
 from kvbench.store.csv_rows import format_rows
 from kvbench.store.published_runs import PublishedRun, describe_machines, publish, require_pyarrow
@@ -72,11 +73,13 @@ class PartNumbers:
         lines: A line for each cell.
         planned: The planned comparisons; empty if only lines are known.
         varied: The comparisons of cells that differ in presets, settings or files alone; likewise.
+        turns: The scores of cells by turn, where contexts get several questions; likewise.
     """
 
     lines: Sequence[Line]
     planned: Sequence[CellComparison] = ()
     varied: Sequence[CellComparison] = ()
+    turns: Sequence[TurnScores] = ()
 
 
 def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
@@ -322,7 +325,9 @@ def read_part(path: Path, pairs: Sequence[tuple[str, str]] = ()) -> PartNumbers:
 
     runs, files = read_published(path)
     blocks = build_finished(runs)
-    return PartNumbers(describe_blocks(blocks, files), compare_planned(pairs, blocks), compare_variants(blocks))
+    return PartNumbers(
+        describe_blocks(blocks, files), compare_planned(pairs, blocks), compare_variants(blocks), compare_turns(blocks)
+    )
 
 
 def list_line_files(folder: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.joint_signs import find_margin, is_no_worse, sign_known_intervals
 from kvbench.analysis.known_intervals import subtract_intervals
 from kvbench.analysis.result_lines import BYTES_GAIN, SIGN, Line, PartNumbers
+from kvbench.analysis.turn_scores import TurnScores
 
 ALL = 0.995  # a cell with at least this share of the full cache's bytes counts as holding all of them
 EQUAL = 0.05  # part by which the bytes of two cells may differ that are compared at equal bytes
@@ -46,6 +47,7 @@ class Section:
         planned: The planned comparisons of two of them.
         planned_in_all: Number of planned comparisons of the part that were measured; their signs hold together.
         varied: The comparisons of those that differ in presets, settings or files alone.
+        turns: Their scores by turn, where contexts get several questions.
     """
 
     part: str
@@ -54,6 +56,7 @@ class Section:
     planned: Sequence[CellComparison] = ()
     planned_in_all: int = 0
     varied: Sequence[CellComparison] = ()
+    turns: Sequence[TurnScores] = ()
 
     @property
     def title(self) -> str:
@@ -111,7 +114,8 @@ def split_sections(
                 [each for each in compared if {each.one, each.other} <= names]
                 for compared in (known.planned, known.varied)
             )
-            sections.append(Section(part, protocol, cells, planned, len(known.planned), varied))
+            turns = [each for each in known.turns if each.run in names]
+            sections.append(Section(part, protocol, cells, planned, len(known.planned), varied, turns))
     return sections
 
 

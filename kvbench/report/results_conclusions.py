@@ -394,10 +394,30 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         heads.append(f"{where}, {'these samples decide nothing' if undecided == len(smaller) else found}")
         texts.append(describe_smaller(section, smaller, margin))
         cells.append(name_place(section, "cells with fewer bytes than the full cache"))
+        turned = choose_task(sections, tasks)
+        if turned is not None and turned.turns:
+            falls, count = [each.sign for each in turned.turns].count(-1), len(turned.turns)
+            heads[-1] += f", and {falls} of {count} caches that are cut for a first question serve the last worse"
+            texts.append(describe_turns(turned))
+            cells.append(name_place(turned, "all cells"))
     if not heads:
         return None
     headline = "; ".join(heads)
     return Conclusion(f"{headline[0].upper()}{headline[1:]}.", " ".join(texts), "; ".join(cells))
+
+
+def describe_turns(section: Section) -> str:
+    """Return how the difference from the full cache changes from the first question of a context to the last."""
+    signs, turns = [each.sign for each in section.turns], len(section.turns[0].losses)
+    most = min(section.turns, key=lambda each: each.change[0])
+    line = next(line for line in section.cells if line["hash"] == most.run)
+    ends = [format_number(most.losses[turn][0], sign="+") for turn in (0, -1)]
+    return (
+        f"With the first of {turns} questions in sight when the cache is cut, the difference from the full cache falls "
+        f"from the first to the last question in {signs.count(-1)} of {len(signs)} cells and rises in {signs.count(1)} "
+        f"(jointly at 95 %). {name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes changes most: from "
+        f"{ends[0]} to {ends[1]}, which is {format_difference(*most.change)}."
+    )
 
 
 def choose_task(sections: Sequence[Section], tasks: Sequence[str], question: str = "visible") -> Section | None:

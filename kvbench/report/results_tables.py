@@ -71,6 +71,12 @@ Pairs are sorted by the raw rows, then by the gain. Parts and questions without 
 question hidden, the question's rows come on top of the budget, and weigh more where they are raw."""
 PAIRED = " The intervals of *{column}* are paired by sample."
 INDEPENDENT = " The intervals of *{column}* take the two scores as independent, and are wider than paired ones."
+TURNS = (
+    "**By question.** From the first to the last of {turns} questions about a context, the difference from the full "
+    "cache falls in {less} of {count} cells and rises in {more} (jointly at 95 %). *question 1* and so on are the "
+    "differences at each question, and *change* is the last one less the first, paired by context, with its 95 % "
+    "interval. The cell that loses most is first."
+)
 PLANNED = (
     "**Planned comparisons.** These pairs were named before they were measured. *difference* is the score of the "
     "second cell less that of the first, paired by sample, with its 95 % interval. *more* says which of them scores "
@@ -94,7 +100,32 @@ def format_section(section: Section, margin: float) -> list[str]:
     readers = format_scores(section, READING, margin)
     if readers:
         text += [wrap(" ".join([READERS, *describe_holders(section)])), "", *readers, ""]
-    return [*text, *format_points(section, margin), *format_planned(section)]
+    return [*text, *format_points(section, margin), *format_turns(section), *format_planned(section)]
+
+
+def format_turns(section: Section) -> list[str]:
+    """Return the table of differences from the full cache by turn; empty without any."""
+    if not section.turns:
+        return []
+    turns, known = len(section.turns[0].losses), {each.run: each for each in section.turns}
+    signs = [each.sign for each in section.turns]
+
+    def show(turn: int) -> Callable[[Line], str]:
+        return lambda line: format_number(known[line["hash"]].losses[turn][0], sign="+")
+
+    columns = [
+        Column("cell", "", lambda line: line["label"]),
+        Column("budget", "", lambda line: format_budget(line["budget"])),
+        Column("bytes", "", lambda line: format_percent(line["bytes_held"])),
+        *(Column(f"question {turn + 1}", "", show(turn)) for turn in range(turns)),
+        Column("change", "", lambda line: format_difference(*known[line["hash"]].change)),
+    ]
+    cells = sorted(
+        (line for line in list_methods(section.cells) if line["hash"] in known),
+        key=lambda line: (known[line["hash"]].change[0], line["label"]),
+    )
+    sentence = TURNS.format(less=signs.count(-1), more=signs.count(1), count=len(signs), turns=turns)
+    return [wrap(sentence), "", *format_markdown(columns, cells), ""]
 
 
 def format_planned(section: Section) -> list[str]:

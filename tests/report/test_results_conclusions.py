@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from kvbench.analysis.result_lines import PartNumbers
+from kvbench.analysis.turn_scores import TurnScores
 from kvbench.report.results_cells import Section, classify, list_leaders, pair_equal_bytes, split_sections
 from kvbench.report.results_choice import format_choice
 from kvbench.report.results_conclusions import (
@@ -27,6 +29,7 @@ from kvbench.report.results_figure import (
     name_labels,
 )
 from kvbench.report.results_limits import format_limits
+from kvbench.report.results_tables import format_turns
 from tests.support.measured_lines import make_full, make_line, make_older, rank
 
 
@@ -228,6 +231,21 @@ def test_long_answers_and_several_turns_share_a_conclusion():
         "3.0 points. `tova` with 20 % of the bytes scores most"
     )
     assert "None of 3 cells with fewer bytes is shown to lose at most 3.0 points: 3 are shown to score" in both.text
+    seen = [line | {"task": "scbench"} for line in (make_full(), *make_class(*BEST))]
+    by_turn = [
+        TurnScores(name, [(0.0, -1.0, 1.0), (change, change - 2, change + 2)], (change, change - 3, change + 3), sign)
+        for name, change, sign in (("kvzip", -1.0, 0), ("tova", -30.0, -1), ("random", 4.0, 1))
+    ]
+    sections = split_sections({"h": turns, "v": seen}, {"v": PartNumbers(seen, turns=by_turn)})
+    turned = conclude_long(sections, 3.0)
+    assert turned.headline.endswith(
+        "to score less (jointly at 95 %), and 1 of 3 caches that are cut for a first question serve the last worse."
+    )
+    assert turned.text.endswith(
+        "falls from the first to the last question in 1 of 3 cells and rises in 1 (jointly at 95 %). `tova` with 20 % "
+        "of the bytes changes most: from +0.0 to -30.0, which is -30.0 [-33.0, -27.0]."
+    )
+    assert "| tova | 20 % | 20.0% | +0.0 | -30.0 | -30.0 \\[-33.0, -27.0\\] |" in format_turns(sections[1])
     turns[2] |= {"difference": -20.0, "low": -45.0, "high": 5.0}
     undecided = conclude_long(split_sections({"h": turns}), 3.0)
     assert undecided.headline.startswith("For several turns, 2 of 3 cells are shown")

@@ -97,7 +97,7 @@ def test_the_committed_pages_hold_what_small_files_say_and_name_the_others():
     origin = (ROOT / "docs" / name_page(MEASURED)).read_text()
     assert sections and all(f"| {part} |" in origin.replace("\\_", "_") for part in files)
     for name, digest in read_all_checksums(files.values()).items():
-        assert f"| {name} | {digest} |" in origin
+        assert f"| {name} | {digest} |" in origin.replace("\\_", "_")
 
 
 def test_results_are_one_screen():
