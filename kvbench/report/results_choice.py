@@ -30,6 +30,7 @@ from kvbench.report.results_conclusions import (
     count_losses,
     describe_elsewhere,
     describe_smaller,
+    describe_turns,
     list_best_once,
     list_smaller,
     name_place,
@@ -140,6 +141,8 @@ def recommend_task(section: Section, margin: float) -> list[str]:
         return []
     kept, *_ = count_losses(section, smaller, margin)
     none = "" if kept else " So none of them is recommended."
+    if section.turns and section.question == "visible":
+        none += f" {describe_turns(section)}"
     text = [f"{wrap(f'*Question {section.question}.* {describe_smaller(section, smaller, margin)}{none}')}\n"]
     found = [column for budget in list_budgets(section.cells) if (column := choose_budget(section, budget))]
     columns = [column for column in found if any(is_kept(line, section.full, margin) for line in column.cells)]
