@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvbench.analysis.joint_signs import find_margin, sign_known_intervals
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import format_number
+from kvbench.analysis.turn_scores import TurnScores
 from kvbench.report.results_cells import (
     ALL,
     EQUAL,
@@ -382,7 +383,10 @@ def say_files(line: Line) -> str:
 def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude what cutting costs where answers are long, and where a context gets several questions."""
     heads, texts, cells = [], [], []
-    places = ("where answers are long", LONG_TASKS, "visible"), ("for several turns", TURN_TASKS, "hidden")
+    places = (
+        ("where answers are long", LONG_TASKS, "visible"),
+        ("where a context gets several questions", TURN_TASKS, "hidden"),
+    )
     for where, tasks, question in places:
         section = choose_task(sections, tasks, question) or choose_task(sections, tasks)
         smaller = list_smaller(section) if section else []
@@ -390,34 +394,53 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
             continue
         *_, undecided = count_losses(section, smaller, margin)
         less = sign_losses(smaller).count(-1)
-        found = f"{less} of {len(smaller)} cells {'is' if less == 1 else 'are'} shown to score less (jointly at 95 %)"
+        are = "is" if less == 1 else "are"
+        found = f"{less} of {len(smaller)} cells {are} shown to score less than the full cache (jointly at 95 %)"
         heads.append(f"{where}, {'these samples decide nothing' if undecided == len(smaller) else found}")
         texts.append(describe_smaller(section, smaller, margin))
         cells.append(name_place(section, "cells with fewer bytes than the full cache"))
         turned = choose_task(sections, tasks)
         if turned is not None and turned.turns:
-            falls, count = [each.sign for each in turned.turns].count(-1), len(turned.turns)
-            heads[-1] += f", and {falls} of {count} caches that are cut for a first question serve the last worse"
-            texts.append(describe_turns(turned))
-            cells.append(name_place(turned, "all cells"))
+            worse = [each.sign for each in list_cut(turned)].count(-1)
+            heads[-1] += (
+                f", and {worse} of {len(list_cut(turned))} that are cut for the first question lose more at the last"
+            )
+            texts.append(describe_turns(turned, section))
+            cells.append(name_place(turned, "cells that keep some of the rows"))
     if not heads:
         return None
     headline = "; ".join(heads)
     return Conclusion(f"{headline[0].upper()}{headline[1:]}.", " ".join(texts), "; ".join(cells))
 
 
-def describe_turns(section: Section) -> str:
-    """Return how the difference from the full cache changes from the first question of a context to the last."""
-    signs, turns = [each.sign for each in section.turns], len(section.turns[0].losses)
-    most = min(section.turns, key=lambda each: each.change[0])
+def list_cut(section: Section) -> list[TurnScores]:
+    """Return the scores by turn of the cells that keep only some of the rows, the one that gets worse by most first."""
+    kept = {line["hash"]: line["rows_kept"] for line in section.cells}
+    return sorted((each for each in section.turns if kept[each.run] < ALL), key=lambda each: each.change[0])
+
+
+def describe_turns(section: Section, hidden: Section | None = None) -> str:
+    """Return what cut caches lose from the first question of a context to the last.
+
+    Args:
+        section: A section whose caches were cut with the first question in sight.
+        hidden: One whose caches were cut with none in sight.
+    """
+    cut, turns = list_cut(section), len(section.turns[0].losses)
+    signs, most = [each.sign for each in cut], cut[0]
     line = next(line for line in section.cells if line["hash"] == most.run)
-    ends = [format_number(most.losses[turn][0], sign="+") for turn in (0, -1)]
-    return (
-        f"With the first of {turns} questions in sight when the cache is cut, the difference from the full cache falls "
-        f"from the first to the last question in {signs.count(-1)} of {len(signs)} cells and rises in {signs.count(1)} "
-        f"(jointly at 95 %). {name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes changes most: from "
-        f"{ends[0]} to {ends[1]}, which is {format_difference(*most.change)}."
+    first, last = (format_number(most.losses[turn][0], sign="+") for turn in (0, -1))
+    text = (
+        f"With the first of {turns} questions in sight when the cache is cut, {signs.count(-1)} of {len(cut)} cut "
+        f"caches lose more against the full cache at the last question than at the first, and {signs.count(1)} lose "
+        f"less (jointly at 95 %). {name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes gets worse by "
+        f"most: its difference from the full cache is {first} at the first question and {last} at the last, a change "
+        f"of {format_difference(*most.change)}."
     )
+    if hidden is not None and hidden.turns and hidden.question == "hidden":
+        unseen = [each.sign for each in list_cut(hidden)]
+        text += f" With none in sight, {unseen.count(-1)} of {len(unseen)} lose more at the last than at the first."
+    return text
 
 
 def choose_task(sections: Sequence[Section], tasks: Sequence[str], question: str = "visible") -> Section | None:

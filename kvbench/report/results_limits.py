@@ -6,9 +6,9 @@ from kvbench.report.results_cells import MODELS, Section
 from kvbench.report.results_text import join_words, wrap
 
 ABOUT = {  # model -> what it is, in a few words
-    "smollm2_long": "SmolLM2-135M tuned to the tasks",
-    "smollm2": "SmolLM2-135M as it was published",
-    "reference": "the embedded model, which kvbench trained",
+    "smollm2_long": "SmolLM2-135M tuned to the tasks (`smollm2_long`)",
+    "smollm2": "SmolLM2-135M as it was published (`smollm2`)",
+    "reference": "the embedded model, which kvbench trained (`reference`)",
 }
 LIMITS = {  # model -> what its numbers cannot tell
     "smollm2_long": (
@@ -31,8 +31,9 @@ ALWAYS = (
     "the differences. What does carry over is the way to compare: on the same samples, at equal measured bytes, and "
     "with an interval for each difference.",
     "Generated texts replace the benchmarks' own in most parts, so scores cannot be compared with published "
-    "ones ([which](results-measured.md)). Scores say nothing about time ([cost](results-cost.md)). Each "
-    "sentence holds with 95 % confidence by itself; that all of them hold is less certain.",
+    "ones ([which](results-measured.md)). Scores say nothing about time ([cost](results-cost.md)). What is "
+    "said *jointly* holds with 95 % confidence within its sentence; that all sentences hold is less certain. Another "
+    "interval is that of one cell or pair, and where the largest or the smallest of several is named, it overstates.",
 )
 
 

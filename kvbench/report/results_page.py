@@ -104,9 +104,11 @@ TERMS = """\
 Tables of scores are sorted by the mean score over their budgets, the highest first, with the full cache last, or by
 bytes if their cells have no common budget. *bytes* is the measured share of the full cache's. *diff* is the difference
 from the full cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full
-cache's, in nats a token. *Ranks* are the places that a cell may have in its class: the cells of a budget that hold the
-same bytes to within 10 %. All ranks of a class hold together with 95 % confidence
-([Statistics](statistics.md#ranks)).
+cache's, in nats a token. *Ranks* are the places that a cell may have in its class: the cells of a budget that hold at
+most a tenth more bytes than the one that holds the fewest. A cell that is alone in its class has none. All ranks of a
+class hold together with 95 % confidence ([Statistics](statistics.md#ranks)). A budget is a share of the rows at the
+time when the cache is cut. Rows that are read or written later, such as those of a hidden question, come on top of it,
+and some methods go on cutting while they answer, so *bytes* can differ from the budget.
 
 A cell is *shown to lose at most m points*, and has the mark {mark}, only if the lower end of its *diff* is above -m:
 it may score less than the full cache, but not by more. The margin m is {margin:g} points, or a tenth of the full
@@ -288,11 +290,11 @@ def format_front(
 ) -> str:
     """Return docs/results.md."""
     links = join_words([f"[{source.removeprefix('../')}]({source})" for source in sources], "and")
-    cells = sum(len(section.cells) for section in sections)
+    cells = sum(len(list_methods(section.cells)) for section in sections)
     answers = sum(line["n"] for section in sections for line in section.cells)
     figure = choose_figure(sections)
     shown = figure.cells if figure else ()
-    counts = f"{answers:,} answers of {cells:,} cells were measured."
+    counts = f"{answers:,} answers of {cells:,} cells and of their full caches were measured."
     measured: dict[str, int] = {}
     for section in sections:
         measured[section.part] = measured.get(section.part, 0) + len(list_methods(section.cells))

@@ -72,14 +72,15 @@ question hidden, the question's rows come on top of the budget, and weigh more w
 PAIRED = " The intervals of *{column}* are paired by sample."
 INDEPENDENT = " The intervals of *{column}* take the two scores as independent, and are wider than paired ones."
 TURNS = (
-    "**By question.** From the first to the last of {turns} questions about a context, the difference from the full "
-    "cache falls in {less} of {count} cells and rises in {more} (jointly at 95 %). *question 1* and so on are the "
-    "differences at each question, and *change* is the last one less the first, paired by context, with its 95 % "
-    "interval. The cell that loses most is first."
+    "**By question.** Of {count} cells, {less} lose more against the full cache at the last of {turns} questions about "
+    "a context than at the first, and {more} lose less (jointly at 95 %). *question 1* and so on are the differences "
+    "from the full cache at each question, and *change* is the last one less the first, paired by context, with its "
+    "95 % interval. The cell that gets worse by most is first."
 )
 PLANNED = (
-    "**Planned comparisons.** These pairs were named before they were measured. *difference* is the score of the "
-    "second cell less that of the first, paired by sample, with its 95 % interval. *more* says which of them scores "
+    "**Planned comparisons.** These pairs were named before they were measured. Two cells of the same budget do not "
+    "always hold the same bytes, which stand beside them. *difference* is the score of the second cell "
+    "less that of the first, paired by sample, with its 95 % interval. *more* says which of them scores "
     "more; these signs hold together with 95 % confidence for the {count} planned comparisons of the part that were "
     "measured (Holm's procedure)."
 )
@@ -95,7 +96,8 @@ READERS = (
 
 def format_section(section: Section, margin: float) -> list[str]:
     """Return the sentences and tables of a section."""
-    text = [f"{wrap(sentence)}\n" for sentence in describe_separation(section, margin)]
+    text = [f"{section.samples:,} samples a cell.\n"]
+    text += [f"{wrap(sentence)}\n" for sentence in describe_separation(section, margin)]
     text += [*format_scores(section, EVICTING, margin), ""]
     readers = format_scores(section, READING, margin)
     if readers:
@@ -167,7 +169,12 @@ def describe_separation(section: Section, margin: float) -> list[str]:
         evicting = [line for line in column if classify(line) == EVICTING]
         compared = compare_to_full(evicting or column, section.full, margin)
         budgets_by_text.setdefault(" ".join([*ranked, compared]), []).append(format_budget(budget))
-    return [f"**{join_words(budgets, 'or')} kept.** {text}" for text, budgets in budgets_by_text.items()]
+    return [f"**{name_budgets(budgets)}.** {text}" for text, budgets in budgets_by_text.items()]
+
+
+def name_budgets(budgets: Sequence[str]) -> str:
+    """Return what a sentence is about that holds for each of some budgets."""
+    return f"Budget {budgets[0]}" if len(budgets) == 1 else f"Each of the budgets {join_words(budgets, 'and')}"
 
 
 def describe_ranks(cells: Sequence[Line]) -> str:

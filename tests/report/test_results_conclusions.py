@@ -223,8 +223,8 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     answers.append(make_line("full · delta", 1.0, 10.0, codec="delta", bytes_held=1.2, task="ledger"))
     both = conclude_long(split_sections({"h": turns, "l": answers}), 3.0)
     assert both.headline == (
-        "Where answers are long, 0 of 1 cells are shown to score less (jointly at 95 %); for several turns, 3 of 3 "
-        "cells are shown to score less (jointly at 95 %)."
+        "Where answers are long, 0 of 1 cells are shown to score less than the full cache (jointly at 95 %); where a "
+        "context gets several questions, 3 of 3 cells are shown to score less than the full cache (jointly at 95 %)."
     )
     assert both.text.startswith(
         "On `ledger` the full cache scores 90.0 [85.0, 95.0]. 1 of 1 cells with fewer bytes is shown to lose at most "
@@ -239,19 +239,21 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     sections = split_sections({"h": turns, "v": seen}, {"v": PartNumbers(seen, turns=by_turn)})
     turned = conclude_long(sections, 3.0)
     assert turned.headline.endswith(
-        "to score less (jointly at 95 %), and 1 of 3 caches that are cut for a first question serve the last worse."
+        "(jointly at 95 %), and 1 of 3 that are cut for the first question lose more at the last."
     )
     assert turned.text.endswith(
-        "falls from the first to the last question in 1 of 3 cells and rises in 1 (jointly at 95 %). `tova` with 20 % "
-        "of the bytes changes most: from +0.0 to -30.0, which is -30.0 [-33.0, -27.0]."
+        "in sight when the cache is cut, 1 of 3 cut caches lose more against the full cache at the last question than "
+        "at the first, and 1 lose less (jointly at 95 %). `tova` with 20 % of the bytes gets worse by most: its "
+        "difference from the full cache is +0.0 at the first question and -30.0 at the last, a change of -30.0 "
+        "[-33.0, -27.0]."
     )
     assert "| tova | 20 % | 20.0% | +0.0 | -30.0 | -30.0 \\[-33.0, -27.0\\] |" in format_turns(sections[1])
     turns[2] |= {"difference": -20.0, "low": -45.0, "high": 5.0}
     undecided = conclude_long(split_sections({"h": turns}), 3.0)
-    assert undecided.headline.startswith("For several turns, 2 of 3 cells are shown")
+    assert undecided.headline.startswith("Where a context gets several questions, 2 of 3 cells are shown")
     assert "3.0 points: 2 are shown to score less and 1 is undecided. `kvzip`" in undecided.text
     nothing = conclude_long(split_sections({"h": [turns[0], turns[2]]}), 3.0)
-    assert nothing.headline == "For several turns, these samples decide nothing."
+    assert nothing.headline == "Where a context gets several questions, these samples decide nothing."
     kept = [line | {"task": "ledger"} for line in (make_full(), make_line("a", 0.2, 89.0, low=-1.5, high=-0.5))]
     assert conclude_long(split_sections({"l": kept}), 3.0).headline.startswith("Where answers are long, 1 of 1 cells")
     unknown = [turns[0], turns[2], turns[3] | {"low": None, "high": None}]

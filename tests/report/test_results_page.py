@@ -123,7 +123,7 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
         read_text(pages, f"results-{page}.md") for page in ("equal-bytes", "question-hidden", "codecs")
     )
     # visible, 20 %: snapkv with and without an allocator, and random; kivi is a point of its own
-    assert "**20 % kept.** 3 of 6 pairs of cells at 20.0% of the bytes can be told apart." in seen
+    assert "**Budget 20 %.** 3 of 6 pairs of cells at 20.0% of the bytes can be told apart." in seen
     assert "| random | 0.0 " in seen and "| 4 of 4 |" in seen
     assert "Scores are higher than without the allocator in 0 of 1 cells and lower in 0; in 1 neither is shown" in seen
     assert (
@@ -162,7 +162,7 @@ def test_sub_pages_begin_with_their_answers():
     heads = {page: [each.headline for each in answer_page(page, sections, 3.0)] for page in PAGES}
     assert [len(heads[page]) for page in ("equal-bytes", "codecs", "cost", "measured")] == [1, 1, 0, 0]
     assert heads["long-answers"][0].startswith("Where answers are long, 1 of 1") and ";" not in heads["long-answers"][0]
-    assert heads["several-turns"][0].startswith("For several turns, 1 of 1")
+    assert heads["several-turns"][0].startswith("Where a context gets several questions, 1 of 1")
 
 
 def test_a_section_has_one_page():
@@ -215,7 +215,8 @@ def test_the_page_says_which_parts_are_not_finished(lines):
 def test_the_front_says_which_parts_of_the_study_have_cells():
     study = [name for name, part in read_study().items() if part.question]
     text = describe_progress({"seeds": 1, "embedded_turns": 999, "a": 7, "b": 3})
-    assert f"of its {len(study)} parts, seeds has 1 of 24 cells and embedded_turns is complete. 10 of the cells" in text
+    assert f"of its {len(study)} parts, seeds has 1 of 24 cells and embedded_turns is complete. The" in text
+    assert f"The other {len(study) - 2} have not begun. 10 of the cells are" in text
     assert "earlier measurements: parts a and b." in text
     assert [describe_progress(parts) for parts in ({"a": 1}, dict.fromkeys(study, 999))] == ["", ""]
 
