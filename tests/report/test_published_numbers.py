@@ -83,6 +83,7 @@ def test_the_lines_of_a_file_are_means_over_its_rows(made):
     assert check_lines(made) == 14
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_lines_of_a_published_file_are_means_over_its_rows(path):
     assert check_lines(path) > 0
