@@ -8,7 +8,7 @@ from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.result_lines import format_lines, make_lines, read_lines
 from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import split_sections
-from kvbench.report.results_cost import read_cost_tables
+from kvbench.report.results_cost import read_cost_tables, read_prefill_ratios
 from kvbench.report.results_origin import describe_progress
 from kvbench.report.results_page import (
     MEASURED,
@@ -79,6 +79,7 @@ def test_the_committed_pages_are_those_of_the_committed_lines():
     numbers = read_parts(files)
     parts = {part: known.lines for part, known in numbers.items()}
     also = {"numbers": numbers, "checksums": read_all_checksums(files.values())}
+    also |= {"prefill": read_prefill_ratios(ROOT / "results" / "efficiency")}
     pages = format_pages(parts, folders, pictures, tables, **also)
     shown = set(re.findall(r"\]\(images/([^)]+)\.svg\)", "".join(pages.values())))
     assert {name for name in pictures if name.startswith("measured-")} <= shown, "remove the pictures of earlier pages"
