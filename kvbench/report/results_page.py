@@ -110,11 +110,12 @@ class hold together with 95 % confidence ([Statistics](statistics.md#ranks)). A 
 time when the cache is cut. Rows that are read or written later, such as those of a hidden question, come on top of it,
 and some methods go on cutting while they answer, so *bytes* can differ from the budget.
 
-A cell is *shown to lose at most m points*, and has the mark {mark}, only if the lower end of its *diff* is above -m:
-it may score less than the full cache, but not by more. The margin m is {margin:g} points, or a tenth of the full
-cache's score where that is less. An interval that merely contains 0 does not show this. Counts of cells that score
-less or more hold together with 95 % confidence (Holm's procedure over the cells that a sentence counts). Cells of which
-neither is shown are *undecided*. [Statistics](statistics.md#margins-and-counts) says how.
+A cell is *shown to lose at most m points*, and has the mark {mark}, only if the lower end of its *diff* is above -m: it
+may score less than the full cache, but not by more. The margin m is {margin:g} points, or a tenth of the full cache's
+score where that is less. An interval that merely contains 0 does not show this. Counts of cells that score less or more
+hold together with 95 % confidence (Holm's procedure over the cells that a sentence counts). Cells of which neither is
+shown are *undecided*. What is said of a budget counts its raw rows alone, if it has any.
+[Statistics](statistics.md#margins-and-counts) says how.
 """
 SUBPAGE = """\
 # {title}
