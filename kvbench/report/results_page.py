@@ -114,7 +114,7 @@ A cell is *shown to lose at most m points*, and has the mark {mark}, only if the
 may score less than the full cache, but not by more. The margin m is {margin:g} points, or a tenth of the full cache's
 score where that is less. An interval that merely contains 0 does not show this. Counts of cells that score less or more
 hold together with 95 % confidence (Holm's procedure over the cells that a sentence counts). Cells of which neither is
-shown are *undecided*. What is said of a budget counts its raw rows alone, if it has any.
+shown are *undecided*. Where a budget has cells with raw rows that read all of them, the others do not count.
 [Statistics](statistics.md#margins-and-counts) says how.
 """
 SUBPAGE = """\
