@@ -62,7 +62,7 @@ def format_text(blocks: Sequence[ScoreBlock], width: int, columns: Columns = DEF
         blocks: The blocks.
         width: Characters of a line.
         columns: What to show of each run.
-        styled: Write headings and the best of each column in bold, which a terminal shows.
+        styled: Write headings and the best of each class in bold, which a terminal shows.
     """
     blocks = separate_points(blocks)
     stream = io.StringIO()

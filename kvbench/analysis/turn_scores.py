@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from kvbench.analysis.intervals import BOUND
 from kvbench.analysis.joint_signs import sign_changes
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages
-from kvbench.analysis.score_matrix import MatrixCell, ScoreBlock, list_cells
+from kvbench.analysis.score_matrix import ScoreBlock, list_cells
 
 TURN = re.compile(r"(.+)/turn(\d+)")
-Loss = tuple[float, float | None, float | None]
+Change = tuple[float, float | None, float | None]  # a difference in points, and the ends of its 95 % interval
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class TurnScores:
     """
 
     run: str
-    losses: Sequence[Loss]
-    change: Loss
+    losses: Sequence[Change]
+    change: Change
     sign: int
 
 
@@ -40,14 +40,16 @@ def compare_turns(blocks: Sequence[ScoreBlock]) -> list[TurnScores]:
     found: list[TurnScores] = []
     for block in blocks:
         turns = list_turns(block)
-        cells = [cell for _, _, cell in list_cells([block]) if not cell.run.full]
-        if len(turns) < 2 or not cells:
+        runs = [cell.run for _, _, cell in list_cells([block]) if not cell.run.full]
+        if len(turns) < 2 or not runs:
             continue
-        by_turn = [compare_averages([(pair_turn(block, cell, subtasks), None) for cell in cells]) for subtasks in turns]
-        pairs = [(pair_changes(block, cell, turns[0], turns[-1]), None) for cell in cells]
-        signs = sign_changes(pairs)
-        for cell, change, sign, *losses in zip(cells, compare_averages(pairs), signs, *by_turn, strict=True):
-            found.append(TurnScores(cell.run.hash, [read(loss) for loss in losses], read(change), sign))
+        paired = [dict(zip(block.paired.places, block.paired.pair(block.full.run, run), strict=True)) for run in runs]
+        by_turn = [compare_averages([([pairs[name] for name in turn], None) for pairs in paired]) for turn in turns]
+        ends = list(zip(turns[0], turns[-1], strict=True))
+        changes = [([pair_losses(pairs[first], pairs[last]) for first, last in ends], None) for pairs in paired]
+        compared = zip(runs, compare_averages(changes), sign_changes(changes), *by_turn, strict=True)
+        for run, change, sign, *losses in compared:
+            found.append(TurnScores(run.hash, [read(loss) for loss in losses], read(change), sign))
     return found
 
 
@@ -61,37 +63,19 @@ def list_turns(block: ScoreBlock) -> list[list[str]]:
     return [[f"{name}/turn{turn}" for name in names] for turn in turns]
 
 
-def pair_turn(block: ScoreBlock, cell: MatrixCell, subtasks: Sequence[str]) -> list[PairedScores]:
-    """Return the scores of a turn's subtasks with the full cache and in a cell."""
-    pairs = dict(zip(block.paired.places, block.paired.pair(block.full.run, cell.run), strict=True))
-    return [pairs[name] for name in subtasks]
-
-
-def pair_changes(block: ScoreBlock, cell: MatrixCell, first: Sequence[str], last: Sequence[str]) -> list[PairedScores]:
+def pair_losses(first: PairedScores, last: PairedScores) -> PairedScores:
     """Return the losses of contexts at their first turn in the place of the full cache's scores, and at their last one.
 
     Losses are counted from -100 points on, because a score is not below 0.
     """
-    changes = []
-    for one, other in zip(pair_turn(block, cell, first), pair_turn(block, cell, last), strict=True):
-        losses = [
-            {
-                group: BOUND + method - full
-                for full, method, group in zip(pair.full, pair.method, pair.groups, strict=True)
-            }
-            for pair in (one, other)
-        ]
-        groups = [group for group in losses[0] if group in losses[1]]
-        before, after = ([loss[group] for group in groups] for loss in losses)
-        changes.append(PairedScores(before, after, groups, 2 * BOUND))
-    return changes
+    before, after = (
+        {group: BOUND + method - full for full, method, group in zip(turn.full, turn.method, turn.groups, strict=True)}
+        for turn in (first, last)
+    )
+    groups = [group for group in before if group in after]
+    return PairedScores([before[group] for group in groups], [after[group] for group in groups], groups, 2 * BOUND)
 
 
-def lose(full: float, method: float) -> float:
-    """Return the difference from the full cache, from 0 on."""
-    return BOUND + method - full
-
-
-def read(change: PairedDifference) -> Loss:
+def read(change: PairedDifference) -> Change:
     """Return a difference and the ends of its interval."""
     return change.difference, change.low, change.high

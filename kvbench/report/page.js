@@ -139,7 +139,10 @@
 
   const unfinished = (one) => (one.unfinished?.length ? el("small", { class: "under" }, `not finished: ${one.unfinished.map((text) => text.replace(/, left out: .*\)$/, ", left out)")).join(", ")}`) : null);
 
+  const cacheHead = () => el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"); // of the last row of a table of scores
+
   const methodLink = (one) => el("a", { class: "method", href: address(one.method) }, one.label);
+  const rowHead = (one, under = null) => el("th", { class: "name marked", scope: "row" }, mark(one), methodLink(one), under, unfinished(one));
 
   // ---- large panels: long tables are folded, and charts draw some of the rows, which a sentence says
 
@@ -194,18 +197,22 @@
       const head = (name, key, kind) => el("th", { class: kind, scope: "col", "aria-sort": order === key ? (key === "name" ? "ascending" : "descending") : "none" },
         el("button", { class: "plain", onclick: () => { fill(key); table.querySelector(`[data-order="${key}"]`).focus(); }, "data-order": key }, name));
       const body = [...own].sort(orders[order]).slice(0, most).map((row) => el("tr", {},
-        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), methodLink(panel.series[row.s]), unfinished(panel.series[row.s])), order === "name" ? null : el("td", { class: "num muted rank" }, ...rank(row.scores[order], order), row.scores[order]?.needed ? el("small", { class: "under" }, `n ≈ ${rounded(row.scores[order].needed)}`) : null), columns.map((at) => cell(row.scores[at]))));
-      body.push(el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), order === "name" ? null : el("td", { class: "num" }), columns.map(() => cell(cache))));
+        rowHead(panel.series[row.s]), order === "name" ? null : el("td", { class: "num muted rank" }, ...rank(row.scores[order], order), row.scores[order]?.needed ? el("small", { class: "under" }, `n ≈ ${rounded(row.scores[order].needed)}`) : null), columns.map((at) => cell(row.scores[at]))));
+      body.push(el("tr", { class: "full" }, cacheHead(), order === "name" ? null : el("td", { class: "num" }), columns.map(() => cell(cache))));
       const place = order === "name" ? null : el("th", { class: "num", scope: "col" }, el("abbr", { title: `rank at ${budgets[order]}` }, "#"));
       table.replaceChildren(el("thead", {}, el("tr", {}, head("method", "name", "name"), place, columns.map((at) => head(budgets[at], String(at), "num")))), el("tbody", {}, body));
     };
-    if (own.length || !apart.length) fill(shown);
-    const pointed = apart.length ? pointsTable(panel, apart, cell) : null;
-    return [...(table.children.length ? [scrolled(table), fold(own.length, () => { most = Infinity; fill(shown); })] : []), pointed, el("small", {}, about)].filter(Boolean);
+    const tables = [];
+    if (own.length || !apart.length) {
+      fill(shown);
+      tables.push(scrolled(table), fold(own.length, () => { most = Infinity; fill(shown); }));
+    }
+    if (apart.length) tables.push(pointsTable(panel, apart, cell));
+    return [...tables, el("small", {}, about)];
   }
   function pointsTable(panel, apart, cell) { // cells that are compared by their bytes, the fewest first
-    const row = (one) => el("tr", {}, el("th", { class: "name marked", scope: "row" }, mark(panel.series[one.s]), methodLink(panel.series[one.s]), one.budget === "100\u202f%" ? null : el("small", { class: "under" }, `budget ${one.budget}`), unfinished(panel.series[one.s])), cell(one));
-    const last = el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), cell(panel.matrix.cache));
+    const row = (one) => el("tr", {}, rowHead(panel.series[one.s], one.budget === "100\u202f%" ? null : el("small", { class: "under" }, `budget ${one.budget}`)), cell(one));
+    const last = el("tr", { class: "full" }, cacheHead(), cell(panel.matrix.cache));
     const body = el("tbody"), fill = (most) => body.replaceChildren(...ordered.slice(0, most).map(row), last);
     const ordered = [...apart].sort((one, other) => (one.held ?? Infinity) - (other.held ?? Infinity) || other.score - one.score);
     fill(MOST_ROWS);

@@ -32,6 +32,7 @@ from kvbench.report.results_conclusions import (
     describe_smaller,
     describe_turns,
     list_best_once,
+    list_cut,
     list_smaller,
     name_place,
 )
@@ -141,7 +142,7 @@ def recommend_task(section: Section, margin: float) -> list[str]:
         return []
     kept, *_ = count_losses(section, smaller, margin)
     none = "" if kept else " So none of them is recommended."
-    if section.turns and section.question == "visible":
+    if section.question == "visible" and list_cut(section):
         none += f" {describe_turns(section)}"
     text = [f"{wrap(f'*Question {section.question}.* {describe_smaller(section, smaller, margin)}{none}')}\n"]
     found = [column for budget in list_budgets(section.cells) if (column := choose_budget(section, budget))]

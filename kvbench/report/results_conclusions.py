@@ -400,11 +400,10 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         texts.append(describe_smaller(section, smaller, margin))
         cells.append(name_place(section, "cells with fewer bytes than the full cache"))
         turned = choose_task(sections, tasks)
-        if turned is not None and turned.turns:
-            worse = [each.sign for each in list_cut(turned)].count(-1)
-            heads[-1] += (
-                f", and {worse} of {len(list_cut(turned))} that are cut for the first question lose more at the last"
-            )
+        cut = list_cut(turned) if turned is not None else []
+        if turned is not None and cut:
+            worse = [each.sign for each in cut].count(-1)
+            heads[-1] += f", and {worse} of {len(cut)} that are cut for the first question lose more at the last"
             texts.append(describe_turns(turned, section))
             cells.append(name_place(turned, "cells that keep some of the rows"))
     if not heads:

@@ -79,7 +79,8 @@ def describe_progress(measured: Mapping[str, int]) -> str:
         begun.append(f"{join_words(whole, 'and')} {'is' if len(whole) == 1 else 'are'} complete")
     left = len(study) - len(planned)
     text = f"The study is under way: of its {len(study)} parts, {join_words(begun, 'and')}."
-    text += f" The other {left} have not begun." if left > 1 else ""
+    if left:
+        text += f" The other {left} have not begun." if left > 1 else " One has not begun."
     earlier = {name: count for name, count in measured.items() if name not in study}
     if earlier:
         text += (

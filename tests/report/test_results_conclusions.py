@@ -248,6 +248,9 @@ def test_long_answers_and_several_turns_share_a_conclusion():
         "[-33.0, -27.0]."
     )
     assert "| tova | 20 % | 20.0% | +0.0 | -30.0 | -30.0 \\[-33.0, -27.0\\] |" in format_turns(sections[1])
+    whole = [line | {"rows_kept": 1.0} for line in seen]
+    uncut = split_sections({"h": turns, "v": whole}, {"v": PartNumbers(whole, turns=by_turn)})
+    assert "cut for the first question" not in conclude_long(uncut, 3.0).headline
     turns[2] |= {"difference": -20.0, "low": -45.0, "high": 5.0}
     undecided = conclude_long(split_sections({"h": turns}), 3.0)
     assert undecided.headline.startswith("Where a context gets several questions, 2 of 3 cells are shown")
