@@ -1,15 +1,17 @@
-"""Write the tables of docs/results-cost.md from the tables of `kvbench efficiency` (results/efficiency/<machine>).
+"""Describe what methods cost in time, for docs/results-cost.md and docs/which-method.md.
 
-Only rows that ran are shown: a ratio of a row that failed would say nothing.
+Tables come from `kvbench efficiency` (results/efficiency/<machine>), and ratios of prefills from `kvbench dev
+bench-methods`. Only rows that ran are shown: a ratio of a row that failed would say nothing.
 """
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
 from kvbench.analysis.text_table import Column, format_markdown
+from kvbench.report.results_text import join_words
 
 TABLES = {  # name of a table's file -> its title, and its columns that the page shows
     "decoding_methods": (
@@ -26,6 +28,7 @@ TABLES = {  # name of a table's file -> its title, and its columns that the page
     ),
 }
 RATIO = "128k over full"  # the column by which tokens are compared
+SLOW = 2.0  # a prefill that takes so many times as long as the full cache's is named
 Row = dict[str, str]
 
 
@@ -92,6 +95,17 @@ def format_costs(tables: Sequence[CostTable]) -> list[str]:
         listed += [Column(name, "", itemgetter(name)) for name in shown]
         text += [f"## {title}, {table.machine}", "", *format_markdown(listed, table.rows), ""]
     return text
+
+
+def describe_slow(prefill: Mapping[str, float]) -> str:
+    """Return a sentence about the methods whose prefill takes SLOW times the full cache's or more, if there are any."""
+    slow = [f"{ratio:.1f} times as long with {name}" for name, ratio in sorted(prefill.items()) if ratio >= SLOW]
+    if not slow:
+        return ""
+    return (
+        f" On one thread of a CPU, a prefill of 4,096 tokens takes {join_words(slow, 'and')} "
+        "([On a CPU](gpu-and-efficiency.md#on-a-cpu))."
+    )
 
 
 def find_fastest(tables: Sequence[CostTable], reach: float = 0.02) -> tuple[CostTable, list[Row]] | None:

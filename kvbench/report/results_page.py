@@ -36,7 +36,7 @@ from kvbench.report.results_conclusions import (
     conclude_no_worse,
     draw_conclusions,
 )
-from kvbench.report.results_cost import CostTable, format_costs, read_cost_tables, read_prefill_ratios
+from kvbench.report.results_cost import CostTable, describe_slow, format_costs, read_cost_tables, read_prefill_ratios
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_classes, list_ties
 from kvbench.report.results_limits import describe_models, format_limits
 from kvbench.report.results_origin import describe_origin, describe_progress
@@ -131,9 +131,6 @@ equations for each head, and omnikv, quest, pqcache and deltakv without its code
 [GPU and efficiency](gpu-and-efficiency.md) says how times are measured. The models have random weights in the original
 shape. Empty cells were not measured or did not run. *over full* is the ratio to the full cache of kvbench.
 """
-
-
-SLOW = 2.0  # a prefill that takes so many times as long as the full cache's is named
 
 
 def choose_files(folder: Path, machine: str | None = None) -> dict[str, Path]:
@@ -255,17 +252,6 @@ def format_pages(
     for page in PAGES:
         pages[name_page(page)] = format_subpage(page, parts, sections, pictures, tables, margin, checksums, prefill)
     return pages | {results_choice.PAGE: results_choice.format_choice(sections, tables, margin)}
-
-
-def describe_slow(prefill: Mapping[str, float]) -> str:
-    """Return a sentence about the methods whose prefill takes SLOW times the full cache's or more, if there are any."""
-    slow = [f"{ratio:.1f} times as long with {name}" for name, ratio in sorted(prefill.items()) if ratio >= SLOW]
-    if not slow:
-        return ""
-    return (
-        f" On one thread of a CPU, a prefill of 4,096 tokens takes {join_words(slow, 'and')} "
-        "([On a CPU](gpu-and-efficiency.md#on-a-cpu))."
-    )
 
 
 def name_page(page: str) -> str:

@@ -4,8 +4,13 @@ import pytest
 
 from kvbench.analysis.text_table import Column, format_markdown
 from kvbench.report.results_cells import EVICTING, count_signs, find_front, split_sections
-from kvbench.report.results_cost import find_fastest, format_costs, read_cost_tables, read_prefill_ratios
-from kvbench.report.results_page import describe_slow
+from kvbench.report.results_cost import (
+    describe_slow,
+    find_fastest,
+    format_costs,
+    read_cost_tables,
+    read_prefill_ratios,
+)
 from kvbench.report.results_pictures import shorten_label
 from kvbench.report.results_tables import (
     compare_to_full,
