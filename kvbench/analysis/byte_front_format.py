@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvbench.analysis.byte_front import ByteCell, EqualBytes, choose_at, compare_at_equal_bytes, order_by_bytes
+from kvbench.analysis.byte_front import EQUAL, ByteCell, EqualBytes, choose_at, compare_at_equal_bytes, order_by_bytes
 from kvbench.analysis.run_labels import format_budget
 from kvbench.analysis.score_matrix import ScoreBlock
 from kvbench.analysis.score_matrix_format import describe_samples
@@ -38,8 +38,8 @@ LEGEND = (
 )
 EQUAL_LEGEND = (
     "At equal bytes: codec - raw rows in points, paired on the same samples, with 95 % intervals. Both cells have the "
-    "same method and settings, and their bytes differ by at most 5 %. A line of several methods is their mean in each "
-    "sample."
+    f"same method and settings, and their bytes differ by at most {100 * EQUAL:g} %. A line of several methods is "
+    "their mean in each sample."
 )
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvbench.analysis.byte_classes import reads_few_rows, split_by_measure
-from kvbench.analysis.byte_front import keeps_fewer
+from kvbench.analysis.byte_front import EQUAL, keeps_fewer
 from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.joint_signs import find_margin, is_no_worse, sign_known_intervals
 from kvbench.analysis.known_intervals import subtract_intervals
@@ -23,7 +23,6 @@ from kvbench.analysis.result_lines import BYTES_GAIN, SIGN, Line, PartNumbers
 from kvbench.analysis.turn_scores import TurnScores
 
 ALL = 0.995  # a cell with at least this share of the full cache's bytes counts as holding all of them
-EQUAL = 0.05  # part by which the bytes of two cells may differ that are compared at equal bytes
 MODELS = (
     "smollm2_long",
     "smollm2",

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.joint_signs import find_margin, sign_known_intervals
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import format_number
 from kvbench.analysis.turn_scores import TurnScores
 from kvbench.report.results_cells import (
     ALL,
-    EQUAL,
     EVICTING,
     LONG_TASKS,
     MODELS,
@@ -323,7 +323,7 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
         f"At equal bytes, {coded} {beat} fewer raw rows of the same method in {more} of {count} pairs, and {lose} in "
         f"{less} (jointly at 95 %).",
         changes,
-        name_place(section, "pairs whose bytes differ by at most 5 %"),
+        name_place(section, f"pairs whose bytes differ by at most {say_percent(EQUAL)}"),
     )
 
 

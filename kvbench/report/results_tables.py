@@ -6,6 +6,7 @@ of points are sorted by bytes, the fewest first.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.joint_signs import find_margin
 from kvbench.analysis.result_lines import Line
@@ -42,6 +43,7 @@ from kvbench.report.results_text import (
     format_score,
     format_share,
     join_words,
+    say_percent,
     wrap,
 )
 
@@ -65,10 +67,11 @@ SPREADS = """\
 Each row has cells of one budget and like bytes that differ in a preset, a setting or a file only. *range* is the
 difference of the highest and the lowest score. The two were chosen for their distance, so its interval overstates it.
 *apart* does not: it counts the pairs of cells that differ, jointly for all pairs of a section (Holm's procedure)."""
-EQUAL_BYTES = """\
-A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most 5 %.
-Pairs are sorted by the raw rows, then by the gain. Parts and questions without such a pair are left out. With the
-question hidden, the question's rows come on top of the budget, and weigh more where they are raw."""
+EQUAL_BYTES = f"""\
+A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most
+{say_percent(EQUAL)}. Pairs are sorted by the raw rows, then by the gain. Parts and questions without such a pair are
+left out. With the question hidden, the question's rows come on top of the budget, and weigh more where they are
+raw."""
 PAIRED = " The intervals of *{column}* are paired by sample."
 INDEPENDENT = " The intervals of *{column}* take the two scores as independent, and are wider than paired ones."
 TURNS = (

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.result_lines import PartNumbers
 from kvbench.analysis.turn_scores import TurnScores
 from kvbench.report.results_cells import Section, classify, list_leaders, pair_equal_bytes, split_sections
@@ -164,6 +165,10 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
         sentence.text.startswith("The difference is +20.0 [")
         and "at 20.5 % of the bytes (`tova · int4`, 71 % of" in sentence.text
     )
+    assert sentence.cells.endswith(f"pairs whose bytes differ by at most {100 * EQUAL:g} %")
+    for distance, count in ((0.99 * EQUAL, 1), (1.01 * EQUAL, 0)):
+        [apart] = split(a=[*make_class(*BEST), coded | {"bytes_held": 0.2 * (1 + distance)}])
+        assert len(pair_equal_bytes(apart)) == count
     many = [
         coded | {"label": f"tova · {name}", "score": score} for name, score in (("a", 91.0), ("b", 92.0), ("c", 93.0))
     ]
