@@ -8,7 +8,7 @@ task, question and protocol. Cells are of three kinds, which no table mixes:
     point      a codec, or a method that decides how many rows stay: a point at its measured bytes
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from types import MappingProxyType
@@ -47,6 +47,7 @@ class Section:
         planned_in_all: Number of planned comparisons of the part that were measured; their signs hold together.
         varied: The comparisons of those that differ in presets, settings or files alone.
         turns: Their scores by turn, where contexts get several questions.
+        earlier: Whether the part was measured before the study (`kvbench.report.results_origin.list_earlier`).
     """
 
     part: str
@@ -56,6 +57,7 @@ class Section:
     planned_in_all: int = 0
     varied: Sequence[CellComparison] = ()
     turns: Sequence[TurnScores] = ()
+    earlier: bool = False
 
     @property
     def title(self) -> str:
@@ -96,13 +98,16 @@ class Section:
 
 
 def split_sections(
-    parts: Mapping[str, Sequence[Line]], numbers: Mapping[str, PartNumbers] = MappingProxyType({})
+    parts: Mapping[str, Sequence[Line]],
+    numbers: Mapping[str, PartNumbers] = MappingProxyType({}),
+    earlier: Container[str] = (),
 ) -> list[Section]:
     """Return the sections of all parts, in the order in which they begin.
 
     Args:
         parts: Name of a part -> its lines.
         numbers: Name of a part -> its numbers, for the parts whose comparisons are known.
+        earlier: Names of the parts that were measured before the study.
     """
     sections = []
     for part, lines in parts.items():
@@ -114,7 +119,8 @@ def split_sections(
                 for compared in (known.planned, known.varied)
             )
             turns = [each for each in known.turns if each.run in names]
-            sections.append(Section(part, protocol, cells, planned, len(known.planned), varied, turns))
+            in_all = len(known.planned)
+            sections.append(Section(part, protocol, cells, planned, in_all, varied, turns, part in earlier))
     return sections
 
 

@@ -209,8 +209,9 @@ def describe_elsewhere(column: Column, sections: Sequence[Section]) -> str:
         return ""
     known = [each for each in section.cells if (each["label"], each["budget"]) == (best["label"], best["budget"])]
     beside = f", and {name_cell(known[0])} {format_score_interval(known[0])}" if known else ""
+    part = name_part(section)
     return (
-        f" Part {section.part} has other cells at the same settings: {name_cell(line)} scores "
+        f" {part[0].upper()}{part[1:]} has other cells at the same settings: {name_cell(line)} scores "
         f"{format_score_interval(line)} there{beside}."
     )
 
@@ -249,10 +250,15 @@ def find_best_coded(column: Column) -> Line | None:
     return sort_by_score(coded)[0] if coded else None
 
 
+def name_part(section: Section) -> str:
+    """Return the part of a section, marked if it was measured before the study."""
+    return f"{'earlier ' if section.earlier else ''}part {section.part}"
+
+
 def name_place(section: Section, cells: str) -> str:
     """Return the part, the protocol and the cells that a conclusion stands on."""
     subtasks = f" of {section.subtasks} subtasks" if section.subtasks else ""
-    about = f"part {section.part}, {describe_protocol(section.protocol)}"
+    about = f"{name_part(section)}, {describe_protocol(section.protocol)}"
     return f"{about}, {section.samples:,} samples{subtasks} a cell: {cells}"
 
 

@@ -1,7 +1,7 @@
 """Write docs/results-measured.md: what was measured, where, with which code, and what of it is not finished."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvbench.analysis.result_lines import Line
@@ -64,30 +64,39 @@ def format_checksums(checksums: Mapping[str, str]) -> list[str]:
 
 
 def describe_progress(measured: Mapping[str, int]) -> str:
-    """Return how much of the study was measured; empty if it is complete, or if nothing was.
+    """Return how much of the study was measured, and what was measured before it; empty if nothing of the study was.
 
     Args:
         measured: Name of a part -> its cells of methods.
     """
-    study = {name: part for name, part in read_study().items() if part.question}
+    study = list_study()
     planned = {name: count_planned(study[name]) for name in measured if name in study}
     whole = [name for name, count in planned.items() if measured[name] >= count]
     begun = [f"{name} has {measured[name]} of {count} cells" for name, count in planned.items() if name not in whole]
-    if not planned or len(whole) == len(study):
-        return ""
-    if whole:
-        begun.append(f"{join_words(whole, 'and')} {'is' if len(whole) == 1 else 'are'} complete")
-    left = len(study) - len(planned)
-    text = f"The study is under way: of its {len(study)} parts, {join_words(begun, 'and')}."
-    if left:
-        text += f" The other {left} have not begun." if left > 1 else " One has not begun."
-    earlier = {name: count for name, count in measured.items() if name not in study}
-    if earlier:
-        text += (
-            f" {sum(earlier.values())} of the cells are earlier measurements: parts {join_words(list(earlier), 'and')}."
-        )
-        text += " Conclusions stand on them where the study does not allow any yet."
-    return text
+    sentences = []
+    if planned and len(whole) < len(study):
+        if whole:
+            begun.append(f"{join_words(whole, 'and')} {'is' if len(whole) == 1 else 'are'} complete")
+        sentences.append(f"The study is under way: of its {len(study)} parts, {join_words(begun, 'and')}.")
+        if left := len(study) - len(planned):
+            sentences.append(f"The other {left} have not begun." if left > 1 else "One has not begun.")
+    if earlier := list_earlier(measured):
+        count = sum(measured[name] for name in earlier)
+        sentences.append(f"{count} of the cells are earlier measurements: parts {join_words(earlier, 'and')}.")
+        sentences.append("Where a conclusion stands on one of them, it names an *earlier part*.")
+    return " ".join(sentences)
+
+
+def list_study() -> dict[str, StudyPart]:
+    """Return the parts of conf/measured.yaml that belong to the study: those with a question."""
+    return {name: part for name, part in read_study().items() if part.question}
+
+
+def list_earlier(measured: Iterable[str]) -> list[str]:
+    """Return the names of parts that were measured before the study; none if nothing of the study was measured."""
+    study, names = list_study(), list(measured)
+    earlier = [name for name in names if name not in study]
+    return earlier if len(earlier) < len(names) else []
 
 
 def count_planned(part: StudyPart) -> int:

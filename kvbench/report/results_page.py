@@ -39,7 +39,7 @@ from kvbench.report.results_conclusions import (
 from kvbench.report.results_cost import CostTable, describe_slow, format_costs, read_cost_tables, read_prefill_ratios
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_classes, list_ties
 from kvbench.report.results_limits import describe_models, format_limits
-from kvbench.report.results_origin import describe_origin, describe_progress
+from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import format_bytes, format_equal_bytes, format_gains, format_section, format_spreads
 from kvbench.report.results_text import COMMENT, KEPT, format_budget, join_words, wrap, wrap_paragraphs
@@ -247,7 +247,7 @@ def format_pages(
         checksums: Published file -> its SHA-256.
         prefill: Method -> the time of its prefill over the full cache's.
     """
-    sections = split_sections(parts, numbers)
+    sections = split_sections(parts, numbers, list_earlier(parts))
     pages = {PAGE: format_front(sections, sources, pictures, margin)}
     for page in PAGES:
         pages[name_page(page)] = format_subpage(page, parts, sections, pictures, tables, margin, checksums, prefill)

@@ -106,6 +106,9 @@ def test_results_are_one_screen():
     assert len(text.splitlines()) <= 150
     assert text.count("![") == 1 and re.findall(r"^(\d)\. \*\*", text, re.MULTILINE) == list("12345")
     assert all(f"({name_page(page)})" in text for page in PAGES)
+    conclusions = " ".join(text.partition("## What they show")[2].partition("A fixed rule")[0].split())
+    parts = re.findall(r"(earlier )?\bpart (\w+)(?:,| has)", conclusions, re.IGNORECASE)
+    assert parts and all(bool(earlier) == (not read_study()[part].question) for earlier, part in parts)
 
 
 def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
@@ -220,6 +223,19 @@ def test_the_front_says_which_parts_of_the_study_have_cells():
     assert f"The other {len(study) - 2} have not begun. 10 of the cells are" in text
     assert "earlier measurements: parts a and b." in text
     assert [describe_progress(parts) for parts in ({"a": 1}, dict.fromkeys(study, 999))] == ["", ""]
+    assert describe_progress(dict.fromkeys(study, 999) | {"a": 7}).startswith("7 of the cells are earlier measurements")
+
+
+def test_a_conclusion_says_that_its_part_is_earlier_than_the_study():
+    first = next(name for name, part in read_study().items() if part.question)
+    lines = [make_full(), *(make_line(name, 0.2, 50.0, rank_first=1, rank_last=2) for name in ("tova", "sink"))]
+    ledger = [line | {"task": "ledger"} for line in lines]
+    other = [lines[0], *(line | {"label": "h2o", "score": 60.0} for line in lines[1:])]
+    parts = {"a": [line | {"n": 130} for line in lines], "b": other}
+    text = read_text(format_pages(parts | {first: ledger}, ["measured/gpu-x"], {}), "results.md")
+    assert f"(part {first}, smollm2, ledger" in text and "it names an *earlier part*." in text
+    assert "(earlier part a, smollm2, ruler" in text and "Earlier part b has other cells" in text
+    assert "earlier" not in read_text(format_pages(parts, ["measured/gpu-x"], {}), "results.md").lower()
 
 
 def test_lines_of_older_versions_have_the_subtasks_of_their_part(machine):
