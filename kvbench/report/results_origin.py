@@ -116,7 +116,8 @@ def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str,
 
 def join_values(lines: Sequence[Line], name: str) -> str:
     """Return what lines have in a column, each value once and commits shortened."""
-    known = {COMMIT.sub(r"\1", str(line[name])) for line in lines if line[name]}
+    values = {value for line in lines if line[name] for value in str(line[name]).split(" and ")}
+    known = {COMMIT.sub(r"\1", value) for value in values}
     return join_words(sorted(known) or ["unknown"], "and")
 
 

@@ -88,11 +88,17 @@ def test_all_methods_and_codecs_of_the_plan_are_screened(tmp_path):
     assert [parse_settings(line)["question"] for line in part.list_sweeps(tmp_path)].index("hidden") > 14
 
 
-def test_the_visible_question_and_a_fifth_of_the_rows_come_first(tmp_path):
+def test_the_visible_question_comes_first_with_all_its_budgets(tmp_path):
+    """Budgets that ran in sweeps of their own would read the same prompts again."""
     for name in ("screening", "confirmation", "untuned", "embedded", "presets"):
-        first = read_study()[name].list_stages(tmp_path)[0]
-        settings = [parse_settings(cell) for line in first for cell in expand_sweep(line)]
-        assert {(cell["question"], cell["budget"]) for cell in settings} == {("visible", "0.2")}
+        part = read_study()[name]
+        first = [parse_settings(cell) for line in part.list_stages(tmp_path)[0] for cell in expand_sweep(line)]
+        again = {cell["method"] for cell in first if cell["budget"] == "0.2"}
+        every = [parse_settings(cell) for line in part.list_sweeps(tmp_path) for cell in expand_sweep(line)]
+        evicting = [cell for cell in every if cell["method"] in again and "codec" not in cell]
+        assert {cell["question"] for cell in first} == {"visible"} and first[0]["budget"] == "0.2"
+        budgets = {cell["budget"] for cell in evicting if len(cell["budget"]) < 5}  # 0.281 is that of int4's bytes
+        assert len(budgets) > 1 and budgets == {cell["budget"] for cell in first}
 
 
 def test_lines_of_a_sweep_run_together():
