@@ -7,6 +7,8 @@ that were measured before samples were published.
 A line holds what `kvbench results scores --format csv` says about a run, and beside it
 
     subtasks                     number of subtasks that the score is the mean of
+    worst_subtask, worst         subtask in which the score is furthest below the full cache's, and this difference,
+                                 with its 95 % interval
     nll, kl                      means of `fidelity` in nats a token, with 95 % intervals
     rank_first, rank_last        ranks that the cell may have in its class of a protocol and budget (`bound_ranks`)
     rank_of, rank_class          cells of this class, and its bytes or rows (kvbench.analysis.byte_classes)
@@ -58,11 +60,12 @@ GAINS = {  # name of a gain -> group or setting, and its value in the cell to co
 }
 TEXTS = (  # columns whose values may look like numbers and are none
     *("model", "task", "question", "protocol", "average", "label", "warnings", "rank_class", "machine", "dtype"),
-    *("beaten_by", "torch", "transformers", "code", "replay", "hash", "bytes_gain_from"),
+    *("beaten_by", "worst_subtask", "torch", "transformers", "code", "replay", "hash", "bytes_gain_from"),
 )
 CSV, ROWS = ".csv", ".parquet"  # ends of the names of files with lines, and with rows of samples
 SIGN = "_sign"  # ends the name of a joint sign
 Line = dict[str, Any]
+NO_WORST: Line = dict.fromkeys(("worst_subtask", "worst", "worst_low", "worst_high"))
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
         columns = [[row[budget] for row in block.rows.values() if budget in row] for budget in block.budgets]
         ranks = {cell.run.hash: ranked for column in columns for cell, ranked in rank_column(column, block)}
         signs = {cell.run.hash: sign for column in columns for cell, sign in sign_column(column, block)}
+        worst = find_worst(block)
         cells = list_cells([block])
         labels = name_files({label: cell.run for _, label, cell in cells}, files)
         for _, label, cell in cells:
@@ -124,7 +128,7 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
             name = cell.run.hash
             line: Line = {"model": block.model, "task": block.task, "question": block.question}
             line |= {"protocol": ", ".join(block.also), "average": block.average, "label": label}
-            line |= {"subtasks": len(block.paired.weights)}
+            line |= {"subtasks": len(block.paired.weights)} | worst.get(name, NO_WORST)
             line |= {group: cell.run.value[group]["name"] for group in CACHE_GROUPS}
             line |= {"budget": cell.run.value["budget"] or cell.run.budget_name}
             line |= {key: read(cell) for column in COLUMNS.values() for key, read in column.numbers.items()}
@@ -133,6 +137,23 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
             line |= {f"difference{SIGN}": signs.get(name)}
             lines.append(line | describe_origin(cell.run))
     return lines
+
+
+def find_worst(block: ScoreBlock) -> dict[str, Line]:
+    """Return for each run but the full cache the subtask in which it loses most, and its difference there."""
+    names = list(block.paired.places)
+    runs = [cell.run for _, _, cell in list_cells([block]) if not cell.run.full]
+    if len(names) < 2 or not runs:
+        return {}
+    averages = [([pairs], None) for run in runs for pairs in block.paired.pair(block.full.run, run)]
+    changes = compare_averages(averages)
+    worst = {}
+    for number, run in enumerate(runs):
+        own = changes[number * len(names) : (number + 1) * len(names)]
+        least = min(own, key=lambda change: change.difference)
+        ends = {"worst": least.difference, "worst_low": least.low, "worst_high": least.high}
+        worst[run.hash] = {"worst_subtask": names[own.index(least)], **ends}
+    return worst
 
 
 def name_files(runs: Mapping[str, StoredRun], files: Mapping[str, str]) -> dict[str, str]:

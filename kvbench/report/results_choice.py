@@ -10,7 +10,9 @@ from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column as TableColumn
 from kvbench.analysis.text_table import format_markdown, format_number
 from kvbench.report.results_cells import (
+    ALL,
     LONG_TASKS,
+    POINT,
     READING,
     TURN_TASKS,
     TWICE,
@@ -18,6 +20,7 @@ from kvbench.report.results_cells import (
     find_front,
     is_kept,
     list_budgets,
+    sort_by_score,
 )
 from kvbench.report.results_conclusions import (
     FEW,
@@ -43,6 +46,7 @@ from kvbench.report.results_text import (
     format_change,
     format_score_interval,
     join_words,
+    name_cell,
     say_percent,
     wrap,
     wrap_paragraphs,
@@ -50,7 +54,7 @@ from kvbench.report.results_text import (
 
 PAGE = "which-method.md"
 LEVELS = (0.1, 0.2, 0.5)  # shares of the bytes
-REACH = 0.1  # part of a level by which the bytes of its cells may differ from it
+REACH = 0.15  # part of a level by which the bytes of its cells may differ from it
 HEAD = """\
 # Which method should I use?
 
@@ -61,8 +65,9 @@ This page says what [the results](results.md) recommend for each need. **They co
 rows as candidates, and measure these on your own model and task: `python run.py -m method=… budget=…`
 ([Quickstart](quickstart.md)).
 
-*May be best* lists the cells without a codec whose scores the samples do not tell from the highest at these bytes. If
-there are many, it gives their number and the one with the highest score. The score and *diff*, its difference from the
+*May be best* lists the cells that the samples cannot tell from the one with the highest score at these bytes. **Cells
+with a codec are left out**; a sentence below a table names the best of them. If there are many cells, the table gives
+their number and the one with the highest score. The score and *diff*, its difference from the
 full cache, have 95 % intervals and are those of the first cell that is named. Some methods ({twice}) let the model read
 each prompt a second time before the first token, which [takes time](results-cost.md); *read once* names the cells that
 may be best without them.
@@ -89,6 +94,7 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
         chosen = choose_question(sections, question)
         columns = [column for level in LEVELS if (column := choose_column(chosen, level, REACH))]
         text += [f"## {title}", "", *format_columns(columns)]
+        text += [f"{wrap(said)}\n" for column in columns[:1] if (said := recommend_codec(column.section))]
         text += [f"{wrap(said.strip())}\n" for column in columns if (said := describe_elsewhere(column, sections))]
     for title, tasks in {"Answers are long": LONG_TASKS, "A context gets several questions": TURN_TASKS}.items():
         known = [section for question in NEEDS if (section := choose_task(sections, tasks, question))]
@@ -115,6 +121,19 @@ def format_columns(columns: Sequence[Column]) -> list[str]:
     ]
     places = dict.fromkeys(name_place(column.section, f"{len(column.cells)} cells compared") for column in columns)
     return [*format_markdown(listed, columns), "", wrap(f"*({'; '.join(places)})*"), ""]
+
+
+def recommend_codec(section: Section) -> str:
+    """Return which of the cells with a codec that read each prompt once scores most; empty without any."""
+    cells = [line for line in section.list_cells(POINT) if line["codec"] != "raw" and line["method"] not in TWICE]
+    smaller = [line for line in cells if line["bytes_held"] < ALL]
+    if not smaller:
+        return ""
+    best = sort_by_score(smaller)[0]
+    return (
+        f"Of {len(smaller)} cells with a codec, {name_cell(best)} scores most: {format_score_interval(best)} with "
+        f"{say_percent(best['bytes_held'])} of the bytes ([Codecs](results-codecs.md))."
+    )
 
 
 def name_cells(leaders: Sequence[Line], count: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvbench.analysis.byte_classes import SPREAD
 from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.joint_signs import find_margin, sign_known_intervals
 from kvbench.analysis.result_lines import Line
@@ -34,6 +35,7 @@ from kvbench.report.results_cells import (
     list_budgets,
     list_leaders,
     pair_equal_bytes,
+    sign_cells,
     sort_by_score,
     split_classes,
 )
@@ -50,7 +52,10 @@ from kvbench.report.results_text import (
 
 LITTLE = 5  # points; a cell that scores less with the question in sight has little to lose
 LEVEL = 0.2  # share of the bytes at which methods are compared
-ALONE = "Each cell is judged by its own interval: about 1 in 40 cells that truly lose as much passes by chance."
+ALONE = (
+    "Each cell is judged by its own interval: one that truly loses as much passes in about 1 of 40 studies, and the "
+    "first of several that pass is wrong more often."
+)
 FEW = 3  # cells that may be the best and are still named
 
 
@@ -143,12 +148,25 @@ def choose_column(sections: Sequence[Section], level: float = LEVEL, reach: floa
         for budget in list_budgets(evicting):
             for cells in split_classes([line for line in evicting if line["budget"] == budget]):
                 away = abs(sum(line["bytes_held"] for line in cells) / len(cells) - level)
-                if len(cells) > 1 and (reach is None or away <= reach * level):
+                if len(cells) < 2 or is_beaten(cells, evicting):
+                    continue
+                if reach is None or away <= reach * level:
                     columns.append((section.samples, -round(away, 2), len(cells), section, budget, cells))
     if not columns:
         return None
     *_, section, budget, cells = max(columns, key=lambda column: column[:3])
     return Column(section, budget, cells, list_leaders(cells))
+
+
+def is_beaten(cells: Sequence[Line], evicting: Sequence[Line]) -> bool:
+    """Return whether a cell beside a class scores clearly more than its best one and holds hardly more bytes.
+
+    Such a class ends between cells of like bytes, and its best cell is nothing to recommend.
+    """
+    best = list_leaders(cells)[0]
+    most = (1 + SPREAD) * best["bytes_held"]
+    others = [line for line in evicting if line not in cells and line["bytes_held"] <= most]
+    return any(line["score_low"] > best["score_high"] for line in others)
 
 
 def choose_question(sections: Sequence[Section], question: str) -> list[Section]:
@@ -176,15 +194,16 @@ def describe_best(column: Column, sections: Sequence[Section]) -> str:
     less = len(column.cells) - len(column.leaders)
     name = "It" if len(column.leaders) == 1 else name_cell(best)
     text = (
-        f"{name} scores {format_score_interval(best)}, {format_change(best, 'difference')} against the full cache's "
-        f"{format_number(full['score'])}."
+        f"{name} scores {format_score_interval(best)}. The difference from the full cache's "
+        f"{format_number(full['score'])} is {format_change(best, 'difference')}."
     )
     if less:
-        text += f" Jointly at 95 %, the other {f'{less} are' if less > 1 else 'one is'} not the best."
+        others = f"Each of the other {less}" if less > 1 else "The other one"
+        text += f" {others} is shown not to be the best (jointly at 95 %)."
     once = list_best_once(column.cells)
     if best["method"] in TWICE and once:
         text += " It reads each prompt twice, which [takes time](results-cost.md)."
-        text += f" Of those that read it once, {describe_leaders(once)}."
+        text += f" Of the methods that read it once, {describe_leaders(once)}."
     coded = find_best_coded(column)
     if coded is not None and coded["score"] > (once or column.leaders)[0]["score"]:
         text += f" With a codec, {name_cell(coded)} scores {format_score_interval(coded)} at nearly the same bytes."
@@ -288,7 +307,12 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     signs = count_signs(changed, "question_gain")
     most = max(changed, key=lambda line: (abs(line["question_gain"]), line["label"]))
     rise = f" and raises it in {signs[1]}" if signs[1] else ""
-    others = f" In {signs[0]} no change is shown." if signs[0] else ""
+    held = [say_percent(find(line["bytes_held"] for line in changed)) for find in (min, max)]
+    others = f" At this budget, the cells hold {' to '.join(dict.fromkeys(held))} of the bytes."
+    found = zip(changed, sign_cells(changed, "question_gain"), strict=True)
+    same = [name_cell(line) for line, sign in found if sign == 0]
+    others += f" No change is shown for {join_words(same, 'and')}." if 0 < len(same) <= FEW else ""
+    others += f" In {signs[0]} no change is shown." if len(same) > FEW else ""
     low = [line for line in changed if line["score"] - line["question_gain"] < LITTLE]
     if signs[0] and low:
         others += f" {len(low)} of the {len(changed)} score less than {LITTLE} points even with the question in sight."
@@ -298,8 +322,8 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
             f" Hiding the question changes the score of {name_cell(best)} by {format_change(best, 'question_gain')}."
         )
     return Conclusion(
-        f"Cutting the cache before the question is known lowers the score in {signs[-1]} of {len(changed)} cells"
-        f"{rise} (jointly at 95 %).",
+        f"With a budget of {format_budget(column.budget)}, cutting the cache before the question is known lowers the "
+        f"score in {signs[-1]} of {len(changed)} cells{rise} (jointly at 95 %).",
         f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{others} "
         f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column, sections)}{shift}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
@@ -321,13 +345,14 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
     more, less = signs.count(1), signs.count(-1)
     names = {name_cell(pair.coded) for pair in pairs}
     coded, beat, lose = (*names, "beats", "loses") if len(names) == 1 else ("rows in a codec", "beat", "lose")
+    lost = f", and {lose} in {less}" if less else ""
     ordered = [describe_pair(pair) for pair in sorted(pairs, key=lambda pair: -pair.change[0])]
     changes = f"The differences range from {ordered[-1]} to {ordered[0]}."
     if count <= 2:
         changes = f"The {'difference is' if count == 1 else 'differences are'} {' and '.join(ordered)}."
     return Conclusion(
-        f"At equal bytes, {coded} {beat} fewer raw rows of the same method in {more} of {count} pairs, and {lose} in "
-        f"{less} (jointly at 95 %).",
+        f"At equal bytes, {coded} {beat} fewer raw rows of the same method in {more} of {count} pairs{lost} (jointly "
+        "at 95 %).",
         changes,
         name_place(section, f"pairs whose bytes differ by at most {say_percent(EQUAL)}"),
     )
@@ -359,7 +384,7 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
     scores = f"{format_score_interval(line)}, {format_change(line, 'difference')} against the full cache"
     if kept:
         headline = f"{share} of the bytes can be enough: {name_cell(line)} is shown to lose at most {bound}."
-        text = f"It scores {scores}{say_files(line)}.{describe_other_kept(kept[1:])} "
+        text = f"It scores {scores}{say_files(line)}.{describe_worst(line)}{describe_other_kept(kept)} "
         text += f"{count} cells that hold fewer bytes than the full cache were compared with it."
     else:
         headline = f"No cell that holds fewer bytes than the full cache is shown to lose at most {bound}."
@@ -369,15 +394,29 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
     return Conclusion(headline, f"{text} {ALONE}", name_place(section, name_budget(line)))
 
 
-def describe_other_kept(cells: Sequence[Line]) -> str:
-    """Return a sentence about further cells that lose no more, with a space before it; nothing without any."""
+def describe_worst(line: Line) -> str:
+    """Return a sentence about the subtask in which a cell loses most, with a space before it; nothing if unknown."""
+    if line.get("worst_subtask") is None:
+        return ""
+    return f" In `{line['worst_subtask']}`, where it loses most, the difference is {format_change(line, 'worst')}."
+
+
+def describe_other_kept(kept: Sequence[Line]) -> str:
+    """Return a sentence about further cells that lose no more, with a space before it; nothing without any.
+
+    A cell is left out if the same one with fewer bytes stands before it.
+    """
+    first = {line["label"]: line for line in reversed(kept)}
+    cells = [line for line in kept[1:] if first[line["label"]] is line]
     if not cells:
         return ""
     named = [f"{name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes" for line in cells]
     if len(cells) > FEW:
         return f" The same is shown for {len(cells)} others, such as {named[0]}."
     told = [f"{name} ({format_change(line, 'difference')})" for name, line in zip(named, cells, strict=True)]
-    return f" The same is shown for {join_words(told, 'and')}."
+    once = kept[0]["method"] in TWICE and all(line["method"] not in TWICE for line in cells)
+    begin = "Of the cells that read each prompt once, the same" if once else "The same"
+    return f" {begin} is shown for {join_words(told, 'and')}."
 
 
 def say_files(line: Line) -> str:
@@ -399,17 +438,21 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         if section is None or not smaller:
             continue
         *_, undecided = count_losses(section, smaller, margin)
+        where += " and is cut before the first" if section.question == "hidden" else ""
         less = sign_losses(smaller).count(-1)
         are = "is" if less == 1 else "are"
         found = f"{less} of {len(smaller)} cells {are} shown to score less than the full cache (jointly at 95 %)"
         heads.append(f"{where}, {'these samples decide nothing' if undecided == len(smaller) else found}")
         texts.append(describe_smaller(section, smaller, margin))
-        cells.append(name_place(section, "cells with fewer bytes than the full cache"))
+        raw = ", none with a codec" if all(line["codec"] == "raw" for line in smaller) else ""
+        cells.append(name_place(section, f"cells with fewer bytes than the full cache{raw}"))
         turned = choose_task(sections, tasks)
         cut = list_cut(turned) if turned is not None else []
         if turned is not None and cut:
             worse = [each.sign for each in cut].count(-1)
-            heads[-1] += f", and {worse} of {len(cut)} that are cut for the first question lose more at the last"
+            heads[-1] += (
+                f"; of {len(cut)} cells that are cut with the first in sight, {worse} lose more at the last one"
+            )
             texts.append(describe_turns(turned, section))
             cells.append(name_place(turned, "cells that keep some of the rows"))
     if not heads:
@@ -419,7 +462,7 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
 
 
 def list_cut(section: Section) -> list[TurnScores]:
-    """Return the scores by turn of the cells that keep only some of the rows, the one that gets worse by most first."""
+    """Return the scores by turn of the cells that keep only some of the rows, the one that worsens most first."""
     kept = {line["hash"]: line["rows_kept"] for line in section.cells}
     return sorted((each for each in section.turns if kept[each.run] < ALL), key=lambda each: each.change[0])
 
@@ -438,9 +481,9 @@ def describe_turns(section: Section, hidden: Section | None = None) -> str:
     text = (
         f"With the first of {turns} questions in sight when the cache is cut, {signs.count(-1)} of {len(cut)} cut "
         f"caches lose more against the full cache at the last question than at the first, and {signs.count(1)} lose "
-        f"less (jointly at 95 %). {name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes gets worse by "
-        f"most: its difference from the full cache is {first} at the first question and {last} at the last, a change "
-        f"of {format_difference(*most.change)}."
+        f"less (jointly at 95 %). {name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes "
+        f"worsens most: its difference from the full cache is {first} at the first question and {last} at the last, a "
+        f"change of {format_difference(*most.change)}."
     )
     if hidden is not None and hidden.turns and hidden.question == "hidden":
         unseen = [each.sign for each in list_cut(hidden)]

@@ -32,8 +32,8 @@ ALWAYS = (
     "with an interval for each difference.",
     "Generated texts replace the benchmarks' own in most parts, so scores cannot be compared with published "
     "ones ([which](results-measured.md)). Scores say nothing about time ([cost](results-cost.md)). What is "
-    "said *jointly* holds with 95 % confidence within its sentence; that all sentences hold is less certain. Another "
-    "interval is that of one cell or pair, and where the largest or the smallest of several is named, it overstates.",
+    "said *jointly* holds with 95 % confidence within its sentence; that all sentences hold is less certain. All "
+    "other intervals are those of one cell or pair. The largest or smallest of several is likely to be exaggerated.",
 )
 
 

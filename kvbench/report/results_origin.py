@@ -13,9 +13,9 @@ from kvbench.report.results_text import join_words, wrap
 
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
 CHECKSUMS = """\
-A `.parquet` file has a row for each sample ([how to read it](analysis.md)), and a `.zip` file has drawn answers, which
-`python -m kvbench check bundle FILE --replay 4` executes again. `sha256sum -c SHA256SUMS` in a folder checks its
-files."""
+A `.parquet` file has a row for each sample ([how to read it](analysis.md)), and a `.zip` file has a random
+sample of the answers, of which `python -m kvbench check bundle FILE --replay 4` executes some again. `sha256sum -c
+SHA256SUMS` in a folder checks its files. Earlier parts have one line for each cell and neither of these files."""
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 
 
@@ -37,7 +37,7 @@ def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str,
     columns = [
         Column("part", "", lambda row: row[0]),
         Column("", "what", lambda row: row[1]),
-        Column("", "cells", lambda row: f"{row[2]:,}"),
+        Column("", "cells, full caches included", lambda row: f"{row[2]:,}"),
         Column("", "answers", lambda row: f"{row[3]:,}"),
         Column("", "command", lambda row: f"python -m kvbench dev measured {row[0]}"),
         Column("", "measured on", lambda row: row[4]),
@@ -48,7 +48,7 @@ def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str,
     sentence = (
         f"Measured in {dtype}, with torch {torch} and transformers {transformers}. *code* is the commit; *dirty* "
     )
-    sentence += "means that files had changed since. conf/measured.yaml lists the sweeps."
+    sentence += "means with uncommitted changes. conf/measured.yaml lists the sweeps."
     warnings = dict.fromkeys(warning for line in lines for warning in SENTENCE.split(line["warnings"] or "") if warning)
     paragraphs = sentence, describe_unfinished(parts, known), describe_versions(parts), " ".join(warnings)
     notes = [f"\n{wrap(text)}" for text in paragraphs if text]
@@ -78,11 +78,12 @@ def describe_progress(measured: Mapping[str, int]) -> str:
         if whole:
             begun.append(f"{join_words(whole, 'and')} {'is' if len(whole) == 1 else 'are'} complete")
         sentences.append(f"The study is under way: of its {len(study)} parts, {join_words(begun, 'and')}.")
-        if left := len(study) - len(planned):
-            sentences.append(f"The other {left} have not begun." if left > 1 else "One has not begun.")
+        if left := [name for name in study if name not in planned]:
+            sentences.append(f"{join_words(left, 'and')} {'have' if len(left) > 1 else 'has'} not begun.")
     if earlier := list_earlier(measured):
         count = sum(measured[name] for name in earlier)
-        sentences.append(f"{count} of the cells are earlier measurements: parts {join_words(earlier, 'and')}.")
+        parts = f"part{'s' if len(earlier) > 1 else ''} {join_words(earlier, 'and')}"
+        sentences.append(f"{count} of the cells were measured earlier: {parts}.")
         sentences.append("Where a conclusion stands on one of them, it names an *earlier part*.")
     return " ".join(sentences)
 
@@ -122,17 +123,17 @@ def join_values(lines: Sequence[Line], name: str) -> str:
 
 
 def describe_versions(parts: Mapping[str, Sequence[Line]]) -> str:
-    """Return what the full cache scores where parts of a protocol have other code or GPUs; empty if it is the same."""
+    """Return what the full cache scores where it differs between parts of a protocol; empty if it is the same."""
     texts = []
     for protocol, cells in split_protocols([line for lines in parts.values() for line in lines if is_full(line)]):
         scores = sorted({line["score"] for line in cells})
-        if len(scores) > 1 and len({(line["code"], line["machine"]) for line in cells}) > 1:
+        if len(scores) > 1:
             bounds = f"{format_number(scores[0])} to {format_number(scores[-1])}"
             texts.append(f"{bounds} ({describe_protocol(protocol)})")
     if not texts:
         return ""
     return (
-        f"The full cache scores {join_words(texts, 'and')}, depending on the part. These parts were measured with "
-        "different kernels or GPUs, which add up numbers of 16 bits in other orders, and a few answers change with "
-        "that. All cells of a part have the same kernels and GPU: compare a method with the cells of its own part."
+        f"The full cache scores {join_words(texts, 'and')}, depending on the part. Parts differ in samples, subtasks "
+        "and turns, and in kernels or GPUs, which add up numbers of 16 bits in other orders. Within a part all of this "
+        "is the same: compare a method with the cells of its own part."
     )

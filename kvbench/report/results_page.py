@@ -23,6 +23,7 @@ from kvbench.report.results_cells import (
     TURN_TASKS,
     Section,
     classify,
+    list_leaders,
     list_methods,
     split_sections,
 )
@@ -42,7 +43,7 @@ from kvbench.report.results_limits import describe_models, format_limits
 from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import format_bytes, format_equal_bytes, format_gains, format_section, format_spreads
-from kvbench.report.results_text import COMMENT, KEPT, format_budget, join_words, wrap, wrap_paragraphs
+from kvbench.report.results_text import COMMENT, KEPT, format_budget, join_words, name_cell, wrap, wrap_paragraphs
 from kvbench.store.checksums import read_checksums
 from kvbench.validation import SettingError, require_choice
 
@@ -85,19 +86,22 @@ words.
 CAPTION = """\
 Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. {ties}{older}{hollow}"""
 TIES = (
-    "A blue band spans the cells that may be the best of those with the same bytes, where there are several (95 % "
-    "confidence for all ranks jointly)."
+    "A blue band spans the cells with raw rows that may be the best of those with like bytes, where there are "
+    "several (95 % confidence for all ranks of a share of the bytes jointly)."
 )
-NO_TIES = "At each share of the bytes, one cell is shown to be the best (95 % confidence for all ranks jointly)."
+NO_TIES = (
+    "Of the cells with raw rows, one is shown to be the best at each share of the bytes (95 % confidence for all ranks "
+    "of a share jointly): {best}."
+)
 HOLLOW = " Hollow marks are methods that keep all rows but attend to few."
 OLDER = " These lines know only the ranks of a whole budget, so the bands are wider than the samples would allow."
 RULES = """\
-A fixed rule makes each conclusion from the data, whatever the outcome. Each stands on the first of the models
-smollm2_long, smollm2 and reference that was measured with its question, on the task and length with most answers, and
-there on the part with most samples a cell. The rules are: the best of the cells with bytes nearest to {level}; what
-hiding the question changes there; cells with a codec against raw rows of equal bytes; the fewest bytes that lose at
-most a [margin](statistics.md#margins-and-counts); and losses where answers are long or a context
-gets several questions. *Jointly at 95 %* means that all signs that a sentence counts hold together. [Which method
+A fixed rule makes each conclusion from the data, whatever the outcome. Each uses the first of the models smollm2_long,
+smollm2 and reference with which its kind of question was measured; of that model, the task and length with most
+answers; and there the part with most samples a cell. The rules are: the best of the cells with bytes nearest to
+{level}; what hiding the question changes there; cells with a codec against raw rows of equal bytes; the fewest bytes
+that lose at most a [margin](statistics.md#margins-and-counts); and losses where answers are long or a context gets
+several questions. *Jointly at 95 %* means that all signs that a sentence counts hold together. [Which method
 should I use?](which-method.md) draws on the same data.
 """
 TERMS = """\
@@ -114,7 +118,8 @@ A cell is *shown to lose at most m points*, and has the mark {mark}, only if the
 may score less than the full cache, but not by more. The margin m is {margin:g} points, or a tenth of the full cache's
 score where that is less. An interval that merely contains 0 does not show this. Counts of cells that score less or more
 hold together with 95 % confidence (Holm's procedure over the cells that a sentence counts). Cells of which neither is
-shown are *undecided*. Where a budget has cells with raw rows that read all of them, the others do not count.
+shown are *undecided*. If a budget has cells with raw rows that attend to all rows that they hold, the sentences about
+it count only these.
 [Statistics](statistics.md#margins-and-counts) says how.
 """
 SUBPAGE = """\
@@ -129,7 +134,9 @@ PAYS = """\
 Some methods pay for their score. kvzip and kvgrad let the model read each prompt twice, attention_matching also solves
 equations for each head, and omnikv, quest, pqcache and deltakv without its codec keep the whole cache in memory.{slow}
 [GPU and efficiency](gpu-and-efficiency.md) says how times are measured. The models have random weights in the original
-shape. Empty cells were not measured or did not run. *over full* is the ratio to the full cache of kvbench.
+shape. Empty cells were not measured or did not run. *over full* is the ratio to the full
+cache of kvbench in the same run. The times of a table come from several runs, so ratios of its times can differ from
+it.
 """
 
 
@@ -286,7 +293,8 @@ def format_front(
     for section in sections:
         measured[section.part] = measured.get(section.part, 0) + len(list_methods(section.cells))
     progress = describe_progress(measured)
-    ties = TIES if figure and list_ties(figure) else NO_TIES if figure and list_classes(figure) else ""
+    best = dict.fromkeys(name_cell(list_leaders(cells)[0]) for cells in list_classes(figure)) if figure else {}
+    ties = TIES if figure and list_ties(figure) else NO_TIES.format(best=join_words([*best], "or")) if best else ""
     older = any("rank_class" not in line for line in shown)
     hollow = any(classify(line) == READING for line in shown)
     text = FRONT.format(
@@ -367,7 +375,10 @@ def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]
         return {"What allocators bring": format_gains(sections, "allocator_gain")}
     if page == PRESETS:
         shown = [section for section in sections if find_page(section) == PRESETS]
-        return {"How much presets, settings and files change": format_spreads(shown or sections)}
+        seeds = any(section.part == "seeds" for section in shown)
+        missing = [] if seeds else [wrap("Files of other seeds were not measured yet (part seeds)."), ""]
+        spreads = format_spreads(shown or sections)
+        return {"How much presets, settings and files change": [*missing, *spreads] if spreads else []}
     if page == CODECS:
         return {
             "At equal bytes": format_equal_bytes(sections),

@@ -58,15 +58,16 @@ CHANGES = {  # key of GAINS -> sentence with the numbers of cells that score les
     "codec_gain": MORE.format("codec"),
 }
 FILES = """\
-A cell is on a *front* if no other cell holds fewer bytes and scores as much. One front goes by the bytes of a cache,
-the other one by the bytes *with files*: those of the cache and of the files that a method or codec needs beside the
-model, as if they served a single prompt. All prompts share them. *In all* also counts what a method keeps beside the
-rows, such as positions and codes; older measurements do not say it. A table lists the cells on either front and all
-others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
+A cell is on a *front* if no other cell holds as few bytes or fewer and scores as much or more. One front goes by the
+bytes of a cache, the other one by the bytes *with files*: those of the cache and of the files that a method or codec
+needs beside the model, as if they served a single prompt. All prompts share them. *In all* also counts what a method
+keeps beside the rows, such as positions and codes; older measurements do not say it. A table lists the cells on either
+front and all others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
 SPREADS = """\
 Each row has cells of one budget and like bytes that differ in a preset, a setting or a file only. *range* is the
-difference of the highest and the lowest score. The two were chosen for their distance, so its interval overstates it.
-*apart* does not: it counts the pairs of cells that differ, jointly for all pairs of a section (Holm's procedure)."""
+difference of the highest and the lowest score. These two were picked for their distance, so *range* and its interval
+exaggerate. *apart* does not: it counts all pairs of cells that are shown to differ (Holm's procedure over all pairs of
+a section)."""
 EQUAL_BYTES = f"""\
 A pair is a cell with a codec and a cell of the same method with fewer raw rows, whose bytes differ by at most
 {say_percent(EQUAL)}. Pairs are sorted by the raw rows, then by the gain. Parts and questions without such a pair are
@@ -78,7 +79,7 @@ TURNS = (
     "**By question.** Of {count} cells, {less} lose more against the full cache at the last of {turns} questions about "
     "a context than at the first, and {more} lose less (jointly at 95 %). *question 1* and so on are the differences "
     "from the full cache at each question, and *change* is the last one less the first, paired by context, with its "
-    "95 % interval. The cell that gets worse by most is first."
+    "95 % interval. The cell that worsens most is first."
 )
 PLANNED = (
     "**Planned comparisons.** These pairs were named before they were measured. Two cells of the same budget do not "
@@ -99,7 +100,8 @@ READERS = (
 
 def format_section(section: Section, margin: float) -> list[str]:
     """Return the sentences and tables of a section."""
-    text = [f"{section.samples:,} samples a cell.\n"]
+    subtasks = f", of {section.subtasks} subtask{'s' if section.subtasks > 1 else ''}" if section.subtasks else ""
+    text = [f"{section.samples:,} samples a cell{subtasks}.\n"]
     text += [f"{wrap(sentence)}\n" for sentence in describe_separation(section, margin)]
     text += [*format_scores(section, EVICTING, margin), ""]
     readers = format_scores(section, READING, margin)
@@ -177,7 +179,7 @@ def describe_separation(section: Section, margin: float) -> list[str]:
 
 def name_budgets(budgets: Sequence[str]) -> str:
     """Return what a sentence is about that holds for each of some budgets."""
-    return f"Budget {budgets[0]}" if len(budgets) == 1 else f"Each of the budgets {join_words(budgets, 'and')}"
+    return f"Budget {budgets[0]}" if len(budgets) == 1 else f"At each of the budgets {join_words(budgets, 'and')}"
 
 
 def describe_ranks(cells: Sequence[Line]) -> str:
@@ -192,7 +194,8 @@ def describe_ranks(cells: Sequence[Line]) -> str:
     first = [line["label"] for line in cells if line["rank_first"] == 1]
     named = len(first) <= max(FEW, len(cells) / 2)
     may = "is" if len(first) == 1 else "may be"
-    best = f"The best {may} {join_words(first, 'or')}." if named else f"Any of {len(first)} cells may be the best."
+    these = f"The best of these {len(cells)} {may} {join_words(first, 'or')}."
+    best = these if named else f"Any of {len(first)} cells may be the best."
     return f"{apart} of {pairs} pairs of cells at {name} can be told apart. {best}"
 
 
@@ -214,7 +217,7 @@ def describe_holders(section: Section) -> list[str]:
     known = [f"{format_percent(share)} ({label})" for label, share in whole.items() if share is not None]
     if known:
         sentence += (
-            f" With what they keep beside the rows, such as codes and bounds, {join_words(known, 'and')} are held."
+            f" With what they keep beside the rows, such as codes and bounds, they hold {join_words(known, 'and')}."
         )
     return [sentence]
 

@@ -60,15 +60,12 @@ BEST, TIED, MANY = ((1, 1), (2, 2), (3, 3)), ((1, 2), (1, 2), (3, 3)), ((1, 3), 
 def test_the_best_is_named_only_as_far_as_the_ranks_tell(ranks, headline):
     best = conclude_best(split(a=make_class(*ranks)), 3.0)
     assert best.headline.endswith(headline)
-    assert (
-        "scores 80.0 [75.0, 85.0], -10.0 [-15.0, -5.0] against the full cache's 90.0. Jointly at 95 %, the other"
-        in best.text
-    )
+    assert "scores 80.0 [75.0, 85.0]. The difference from the full cache's 90.0 is -10.0 [-15.0, -5.0]." in best.text
     assert (
         best.cells == "part a, smollm2, ruler length 4096, question visible, 120 samples a cell: raw rows, budget 20 %"
     )
     assert best.text.endswith(
-        "(results-cost.md). Of those that read it once, `tova` has the highest score: 70.0 [65.0, 75.0]."
+        "(results-cost.md). Of the methods that read it once, `tova` has the highest score: 70.0 [65.0, 75.0]."
     )
     for score, held in ((71.0, 0.2), (69.0, 0.2), (75.0, 0.3)):
         coded = make_line("tova · int4", 0.7, score, codec="int4", bytes_held=held)
@@ -81,7 +78,7 @@ def test_a_best_method_that_may_be_any_of_many_is_not_named():
     cells = [make_line(label, 0.2, 50.0) for label in ("snapkv", "tova", "h2o", "knorm", "sink")]
     best = conclude_best(split(a=rank(cells, *[(1, 4)] * 4, (5, 5))), 3.0)
     assert best.headline.endswith("no best method can be named: any of 4 of the 5 cells compared may be it.")
-    assert best.text.endswith("Jointly at 95 %, the other one is not the best.")
+    assert best.text.endswith(" The other one is shown not to be the best (jointly at 95 %).")
     names = describe_leaders([make_line(label, 0.2, 50.0) for label in "ab"])
     assert names == "`a` or `b` is the best, and the samples do not tell which (`a`: 50.0 [45.0, 55.0])"
     many = describe_leaders([make_line(label, 0.2, 50.0) for label in "abcd"])
@@ -120,7 +117,8 @@ def test_hiding_the_question_is_counted_jointly():
     sentence = conclude_hidden(split_sections({"a": lines}), 3.0)
     assert "lowers the score in 1 of 3 cells (jointly at 95 %)." in sentence.headline
     assert "with the question in sight. With" not in sentence.text  # none of the cells scored little there
-    start = "The largest change is that of `kvzip`: -30.0 [-40.0, -20.0]. In 2 no change is shown. With"
+    start = "The largest change is that of `kvzip`: -30.0 [-40.0, -20.0]. At this budget, the cells hold 20 % of "
+    start += "the bytes. No change is shown for `tova` and `random`. With"
     assert sentence.text.startswith(start)
     assert conclude_hidden(split(a=make_class(*BEST)), 3.0) is None
     hidden[2] |= {"score": 2.0}
@@ -160,7 +158,7 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     assert (pair.coded, pair.raw["label"]) == (coded, "tova")
     assert pair.change == pytest.approx((20.0, 20.0 - 50**0.5, 20.0 + 50**0.5))
     sentence = conclude_codecs([section], 3.0)
-    assert "`tova · int4` beats fewer raw rows of the same method in 1 of 1 pairs, and loses in 0" in sentence.headline
+    assert "`tova · int4` beats fewer raw rows of the same method in 1 of 1 pairs (jointly" in sentence.headline
     assert (
         sentence.text.startswith("The difference is +20.0 [")
         and "at 20.5 % of the bytes (`tova · int4`, 71 % of" in sentence.text
@@ -173,7 +171,7 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
         coded | {"label": f"tova · {name}", "score": score} for name, score in (("a", 91.0), ("b", 92.0), ("c", 93.0))
     ]
     several = conclude_codecs(split(a=[*make_class(*BEST), *many]), 3.0)
-    assert "rows in a codec beat fewer raw rows of the same method in 3 of 3 pairs, and lose in 0" in several.headline
+    assert "rows in a codec beat fewer raw rows of the same method in 3 of 3 pairs (jointly" in several.headline
     assert re.search(r"^The differences range from \+21.*`tova · a`.* to \+23.*`tova · c`", several.text)
     larger = Section("b", ("reference", "ruler", "visible", ""), [line | {"n": 999} for line in section.cells])
     assert conclude_codecs([larger, section], 3.0) == sentence
@@ -200,7 +198,11 @@ def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():
     holder = make_line("quest", 0.1, 90.0, low=-1.0, bytes_held=1.0)
     shown = conclude_no_worse(split(a=[small, middle, large, holder]), 3.0)
     assert shown.headline == "50 % of the bytes can be enough: `snapkv` is shown to lose at most 3.0 points."
-    assert "The same is shown for `snapkv` with 75 % of the bytes (-1.0 [" in shown.text
+    assert "The same is shown" not in shown.text  # for more bytes of the same cell
+    worst = {"worst_subtask": "qa", "worst": -8.0, "worst_low": -9.0, "worst_high": -7.0}
+    twice = conclude_no_worse(split(a=[small, middle | worst | {"method": "kvzip"}, large | {"label": "tova"}]), 3.0)
+    assert " In `qa`, where it loses most, the difference is -8.0 [-9.0, -7.0]. Of the cells that" in twice.text
+    assert "that read each prompt once, the same is shown for `tova` with 75 % of the bytes (-1.0 [" in twice.text
     assert "3 cells that hold fewer bytes than the full cache were compared" in shown.text and shown.cells.endswith(
         "`snapkv`, budget 50 %"
     )
@@ -229,7 +231,8 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     both = conclude_long(split_sections({"h": turns, "l": answers}), 3.0)
     assert both.headline == (
         "Where answers are long, 0 of 1 cells are shown to score less than the full cache (jointly at 95 %); where a "
-        "context gets several questions, 3 of 3 cells are shown to score less than the full cache (jointly at 95 %)."
+        "context gets several questions and is cut before the first, 3 of 3 cells are shown to score less than the "
+        "full cache (jointly at 95 %)."
     )
     assert both.text.startswith(
         "On `ledger` the full cache scores 90.0 [85.0, 95.0]. 1 of 1 cells with fewer bytes is shown to lose at most "
@@ -244,24 +247,27 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     sections = split_sections({"h": turns, "v": seen}, {"v": PartNumbers(seen, turns=by_turn)})
     turned = conclude_long(sections, 3.0)
     assert turned.headline.endswith(
-        "(jointly at 95 %), and 1 of 3 that are cut for the first question lose more at the last."
+        "(jointly at 95 %); of 3 cells that are cut with the first in sight, 1 lose more at the last one."
     )
     assert turned.text.endswith(
         "in sight when the cache is cut, 1 of 3 cut caches lose more against the full cache at the last question than "
-        "at the first, and 1 lose less (jointly at 95 %). `tova` with 20 % of the bytes gets worse by most: its "
+        "at the first, and 1 lose less (jointly at 95 %). `tova` with 20 % of the bytes worsens most: its "
         "difference from the full cache is +0.0 at the first question and -30.0 at the last, a change of -30.0 "
         "[-33.0, -27.0]."
     )
     assert "| tova | 20 % | 20.0% | +0.0 | -30.0 | -30.0 \\[-33.0, -27.0\\] |" in format_turns(sections[1])
     whole = [line | {"rows_kept": 1.0} for line in seen]
     uncut = split_sections({"h": turns, "v": whole}, {"v": PartNumbers(whole, turns=by_turn)})
-    assert "cut for the first question" not in conclude_long(uncut, 3.0).headline
+    assert "with the first in sight" not in conclude_long(uncut, 3.0).headline
     turns[2] |= {"difference": -20.0, "low": -45.0, "high": 5.0}
     undecided = conclude_long(split_sections({"h": turns}), 3.0)
-    assert undecided.headline.startswith("Where a context gets several questions, 2 of 3 cells are shown")
+    assert undecided.headline.startswith("Where a context gets several questions and is cut before the first, 2 of 3")
     assert "3.0 points: 2 are shown to score less and 1 is undecided. `kvzip`" in undecided.text
     nothing = conclude_long(split_sections({"h": [turns[0], turns[2]]}), 3.0)
-    assert nothing.headline == "Where a context gets several questions, these samples decide nothing."
+    assert (
+        nothing.headline
+        == "Where a context gets several questions and is cut before the first, these samples decide nothing."
+    )
     kept = [line | {"task": "ledger"} for line in (make_full(), make_line("a", 0.2, 89.0, low=-1.5, high=-0.5))]
     assert conclude_long(split_sections({"l": kept}), 3.0).headline.startswith("Where answers are long, 1 of 1 cells")
     unknown = [turns[0], turns[2], turns[3] | {"low": None, "high": None}]
