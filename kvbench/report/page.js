@@ -674,7 +674,7 @@
     const dates = DATA.runs.map((run) => run.date).sort();
     const period = dates.length ? (dates[0] === dates[dates.length - 1] ? dates[0] : `${dates[0]} to ${dates[dates.length - 1]}`) : "–";
     const rows = [
-      ["Runs", [count(DATA.runs.length, "run"), count(Object.keys(DATA.methods).filter((name) => name !== "full").length, "method"), count(DATA.runs.reduce((sum, run) => sum + run.samples, 0), "answer")].join(", ") + (DATA.unfinished ? `; not finished and scored on the samples in common: ${DATA.unfinished}` : "") + (DATA.empty ? `; without a sample yet: ${DATA.empty}` : "")],
+      ["Runs", [count(DATA.runs.length, "run"), count(Object.keys(DATA.methods).filter((name) => name !== "full").length, "method"), count(DATA.runs.reduce((sum, run) => sum + run.samples, 0), "answer")].join(", ") + (DATA.unfinished ? `; not finished: ${DATA.unfinished}` : "") + (DATA.empty ? `; without a sample yet: ${DATA.empty}` : "")],
       ["Models", DATA.models.join("; ") || "–"],
       ["Code", [each("code", "revisions"), each("sources", "hashes of sources")].filter(Boolean).join("; sources ") || "–"],
       ["Hardware", DATA.machines.join("; ") || "–"],

@@ -119,7 +119,15 @@ def format_columns(columns: Sequence[Column]) -> list[str]:
         TableColumn("read once", "", name_read_once),
         TableColumn("part", "", lambda column: column.section.part),
     ]
-    places = dict.fromkeys(name_place(column.section, f"{len(column.cells)} cells compared") for column in columns)
+    compared: dict[str, tuple[Section, list[int]]] = {}
+    for column in columns:
+        compared.setdefault(column.section.title, (column.section, []))[1].append(len(column.cells))
+    places = [
+        name_place(
+            section, f"{' to '.join(dict.fromkeys(f'{end}' for end in (min(counts), max(counts))))} cells compared"
+        )
+        for section, counts in compared.values()
+    ]
     return [*format_markdown(listed, columns), "", wrap(f"*({'; '.join(places)})*"), ""]
 
 
@@ -205,7 +213,7 @@ def recommend_speed(tables: Sequence[CostTable]) -> list[str]:
     table, rows = fastest
     ends = dict.fromkeys(f"{float(row[RATIO]):.2f}" for row in (rows[0], rows[-1]))
     text = (
-        f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, the shortest time for a token is "
+        f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, the shortest median time for a token is "
         f"{' to '.join(ends)} of the full cache's: {'; '.join(row[''] for row in rows)}. Choose by their scores at the "
         "bytes that you have. [What methods cost](results-cost.md) has all cells, and what they add to the first token."
     )

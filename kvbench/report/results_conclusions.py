@@ -428,6 +428,7 @@ def say_files(line: Line) -> str:
 def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude what cutting costs where answers are long, and where a context gets several questions."""
     heads, texts, cells = [], [], []
+    main = choose_protocol(sections)
     places = (
         ("where answers are long", LONG_TASKS, "visible"),
         ("where a context gets several questions", TURN_TASKS, "hidden"),
@@ -439,6 +440,7 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
             continue
         *_, undecided = count_losses(section, smaller, margin)
         where += " and is cut before the first" if section.question == "hidden" else ""
+        where += f" (`{section.model}`)" if main and section.model != main[0].model else ""
         less = sign_losses(smaller).count(-1)
         are = "is" if less == 1 else "are"
         found = f"{less} of {len(smaller)} cells {are} shown to score less than the full cache (jointly at 95 %)"

@@ -97,14 +97,23 @@ def format_costs(tables: Sequence[CostTable]) -> list[str]:
     return text
 
 
-def describe_slow(prefill: Mapping[str, float]) -> str:
-    """Return a sentence about the methods whose prefill takes SLOW times the full cache's or more, if there are any."""
-    slow = [f"{ratio:.1f} times as long with {name}" for name, ratio in sorted(prefill.items()) if ratio >= SLOW]
+def describe_slow(prefill: Mapping[str, float], tables: Sequence[CostTable] = ()) -> str:
+    """Return sentences about the methods whose prefill takes SLOW times the full cache's or more, if there are any.
+
+    Args:
+        prefill: Method -> the time of its prefill over the full cache's, on a CPU.
+        tables: Tables of times, which may have these methods on a GPU.
+    """
+    names = [name for name, ratio in sorted(prefill.items()) if ratio >= SLOW]
+    slow = [f"{prefill[name]:.1f} times as long as the full cache's with {name}" for name in names]
     if not slow:
         return ""
+    cells = [row[""].lower() for table in tables if table.name == "prefill_full" for row in table.rows]
+    untimed = [name for name in names if not any(cell.startswith(name) for cell in cells)]
+    gpu = f" On a GPU, the first token of {join_words(untimed, 'and')} was not timed yet." if untimed else ""
     return (
         f" On one thread of a CPU, a prefill of 4,096 tokens takes {join_words(slow, 'and')} "
-        "([On a CPU](gpu-and-efficiency.md#on-a-cpu))."
+        f"([On a CPU](gpu-and-efficiency.md#on-a-cpu)).{gpu}"
     )
 
 

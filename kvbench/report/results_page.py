@@ -130,6 +130,15 @@ SUBPAGE = """\
 {question} [Results](results.md) has all conclusions, and [What these numbers cannot
 tell](results.md#what-they-cannot-tell) applies here, too.
 """
+ONE_SEED = (
+    "Files of other seeds were not measured yet (part seeds): each file below comes from one training or calibration, "
+    "so a difference between two files also holds the luck of these."
+)
+HIDDEN_BYTES = (
+    "Both cells of a change have the same budget, but not always the same bytes: the rows of a hidden question come on "
+    "top of it, and some methods cut them again while they answer. A small budget with a hidden question can hold a "
+    "fifth more bytes, which can raise a score."
+)
 PAYS = """\
 Some methods pay for their score. kvzip and kvgrad let the model read each prompt twice, attention_matching also solves
 equations for each head, and omnikv, quest, pqcache and deltakv without its codec keep the whole cache in memory.{slow}
@@ -340,7 +349,7 @@ def format_subpage(
     if page == MEASURED:
         return "\n".join([head, *describe_origin(parts, checksums), ""])
     if page == COST:
-        pays = wrap_paragraphs(PAYS.format(slow=describe_slow(prefill)))
+        pays = wrap_paragraphs(PAYS.format(slow=describe_slow(prefill, tables)))
         return "\n".join([head, pays, *(format_costs(tables) or ["No times were measured yet.\n"])])
     changes: list[str] = []
     for heading, text in list_changes(page, sections).items():
@@ -370,13 +379,14 @@ def answer_page(page: str, sections: Sequence[Section], margin: float) -> list[C
 def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]:
     """Return the headings and texts behind the sections of a sub-page, about what one setting changes."""
     if page == HIDDEN:
-        return {"What changes when the question is hidden": format_gains(sections, "question_gain")}
+        gains = format_gains(sections, "question_gain")
+        return {"What changes when the question is hidden": [wrap(HIDDEN_BYTES), "", *gains] if gains else []}
     if page == EQUAL:
         return {"What allocators bring": format_gains(sections, "allocator_gain")}
     if page == PRESETS:
         shown = [section for section in sections if find_page(section) == PRESETS]
         seeds = any(section.part == "seeds" for section in shown)
-        missing = [] if seeds else [wrap("Files of other seeds were not measured yet (part seeds)."), ""]
+        missing = [] if seeds else [wrap(ONE_SEED), ""]
         spreads = format_spreads(shown or sections)
         return {"How much presets, settings and files change": [*missing, *spreads] if spreads else []}
     if page == CODECS:

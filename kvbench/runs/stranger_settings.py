@@ -5,7 +5,8 @@ names. On top of them count, of the identity, only
 
 * numbers, booleans and null, up to a size;
 * texts that conf/ has at this setting, by default or in a preset, and those that `TEXTS` lists;
-* nothing for the settings in `GIVEN`, which lead to files, to data sets of the hub, or to code.
+* nothing for the settings in `GIVEN`, which lead to files, to data sets of the hub, or to code. But a hash of a file
+  that comes with kvbench stands for this file.
 
 Whoever executes the run gives everything else on the command line. Afterwards the settings must be those of the
 identity, which the run's hash names. All of this happens before a class is imported or an object is built.
@@ -20,6 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import catalogue
 from kvbench.config.compose import compose_config, list_choices, to_dict
+from kvbench.config.paths import PACKAGE
+from kvbench.config.provenance import content_hash
 from kvbench.runs.checks import CACHE, DTYPES, keep_settings
 from kvbench.store.runs import flatten
 from kvbench.validation import SettingError, escape, format_value
@@ -106,6 +109,7 @@ GIVEN = frozenset(
 )  # settings whose value is never a stranger's
 # those whose files are data, not code
 LOCAL = ("model.path", "model.factors", "task.path", "task.haystack_path", "task.qa_path")
+OWN_FILES = PACKAGE / "models"
 AXIS = {"start", "stop", "steps"}  # keys of a mapping that a stranger may write
 MOST = 10_000_000  # largest number, so that sizes do not take all memory
 LARGEST = {"seed": 2**63, "task.seed": 2**63, "task.samples": 10_000, "task.trials": 10_000, "task.repeats": 10_000}
@@ -230,10 +234,18 @@ def choose_settings(group: str, part: Mapping[str, Any], given: Mapping[str, Any
             settings["base"] = value["name"]
             settings["base_args"] = choose_settings(group, value, given, f"{prefix}.base_args")
             continue
+        if name == "path" and group in CACHE and (own := find_own_file(value)) is not None:
+            settings[name] = str(own)
+            continue
         known = [usual.get(name), *(preset[name] for preset in presets if preset and name in preset)]
         check_value(f"{prefix}.{name}", value, known, f"{group}.{name}")
         settings[name] = value
     return settings
+
+
+def find_own_file(digest: object) -> Path | None:
+    """Return the file for methods and codecs that comes with kvbench and has this `content_hash`; None without any."""
+    return next((file for file in sorted(OWN_FILES.glob("*.safetensors")) if content_hash(file) == digest), None)
 
 
 def check_value(name: str, value: object, known: Sequence[object], setting: str | None = None) -> None:

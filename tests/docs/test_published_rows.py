@@ -11,7 +11,7 @@ from tests.support.made_up_runs import write_run
 from tests.support.report_store import make_records
 from tests.support.repository import ROOT
 
-PATH = "results/measured/nvidia-h200/a.parquet"
+PATH = "results/measured/nvidia-h200/confirmation.parquet"
 
 
 def test_an_interval_is_recomputed_with_pandas(tmp_path, monkeypatch):

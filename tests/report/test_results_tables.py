@@ -5,6 +5,7 @@ import pytest
 from kvbench.analysis.text_table import Column, format_markdown
 from kvbench.report.results_cells import EVICTING, count_signs, find_front, split_sections
 from kvbench.report.results_cost import (
+    CostTable,
     describe_slow,
     find_fastest,
     format_costs,
@@ -195,7 +196,10 @@ def test_slow_prefills_are_named(tmp_path):
     (tmp_path / "prefill-1.csv").write_text("\n".join(lines))
     ratios = read_prefill_ratios(tmp_path)
     assert ratios == {"kvzip": 4.33, "snapkv": 1.01, "kvgrad": 7.67} and read_prefill_ratios(tmp_path / "x") == {}
-    assert "takes 7.7 times as long with kvgrad and 4.3 times as long with kvzip ([On a CPU]" in describe_slow(ratios)
+    assert "takes 7.7 times as long as the full cache's with kvgrad and 4.3 times" in describe_slow(ratios)
+    assert describe_slow(ratios).endswith(" On a GPU, the first token of kvgrad and kvzip was not timed yet.")
+    timed = [CostTable("gpu-x", "prefill_full", [{"": "KVzip 20 %"}])]
+    assert describe_slow(ratios, timed).endswith(" the first token of kvgrad was not timed yet.")
 
 
 def test_only_rows_that_ran_have_a_cost(tmp_path):

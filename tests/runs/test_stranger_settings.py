@@ -8,9 +8,10 @@ import yaml
 from kvbench.config import catalogue
 from kvbench.config.compose import compose_config, list_choices, to_dict
 from kvbench.config.paths import CONF
+from kvbench.config.provenance import content_hash
 from kvbench.runs.checks import CACHE
 from kvbench.runs.replay import rebuild_run
-from kvbench.runs.stranger_settings import GIVEN, GROUPS, MOST, TEXTS, compose_run, find_local, list_settings
+from kvbench.runs.stranger_settings import GIVEN, GROUPS, MOST, OWN_FILES, TEXTS, compose_run, find_local, list_settings
 from kvbench.store.run_folder import RunFolder
 from kvbench.validation import SettingError
 from tests.support.selection import choose_quick
@@ -165,6 +166,13 @@ def test_only_paths_to_models_and_data_of_this_machine_are_kept(tmp_path):
     }
     assert find_local(settings) == {"model.path": str(tmp_path), "task.path": "hub"}
     assert find_local(None) == {}
+
+
+def test_a_hash_of_a_file_of_kvbench_stands_for_this_file():
+    [file] = OWN_FILES.glob("*_deltakv.safetensors")
+    assert compose_run(describe("codec=delta", codec__path=content_hash(file)), {}).codec.path == str(file)
+    with pytest.raises(SettingError, match=r"^codec\.path: leads to files"):
+        compose_run(describe("codec=delta", codec__path="0123"), {})
 
 
 def test_settings_of_a_base_can_be_given():
