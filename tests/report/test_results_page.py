@@ -8,7 +8,6 @@ from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.result_lines import format_lines, make_lines, read_lines
 from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import split_sections
-from kvbench.report.results_cost import read_cost_tables, read_prefill_ratios
 from kvbench.report.results_origin import describe_progress
 from kvbench.report.results_page import (
     MEASURED,
@@ -71,20 +70,16 @@ def read_text(pages: dict[str, str], page: str) -> str:
 
 
 @pytest.mark.full  # seconds for each part that has rows of samples
-def test_the_committed_pages_are_those_of_the_committed_lines():
-    files = choose_files(ROOT / "results" / "measured")
-    pictures = {path.stem: "" for path in (ROOT / "docs" / "images").glob("*.svg")}
-    folders = list(dict.fromkeys(f"../results/measured/{path.parent.name}" for path in files.values()))
-    tables = read_cost_tables(ROOT / "results" / "efficiency")
-    numbers = read_parts(files)
-    parts = {part: known.lines for part, known in numbers.items()}
-    also = {"numbers": numbers, "checksums": read_all_checksums(files.values())}
-    also |= {"prefill": read_prefill_ratios(ROOT / "results" / "efficiency")}
-    pages = format_pages(parts, folders, pictures, tables, **also)
-    shown = set(re.findall(r"\]\(images/([^)]+)\.svg\)", "".join(pages.values())))
-    assert {name for name in pictures if name.startswith("measured-")} <= shown, "remove the pictures of earlier pages"
-    for name, text in pages.items():
-        assert (ROOT / "docs" / name).read_text() == text, f"docs/{name}: write it by kvbench dev measured --page"
+def test_the_committed_pages_and_pictures_are_those_of_the_committed_files(tmp_path):
+    results = tmp_path / "results"
+    results.symlink_to(ROOT / "results")
+    efficiency = results / "efficiency"
+    written = write_results_page(choose_files(results / "measured"), tmp_path / "docs", efficiency=efficiency)
+    for path in written:
+        name = path.relative_to(tmp_path)
+        assert (ROOT / name).read_text() == path.read_text(), f"{name}: write it by kvbench dev measured --page"
+    drawn = {path.name for path in (ROOT / "docs" / "images").glob("measured-*.svg")}
+    assert drawn <= {path.name for path in written}, "remove the pictures of earlier pages"
 
 
 def test_the_committed_pages_hold_what_small_files_say_and_name_the_others():
