@@ -14,9 +14,10 @@ from kvbench.report.results_text import join_words, wrap
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
 CHECKSUMS = """\
 A `.parquet` file has a row for each sample ([how to read it](analysis.md)), and a `.zip` file has a random sample of
-the answers, of which `python -m kvbench check bundle FILE --replay 4` executes some again. On a machine without the GPU
-that made the answers, add `device=cpu`; a few answers can differ there. `sha256sum -c SHA256SUMS` in a folder checks
-its files. Earlier parts have one line for each cell and neither of these files."""
+the answers, of which `python -m kvbench check bundle FILE --replay 4` executes some again. A machine without the GPU
+that made the answers takes `device=cpu`. It rounds otherwise, so other rows stay and many answers differ; the command
+prints what agrees. `sha256sum -c SHA256SUMS` in a folder checks its files. Earlier parts have one line for each cell
+and neither of these files."""
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 
 
