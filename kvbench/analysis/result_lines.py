@@ -20,6 +20,7 @@ A line holds what `kvbench results scores --format csv` says about a run, and be
                                  hash is bytes_gain_from (kvbench.analysis.byte_front.pair_at_equal_bytes)
     …_sign                       -1, 0 or 1: whether a gain is below or above 0, jointly for all cells of a protocol; of
                                  the difference from the full cache for those of a budget (kvbench.analysis.joint_signs)
+    difference_of_all_sign       that of the difference from the full cache, jointly for all cells of a protocol
     machine, versions, code      where and by which code it was made; `replay` is the hash of tests/replay
 
 Numbers are rounded to DECIMALS in a CSV. Nothing in a line depends on other parts of the study. `read_part` also
@@ -64,6 +65,7 @@ TEXTS = (  # columns whose values may look like numbers and are none
 )
 CSV, ROWS = ".csv", ".parquet"  # ends of the names of files with lines, and with rows of samples
 SIGN = "_sign"  # ends the name of a joint sign
+OF_ALL = "difference_of_all"  # the difference from the full cache, counted with those of all cells of a protocol
 Line = dict[str, Any]
 NO_WORST: Line = dict.fromkeys(("worst_subtask", "worst", "worst_low", "worst_high"))
 
@@ -122,6 +124,8 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
         signs = {cell.run.hash: sign for column in columns for cell, sign in sign_column(column, block)}
         worst = find_worst(block)
         cells = list_cells([block])
+        cut = [cell for _, _, cell in cells if not cell.run.full]
+        joint = {cell.run.hash: sign for cell, sign in sign_column(cut, block)}
         labels = name_files({label: cell.run for _, label, cell in cells}, files)
         for _, label, cell in cells:
             label = labels[label]
@@ -134,7 +138,7 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
             line |= {key: read(cell) for column in COLUMNS.values() for key, read in column.numbers.items()}
             line["warnings"] = " ".join(block.warnings)
             line |= fidelity[name] | ranks.get(name, NO_RANKS) | gains.get(name, NO_GAINS)
-            line |= {f"difference{SIGN}": signs.get(name)}
+            line |= {f"difference{SIGN}": signs.get(name), f"{OF_ALL}{SIGN}": joint.get(name)}
             lines.append(line | describe_origin(cell.run))
     return lines
 

@@ -19,7 +19,7 @@ from kvbench.analysis.byte_front import EQUAL, keeps_fewer
 from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.joint_signs import find_margin, is_no_worse, sign_known_intervals
 from kvbench.analysis.known_intervals import subtract_intervals
-from kvbench.analysis.result_lines import BYTES_GAIN, SIGN, Line, PartNumbers
+from kvbench.analysis.result_lines import BYTES_GAIN, OF_ALL, SIGN, Line, PartNumbers
 from kvbench.analysis.turn_scores import TurnScores
 
 ALL = 0.995  # a cell with at least this share of the full cache's bytes counts as holding all of them
@@ -221,14 +221,16 @@ def sign_cells(cells: Sequence[Line], name: str) -> list[int]:
     Lines of older versions have no signs. They follow from the 95 % intervals then.
 
     Args:
-        cells: The cells that are counted together: of one protocol for a gain, and of one budget for "difference".
-        name: A key of GAINS, or "difference".
+        cells: The cells that are counted together: of one protocol for a gain and OF_ALL, and of one budget for
+            "difference".
+        name: A key of GAINS, "difference" or OF_ALL.
     """
     signs = [line[f"{name}{SIGN}"] for line in cells if line.get(f"{name}{SIGN}") is not None]
     if len(signs) == len(cells):
         return signs
-    ends = ("low", "high") if name == "difference" else (f"{name}_low", f"{name}_high")
-    return sign_known_intervals([(line[name], line[ends[0]], line[ends[1]]) for line in cells])
+    changed = "difference" if name == OF_ALL else name
+    ends = ("low", "high") if changed == "difference" else (f"{name}_low", f"{name}_high")
+    return sign_known_intervals([(line[changed], line[ends[0]], line[ends[1]]) for line in cells])
 
 
 def count_signs(cells: Sequence[Line], gain: str) -> dict[int, int]:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from kvbench.analysis.byte_classes import SPREAD
 from kvbench.analysis.byte_front import EQUAL
-from kvbench.analysis.joint_signs import find_margin, sign_known_intervals
-from kvbench.analysis.result_lines import Line
+from kvbench.analysis.joint_signs import find_margin
+from kvbench.analysis.result_lines import OF_ALL, Line
 from kvbench.analysis.text_table import format_number
 from kvbench.analysis.turn_scores import TurnScores
 from kvbench.report.results_cells import (
@@ -441,7 +441,7 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         *_, undecided = count_losses(section, smaller, margin)
         where += " and is cut before the first" if section.question == "hidden" else ""
         where += f" (`{section.model}`)" if main and section.model != main[0].model else ""
-        less = sign_losses(smaller).count(-1)
+        less = sign_cells(smaller, OF_ALL).count(-1)
         are = "is" if less == 1 else "are"
         found = f"{less} of {len(smaller)} cells {are} shown to score less than the full cache (jointly at 95 %)"
         heads.append(f"{where}, {'these samples decide nothing' if undecided == len(smaller) else found}")
@@ -509,11 +509,6 @@ def list_smaller(section: Section) -> list[Line]:
     return [line for line in cells if line["bytes_held"] < ALL and line["low"] is not None]
 
 
-def sign_losses(cells: Sequence[Line]) -> list[int]:
-    """Return -1, 1 or 0: whether each cell is jointly shown to score less or more than the full cache, or neither."""
-    return sign_known_intervals([(line["difference"], line["low"], line["high"]) for line in cells])
-
-
 def describe_smaller(section: Section, smaller: Sequence[Line], margin: float) -> str:
     """Return the full cache's score, how many cells score less or nearly as much, and the highest score of a cell.
 
@@ -533,7 +528,7 @@ def describe_smaller(section: Section, smaller: Sequence[Line], margin: float) -
 def count_losses(section: Section, smaller: Sequence[Line], margin: float) -> tuple[int, int, int]:
     """Return how many cells are shown to lose at most the margin; of the others, how many to score less, or neither."""
     kept = [is_kept(line, section.full, margin) for line in smaller]
-    signs = [sign for sign, small in zip(sign_losses(smaller), kept, strict=True) if not small]
+    signs = [sign for sign, small in zip(sign_cells(smaller, OF_ALL), kept, strict=True) if not small]
     return sum(kept), signs.count(-1), len(signs) - signs.count(-1)
 
 
