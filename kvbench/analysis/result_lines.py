@@ -122,9 +122,9 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
         columns = [[row[budget] for row in block.rows.values() if budget in row] for budget in block.budgets]
         ranks = {cell.run.hash: ranked for column in columns for cell, ranked in rank_column(column, block)}
         signs = {cell.run.hash: sign for column in columns for cell, sign in sign_column(column, block)}
-        worst = find_worst(block)
         cells = list_cells([block])
         cut = [cell for _, _, cell in cells if not cell.run.full]
+        worst = find_worst(cut, block)
         joint = {cell.run.hash: sign for cell, sign in sign_column(cut, block)}
         labels = name_files({label: cell.run for _, label, cell in cells}, files)
         for _, label, cell in cells:
@@ -143,20 +143,17 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
     return lines
 
 
-def find_worst(block: ScoreBlock) -> dict[str, Line]:
-    """Return for each run but the full cache the subtask in which it loses most, and its difference there."""
-    names = list(block.paired.places)
-    runs = [cell.run for _, _, cell in list_cells([block]) if not cell.run.full]
-    if len(names) < 2 or not runs:
+def find_worst(cells: Sequence[MatrixCell], block: ScoreBlock) -> dict[str, Line]:
+    """Return by run the subtask in which a cell loses most, and its difference there; empty for a single subtask."""
+    names, worst = list(block.paired.places), {}
+    if len(names) < 2:
         return {}
-    averages = [([pairs], None) for run in runs for pairs in block.paired.pair(block.full.run, run)]
-    changes = compare_averages(averages)
-    worst = {}
-    for number, run in enumerate(runs):
-        own = changes[number * len(names) : (number + 1) * len(names)]
-        least = min(own, key=lambda change: change.difference)
+    for cell in cells:
+        pairs = block.paired.pair(block.full.run, cell.run)
+        changes = zip(names, compare_averages([([scores], None) for scores in pairs]), strict=True)
+        name, least = min(changes, key=lambda entry: entry[1].difference)
         ends = {"worst": least.difference, "worst_low": least.low, "worst_high": least.high}
-        worst[run.hash] = {"worst_subtask": names[own.index(least)], **ends}
+        worst[cell.run.hash] = {"worst_subtask": name, **ends}
     return worst
 
 

@@ -5,7 +5,7 @@ Control characters in cells are escaped, so that no cell can control the termina
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -162,6 +162,11 @@ def format_number(value: float | None, digits: int = 1, sign: str = "") -> str:
 def format_percent(share: float | None) -> str:
     """Return a share in [0, 1] as a percentage, or NOT_AVAILABLE for None."""
     return NOT_AVAILABLE if share is None else f"{100 * share:.1f}%"
+
+
+def format_range(values: Collection[Any], write: Callable[[Any], str] = str) -> str:
+    """Return the smallest and the largest of some values as texts, or one text if both read the same."""
+    return " to ".join(dict.fromkeys(write(end) for end in (min(values), max(values))))
 
 
 def format_interval(low: float | None, high: float | None, sign: str = "", digits: int = 1) -> str:

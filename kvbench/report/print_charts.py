@@ -6,7 +6,7 @@ figure around them.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from textwrap import wrap
@@ -16,6 +16,7 @@ import altair as alt
 import vl_convert
 
 from kvbench.analysis.closing_table import EMBEDDED_NOTE, MINIATURE_NOTE
+from kvbench.analysis.text_table import format_range
 from kvbench.report import charts
 from kvbench.report.style import FULL
 
@@ -104,11 +105,6 @@ def make_dots(count: int, published: bool) -> Callable[[float], alt.LayerChart]:
         return charts.chart_dots(published).properties(width=width, height=22 * count)
 
     return chart
-
-
-def format_range(counts: Collection[int]) -> str:
-    """Return one number, or the smallest and the largest if they differ."""
-    return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
 def draw_tasks(panel: Mapping[str, Any], total: float) -> Drawing | None:

@@ -228,9 +228,10 @@ def sign_cells(cells: Sequence[Line], name: str) -> list[int]:
     signs = [line[f"{name}{SIGN}"] for line in cells if line.get(f"{name}{SIGN}") is not None]
     if len(signs) == len(cells):
         return signs
-    changed = "difference" if name == OF_ALL else name
-    ends = ("low", "high") if changed == "difference" else (f"{name}_low", f"{name}_high")
-    return sign_known_intervals([(line[changed], line[ends[0]], line[ends[1]]) for line in cells])
+    keys = (name, f"{name}_low", f"{name}_high")
+    if name in ("difference", OF_ALL):
+        keys = ("difference", "low", "high")
+    return sign_known_intervals([(line[keys[0]], line[keys[1]], line[keys[2]]) for line in cells])
 
 
 def count_signs(cells: Sequence[Line], gain: str) -> dict[int, int]:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column as TableColumn
-from kvbench.analysis.text_table import format_markdown, format_number
+from kvbench.analysis.text_table import format_markdown, format_number, format_range
 from kvbench.report.results_cells import (
     ALL,
     LONG_TASKS,
-    POINT,
     READING,
     TURN_TASKS,
     TWICE,
@@ -20,7 +19,6 @@ from kvbench.report.results_cells import (
     find_front,
     is_kept,
     list_budgets,
-    sort_by_score,
 )
 from kvbench.report.results_conclusions import (
     FEW,
@@ -35,6 +33,7 @@ from kvbench.report.results_conclusions import (
     describe_smaller,
     describe_turns,
     list_best_once,
+    list_coded,
     list_cut,
     list_smaller,
     name_place,
@@ -94,7 +93,7 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
         chosen = choose_question(sections, question)
         columns = [column for level in LEVELS if (column := choose_column(chosen, level, REACH))]
         text += [f"## {title}", "", *format_columns(columns)]
-        text += [f"{wrap(said)}\n" for column in columns[:1] if (said := recommend_codec(column.section))]
+        text += recommend_codec(columns[0].section) if columns else []
         text += [f"{wrap(said.strip())}\n" for column in columns if (said := describe_elsewhere(column, sections))]
     for title, tasks in {"Answers are long": LONG_TASKS, "A context gets several questions": TURN_TASKS}.items():
         known = [section for question in NEEDS if (section := choose_task(sections, tasks, question))]
@@ -122,26 +121,21 @@ def format_columns(columns: Sequence[Column]) -> list[str]:
     compared: dict[str, tuple[Section, list[int]]] = {}
     for column in columns:
         compared.setdefault(column.section.title, (column.section, []))[1].append(len(column.cells))
-    places = [
-        name_place(
-            section, f"{' to '.join(dict.fromkeys(f'{end}' for end in (min(counts), max(counts))))} cells compared"
-        )
-        for section, counts in compared.values()
-    ]
+    places = [name_place(section, f"{format_range(counts)} cells compared") for section, counts in compared.values()]
     return [*format_markdown(listed, columns), "", wrap(f"*({'; '.join(places)})*"), ""]
 
 
-def recommend_codec(section: Section) -> str:
-    """Return which of the cells with a codec that read each prompt once scores most; empty without any."""
-    cells = [line for line in section.list_cells(POINT) if line["codec"] != "raw" and line["method"] not in TWICE]
-    smaller = [line for line in cells if line["bytes_held"] < ALL]
+def recommend_codec(section: Section) -> list[str]:
+    """Return which of the cells with a codec that read each prompt once scores most; nothing without any."""
+    smaller = [line for line in list_coded(section) if line["bytes_held"] < ALL]
     if not smaller:
-        return ""
-    best = sort_by_score(smaller)[0]
-    return (
+        return []
+    best = smaller[0]
+    text = (
         f"Of {len(smaller)} cells with a codec, {name_cell(best)} scores most: {format_score_interval(best)} with "
         f"{say_percent(best['bytes_held'])} of the bytes ([Codecs](results-codecs.md))."
     )
+    return [f"{wrap(text)}\n"]
 
 
 def name_cells(leaders: Sequence[Line], count: int) -> str:
@@ -211,10 +205,10 @@ def recommend_speed(tables: Sequence[CostTable]) -> list[str]:
     if fastest is None:
         return [f"{NOTHING}\n"]
     table, rows = fastest
-    ends = dict.fromkeys(f"{float(row[RATIO]):.2f}" for row in (rows[0], rows[-1]))
+    ratios = format_range([float(row[RATIO]) for row in rows], "{:.2f}".format)
     text = (
         f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, the shortest median time for a token is "
-        f"{' to '.join(ends)} of the full cache's: {'; '.join(row[''] for row in rows)}. Choose by their scores at the "
+        f"{ratios} of the full cache's: {'; '.join(row[''] for row in rows)}. Choose by their scores at the "
         "bytes that you have. [What methods cost](results-cost.md) has all cells, and what they add to the first token."
     )
     return [f"{wrap(text)}\n"]

@@ -14,7 +14,7 @@ from kvbench.analysis.byte_classes import SPREAD
 from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.joint_signs import find_margin
 from kvbench.analysis.result_lines import OF_ALL, Line
-from kvbench.analysis.text_table import format_number
+from kvbench.analysis.text_table import format_number, format_range
 from kvbench.analysis.turn_scores import TurnScores
 from kvbench.report.results_cells import (
     ALL,
@@ -26,7 +26,6 @@ from kvbench.report.results_cells import (
     TWICE,
     BytesPair,
     Section,
-    count_signs,
     count_with_files,
     describe_protocol,
     is_decided,
@@ -258,15 +257,14 @@ def describe_leaders(leaders: Sequence[Line]) -> str:
 def find_best_coded(column: Column) -> Line | None:
     """Return the cell with a codec that holds the bytes of a column, reads once and scores most; None without any."""
     held = column.leaders[0]["bytes_held"]
-    coded = [
-        line
-        for line in column.section.list_cells(POINT)
-        if line["codec"] != "raw"
-        and line["method"] not in TWICE
-        and abs(line["bytes_held"] / held - 1) <= EQUAL
-        and not is_decided(line)
-    ]
-    return sort_by_score(coded)[0] if coded else None
+    coded = list_coded(column.section)
+    return next((line for line in coded if abs(line["bytes_held"] / held - 1) <= EQUAL), None)
+
+
+def list_coded(section: Section) -> list[Line]:
+    """Return the cells with a codec and a budget that read each prompt once, the highest score first."""
+    cells = [line for line in section.list_cells(POINT) if line["codec"] != "raw" and line["method"] not in TWICE]
+    return sort_by_score([line for line in cells if not is_decided(line)])
 
 
 def name_part(section: Section) -> str:
@@ -304,17 +302,18 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     changed = [line for line in column.cells if line["question_gain"] is not None] if column else []
     if column is None or not changed:
         return None
-    signs = count_signs(changed, "question_gain")
+    signs = sign_cells(changed, "question_gain")
+    falls, rises = signs.count(-1), signs.count(1)
+    same = [name_cell(line) for line, sign in zip(changed, signs, strict=True) if sign == 0]
     most = max(changed, key=lambda line: (abs(line["question_gain"]), line["label"]))
-    rise = f" and raises it in {signs[1]}" if signs[1] else ""
-    held = [say_percent(find(line["bytes_held"] for line in changed)) for find in (min, max)]
-    others = f" At this budget, the cells hold {' to '.join(dict.fromkeys(held))} of the bytes."
-    found = zip(changed, sign_cells(changed, "question_gain"), strict=True)
-    same = [name_cell(line) for line, sign in found if sign == 0]
-    others += f" No change is shown for {join_words(same, 'and')}." if 0 < len(same) <= FEW else ""
-    others += f" In {signs[0]} no change is shown." if len(same) > FEW else ""
+    rise = f" and raises it in {rises}" if rises else ""
+    held = format_range([line["bytes_held"] for line in changed], say_percent)
+    others = f" At this budget, the cells hold {held} of the bytes."
+    if same:
+        named = f" No change is shown for {join_words(same, 'and')}."
+        others += named if len(same) <= FEW else f" In {len(same)} no change is shown."
     low = [line for line in changed if line["score"] - line["question_gain"] < LITTLE]
-    if signs[0] and low:
+    if same and low:
         others += f" {len(low)} of the {len(changed)} score less than {LITTLE} points even with the question in sight."
     best, shift = column.leaders[0], ""
     if best in changed and best != most:
@@ -323,7 +322,7 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
         )
     return Conclusion(
         f"With a budget of {format_budget(column.budget)}, cutting the cache before the question is known lowers the "
-        f"score in {signs[-1]} of {len(changed)} cells{rise} (jointly at 95 %).",
+        f"score in {falls} of {len(changed)} cells{rise} (jointly at 95 %).",
         f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{others} "
         f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column, sections)}{shift}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),

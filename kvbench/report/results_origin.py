@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvbench.analysis.result_lines import Line
-from kvbench.analysis.text_table import Column, format_markdown, format_number
+from kvbench.analysis.text_table import Column, format_markdown, format_number, format_range
 from kvbench.config.compose import expand_cells
 from kvbench.config.study_parts import StudyPart, read_study
 from kvbench.report.results_cells import describe_protocol, is_full, list_methods, split_protocols
@@ -128,10 +128,9 @@ def describe_versions(parts: Mapping[str, Sequence[Line]]) -> str:
     """Return what the full cache scores where it differs between parts of a protocol; empty if it is the same."""
     texts = []
     for protocol, cells in split_protocols([line for lines in parts.values() for line in lines if is_full(line)]):
-        scores = sorted({line["score"] for line in cells})
+        scores = {line["score"] for line in cells}
         if len(scores) > 1:
-            bounds = f"{format_number(scores[0])} to {format_number(scores[-1])}"
-            texts.append(f"{bounds} ({describe_protocol(protocol)})")
+            texts.append(f"{format_range(scores, format_number)} ({describe_protocol(protocol)})")
     if not texts:
         return ""
     return (

@@ -119,8 +119,7 @@ may score less than the full cache, but not by more. The margin m is {margin:g} 
 score where that is less. An interval that merely contains 0 does not show this. Counts of cells that score less or more
 hold together with 95 % confidence (Holm's procedure over the cells that a sentence counts). Cells of which neither is
 shown are *undecided*. If a budget has cells with raw rows that attend to all rows that they hold, the sentences about
-it count only these.
-[Statistics](statistics.md#margins-and-counts) says how.
+it count only these. [Statistics](statistics.md#margins-and-counts) says how.
 """
 SUBPAGE = """\
 # {title}
@@ -143,9 +142,8 @@ PAYS = """\
 Some methods pay for their score. kvzip and kvgrad let the model read each prompt twice, attention_matching also solves
 equations for each head, and omnikv, quest, pqcache and deltakv without its codec keep the whole cache in memory.{slow}
 [GPU and efficiency](gpu-and-efficiency.md) says how times are measured. The models have random weights in the original
-shape. Empty cells were not measured or did not run. *over full* is the ratio to the full
-cache of kvbench in the same run. The times of a table come from several runs, so ratios of its times can differ from
-it.
+shape. Empty cells were not measured or did not run. *over full* is the ratio to the full cache of kvbench in the same
+run. The times of a table come from several runs, so ratios of its times can differ from it.
 """
 
 
@@ -385,10 +383,10 @@ def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]
         return {"What allocators bring": format_gains(sections, "allocator_gain")}
     if page == PRESETS:
         shown = [section for section in sections if find_page(section) == PRESETS]
-        seeds = any(section.part == "seeds" for section in shown)
-        missing = [] if seeds else [wrap(ONE_SEED), ""]
         spreads = format_spreads(shown or sections)
-        return {"How much presets, settings and files change": [*missing, *spreads] if spreads else []}
+        if spreads and not any(section.part == "seeds" for section in shown):
+            spreads = [wrap(ONE_SEED), "", *spreads]
+        return {"How much presets, settings and files change": spreads}
     if page == CODECS:
         return {
             "At equal bytes": format_equal_bytes(sections),

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 
 from kvbench.analysis.result_lines import Line
-from kvbench.analysis.text_table import format_interval, format_number, format_percent
+from kvbench.analysis.text_table import format_interval, format_number, format_percent, format_range
 from kvbench.report.results_cells import is_full, is_kept
 
 COMMENT = "<!-- Written by `python -m kvbench dev measured --page`. Edit kvbench/report/{module}.py instead. -->"
@@ -40,11 +40,9 @@ def format_score_interval(line: Line) -> str:
 
 def format_ranks(line: Line) -> str:
     """Return the ranks that a cell may have in its class of bytes; nothing if it is alone or lines name no class."""
-    first, last = line["rank_first"], line["rank_last"]
-    if first is None or line.get("rank_class") is None or line["rank_of"] == 1:
+    if line["rank_first"] is None or line.get("rank_class") is None or line["rank_of"] == 1:
         return ""
-    ranks = f"{first}" if first == last else f"{first} to {last}"
-    return f"{ranks} of {line['rank_of']}"
+    return f"{format_range((line['rank_first'], line['rank_last']))} of {line['rank_of']}"
 
 
 def format_change(line: Line, name: str) -> str:

@@ -177,6 +177,25 @@ def test_signs_are_joint_within_a_protocol_and_not_across(runs, monkeypatch):
     assert sorted(sizes) == sorted([*gains, *columns, *protocols])
 
 
+def test_the_worst_subtask_is_that_with_the_lowest_paired_difference(tmp_path, runs):
+    cut = make_records(0.2, 90, count=12)
+    cut |= {uid: record | {"score": 50.0} for uid, record in cut.items() if record["subtask"] == "vt"}
+    write_run(tmp_path, make_records(1.0, 100, count=12), method=FULL)
+    write_run(tmp_path, cut, method={"name": "knorm"}, budget=0.2)
+    stored = load_runs(tmp_path)
+    lines, [block] = make_lines(stored), build_blocks(stored, stored)[0]
+    [run] = [run for run in stored if not run.full]
+    scores = dict(zip(block.paired.places, block.paired.pair(block.full.run, run), strict=True))
+    lost = {name: compare_subtasks([own]).difference for name, own in scores.items()}
+    assert len(lost) == 3 and min(lost, key=lost.get) == "vt"
+    line, change = find(lines, method="knorm"), compare_subtasks([scores["vt"]])
+    assert [line[f"worst{end}"] for end in ("_subtask", "", "_low", "_high")] == [
+        *("vt", change.difference, change.low, change.high),
+    ]
+    single = find(make_lines(runs), method="tova", question="visible")
+    assert find(lines, method="full")["worst_subtask"] is single["worst_subtask"] is None
+
+
 def test_fidelity_is_a_mean_with_an_interval(runs):
     line = find(make_lines(runs), method="tova", question="visible")
     run = next(own for own in runs if own.hash == line["hash"])
