@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kvbench.report.results_cells import MODELS, Section
+from kvbench.report.results_models import describe_turned
 from kvbench.report.results_text import join_words, wrap
 
 ABOUT = {  # model -> what it is, in a few words
@@ -26,14 +27,16 @@ LIMITS = {  # model -> what its numbers cannot tell
         "method or codec does in this model. They are no evidence about others."
     ),
 }
-ALWAYS = (
+LARGE = (
     "How methods rank here is no evidence about how they rank at 8 billion parameters, and neither are the sizes of "
     "the differences. What does carry over is the way to compare: on the same samples, at equal measured bytes, and "
-    "with an interval for each difference.",
+    "with an interval for each difference."
+)
+READING = (
     "Generated texts replace the benchmarks' own in most parts, so scores cannot be compared with published "
     "ones ([which](results-measured.md)). Scores say nothing about time ([cost](results-cost.md)). What is "
     "said *jointly* holds with 95 % confidence within its sentence; that all sentences hold is less certain. All "
-    "other intervals are those of one cell or pair. The largest or smallest of several is likely to be exaggerated.",
+    "other intervals are those of one cell or pair. The largest or smallest of several is likely to be exaggerated."
 )
 
 
@@ -51,4 +54,5 @@ def describe_models(sections: Sequence[Section]) -> str:
 def format_limits(sections: Sequence[Section]) -> list[str]:
     """Return the paragraphs of what the results of these models cannot tell."""
     texts = [LIMITS[model] for model in list_models(sections) if model in LIMITS]
-    return [f"{wrap(text)}\n" for text in (*texts, *ALWAYS)]
+    about_models = " ".join(text for text in (LARGE, describe_turned(sections)) if text)
+    return [f"{wrap(text)}\n" for text in (*texts, about_models, READING)]

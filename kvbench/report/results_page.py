@@ -40,6 +40,7 @@ from kvbench.report.results_conclusions import (
 from kvbench.report.results_cost import CostTable, describe_slow, format_costs, read_cost_tables, read_prefill_ratios
 from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_classes, list_ties
 from kvbench.report.results_limits import describe_models, format_limits
+from kvbench.report.results_models import format_models
 from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier
 from kvbench.report.results_pictures import draw_pictures, list_pictures
 from kvbench.report.results_tables import format_bytes, format_equal_bytes, format_gains, format_section, format_spreads
@@ -48,9 +49,9 @@ from kvbench.store.checksums import read_checksums
 from kvbench.validation import SettingError, require_choice
 
 PAGE = "results.md"
-EQUAL, HIDDEN, LONG, TURNS, CODECS, PRESETS, COST, MEASURED = PAGES = (  # names of the sub-pages
-    *("equal-bytes", "question-hidden", "long-answers", "several-turns", "codecs", "presets-and-seeds", "cost"),
-    "measured",
+EQUAL, HIDDEN, LONG, TURNS, CODECS, MODELS, PRESETS, COST, MEASURED = PAGES = (  # names of the sub-pages
+    *("equal-bytes", "question-hidden", "long-answers", "several-turns", "codecs", "models-and-lengths"),
+    *("presets-and-seeds", "cost", "measured"),
 )
 TITLES = {  # sub-page -> its title, and the question that it answers
     EQUAL: ("Equal bytes", "Which method scores most with the same bytes, if it sees the question?"),
@@ -58,6 +59,7 @@ TITLES = {  # sub-page -> its title, and the question that it answers
     LONG: ("Long answers", "What happens if the cache is cut while an answer grows?"),
     TURNS: ("Several turns", "What remains of a context for its second and third question?"),
     CODECS: ("Codecs", "Are many rows in a codec better than few raw ones?"),
+    MODELS: ("Models and lengths", "Are the same methods better in other models, and for longer prompts?"),
     PRESETS: ("Presets and seeds", "How much do settings, and files of other seeds, change?"),
     COST: ("Cost", "What do a token and the first token cost in time?"),
     MEASURED: ("What was measured", "By which commands, on which machines, and with which code?"),
@@ -360,8 +362,9 @@ def format_subpage(
             shown += format_section(section, margin)
     body = [*changes, *shown] if page in CHANGES_FIRST else [*shown, *changes]
     answers = [f"{wrap(conclusion.write())}\n" for conclusion in answer_page(page, sections, margin)]
-    terms = wrap_paragraphs(TERMS.format(mark=KEPT, margin=margin))
-    return "\n".join([head, *([*answers, terms, *body] if body else ["Nothing was measured for this yet.\n"])])
+    if page != MODELS:
+        answers.append(wrap_paragraphs(TERMS.format(mark=KEPT, margin=margin)))
+    return "\n".join([head, *([*answers, *body] if body else ["Nothing was measured for this yet.\n"])])
 
 
 def answer_page(page: str, sections: Sequence[Section], margin: float) -> list[Conclusion]:
@@ -387,6 +390,8 @@ def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]
         if spreads and not any(section.part == "seeds" for section in shown):
             spreads = [wrap(ONE_SEED), "", *spreads]
         return {"How much presets, settings and files change": spreads}
+    if page == MODELS:
+        return {"Planned comparisons": format_models(sections)}
     if page == CODECS:
         return {
             "At equal bytes": format_equal_bytes(sections),

@@ -147,7 +147,7 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
 def test_a_page_without_cells_says_so(machine, tmp_path, without_pictures):
     (machine / "a.csv").unlink()
     write_results_page(choose_files(machine.parent), tmp_path / "docs")
-    for page in ("equal-bytes", "long-answers", "several-turns", "codecs", "presets-and-seeds"):
+    for page in ("equal-bytes", "long-answers", "several-turns", "codecs", "models-and-lengths", "presets-and-seeds"):
         assert "Nothing was measured for this yet." in (tmp_path / "docs" / name_page(page)).read_text()
     cost = (tmp_path / "docs" / "results-cost.md").read_text()
     assert "No times were measured yet." in cost and "a prefill of" not in cost

@@ -2,6 +2,8 @@
 
 import pytest
 
+from kvbench.analysis.cell_comparisons import CellComparison
+from kvbench.analysis.result_lines import PartNumbers
 from kvbench.analysis.text_table import Column, format_markdown
 from kvbench.report.results_cells import EVICTING, count_signs, find_front, split_sections
 from kvbench.report.results_cost import (
@@ -12,6 +14,7 @@ from kvbench.report.results_cost import (
     read_cost_tables,
     read_prefill_ratios,
 )
+from kvbench.report.results_models import describe_turned, format_models
 from kvbench.report.results_pictures import shorten_label
 from kvbench.report.results_tables import (
     compare_to_full,
@@ -139,6 +142,38 @@ def test_presets_have_a_table_of_their_spread():
     numbers = ["62.0, 60.0, 20.0", "+42.0 \\[+34.9, +49.1\\]", "2 of 3"]
     assert list_rows(text) == [[*ends, "20 %", "3", *numbers]]
     assert format_spreads([split(cells[0])]) == []
+
+
+def test_comparisons_are_compared_between_models():
+    """The tuned model and the plain one: a pair with opposite signs, one alike, one not shown; one was made once."""
+
+    def measure(model: str, part: str, samples: int, **signs: int) -> tuple[str, PartNumbers]:
+        lines = [make_full(model=model, n=samples), make_line("snapkv", 0.2, 50.0, model=model)]
+        lines += [make_line(label, 0.2, 50.0 + 9 * sign, model=model) for label, sign in signs.items()]
+        known = {line["label"]: line["hash"] for line in lines}
+        changes = {label: (9.0 * sign, 9.0 * sign - 1, 9.0 * sign + 1) for label, sign in signs.items()}
+        planned = [CellComparison(known["snapkv"], known[label], changes[label], sign) for label, sign in signs.items()]
+        return part, PartNumbers(lines, planned)
+
+    first = measure("smollm2_long", "few", 10, tova=-1)
+    second = measure("smollm2_long", "many", 20, kvzip=1, keydiff=1, tova=1, sink=1)
+    numbers = dict([measure("smollm2", "plain", 10, kvzip=1, keydiff=0, tova=-1), first, second])
+    sections = split_sections({part: known.lines for part, known in numbers.items()}, numbers)
+    text = format_models(sections)
+    sentence = "Of 3 comparisons, the signs are the same in 1 and opposite in 1; in 1, one of them is not shown."
+    assert f"**smollm2_long, ruler length 4096, and smollm2, ruler length 4096.** {sentence}" in " ".join(
+        " ".join(text).split()
+    )
+    more, none, less = "+9.0 \\[+8.0, +10.0\\]", "+0.0 \\[-1.0, +1.0\\] not shown", "-9.0 \\[-10.0, -8.0\\]"
+    assert list_rows(text) == [
+        ["snapkv, 20 %", "tova, 20 %", "visible", more, less, "opposite"],
+        ["snapkv, 20 %", "kvzip, 20 %", "visible", more, more, "same"],
+        ["snapkv, 20 %", "keydiff, 20 %", "visible", more, none, "open"],
+    ]
+    assert "of 3 comparisons that were made in several of them, the signs are the same in 1" in describe_turned(
+        sections
+    )
+    assert describe_turned(sections[:1]) == "" and format_models(sections[:1]) == []
 
 
 def test_the_front_has_no_cell_that_another_one_beats():
