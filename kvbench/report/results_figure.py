@@ -1,7 +1,7 @@
 """Draw the figure of docs/results.md: score over measured bytes, with ties as bands.
 
-It shows the section of the main protocol with most cells, with the question visible. A band spans a class of evicting
-cells that hold like bytes, if several may be the best of it: from the lowest to the highest score of these. Up to NAMED
+It shows the section of the main protocol with most cells, with the question visible. A band spans evicting cells that
+hold like bytes and that the samples do not tell apart, from the lowest to the highest of their scores. Up to NAMED
 labels have colours and stand in the key: those on the front by bytes first, then those that may be the best, then those
 with the highest scores. Other cells are grey.
 Methods that read few of many rows lie at the bytes that they hold, and have hollow marks.
@@ -71,7 +71,7 @@ def make_drawing(section: Section, pixels: float) -> Drawing:
     if not all(row["named"] for row in rows):
         key += [{"label": "other cells", "colour": GREY, "shape": "circle", "dash": None}]
     if bands:
-        key += [{"label": "cells that may be the best of these bytes", "colour": BAND, "shape": "square", "dash": None}]
+        key += [{"label": "cells that are not told apart", "colour": BAND, "shape": "square", "dash": None}]
     about = [section.full["average"], f"{section.samples} samples a cell"]
 
     def chart(width: float) -> alt.LayerChart:
@@ -88,8 +88,15 @@ def list_classes(section: Section) -> list[list[Line]]:
 
 
 def list_ties(section: Section) -> list[list[Line]]:
-    """Return the classes of which several cells may be the best."""
-    return [cells for cells in list_classes(section) if len(list_leaders(cells)) > 1]
+    """Return cells of like bytes that are not told apart: those that may be the best of a class, or of those left."""
+    ties = []
+    for cells in list_classes(section):
+        left = cells
+        while left:
+            alike = list_leaders(left)
+            ties += [alike] if len(alike) > 1 else []
+            left = [line for line in left if line not in alike]
+    return ties
 
 
 def find_best_of_labels(cells: Sequence[Line]) -> list[Line]:
@@ -121,9 +128,8 @@ def describe_point(line: Line, styles: Mapping[str, Mapping[str, Any]]) -> dict[
 
 
 def describe_band(cells: Sequence[Line]) -> dict[str, float]:
-    """Return the ends of a class's band."""
-    shares = [line["bytes_held"] for line in cells]
-    scores = [line["score"] for line in list_leaders(cells)]
+    """Return the ends of the band of cells that are not told apart."""
+    shares, scores = [line["bytes_held"] for line in cells], [line["score"] for line in cells]
     ends = {"share_low": min(shares) / SPREAD, "share_high": max(shares) * SPREAD}
     return ends | {"score_low": min(scores) - 1, "score_high": max(scores) + 1}
 

@@ -88,15 +88,12 @@ words.
 CAPTION = """\
 Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. {ties}{older}{hollow}"""
 TIES = (
-    "A blue band spans the cells with raw rows that may be the best of those with like bytes, where there are "
-    "several (95 % confidence for all ranks of a share of the bytes jointly)."
+    "A blue band spans cells with raw rows and like bytes that the samples do not tell apart (95 % confidence for all "
+    "ranks of a share of the bytes jointly). "
 )
-NO_TIES = (
-    "Of the cells with raw rows, one is shown to be the best at each share of the bytes (95 % confidence for all ranks "
-    "of a share jointly): {best}."
-)
-HOLLOW = " Hollow marks are methods that keep all rows but attend to few."
-OLDER = " These lines know only the ranks of a whole budget, so the bands are wider than the samples would allow."
+ONE_BEST = "Of the cells with raw rows, one is shown to be the best at each share of the bytes: {best}. "
+HOLLOW = "Hollow marks are methods that keep all rows but attend to few."
+OLDER = "These lines know only the ranks of a whole budget, so the bands are wider than the samples would allow. "
 RULES = """\
 A fixed rule makes each conclusion from the data, whatever the outcome. Each uses the first of the models smollm2_long,
 smollm2 and reference with which its kind of question was measured; of that model, the task and length with most
@@ -302,8 +299,11 @@ def format_front(
     for section in sections:
         measured[section.part] = measured.get(section.part, 0) + len(list_methods(section.cells))
     progress = describe_progress(measured)
-    best = dict.fromkeys(name_cell(list_leaders(cells)[0]) for cells in list_classes(figure)) if figure else {}
-    ties = TIES if figure and list_ties(figure) else NO_TIES.format(best=join_words([*best], "or")) if best else ""
+    leaders = [list_leaders(cells) for cells in list_classes(figure)] if figure else []
+    best = dict.fromkeys(name_cell(line) for cells in leaders for line in cells)
+    ties = TIES if figure and list_ties(figure) else ""
+    if leaders and all(len(cells) == 1 for cells in leaders):
+        ties += ONE_BEST.format(best=join_words([*best], "or"))
     older = any("rank_class" not in line for line in shown)
     hollow = any(classify(line) == READING for line in shown)
     text = FRONT.format(

@@ -26,6 +26,7 @@ from kvbench.report.results_figure import (
     choose_figure,
     describe_band,
     find_best_of_labels,
+    list_ties,
     make_drawing,
     name_labels,
 )
@@ -346,7 +347,7 @@ def test_the_figure_shows_ties_as_bands():
     alone = make_line("tova", 0.5, 75.0)
     [section] = split(a=[*make_class(*TIED), alone, make_line("quest", 0.2, 60.0, bytes_held=1.0, rows_kept=1.0)])
     cells = make_class(*TIED)
-    assert describe_band(cells) == pytest.approx(
+    assert describe_band(cells[:2]) == pytest.approx(
         {"share_low": 0.2 / 1.07, "share_high": 0.2 * 1.07, "score_low": 69.0, "score_high": 81.0}
     )
     often = find_best_of_labels([cells[1], cells[0], cells[1]])
@@ -365,7 +366,10 @@ def test_the_figure_shows_ties_as_bands():
         -1
     ] == "120 samples a cell"
     [layer, *_] = drawing.chart(500).to_dict(validate=False)["layer"]
-    assert layer["data"] == {"name": "whole"} and drawing.tables["bands"] == [describe_band(cells)]
+    assert layer["data"] == {"name": "whole"} and drawing.tables["bands"] == [describe_band(cells[:2])]
+    fourth = make_line("sink", 0.2, 20.0)
+    [section] = split(a=[*rank([*cells, fourth], (1, 1), (2, 4), (2, 4), (2, 4))])  # behind the best, three alike
+    assert [[line["label"] for line in alike] for alike in list_ties(section)] == [["tova", "sink", "random"]]
 
 
 def test_a_class_that_ends_between_cells_of_like_bytes_recommends_none():
