@@ -46,6 +46,7 @@ from kvbench.report.results_text import (
     format_score_interval,
     join_words,
     name_cell,
+    say_lose,
     say_percent,
 )
 
@@ -452,7 +453,7 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         if turned is not None and cut:
             worse = [each.sign for each in cut].count(-1)
             heads[-1] += (
-                f"; of {len(cut)} cells that are cut with the first in sight, {worse} lose more at the last one"
+                f"; of {len(cut)} cells that are cut with the first in sight, {say_lose(worse)} more at the last one"
             )
             texts.append(describe_turns(turned, section))
             cells.append(name_place(turned, "cells that keep some of the rows"))
@@ -480,15 +481,16 @@ def describe_turns(section: Section, hidden: Section | None = None) -> str:
     line = next(line for line in section.cells if line["hash"] == most.run)
     first, last = (format_number(most.losses[turn][0], sign="+") for turn in (0, -1))
     text = (
-        f"With the first of {turns} questions in sight when the cache is cut, {signs.count(-1)} of {len(cut)} cut "
-        f"caches lose more against the full cache at the last question than at the first, and {signs.count(1)} lose "
-        f"less (jointly at 95 %). {name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes "
-        f"worsens most: its difference from the full cache is {first} at the first question and {last} at the last, a "
-        f"change of {format_difference(*most.change)}."
+        f"With the first of {turns} questions in sight when the cache is cut, "
+        f"{say_lose(signs.count(-1), f' of {len(cut)} cut caches')} more against the full cache at the last question "
+        f"than at the first, and {say_lose(signs.count(1))} less (jointly at 95 %). {name_cell(line)} with "
+        f"{say_percent(line['bytes_held'])} of the bytes worsens most: its difference from the full cache is {first} "
+        f"at the first question and {last} at the last, a change of {format_difference(*most.change)}."
     )
     if hidden is not None and hidden.turns and hidden.question == "hidden":
         unseen = [each.sign for each in list_cut(hidden)]
-        text += f" With none in sight, {unseen.count(-1)} of {len(unseen)} lose more at the last than at the first."
+        worse = say_lose(unseen.count(-1), f" of {len(unseen)}")
+        text += f" With none in sight, {worse} more at the last than at the first."
     return text
 
 

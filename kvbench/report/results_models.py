@@ -57,10 +57,10 @@ def format_models(sections: Sequence[Section]) -> list[str]:
             Column("second", "", lambda pair: pair.other),
             Column("question", "", lambda pair: pair.question),
             *(Column(" ".join(setting), "", partial(show, chosen, setting)) for setting in settings),
-            Column("signs", "", lambda pair, chosen=chosen: compare_signs(chosen[pair].values())),
+            Column("signs", "", partial(compare_in_all, chosen)),
         ]
-        ordered = sorted(chosen, key=lambda pair, chosen=chosen: compare_signs(chosen[pair].values()) != OPPOSITE)
-        text += [*format_markdown(columns, ordered), ""]
+        turned = [pair for pair in chosen if compare_in_all(chosen, pair) == OPPOSITE]
+        text += [*format_markdown(columns, [*turned, *(pair for pair in chosen if pair not in turned)]), ""]
     return [wrap(INTRODUCTION), "", *text] if text else []
 
 
@@ -99,6 +99,11 @@ def compare_signs(compared: Iterable[CellComparison]) -> str:
     return OPPOSITE if {-1, 1} <= signs else OPEN if 0 in signs else SAME
 
 
+def compare_in_all(compared: Comparisons, pair: Pair) -> str:
+    """Compare the signs of a pair in all settings (`compare_signs`)."""
+    return compare_signs(compared[pair].values())
+
+
 def describe_agreement(task: str, compared: Comparisons, settings: Sequence[Setting]) -> list[str]:
     """Return a sentence for each setting but the first, which it is compared with, on the pairs that both have."""
     first, *others = settings
@@ -130,7 +135,7 @@ def describe_turned(sections: Sequence[Section]) -> str:
     compared = collect_comparisons(sections)
     if not compared:
         return ""
-    signs = [compare_signs(found.values()) for found in compared.values()]
+    signs = [compare_in_all(compared, pair) for pair in compared]
     return (
         "Even among the models and lengths of prompts that were measured, the order of methods changes: of "
         f"{len(signs)} comparisons that were made in several of them, the signs are the same in {signs.count(SAME)} "

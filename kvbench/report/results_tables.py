@@ -43,6 +43,7 @@ from kvbench.report.results_text import (
     format_score,
     format_share,
     join_words,
+    say_lose,
     say_percent,
     wrap,
 )
@@ -76,8 +77,8 @@ raw."""
 PAIRED = " The intervals of *{column}* are paired by sample."
 INDEPENDENT = " The intervals of *{column}* take the two scores as independent, and are wider than paired ones."
 TURNS = (
-    "**By question.** Of {count} cells, {less} lose more against the full cache at the last of {turns} questions about "
-    "a context than at the first, and {more} lose less (jointly at 95 %). *question 1* and so on are the differences "
+    "**By question.** Of {count} cells, {less} more against the full cache at the last of {turns} questions about "
+    "a context than at the first, and {more} less (jointly at 95 %). *question 1* and so on are the differences "
     "from the full cache at each question, and *change* is the last one less the first, paired by context, with its "
     "95 % interval. The cell that worsens most is first."
 )
@@ -131,7 +132,9 @@ def format_turns(section: Section) -> list[str]:
         (line for line in list_methods(section.cells) if line["hash"] in known),
         key=lambda line: (known[line["hash"]].change[0], line["label"]),
     )
-    sentence = TURNS.format(less=signs.count(-1), more=signs.count(1), count=len(signs), turns=turns)
+    sentence = TURNS.format(
+        less=say_lose(signs.count(-1)), more=say_lose(signs.count(1)), count=len(signs), turns=turns
+    )
     return [wrap(sentence), "", *format_markdown(columns, cells), ""]
 
 

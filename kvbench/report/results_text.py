@@ -91,6 +91,11 @@ def join_words(words: Sequence[str], last: str) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
+def say_lose(count: int, of: str = "") -> str:
+    """Return a number of cells, which cells they are of, with a space before it, and the verb."""
+    return f"{count}{of} {'loses' if count == 1 else 'lose'}"
+
+
 def describe_losses(count: int, kept: int, less: int, bound: float, which: str = "") -> str:
     """Return a sentence about how many cells lose at most so many points, and about the others.
 

@@ -248,11 +248,11 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     sections = split_sections({"h": turns, "v": seen}, {"v": PartNumbers(seen, turns=by_turn)})
     turned = conclude_long(sections, 3.0)
     assert turned.headline.endswith(
-        "(jointly at 95 %); of 3 cells that are cut with the first in sight, 1 lose more at the last one."
+        "(jointly at 95 %); of 3 cells that are cut with the first in sight, 1 loses more at the last one."
     )
     assert turned.text.endswith(
-        "in sight when the cache is cut, 1 of 3 cut caches lose more against the full cache at the last question than "
-        "at the first, and 1 lose less (jointly at 95 %). `tova` with 20 % of the bytes worsens most: its "
+        "in sight when the cache is cut, 1 of 3 cut caches loses more against the full cache at the last question than "
+        "at the first, and 1 loses less (jointly at 95 %). `tova` with 20 % of the bytes worsens most: its "
         "difference from the full cache is +0.0 at the first question and -30.0 at the last, a change of -30.0 "
         "[-33.0, -27.0]."
     )
