@@ -10,10 +10,10 @@ import yaml
 
 from kvbench.analysis.intervals import Mean
 from kvbench.analysis.paired import PairedDifference
-from kvbench.config.catalogue import CONF, find_preset, load_settings
+from kvbench.config.catalogue import CONF, find_nearest_preset, load_settings
 from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import CACHE_GROUPS, UNSHARED_SETTINGS, StoredRun, find_differences
-from kvbench.validation import SettingError, escape
+from kvbench.validation import SettingError, escape, format_value
 
 CLIP = 120  # characters of a setting or reason
 
@@ -77,11 +77,16 @@ def name_presets(group: str, settings: Mapping[str, Any]) -> str | None:
     """Return the preset of a part of a run, as `find_preset` does, with the others that have the same settings.
 
     A run does not record which of them was typed, so all are named, such as "official_code/kvpress". Otherwise the
-    preset of a paper could be shown under the name of its twin.
+    preset of a paper could be shown under the name of its twin. If the settings are those of no preset, the nearest one
+    is named with what differs from it, such as "bits4 residual=32". What decides in the place of a budget is left out,
+    and so is all of a part that differs in another one inside it, as a threshold over another method does.
     """
-    if (preset := find_preset(group, settings)) is None:
+    preset, changed = find_nearest_preset(group, settings)
+    if any(isinstance(value, Mapping) for value in changed.values()):
         return None
-    return "/".join(_find_twins(group, settings["name"], preset))
+    changed.pop(settings.get("budget_setting"), None)
+    names = "/".join(_find_twins(group, settings["name"], preset)) if preset else ""
+    return " ".join(filter(None, (names, *(f"{key}={format_value(value)}" for key, value in changed.items())))) or None
 
 
 @cache
@@ -98,7 +103,7 @@ def label_cache(value: Mapping[str, Any]) -> str:
     if value.get("block_size") is not None:
         parts.append(f"block {value['block_size']}")
     if value.get("budget_of") not in (None, "prompt"):
-        parts.append(f"of what was {value['budget_of']}")
+        parts.append(f"budget_of={value['budget_of']}")
     return " · ".join(map(shorten, parts))
 
 

@@ -136,6 +136,30 @@ def list_presets(group: str, settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def find_nearest_preset(group: str, settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Return the preset that most settings of a part of a run belong to, and those that it has otherwise.
+
+    Args:
+        group: As in `find_preset`.
+        settings: Likewise.
+
+    Returns:
+        The name of the preset, or None for the default one or if there is none; and the part's settings that the preset
+        chooses otherwise, by name. The first of several presets as near is taken. A preset that chooses a setting which
+        the part lacks, such as a run of an older version, is none of them.
+    """
+    presets = _resolve_presets(group, settings["name"]) if settings["name"] in list_choices(group) else {}
+    changed = {
+        preset: {key: settings[key] for key, value in values.items() if settings[key] != value}
+        for preset, values in presets.items()
+        if values.keys() <= settings.keys()
+    }
+    nearest = min(changed, key=lambda preset: len(changed[preset]), default=None)
+    if nearest is None:
+        return None, {}
+    return None if nearest == next(iter(presets)) else nearest, changed[nearest]
+
+
 def describe_part(group: str, settings: Mapping[str, Any]) -> str:
     """Return the name of a part of a run and its settings that differ from the default ones, such as "palu, bits 4".
 

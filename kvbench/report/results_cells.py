@@ -195,14 +195,27 @@ def list_leaders(cells: Sequence[Line]) -> list[Line]:
     Lines of older versions have only the ranks of the whole column, and do not say which cells are better. All ranks
     hold at once, so a cell is beaten if another one's last rank is before its first; others may be beaten, too.
     """
-    hashes = {line["hash"] for line in cells}
+    return sort_by_score(line for line in cells if not any(is_beaten_by(line, other) for other in cells))
 
-    def is_beaten(line: Line) -> bool:
-        if knows_pairs(line):
-            return not hashes.isdisjoint((line["beaten_by"] or "").split())
-        return any(other["rank_last"] < line["rank_first"] for other in cells)
 
-    return sort_by_score(line for line in cells if not is_beaten(line))
+def is_beaten_by(line: Line, other: Line) -> bool:
+    """Return whether another cell of a class scores more for certain, as `list_leaders` says."""
+    if knows_pairs(line):
+        return other["hash"] in (line["beaten_by"] or "").split()
+    return bool(other["rank_last"] < line["rank_first"])
+
+
+def list_ties(cells: Sequence[Line]) -> list[list[Line]]:
+    """Return the largest runs of neighbours, by their scores, of which no two are told apart; each has two at least."""
+    ordered, ties, covered = sort_by_score(cells), [], 0
+    for begin in range(len(ordered)):
+        end = begin + 1
+        while end < len(ordered) and not any(is_beaten_by(ordered[end], line) for line in ordered[begin:end]):
+            end += 1
+        if end - begin > 1 and end > covered:
+            ties.append(ordered[begin:end])
+            covered = end
+    return ties
 
 
 def knows_pairs(line: Line) -> bool:

@@ -5,12 +5,12 @@ are too many to name. It stands on the section that `choose_column` finds.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column as TableColumn
 from kvbench.analysis.text_table import format_markdown, format_number, format_range
 from kvbench.report.results_cells import (
-    ALL,
     LONG_TASKS,
     READING,
     TURN_TASKS,
@@ -24,6 +24,7 @@ from kvbench.report.results_conclusions import (
     FEW,
     Column,
     choose_column,
+    choose_once,
     choose_question,
     choose_task,
     conclude_codecs,
@@ -32,10 +33,10 @@ from kvbench.report.results_conclusions import (
     describe_elsewhere,
     describe_smaller,
     describe_turns,
-    list_best_once,
-    list_coded,
+    find_best_coded,
     list_cut,
     list_smaller,
+    name_part,
     name_place,
 )
 from kvbench.report.results_cost import RATIO, CostTable, find_fastest
@@ -45,7 +46,6 @@ from kvbench.report.results_text import (
     format_change,
     format_score_interval,
     join_words,
-    name_cell,
     say_percent,
     wrap,
     wrap_paragraphs,
@@ -61,15 +61,16 @@ HEAD = """\
 
 This page says what [the results](results.md) recommend for each need. **They come from very small models**
 ({models}), and how methods rank there is no evidence about how they rank on a model of 8 billion parameters. Take the
-rows as candidates, and measure these on your own model and task: `python run.py -m method=… budget=…`
+methods in the tables as candidates, and measure them on your own model and task: `python run.py -m method=… budget=…`
 ([Quickstart](quickstart.md)).
 
-*May be best* lists the cells that the samples cannot tell from the one with the highest score at these bytes. **Cells
-with a codec are left out**; a sentence below a table names the best of them. If there are many cells, the table gives
-their number and the one with the highest score. The score and *diff*, its difference from the
-full cache, have 95 % intervals and are those of the first cell that is named. Some methods ({twice}) let the model read
-each prompt a second time before the first token, which [takes time](results-cost.md); *read once* names the cells that
-may be best without them.
+*May be best* lists the cells with raw rows that the samples cannot tell from the one with the highest score at these
+bytes. If there are many cells, the table gives their number and the one with the highest score. The score and *diff*,
+its difference from the full cache, have 95 % intervals and are those of the first cell that is named. Some methods
+({twice}) let the model read each prompt a second time before the first token, which [takes time](results-cost.md).
+*read once* names the raw cells that may be best without them, and *with a codec* the cell that scores most of those
+that read once and keep their rows in a codec. Both may hold fewer bytes, which then stand beside the score. A part in
+brackets has measured the cell on other samples.
 """
 NEEDS = {  # question of the prompts -> title of the need
     "visible": "The question is known when the cache is cut",
@@ -92,8 +93,7 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
     for question, title in NEEDS.items():
         chosen = choose_question(sections, question)
         columns = [column for level in LEVELS if (column := choose_column(chosen, level, REACH))]
-        text += [f"## {title}", "", *format_columns(columns)]
-        text += recommend_codec(columns[0].section) if columns else []
+        text += [f"## {title}", "", *format_columns(columns, sections)]
         text += [f"{wrap(said.strip())}\n" for column in columns if (said := describe_elsewhere(column, sections))]
     for title, tasks in {"Answers are long": LONG_TASKS, "A context gets several questions": TURN_TASKS}.items():
         known = [section for question in NEEDS if (section := choose_task(sections, tasks, question))]
@@ -106,8 +106,13 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
     return "\n".join([*text, "## Tokens should be fast", "", *speed])
 
 
-def format_columns(columns: Sequence[Column]) -> list[str]:
-    """Return the recommendations of some columns as a table, and what it stands on."""
+def format_columns(columns: Sequence[Column], sections: Sequence[Section]) -> list[str]:
+    """Return the recommendations of some columns as a table, and what it stands on.
+
+    Args:
+        columns: The columns.
+        sections: The sections whose cells with a codec may be named.
+    """
     if not columns:
         return [f"{NOTHING}\n"]
     listed = [
@@ -116,6 +121,7 @@ def format_columns(columns: Sequence[Column]) -> list[str]:
         TableColumn("score", "", lambda column: format_score_interval(column.leaders[0])),
         TableColumn("diff", "", lambda column: format_change(column.leaders[0], "difference")),
         TableColumn("read once", "", name_read_once),
+        TableColumn("with a codec", "", partial(name_coded, sections)),
         TableColumn("part", "", lambda column: column.section.part),
     ]
     compared: dict[str, tuple[Section, list[int]]] = {}
@@ -123,19 +129,6 @@ def format_columns(columns: Sequence[Column]) -> list[str]:
         compared.setdefault(column.section.title, (column.section, []))[1].append(len(column.cells))
     places = [name_place(section, f"{format_range(counts)} cells compared") for section, counts in compared.values()]
     return [*format_markdown(listed, columns), "", wrap(f"*({'; '.join(places)})*"), ""]
-
-
-def recommend_codec(section: Section) -> list[str]:
-    """Return which of the cells with a codec that read each prompt once scores most; nothing without any."""
-    smaller = [line for line in list_coded(section) if line["bytes_held"] < ALL]
-    if not smaller:
-        return []
-    best = smaller[0]
-    text = (
-        f"Of {len(smaller)} cells with a codec, {name_cell(best)} scores most: {format_score_interval(best)} with "
-        f"{say_percent(best['bytes_held'])} of the bytes ([Codecs](results-codecs.md))."
-    )
-    return [f"{wrap(text)}\n"]
 
 
 def name_cells(leaders: Sequence[Line], count: int) -> str:
@@ -152,8 +145,23 @@ def name_read_once(column: Column) -> str:
         return ""
     if len(once) == len(column.cells):
         return "the same"
-    leaders = list_best_once(once)
-    return f"{name_cells(leaders, len(once))}: {format_number(leaders[0]['score'])}"
+    leaders = choose_once(column)
+    return f"{name_cells(leaders, len(once))}: {say_score(leaders[0], column)}"
+
+
+def name_coded(sections: Sequence[Section], column: Column) -> str:
+    """Return the cell with a codec that scores most of those that read each prompt once and hold no more bytes."""
+    coded = find_best_coded(column, sections)
+    if coded is None:
+        return ""
+    part = "" if coded.section is column.section else f" ({name_part(coded.section)})"
+    return f"{coded.line['label']}: {say_score(coded.line, column)}{part}"
+
+
+def say_score(line: Line, column: Column) -> str:
+    """Return the score of a cell, and its bytes if these are not those of a column."""
+    share = say_percent(line["bytes_held"])
+    return format_number(line["score"]) + ("" if share == column.share else f" with {share}")
 
 
 def recommend_task(section: Section, margin: float) -> list[str]:
@@ -170,7 +178,11 @@ def recommend_task(section: Section, margin: float) -> list[str]:
     columns = [column for column in found if any(is_kept(line, section.full, margin) for line in column.cells)]
     return [
         *text,
-        *(format_columns(columns[::-1]) if columns else [wrap(f"*({name_place(section, 'all cells')})*"), ""]),
+        *(
+            format_columns(columns[::-1], [section])
+            if columns
+            else [wrap(f"*({name_place(section, 'all cells')})*"), ""]
+        ),
     ]
 
 

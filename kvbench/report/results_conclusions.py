@@ -53,8 +53,8 @@ from kvbench.report.results_text import (
 LITTLE = 5  # points; a cell that scores less with the question in sight has little to lose
 LEVEL = 0.2  # share of the bytes at which methods are compared
 ALONE = (
-    "Each cell is judged by its own interval: one that truly loses as much passes in about 1 of 40 studies, and the "
-    "first of several that pass is wrong more often."
+    "Each cell is judged by its own interval: a cell that truly loses {bound} passes by luck in 1 of 40 studies, and "
+    "one of many cells does so more often."
 )
 FEW = 3  # cells that may be the best and are still named
 
@@ -200,13 +200,14 @@ def describe_best(column: Column, sections: Sequence[Section]) -> str:
     if less:
         others = f"Each of the other {less}" if less > 1 else "The other one"
         text += f" {others} is shown not to be the best (jointly at 95 %)."
-    once = list_best_once(column.cells)
+    once = choose_once(column)
     if best["method"] in TWICE and once:
         text += " It reads each prompt twice, which [takes time](results-cost.md)."
-        text += f" Of the methods that read it once, {describe_leaders(once)}."
-    coded = find_best_coded(column)
-    if coded is not None and coded["score"] > (once or column.leaders)[0]["score"]:
-        text += f" With a codec, {name_cell(coded)} scores {format_score_interval(coded)} at nearly the same bytes."
+        text += f" Of the raw rows of methods that read it once, {describe_leaders(once)}."
+    coded = find_best_coded(column, sections, least=(1 - EQUAL) * best["bytes_held"])
+    if coded is not None and coded.line["score"] > (once or column.leaders)[0]["score"]:
+        text += f" With a codec, {name_cell(coded.line)} scores {format_score_interval(coded.line)} at nearly the same "
+        text += f"bytes{coded.say_part(column)}."
     return text + describe_elsewhere(column, sections)
 
 
@@ -235,6 +236,24 @@ def describe_elsewhere(column: Column, sections: Sequence[Section]) -> str:
     )
 
 
+def choose_once(column: Column) -> list[Line]:
+    """Return the cells that may be the best of those that read each prompt once, the highest score first.
+
+    They are of the class of the one that scores most of all that hold hardly more bytes than the column, which may be
+    another class than the column: it can end between cells of like bytes. Empty if all cells read twice.
+    """
+    most = (1 + SPREAD) * column.leaders[0]["bytes_held"]
+    cells = [line for line in column.section.list_cells(EVICTING) if line["method"] not in TWICE]
+    best = sort_by_score(line for line in cells if line["bytes_held"] <= most)[:1]
+    classes = [
+        alike
+        for line in best
+        for alike in split_classes([other for other in cells if other["budget"] == line["budget"]])
+        if line in alike
+    ]
+    return list_best_once(classes[0]) if classes else []
+
+
 def list_best_once(cells: Sequence[Line]) -> list[Line]:
     """Return the cells that may be the best of those that read each prompt once, the highest score first.
 
@@ -255,11 +274,42 @@ def describe_leaders(leaders: Sequence[Line]) -> str:
     return f"{names[0]} has the highest score: {format_score_interval(first)}"
 
 
-def find_best_coded(column: Column) -> Line | None:
-    """Return the cell with a codec that holds the bytes of a column, reads once and scores most; None without any."""
-    held = column.leaders[0]["bytes_held"]
-    coded = list_coded(column.section)
-    return next((line for line in coded if abs(line["bytes_held"] / held - 1) <= EQUAL), None)
+class Coded(NamedTuple):
+    """A cell with a codec.
+
+    Attributes:
+        line: Its line.
+        section: Its section.
+    """
+
+    line: Line
+    section: Section
+
+    def say_part(self, column: Column) -> str:
+        """Return that its samples are others than those of a column; nothing if they are the same."""
+        return "" if self.section is column.section else f" (on other samples, in {name_part(self.section)})"
+
+
+def find_best_coded(column: Column, sections: Sequence[Section], least: float = 0.0) -> Coded | None:
+    """Return the cell with a codec that reads each prompt once and scores most at the bytes of a column.
+
+    Args:
+        column: The column. The cell may hold as many bytes as its first leader, and a little more.
+        sections: The sections whose cells are looked at, if they have the column's protocol.
+        least: Share of the bytes that the cell holds at least.
+
+    Returns:
+        The cell; None if there is none.
+    """
+    most = (1 + EQUAL) * column.leaders[0]["bytes_held"]
+    coded = [
+        Coded(line, section)
+        for section in sections
+        if section.protocol == column.section.protocol
+        for line in list_coded(section)
+        if least <= line["bytes_held"] <= most
+    ]
+    return max(coded, key=lambda each: (each.line["score"], each.section is column.section), default=None)
 
 
 def list_coded(section: Section) -> list[Line]:
@@ -350,12 +400,25 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
     changes = f"The differences range from {ordered[-1]} to {ordered[0]}."
     if count <= 2:
         changes = f"The {'difference is' if count == 1 else 'differences are'} {' and '.join(ordered)}."
+    for other, more_pairs in paired:
+        if other is not section and other.protocol == section.protocol and not other.earlier:
+            changes += f" {describe_pairs_elsewhere(other, more_pairs)}"
     return Conclusion(
         f"At equal bytes, {coded} {beat} fewer raw rows of the same method in {more} of {count} pairs{lost} (jointly "
         "at 95 %).",
         changes,
         name_place(section, f"pairs whose bytes differ by at most {say_percent(EQUAL)}"),
     )
+
+
+def describe_pairs_elsewhere(section: Section, pairs: Sequence[BytesPair]) -> str:
+    """Return a sentence about the pairs of another part: how many score more, and of how many methods and codecs."""
+    more, ordered = [pair.sign for pair in pairs].count(1), sorted(pairs, key=lambda pair: pair.change[0])
+    counts = {kind: len({pair.coded[kind] for pair in pairs}) for kind in ("method", "codec")}
+    kinds = " and ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
+    changes = " to ".join(dict.fromkeys(format_difference(*pair.change) for pair in (ordered[0], ordered[-1])))
+    part = name_part(section)
+    return f"{part[0].upper()}{part[1:]} shows the same for {more} of {len(pairs)} pairs, of {kinds}: {changes}."
 
 
 def describe_pair(pair: BytesPair) -> str:
@@ -383,15 +446,16 @@ def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion 
     share = say_percent(line["bytes_held"])
     scores = f"{format_score_interval(line)}, {format_change(line, 'difference')} against the full cache"
     if kept:
-        headline = f"{share} of the bytes can be enough: {name_cell(line)} is shown to lose at most {bound}."
+        mean = f" in the mean of {section.subtasks} subtasks" if (section.subtasks or 1) > 1 else ""
+        headline = f"With {share} of the bytes, {name_cell(line)} is shown to lose at most {bound}{mean}."
         text = f"It scores {scores}{say_files(line)}.{describe_worst(line)}{describe_other_kept(kept)} "
-        text += f"{count} cells that hold fewer bytes than the full cache were compared with it."
+        text += f"{count} cells with fewer bytes than the full cache were compared with the full cache."
     else:
         headline = f"No cell that holds fewer bytes than the full cache is shown to lose at most {bound}."
         text = f"That takes a whole interval above -{bound}, so some of them may lose less all the same. "
         text += f"Of {count} cells, {name_cell(line)} with {share} of the bytes{say_files(line)} comes nearest: "
         text += f"{scores}."
-    return Conclusion(headline, f"{text} {ALONE}", name_place(section, name_budget(line)))
+    return Conclusion(headline, f"{text} {ALONE.format(bound=bound)}", name_place(section, name_budget(line)))
 
 
 def describe_worst(line: Line) -> str:

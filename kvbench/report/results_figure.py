@@ -1,7 +1,7 @@
 """Draw the figure of docs/results.md: score over measured bytes, with ties as bands.
 
 It shows the section of the main protocol with most cells, with the question visible. A band spans evicting cells that
-hold like bytes and that the samples do not tell apart, from the lowest to the highest of their scores. Up to NAMED
+hold like bytes and of which no two are told apart, from the lowest to the highest of their scores. Up to NAMED
 labels have colours and stand in the key: those on the front by bytes first, then those that may be the best, then those
 with the highest scores. Other cells are grey.
 Methods that read few of many rows lie at the bytes that they hold, and have hollow marks.
@@ -26,6 +26,7 @@ from kvbench.report.results_cells import (
     list_budgets,
     list_leaders,
     list_methods,
+    list_ties,
     split_classes,
 )
 from kvbench.report.results_conclusions import choose_question
@@ -36,7 +37,8 @@ FIGURE = "results"  # name of the picture
 HEIGHT = 300  # pixels
 NAMED = 10  # cells' labels in the key at most
 GREY = "#9aa0a6"
-BAND = "#56B4E9"
+BAND, PALE = "#56B4E9", "#CCE9F8"  # a band, and its look on white
+BYTES = f"{charts.BYTES} (log scale)"
 SPREAD = 1.07  # by which a band is wider than its cells
 
 
@@ -64,14 +66,14 @@ def make_drawing(section: Section, pixels: float) -> Drawing:
     named = name_labels([*find_front(cells), *find_best_of_labels(leaders), *find_best_of_labels(cells)])
     styles = dict(zip(named, choose_styles(list(named.values())), strict=True))
     rows = [describe_point(line, styles) for line in list_methods(section.cells)]
-    bands = [describe_band(cells) for cells in list_ties(section)]
+    bands = [describe_band(alike) for cells in classes for alike in list_ties(cells)]
     full = {name: section.full[name] for name in ("score", "score_low", "score_high")}
     key = [{"label": label, **style, "dash": None} for label, style in styles.items()]
     key += [print_charts.FULL_KEY]
     if not all(row["named"] for row in rows):
         key += [{"label": "other cells", "colour": GREY, "shape": "circle", "dash": None}]
     if bands:
-        key += [{"label": "cells that are not told apart", "colour": BAND, "shape": "square", "dash": None}]
+        key += [{"label": "cells that are not told apart", "colour": PALE, "shape": "square", "dash": None}]
     about = [section.full["average"], f"{section.samples} samples a cell"]
 
     def chart(width: float) -> alt.LayerChart:
@@ -85,18 +87,6 @@ def list_classes(section: Section) -> list[list[Line]]:
     evicting = section.list_cells(EVICTING)
     columns = [[line for line in evicting if line["budget"] == budget] for budget in list_budgets(evicting)]
     return [cells for column in columns for cells in split_classes(column) if len(cells) > 1]
-
-
-def list_ties(section: Section) -> list[list[Line]]:
-    """Return cells of like bytes that are not told apart: those that may be the best of a class, or of those left."""
-    ties = []
-    for cells in list_classes(section):
-        left = cells
-        while left:
-            alike = list_leaders(left)
-            ties += [alike] if len(alike) > 1 else []
-            left = [line for line in left if line not in alike]
-    return ties
 
 
 def find_best_of_labels(cells: Sequence[Line]) -> list[Line]:
@@ -141,7 +131,7 @@ def chart_ties(least: float) -> alt.LayerChart:
         least: Smallest share of the bytes.
     """
     scale = alt.Scale(type="log", domain=[least, 1], nice=False, padding=14)
-    x = alt.X("share:Q", title=charts.BYTES, scale=scale, axis=alt.Axis(format="~%", values=charts.SHARES, grid=False))
+    x = alt.X("share:Q", title=BYTES, scale=scale, axis=alt.Axis(format="~%", values=charts.SHARES, grid=False))
     score = alt.Y("score:Q", title="Score", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
     low, high = alt.Y("score_low:Q", title="Score"), alt.Y2("score_high:Q")
     bands = alt.Chart(alt.NamedData(name="bands")).mark_rect(color=BAND, opacity=0.3)
@@ -154,7 +144,7 @@ def chart_ties(least: float) -> alt.LayerChart:
     points = named.encode(y=score, color=charts.COLOUR, shape=charts.SHAPE)
     return charts.stack_layers(
         whole.mark_rect(color=charts.FULL, opacity=0.06).encode(y=low, y2=high),
-        bands.encode(x=alt.X("share_low:Q", title=charts.BYTES, scale=scale), x2="share_high:Q", y=low, y2=high),
+        bands.encode(x=alt.X("share_low:Q", title=BYTES, scale=scale), x2="share_high:Q", y=low, y2=high),
         whole.mark_rule(color=charts.FULL, strokeDash=charts.FULL_DASH).encode(y=score),
         others.transform_filter(f"!({reading})").mark_point(filled=True, size=22, opacity=0.55),
         others.transform_filter(reading).mark_point(filled=False, size=30, opacity=0.8),

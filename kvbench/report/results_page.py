@@ -25,6 +25,7 @@ from kvbench.report.results_cells import (
     classify,
     list_leaders,
     list_methods,
+    list_ties,
     split_sections,
 )
 from kvbench.report.results_conclusions import (
@@ -38,7 +39,7 @@ from kvbench.report.results_conclusions import (
     draw_conclusions,
 )
 from kvbench.report.results_cost import CostTable, describe_slow, format_costs, read_cost_tables, read_prefill_ratios
-from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_classes, list_ties
+from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_classes
 from kvbench.report.results_limits import describe_models, format_limits
 from kvbench.report.results_models import format_models
 from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier
@@ -75,8 +76,8 @@ What KV-cache methods and codecs score on small models: {models}. **How methods 
 large ones** ([more](#what-they-cannot-tell)). {counts} Every number is in {links}, and [What was
 measured](results-measured.md) has the commands.
 
-A *cell* is a method with its budget or codec. Its score is between 0 and 100: the mean over the subtasks of a task,
-such as the 13 of RULER. *Raw* rows are keys and values without a codec. The [glossary](glossary.md) has the other
+A *cell* is a method with a budget, a codec or both. Its score is between 0 and 100: the mean over the subtasks of a
+task, such as the 13 of RULER. *Raw* rows are keys and values without a codec. The [glossary](glossary.md) has the other
 words.
 
 ![Score over measured bytes](images/{figure}.svg)
@@ -88,20 +89,20 @@ words.
 CAPTION = """\
 Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. {ties}{older}{hollow}"""
 TIES = (
-    "A blue band spans cells with raw rows and like bytes that the samples do not tell apart (95 % confidence for all "
-    "ranks of a share of the bytes jointly). "
+    "A blue band spans cells with raw rows and like bytes of which no two are told apart (all ranks of one share of "
+    "the bytes hold together with 95 % confidence). "
 )
-ONE_BEST = "Of the cells with raw rows, one is shown to be the best at each share of the bytes: {best}. "
+ONE_BEST = "Of the raw cells of like bytes, {best} is shown to be the best each time. "
 HOLLOW = "Hollow marks are methods that keep all rows but attend to few."
 OLDER = "These lines know only the ranks of a whole budget, so the bands are wider than the samples would allow. "
 RULES = """\
-A fixed rule makes each conclusion from the data, whatever the outcome. Each uses the first of the models smollm2_long,
-smollm2 and reference with which its kind of question was measured; of that model, the task and length with most
-answers; and there the part with most samples a cell. The rules are: the best of the cells with bytes nearest to
+A fixed rule makes each conclusion from the data, whatever the outcome. Each stands on one model: smollm2_long if it was
+measured for this topic, else smollm2, else reference. Of this model it takes the task and length with most answers, and
+there the part with most samples a cell. The rules are: the best of the cells with bytes nearest to
 {level}; what hiding the question changes there; cells with a codec against raw rows of equal bytes; the fewest bytes
 that lose at most a [margin](statistics.md#margins-and-counts); and losses where answers are long or a context gets
-several questions. *Jointly at 95 %* means that all signs that a sentence counts hold together. [Which method
-should I use?](which-method.md) draws on the same data.
+several questions. *Jointly at 95 %*: all signs that a sentence counts are right in 95 of 100 such studies. [Which
+method should I use?](which-method.md) draws on the same data.
 """
 TERMS = """\
 Tables of scores are sorted by the mean score over their budgets, the highest first, with the full cache last, or by
@@ -117,8 +118,8 @@ A cell is *shown to lose at most m points*, and has the mark {mark}, only if the
 may score less than the full cache, but not by more. The margin m is {margin:g} points, or a tenth of the full cache's
 score where that is less. An interval that merely contains 0 does not show this. Counts of cells that score less or more
 hold together with 95 % confidence (Holm's procedure over the cells that a sentence counts). Cells of which neither is
-shown are *undecided*. If a budget has cells with raw rows that attend to all rows that they hold, the sentences about
-it count only these. [Statistics](statistics.md#margins-and-counts) says how.
+shown are *undecided*. Where a budget has raw cells that read all rows that they hold, sentences about this budget
+leave out codecs and cells that read few of their rows. [Statistics](statistics.md#margins-and-counts) says how.
 """
 SUBPAGE = """\
 # {title}
@@ -301,7 +302,7 @@ def format_front(
     progress = describe_progress(measured)
     leaders = [list_leaders(cells) for cells in list_classes(figure)] if figure else []
     best = dict.fromkeys(name_cell(line) for cells in leaders for line in cells)
-    ties = TIES if figure and list_ties(figure) else ""
+    ties = TIES if figure and any(list_ties(cells) for cells in list_classes(figure)) else ""
     if leaders and all(len(cells) == 1 for cells in leaders):
         ties += ONE_BEST.format(best=join_words([*best], "or"))
     older = any("rank_class" not in line for line in shown)

@@ -48,6 +48,14 @@ def test_presets_with_the_same_settings_are_all_named(tmp_path):
     assert label_cache(run.value | {"method": usual}) == "expected_attention · pyramid kvpress"
 
 
+def test_settings_of_no_preset_are_named_with_the_nearest_one(tmp_path):
+    """Otherwise 4 bits would have the name of the default, which has two."""
+    tova = load_settings("method", "tova", {"decoding": False})
+    kivi = load_settings("codec", "kivi", {"preset": "bits4", "residual": 32})
+    run = write_run(tmp_path, {}, method=tova, codec=kivi, budget_of="seen")
+    assert label_cache(run.value) == "tova decoding=false · kivi bits4 residual=32 · budget_of=seen"
+
+
 def test_subtasks_are_sorted_by_their_numbers(tmp_path):
     """In the closing table, the comparison of two runs, and the choices of `subtask=`."""
     names = [f"phonebook_{size}" for size in (100, 478, 1233)]

@@ -7,7 +7,7 @@ import pytest
 from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.result_lines import PartNumbers
 from kvbench.analysis.turn_scores import TurnScores
-from kvbench.report.results_cells import Section, classify, list_leaders, pair_equal_bytes, split_sections
+from kvbench.report.results_cells import Section, classify, list_leaders, list_ties, pair_equal_bytes, split_sections
 from kvbench.report.results_choice import format_choice
 from kvbench.report.results_conclusions import (
     choose_column,
@@ -26,7 +26,6 @@ from kvbench.report.results_figure import (
     choose_figure,
     describe_band,
     find_best_of_labels,
-    list_ties,
     make_drawing,
     name_labels,
 )
@@ -368,8 +367,9 @@ def test_the_figure_shows_ties_as_bands():
     [layer, *_] = drawing.chart(500).to_dict(validate=False)["layer"]
     assert layer["data"] == {"name": "whole"} and drawing.tables["bands"] == [describe_band(cells[:2])]
     fourth = make_line("sink", 0.2, 20.0)
-    [section] = split(a=[*rank([*cells, fourth], (1, 1), (2, 4), (2, 4), (2, 4))])  # behind the best, three alike
-    assert [[line["label"] for line in alike] for alike in list_ties(section)] == [["tova", "sink", "random"]]
+    ranked = rank([*cells, fourth], (1, 1), (2, 3), (3, 4), (2, 4))  # behind the best, and tova beats random
+    ranked[2]["beaten_by"] += " tova"
+    assert [[line["label"] for line in alike] for alike in list_ties(ranked)] == [["tova", "sink"], ["sink", "random"]]
 
 
 def test_a_class_that_ends_between_cells_of_like_bytes_recommends_none():
