@@ -9,6 +9,7 @@ A line holds what `kvbench results scores --format csv` says about a run, and be
     subtasks                     number of subtasks that the score is the mean of
     worst_subtask, worst         subtask in which the score is furthest below the full cache's, and this difference,
                                  with its 95 % interval
+    decoding                     1 if the method also cuts the cache while it answers, otherwise 0
     nll, kl                      means of `fidelity` in nats a token, with 95 % intervals
     rank_first, rank_last        ranks that the cell may have in its class of a protocol and budget (`bound_ranks`)
     rank_of, rank_class          cells of this class, and its bytes or rows (kvbench.analysis.byte_classes)
@@ -135,6 +136,7 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
             line |= {"subtasks": len(block.paired.weights)} | worst.get(name, NO_WORST)
             line |= {group: cell.run.value[group]["name"] for group in CACHE_GROUPS}
             line |= {"budget": cell.run.value["budget"] or cell.run.budget_name}
+            line["decoding"] = int(bool(cell.run.value["method"].get("decoding")))
             line |= {key: read(cell) for column in COLUMNS.values() for key, read in column.numbers.items()}
             line["warnings"] = " ".join(block.warnings)
             line |= fidelity[name] | ranks.get(name, NO_RANKS) | gains.get(name, NO_GAINS)

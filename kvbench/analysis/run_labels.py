@@ -84,7 +84,7 @@ def name_presets(group: str, settings: Mapping[str, Any]) -> str | None:
     preset, changed = find_nearest_preset(group, settings)
     if any(isinstance(value, Mapping) for value in changed.values()):
         return None
-    changed.pop(settings.get("budget_setting"), None)
+    changed.pop(str(settings.get("budget_setting")), None)
     names = "/".join(_find_twins(group, settings["name"], preset)) if preset else ""
     return " ".join(filter(None, (names, *(f"{key}={format_value(value)}" for key, value in changed.items())))) or None
 

@@ -220,7 +220,7 @@ def recommend_speed(tables: Sequence[CostTable]) -> list[str]:
     ratios = format_range([float(row[RATIO]) for row in rows], "{:.2f}".format)
     text = (
         f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, the shortest median time for a token is "
-        f"{ratios} of the full cache's: {'; '.join(row[''] for row in rows)}. Choose by their scores at the "
-        "bytes that you have. [What methods cost](results-cost.md) has all cells, and what they add to the first token."
+        f"{ratios} of the full cache's: {'; '.join(row[''] for row in rows)}. Which of them to take, their "
+        "scores say. [What methods cost](results-cost.md) has all cells, and what they add to the first token."
     )
     return [f"{wrap(text)}\n"]

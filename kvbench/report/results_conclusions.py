@@ -208,6 +208,9 @@ def describe_best(column: Column, sections: Sequence[Section]) -> str:
     if coded is not None and coded.line["score"] > (once or column.leaders)[0]["score"]:
         text += f" With a codec, {name_cell(coded.line)} scores {format_score_interval(coded.line)} at nearly the same "
         text += f"bytes{coded.say_part(column)}."
+    cutting = [name_cell(line) for line in sort_by_score(column.cells) if line.get("decoding")]
+    if cutting:
+        text += f" {join_words(cutting, 'and')} also cut{'s' if len(cutting) == 1 else ''} the cache while answering."
     return text + describe_elsewhere(column, sections)
 
 
@@ -491,7 +494,7 @@ def say_files(line: Line) -> str:
 
 def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude what cutting costs where answers are long, and where a context gets several questions."""
-    heads, texts, cells = [], [], []
+    heads, texts, cells, counted = [], [], [], False
     main = choose_protocol(sections)
     places = (
         ("where answers are long", LONG_TASKS, "visible"),
@@ -503,28 +506,30 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         if section is None or not smaller:
             continue
         *_, undecided = count_losses(section, smaller, margin)
-        where += " and is cut before the first" if section.question == "hidden" else ""
+        decided = undecided < len(smaller)
+        counted = counted or decided
+        where += " and the cache is cut before the first one" if section.question == "hidden" else ""
         where += f" (`{section.model}`)" if main and section.model != main[0].model else ""
         less = sign_cells(smaller, OF_ALL).count(-1)
-        are = "is" if less == 1 else "are"
-        found = f"{less} of {len(smaller)} cells {are} shown to score less than the full cache (jointly at 95 %)"
-        heads.append(f"{where}, {'these samples decide nothing' if undecided == len(smaller) else found}")
-        texts.append(describe_smaller(section, smaller, margin))
+        found = f"{less} of {len(smaller)} cells with fewer bytes {'is' if less == 1 else 'are'} shown to score less"
+        heads.append(f"{where}, {found if decided else 'these samples decide nothing'}")
+        texts.append((describe_highest if decided else describe_smaller)(section, smaller, margin))
         raw = ", none with a codec" if all(line["codec"] == "raw" for line in smaller) else ""
         cells.append(name_place(section, f"cells with fewer bytes than the full cache{raw}"))
         turned = choose_task(sections, tasks)
         cut = list_cut(turned) if turned is not None else []
         if turned is not None and cut:
-            worse = [each.sign for each in cut].count(-1)
+            counted, worse = True, [each.sign for each in cut].count(-1)
             heads[-1] += (
-                f"; of {len(cut)} cells that are cut with the first in sight, {say_lose(worse)} more at the last one"
+                f"; of {len(cut)} that are cut with the first question in sight, {say_lose(worse)} more at the last one"
             )
             texts.append(describe_turns(turned, section))
             cells.append(name_place(turned, "cells that keep some of the rows"))
     if not heads:
         return None
     headline = "; ".join(heads)
-    return Conclusion(f"{headline[0].upper()}{headline[1:]}.", " ".join(texts), "; ".join(cells))
+    jointly = " (each count jointly at 95 %)" if counted else ""
+    return Conclusion(f"{headline[0].upper()}{headline[1:]}{jointly}.", " ".join(texts), "; ".join(cells))
 
 
 def list_cut(section: Section) -> list[TurnScores]:
@@ -572,6 +577,18 @@ def list_smaller(section: Section) -> list[Line]:
     """Return the cells that hold fewer bytes than the full cache and whose difference from it has an interval."""
     cells = section.list_cells(EVICTING, POINT)
     return [line for line in cells if line["bytes_held"] < ALL and line["low"] is not None]
+
+
+def describe_highest(section: Section, smaller: Sequence[Line], margin: float) -> str:
+    """Return the full cache's score, the highest one of a cell, and whether this cell is shown to lose little."""
+    best, full = sort_by_score(smaller)[0], section.full
+    text = (
+        f"On `{section.task}` the full cache scores {format_score_interval(full)}, and of the cells with fewer bytes "
+    )
+    text += f"{name_cell(best)} with {say_percent(best['bytes_held'])} scores most: {format_score_interval(best)}."
+    if is_kept(best, full, margin):
+        text += f" It is shown to lose at most {find_margin(full['score'], margin):.1f} points."
+    return text
 
 
 def describe_smaller(section: Section, smaller: Sequence[Line], margin: float) -> str:

@@ -20,7 +20,7 @@ LIMITS = {  # model -> what its numbers cannot tell
     "smollm2": (
         "SmolLM2-135M is a very small model, and kvbench gets its weights as a copy that was quantised to 4 bits ([its "
         "page](smollm2.md)). It finds single values in a text. It hardly follows chains of them, counts words or "
-        "answers questions about texts, so its tables are about finding values."
+        "answers questions about texts. Where its full cache scores little, its tables are about finding values."
     ),
     "reference": (
         "The embedded model was trained by kvbench on tasks like these. Its tables test the harness and show what a "

@@ -14,9 +14,9 @@ from kvbench.report.results_text import join_words, wrap
 COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
 CHECKSUMS = """\
 A `.parquet` file has a row for each sample ([how to read it](analysis.md)), and a `.zip` file has a random sample of
-the answers, of which `python -m kvbench check bundle FILE --replay 4` executes some again. A machine without the GPU
-that made the answers takes `device=cpu`. It rounds otherwise, so other rows stay and many answers differ; the command
-prints what agrees. `sha256sum -c SHA256SUMS` in a folder checks its files. Earlier parts have one line for each cell
+the answers, of which `python -m kvbench check bundle FILE --replay 4` executes some again and prints how many agree.
+Without the GPU that made the answers, add `device=cpu`. A CPU rounds differently, so methods keep other rows, and many
+answers differ. `sha256sum -c SHA256SUMS` in a folder checks its files. Earlier parts have one line for each cell
 and neither of these files."""
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 
@@ -51,10 +51,21 @@ def describe_origin(parts: Mapping[str, Sequence[Line]], checksums: Mapping[str,
         f"Measured in {dtype}, with torch {torch} and transformers {transformers}. *code* is the commit; *dirty* "
     )
     sentence += "means with uncommitted changes. conf/measured.yaml lists the sweeps."
-    warnings = dict.fromkeys(warning for line in lines for warning in SENTENCE.split(line["warnings"] or "") if warning)
-    paragraphs = sentence, describe_unfinished(parts, known), describe_versions(parts), " ".join(warnings)
-    notes = [f"\n{wrap(text)}" for text in paragraphs if text]
+    paragraphs = sentence, describe_unfinished(parts, known), describe_versions(parts)
+    notes = [*(f"\n{wrap(text)}" for text in paragraphs if text), *list_warnings(parts)]
     return [*format_markdown(columns, [*map(describe, parts.items())]), *notes, *format_checksums(checksums)]
+
+
+def list_warnings(parts: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Return what readers of the scores must know, each with the parts that it is about."""
+    about: dict[str, dict[str, None]] = {}
+    for name, lines in parts.items():
+        for text in dict.fromkeys(line["warnings"] or "" for line in lines):
+            for warning in SENTENCE.split(text):
+                about.setdefault(warning, {})[name] = None
+    noted = [(warning, list(names)) for warning, names in about.items() if warning]
+    items = [f"{'part' if len(names) == 1 else 'parts'} {join_words(names, 'and')}: {said}" for said, names in noted]
+    return ["", *(wrap(f"* {item[0].upper()}{item[1:]}", "  ") for item in items)] if items else []
 
 
 def format_checksums(checksums: Mapping[str, str]) -> list[str]:
@@ -74,19 +85,15 @@ def describe_progress(measured: Mapping[str, int]) -> str:
     study = list_study()
     planned = {name: count_planned(study[name]) for name in measured if name in study}
     whole = [name for name, count in planned.items() if measured[name] >= count]
-    begun = [f"{name} has {measured[name]} of {count} cells" for name, count in planned.items() if name not in whole]
     sentences = []
     if planned and len(whole) < len(study):
-        if whole:
-            begun.append(f"{join_words(whole, 'and')} {'is' if len(whole) == 1 else 'are'} complete")
-        sentences.append(f"The study is under way: of its {len(study)} parts, {join_words(begun, 'and')}.")
-        if left := [name for name in study if name not in planned]:
-            sentences.append(f"{join_words(left, 'and')} {'have' if len(left) > 1 else 'has'} not begun.")
+        complete = f"{len(whole)} of its {len(study)} parts {'is' if len(whole) == 1 else 'are'} complete"
+        begun = f" and {len(planned) - len(whole)} begun" if len(planned) > len(whole) else ""
+        sentences.append(f"The study is under way: {complete}{begun} ([which](results-measured.md)).")
     if earlier := list_earlier(measured):
         count = sum(measured[name] for name in earlier)
-        parts = f"part{'s' if len(earlier) > 1 else ''} {join_words(earlier, 'and')}"
-        sentences.append(f"{count} of the cells were measured earlier: {parts}.")
-        sentences.append("Where a conclusion stands on one of them, it names an *earlier part*.")
+        sentences.append(f"{count} of the cells were measured before it; a conclusion on one of them names an")
+        sentences.append("*earlier part*.")
     return " ".join(sentences)
 
 
@@ -108,12 +115,16 @@ def count_planned(part: StudyPart) -> int:
 
 
 def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, StudyPart]) -> str:
-    """Return which parts have fewer cells than conf/measured.yaml lists; empty if none has."""
+    """Return which parts have fewer cells than conf/measured.yaml lists, and which of the study have none."""
     texts = []
     for name, lines in parts.items():
         planned, measured = count_planned(known[name]) if name in known else 0, len(list_methods(lines))
         if measured < planned:
             texts.append(f"Part {name} is not finished: {measured} of its {planned} cells of methods were measured.")
+    study = list_study()
+    left = [name for name in study if name not in parts]
+    if left and len(left) < len(study):
+        texts.append(f"Parts of the study that have not begun: {join_words(left, 'and')}.")
     return " ".join(texts)
 
 
@@ -134,7 +145,8 @@ def describe_versions(parts: Mapping[str, Sequence[Line]]) -> str:
     if not texts:
         return ""
     return (
-        f"The full cache scores {join_words(texts, 'and')}, depending on the part. Parts differ in samples, subtasks "
-        "and turns, and in kernels or GPUs, which add up numbers of 16 bits in other orders. Within a part all of this "
-        "is the same: compare a method with the cells of its own part."
+        f"The full cache scores {join_words(texts, 'and')}, depending on the part. Parts have other samples, and some "
+        "have only subtasks that the model can do, which makes the large differences. GPUs and kernels also round "
+        "numbers of 16 bits differently, which changes little. Within a part all of this is the same: compare a method "
+        "with the cells of its own part."
     )

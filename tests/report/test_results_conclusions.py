@@ -11,6 +11,7 @@ from kvbench.report.results_cells import Section, classify, list_leaders, list_t
 from kvbench.report.results_choice import format_choice
 from kvbench.report.results_conclusions import (
     choose_column,
+    choose_once,
     choose_protocol,
     choose_question,
     conclude_best,
@@ -65,13 +66,19 @@ def test_the_best_is_named_only_as_far_as_the_ranks_tell(ranks, headline):
         best.cells == "part a, smollm2, ruler length 4096, question visible, 120 samples a cell: raw rows, budget 20 %"
     )
     assert best.text.endswith(
-        "(results-cost.md). Of the methods that read it once, `tova` has the highest score: 70.0 [65.0, 75.0]."
+        "(results-cost.md). Of the raw rows of methods that read it once, `tova` has the highest score: 70.0 "
+        "[65.0, 75.0]."
     )
     for score, held in ((71.0, 0.2), (69.0, 0.2), (75.0, 0.3)):
         coded = make_line("tova · int4", 0.7, score, codec="int4", bytes_held=held)
         text = conclude_best(split(a=[*make_class(*ranks), coded]), 3.0).text
         end = " With a codec, `tova · int4` scores 71.0 [66.0, 76.0] at nearly the same bytes."
         assert text == best.text + end * (score == 71.0)
+        elsewhere = conclude_best(split(a=make_class(*ranks), b=[coded]), 3.0).text
+        end = f"{end[:-1]} (on other samples, in part b)."
+        assert elsewhere == best.text + end * (score == 71.0)
+    cut = [line | {"decoding": int(line["label"] != "kvzip")} for line in make_class(*ranks)]
+    assert conclude_best(split(a=cut), 3.0).text.endswith("`tova` and `random` also cut the cache while answering.")
 
 
 def test_a_best_method_that_may_be_any_of_many_is_not_named():
@@ -175,6 +182,9 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     assert re.search(r"^The differences range from \+21.*`tova · a`.* to \+23.*`tova · c`", several.text)
     larger = Section("b", ("reference", "ruler", "visible", ""), [line | {"n": 999} for line in section.cells])
     assert conclude_codecs([larger, section], 3.0) == sentence
+    [other] = split(b=[line | {"n": 99} for line in [*make_class(*BEST), coded]])
+    said = " Part b shows the same for 1 of 1 pairs, of 1 method and 1 codec: +20.0 [+12.9, +27.1]."
+    assert conclude_codecs([section, other], 3.0).text == sentence.text + said
     assert conclude_codecs([larger, *split(a=make_class(*BEST))], 3.0).cells.startswith("part b, reference, ruler")
     assert conclude_codecs(split(a=make_class(*BEST)), 3.0) is None
 
@@ -197,14 +207,17 @@ def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():
     middle, large = (make_line("snapkv", budget, 89.0, low=-2.5) for budget in (0.5, 0.75))
     holder = make_line("quest", 0.1, 90.0, low=-1.0, bytes_held=1.0)
     shown = conclude_no_worse(split(a=[small, middle, large, holder]), 3.0)
-    assert shown.headline == "50 % of the bytes can be enough: `snapkv` is shown to lose at most 3.0 points."
+    assert shown.headline == "With 50 % of the bytes, `snapkv` is shown to lose at most 3.0 points."
     assert "The same is shown" not in shown.text  # for more bytes of the same cell
+    mean = conclude_no_worse(split_sections({"a": [make_full(subtasks=13), middle]}), 3.0).headline
+    assert mean.endswith("at most 3.0 points in the mean of 13 subtasks.")
     worst = {"worst_subtask": "qa", "worst": -8.0, "worst_low": -9.0, "worst_high": -7.0}
     twice = conclude_no_worse(split(a=[small, middle | worst | {"method": "kvzip"}, large | {"label": "tova"}]), 3.0)
     assert " In `qa`, where it loses most, the difference is -8.0 [-9.0, -7.0]. Of the cells that" in twice.text
     assert "that read each prompt once, the same is shown for `tova` with 75 % of the bytes (-1.0 [" in twice.text
-    assert "3 cells that hold fewer bytes than the full cache were compared" in shown.text and shown.cells.endswith(
-        "`snapkv`, budget 50 %"
+    assert (
+        "3 cells with fewer bytes than the full cache were compared with the full" in shown.text
+        and shown.cells.endswith("`snapkv`, budget 50 %")
     )
     unknown = conclude_no_worse(split(a=[small, make_line("snapkv", 0.5, 70.0)]), 3.0)
     assert unknown.headline == "No cell that holds fewer bytes than the full cache is shown to lose at most 3.0 points."
@@ -230,15 +243,15 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     answers.append(make_line("full · delta", 1.0, 10.0, codec="delta", bytes_held=1.2, task="ledger"))
     both = conclude_long(split_sections({"h": turns, "l": answers}), 3.0)
     assert both.headline == (
-        "Where answers are long, 0 of 1 cells are shown to score less than the full cache (jointly at 95 %); where a "
-        "context gets several questions and is cut before the first, 3 of 3 cells are shown to score less than the "
-        "full cache (jointly at 95 %)."
+        "Where answers are long, 0 of 1 cells with fewer bytes are shown to score less; where a context gets several "
+        "questions and the cache is cut before the first one, 3 of 3 cells with fewer bytes are shown to score less "
+        "(each count jointly at 95 %)."
     )
     assert both.text.startswith(
-        "On `ledger` the full cache scores 90.0 [85.0, 95.0]. 1 of 1 cells with fewer bytes is shown to lose at most "
-        "3.0 points. `tova` with 20 % of the bytes scores most"
+        "On `ledger` the full cache scores 90.0 [85.0, 95.0], and of the cells with fewer bytes `tova` with 20 % "
+        "scores most: 89.0 [84.0, 94.0]. It is shown to lose at most 3.0 points. On `scbench` the full cache"
     )
-    assert "None of 3 cells with fewer bytes is shown to lose at most 3.0 points: 3 are shown to score" in both.text
+    assert both.text.endswith("`kvzip` with 20 % scores most: 80.0 [75.0, 85.0].")
     seen = [line | {"task": "scbench"} for line in (make_full(), *make_class(*BEST))]
     by_turn = [
         TurnScores(name, [(0.0, -1.0, 1.0), (change, change - 2, change + 2)], (change, change - 3, change + 3), sign)
@@ -247,7 +260,8 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     sections = split_sections({"h": turns, "v": seen}, {"v": PartNumbers(seen, turns=by_turn)})
     turned = conclude_long(sections, 3.0)
     assert turned.headline.endswith(
-        "(jointly at 95 %); of 3 cells that are cut with the first in sight, 1 loses more at the last one."
+        "; of 3 that are cut with the first question in sight, 1 loses more at the last one (each count jointly at 95 "
+        "%)."
     )
     assert turned.text.endswith(
         "in sight when the cache is cut, 1 of 3 cut caches loses more against the full cache at the last question than "
@@ -258,16 +272,14 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     assert "| tova | 20 % | 20.0% | +0.0 | -30.0 | -30.0 \\[-33.0, -27.0\\] |" in format_turns(sections[1])
     whole = [line | {"rows_kept": 1.0} for line in seen]
     uncut = split_sections({"h": turns, "v": whole}, {"v": PartNumbers(whole, turns=by_turn)})
-    assert "with the first in sight" not in conclude_long(uncut, 3.0).headline
+    assert "with the first question in sight" not in conclude_long(uncut, 3.0).headline
     turns[2] |= {"difference": -20.0, "low": -45.0, "high": 5.0}
     undecided = conclude_long(split_sections({"h": turns}), 3.0)
-    assert undecided.headline.startswith("Where a context gets several questions and is cut before the first, 2 of 3")
-    assert "3.0 points: 2 are shown to score less and 1 is undecided. `kvzip`" in undecided.text
-    nothing = conclude_long(split_sections({"h": [turns[0], turns[2]]}), 3.0)
-    assert (
-        nothing.headline
-        == "Where a context gets several questions and is cut before the first, these samples decide nothing."
+    assert undecided.headline.startswith(
+        "Where a context gets several questions and the cache is cut before the first one, 2 of 3"
     )
+    nothing = conclude_long(split_sections({"h": [turns[0], turns[2]]}), 3.0)
+    assert nothing.headline.endswith("the cache is cut before the first one, these samples decide nothing.")
     kept = [line | {"task": "ledger"} for line in (make_full(), make_line("a", 0.2, 89.0, low=-1.5, high=-0.5))]
     assert conclude_long(split_sections({"l": kept}), 3.0).headline.startswith("Where answers are long, 1 of 1 cells")
     unknown = [turns[0], turns[2], turns[3] | {"low": None, "high": None}]
@@ -302,7 +314,7 @@ def test_advice_names_what_may_be_best_and_what_was_not_measured():
     text = format_choice(split(a=make_class(*TIED)), [], 3.0)
     needs = dict(re.findall(r"^## (.*)\n\n((?:(?!## ).*\n?)*)", text, re.MULTILINE))
     seen = needs["The question is known when the cache is cut"]
-    assert "| 20 % | kvzip or tova | 80.0 \\[75.0, 85.0\\] | -10.0 \\[-15.0, -5.0\\] | tova: 70.0 | a |" in seen
+    assert "| 20 % | kvzip or tova | 80.0 \\[75.0, 85.0\\] | -10.0 \\[-15.0, -5.0\\] | tova: 70.0 |  | a |" in seen
     assert "(part a, smollm2, ruler length 4096, question visible, 120 samples a cell: 3 cells compared)" in seen
     nothing = ("The question is not known yet", "Answers are long", "A context gets several questions")
     assert [needs[title].strip() for title in (*nothing, "Tokens should be fast")] == 4 * [
@@ -315,7 +327,10 @@ def test_advice_names_the_highest_of_many_cells():
     cells = [make_line(label, 0.2, score) for label, score in zip(["kvzip", *"abcde"], range(60, 54, -1), strict=True)]
     text = format_choice(split(a=rank(cells, *[(1, 6)] * 6)), [], 3.0)
     assert "| 20 % | any of 6 of 6 cells, such as kvzip | 60.0 " in text
-    assert "| any of 5 of 5 cells, such as a: 59.0 | a |" in text
+    assert "| any of 5 of 5 cells, such as a: 59.0 |  | a |" in text
+    coded = make_line("full · int4", 1.0, 70.0, codec="int4", bytes_held=0.15)
+    text = format_choice(split(a=rank(cells, *[(1, 6)] * 6), b=[coded]), [], 3.0)
+    assert "such as a: 59.0 | full · int4: 70.0 with 15 % (part b) | a |" in text
 
 
 def test_advice_on_speed_names_cells_that_read_few_rows():
@@ -378,5 +393,6 @@ def test_a_class_that_ends_between_cells_of_like_bytes_recommends_none():
     column += [make_line("dropkv", 0.1, 10.0, bytes_held=0.112), make_line("kvzip", 0.1, 89.0, bytes_held=0.112)]
     [section] = split(a=column)
     assert choose_column([section], 0.1).leaders[0]["label"] == "kvzip"
+    assert [line["label"] for line in choose_once(choose_column([section], 0.1))] == ["centroidkv", "keydiff"]
     column[3]["score_low"] = 30.0  # which may be no better than centroidkv
     assert choose_column(split(a=column), 0.1).leaders[0]["label"] == "centroidkv"

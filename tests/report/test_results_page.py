@@ -5,6 +5,7 @@ import re
 import pytest
 
 from kvbench.analysis.joint_signs import MARGIN
+from kvbench.analysis.power import estimate_deviation
 from kvbench.analysis.result_lines import format_lines, make_lines, read_lines
 from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import split_sections
@@ -80,6 +81,20 @@ def test_the_committed_pages_and_pictures_are_those_of_the_committed_files(tmp_p
         assert (ROOT / name).read_text() == path.read_text(), f"{name}: write it by kvbench dev measured --page"
     drawn = {path.name for path in (ROOT / "docs" / "images").glob("measured-*.svg")}
     assert drawn <= {path.name for path in written}, "remove the pictures of earlier pages"
+
+
+@pytest.mark.full  # likewise
+def test_the_stated_deviations_are_those_of_the_committed_files():
+    files = choose_files(ROOT / "results" / "measured")
+    lines = [line for known in read_parts(files).values() for line in known.lines]
+    said = " ".join((ROOT / "docs" / "statistics.md").read_text().split())
+
+    def measure(model: str, task: str) -> float:
+        return estimate_deviation([line for line in lines if (line["model"], line["task"]) == (model, task)])
+
+    models = (measure(model, "ruler") for model in ("smollm2", "smollm2_long", "reference"))
+    sentence = "{:.1f} points for SmolLM2, {:.1f} for the tuned one and {:.1f} for the embedded model"
+    assert sentence.format(*models) in said and f"the {measure('reference', 'scbench'):.1f} that were measured" in said
 
 
 def test_the_committed_pages_hold_what_small_files_say_and_name_the_others():
@@ -214,12 +229,12 @@ def test_the_page_says_which_parts_are_not_finished(lines):
 def test_the_front_says_which_parts_of_the_study_have_cells():
     study = [name for name, part in read_study().items() if part.question]
     text = describe_progress({"seeds": 1, "embedded_turns": 999, "a": 7, "b": 3})
-    assert f"of its {len(study)} parts, seeds has 1 of 24 cells and embedded_turns is complete. sc" in text
-    assert "longer, untuned, embedded, turns, ledgers, presets and equal_bytes have not begun. 10 of the cells" in text
-    assert "were measured earlier: parts a and b." in text
+    assert (
+        f"under way: 1 of its {len(study)} parts is complete and 1 begun ([which](results-measured.md)). 10 of" in text
+    )
     assert [describe_progress(parts) for parts in ({"a": 1}, dict.fromkeys(study, 999))] == ["", ""]
     assert describe_progress(dict.fromkeys(study, 999) | {"a": 7}).startswith(
-        "7 of the cells were measured earlier: part a."
+        "7 of the cells were measured before it; a conclusion on one of them names an *earlier part*."
     )
 
 
@@ -230,7 +245,9 @@ def test_a_conclusion_says_that_its_part_is_earlier_than_the_study():
     other = [lines[0], *(line | {"label": "h2o", "score": 60.0} for line in lines[1:])]
     parts = {"a": [line | {"n": 130} for line in lines], "b": other}
     text = read_text(format_pages(parts | {first: ledger}, ["measured/gpu-x"], {}), "results.md")
-    assert f"(part {first}, smollm2, ledger" in text and "it names an *earlier part*." in text
+    assert f"(part {first}, smollm2, ledger" in text and "names an *earlier part*." in text
+    left = read_text(format_pages(parts | {first: ledger}, ["measured/gpu-x"], {}), "results-measured.md")
+    assert "Parts of the study that have not begun: confirmation, longer, untuned," in left
     assert "(earlier part a, smollm2, ruler" in text and "Earlier part b has other cells" in text
     assert "earlier" not in read_text(format_pages(parts, ["measured/gpu-x"], {}), "results.md").lower()
 
@@ -251,6 +268,7 @@ def test_a_warning_that_parts_share_is_said_once(lines):
         name: [line | {"warnings": text} for line in lines] for name, text in (("a", f"{one} {other}"), ("b", other))
     }
     text = format_measured(**warned)
+    assert "* Part a: Made-up texts: no evidence. * Parts a and b: Generated text (haystack) replaces" in text
     assert text.count("Made-up texts") == text.count("Generated text") == 1
 
 

@@ -147,9 +147,14 @@ def test_presets_have_a_table_of_their_spread():
 def test_comparisons_are_compared_between_models():
     """The tuned model and the plain one: a pair with opposite signs, one alike, one not shown; one was made once."""
 
-    def measure(model: str, part: str, samples: int, **signs: int) -> tuple[str, PartNumbers]:
-        lines = [make_full(model=model, n=samples), make_line("snapkv", 0.2, 50.0, model=model)]
-        lines += [make_line(label, 0.2, 50.0 + 9 * sign, model=model) for label, sign in signs.items()]
+    def measure(
+        model: str, part: str, samples: int, protocol: str = "length 4096", **signs: int
+    ) -> tuple[str, PartNumbers]:
+        same = {"model": model, "protocol": protocol}
+        lines = [make_full(n=samples, **same), make_line("snapkv", 0.2, 50.0, **same)]
+        for label, sign in signs.items():
+            held = 0.15 if (label, sign) == ("tova", -1) else 0.2
+            lines.append(make_line(label, 0.2, 50.0 + 9 * sign, bytes_held=held, **same))
         known = {line["label"]: line["hash"] for line in lines}
         changes = {label: (9.0 * sign, 9.0 * sign - 1, 9.0 * sign + 1) for label, sign in signs.items()}
         planned = [CellComparison(known["snapkv"], known[label], changes[label], sign) for label, sign in signs.items()]
@@ -160,19 +165,21 @@ def test_comparisons_are_compared_between_models():
     numbers = dict([measure("smollm2", "plain", 10, kvzip=1, keydiff=0, tova=-1), first, second])
     sections = split_sections({part: known.lines for part, known in numbers.items()}, numbers)
     text = format_models(sections)
-    sentence = "Of 3 comparisons, the signs are the same in 1 and opposite in 1; in 1, one of them is not shown."
-    assert f"**smollm2_long, ruler length 4096, and smollm2, ruler length 4096.** {sentence}" in " ".join(
-        " ".join(text).split()
-    )
-    more, none, less = "+9.0 \\[+8.0, +10.0\\]", "+0.0 \\[-1.0, +1.0\\] not shown", "-9.0 \\[-10.0, -8.0\\]"
+    sentence = "of 3 comparisons, the signs are the same in 1 and opposite in 1; in 1, at least one is not shown."
+    said = " ".join(" ".join(text).split())
+    assert f"* smollm2_long length 4096 and smollm2 length 4096: {sentence}" in said and "several lengths yet" in said
+    assert "scores 90.0 (smollm2_long length 4096, part many, 20 samples a cell) and 90.0 (smollm2 length" in said
+    more, less = "+9.0 \\[+8.0, +10.0\\]", "-9.0 \\[-10.0, -8.0\\], 20 % and 15 %"
     assert list_rows(text) == [
-        ["snapkv, 20 %", "tova, 20 %", "visible", more, less, "opposite"],
-        ["snapkv, 20 %", "kvzip, 20 %", "visible", more, more, "same"],
-        ["snapkv, 20 %", "keydiff, 20 %", "visible", more, none, "open"],
+        ["snapkv, 20 %", "tova, 20 %", more, less, "opposite"],
+        ["snapkv, 20 %", "kvzip, 20 %", more, more, "same"],
+        ["snapkv, 20 %", "keydiff, 20 %", more, "+0.0 \\[-1.0, +1.0\\], not shown", "open"],
     ]
-    assert "of 3 comparisons that were made in several of them, the signs are the same in 1" in describe_turned(
-        sections
-    )
+    turned = describe_turned(sections)
+    assert turned.startswith("Even in these models, ") and "the same in 1 and opposite in 1; in 1, at least" in turned
+    longer = dict(numbers, longer=measure("smollm2_long", "longer", 10, protocol="length 16384", kvzip=-1)[1])
+    rows = list_rows(format_models(split_sections({part: known.lines for part, known in longer.items()}, longer)))
+    assert rows[0] == ["snapkv, 20 %", "kvzip, 20 %", more, "-9.0 \\[-10.0, -8.0\\]", more, "opposite"]
     assert describe_turned(sections[:1]) == "" and format_models(sections[:1]) == []
 
 
