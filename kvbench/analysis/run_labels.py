@@ -10,7 +10,7 @@ import yaml
 
 from kvbench.analysis.intervals import Mean
 from kvbench.analysis.paired import PairedDifference
-from kvbench.config.catalogue import CONF, find_nearest_preset, load_settings
+from kvbench.config.catalogue import CONF, find_nearest_preset, find_preset, load_settings
 from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import CACHE_GROUPS, UNSHARED_SETTINGS, StoredRun, find_differences
 from kvbench.validation import SettingError, escape, format_value
@@ -50,7 +50,7 @@ def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredR
         differ = leave_out_defaults(differ, group[0], beside)
         given = {name: value for name in differ if (value := group[0].settings.get(name)) is not None}
         more = [
-            f"{name.removeprefix('method.').removesuffix('.name')}={shorten(str(value))}"
+            f"{name.removeprefix('method.').removesuffix('.name')}={shorten(format_value(value))}"
             for name, value in given.items()
         ]
         method = group[0].value["method"]["name"]
@@ -78,15 +78,16 @@ def name_presets(group: str, settings: Mapping[str, Any]) -> str | None:
 
     A run does not record which of them was typed, so all are named, such as "official_code/kvpress". Otherwise the
     preset of a paper could be shown under the name of its twin. If the settings are those of no preset, the nearest one
-    is named with what differs from it, such as "bits4 residual=32". What decides in the place of a budget is left out,
-    and so is all of a part that differs in another one inside it, as a threshold over another method does.
+    is named with what differs from it, such as "bits4 residual=32". What decides in the place of a budget is left out.
+    A part with a file or with another part inside it is named by its preset alone, because `group_series` and
+    `kvbench.analysis.result_lines.name_files` name these.
     """
     preset, changed = find_nearest_preset(group, settings)
-    if any(isinstance(value, Mapping) for value in changed.values()):
-        return None
-    changed.pop(str(settings.get("budget_setting")), None)
+    if settings.get("path") or any(isinstance(value, Mapping) for value in settings.values()):
+        preset, changed = find_preset(group, settings), {}
     names = "/".join(_find_twins(group, settings["name"], preset)) if preset else ""
-    return " ".join(filter(None, (names, *(f"{key}={format_value(value)}" for key, value in changed.items())))) or None
+    texts = [f"{key}={format_value(value)}" for key, value in changed.items() if key != settings.get("budget_setting")]
+    return " ".join(filter(None, (names, *texts))) or None
 
 
 @cache

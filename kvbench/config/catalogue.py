@@ -44,6 +44,9 @@ def list_shapes() -> list[str]:
     return sorted(path.stem for path in SHAPES.glob("*.json"))
 
 
+UNCOMPARED = {"name", "path", "preset", "_target_"}  # settings by which a part does not differ from its presets
+
+
 def methods_available() -> list[str]:
     """Return the names that `method=` accepts."""
     return list_choices("method")
@@ -137,46 +140,58 @@ def list_presets(group: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def find_nearest_preset(group: str, settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Return the preset that most settings of a part of a run belong to, and those that it has otherwise.
+    """Return the preset that most settings of a part of a run are those of, and the other settings.
+
+    Files are not compared, because a run records their hashes, and neither are settings that only the run or only
+    today's file has. A preset that chooses a setting which the run lacks is left out.
 
     Args:
         group: As in `find_preset`.
         settings: Likewise.
 
     Returns:
-        The name of the preset, or None for the default one or if there is none; and the part's settings that the preset
-        chooses otherwise, by name. The first of several presets as near is taken. A preset that chooses a setting which
-        the part lacks, such as a run of an older version, is none of them.
+        The name of the preset, or None for the default one or if there is none; and the settings that are not those of
+        the preset, by name. The first of several presets that are as near is taken, the default one first.
     """
-    presets = _resolve_presets(group, settings["name"]) if settings["name"] in list_choices(group) else {}
-    changed = {
-        preset: {key: settings[key] for key, value in values.items() if settings[key] != value}
-        for preset, values in presets.items()
-        if values.keys() <= settings.keys()
-    }
+    name, changed = settings["name"], {}
+    known = _resolve_whole_presets(group, name) if name in list_choices(group) else {}
+    for preset, usual in known.items():
+        if preset and not _resolve_presets(group, name)[preset].keys() <= settings.keys():
+            continue
+        shared = sorted((settings.keys() & usual.keys()) - UNCOMPARED)
+        changed[preset] = {
+            key: settings[key]
+            for key in shared
+            if _describe_inner(group, settings[key]) != _describe_inner(group, usual[key])
+        }
     nearest = min(changed, key=lambda preset: len(changed[preset]), default=None)
-    if nearest is None:
-        return None, {}
-    return None if nearest == next(iter(presets)) else nearest, changed[nearest]
+    return None if nearest == next(iter(known), None) else nearest, changed.get(nearest, {})
+
+
+@cache
+def _resolve_whole_presets(group: str, name: str) -> dict[str | None, dict[str, Any]]:
+    """Return all settings of a part with each of its presets, the default one first; by None if it has no presets."""
+    presets = _resolve_presets(group, name)
+    whole: dict[str | None, dict[str, Any]] = {
+        preset: load_settings(group, name, {"preset": preset}) for preset in presets
+    }
+    return whole or {None: _resolve_choice(group, name)}
 
 
 def describe_part(group: str, settings: Mapping[str, Any]) -> str:
     """Return the name of a part of a run and its settings that differ from the default ones, such as "palu, bits 4".
 
-    A preset is given by its name. A file is not named: a run records its hash.
+    A preset is given by its name, or the nearest one with what differs from it. A file is not named.
 
     Args:
         group: "method", "allocator" or "codec".
         settings: The part's settings, as in a run's identity.
     """
-    name, preset = settings["name"], find_preset(group, settings)
-    usual = dict(_resolve_choice(group, name) if name in list_choices(group) else settings)
-    usual |= _resolve_presets(group, name)[preset] if preset else {}
-    texts = []
-    for key in sorted(settings.keys() - {"name", "path", "preset", "_target_"}):
-        text, usual_text = (_describe_inner(group, part.get(key)) for part in (settings, usual))
-        if text != usual_text or key not in usual:  # today's file may lack a setting of an older run
-            texts.append(f"{key} {format_value(text)}")
+    name = settings["name"]
+    preset, changed = find_nearest_preset(group, settings)
+    usual = _resolve_choice(group, name) if name in list_choices(group) else settings
+    only = settings.keys() - usual.keys() - UNCOMPARED  # today's file may lack a setting of an older run
+    texts = [f"{key} {format_value(_describe_inner(group, settings[key]))}" for key in sorted(changed.keys() | only)]
     return ", ".join([f"{name} {preset}" if preset else name, *texts])
 
 

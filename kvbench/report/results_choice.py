@@ -69,7 +69,7 @@ bytes. If there are many cells, the table gives their number and the one with th
 its difference from the full cache, have 95 % intervals and are those of the first cell that is named. Some methods
 ({twice}) let the model read each prompt a second time before the first token, which [takes time](results-cost.md).
 *read once* names the raw cells that may be best without them, and *with a codec* the cell that scores most of those
-that read once and keep their rows in a codec. Both may hold fewer bytes, which then stand beside the score. A part in
+that read once and keep their rows in a codec. If they hold other bytes, these stand beside the score. A part in
 brackets has measured the cell on other samples.
 """
 NEEDS = {  # question of the prompts -> title of the need
@@ -140,22 +140,19 @@ def name_cells(leaders: Sequence[Line], count: int) -> str:
 
 def name_read_once(column: Column) -> str:
     """Return the cells that may be the best of those that read each prompt once, and the score of the first."""
-    once = [line for line in column.cells if line["method"] not in TWICE]
-    if not once:
-        return ""
-    if len(once) == len(column.cells):
+    if all(line["method"] not in TWICE for line in column.cells):
         return "the same"
-    leaders = choose_once(column)
-    return f"{name_cells(leaders, len(once))}: {say_score(leaders[0], column)}"
+    leaders, count = choose_once(column)
+    return f"{name_cells(leaders, count)}: {say_score(leaders[0], column)}" if leaders else ""
 
 
 def name_coded(sections: Sequence[Section], column: Column) -> str:
-    """Return the cell with a codec that scores most of those that read each prompt once and hold no more bytes."""
-    coded = find_best_coded(column, sections)
-    if coded is None:
+    """Return the cell with a codec that scores most of those that read each prompt once and hold hardly more bytes."""
+    coded, section = find_best_coded(column, sections)
+    if coded is None or section is None:
         return ""
-    part = "" if coded.section is column.section else f" ({name_part(coded.section)})"
-    return f"{coded.line['label']}: {say_score(coded.line, column)}{part}"
+    part = "" if section is column.section else f" ({name_part(section)})"
+    return f"{coded['label']}: {say_score(coded, column)}{part}"
 
 
 def say_score(line: Line, column: Column) -> str:

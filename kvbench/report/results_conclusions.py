@@ -200,18 +200,28 @@ def describe_best(column: Column, sections: Sequence[Section]) -> str:
     if less:
         others = f"Each of the other {less}" if less > 1 else "The other one"
         text += f" {others} is shown not to be the best (jointly at 95 %)."
-    once = choose_once(column)
+    once, _ = choose_once(column)
     if best["method"] in TWICE and once:
         text += " It reads each prompt twice, which [takes time](results-cost.md)."
-        text += f" Of the raw rows of methods that read it once, {describe_leaders(once)}."
-    coded = find_best_coded(column, sections, least=(1 - EQUAL) * best["bytes_held"])
-    if coded is not None and coded.line["score"] > (once or column.leaders)[0]["score"]:
-        text += f" With a codec, {name_cell(coded.line)} scores {format_score_interval(coded.line)} at nearly the same "
-        text += f"bytes{coded.say_part(column)}."
-    cutting = [name_cell(line) for line in sort_by_score(column.cells) if line.get("decoding")]
-    if cutting:
-        text += f" {join_words(cutting, 'and')} also cut{'s' if len(cutting) == 1 else ''} the cache while answering."
-    return text + describe_elsewhere(column, sections)
+        text += f" Of the raw rows of methods that read it once, {describe_leaders(once)}"
+        share = say_percent(once[0]["bytes_held"])
+        text += "." if share == column.share else f", with {share} of the bytes."
+    coded, section = find_best_coded(column, sections, least=(1 - EQUAL) * best["bytes_held"])
+    if coded is not None and section is not None and coded["score"] > (once or column.leaders)[0]["score"]:
+        place = "" if section is column.section else f" (on other samples, in {name_part(section)})"
+        text += (
+            f" With a codec, {name_cell(coded)} scores {format_score_interval(coded)} at nearly the same bytes{place}."
+        )
+    return text + describe_cutting(column.cells) + describe_elsewhere(column, sections)
+
+
+def describe_cutting(cells: Sequence[Line]) -> str:
+    """Return which cells also cut the cache while they answer, with a space before it; nothing if unknown or none."""
+    if any("decoding" not in line for line in cells):
+        return ""
+    cutting = [name_cell(line) for line in sort_by_score(cells) if line["decoding"]]
+    named = join_words(cutting, "and") if 0 < len(cutting) <= FEW else f"{len(cutting)} of the {len(cells)} cells"
+    return f" {named} also cut{'s' if len(cutting) == 1 else ''} the cache while answering." if cutting else ""
 
 
 def describe_elsewhere(column: Column, sections: Sequence[Section]) -> str:
@@ -239,31 +249,23 @@ def describe_elsewhere(column: Column, sections: Sequence[Section]) -> str:
     )
 
 
-def choose_once(column: Column) -> list[Line]:
-    """Return the cells that may be the best of those that read each prompt once, the highest score first.
+def choose_once(column: Column) -> tuple[list[Line], int]:
+    """Return the cells that may be the best of those that read each prompt once, and how many were compared.
 
     They are of the class of the one that scores most of all that hold hardly more bytes than the column, which may be
-    another class than the column: it can end between cells of like bytes. Empty if all cells read twice.
+    another class than the column: it can end between cells of like bytes. Of lines of older versions, which do not say
+    which cells of a class may be its best, these are the cells with the highest score.
     """
     most = (1 + SPREAD) * column.leaders[0]["bytes_held"]
-    cells = [line for line in column.section.list_cells(EVICTING) if line["method"] not in TWICE]
-    best = sort_by_score(line for line in cells if line["bytes_held"] <= most)[:1]
-    classes = [
-        alike
-        for line in best
-        for alike in split_classes([other for other in cells if other["budget"] == line["budget"]])
-        if line in alike
-    ]
-    return list_best_once(classes[0]) if classes else []
-
-
-def list_best_once(cells: Sequence[Line]) -> list[Line]:
-    """Return the cells that may be the best of those that read each prompt once, the highest score first.
-
-    Of lines of older versions, which do not say it, these are the cells with the highest score.
-    """
-    leaders = list_leaders([line for line in cells if line["method"] not in TWICE])
-    return [line for line in leaders if knows_pairs(line) or line["score"] == leaders[0]["score"]]
+    evicting = column.section.list_cells(EVICTING)
+    known = sort_by_score(line for line in evicting if line["method"] not in TWICE and line["bytes_held"] <= most)
+    if not known:
+        return [], 0
+    classes = split_classes([line for line in evicting if line["budget"] == known[0]["budget"]])
+    [alike] = [cells for cells in classes if known[0] in cells]
+    once = [line for line in alike if line["method"] not in TWICE]
+    leaders = list_leaders(once)
+    return [line for line in leaders if knows_pairs(line) or line["score"] == leaders[0]["score"]], len(once)
 
 
 def describe_leaders(leaders: Sequence[Line]) -> str:
@@ -277,42 +279,29 @@ def describe_leaders(leaders: Sequence[Line]) -> str:
     return f"{names[0]} has the highest score: {format_score_interval(first)}"
 
 
-class Coded(NamedTuple):
-    """A cell with a codec.
-
-    Attributes:
-        line: Its line.
-        section: Its section.
-    """
-
-    line: Line
-    section: Section
-
-    def say_part(self, column: Column) -> str:
-        """Return that its samples are others than those of a column; nothing if they are the same."""
-        return "" if self.section is column.section else f" (on other samples, in {name_part(self.section)})"
-
-
-def find_best_coded(column: Column, sections: Sequence[Section], least: float = 0.0) -> Coded | None:
+def find_best_coded(
+    column: Column, sections: Sequence[Section], least: float = 0.0
+) -> tuple[Line, Section] | tuple[None, None]:
     """Return the cell with a codec that reads each prompt once and scores most at the bytes of a column.
 
     Args:
         column: The column. The cell may hold as many bytes as its first leader, and a little more.
-        sections: The sections whose cells are looked at, if they have the column's protocol.
+        sections: The sections whose cells are looked at, if they have the column's protocol and subtasks.
         least: Share of the bytes that the cell holds at least.
 
     Returns:
-        The cell; None if there is none.
+        The cell and its section; (None, None) if there is none.
     """
     most = (1 + EQUAL) * column.leaders[0]["bytes_held"]
+    own = column.section
     coded = [
-        Coded(line, section)
+        (line, section)
         for section in sections
-        if section.protocol == column.section.protocol
+        if section.protocol == own.protocol and section.subtasks == own.subtasks
         for line in list_coded(section)
         if least <= line["bytes_held"] <= most
     ]
-    return max(coded, key=lambda each: (each.line["score"], each.section is column.section), default=None)
+    return max(coded, key=lambda entry: (entry[0]["score"], entry[1] is own), default=(None, None))
 
 
 def list_coded(section: Section) -> list[Line]:
@@ -404,7 +393,8 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
     if count <= 2:
         changes = f"The {'difference is' if count == 1 else 'differences are'} {' and '.join(ordered)}."
     for other, more_pairs in paired:
-        if other is not section and other.protocol == section.protocol and not other.earlier:
+        same = other.protocol == section.protocol and other.subtasks == section.subtasks
+        if other is not section and same and not other.earlier:
             changes += f" {describe_pairs_elsewhere(other, more_pairs)}"
     return Conclusion(
         f"At equal bytes, {coded} {beat} fewer raw rows of the same method in {more} of {count} pairs{lost} (jointly "
@@ -416,12 +406,14 @@ def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | 
 
 def describe_pairs_elsewhere(section: Section, pairs: Sequence[BytesPair]) -> str:
     """Return a sentence about the pairs of another part: how many score more, and of how many methods and codecs."""
-    more, ordered = [pair.sign for pair in pairs].count(1), sorted(pairs, key=lambda pair: pair.change[0])
+    signs, ordered = [pair.sign for pair in pairs], sorted(pairs, key=lambda pair: pair.change[0])
     counts = {kind: len({pair.coded[kind] for pair in pairs}) for kind in ("method", "codec")}
     kinds = " and ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
     changes = " to ".join(dict.fromkeys(format_difference(*pair.change) for pair in (ordered[0], ordered[-1])))
-    part = name_part(section)
-    return f"{part[0].upper()}{part[1:]} shows the same for {more} of {len(pairs)} pairs, of {kinds}: {changes}."
+    return (
+        f"In {name_part(section)}, rows in a codec score more in {signs.count(1)} of {len(pairs)} pairs and less in "
+        f"{signs.count(-1)} (jointly at 95 %; {kinds}): {changes}."
+    )
 
 
 def describe_pair(pair: BytesPair) -> str:
@@ -513,7 +505,7 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
         less = sign_cells(smaller, OF_ALL).count(-1)
         found = f"{less} of {len(smaller)} cells with fewer bytes {'is' if less == 1 else 'are'} shown to score less"
         heads.append(f"{where}, {found if decided else 'these samples decide nothing'}")
-        texts.append((describe_highest if decided else describe_smaller)(section, smaller, margin))
+        texts.append(describe_smaller(section, smaller, margin, counts=False))
         raw = ", none with a codec" if all(line["codec"] == "raw" for line in smaller) else ""
         cells.append(name_place(section, f"cells with fewer bytes than the full cache{raw}"))
         turned = choose_task(sections, tasks)
@@ -579,32 +571,30 @@ def list_smaller(section: Section) -> list[Line]:
     return [line for line in cells if line["bytes_held"] < ALL and line["low"] is not None]
 
 
-def describe_highest(section: Section, smaller: Sequence[Line], margin: float) -> str:
-    """Return the full cache's score, the highest one of a cell, and whether this cell is shown to lose little."""
-    best, full = sort_by_score(smaller)[0], section.full
-    text = (
-        f"On `{section.task}` the full cache scores {format_score_interval(full)}, and of the cells with fewer bytes "
-    )
-    text += f"{name_cell(best)} with {say_percent(best['bytes_held'])} scores most: {format_score_interval(best)}."
-    if is_kept(best, full, margin):
-        text += f" It is shown to lose at most {find_margin(full['score'], margin):.1f} points."
-    return text
-
-
-def describe_smaller(section: Section, smaller: Sequence[Line], margin: float) -> str:
+def describe_smaller(section: Section, smaller: Sequence[Line], margin: float, counts: bool = True) -> str:
     """Return the full cache's score, how many cells score less or nearly as much, and the highest score of a cell.
 
     If nothing is decided, the precision of the differences takes the place of the highest score.
+
+    Args:
+        section: The section.
+        smaller: Its cells with fewer bytes than the full cache.
+        margin: Points by which a cell that loses little may score less than the full cache.
+        counts: Whether it says how many cells score less or nearly as much. Otherwise only the highest one.
     """
     best, full = sort_by_score(smaller)[0], section.full
     kept, less, undecided = count_losses(section, smaller, margin)
-    losses = describe_losses(len(smaller), kept, less, find_margin(full["score"], margin), " with fewer bytes")
-    end = f"{name_cell(best)} with {say_percent(best['bytes_held'])} of the bytes scores most: "
-    end += f"{format_score_interval(best)}."
+    bound = find_margin(full["score"], margin)
+    text = f"On `{section.task}` the full cache scores {format_score_interval(full)}."
+    if counts or undecided == len(smaller):
+        text += f" {describe_losses(len(smaller), kept, less, bound, ' with fewer bytes')}"
     if undecided == len(smaller):
         width = sum(line["high"] - line["low"] for line in smaller) / len(smaller) / 2
-        end = f"The 95 % intervals of their differences reach {width:.0f} points to either side, in the mean."
-    return f"On `{section.task}` the full cache scores {format_score_interval(full)}. {losses} {end}"
+        return f"{text} The 95 % intervals of their differences reach {width:.0f} points to either side, in the mean."
+    share = say_percent(best["bytes_held"])
+    text += f" {name_cell(best)} with {share} of the bytes scores most: {format_score_interval(best)}"
+    shown = not counts and bound > 0 and is_kept(best, full, margin)
+    return f"{text}, and is shown to lose at most {bound:.1f} points." if shown else f"{text}."
 
 
 def count_losses(section: Section, smaller: Sequence[Line], margin: float) -> tuple[int, int, int]:

@@ -37,7 +37,8 @@ FIGURE = "results"  # name of the picture
 HEIGHT = 300  # pixels
 NAMED = 10  # cells' labels in the key at most
 GREY = "#9aa0a6"
-BAND, PALE = "#56B4E9", "#CCE9F8"  # a band, and its look on white
+BAND, OPACITY = "#56B4E9", 0.3  # of a band
+PALE = "#" + "".join(f"{round(255 - OPACITY * (255 - part)):02X}" for part in bytes.fromhex(BAND[1:]))  # on white
 BYTES = f"{charts.BYTES} (log scale)"
 SPREAD = 1.07  # by which a band is wider than its cells
 
@@ -134,7 +135,7 @@ def chart_ties(least: float) -> alt.LayerChart:
     x = alt.X("share:Q", title=BYTES, scale=scale, axis=alt.Axis(format="~%", values=charts.SHARES, grid=False))
     score = alt.Y("score:Q", title="Score", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
     low, high = alt.Y("score_low:Q", title="Score"), alt.Y2("score_high:Q")
-    bands = alt.Chart(alt.NamedData(name="bands")).mark_rect(color=BAND, opacity=0.3)
+    bands = alt.Chart(alt.NamedData(name="bands")).mark_rect(color=BAND, opacity=OPACITY)
     whole = alt.Chart(alt.NamedData(name="whole"))
     base = alt.Chart(alt.NamedData(name="cells")).encode(x=x)
     named = base.transform_filter("datum.named")

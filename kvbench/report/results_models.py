@@ -1,8 +1,8 @@
 """Say whether planned comparisons come out alike in several models and for several lengths of the prompts.
 
-A *setting* is a model with the protocol of a task, such as the length of its prompts. A comparison belongs to a
-question (visible or hidden) and two cells, which their labels and budgets name. Its sign holds together with those of
-the other planned comparisons of its part (kvbench.analysis.cell_comparisons), not with those of other parts.
+A *place* is a model with the protocol of a task, such as the length of its prompts. A comparison belongs to a question
+(visible or hidden) and two cells, which their labels and budgets name. Its sign holds together with those of the other
+planned comparisons of its part (kvbench.analysis.cell_comparisons), not with those of other parts.
 """
 
 import re
@@ -28,10 +28,21 @@ several parts that made a comparison in one model and length, the part with most
 samples, and where the full cache scores little, differences are small and hardly shown. If two cells of a pair differ
 by more than {spread} in their bytes, both shares stand behind the difference."""
 ONE_LENGTH = (
-    "No model was measured with several lengths yet (part longer), so nothing here separates length from model."
+    "No planned comparison was made at several lengths of one model yet, so differences between columns may come from "
+    "the model or the length."
 )
 OPPOSITE, SAME, OPEN = "opposite", "same", "open"
-Setting = tuple[str, str]  # model, and what else the cells of a section have in common
+
+
+class Place(NamedTuple):
+    """A model with a task and what else the cells of a section have in common, such as the length of its prompts."""
+
+    model: str
+    task: str
+    also: str
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, self))
 
 
 class Pair(NamedTuple):
@@ -51,7 +62,7 @@ class Pair(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A comparison in a setting.
+    """A comparison in a place.
 
     Attributes:
         comparison: The comparison.
@@ -66,76 +77,83 @@ class Measured(NamedTuple):
     section: Section
 
 
-Comparisons = Mapping[Pair, Mapping[Setting, Measured]]
+Comparisons = Mapping[Pair, Mapping[Place, Measured]]
 
 
 def format_models(sections: Sequence[Section]) -> list[str]:
-    """Return sentences and tables about the comparisons of each task in several settings; empty without any."""
+    """Return sentences and tables about the comparisons of each task in several places; empty without any."""
     text: list[str] = []
     compared = collect_comparisons(sections)
     for task, question in dict.fromkeys((pair.task, pair.question) for pair in compared):
         chosen = {pair: found for pair, found in compared.items() if (pair.task, pair.question) == (task, question)}
-        settings = list_settings(chosen)
-        text += [wrap(f"**{task}, question {question}.** {describe_full(chosen, settings)}"), ""]
+        places = list_places(chosen)
+        text += [wrap(f"**{task}, question {question}.** {describe_full(chosen, places)}"), ""]
         columns = [
             Column("first", "", lambda pair: pair.one),
             Column("second", "", lambda pair: pair.other),
-            *(Column(" ".join(setting), "", partial(show, chosen, setting)) for setting in settings),
+            *(Column(str(place), "", partial(show, chosen, place)) for place in places),
             Column("signs", "", partial(compare_in_all, chosen)),
         ]
         turned = [pair for pair in chosen if compare_in_all(chosen, pair) == OPPOSITE]
         text += [*format_markdown(columns, [*turned, *(pair for pair in chosen if pair not in turned)]), ""]
     if not text:
         return []
-    settings = list_settings(compared)
-    agreement = [f"* {wrap(sentence, '  ')}" for sentence in describe_agreement(compared, settings)]
-    lengths = [] if len({model for model, _ in settings}) < len(settings) else [f"{wrap(ONE_LENGTH)}\n"]
+    agreement = [f"* {wrap(sentence, '  ')}" for sentence in describe_agreement(compared)]
+    lengths = [] if vary_lengths(list_places(compared)) else [f"{wrap(ONE_LENGTH)}\n"]
     return [wrap(INTRODUCTION.format(spread=say_percent(EQUAL))), "", *lengths, *agreement, "", *text]
 
 
 def collect_comparisons(sections: Sequence[Section]) -> Comparisons:
-    """Return the planned comparisons that were made in several settings, those with the question visible first."""
-    found: dict[Pair, dict[Setting, Measured]] = {}
+    """Return the planned comparisons that were made in several places, those with the question visible first."""
+    found: dict[Pair, dict[Place, Measured]] = {}
     for section in sorted(sections, key=lambda section: (section.question == "hidden", -section.samples)):
         lines = {line["hash"]: line for line in section.cells}
         for each in section.planned:
             one, other = lines[each.one], lines[each.other]
-            pair = Pair(section.task, section.question, name(one), name(other))
-            setting = section.model, section.protocol[3]
-            found.setdefault(pair, {}).setdefault(setting, Measured(each, one, other, section))
-    return {pair: settings for pair, settings in found.items() if len(settings) > 1}
+            pair = Pair(section.task, section.question, name_cell(one), name_cell(other))
+            place = Place(section.model, section.task, section.protocol[3])
+            found.setdefault(pair, {}).setdefault(place, Measured(each, one, other, section))
+    return {pair: places for pair, places in found.items() if len(places) > 1}
 
 
-def name(line: Line) -> str:
+def name_cell(line: Line) -> str:
     """Return the label of a cell and its budget."""
     return f"{line['label']}, {format_budget(line['budget'])}"
 
 
-def list_settings(compared: Comparisons) -> list[Setting]:
-    """Return the settings of comparisons: by the model, those of MODELS first, and by the numbers of the protocol."""
+def list_places(compared: Comparisons) -> list[Place]:
+    """Return the places of comparisons: by the model, those of MODELS first, then by the numbers of the protocol."""
 
-    def find_place(setting: Setting) -> tuple[int, list[int]]:
-        model, also = setting
-        place = MODELS.index(model) if model in MODELS else len(MODELS)
-        return place, [int(number) for number in re.findall(r"\d+", also)]
+    def find_rank(place: Place) -> tuple[int, list[int]]:
+        rank = MODELS.index(place.model) if place.model in MODELS else len(MODELS)
+        return rank, [int(number) for number in re.findall(r"\d+", place.also)]
 
-    return sorted(dict.fromkeys(setting for found in compared.values() for setting in found), key=find_place)
+    return sorted(dict.fromkeys(place for found in compared.values() for place in found), key=find_rank)
 
 
-def describe_full(compared: Comparisons, settings: Sequence[Setting]) -> str:
-    """Return a sentence about the full caches of the settings and their samples."""
-    sections = {setting: each.section for found in compared.values() for setting, each in found.items()}
+def vary_lengths(places: Sequence[Place]) -> bool:
+    """Return whether a model has several places of one task."""
+    return len({(place.model, place.task) for place in places}) < len(places)
+
+
+def describe_full(compared: Comparisons, places: Sequence[Place]) -> str:
+    """Return a sentence about the full caches behind the columns of a table, and their samples."""
+    sections = {
+        (place, each.section.part): each.section
+        for place in places
+        for found in compared.values()
+        if (each := found.get(place))
+    }
     scores = [
-        f"{format_number(sections[setting].full['score'])} ({' '.join(setting)}, part {sections[setting].part}, "
-        f"{sections[setting].samples:,} samples a cell)"
-        for setting in settings
+        f"{format_number(section.full['score'])} ({place}, part {part}, {section.samples:,} samples a cell)"
+        for (place, part), section in sections.items()
     ]
     return f"The full cache scores {join_words(scores, 'and')}."
 
 
-def show(compared: Comparisons, setting: Setting, pair: Pair) -> str:
-    """Return the difference of a pair in a setting, its bytes if they differ, and whether its sign is not shown."""
-    each = compared[pair].get(setting)
+def show(compared: Comparisons, place: Place, pair: Pair) -> str:
+    """Return the difference of a pair in a place, its bytes if they differ, and whether its sign is not shown."""
+    each = compared[pair].get(place)
     if each is None:
         return ""
     shares = [line["bytes_held"] for line in (each.one, each.other)]
@@ -150,42 +168,38 @@ def compare_signs(compared: Iterable[Measured]) -> str:
 
 
 def compare_in_all(compared: Comparisons, pair: Pair) -> str:
-    """Compare the signs of a pair in all settings (`compare_signs`)."""
+    """Compare the signs of a pair in all places (`compare_signs`)."""
     return compare_signs(compared[pair].values())
 
 
-def count_signs(kinds: Sequence[str]) -> str:
+def say_agreement(kinds: Sequence[str]) -> str:
     """Return how many comparisons have the same sign, opposite signs, or one that is not shown."""
     return (
-        f"the signs are the same in {kinds.count(SAME)} and opposite in {kinds.count(OPPOSITE)}; in "
-        f"{kinds.count(OPEN)}, at least one is not shown"
+        f"of {len(kinds)} comparisons, the signs are the same in {kinds.count(SAME)} and opposite in "
+        f"{kinds.count(OPPOSITE)}; in {kinds.count(OPEN)}, at least one is not shown"
     )
 
 
-def describe_agreement(compared: Comparisons, settings: Sequence[Setting]) -> list[str]:
-    """Return a sentence for each two settings about the pairs that both have, and one about all."""
+def describe_agreement(compared: Comparisons) -> list[str]:
+    """Return a sentence for each two places about the pairs that both have, and one about all."""
     text = []
-    for one, other in combinations(settings, 2):
+    for one, other in combinations(list_places(compared), 2):
         both = [found for found in compared.values() if one in found and other in found]
-        kinds = [compare_signs((found[one], found[other])) for found in both]
-        if kinds:
-            text.append(f"{' '.join(one)} and {' '.join(other)}: of {len(kinds)} comparisons, {count_signs(kinds)}.")
-    kinds = [compare_in_all(compared, pair) for pair in compared]
+        if both:
+            kinds = [compare_signs((found[one], found[other])) for found in both]
+            text.append(f"{one} and {other}: {say_agreement(kinds)}.")
     if len(text) > 1:
-        text.append(f"All of them: of {len(kinds)} comparisons, {count_signs(kinds)}.")
+        text.append(f"All of them: {say_agreement([compare_in_all(compared, pair) for pair in compared])}.")
     return text
 
 
 def describe_turned(sections: Sequence[Section]) -> str:
-    """Return a sentence about how many comparisons have opposite signs; empty if none was made in two settings."""
+    """Return a sentence about how many comparisons have opposite signs; empty if none was made in two places."""
     compared = collect_comparisons(sections)
     if not compared:
         return ""
     kinds = [compare_in_all(compared, pair) for pair in compared]
-    settings = list_settings(compared)
-    where = "models" if len({model for model, _ in settings}) == len(settings) else "models and lengths"
-    return (
-        f"Even in these {where}, it changes which of two methods scores more at one budget: of {len(kinds)} planned "
-        f"comparisons that were made in several of them, {count_signs(kinds)} "
-        "([which](results-models-and-lengths.md))."
-    )
+    where = "models and lengths" if vary_lengths(list_places(compared)) else "models"
+    turned = f"Even between these {where}, the better of two cells changes: "
+    begin = turned if OPPOSITE in kinds else f"Between these {where}: "
+    return f"{begin}{say_agreement(kinds)} ([which](results-models-and-lengths.md))."

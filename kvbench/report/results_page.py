@@ -89,8 +89,8 @@ words.
 CAPTION = """\
 Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. {ties}{older}{hollow}"""
 TIES = (
-    "A blue band spans cells with raw rows and like bytes of which no two are told apart (all ranks of one share of "
-    "the bytes hold together with 95 % confidence). "
+    "A blue band spans neighbours by score, with raw rows and like bytes, of which no two are told apart (all ranks of "
+    "one share of the bytes hold together with 95 % confidence). "
 )
 ONE_BEST = "Of the raw cells of like bytes, {best} is shown to be the best each time. "
 HOLLOW = "Hollow marks are methods that keep all rows but attend to few."

@@ -5,7 +5,7 @@ import pytest
 from kvbench.analysis.budget_series import list_subtasks
 from kvbench.analysis.closing_table import draft_run_table, finish_tables
 from kvbench.analysis.run_comparison import compare_runs
-from kvbench.analysis.run_labels import describe_protocol, group_series, label_cache
+from kvbench.analysis.run_labels import describe_protocol, group_series, label_cache, name_presets
 from kvbench.config.catalogue import load_settings
 from kvbench.store.runs import StoredRun
 from tests.support.made_up_runs import write_run
@@ -48,12 +48,29 @@ def test_presets_with_the_same_settings_are_all_named(tmp_path):
     assert label_cache(run.value | {"method": usual}) == "expected_attention · pyramid kvpress"
 
 
-def test_settings_of_no_preset_are_named_with_the_nearest_one(tmp_path):
-    """Otherwise 4 bits would have the name of the default, which has two."""
-    tova = load_settings("method", "tova", {"decoding": False})
-    kivi = load_settings("codec", "kivi", {"preset": "bits4", "residual": 32})
-    run = write_run(tmp_path, {}, method=tova, codec=kivi, budget_of="seen")
-    assert label_cache(run.value) == "tova decoding=false · kivi bits4 residual=32 · budget_of=seen"
+@pytest.mark.parametrize(
+    ("group", "name", "changed", "text"),
+    [
+        ("method", "tova", {"decoding": False}, "decoding=false"),
+        ("method", "centroidkv", {"decoding": False}, "decoding=false"),  # which no preset of it chooses
+        ("codec", "kivi", {"preset": "bits4", "residual": 32}, "bits4 residual=32"),  # not the default, which has 2
+        ("codec", "turboquant", {"preset": "paper4", "raw_layers": 2}, "paper4 raw_layers=2"),
+        ("codec", "int4", {"group": 32}, "group=32"),
+        ("codec", "palu", {"path": "file", "bits": 4}, None),  # named beside its file
+        ("method", "criticalkv", {"base_args": {"window": 16}}, None),  # named with the method inside
+    ],
+)
+def test_settings_of_no_preset_are_named_with_the_nearest_one(group, name, changed, text):
+    assert name_presets(group, load_settings(group, name, changed)) == text
+
+
+def test_what_is_unknown_or_decides_how_much_is_cut_is_not_named(tmp_path):
+    dms = load_settings("method", "dms_threshold", {"threshold": -0.5})
+    assert name_presets("method", {name: value for name, value in dms.items() if name != "base"}) is None
+    assert name_presets("method", {"name": "snapkv", "window": 16}) is None  # a run of an older version
+    assert name_presets("method", {"name": "of another checkout", "window": 16}) is None
+    run = write_run(tmp_path, {}, budget_of="seen")
+    assert label_cache(run.value) == "snapkv · budget_of=seen"
 
 
 def test_subtasks_are_sorted_by_their_numbers(tmp_path):

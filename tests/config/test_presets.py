@@ -102,7 +102,7 @@ def test_the_settings_of_a_run_tell_its_preset(group, name, changed, preset):
         ("method", "snapkv", {}, "snapkv"),
         ("method", "snapkv", {"window": 16, "decoding": True}, "snapkv, decoding true, window 16"),
         ("codec", "kivi", {"preset": "bits4"}, "kivi bits4"),
-        ("codec", "kivi", {"preset": "bits4", "group": 16}, "kivi, bits 4, group 16"),
+        ("codec", "kivi", {"preset": "bits4", "group": 16}, "kivi bits4, group 16"),
         ("codec", "palu", {"path": "file", "bits": 4}, "palu, bits 4"),
         ("codec", "fp8", {"preset": "row", "rounding": "cut"}, "fp8 row, rounding cut"),
         ("codec", "int8", {"preset": "sglang"}, "int8 sglang"),

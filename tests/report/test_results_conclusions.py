@@ -21,7 +21,6 @@ from kvbench.report.results_conclusions import (
     conclude_no_worse,
     describe_leaders,
     draw_conclusions,
-    list_best_once,
 )
 from kvbench.report.results_figure import (
     choose_figure,
@@ -183,8 +182,13 @@ def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
     larger = Section("b", ("reference", "ruler", "visible", ""), [line | {"n": 999} for line in section.cells])
     assert conclude_codecs([larger, section], 3.0) == sentence
     [other] = split(b=[line | {"n": 99} for line in [*make_class(*BEST), coded]])
-    said = " Part b shows the same for 1 of 1 pairs, of 1 method and 1 codec: +20.0 [+12.9, +27.1]."
+    said = (
+        " In part b, rows in a codec score more in 1 of 1 pairs and less in 0 (jointly at 95 %; 1 method and 1 codec): "
+    )
+    said += "+20.0 [+12.9, +27.1]."
     assert conclude_codecs([section, other], 3.0).text == sentence.text + said
+    easy = split_sections({"c": [line | {"n": 99, "subtasks": 3} for line in [make_full(), *make_class(*BEST), coded]]})
+    assert conclude_codecs([section, *easy], 3.0) == sentence  # of other subtasks
     assert conclude_codecs([larger, *split(a=make_class(*BEST))], 3.0).cells.startswith("part b, reference, ruler")
     assert conclude_codecs(split(a=make_class(*BEST)), 3.0) is None
 
@@ -248,10 +252,10 @@ def test_long_answers_and_several_turns_share_a_conclusion():
         "(each count jointly at 95 %)."
     )
     assert both.text.startswith(
-        "On `ledger` the full cache scores 90.0 [85.0, 95.0], and of the cells with fewer bytes `tova` with 20 % "
-        "scores most: 89.0 [84.0, 94.0]. It is shown to lose at most 3.0 points. On `scbench` the full cache"
+        "On `ledger` the full cache scores 90.0 [85.0, 95.0]. `tova` with 20 % of the bytes scores most: 89.0 "
+        "[84.0, 94.0], and is shown to lose at most 3.0 points. On `scbench` the full cache"
     )
-    assert both.text.endswith("`kvzip` with 20 % scores most: 80.0 [75.0, 85.0].")
+    assert both.text.endswith("`kvzip` with 20 % of the bytes scores most: 80.0 [75.0, 85.0].")
     seen = [line | {"task": "scbench"} for line in (make_full(), *make_class(*BEST))]
     by_turn = [
         TurnScores(name, [(0.0, -1.0, 1.0), (change, change - 2, change + 2)], (change, change - 3, change + 3), sign)
@@ -296,10 +300,14 @@ def test_a_part_of_a_class_and_older_ranks_rule_out_what_is_beaten_for_certain()
     assert [line["label"] for line in list_leaders(cells[1:])] == ["tova", "random"]
     older = [make_older(line) for line in make_class((1, 2), (2, 3), (3, 9))]
     assert [line["label"] for line in list_leaders(older)] == ["kvzip", "tova"]
-    assert [line["label"] for line in list_best_once(older[:2])] == ["tova"]
+
+    def once(cells: list[dict]) -> list[str]:
+        leaders, _ = choose_once(choose_column(split(a=cells)))
+        return [line["label"] for line in leaders]
+
     overlapping = [make_older(line) for line in make_class((1, 1), (2, 3), (2, 3))]
-    assert [line["label"] for line in list_best_once(overlapping)] == ["tova"]  # ranks alone do not show ties
-    assert [line["label"] for line in list_best_once(cells)] == ["tova", "random"]
+    assert once(older[:2]) == once(overlapping) == ["tova"]  # ranks alone do not show ties
+    assert once(cells) == ["tova", "random"]
 
 
 def test_cells_that_read_few_of_their_rows_are_a_kind_of_their_own():
@@ -393,6 +401,8 @@ def test_a_class_that_ends_between_cells_of_like_bytes_recommends_none():
     column += [make_line("dropkv", 0.1, 10.0, bytes_held=0.112), make_line("kvzip", 0.1, 89.0, bytes_held=0.112)]
     [section] = split(a=column)
     assert choose_column([section], 0.1).leaders[0]["label"] == "kvzip"
-    assert [line["label"] for line in choose_once(choose_column([section], 0.1))] == ["centroidkv", "keydiff"]
+    once, count = choose_once(choose_column([section], 0.1))
+    assert ([line["label"] for line in once], count) == (["centroidkv", "keydiff"], 2)
+    assert conclude_best([section], 3.0).text.endswith("35.0]), with 10.8 % of the bytes.")
     column[3]["score_low"] = 30.0  # which may be no better than centroidkv
     assert choose_column(split(a=column), 0.1).leaders[0]["label"] == "centroidkv"

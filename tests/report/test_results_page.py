@@ -94,7 +94,7 @@ def test_the_stated_deviations_are_those_of_the_committed_files():
 
     models = (measure(model, "ruler") for model in ("smollm2", "smollm2_long", "reference"))
     sentence = "{:.1f} points for SmolLM2, {:.1f} for the tuned one and {:.1f} for the embedded model"
-    assert sentence.format(*models) in said and f"the {measure('reference', 'scbench'):.1f} that were measured" in said
+    assert sentence.format(*models) in said and f"{measure('reference', 'scbench'):.1f} points in the embedded" in said
 
 
 def test_the_committed_pages_hold_what_small_files_say_and_name_the_others():
@@ -234,7 +234,7 @@ def test_the_front_says_which_parts_of_the_study_have_cells():
     )
     assert [describe_progress(parts) for parts in ({"a": 1}, dict.fromkeys(study, 999))] == ["", ""]
     assert describe_progress(dict.fromkeys(study, 999) | {"a": 7}).startswith(
-        "7 of the cells were measured before it; a conclusion on one of them names an *earlier part*."
+        "7 of the cells were measured before the study; a conclusion on one of them names an *earlier part*."
     )
 
 

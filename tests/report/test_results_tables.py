@@ -167,8 +167,9 @@ def test_comparisons_are_compared_between_models():
     text = format_models(sections)
     sentence = "of 3 comparisons, the signs are the same in 1 and opposite in 1; in 1, at least one is not shown."
     said = " ".join(" ".join(text).split())
-    assert f"* smollm2_long length 4096 and smollm2 length 4096: {sentence}" in said and "several lengths yet" in said
-    assert "scores 90.0 (smollm2_long length 4096, part many, 20 samples a cell) and 90.0 (smollm2 length" in said
+    assert f"* smollm2_long ruler length 4096 and smollm2 ruler length 4096: {sentence}" in said
+    assert "at several lengths of one model yet" in said
+    assert "scores 90.0 (smollm2_long ruler length 4096, part many, 20 samples a cell) and 90.0 (smollm2 ruler" in said
     more, less = "+9.0 \\[+8.0, +10.0\\]", "-9.0 \\[-10.0, -8.0\\], 20 % and 15 %"
     assert list_rows(text) == [
         ["snapkv, 20 %", "tova, 20 %", more, less, "opposite"],
@@ -176,7 +177,9 @@ def test_comparisons_are_compared_between_models():
         ["snapkv, 20 %", "keydiff, 20 %", more, "+0.0 \\[-1.0, +1.0\\], not shown", "open"],
     ]
     turned = describe_turned(sections)
-    assert turned.startswith("Even in these models, ") and "the same in 1 and opposite in 1; in 1, at least" in turned
+    assert (
+        turned.startswith("Even between these models, ") and "the same in 1 and opposite in 1; in 1, at least" in turned
+    )
     longer = dict(numbers, longer=measure("smollm2_long", "longer", 10, protocol="length 16384", kvzip=-1)[1])
     rows = list_rows(format_models(split_sections({part: known.lines for part, known in longer.items()}, longer)))
     assert rows[0] == ["snapkv, 20 %", "kvzip, 20 %", more, "-9.0 \\[-10.0, -8.0\\]", more, "opposite"]
