@@ -4,7 +4,7 @@ Examples:
   kvbench dev measured screening
   kvbench dev measured screening turns --results /data/measured --workers 8
   kvbench dev measured screening --collect --draw 40 --results /data/measured
-  kvbench dev measured --lines results/measured/nvidia-h200/screening.parquet
+  kvbench dev measured --lines results/measured/nvidia-h200/untuned.parquet
   kvbench dev measured --page
   kvbench dev measured confirmation --power
 
@@ -89,6 +89,8 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     if (options.page or options.lines) and (of_part or len(chosen) > 1):
         raise SettingError(f"{chosen[0]}: measures no part; call the command twice")
     check_power(options)
+    if options.lines and options.lines.suffix not in (".parquet", ".csv"):
+        raise SettingError(f"--lines={options.lines}: a .parquet or .csv file of results")
     if len(chosen) > 1:
         raise SettingError(f"{chosen[0]}: not with {chosen[1]}; call the command twice")
     if options.draw is not None and (options.page or options.lines or options.power):
@@ -325,9 +327,11 @@ def write_page(options: Namespace) -> int:
     from kvbench.analysis.joint_signs import MARGIN
     from kvbench.report.results_page import choose_files, write_results_page
 
+    out = options.out or Path("docs")
+    require_writable("--out", out)
     files = choose_files(options.results / "measured", options.machine)
     margin = MARGIN if options.margin is None else options.margin
-    for path in write_results_page(files, options.out or Path("docs"), margin, options.results / "efficiency"):
+    for path in write_results_page(files, out, margin, options.results / "efficiency"):
         print(path)
     return 0
 

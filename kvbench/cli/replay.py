@@ -79,6 +79,8 @@ def replay_strangers(options: Namespace) -> None:
         print(line)
     if replayed.damaged:
         raise SettingError(f"{replayed.damaged} records give something else when executed again")
+    if replayed.impossible == len(drawn) > 0:
+        raise SettingError(f"none of {len(drawn)} drawn records could be executed again; the lines above say why")
     if weak := replayed.find_weak(options.agree, options.together):
         more = f", and {len(weak) - 1} more runs" if weak[1:] else ""
         raise SettingError(f"{weak[0]}, less than --agree={options.agree:.0%}{more}")

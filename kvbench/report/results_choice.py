@@ -62,7 +62,9 @@ HEAD = """\
 This page says what [the results](results.md) recommend for each need. **They come from very small models**
 ({models}), and how methods rank there is no evidence about how they rank on a model of 8 billion parameters. Take the
 methods in the tables as candidates, and measure them on your own model and task: `python run.py -m method=… budget=…`
-([Quickstart](quickstart.md)).
+([Quickstart](quickstart.md)). A name such as `tova decoding=false · int4` stands for `method=tova method.decoding=false
+codec=int4`. With a codec, the budget is the share of the bytes over the codec's own: 0.2 / (36 / 128) = 0.711 for 20 %
+in int4 and heads of 64 numbers.
 
 *May be best* lists the cells with raw rows that the samples cannot tell from the one with the highest score at these
 bytes. If there are many cells, the table gives their number and the one with the highest score. The score and *diff*,

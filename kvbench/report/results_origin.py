@@ -16,8 +16,8 @@ CHECKSUMS = """\
 A `.parquet` file has a row for each sample ([how to read it](analysis.md)), and a `.zip` file has a random sample of
 the answers, of which `python -m kvbench check bundle FILE --replay 4` executes some again and prints how many agree.
 Without the GPU that made the answers, add `device=cpu`. A CPU rounds differently, so methods keep other rows, and many
-answers differ. `sha256sum -c SHA256SUMS` in a folder checks its files. Earlier parts have one line for each cell
-and neither of these files."""
+answers differ. `sha256sum -c SHA256SUMS` in a folder checks these files. Answers of SmolLM2 need `make model` first.
+Earlier parts have one line for each cell, in a CSV file without a checksum."""
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 
 

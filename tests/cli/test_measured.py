@@ -229,6 +229,8 @@ def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypat
         (["a", "--lines", "a.csv"], "--lines: measures no part"),
         (["--lines", "a.csv", "--page"], "--page: measures no part"),
         (["--lines", "/nowhere.csv"], "/nowhere.csv: cannot be read (No such file"),
+        (["--lines", "x.zip"], "--lines=x.zip: a .parquet or .csv file of results"),
+        (["--page", "--out", "/dev/null/x"], "--out=/dev/null/x: a folder that can be written"),
         (["a", "--collect", "--power"], "--power: not with --collect"),
         (["a", "--collect", "--workers", "2"], "--workers: not with --collect, which measures nothing"),
         (["screening", "--draw", "0"], "--draw=0: a whole number of at least 1"),
