@@ -16,7 +16,7 @@ from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column, format_markdown, format_number
 from kvbench.report.results_cells import MODELS, Section
-from kvbench.report.results_text import format_budget, format_difference, join_words, say_percent, wrap
+from kvbench.report.results_text import format_difference, join_words, label_with_budget, say_percent, wrap
 
 INTRODUCTION = """\
 Planned comparisons that were made in several models, or with several lengths of the prompts. Each number is the score
@@ -110,15 +110,10 @@ def collect_comparisons(sections: Sequence[Section]) -> Comparisons:
         lines = {line["hash"]: line for line in section.cells}
         for each in section.planned:
             one, other = lines[each.one], lines[each.other]
-            pair = Pair(section.task, section.question, name_cell(one), name_cell(other))
+            pair = Pair(section.task, section.question, label_with_budget(one), label_with_budget(other))
             place = Place(section.model, section.task, section.protocol[3])
             found.setdefault(pair, {}).setdefault(place, Measured(each, one, other, section))
     return {pair: places for pair, places in found.items() if len(places) > 1}
-
-
-def name_cell(line: Line) -> str:
-    """Return the label of a cell and its budget."""
-    return f"{line['label']}, {format_budget(line['budget'])}"
 
 
 def list_places(compared: Comparisons) -> list[Place]:

@@ -43,6 +43,7 @@ from kvbench.report.results_text import (
     format_score,
     format_share,
     join_words,
+    label_with_budget,
     say_lose,
     say_percent,
     wrap,
@@ -146,7 +147,7 @@ def format_planned(section: Section) -> list[str]:
 
     def name(run: str) -> str:
         line = lines[run]
-        return f"{line['label']}, {format_budget(line['budget'])} ({format_percent(line['bytes_held'])} of the bytes)"
+        return f"{label_with_budget(line)} ({format_percent(line['bytes_held'])} of the bytes)"
 
     def decide(comparison: CellComparison) -> str:
         return {-1: "first", 0: "not shown", 1: "second"}[comparison.sign]

@@ -68,6 +68,11 @@ def name_cell(line: Line) -> str:
     return f"`{line['label']}`"
 
 
+def label_with_budget(line: Line) -> str:
+    """Return the label of a cell and its budget."""
+    return f"{line['label']}, {format_budget(line['budget'])}"
+
+
 def say_percent(share: float) -> str:
     """Return a share as a percentage in a sentence."""
     return f"{round(100 * share, 1):g} %"
