@@ -82,9 +82,12 @@ def name_presets(group: str, settings: Mapping[str, Any]) -> str | None:
     A part with a file or with another part inside it is named by its preset alone, because `group_series` and
     `kvbench.analysis.result_lines.name_files` name these.
     """
-    preset, changed = find_nearest_preset(group, settings)
+    preset: str | None
+    changed: dict[str, Any]
     if settings.get("path") or any(isinstance(value, Mapping) for value in settings.values()):
         preset, changed = find_preset(group, settings), {}
+    else:
+        preset, changed = find_nearest_preset(group, settings)
     names = "/".join(_find_twins(group, settings["name"], preset)) if preset else ""
     texts = [f"{key}={format_value(value)}" for key, value in changed.items() if key != settings.get("budget_setting")]
     return " ".join(filter(None, (names, *texts))) or None

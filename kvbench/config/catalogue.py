@@ -32,6 +32,7 @@ from kvbench.validation import ContractError, SettingError, describe_choices, fo
 IMPORT_SECONDS = 60  # limit for importing the module of a method, an allocator, a codec or a task
 SHAPES = CONF / "model" / "shapes"
 NO_SETTINGS = ("presets", "_style_")  # keys of a file that no run depends on: what it offers, and its look on charts
+UNCOMPARED = {"name", "path", "preset", "_target_"}  # settings by which a part does not differ from its presets
 SYSTEM = "system"  # a setting of every task, which the runner follows
 OUTER_REFERENCE = re.compile(rb"\$\{(?!\.[^.])")  # `${seed}`, `${..seed}`; but not `${.preset}`
 # Resolving parses every interpolation, which takes longer than all other checks of a cell. Most cells of a sweep share
@@ -42,9 +43,6 @@ _resolved: dict[bytes, dict[str, Any]] = {}
 def list_shapes() -> list[str]:
     """Return the names that `model.like=` accepts."""
     return sorted(path.stem for path in SHAPES.glob("*.json"))
-
-
-UNCOMPARED = {"name", "path", "preset", "_target_"}  # settings by which a part does not differ from its presets
 
 
 def methods_available() -> list[str]:

@@ -96,6 +96,12 @@ class Section:
         """Return the cells of these kinds, without the full cache."""
         return [line for line in list_methods(self.cells) if classify(line) in kinds]
 
+    def list_classes(self) -> list[list[Line]]:
+        """Return the evicting cells of each budget, the largest first, by their classes of like bytes."""
+        evicting = self.list_cells(EVICTING)
+        columns = [[line for line in evicting if line["budget"] == budget] for budget in list_budgets(evicting)]
+        return [cells for column in columns for cells in split_classes(column)]
+
 
 def split_sections(
     parts: Mapping[str, Sequence[Line]],

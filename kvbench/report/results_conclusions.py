@@ -31,12 +31,10 @@ from kvbench.report.results_cells import (
     is_decided,
     is_kept,
     knows_pairs,
-    list_budgets,
     list_leaders,
     pair_equal_bytes,
     sign_cells,
     sort_by_score,
-    split_classes,
 )
 from kvbench.report.results_text import (
     describe_losses,
@@ -144,18 +142,16 @@ def choose_column(sections: Sequence[Section], level: float = LEVEL, reach: floa
     """
     columns = []
     for section in sections:
-        evicting = section.list_cells(EVICTING)
-        for budget in list_budgets(evicting):
-            for cells in split_classes([line for line in evicting if line["budget"] == budget]):
-                away = abs(sum(line["bytes_held"] for line in cells) / len(cells) - level)
-                if len(cells) < 2 or is_beaten(cells, evicting):
-                    continue
-                if reach is None or away <= reach * level:
-                    columns.append((section.samples, -round(away, 2), len(cells), section, budget, cells))
+        for cells in section.list_classes():
+            away = abs(sum(line["bytes_held"] for line in cells) / len(cells) - level)
+            if len(cells) < 2 or is_beaten(cells, section.list_cells(EVICTING)):
+                continue
+            if reach is None or away <= reach * level:
+                columns.append((section.samples, -round(away, 2), len(cells), section, cells))
     if not columns:
         return None
-    *_, section, budget, cells = max(columns, key=lambda column: column[:3])
-    return Column(section, budget, cells, list_leaders(cells))
+    *_, section, cells = max(columns, key=lambda column: column[:3])
+    return Column(section, cells[0]["budget"], cells, list_leaders(cells))
 
 
 def is_beaten(cells: Sequence[Line], evicting: Sequence[Line]) -> bool:
@@ -257,13 +253,11 @@ def choose_once(column: Column) -> tuple[list[Line], int]:
     which cells of a class may be its best, these are the cells with the highest score.
     """
     most = (1 + SPREAD) * column.leaders[0]["bytes_held"]
-    evicting = column.section.list_cells(EVICTING)
-    known = sort_by_score(line for line in evicting if line["method"] not in TWICE and line["bytes_held"] <= most)
+    classes = [[line for line in cells if line["method"] not in TWICE] for cells in column.section.list_classes()]
+    known = sort_by_score(line for cells in classes for line in cells if line["bytes_held"] <= most)
     if not known:
         return [], 0
-    classes = split_classes([line for line in evicting if line["budget"] == known[0]["budget"]])
-    [alike] = [cells for cells in classes if known[0] in cells]
-    once = [line for line in alike if line["method"] not in TWICE]
+    [once] = [cells for cells in classes if known[0] in cells]
     leaders = list_leaders(once)
     return [line for line in leaders if knows_pairs(line) or line["score"] == leaders[0]["score"]], len(once)
 

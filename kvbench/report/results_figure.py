@@ -23,11 +23,9 @@ from kvbench.report.results_cells import (
     Section,
     classify,
     find_front,
-    list_budgets,
     list_leaders,
     list_methods,
     list_ties,
-    split_classes,
 )
 from kvbench.report.results_conclusions import choose_question
 from kvbench.report.results_text import format_budget
@@ -61,7 +59,7 @@ def draw_figure(section: Section) -> str:
 
 def make_drawing(section: Section, pixels: float) -> Drawing:
     """Return the chart of a section, at most `pixels` wide."""
-    classes = list_classes(section)
+    classes = list_compared(section)
     leaders = [line for cells in classes for line in list_leaders(cells)]
     cells = section.list_cells(EVICTING, POINT)
     named = name_labels([*find_front(cells), *find_best_of_labels(leaders), *find_best_of_labels(cells)])
@@ -83,11 +81,9 @@ def make_drawing(section: Section, pixels: float) -> Drawing:
     return Drawing(rows, {"cells": rows, "bands": bands, "whole": [full]}, chart, 1, (80, pixels), key, about)
 
 
-def list_classes(section: Section) -> list[list[Line]]:
+def list_compared(section: Section) -> list[list[Line]]:
     """Return the classes of evicting cells of one budget and like bytes that have two cells at least."""
-    evicting = section.list_cells(EVICTING)
-    columns = [[line for line in evicting if line["budget"] == budget] for budget in list_budgets(evicting)]
-    return [cells for column in columns for cells in split_classes(column) if len(cells) > 1]
+    return [cells for cells in section.list_classes() if len(cells) > 1]
 
 
 def find_best_of_labels(cells: Sequence[Line]) -> list[Line]:

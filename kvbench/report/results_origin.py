@@ -92,8 +92,8 @@ def describe_progress(measured: Mapping[str, int]) -> str:
         sentences.append(f"The study is under way: {complete}{begun} ([which](results-measured.md)).")
     if earlier := list_earlier(measured):
         count = sum(measured[name] for name in earlier)
-        sentences.append(f"{count} of the cells were measured before the study; a conclusion on one of them names an")
-        sentences.append("*earlier part*.")
+        before = f"{count} of the cells were measured before the study"
+        sentences.append(f"{before}; a conclusion on one of them names an *earlier part*.")
     return " ".join(sentences)
 
 

@@ -39,7 +39,7 @@ from kvbench.report.results_conclusions import (
     draw_conclusions,
 )
 from kvbench.report.results_cost import CostTable, describe_slow, format_costs, read_cost_tables, read_prefill_ratios
-from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_classes
+from kvbench.report.results_figure import FIGURE, choose_figure, draw_figure, list_compared
 from kvbench.report.results_limits import describe_models, format_limits
 from kvbench.report.results_models import format_models
 from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier
@@ -300,9 +300,10 @@ def format_front(
     for section in sections:
         measured[section.part] = measured.get(section.part, 0) + len(list_methods(section.cells))
     progress = describe_progress(measured)
-    leaders = [list_leaders(cells) for cells in list_classes(figure)] if figure else []
+    classes = list_compared(figure) if figure else []
+    leaders = [list_leaders(cells) for cells in classes]
     best = dict.fromkeys(name_cell(line) for cells in leaders for line in cells)
-    ties = TIES if figure and any(list_ties(cells) for cells in list_classes(figure)) else ""
+    ties = TIES if any(map(list_ties, classes)) else ""
     if leaders and all(len(cells) == 1 for cells in leaders):
         ties += ONE_BEST.format(best=join_words([*best], "or"))
     older = any("rank_class" not in line for line in shown)
