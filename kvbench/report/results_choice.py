@@ -53,7 +53,6 @@ from kvbench.report.results_text import (
 
 PAGE = "which-method.md"
 LEVELS = (0.1, 0.2, 0.5)  # shares of the bytes
-REACH = 0.15  # part of a level by which the bytes of its cells may differ from it
 HEAD = """\
 # Which method should I use?
 
@@ -94,7 +93,7 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
     text = [wrap_paragraphs(HEAD.format(comment=comment, models=models, twice=join_words(TWICE, "and")))]
     for question, title in NEEDS.items():
         chosen = choose_question(sections, question)
-        columns = [column for level in LEVELS if (column := choose_column(chosen, level, REACH))]
+        columns = [column for level in LEVELS if (column := choose_column(chosen, level, near=True))]
         text += [f"## {title}", "", *format_columns(columns, sections)]
         text += [f"{wrap(said.strip())}\n" for column in columns if (said := describe_elsewhere(column, sections))]
     for title, tasks in {"Answers are long": LONG_TASKS, "A context gets several questions": TURN_TASKS}.items():
@@ -187,7 +186,7 @@ def recommend_task(section: Section, margin: float) -> list[str]:
 
 def choose_budget(section: Section, budget: float) -> Column | None:
     """Return the column of a section with this budget, if it has two cells of like bytes."""
-    column = choose_column([section], budget, REACH)
+    column = choose_column([section], budget, near=True)
     return column if column is not None and column.budget == budget else None
 
 

@@ -1,9 +1,9 @@
 """Draw the conclusions of docs/results.md from the lines of a study, each by a rule that does not know the outcome.
 
 A conclusion stands on one section: of the first model of MODELS that was measured with its question (visible or
-hidden), on the protocol with most answers, there the sections with most samples a cell, of these the one with a budget
-nearest to the level, and of these the one with most cells. What the lines do not show is said to be not shown; what was
-not measured is left out.
+hidden), on the protocol with most answers. Which method is the best is said of the most cells that were compared at the
+level, and what another part measured of these on more samples is said beside it. Other conclusions take the section
+with most samples a cell. What the lines do not show is said to be not shown; what was not measured is left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,6 +50,7 @@ from kvbench.report.results_text import (
 
 LITTLE = 5  # points; a cell that scores less with the question in sight has little to lose
 LEVEL = 0.2  # share of the bytes at which methods are compared
+REACH = 0.15  # part of a level by which the bytes of its cells may differ from it
 ALONE = (
     "Each cell is judged by its own interval: a cell that truly loses {bound} passes by luck in 1 of 40 studies, and "
     "one of many cells does so more often."
@@ -132,13 +133,16 @@ def choose_protocol(sections: Sequence[Section]) -> list[Section]:
     return []
 
 
-def choose_column(sections: Sequence[Section], level: float = LEVEL, reach: float | None = None) -> Column | None:
+def choose_column(sections: Sequence[Section], level: float = LEVEL, near: bool = False) -> Column | None:
     """Return the column of evicting cells that a statement about a share of the bytes stands on; None without any.
+
+    Of those whose bytes differ from the level by at most REACH of it, this is the one with most cells, and of these the
+    one with most samples.
 
     Args:
         sections: Sections of one protocol and question.
         level: The share.
-        reach: Part of the level by which the bytes may differ from it; None takes the nearest there are.
+        near: Whether the bytes must be as near. Otherwise the nearest there are will do.
     """
     columns = []
     for section in sections:
@@ -146,11 +150,13 @@ def choose_column(sections: Sequence[Section], level: float = LEVEL, reach: floa
             away = abs(sum(line["bytes_held"] for line in cells) / len(cells) - level)
             if len(cells) < 2 or is_beaten(cells, section.list_cells(EVICTING)):
                 continue
-            if reach is None or away <= reach * level:
-                columns.append((section.samples, -round(away, 2), len(cells), section, cells))
+            beyond = max(away - REACH * level, 0.0)
+            if not (near and beyond):
+                order = (-round(beyond, 2), len(cells), section.samples, -round(away, 2))
+                columns.append((order, section, cells))
     if not columns:
         return None
-    *_, section, cells = max(columns, key=lambda column: column[:3])
+    _, section, cells = max(columns, key=lambda column: column[0])
     return Column(section, cells[0]["budget"], cells, list_leaders(cells))
 
 
@@ -198,7 +204,7 @@ def describe_best(column: Column, sections: Sequence[Section]) -> str:
         text += f" {others} is shown not to be the best (jointly at 95 %)."
     once, _ = choose_once(column)
     if best["method"] in TWICE and once:
-        text += " It reads each prompt twice, which [takes time](results-cost.md)."
+        text += f" {say_twice(column.leaders)} each prompt twice, which [takes time](results-cost.md)."
         text += f" Of the raw rows of methods that read it once, {describe_leaders(once)}"
         share = say_percent(once[0]["bytes_held"])
         text += "." if share == column.share else f", with {share} of the bytes."
@@ -208,7 +214,37 @@ def describe_best(column: Column, sections: Sequence[Section]) -> str:
         text += (
             f" With a codec, {name_cell(coded)} scores {format_score_interval(coded)} at nearly the same bytes{place}."
         )
-    return text + describe_cutting(column.cells) + describe_elsewhere(column, sections)
+    text += describe_cutting(column.cells) + describe_elsewhere(column, sections)
+    return text + describe_repeated(column, [*column.leaders, *once], sections)
+
+
+def say_twice(leaders: Sequence[Line]) -> str:
+    """Return which of some cells read each prompt twice, and the verb, as the beginning of a sentence."""
+    reading = [name_cell(line) for line in leaders if line["method"] in TWICE]
+    if len(reading) < len(leaders):
+        return f"{join_words(reading, 'and')} read{'s' if len(reading) == 1 else ''}"
+    return {1: "It reads", 2: "Both read"}.get(len(leaders), "All of them read")
+
+
+def describe_repeated(column: Column, cells: Sequence[Line], sections: Sequence[Section]) -> str:
+    """Return what the section with most samples of a column's protocol measured of some of its cells.
+
+    A space stands before it. It is empty if no other section has more samples, or if there are more than FEW cells.
+    """
+    own = column.section
+    alike = [each for each in sections if each.protocol == own.protocol and each.subtasks == own.subtasks]
+    other = max(alike, key=lambda section: section.samples)
+    known = {(line["label"], line["budget"]): line for line in other.cells}
+    names = list(dict.fromkeys((line["label"], line["budget"]) for line in cells))
+    found = [known[name] for name in names if name in known]
+    if other.samples <= own.samples or not 0 < len(found) <= FEW:
+        return ""
+    told = [
+        f"{name_cell(line)} scores {format_score_interval(line)}, {format_change(line, 'difference')} against the full "
+        "cache"
+        for line in found
+    ]
+    return f" On {other.samples:,} other samples, in {name_part(other)}, {join_words(told, 'and')}."
 
 
 def describe_cutting(cells: Sequence[Line]) -> str:
@@ -270,7 +306,8 @@ def describe_leaders(leaders: Sequence[Line]) -> str:
     if len(leaders) > 1:
         score = f"{names[0]}: {format_score_interval(first)}"
         return f"{join_words(names, 'or')} is the best, and the samples do not tell which ({score})"
-    return f"{names[0]} has the highest score: {format_score_interval(first)}"
+    needs = ", which needs a file made for the model," if count_with_files(first) > first["bytes_held"] else ""
+    return f"{names[0]}{needs} has the highest score: {format_score_interval(first)}"
 
 
 def find_best_coded(

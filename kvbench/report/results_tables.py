@@ -1,7 +1,7 @@
 """Write the tables of the pages of results, and the sentences about them.
 
 Lines of a table are sorted by their mean score over its budgets, the highest first, and the full cache is last. Tables
-of points are sorted by bytes, the fewest first.
+of points are sorted by bytes, and those of cells that read few rows by the rows read, the fewest first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +98,10 @@ READERS = (
     "In these cells a token reads only some of the rows that the cache holds. The budget is the share that it should "
     "read, and *rows* is the share that was read."
 )
+LISTED = {  # kind whose cells have a line each -> titles of the budget and the share that sorts them, and its key
+    READING: ("budget", "rows", "rows_attended"),
+    POINT: ("rows kept", "bytes", "bytes_held"),
+}
 
 
 def format_section(section: Section, margin: float) -> list[str]:
@@ -105,11 +109,11 @@ def format_section(section: Section, margin: float) -> list[str]:
     subtasks = f", of {section.subtasks} subtask{'s' if section.subtasks > 1 else ''}" if section.subtasks else ""
     text = [f"{section.samples:,} samples a cell{subtasks}.\n"]
     text += [f"{wrap(sentence)}\n" for sentence in describe_separation(section, margin)]
-    text += [*format_scores(section, EVICTING, margin), ""]
-    readers = format_scores(section, READING, margin)
-    if readers:
-        text += [wrap(" ".join([READERS, *describe_holders(section)])), "", *readers, ""]
-    return [*text, *format_points(section, margin), *format_turns(section), *format_planned(section)]
+    text += [*format_scores(section, margin), ""]
+    for kind, sentences in {READING: [READERS, *describe_holders(section)], POINT: [POINTS]}.items():
+        if section.list_cells(kind):
+            text += [wrap(" ".join(sentences)), "", *format_listed(section, kind, margin), ""]
+    return [*text, *format_turns(section), *format_planned(section)]
 
 
 def format_turns(section: Section) -> list[str]:
@@ -226,15 +230,14 @@ def describe_holders(section: Section) -> list[str]:
     return [sentence]
 
 
-def format_scores(section: Section, kind: str, margin: float) -> list[str]:
-    """Return the table of the evicting or of the reading cells, with a column for each budget; empty without any.
+def format_scores(section: Section, margin: float) -> list[str]:
+    """Return the table of the evicting cells, with columns for each budget; empty without any.
 
     Args:
         section: The section.
-        kind: EVICTING or READING.
         margin: Points by which a cell that loses little may score less than the full cache.
     """
-    cells, full = section.list_cells(kind), section.full
+    cells, full = section.list_cells(EVICTING), section.full
     if not cells:
         return []
     rows, budgets = arrange(cells), list_budgets(cells)
@@ -245,13 +248,12 @@ def format_scores(section: Section, kind: str, margin: float) -> list[str]:
         return lambda label: write(rows[label][budget]) if budget in rows[label] else ""
 
     columns = [Column("method", "", lambda label: label)]
-    share = ("bytes", "bytes_held") if kind == EVICTING else ("rows", "rows_attended")
     for budget in budgets:
         title = format_budget(budget)
         columns.append(Column(title, "score", show(budget, lambda line: format_score(line, full, margin))))
         if len(budgets) <= WIDE:
             columns.append(Column(title, "diff", show(budget, lambda line: format_change(line, "difference"))))
-        columns.append(Column(title, share[0], show(budget, lambda line: format_share(line[share[1]]))))
+        columns.append(Column(title, "bytes", show(budget, lambda line: format_share(line["bytes_held"]))))
         if any(format_ranks(line) for line in cells if line["budget"] == budget):
             columns.append(Column(title, "ranks", show(budget, format_ranks)))
         if len(budgets) <= WIDE and any(line["kl"] is not None for line in cells):
@@ -259,21 +261,22 @@ def format_scores(section: Section, kind: str, margin: float) -> list[str]:
     return format_markdown(columns, [*ordered, full["label"]])
 
 
-def format_points(section: Section, margin: float) -> list[str]:
-    """Return the table of the cells with a codec or whose method decides how many rows stay; empty without any."""
-    points, full = section.list_cells(POINT), section.full
-    if not points:
-        return []
+def format_listed(section: Section, kind: str, margin: float) -> list[str]:
+    """Return a table with a line for each cell of a kind of LISTED, in the order of its rows or bytes."""
+    budget, title, share = LISTED[kind]
+    cells, full = section.list_cells(kind), section.full
+    ranks = [Column("ranks", "", format_ranks)] if kind == READING and any(map(format_ranks, cells)) else []
     columns = [
         Column("cell", "", lambda line: line["label"]),
-        Column("rows kept", "", lambda line: format_budget(line["budget"])),
-        Column("bytes", "", lambda line: format_percent(line["bytes_held"])),
+        Column(budget, "", lambda line: format_budget(line["budget"])),
+        Column(title, "", lambda line: format_percent(line[share])),
         Column("score", "", lambda line: format_score(line, full, margin)),
         Column("diff", "", lambda line: format_change(line, "difference")),
+        *ranks,
         Column("KL", "", format_divergence),
     ]
-    ordered = sorted(points, key=lambda line: (line["bytes_held"], -line["score"], line["label"]))
-    return [wrap(POINTS), "", *format_markdown(columns, [*ordered, full]), ""]
+    ordered = sorted(cells, key=lambda line: (line[share], -line["score"], line["label"]))
+    return format_markdown(columns, [*ordered, full])
 
 
 def format_gains(sections: Sequence[Section], gain: str) -> list[str]:

@@ -91,7 +91,7 @@ def test_a_best_method_that_may_be_any_of_many_is_not_named():
     assert many == "any of 4 may be the best, such as `a`: 50.0 [45.0, 55.0]"
 
 
-def test_a_conclusion_stands_on_the_first_model_and_on_its_part_with_most_samples():
+def test_a_conclusion_stands_on_the_first_model_and_on_its_part_with_most_cells_then_samples():
     few, many = make_class(*BEST), make_class(*TIED, n=130)
     sections = split_sections(
         {
@@ -104,7 +104,9 @@ def test_a_conclusion_stands_on_the_first_model_and_on_its_part_with_most_sample
     )
     assert [section.part for section in choose_protocol(sections)] == ["a", "b"]
     assert choose_column(choose_protocol(sections)).section.part == "b"
-    assert choose_column(choose_protocol(sections), 0.3, reach=0.1) is None
+    wide = split_sections({"w": [make_full(), *few, make_line("sink", 0.22, 50.0) | {"budget": 0.2}]})
+    assert choose_column(choose_protocol([*sections, *wide])).section.part == "w"
+    assert choose_column(choose_protocol([*sections, *wide]), 0.3, near=True) is None
     longer = [line | {"model": "smollm2_long"} for line in (make_full(), *few)]
     sections += split_sections({"f": longer})
     assert {section.part for section in choose_protocol(sections)} == {"f"}
@@ -141,7 +143,7 @@ def test_hiding_the_question_is_counted_jointly():
 def test_a_cell_that_scores_more_in_another_part_is_named():
     more, less = make_line("kvgrad", 0.2, 85.0), make_line("rkv", 0.2, 79.0)
     again = make_class(*BEST)[0] | {"score": 82.0, "score_low": 77.0, "score_high": 87.0}
-    best = conclude_best(split(a=make_class(*BEST), d=[more, less, again]), 3.0)
+    best = conclude_best(split(a=make_class(*BEST), d=[more, again]), 3.0)
     assert best.text.endswith(
         " Part d has other cells at the same settings: `kvgrad` scores 85.0 [80.0, 90.0] there, and `kvzip` 82.0 "
         "[77.0, 87.0]."
@@ -149,6 +151,31 @@ def test_a_cell_that_scores_more_in_another_part_is_named():
     for other in (less, more | {"bytes_held": 0.3}, more | {"codec": "int4"}, more | {"question": "hidden"}):
         sections = split(a=make_class(*BEST)) + split_sections({"d": [make_full(), other, other]})
         assert "Part d" not in conclude_best(sections, 3.0).text
+
+
+def test_more_samples_of_a_cell_that_is_named_are_told():
+    cells = make_class(*TIED)
+    again = [make_line(label, 0.2, 75.0, n=1404) for label in ("kvzip", "random")]
+    more = split_sections({"c": [make_full(n=1404), *again]})
+    told = (
+        " On 1,404 other samples, in part c, `kvzip` scores 75.0 [70.0, 80.0], -15.0 [-20.0, -10.0] against the full "
+    )
+    assert conclude_best([*split(a=cells), *more], 3.0).text.endswith(f"{told}cache.")
+    for other in (split(c=again), split_sections({"c": [make_full(n=1404), again[1]]})):
+        assert "other samples" not in conclude_best([*split(a=cells), *other], 3.0).text
+
+
+def test_what_a_method_needs_is_said():
+    def describe(*methods: str, **changed: float) -> str:
+        cells = [make_line(name, 0.2, 80.0) for name in methods]
+        once = make_line("duo_attention", 0.2, 60.0, **changed)
+        ranks = [(1, len(cells))] * len(cells)
+        return conclude_best(split(a=rank([*cells, once], *ranks, (len(cells) + 1,) * 2)), 3.0).text
+
+    assert "It reads each prompt twice" in describe("kvzip") and "Both read each prompt" in describe("kvzip", "kvgrad")
+    assert "`kvzip` reads each prompt twice" in describe("kvzip", "tova")
+    needs = "`duo_attention`, which needs a file made for the model, has the highest score"
+    assert needs in describe("kvzip", bytes_with_files=0.21) and "needs" not in describe("kvzip", bytes_with_files=0.2)
 
 
 def test_codecs_are_compared_with_raw_rows_of_their_method_and_bytes():
