@@ -130,6 +130,12 @@ def split_sections(
     return sections
 
 
+def list_models(sections: Sequence[Section]) -> list[str]:
+    """Return the models of sections, those of MODELS first."""
+    models = dict.fromkeys(section.model for section in sections)
+    return [*(model for model in MODELS if model in models), *(model for model in models if model not in MODELS)]
+
+
 def split_protocols(lines: Sequence[Line]) -> list[tuple[Protocol, list[Line]]]:
     """Return the lines of each protocol, in the order in which protocols begin."""
     groups: dict[Protocol, list[Line]] = {}

@@ -20,7 +20,6 @@ from kvbench.report.results_cells import (
     ALL,
     EVICTING,
     LONG_TASKS,
-    MODELS,
     POINT,
     TURN_TASKS,
     TWICE,
@@ -28,10 +27,12 @@ from kvbench.report.results_cells import (
     Section,
     count_with_files,
     describe_protocol,
+    find_spreads,
     is_decided,
     is_kept,
     knows_pairs,
     list_leaders,
+    list_models,
     pair_equal_bytes,
     sign_cells,
     sort_by_score,
@@ -109,7 +110,7 @@ def draw_conclusions(sections: Sequence[Section], margin: float) -> list[Conclus
         conclude_best,
         conclude_hidden,
         conclude_codecs,
-        conclude_no_worse,
+        conclude_presets,
         conclude_long,
     ]
     drawn = [rule(sections, margin) for rule in rules]
@@ -121,7 +122,7 @@ def choose_protocol(sections: Sequence[Section]) -> list[Section]:
 
     Tasks with long answers or several turns have conclusions of their own and are left out.
     """
-    for model in (*MODELS, *dict.fromkeys(section.model for section in sections)):
+    for model in list_models(sections):
         answers: dict[tuple[str, str], int] = {}
         for section in sections:
             if section.model == model and section.task not in (*LONG_TASKS, *TURN_TASKS):
@@ -355,12 +356,13 @@ def name_place(section: Section, cells: str) -> str:
 
 def conclude_best(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude which method scores most at LEVEL of the bytes while the question is visible."""
-    column = choose_column(choose_question(sections, "visible"))
+    visible = choose_question(sections, "visible")
+    column = choose_column(visible)
     if column is None:
         return None
     return Conclusion(
         f"With {column.share} of the bytes and the question in sight, {name_leaders(column)}.",
-        describe_best(column, sections),
+        describe_best(column, sections) + describe_kept(visible, margin),
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
     )
 
@@ -457,15 +459,42 @@ def describe_pair(pair: BytesPair) -> str:
     )
 
 
+def find_kept(sections: Sequence[Section], margin: float) -> tuple[Section | None, list[Line]]:
+    """Return the section with most samples, and its cells with fewer bytes that are shown to lose at most the margin.
+
+    The cell with the fewest bytes is first. A section whose full cache scores nothing shows nothing.
+    """
+    section = max(sections, key=lambda each: (each.samples, len(each.cells)), default=None)
+    if section is None or section.full["score"] == 0:
+        return None, []
+    kept = [line for line in list_smaller(section) if is_kept(line, section.full, margin)]
+    return section, sorted(kept, key=lambda line: (line["bytes_held"], -line["low"]))
+
+
+def describe_kept(sections: Sequence[Section], margin: float) -> str:
+    """Return a sentence about the fewest bytes that are shown to lose little, with a space before it, or nothing.
+
+    If the method of that cell reads each prompt twice, it also names the first cell that reads it once.
+    """
+    section, kept = find_kept(sections, margin)
+    if section is None or not kept:
+        return ""
+    once = next((line for line in kept if line["method"] not in TWICE), kept[0])
+    first, other = (
+        f"{name_cell(line)} with {say_percent(line['bytes_held'])} of the bytes{say_files(line)}"
+        for line in (kept[0], once)
+    )
+    bound = f"{find_margin(section.full['score'], margin):.1f} points"
+    then = "" if once is kept[0] else f" and, of the cells that read each prompt once, {other}"
+    return f" Shown to [lose at most {bound}](which-method.md) ({name_part(section)}): {first}{then}."
+
+
 def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude with how few bytes a cell is shown to lose little against the full cache."""
-    visible = choose_question(sections, "visible")
-    section = max(visible, key=lambda each: (each.samples, len(each.cells)), default=None)
+    section, kept = find_kept(choose_question(sections, "visible"), margin)
     smaller = list_smaller(section) if section else []
-    if section is None or not smaller or section.full["score"] == 0:
+    if section is None or not smaller:
         return None
-    kept = [line for line in smaller if is_kept(line, section.full, margin)]
-    kept.sort(key=lambda line: (line["bytes_held"], -line["low"]))
     line = kept[0] if kept else max(smaller, key=lambda line: (line["low"], -line["bytes_held"]))
     count = len(smaller)
     bound = f"{find_margin(section.full['score'], margin):.1f} points"
@@ -513,6 +542,32 @@ def say_files(line: Line) -> str:
     """Return the bytes of a cell with its file, in brackets; nothing if it needs none."""
     whole = count_with_files(line)
     return f" ({say_percent(whole)} with its file)" if whole > line["bytes_held"] else ""
+
+
+def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion | None:
+    """Conclude how many planned comparisons of two settings of one method, at one budget, show a difference."""
+    alike = ("method", "allocator", "codec", "budget")
+    models = list_models(sections)
+    for section in sorted(sections, key=lambda each: (models.index(each.model), each.question != "visible")):
+        lines = {line["hash"]: line for line in section.cells}
+        pairs = [each for each in section.planned if all(lines[each.one][k] == lines[each.other][k] for k in alike)]
+        if not pairs:
+            continue
+        differ = sum(each.sign != 0 for each in pairs)
+        widest = max(pairs, key=lambda each: abs(each.change[0]))
+        one, other = lines[widest.one], lines[widest.other]
+        spreads = find_spreads(section)
+        apart, count = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
+        change = f"{format_number(one['score'])} and {format_number(other['score'])}, "
+        return Conclusion(
+            f"Settings alone change the score of a method in {differ} of {len(pairs)} planned comparisons "
+            "(jointly at 95 %).",
+            f"The widest is that of {name_cell(one)} and {name_cell(other)} with a budget of "
+            f"{format_budget(one['budget'])}: {change}a difference of {format_difference(*widest.change)}. Of all "
+            f"{count} pairs of cells of one method, budget and like bytes, {apart} are told apart (jointly at 95 %).",
+            name_place(section, "two presets of a method at one budget"),
+        )
+    return None
 
 
 def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -588,7 +643,7 @@ def describe_turns(section: Section, hidden: Section | None = None) -> str:
 
 def choose_task(sections: Sequence[Section], tasks: Sequence[str], question: str = "visible") -> Section | None:
     """Return the section of some tasks that a statement stands on, of the first model that has one."""
-    for model in (*MODELS, *dict.fromkeys(section.model for section in sections)):
+    for model in list_models(sections):
         alike = [each for each in sections if (each.model, each.question) == (model, question)]
         known = [section for section in alike if section.task in tasks]
         if known:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvbench.report.results_cells import MODELS, Section
+from kvbench.report.results_cells import Section, list_models
 from kvbench.report.results_models import describe_turned
 from kvbench.report.results_text import join_words, wrap
 
@@ -38,12 +38,6 @@ READING = (
     "said *jointly* holds with 95 % confidence within its sentence; that all sentences hold is less certain. All "
     "other intervals are those of one cell or pair. The largest or smallest of several is likely to be exaggerated."
 )
-
-
-def list_models(sections: Sequence[Section]) -> list[str]:
-    """Return the models of a study, those of MODELS first."""
-    models = dict.fromkeys(section.model for section in sections)
-    return [*(model for model in MODELS if model in models), *(model for model in models if model not in MODELS)]
 
 
 def describe_models(sections: Sequence[Section]) -> str:

@@ -36,6 +36,7 @@ from kvbench.report.results_conclusions import (
     conclude_hidden,
     conclude_long,
     conclude_no_worse,
+    conclude_presets,
     draw_conclusions,
 )
 from kvbench.report.results_cost import CostTable, describe_slow, format_costs, read_cost_tables, read_prefill_ratios
@@ -97,12 +98,13 @@ HOLLOW = "Hollow marks are methods that keep all rows but attend to few."
 OLDER = "These lines know only the ranks of a whole budget, so the bands are wider than the samples would allow. "
 RULES = """\
 A fixed rule makes each conclusion from the data, whatever the outcome. Each stands on one model: smollm2_long if it was
-measured for this topic, else smollm2, else reference. Of this model it takes the task and length with most answers, and
-there the part with most samples a cell. The rules are: the best of the cells with bytes nearest to
-{level}; what hiding the question changes there; cells with a codec against raw rows of equal bytes; the fewest bytes
-that lose at most a [margin](statistics.md#margins-and-counts); and losses where answers are long or a context gets
-several questions. *Jointly at 95 %*: all signs that a sentence counts are right in 95 of 100 such studies. [Which
-method should I use?](which-method.md) draws on the same data.
+measured for this topic, else smollm2, else reference. Of this model it takes the task and length with most answers. The
+rules are: the best of the most cells compared at {level} of the bytes, and the fewest bytes that lose at most a
+[margin](statistics.md#margins-and-counts); what hiding the question changes there; cells with a codec against raw rows
+of equal bytes; planned comparisons of two settings of a method; and losses where answers are long or a context gets
+several questions. But for the first two, they take the part with most samples a cell. *Jointly at 95 %*: all signs that
+a sentence counts are right in 95 of 100 such studies. [Which method should I use?](which-method.md) draws on the same
+data.
 """
 TERMS = """\
 Tables of scores are sorted by the mean score over their budgets, the highest first, with the full cache last, or by
@@ -371,7 +373,12 @@ def format_subpage(
 
 def answer_page(page: str, sections: Sequence[Section], margin: float) -> list[Conclusion]:
     """Return the conclusions of docs/results.md that answer the question of a sub-page."""
-    rules = {EQUAL: (conclude_best, conclude_no_worse), HIDDEN: (conclude_hidden,), CODECS: (conclude_codecs,)}
+    rules = {
+        EQUAL: (conclude_best, conclude_no_worse),
+        HIDDEN: (conclude_hidden,),
+        CODECS: (conclude_codecs,),
+        PRESETS: (conclude_presets,),
+    }
     tasks = {LONG: LONG_TASKS, TURNS: TURN_TASKS}
     drawn = [rule(sections, margin) for rule in rules.get(page, ())]
     if page in tasks:

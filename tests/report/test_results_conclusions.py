@@ -5,6 +5,7 @@ import re
 import pytest
 
 from kvbench.analysis.byte_front import EQUAL
+from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.result_lines import PartNumbers
 from kvbench.analysis.turn_scores import TurnScores
 from kvbench.report.results_cells import Section, classify, list_leaders, list_ties, pair_equal_bytes, split_sections
@@ -19,6 +20,7 @@ from kvbench.report.results_conclusions import (
     conclude_hidden,
     conclude_long,
     conclude_no_worse,
+    conclude_presets,
     describe_leaders,
     draw_conclusions,
 )
@@ -163,6 +165,38 @@ def test_more_samples_of_a_cell_that_is_named_are_told():
     assert conclude_best([*split(a=cells), *more], 3.0).text.endswith(f"{told}cache.")
     for other in (split(c=again), split_sections({"c": [make_full(n=1404), again[1]]})):
         assert "other samples" not in conclude_best([*split(a=cells), *other], 3.0).text
+
+
+def test_the_first_conclusion_says_how_few_bytes_lose_little():
+    twice, once = (make_line(name, budget, 89.0, low=-2.5) for name, budget in (("kvzip", 0.3), ("tova", 0.5)))
+    bound = " Shown to [lose at most 3.0 points](which-method.md) (part a): "
+
+    def describe(*kept: dict) -> str:
+        return conclude_best(split(a=[*make_class(*BEST), *kept]), 3.0).text
+
+    first, other = (f"`{name}` with {share} % of the bytes" for name, share in (("kvzip", 30), ("tova", 50)))
+    assert describe(twice, once).endswith(f"{bound}{first} and, of the cells that read each prompt once, {other}.")
+    assert describe(twice).endswith(f"{bound}{first}.") and describe(once).endswith(f"{bound}{other}.")
+    assert bound not in describe()
+
+
+def test_settings_of_one_method_are_compared_as_planned():
+    cells = [make_line(label, budget, score) for budget in (0.2, 0.1) for label, score in (("a", 50.0), ("a b", 20.0))]
+    other = make_line("c", 0.2, 40.0)
+    lines = [make_full(), *(line | {"method": "a"} for line in cells), other]
+    for number, line in enumerate(lines):
+        line["hash"] = str(number)
+    planned = [
+        CellComparison("1", "2", (-30.0, -35.0, -25.0), -1),
+        CellComparison("3", "4", (-4.0, -9.0, 1.0), 0),
+        CellComparison("1", "5", (-40.0, -45.0, -35.0), -1),  # of two methods
+    ]
+    numbers = PartNumbers(lines, planned, [planned[0]])
+    found = conclude_presets(split_sections({"p": lines}, {"p": numbers}), 3.0)
+    assert "change the score of a method in 1 of 2 planned comparisons (jointly at 95 %)." in found.headline
+    assert "that of `a` and `a b` with a budget of 20 %: 50.0 and 20.0, a difference of -30.0 [-35.0," in found.text
+    assert "Of all 1 pairs of cells" in found.text and "1 are told apart" in found.text
+    assert conclude_presets(split(p=cells), 3.0) is None
 
 
 def test_what_a_method_needs_is_said():
