@@ -7,6 +7,7 @@ are too many to name. It stands on the section that `choose_column` finds.
 from collections.abc import Sequence
 from functools import partial
 
+from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column as TableColumn
 from kvbench.analysis.text_table import format_markdown, format_number, format_range
@@ -69,9 +70,11 @@ in int4 and heads of 64 numbers.
 bytes. If there are many cells, the table gives their number and the one with the highest score. The score and *diff*,
 its difference from the full cache, have 95 % intervals and are those of the first cell that is named. Some methods
 ({twice}) let the model read each prompt a second time before the first token, which [takes time](results-cost.md).
-*read once* names the raw cells that may be best without them, and *with a codec* the cell that scores most of those
-that read once and keep their rows in a codec. If they hold other bytes, these stand beside the score. A part in
-brackets has measured the cell on other samples.
+*read once* names the raw cells that may be best without them. *With a codec* names the cell with the highest score of
+those that read once and keep their rows in a codec or, of several whose intervals reach this score, the one with the
+fewest bytes. If they hold other bytes, these stand beside the score. If a part is named in brackets, the cell was
+measured there, on other samples. Some methods need [a file for the model](files-for-methods.md). That of
+`duo_attention` was made from KVzip's scores, and its authors train one.
 """
 NEEDS = {  # question of the prompts -> title of the need
     "visible": "The question is known when the cache is cut",
@@ -148,10 +151,16 @@ def name_read_once(column: Column) -> str:
 
 
 def name_coded(sections: Sequence[Section], column: Column) -> str:
-    """Return the cell with a codec that scores most of those that read each prompt once and hold hardly more bytes."""
+    """Return the cell with a codec that may be best of those that read each prompt once and hold hardly more bytes.
+
+    If its whole interval is below the score of the raw cell that reads once, there is none to recommend.
+    """
     coded, section = find_best_coded(column, sections)
     if coded is None or section is None:
         return ""
+    once, _ = choose_once(column)
+    if once and coded["score_high"] < once[0]["score"]:
+        return "none scores as much"
     part = "" if section is column.section else f" ({name_part(section)})"
     return f"{coded['label']}: {say_score(coded, column)}{part}"
 
@@ -169,6 +178,7 @@ def recommend_task(section: Section, margin: float) -> list[str]:
         return []
     kept, *_ = count_losses(section, smaller, margin)
     none = "" if kept else " So none of them is recommended."
+    none += " No cell with a codec was measured." if all(line["codec"] == "raw" for line in smaller) else ""
     if section.question == "visible" and list_cut(section):
         none += f" {describe_turns(section)}"
     text = [f"{wrap(f'*Question {section.question}.* {describe_smaller(section, smaller, margin)}{none}')}\n"]
@@ -196,17 +206,32 @@ def recommend_readers(sections: Sequence[Section]) -> list[str]:
     if not known:
         return []
     section = max(known, key=lambda entry: entry[:2])[2]
-    front = find_front(section.list_cells(READING), lambda line: float(line["rows_attended"]))
+    cells = section.list_cells(READING)
+    front = [
+        line
+        for line in find_front(cells, lambda line: float(line["rows_attended"]))
+        if not any(is_better(other, line) for other in cells)
+    ]
     listed = [
         TableColumn("rows read", "", lambda line: say_percent(line["rows_attended"])),
         TableColumn("cell", "", lambda line: line["label"]),
-        TableColumn("bytes held", "", lambda line: say_percent(line["bytes_held"])),
+        TableColumn("bytes in all", "", lambda line: say_percent(line["bytes_in_all"] or line["bytes_held"])),
         TableColumn("score", "", format_score_interval),
         TableColumn("diff", "", lambda line: format_change(line, "difference")),
     ]
     place = name_place(section, "cells that no other one beats with fewer rows read; neighbours may tie")
-    text = "Where the whole cache fits, a method may hold all rows and let a token read few of them:"
+    text = (
+        "Where the whole cache fits, a method may hold all rows and let a token read few of them. What it keeps beside "
+        "the rows to choose them, such as codes and bounds, is in *bytes in all*:"
+    )
     return [f"{text}\n", *format_markdown(listed, front), "", wrap(f"*({place})*"), ""]
+
+
+def is_better(other: Line, line: Line) -> bool:
+    """Return whether another cell reads hardly more rows, and the whole interval of its score is higher."""
+    return bool(
+        other["rows_attended"] <= (1 + EQUAL) * line["rows_attended"] and other["score_low"] > line["score_high"]
+    )
 
 
 def recommend_speed(tables: Sequence[CostTable]) -> list[str]:

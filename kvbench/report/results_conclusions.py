@@ -8,6 +8,7 @@ with most samples a cell. What the lines do not show is said to be not shown; wh
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 from kvbench.analysis.byte_classes import SPREAD
@@ -28,6 +29,7 @@ from kvbench.report.results_cells import (
     count_with_files,
     describe_protocol,
     find_spreads,
+    is_beaten_by,
     is_decided,
     is_kept,
     knows_pairs,
@@ -49,7 +51,7 @@ from kvbench.report.results_text import (
     say_percent,
 )
 
-LITTLE = 5  # points; a cell that scores less with the question in sight has little to lose
+CHANCE = "random"  # method that keeps rows by chance
 LEVEL = 0.2  # share of the bytes at which methods are compared
 REACH = 0.15  # part of a level by which the bytes of its cells may differ from it
 ALONE = (
@@ -57,6 +59,7 @@ ALONE = (
     "one of many cells does so more often."
 )
 FEW = 3  # cells that may be the best and are still named
+MANY = 12  # cells that change and are still named
 
 
 class Column(NamedTuple):
@@ -307,7 +310,8 @@ def describe_leaders(leaders: Sequence[Line]) -> str:
     if len(leaders) > 1:
         score = f"{names[0]}: {format_score_interval(first)}"
         return f"{join_words(names, 'or')} is the best, and the samples do not tell which ({score})"
-    needs = ", which needs a file made for the model," if count_with_files(first) > first["bytes_held"] else ""
+    file = ", which needs a [file made for the model](files-for-methods.md),"
+    needs = file if count_with_files(first) > first["bytes_held"] else ""
     return f"{names[0]}{needs} has the highest score: {format_score_interval(first)}"
 
 
@@ -322,7 +326,8 @@ def find_best_coded(
         least: Share of the bytes that the cell holds at least.
 
     Returns:
-        The cell and its section; (None, None) if there is none.
+        The cell and its section; (None, None) if there is none. Of cells whose intervals reach the highest score, it is
+        the one with the fewest bytes.
     """
     most = (1 + EQUAL) * column.leaders[0]["bytes_held"]
     own = column.section
@@ -333,7 +338,11 @@ def find_best_coded(
         for line in list_coded(section)
         if least <= line["bytes_held"] <= most
     ]
-    return max(coded, key=lambda entry: (entry[0]["score"], entry[1] is own), default=(None, None))
+    highest = max((line["score"] for line, _ in coded), default=0.0)
+    near = [entry for entry in coded if entry[0]["score_high"] >= highest]
+    return min(
+        near, key=lambda entry: (entry[0]["bytes_held"], -entry[0]["score"], entry[1] is not own), default=(None, None)
+    )
 
 
 def list_coded(section: Section) -> list[Line]:
@@ -380,17 +389,17 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
         return None
     signs = sign_cells(changed, "question_gain")
     falls, rises = signs.count(-1), signs.count(1)
-    same = [name_cell(line) for line, sign in zip(changed, signs, strict=True) if sign == 0]
+    fallen, same = (
+        sort_by_score(line for line, each in zip(changed, signs, strict=True) if each == sign) for sign in (-1, 0)
+    )
     most = max(changed, key=lambda line: (abs(line["question_gain"]), line["label"]))
     rise = f" and raises it in {rises}" if rises else ""
     held = format_range([line["bytes_held"] for line in changed], say_percent)
-    others = f" At this budget, the cells hold {held} of the bytes."
+    others = f" The score falls for {name_cells(fallen)}." if 1 < len(fallen) <= MANY else ""
     if same:
-        named = f" No change is shown for {join_words(same, 'and')}."
-        others += named if len(same) <= FEW else f" In {len(same)} no change is shown."
-    low = [line for line in changed if line["score"] - line["question_gain"] < LITTLE]
-    if same and low:
-        others += f" {len(low)} of the {len(changed)} score less than {LITTLE} points even with the question in sight."
+        named = f" No change is shown for {name_cells(same)}."
+        others += named if len(same) <= FEW else f" In {len(same)} no change is shown{describe_chance(same, sections)}."
+    others += f" The cells hold {held} of the bytes, because the question's rows come on top of the budget."
     best, shift = column.leaders[0], ""
     if best in changed and best != most:
         shift = (
@@ -403,6 +412,31 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
         f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column, sections)}{shift}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
     )
+
+
+def name_cells(cells: Sequence[Line]) -> str:
+    """Return the names of cells as an English list."""
+    return join_words([name_cell(line) for line in cells], "and")
+
+
+def describe_chance(cells: Sequence[Line], sections: Sequence[Section]) -> str:
+    """Return how many cells are not better for certain than rows kept by chance, even with the question in sight.
+
+    Such cells have little to lose. It is the end of a sentence about them, and empty if there are none, or if no cell
+    of CHANCE was measured in the same class.
+    """
+    place = [cells[0][name] for name in ("model", "task", "protocol")]
+    names = [(line["label"], line["budget"]) for line in cells]
+    for section in sections:
+        if section.question != "visible" or [section.model, section.task, section.protocol[3]] != place:
+            continue
+        for alike in section.list_classes():
+            chance = next((line for line in alike if line["method"] == CHANCE), None)
+            known = [line for line in alike if (line["label"], line["budget"]) in names]
+            low = sum(not is_beaten_by(chance, line) for line in known) if chance else 0
+            if low:
+                return f", {low} of which are not told apart from `{CHANCE}` even with the question in sight"
+    return ""
 
 
 def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -485,8 +519,12 @@ def describe_kept(sections: Sequence[Section], margin: float) -> str:
         for line in (kept[0], once)
     )
     bound = f"{find_margin(section.full['score'], margin):.1f} points"
-    then = "" if once is kept[0] else f" and, of the cells that read each prompt once, {other}"
-    return f" Shown to [lose at most {bound}](which-method.md) ({name_part(section)}): {first}{then}."
+    then = "" if once is kept[0] else f"; of those that read each prompt once, this is {other}"
+    count = len(list_smaller(section))
+    smallest = (
+        f" Of the {count} cells of {name_part(section)} with fewer bytes than the full cache, the smallest that is"
+    )
+    return f"{smallest} shown to [lose at most {bound}](which-method.md) is {first}{then}.{describe_worst(kept[0])}"
 
 
 def conclude_no_worse(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -517,7 +555,8 @@ def describe_worst(line: Line) -> str:
     """Return a sentence about the subtask in which a cell loses most, with a space before it; nothing if unknown."""
     if line.get("worst_subtask") is None:
         return ""
-    return f" In `{line['worst_subtask']}`, where it loses most, the difference is {format_change(line, 'worst')}."
+    worst = f"where {name_cell(line)} loses most, the difference is {format_change(line, 'worst')}"
+    return f" In `{line['worst_subtask']}`, {worst}."
 
 
 def describe_other_kept(kept: Sequence[Line]) -> str:
@@ -553,21 +592,51 @@ def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion |
         pairs = [each for each in section.planned if all(lines[each.one][k] == lines[each.other][k] for k in alike)]
         if not pairs:
             continue
-        differ = sum(each.sign != 0 for each in pairs)
+        differ = [lines[each.one]["method"] for each in pairs if each.sign != 0]
+        methods = {lines[each.one]["method"] for each in pairs}
         widest = max(pairs, key=lambda each: abs(each.change[0]))
         one, other = lines[widest.one], lines[widest.other]
         spreads = find_spreads(section)
         apart, count = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
         change = f"{format_number(one['score'])} and {format_number(other['score'])}, "
         return Conclusion(
-            f"Settings alone change the score of a method in {differ} of {len(pairs)} planned comparisons "
-            "(jointly at 95 %).",
-            f"The widest is that of {name_cell(one)} and {name_cell(other)} with a budget of "
+            f"Settings alone change the score of {len(set(differ))} of {len(methods)} methods, in {len(differ)} of "
+            f"{len(pairs)} planned comparisons (jointly at 95 %).",
+            f"The widest of these is that of {name_cell(one)} and {name_cell(other)} with a budget of "
             f"{format_budget(one['budget'])}: {change}a difference of {format_difference(*widest.change)}. Of all "
-            f"{count} pairs of cells of one method, budget and like bytes, {apart} are told apart (jointly at 95 %).",
+            f"{count} pairs of cells of one method, budget and like bytes, {apart} are told apart (jointly at 95 %)."
+            f"{describe_order(section)}",
             name_place(section, "two presets of a method at one budget"),
         )
     return None
+
+
+def describe_order(section: Section) -> str:
+    """Return in how many pairs of methods the settings decide which one scores more, with a space before it.
+
+    That is shown if a cell of the one is better than a cell of the other, and another cell of the other better than
+    another one of the first, at equal budgets and bytes and without an allocator (jointly, as ranks are).
+    """
+    column = choose_column([section])
+    if column is None:
+        return ""
+    cells: dict[str, list[Line]] = {}
+    for line in column.cells:
+        if line["allocator"] == "uniform":
+            cells.setdefault(line["method"], []).append(line)
+
+    def wins(one: str, other: str) -> bool:
+        return any(is_beaten_by(worse, better) for better in cells[one] for worse in cells[other])
+
+    pairs = list(combinations(cells, 2))
+    turned = [pair for pair in pairs if wins(*pair) and wins(*pair[::-1])]
+    if not turned:
+        return ""
+    named = f" ({join_words(['`{}` and `{}`'.format(*pair) for pair in turned], 'or')})" if len(turned) <= FEW else ""
+    return (
+        f" In {len(turned)} of {len(pairs)} pairs of methods{named}, the settings decide which one scores more with "
+        f"{column.share} of the bytes (jointly at 95 %)."
+    )
 
 
 def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -580,20 +649,21 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
     )
     for where, tasks, question in places:
         section = choose_task(sections, tasks, question) or choose_task(sections, tasks)
-        smaller = list_smaller(section) if section else []
+        smaller = [line for line in list_smaller(section) if line["rows_kept"] < ALL] if section else []
         if section is None or not smaller:
             continue
         *_, undecided = count_losses(section, smaller, margin)
         decided = undecided < len(smaller)
         counted = counted or decided
         where += " and the cache is cut before the first one" if section.question == "hidden" else ""
-        where += f" (`{section.model}`)" if main and section.model != main[0].model else ""
+        other = main and section.model != main[0].model
+        where += f" (task `{section.task}`, model `{section.model}`)" if other else ""
         less = sign_cells(smaller, OF_ALL).count(-1)
-        found = f"{less} of {len(smaller)} cells with fewer bytes {'is' if less == 1 else 'are'} shown to score less"
+        found = f"{less} of {len(smaller)} cut caches {'is' if less == 1 else 'are'} shown to score less"
         heads.append(f"{where}, {found if decided else 'these samples decide nothing'}")
         texts.append(describe_smaller(section, smaller, margin, counts=False))
         raw = ", none with a codec" if all(line["codec"] == "raw" for line in smaller) else ""
-        cells.append(name_place(section, f"cells with fewer bytes than the full cache{raw}"))
+        cells.append(name_place(section, f"cells that keep some of the rows{raw}"))
         turned = choose_task(sections, tasks)
         cut = list_cut(turned) if turned is not None else []
         if turned is not None and cut:

@@ -1,8 +1,9 @@
 """Draw the figure of docs/results.md: score over measured bytes, with ties as bands.
 
 It shows the section of the main protocol with most cells, with the question visible. A band spans evicting cells that
-hold like bytes and of which no two are told apart, from the lowest to the highest of their scores. Up to NAMED
-labels have colours and stand in the key: those on the front by bytes first, then those that may be the best, then those
+hold like bytes and of which no two are told apart, from the lowest to the highest of their scores. Bands stand to the
+right of their cells, and those that overlap side by side. Up to NAMED labels have colours, of which no two are the
+same, and stand in the key, the highest score first: those on the front by bytes, those that may be the best, and those
 with the highest scores. Other cells are grey.
 Methods that read few of many rows lie at the bytes that they hold, and have hollow marks.
 """
@@ -29,16 +30,20 @@ from kvbench.report.results_cells import (
 )
 from kvbench.report.results_conclusions import choose_question
 from kvbench.report.results_text import format_budget
-from kvbench.report.style import choose_styles
+from kvbench.report.style import COLOURS, choose_styles
 
 FIGURE = "results"  # name of the picture
 HEIGHT = 300  # pixels
-NAMED = 10  # cells' labels in the key at most
+NAMED = len(COLOURS)  # cells' labels in the key at most
 GREY = "#9aa0a6"
-BAND, OPACITY = "#56B4E9", 0.3  # of a band
+BAND, OPACITY = "#56B4E9", 0.5  # of a band
 PALE = "#" + "".join(f"{round(255 - OPACITY * (255 - part)):02X}" for part in bytes.fromhex(BAND[1:]))  # on white
 BYTES = f"{charts.BYTES} (log scale)"
-SPREAD = 1.07  # by which a band is wider than its cells
+BESIDE, WIDTH, STEP = (
+    1.035,
+    1.02,
+    1.03,
+)  # factors of the bytes: where bands begin, their width, and from one to the next
 
 
 def choose_figure(sections: Sequence[Section]) -> Section | None:
@@ -63,14 +68,16 @@ def make_drawing(section: Section, pixels: float) -> Drawing:
     leaders = [line for cells in classes for line in list_leaders(cells)]
     cells = section.list_cells(EVICTING, POINT)
     named = name_labels([*find_front(cells), *find_best_of_labels(leaders), *find_best_of_labels(cells)])
-    styles = dict(zip(named, choose_styles(list(named.values())), strict=True))
+    styles = choose_looks(named)
     rows = [describe_point(line, styles) for line in list_methods(section.cells)]
-    bands = [describe_band(alike) for cells in classes for alike in list_ties(cells)]
+    bands = [band for cells in classes for band in describe_bands(list_ties(cells))]
     full = {name: section.full[name] for name in ("score", "score_low", "score_high")}
     key = [{"label": label, **style, "dash": None} for label, style in styles.items()]
     key += [print_charts.FULL_KEY]
     if not all(row["named"] for row in rows):
         key += [{"label": "other cells", "colour": GREY, "shape": "circle", "dash": None}]
+    if any(row["kind"] == READING for row in rows):
+        key += [{"label": "keeps all rows, reads few (hollow)", "colour": GREY, "shape": "circle", "dash": None}]
     if bands:
         key += [{"label": "cells that are not told apart", "colour": PALE, "shape": "square", "dash": None}]
     about = [section.full["average"], f"{section.samples} samples a cell"]
@@ -94,9 +101,21 @@ def find_best_of_labels(cells: Sequence[Line]) -> list[Line]:
 
 
 def name_labels(cells: Sequence[Line]) -> dict[str, str]:
-    """Return label -> method of the first NAMED labels of cells."""
+    """Return label -> method of the first NAMED labels of cells, the label of the highest score first."""
     methods = {line["label"]: line["method"] for line in cells}
-    return dict(list(methods.items())[:NAMED])
+    scores = {label: max(line["score"] for line in cells if line["label"] == label) for label in methods}
+    return {label: methods[label] for label in sorted(list(methods)[:NAMED], key=lambda label: -scores[label])}
+
+
+def choose_looks(named: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the style of each label: its method's (`choose_styles`), or a free colour if that one is taken."""
+    looks, taken = {}, set[str]()
+    for label, style in zip(named, choose_styles(list(named.values())), strict=True):
+        free = [style["colour"], *(colour for colour in COLOURS.values() if colour not in taken)]
+        colour = free[0] if free[0] not in taken else free[1]
+        taken.add(colour)
+        looks[label] = style | {"colour": colour}
+    return looks
 
 
 def describe_point(line: Line, styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -114,11 +133,19 @@ def describe_point(line: Line, styles: Mapping[str, Mapping[str, Any]]) -> dict[
     }
 
 
-def describe_band(cells: Sequence[Line]) -> dict[str, float]:
-    """Return the ends of the band of cells that are not told apart."""
-    shares, scores = [line["bytes_held"] for line in cells], [line["score"] for line in cells]
-    ends = {"share_low": min(shares) / SPREAD, "share_high": max(shares) * SPREAD}
-    return ends | {"score_low": min(scores) - 1, "score_high": max(scores) + 1}
+def describe_bands(ties: Sequence[Sequence[Line]]) -> list[dict[str, float]]:
+    """Return the ends of the band of each tie of a class, in the first place to the right that no other one takes."""
+    bands: list[dict[str, float]] = []
+    right = max((line["bytes_held"] for cells in ties for line in cells), default=0.0)
+    lows: list[float] = []  # lower end of the last band at each place
+    for cells in ties:
+        scores = [line["score"] for line in cells]
+        low, high = min(scores) - 1, max(scores) + 1
+        place = next((place for place, end in enumerate(lows) if high < end), len(lows))
+        lows[place : place + 1] = [low]
+        left = right * BESIDE * STEP**place
+        bands.append({"share_low": left, "share_high": left * WIDTH, "score_low": low, "score_high": high})
+    return bands
 
 
 def chart_ties(least: float) -> alt.LayerChart:

@@ -78,8 +78,9 @@ large ones** ([more](#what-they-cannot-tell)). {counts} Every number is in {link
 measured](results-measured.md) has the commands.
 
 A *cell* is a method with a budget, a codec or both. Its score is between 0 and 100: the mean over the subtasks of a
-task, such as the 13 of RULER. *Raw* rows are keys and values without a codec. The [glossary](glossary.md) has the other
-words.
+task, such as the 13 of RULER. *Raw* rows are keys and values without a codec. *Bytes* are those of the keys and values
+in memory when the answer begins, as a share of the full cache's. *Jointly at 95 %* means that all signs that a sentence
+counts are right in 95 of 100 such studies. The [glossary](glossary.md) has other words.
 
 ![Score over measured bytes](images/{figure}.svg)
 
@@ -90,8 +91,8 @@ words.
 CAPTION = """\
 Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. {ties}{older}{hollow}"""
 TIES = (
-    "A blue band spans neighbours by score, with raw rows and like bytes, of which no two are told apart (all ranks of "
-    "one share of the bytes hold together with 95 % confidence). "
+    "A blue band beside marks spans neighbours by score, with raw rows and like bytes, of which no two can be told "
+    "apart (all ranks of one share of the bytes hold together with 95 % confidence). "
 )
 ONE_BEST = "Of the raw cells of like bytes, {best} is shown to be the best each time. "
 HOLLOW = "Hollow marks are methods that keep all rows but attend to few."
@@ -102,9 +103,8 @@ measured for this topic, else smollm2, else reference. Of this model it takes th
 rules are: the best of the most cells compared at {level} of the bytes, and the fewest bytes that lose at most a
 [margin](statistics.md#margins-and-counts); what hiding the question changes there; cells with a codec against raw rows
 of equal bytes; planned comparisons of two settings of a method; and losses where answers are long or a context gets
-several questions. But for the first two, they take the part with most samples a cell. *Jointly at 95 %*: all signs that
-a sentence counts are right in 95 of 100 such studies. [Which method should I use?](which-method.md) draws on the same
-data.
+several questions. But for the first two, they take the part with most samples a cell. [Which method should I
+use?](which-method.md) draws on the same data.
 """
 TERMS = """\
 Tables of scores are sorted by the mean score over their budgets, the highest first, with the full cache last, or by
@@ -134,6 +134,10 @@ tell](results.md#what-they-cannot-tell) applies here, too.
 ONE_SEED = (
     "Files of other seeds were not measured yet (part seeds): each file below comes from one training or calibration, "
     "so a difference between two files also holds the luck of these."
+)
+NAMES = (
+    "[Methods](methods.md) says what each preset sets, and where it comes from. A slash joins the names of presets "
+    "that set the same."
 )
 HIDDEN_BYTES = (
     "Both cells of a change have the same budget, but not always the same bytes: the rows of a hidden question come on "
@@ -368,6 +372,8 @@ def format_subpage(
     answers = [f"{wrap(conclusion.write())}\n" for conclusion in answer_page(page, sections, margin)]
     if page != MODELS:
         answers.append(wrap_paragraphs(TERMS.format(mark=KEPT, margin=margin)))
+    if page == PRESETS:
+        answers.append(f"{wrap(NAMES)}\n")
     return "\n".join([head, *([*answers, *body] if body else ["Nothing was measured for this yet.\n"])])
 
 

@@ -78,10 +78,10 @@ raw."""
 PAIRED = " The intervals of *{column}* are paired by sample."
 INDEPENDENT = " The intervals of *{column}* take the two scores as independent, and are wider than paired ones."
 TURNS = (
-    "**By question.** Of {count} cells, {less} more against the full cache at the last of {turns} questions about "
-    "a context than at the first, and {more} less (jointly at 95 %). *question 1* and so on are the differences "
-    "from the full cache at each question, and *change* is the last one less the first, paired by context, with its "
-    "95 % interval. The cell that worsens most is first."
+    "**By question.** Of {count} cells, those that keep all rows included, {less} more against the full cache at the "
+    "last of {turns} questions about a context than at the first, and {more} less (jointly at 95 %). *question 1* and "
+    "so on are the differences from the full cache at each question, and *change* is the last one less the first, "
+    "paired by context, with its 95 % interval. The cell that worsens most is first."
 )
 PLANNED = (
     "**Planned comparisons.** These pairs were named before they were measured. Two cells of the same budget do not "
@@ -303,16 +303,27 @@ def say_undecided(count: int) -> str:
 
 
 def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
-    """Return a table of paired changes with 95 % intervals: labels down in their order, budgets across."""
-    rows = arrange(cells)
-    budgets = [*list_budgets(cells), *dict.fromkeys(line["budget"] for line in cells if is_decided(line))]
+    """Return paired changes with 95 % intervals.
+
+    A table has the evicting cells, labels down in their order and budgets across. Others have a line each.
+    """
+    evicting, listed = ([line for line in cells if (classify(line) == EVICTING) is kind] for kind in (True, False))
+    rows = arrange(evicting)
 
     def show(budget: float | int | str) -> Callable[[str], str]:
         return lambda label: format_change(rows[label][budget], gain) if budget in rows[label] else ""
 
     columns = [Column("method", "", lambda label: label)]
-    columns += [Column(format_budget(budget), "", show(budget)) for budget in budgets]
-    return format_markdown(columns, sorted(rows))
+    columns += [Column(format_budget(budget), "", show(budget)) for budget in list_budgets(evicting)]
+    others = [
+        Column("cell", "", lambda line: line["label"]),
+        Column("budget", "", lambda line: format_budget(line["budget"])),
+        Column("change", "", lambda line: format_change(line, gain)),
+    ]
+    tables = [format_markdown(columns, sorted(rows))] if rows else []
+    if listed:
+        tables.append(format_markdown(others, sorted(listed, key=lambda line: (line["label"], str(line["budget"])))))
+    return "\n\n".join("\n".join(table) for table in tables).split("\n")
 
 
 def format_bytes(sections: Sequence[Section]) -> list[str]:

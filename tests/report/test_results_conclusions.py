@@ -21,12 +21,19 @@ from kvbench.report.results_conclusions import (
     conclude_long,
     conclude_no_worse,
     conclude_presets,
+    describe_chance,
     describe_leaders,
+    describe_order,
     draw_conclusions,
 )
 from kvbench.report.results_figure import (
+    BESIDE,
+    NAMED,
+    STEP,
+    WIDTH,
     choose_figure,
-    describe_band,
+    choose_looks,
+    describe_bands,
     find_best_of_labels,
     make_drawing,
     name_labels,
@@ -126,14 +133,20 @@ def test_hiding_the_question_is_counted_jointly():
     lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
     sentence = conclude_hidden(split_sections({"a": lines}), 3.0)
     assert "lowers the score in 1 of 3 cells (jointly at 95 %)." in sentence.headline
-    assert "with the question in sight. With" not in sentence.text  # none of the cells scored little there
-    start = "The largest change is that of `kvzip`: -30.0 [-40.0, -20.0]. At this budget, the cells hold 20 % of "
-    start += "the bytes. No change is shown for `tova` and `random`. With"
+    start = "The largest change is that of `kvzip`: -30.0 [-40.0, -20.0]. No change is shown for `tova` and `random`. "
+    start += "The cells hold 20 % of the bytes, because the question's rows come on top of the budget. With"
     assert sentence.text.startswith(start)
     assert conclude_hidden(split(a=make_class(*BEST)), 3.0) is None
-    hidden[2] |= {"score": 2.0}
-    poor = conclude_hidden(split_sections({"a": lines[:5] + hidden}), 3.0)
-    assert "1 of the 3 score less than 5 points even with the question in sight. With" in poor.text
+    names = [line["label"] for line in lines[3:5]]
+    more = [lines[3] | {"label": name, "hash": name} for name in "abc"]
+    seen, cut = split_sections({"a": [*lines[:5], *rank(more, *[(4, 6)] * 3)]}), [*lines[3:5], *more]
+    assert names == ["tova", "random"] and describe_chance(cut, seen) == (
+        ", 4 of which are not told apart from `random` even with the question in sight"
+    )
+    assert describe_chance(cut, split(a=make_class(*BEST)[:2])) == describe_chance(lines[3:4], seen[:1]) == ""
+    fallen = [line | gains for line in hidden]
+    text = conclude_hidden(split_sections({"a": [*lines[:5], *fallen]}), 3.0).text
+    assert " The score falls for `kvzip`, `tova` and `random`. The cells hold" in text
     hidden[2] |= {"question_gain": 35.0, "question_gain_low": 30.0, "question_gain_high": 40.0}
     lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
     both = conclude_hidden(split_sections({"a": lines}), 3.0)
@@ -169,13 +182,16 @@ def test_more_samples_of_a_cell_that_is_named_are_told():
 
 def test_the_first_conclusion_says_how_few_bytes_lose_little():
     twice, once = (make_line(name, budget, 89.0, low=-2.5) for name, budget in (("kvzip", 0.3), ("tova", 0.5)))
-    bound = " Shown to [lose at most 3.0 points](which-method.md) (part a): "
+    bound = "shown to [lose at most 3.0 points](which-method.md) is "
 
     def describe(*kept: dict) -> str:
         return conclude_best(split(a=[*make_class(*BEST), *kept]), 3.0).text
 
     first, other = (f"`{name}` with {share} % of the bytes" for name, share in (("kvzip", 30), ("tova", 50)))
-    assert describe(twice, once).endswith(f"{bound}{first} and, of the cells that read each prompt once, {other}.")
+    cells = " Of the 5 cells of part a with fewer bytes than the full cache, the smallest that is "
+    assert describe(twice, once).endswith(
+        f"{cells}{bound}{first}; of those that read each prompt once, this is {other}."
+    )
     assert describe(twice).endswith(f"{bound}{first}.") and describe(once).endswith(f"{bound}{other}.")
     assert bound not in describe()
 
@@ -193,10 +209,25 @@ def test_settings_of_one_method_are_compared_as_planned():
     ]
     numbers = PartNumbers(lines, planned, [planned[0]])
     found = conclude_presets(split_sections({"p": lines}, {"p": numbers}), 3.0)
-    assert "change the score of a method in 1 of 2 planned comparisons (jointly at 95 %)." in found.headline
+    assert "score of 1 of 1 methods, in 1 of 2 planned comparisons (jointly at 95 %)." in found.headline
     assert "that of `a` and `a b` with a budget of 20 %: 50.0 and 20.0, a difference of -30.0 [-35.0," in found.text
     assert "Of all 1 pairs of cells" in found.text and "1 are told apart" in found.text
     assert conclude_presets(split(p=cells), 3.0) is None
+
+
+def test_settings_that_decide_which_of_two_methods_is_better_are_counted():
+    labels = {"a x": "a", "b x": "b", "a y": "a", "b y": "b", "c": "c"}
+    cells = [
+        make_line(label, 0.2, 80.0 - 10 * at) | {"method": name} for at, (label, name) in enumerate(labels.items())
+    ]
+    told = rank(cells, *[(place, place) for place in range(1, 6)])
+    [section] = split(p=told)
+    assert describe_order(section) == (
+        " In 1 of 3 pairs of methods (`a` and `b`), the settings decide which one scores more with 20 % of the bytes "
+        "(jointly at 95 %)."
+    )
+    assert describe_order(split(p=[line | {"allocator": "ada"} for line in told])[0]) == ""
+    assert describe_order(split(p=told[:1])[0]) == describe_order(split(p=rank(cells, *[(1, 5)] * 5))[0]) == ""
 
 
 def test_what_a_method_needs_is_said():
@@ -208,7 +239,7 @@ def test_what_a_method_needs_is_said():
 
     assert "It reads each prompt twice" in describe("kvzip") and "Both read each prompt" in describe("kvzip", "kvgrad")
     assert "`kvzip` reads each prompt twice" in describe("kvzip", "tova")
-    needs = "`duo_attention`, which needs a file made for the model, has the highest score"
+    needs = "`duo_attention`, which needs a [file made for the model](files-for-methods.md), has the highest score"
     assert needs in describe("kvzip", bytes_with_files=0.21) and "needs" not in describe("kvzip", bytes_with_files=0.2)
 
 
@@ -278,7 +309,7 @@ def test_the_fewest_bytes_are_those_of_a_cell_that_is_shown_to_be_no_worse():
     assert mean.endswith("at most 3.0 points in the mean of 13 subtasks.")
     worst = {"worst_subtask": "qa", "worst": -8.0, "worst_low": -9.0, "worst_high": -7.0}
     twice = conclude_no_worse(split(a=[small, middle | worst | {"method": "kvzip"}, large | {"label": "tova"}]), 3.0)
-    assert " In `qa`, where it loses most, the difference is -8.0 [-9.0, -7.0]. Of the cells that" in twice.text
+    assert " In `qa`, where `snapkv` loses most, the difference is -8.0 [-9.0, -7.0]. Of the cells that" in twice.text
     assert "that read each prompt once, the same is shown for `tova` with 75 % of the bytes (-1.0 [" in twice.text
     assert (
         "3 cells with fewer bytes than the full cache were compared with the full" in shown.text
@@ -308,9 +339,9 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     answers.append(make_line("full · delta", 1.0, 10.0, codec="delta", bytes_held=1.2, task="ledger"))
     both = conclude_long(split_sections({"h": turns, "l": answers}), 3.0)
     assert both.headline == (
-        "Where answers are long, 0 of 1 cells with fewer bytes are shown to score less; where a context gets several "
-        "questions and the cache is cut before the first one, 3 of 3 cells with fewer bytes are shown to score less "
-        "(each count jointly at 95 %)."
+        "Where answers are long, 0 of 1 cut caches are shown to score less; where a context gets several questions "
+        "and the cache is cut before the first one, 3 of 3 cut caches are shown to score less (each count jointly at "
+        "95 %)."
     )
     assert both.text.startswith(
         "On `ledger` the full cache scores 90.0 [85.0, 95.0]. `tova` with 20 % of the bytes scores most: 89.0 "
@@ -346,7 +377,9 @@ def test_long_answers_and_several_turns_share_a_conclusion():
     nothing = conclude_long(split_sections({"h": [turns[0], turns[2]]}), 3.0)
     assert nothing.headline.endswith("the cache is cut before the first one, these samples decide nothing.")
     kept = [line | {"task": "ledger"} for line in (make_full(), make_line("a", 0.2, 89.0, low=-1.5, high=-0.5))]
-    assert conclude_long(split_sections({"l": kept}), 3.0).headline.startswith("Where answers are long, 1 of 1 cells")
+    assert conclude_long(split_sections({"l": kept}), 3.0).headline.startswith(
+        "Where answers are long, 1 of 1 cut caches"
+    )
     unknown = [turns[0], turns[2], turns[3] | {"low": None, "high": None}]
     assert "None of 1 cells with fewer bytes" in conclude_long(split_sections({"h": unknown}), 3.0).text
     assert nothing.text.endswith("1 is undecided. The 95 % intervals of their differences reach 25 points to either "
@@ -430,12 +463,16 @@ def test_the_figure_shows_ties_as_bands():
     alone = make_line("tova", 0.5, 75.0)
     [section] = split(a=[*make_class(*TIED), alone, make_line("quest", 0.2, 60.0, bytes_held=1.0, rows_kept=1.0)])
     cells = make_class(*TIED)
-    assert describe_band(cells[:2]) == pytest.approx(
-        {"share_low": 0.2 / 1.07, "share_high": 0.2 * 1.07, "score_low": 69.0, "score_high": 81.0}
-    )
+    bands = describe_bands([cells[:2], cells[1:], [cells[2] | {"score": 8.0}]])  # the second one overlaps the first
+    assert [(band["score_low"], band["score_high"]) for band in bands] == [(69.0, 81.0), (9.0, 71.0), (7.0, 9.0)]
+    left = [band["share_low"] for band in bands]
+    assert left == pytest.approx([0.2 * BESIDE, 0.2 * BESIDE * STEP, 0.2 * BESIDE])
+    assert all(band["share_high"] == pytest.approx(band["share_low"] * WIDTH) for band in bands)
+    looks = choose_looks({"a": "dropkv", "b": "rkv", "c": "full"})  # two methods of one colour
+    assert len({style["colour"] for style in looks.values()}) == 3
     often = find_best_of_labels([cells[1], cells[0], cells[1]])
-    assert list(name_labels([cells[2], *often])) == ["random", "tova", "kvzip"]
-    assert len(name_labels([make_line(f"m{number}", 0.2, 50.0) for number in range(12)])) == 10
+    assert list(name_labels([cells[2], *often])) == ["kvzip", "tova", "random"]
+    assert len(name_labels([make_line(f"m{number}", 0.2, 50.0) for number in range(12)])) == NAMED
     assert choose_figure([section]) is section and choose_figure([]) is None
     drawing = make_drawing(section, 600)
     assert [(row["label"], row["named"], row["kind"]) for row in drawing.rows] == [
@@ -449,7 +486,7 @@ def test_the_figure_shows_ties_as_bands():
         -1
     ] == "120 samples a cell"
     [layer, *_] = drawing.chart(500).to_dict(validate=False)["layer"]
-    assert layer["data"] == {"name": "whole"} and drawing.tables["bands"] == [describe_band(cells[:2])]
+    assert layer["data"] == {"name": "whole"} and drawing.tables["bands"] == describe_bands([cells[:2]])
     fourth = make_line("sink", 0.2, 20.0)
     ranked = rank([*cells, fourth], (1, 1), (2, 3), (3, 4), (2, 4))  # behind the best, and tova beats random
     ranked[2]["beaten_by"] += " tova"
