@@ -31,7 +31,7 @@ compares cells with each other (kvbench.analysis.cell_comparisons).
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -80,12 +80,14 @@ class PartNumbers:
         planned: The planned comparisons; empty if only lines are known.
         varied: The comparisons of cells that differ in presets, settings or files alone; likewise.
         turns: The scores of cells by turn, where contexts get several questions; likewise.
+        subtasks: Run -> subtask -> mean score of its samples; likewise.
     """
 
     lines: Sequence[Line]
     planned: Sequence[CellComparison] = ()
     varied: Sequence[CellComparison] = ()
     turns: Sequence[TurnScores] = ()
+    subtasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def make_lines(runs: Sequence[StoredRun], files: Mapping[str, str] = MappingProxyType({})) -> list[Line]:
@@ -143,6 +145,17 @@ def describe_blocks(blocks: Sequence[ScoreBlock], files: Mapping[str, str]) -> l
             line |= {f"difference{SIGN}": signs.get(name), f"{OF_ALL}{SIGN}": joint.get(name)}
             lines.append(line | describe_origin(cell.run))
     return lines
+
+
+def average_subtasks(blocks: Sequence[ScoreBlock]) -> dict[str, dict[str, float]]:
+    """Return by run the mean score of each subtask, in points."""
+    return {
+        cell.run.hash: {
+            subtask: sum(float(cell.run.records[uid]["score"]) for uid in uids) / len(uids)
+            for subtask, uids in block.paired.places.items()
+        }
+        for block, _, cell in list_cells(blocks)
+    }
 
 
 def find_worst(cells: Sequence[MatrixCell], block: ScoreBlock) -> dict[str, Line]:
@@ -350,7 +363,11 @@ def read_part(path: Path, pairs: Sequence[tuple[str, str]] = ()) -> PartNumbers:
     runs, files = read_published(path)
     blocks = build_finished(runs)
     return PartNumbers(
-        describe_blocks(blocks, files), compare_planned(pairs, blocks), compare_variants(blocks), compare_turns(blocks)
+        describe_blocks(blocks, files),
+        compare_planned(pairs, blocks),
+        compare_variants(blocks),
+        compare_turns(blocks),
+        average_subtasks(blocks),
     )
 
 

@@ -9,7 +9,7 @@ task, question and protocol. Cells are of three kinds, which no table mixes:
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +47,7 @@ class Section:
         planned_in_all: Number of planned comparisons of the part that were measured; their signs hold together.
         varied: The comparisons of those that differ in presets, settings or files alone.
         turns: Their scores by turn, where contexts get several questions.
+        by_subtask: Run -> subtask -> mean score of its samples.
         earlier: Whether the part was measured before the study (`kvbench.report.results_origin.list_earlier`).
     """
 
@@ -57,6 +58,7 @@ class Section:
     planned_in_all: int = 0
     varied: Sequence[CellComparison] = ()
     turns: Sequence[TurnScores] = ()
+    by_subtask: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     earlier: bool = False
 
     @property
@@ -125,8 +127,8 @@ def split_sections(
                 for compared in (known.planned, known.varied)
             )
             turns = [each for each in known.turns if each.run in names]
-            in_all = len(known.planned)
-            sections.append(Section(part, protocol, cells, planned, in_all, varied, turns, part in earlier))
+            in_all, old = len(known.planned), part in earlier
+            sections.append(Section(part, protocol, cells, planned, in_all, varied, turns, known.subtasks, old))
     return sections
 
 

@@ -31,6 +31,8 @@ from kvbench.report.results_cells import (
 from kvbench.report.results_conclusions import (
     LEVEL,
     Conclusion,
+    choose_column,
+    choose_question,
     conclude_best,
     conclude_codecs,
     conclude_hidden,
@@ -45,7 +47,14 @@ from kvbench.report.results_limits import describe_models, format_limits
 from kvbench.report.results_models import format_models
 from kvbench.report.results_origin import describe_origin, describe_progress, list_earlier
 from kvbench.report.results_pictures import draw_pictures, list_pictures
-from kvbench.report.results_tables import format_bytes, format_equal_bytes, format_gains, format_section, format_spreads
+from kvbench.report.results_tables import (
+    format_bytes,
+    format_equal_bytes,
+    format_gains,
+    format_section,
+    format_spreads,
+    format_subtasks,
+)
 from kvbench.report.results_text import COMMENT, KEPT, format_budget, join_words, name_cell, wrap, wrap_paragraphs
 from kvbench.store.checksums import read_checksums
 from kvbench.validation import SettingError, require_choice
@@ -135,6 +144,7 @@ ONE_SEED = (
     "Files of other seeds were not measured yet (part seeds): each file below comes from one training or calibration, "
     "so a difference between two files also holds the luck of these."
 )
+BY_SUBTASK = f"Scores by subtask with {format_budget(LEVEL)} of the bytes"
 NAMES = (
     "[Methods](methods.md) says what each preset sets, and where it comes from. A slash joins the names of presets "
     "that set the same."
@@ -392,13 +402,25 @@ def answer_page(page: str, sections: Sequence[Section], margin: float) -> list[C
     return [conclusion for conclusion in drawn if conclusion is not None]
 
 
+def show_subtasks(sections: Sequence[Section], question: str) -> list[str]:
+    """Return the scores by subtask of the cells that the statement about the best method stands on."""
+    column = choose_column(choose_question(sections, question))
+    return format_subtasks(column.section, column.cells) if column else []
+
+
 def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]:
     """Return the headings and texts behind the sections of a sub-page, about what one setting changes."""
     if page == HIDDEN:
         gains = format_gains(sections, "question_gain")
-        return {"What changes when the question is hidden": [wrap(HIDDEN_BYTES), "", *gains] if gains else []}
+        return {
+            "What changes when the question is hidden": [wrap(HIDDEN_BYTES), "", *gains] if gains else [],
+            BY_SUBTASK: show_subtasks(sections, "hidden"),
+        }
     if page == EQUAL:
-        return {"What allocators bring": format_gains(sections, "allocator_gain")}
+        return {
+            BY_SUBTASK: show_subtasks(sections, "visible"),
+            "What allocators bring": format_gains(sections, "allocator_gain"),
+        }
     if page == PRESETS:
         shown = [section for section in sections if find_page(section) == PRESETS]
         spreads = format_spreads(shown or sections)

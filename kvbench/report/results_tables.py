@@ -8,9 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.cell_comparisons import CellComparison
+from kvbench.analysis.intervals import Values, mean
 from kvbench.analysis.joint_signs import find_margin
 from kvbench.analysis.result_lines import Line
-from kvbench.analysis.text_table import Column, format_interval, format_markdown, format_number, format_percent
+from kvbench.analysis.text_table import (
+    Column,
+    format_interval,
+    format_markdown,
+    format_number,
+    format_percent,
+    format_range,
+)
 from kvbench.report.results_cells import (
     ALL,
     EVICTING,
@@ -31,6 +39,7 @@ from kvbench.report.results_cells import (
     list_methods,
     pair_equal_bytes,
     sign_cells,
+    sort_by_score,
     split_classes,
 )
 from kvbench.report.results_text import (
@@ -84,7 +93,8 @@ TURNS = (
     "paired by context, with its 95 % interval. The cell that worsens most is first."
 )
 PLANNED = (
-    "**Planned comparisons.** These pairs were named before they were measured. Two cells of the same budget do not "
+    "**Planned comparisons.** These pairs were named before they were measured. Other settings of a method can turn "
+    "which one is better ([Presets and seeds](results-presets-and-seeds.md)). Two cells of the same budget do not "
     "always hold the same bytes, which stand beside them. *difference* is the score of the second cell "
     "less that of the first, paired by sample, with its 95 % interval. *more* says which of them scores "
     "more; these signs hold together with 95 % confidence for the {count} planned comparisons of the part that were "
@@ -259,6 +269,32 @@ def format_scores(section: Section, margin: float) -> list[str]:
         if len(budgets) <= WIDE and any(line["kl"] is not None for line in cells):
             columns.append(Column(title, "KL", show(budget, format_divergence)))
     return format_markdown(columns, [*ordered, full["label"]])
+
+
+def format_subtasks(section: Section, cells: Sequence[Line]) -> list[str]:
+    """Return the mean scores of some cells by subtask, and how precise they are; empty if they are unknown."""
+    known = section.by_subtask
+    shown = [line for line in (*sort_by_score(cells), section.full) if line["hash"] in known]
+    if len(shown) < 2 or (section.subtasks or 1) < 2:
+        return []
+    names = list(known[section.full["hash"]])
+    samples = section.samples // len(names)
+    half = mean([Values([100.0 * (place % 2) for place in range(samples)], [str(place) for place in range(samples)])])
+
+    def show(subtask: str) -> Callable[[Line], str]:
+        return lambda line: f"{known[line['hash']][subtask]:.0f}"
+
+    columns = [
+        Column("cell", "", lambda line: line["label"]),
+        *(Column(name.removeprefix("ruler_"), "", show(name)) for name in names),
+        Column("mean", "", lambda line: format_number(line["score"])),
+    ]
+    share = format_range([line["bytes_held"] for line in cells], say_percent)
+    sentence = (
+        f"**{section.title}.** The cells hold {share} of the bytes. With {samples} samples a subtask, the 95 % "
+        f"interval of a number near 50 reaches from {half.low:.0f} to {half.high:.0f}."
+    )
+    return [wrap(sentence), "", *format_markdown(columns, shown)]
 
 
 def format_listed(section: Section, kind: str, margin: float) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from kvbench.analysis import result_lines
 from kvbench.analysis.paired import compare_subtasks
-from kvbench.analysis.result_lines import format_lines, list_line_files, make_lines, parse_lines, read_lines
+from kvbench.analysis.result_lines import format_lines, list_line_files, make_lines, parse_lines, read_lines, read_part
 from kvbench.analysis.score_matrix import build_blocks
 from kvbench.store.published_file import write_published
 from kvbench.store.published_runs import publish
@@ -270,6 +270,10 @@ def test_a_file_of_rows_gives_the_lines_of_the_store(runs, tmp_path, monkeypatch
     write_published([publish(run) for run in finished], {"0123456789abcdef": "file"}, tmp_path / "x.parquet")
     lines = read_lines(tmp_path / "x.parquet")
     assert lines == make_lines(runs) and len(lines) == 13
+    means = read_part(tmp_path / "x.parquet").subtasks
+    for line in lines:  # all subtasks weigh the same
+        assert len(means[line["hash"]]) == line["subtasks"]
+        assert sum(means[line["hash"]].values()) / line["subtasks"] == pytest.approx(line["score"])
     monkeypatch.setattr(result_lines, "publish", lambda run: run)
     assert make_lines(runs) == lines  # from whole records
 

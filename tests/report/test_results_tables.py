@@ -25,6 +25,7 @@ from kvbench.report.results_tables import (
     format_scores,
     format_section,
     format_spreads,
+    format_subtasks,
 )
 from kvbench.report.results_text import format_ranks, format_score, wrap
 from tests.support.measured_lines import make_full, make_line, make_older, rank
@@ -82,6 +83,20 @@ def test_rows_go_by_their_mean_score_and_say_their_bytes():
     head = "| method | 50 % score | 50 % diff | 50 % bytes | 20 % score | 20 % diff | 20 % bytes |"
     assert table[0] == head and [row[0] for row in list_rows(table)] == ["tova", "sink", "full cache"]
     assert [row[6] for row in list_rows(table)] == ["20.0%", "20.0%", "100.0%"]
+
+
+def test_scores_by_subtask_say_how_precise_they_are():
+    lines = [make_full(subtasks=2, n=72), make_line("sink", 0.2, 40.0), make_line("tova", 0.2, 50.0)]
+    means = {"full cache": {"niah": 100.0, "ruler_vt": 80.0}, "sink": {"niah": 40.4, "ruler_vt": 39.6}}
+    [section] = split_sections({"a": lines}, {"a": PartNumbers(lines, subtasks=means)})
+    text, _, head, _, *rows = format_subtasks(section, section.cells[1:])
+    assert head == "| cell | niah | vt | mean |"
+    assert rows == ["| sink | 40 | 40 | 40.0 |", "| full cache | 100 | 80 | 90.0 |"]  # nothing is known of tova
+    assert " ".join(text.split()).endswith(
+        "The cells hold 20 % of the bytes. With 36 samples a subtask, the 95 % interval of a number near 50 reaches "
+        "from 33 to 67."
+    )
+    assert format_subtasks(split(*lines[1:]), lines[1:]) == []
 
 
 def test_tables_do_not_mix_kinds_of_cells():
