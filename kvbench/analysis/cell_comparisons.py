@@ -55,7 +55,7 @@ def compare_planned(pairs: Sequence[tuple[str, str]], blocks: Sequence[ScoreBloc
 
 
 def compare_variants(blocks: Sequence[ScoreBlock]) -> list[CellComparison]:
-    """Return the comparisons of all cells that differ in presets, settings or files alone and hold like bytes.
+    """Return the comparisons of all cells that differ in presets, settings or files alone and hold similar bytes.
 
     The signs of a block hold together. Of each pair, the second cell scores at least as much as the first.
     """

@@ -10,7 +10,7 @@ Of each run the matrix shows the mean score and its paired difference from the f
 the length limit; kvbench.analysis.score_matrix_columns lists all that it can show. Means over subtasks are those of
 `kvbench.analysis.budget_series.choose_weights`.
 
-The runs of a column that hold like bytes are a class (kvbench.analysis.byte_classes), and only these are compared: a
+The runs of a column that hold similar bytes are a class (kvbench.analysis.byte_classes), and only these are compared: a
 budget does not say what a codec or a method that reads few rows holds. The best of a class is the run with the highest
 mean score. Chance may have put it there, so a class also marks the runs that cannot be told from the best: a set that
 contains the truly best run with a confidence of 95 %. A run that is alone in its class has no mark. Run i of k is left

@@ -40,8 +40,8 @@ from kvbench.validation import escape
 
 LEAST_LABEL = 24  # letters that labels have in every table of text
 MARKS = (
-    f"Marks compare the methods of a budget that hold like bytes, or read like shares of the rows. {BEST} has the "
-    f"highest score of them. {TIED} cannot be told from it: the marked ones contain the truly best one with 95 % "
+    f"Marks compare the methods of a budget that hold similar bytes, or read similar shares of the rows. {BEST} has "
+    f"the highest score of them. {TIED} cannot be told from it: the marked ones contain the truly best one with 95 % "
     "confidence (simultaneous paired comparisons, Bonferroni). A method that no other one is like has no mark."
 )
 TEXT_WIDTH = 345  # points of a line in LaTeX's article, the narrowest page of its standard classes
@@ -244,8 +244,8 @@ def format_latex_table(block: ScoreBlock, budgets: Sequence[str], columns: Colum
     caption = escape_latex(f"{block.title}. {describe_samples(block)} {explain(columns)}")
     if any(column.marked for column in columns):
         caption += (
-            " Bold: highest score of the methods of a budget that hold like bytes, or read like shares of the rows. "
-            "\\dag: cannot be told from it (95\\,\\%, simultaneous paired comparisons)."
+            " Bold: highest score of the methods of a budget that hold similar bytes, or read similar shares of the "
+            "rows. \\dag: cannot be told from it (95\\,\\%, simultaneous paired comparisons)."
         )
     many = len(columns)
     heads = [f"\\multicolumn{{{many}}}{{c}}{{{escape_latex(budget)}}}" for budget in budgets]

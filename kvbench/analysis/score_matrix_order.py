@@ -151,7 +151,7 @@ def gather_points(block: ScoreBlock, points: Mapping[str, Mapping[str, MatrixCel
 def find_points(block: ScoreBlock) -> dict[str, Mapping[str, MatrixCell]]:
     """Return the rows of a block whose budgets say little: all of their cells are points (`is_point`).
 
-    A row stays if it is compared with one that stays, so that no class of like bytes is divided.
+    A row stays if it is compared with one that stays, so that no class of similar bytes is divided.
     """
     points = {label: cells for label, cells in block.rows.items() if all(map(is_point, cells.values()))}
     while True:

@@ -54,9 +54,9 @@ LEGEND = (
     f"{APART}: this full cache's mean score differs from that of so many other submissions on the same samples, by "
     f"more than the 95 % interval of the paired difference. {OTHERWISE}: some samples have another score there. A full "
     "cache that answers worse than it could raises the differences beside it.",
-    f"{BEST} the highest score of the rows of a budget that hold like bytes, or read like shares of the rows. {TIED} "
-    "cannot be told from it (95 %, simultaneous paired comparisons). Only rows of one table that answered every sample "
-    "are compared, and one that no other is like has no mark.",
+    f"{BEST} the highest score of the rows of a budget that hold similar bytes, or read similar shares of the rows. "
+    f"{TIED} cannot be told from it (95 %, simultaneous paired comparisons). Only rows of one table that answered "
+    "every sample are compared, and one that no other is like has no mark.",
 )
 SHOWN = ("score", "score_interval", "difference", "interval")
 COSTS = ("bytes_held", "rows_attended", "at_limit")

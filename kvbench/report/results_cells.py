@@ -3,7 +3,7 @@
 A *part* of a study is one file of lines. A *section* is the lines of a part that may be compared: those of one model,
 task, question and protocol. Cells are of three kinds, which no table mixes:
 
-    evicting   raw rows, and the method was given a budget of them: cells of one budget hold like bytes
+    evicting   raw rows, and the method was given a budget of them: cells of one budget hold similar bytes
     reading    a token reads clearly fewer rows than the cell holds: compared by the rows read
     point      a codec, or a method that decides how many rows stay: a point at its measured bytes
 """
@@ -99,7 +99,7 @@ class Section:
         return [line for line in list_methods(self.cells) if classify(line) in kinds]
 
     def list_classes(self) -> list[list[Line]]:
-        """Return the evicting cells of each budget, the largest first, by their classes of like bytes."""
+        """Return the evicting cells of each budget, the largest first, by their classes of similar bytes."""
         evicting = self.list_cells(EVICTING)
         columns = [[line for line in evicting if line["budget"] == budget] for budget in list_budgets(evicting)]
         return [cells for column in columns for cells in split_classes(column)]
@@ -191,7 +191,7 @@ def arrange(cells: Sequence[Line]) -> dict[str, dict[Any, Line]]:
 
 
 def split_classes(column: Sequence[Line]) -> list[list[Line]]:
-    """Return the cells of one budget by the class of like bytes in which they are ranked.
+    """Return the cells of one budget by the class of similar bytes in which they are ranked.
 
     Lines of older versions do not name their class. It follows from their bytes then.
     """
@@ -295,7 +295,7 @@ def find_front(cells: Sequence[Line], count: Callable[[Line], float] | None = No
 
 @dataclass(frozen=True)
 class Spread:
-    """Cells of like bytes that differ in a preset, a setting or a file only.
+    """Cells of similar bytes that differ in a preset, a setting or a file only.
 
     Attributes:
         cells: The cells, the highest score first.
@@ -315,7 +315,7 @@ class Spread:
 
 
 def find_spreads(section: Section) -> list[Spread]:
-    """Return the cells of like bytes that differ in nothing but presets, settings or files, as far as there are two."""
+    """Return the cells of similar bytes that differ in nothing but presets, settings or files, if there are two."""
     lines = {line["hash"]: line for line in section.cells}
     compared = {frozenset((each.one, each.other)): each for each in section.varied or compare_older_variants(section)}
     groups: list[set[str]] = []

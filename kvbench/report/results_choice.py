@@ -20,8 +20,10 @@ from kvbench.report.results_cells import (
     find_front,
     is_kept,
     list_budgets,
+    sort_by_score,
 )
 from kvbench.report.results_conclusions import (
+    CHANCE,
     FEW,
     Column,
     choose_column,
@@ -35,6 +37,7 @@ from kvbench.report.results_conclusions import (
     describe_smaller,
     describe_turns,
     find_best_coded,
+    list_chance,
     list_cut,
     list_smaller,
     name_part,
@@ -47,6 +50,7 @@ from kvbench.report.results_text import (
     format_change,
     format_score_interval,
     join_words,
+    name_cell,
     say_percent,
     wrap,
     wrap_paragraphs,
@@ -72,9 +76,10 @@ its difference from the full cache, have 95 % intervals and are those of the fir
 ({twice}) let the model read each prompt a second time before the first token, which [takes time](results-cost.md).
 *read once* names the raw cells that may be best without them. *With a codec* names the cell with the highest score of
 those that read once and keep their rows in a codec or, of several whose intervals reach this score, the one with the
-fewest bytes. If they hold other bytes, these stand beside the score. If a part is named in brackets, the cell was
-measured there, on other samples. Some methods need [a file for the model](files-for-methods.md). That of
-`duo_attention` was made from KVzip's scores, and its authors train one.
+fewest bytes. It says so if none of their intervals reaches the score of the raw cell that reads once. If they hold
+other bytes, these stand beside the score. If a part is named in brackets, the cell was measured there, on other
+samples. Some methods need [a file for the model](files-for-methods.md). That of `duo_attention` was made from KVzip's
+scores, and its authors train one.
 """
 NEEDS = {  # question of the prompts -> title of the need
     "visible": "The question is known when the cache is cut",
@@ -106,7 +111,8 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
     text += ["## Only the bytes count", ""]
     rules = [rule(sections, margin) for rule in (conclude_no_worse, conclude_codecs)]
     text += [f"{wrap(conclusion.write())}\n" for conclusion in rules if conclusion] or [f"{NOTHING}\n"]
-    speed = [*recommend_speed(tables), *recommend_readers(choose_question(sections, "visible"))]
+    visible = choose_question(sections, "visible")
+    speed = [*recommend_speed(tables, choose_column(visible)), *recommend_readers(visible)]
     return "\n".join([*text, "## Tokens should be fast", "", *speed])
 
 
@@ -195,7 +201,7 @@ def recommend_task(section: Section, margin: float) -> list[str]:
 
 
 def choose_budget(section: Section, budget: float) -> Column | None:
-    """Return the column of a section with this budget, if it has two cells of like bytes."""
+    """Return the column of a section with this budget, if it has two cells of similar bytes."""
     column = choose_column([section], budget, near=True)
     return column if column is not None and column.budget == budget else None
 
@@ -234,8 +240,13 @@ def is_better(other: Line, line: Line) -> bool:
     )
 
 
-def recommend_speed(tables: Sequence[CostTable]) -> list[str]:
-    """Return which cells decode a token fastest."""
+def recommend_speed(tables: Sequence[CostTable], column: Column | None = None) -> list[str]:
+    """Return which cells decode a token fastest.
+
+    Args:
+        tables: Tables of times.
+        column: Cells whose scores tell which methods are no better than chance; None names none.
+    """
     fastest = find_fastest(tables)
     if fastest is None:
         return [f"{NOTHING}\n"]
@@ -246,4 +257,8 @@ def recommend_speed(tables: Sequence[CostTable]) -> list[str]:
         f"{ratios} of the full cache's: {'; '.join(row[''] for row in rows)}. Which of them to take, their "
         "scores say. [What methods cost](results-cost.md) has all cells, and what they add to the first token."
     )
+    low = [line for line in list_chance(column.cells) if line["method"] != CHANCE] if column else []
+    if column and low:
+        names = join_words([name_cell(line) for line in sort_by_score(low)], "and")
+        text += f" With {column.share} of the bytes, {names} cannot be told apart from `{CHANCE}` by their scores."
     return [f"{wrap(text)}\n"]

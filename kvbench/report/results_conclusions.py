@@ -63,7 +63,7 @@ MANY = 12  # cells that change and are still named
 
 
 class Column(NamedTuple):
-    """The evicting cells of a budget that hold like bytes.
+    """The evicting cells of a budget that hold similar bytes.
 
     Attributes:
         section: Their section.
@@ -167,7 +167,7 @@ def choose_column(sections: Sequence[Section], level: float = LEVEL, near: bool 
 def is_beaten(cells: Sequence[Line], evicting: Sequence[Line]) -> bool:
     """Return whether a cell beside a class scores clearly more than its best one and holds hardly more bytes.
 
-    Such a class ends between cells of like bytes, and its best cell is nothing to recommend.
+    Such a class ends between cells of similar bytes, and its best cell is nothing to recommend.
     """
     best = list_leaders(cells)[0]
     most = (1 + SPREAD) * best["bytes_held"]
@@ -289,8 +289,8 @@ def choose_once(column: Column) -> tuple[list[Line], int]:
     """Return the cells that may be the best of those that read each prompt once, and how many were compared.
 
     They are of the class of the one that scores most of all that hold hardly more bytes than the column, which may be
-    another class than the column: it can end between cells of like bytes. Of lines of older versions, which do not say
-    which cells of a class may be its best, these are the cells with the highest score.
+    another class than the column: it can end between cells of similar bytes. Of lines of older versions, which do not
+    say which cells of a class may be its best, these are the cells with the highest score.
     """
     most = (1 + SPREAD) * column.leaders[0]["bytes_held"]
     classes = [[line for line in cells if line["method"] not in TWICE] for cells in column.section.list_classes()]
@@ -428,15 +428,18 @@ def describe_chance(cells: Sequence[Line], sections: Sequence[Section]) -> str:
     place = [cells[0][name] for name in ("model", "task", "protocol")]
     names = [(line["label"], line["budget"]) for line in cells]
     for section in sections:
-        if section.question != "visible" or [section.model, section.task, section.protocol[3]] != place:
-            continue
-        for alike in section.list_classes():
-            chance = next((line for line in alike if line["method"] == CHANCE), None)
-            known = [line for line in alike if (line["label"], line["budget"]) in names]
-            low = sum(not is_beaten_by(chance, line) for line in known) if chance else 0
-            if low:
-                return f", {low} of which are not told apart from `{CHANCE}` even with the question in sight"
+        if section.question == "visible" and [section.model, section.task, section.protocol[3]] == place:
+            for alike in section.list_classes():
+                low = [line for line in list_chance(alike) if (line["label"], line["budget"]) in names]
+                if low:
+                    return f", {len(low)} of which are not told apart from `{CHANCE}` even with the question in sight"
     return ""
+
+
+def list_chance(cells: Sequence[Line]) -> list[Line]:
+    """Return the cells of a class that are not better for certain than its cell of CHANCE, this included."""
+    chance = next((line for line in cells if line["method"] == CHANCE), None)
+    return [line for line in cells if not is_beaten_by(chance, line)] if chance else []
 
 
 def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -604,7 +607,7 @@ def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion |
             f"{len(pairs)} planned comparisons (jointly at 95 %).",
             f"The widest of these is that of {name_cell(one)} and {name_cell(other)} with a budget of "
             f"{format_budget(one['budget'])}: {change}a difference of {format_difference(*widest.change)}. Of all "
-            f"{count} pairs of cells of one method, budget and like bytes, {apart} are told apart (jointly at 95 %)."
+            f"{count} pairs of cells of one method, budget and similar bytes, {apart} are told apart (jointly at 95 %)."
             f"{describe_order(section)}",
             name_place(section, "two presets of a method at one budget"),
         )

@@ -1,8 +1,8 @@
 """Draw the figure of docs/results.md: score over measured bytes, with ties as bands.
 
 It shows the section of the main protocol with most cells, with the question visible. A band spans evicting cells that
-hold like bytes and of which no two are told apart, from the lowest to the highest of their scores. Bands stand to the
-right of their cells, and those that overlap side by side. Up to NAMED labels have colours, of which no two are the
+hold similar bytes and of which no two are told apart, from the lowest to the highest of their scores. Bands stand to
+the right of their cells, and those that overlap side by side. Up to NAMED labels have colours, of which no two are the
 same, and stand in the key, the highest score first: those on the front by bytes, those that may be the best, and those
 with the highest scores. Other cells are grey.
 Methods that read few of many rows lie at the bytes that they hold, and have hollow marks.
@@ -89,7 +89,7 @@ def make_drawing(section: Section, pixels: float) -> Drawing:
 
 
 def list_compared(section: Section) -> list[list[Line]]:
-    """Return the classes of evicting cells of one budget and like bytes that have two cells at least."""
+    """Return the classes of evicting cells of one budget and similar bytes that have two cells at least."""
     return [cells for cells in section.list_classes() if len(cells) > 1]
 
 

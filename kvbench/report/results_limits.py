@@ -34,11 +34,11 @@ LARGE = (
 )
 READING = (
     "Generated texts replace the benchmarks' own in most parts, so scores cannot be compared with published "
-    "ones ([which](results-measured.md)). A low score is that of a method with these settings on this model: the tests "
-    "compare each method with what its authors' code computes ([Methods](methods.md)). Scores say nothing about time "
-    "([cost](results-cost.md)). What is said *jointly* holds with 95 % confidence within its sentence; that all "
-    "sentences hold is less certain. All other intervals are those of one cell or pair. The largest or smallest of "
-    "several is likely to be exaggerated."
+    "ones ([which](results-measured.md)). A low score is that of a method with these settings on this model: where "
+    "authors have published code, the tests compare the method with what it computes ([Methods](methods.md)). Scores "
+    "say nothing about time ([cost](results-cost.md)). What is said *jointly* holds with 95 % confidence within its "
+    "sentence; that all sentences hold is less certain. All other intervals are those of one cell or pair. The largest "
+    "or smallest of several is likely to be exaggerated."
 )
 
 

@@ -13,10 +13,12 @@ from types import MappingProxyType
 
 from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.result_lines import Line, PartNumbers, list_line_files, read_part
+from kvbench.analysis.text_table import format_range
 from kvbench.atomic import replace_file
 from kvbench.config.study_parts import read_study
 from kvbench.report import results_choice
 from kvbench.report.results_cells import (
+    EVICTING,
     LONG_TASKS,
     POINT,
     READING,
@@ -100,10 +102,10 @@ counts are right in 95 of 100 such studies. The [glossary](glossary.md) has othe
 CAPTION = """\
 Each mark is a cell, with the 95 % interval of its score, which may be smaller than the mark. {ties}{older}{hollow}"""
 TIES = (
-    "A blue band beside marks spans neighbours by score, with raw rows and like bytes, of which no two can be told "
+    "A blue band beside marks spans neighbours by score, with raw rows and similar bytes, of which no two can be told "
     "apart (all ranks of one share of the bytes hold together with 95 % confidence). "
 )
-ONE_BEST = "Of the raw cells of like bytes, {best} is shown to be the best each time. "
+ONE_BEST = "Of the raw cells of similar bytes, {best} is shown to be the best each time. "
 HOLLOW = "Hollow marks are methods that keep all rows but attend to few."
 OLDER = "These lines know only the ranks of a whole budget, so the bands are wider than the samples would allow. "
 RULES = """\
@@ -151,8 +153,8 @@ NAMES = (
 )
 HIDDEN_BYTES = (
     "Both cells of a change have the same budget, but not always the same bytes: the rows of a hidden question come on "
-    "top of it, and some methods cut them again while they answer. A small budget with a hidden question can hold a "
-    "fifth more bytes, which can raise a score."
+    "top of it, and some methods cut them again while they answer. With the question hidden, the cells hold {ratios} "
+    "times the bytes of those with the question visible, and more bytes can raise a score."
 )
 PAYS = """\
 Some methods pay for their score. kvzip and kvgrad let the model read each prompt twice, attention_matching also solves
@@ -402,6 +404,21 @@ def answer_page(page: str, sections: Sequence[Section], margin: float) -> list[C
     return [conclusion for conclusion in drawn if conclusion is not None]
 
 
+def describe_hidden_bytes(sections: Sequence[Section]) -> str:
+    """Return how many times the bytes evicting cells hold if the question is hidden, in the sections with both."""
+    held = {
+        (section.part, section.protocol, line["label"], line["budget"]): line["bytes_held"]
+        for section in sections
+        for line in section.list_cells(EVICTING)
+    }
+    ratios = []
+    for (part, (model, task, question, also), *cell), share in held.items():
+        seen = held.get((part, (model, task, "visible", also), *cell))
+        if question == "hidden" and seen:
+            ratios.append(share / seen)
+    return HIDDEN_BYTES.format(ratios=format_range(ratios or [1.0], "{:.2f}".format))
+
+
 def show_subtasks(sections: Sequence[Section], question: str) -> list[str]:
     """Return the scores by subtask of the cells that the statement about the best method stands on."""
     column = choose_column(choose_question(sections, question))
@@ -413,7 +430,9 @@ def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]
     if page == HIDDEN:
         gains = format_gains(sections, "question_gain")
         return {
-            "What changes when the question is hidden": [wrap(HIDDEN_BYTES), "", *gains] if gains else [],
+            "What changes when the question is hidden": [wrap(describe_hidden_bytes(sections)), "", *gains]
+            if gains
+            else [],
             BY_SUBTASK: show_subtasks(sections, "hidden"),
         }
     if page == EQUAL:

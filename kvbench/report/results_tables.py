@@ -75,7 +75,7 @@ needs beside the model, as if they served a single prompt. All prompts share the
 keeps beside the rows, such as positions and codes; older measurements do not say it. A table lists the cells on either
 front and all others that need files. Fronts go by mean scores, and neighbours on them often cannot be told apart."""
 SPREADS = """\
-Each row has cells of one budget and like bytes that differ in a preset, a setting or a file only. *range* is the
+Each row has cells of one budget and similar bytes that differ in a preset, a setting or a file only. *range* is the
 difference of the highest and the lowest score. These two were picked for their distance, so *range* and its interval
 exaggerate. *apart* does not: it counts all pairs of cells that are shown to differ (Holm's procedure over all pairs of
 a section)."""

@@ -1,4 +1,4 @@
-"""Classes of a column: cells of like bytes, and methods that read few rows apart from them."""
+"""Classes of a column: cells of similar bytes, and methods that read few rows apart from them."""
 
 from types import SimpleNamespace
 

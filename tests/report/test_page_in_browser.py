@@ -122,7 +122,7 @@ def test_cells_with_codecs_have_a_table_sorted_by_bytes(chromium, tmp_path):
     assert names == ["snapkv · int4 budget 20 %", "full · int8", "full cache"]
     assert "bytes 6.0" in page.locator("#matrix .points td").first.inner_text()
     ranks = page.locator("#matrix td.rank").all_inner_texts()
-    assert ranks == ["–", "–"] and page.locator("#matrix sup", has_text="*").count() == 0  # no two hold like bytes
+    assert ranks == ["–", "–"] and page.locator("#matrix sup", has_text="*").count() == 0  # no two hold similar bytes
     page.select_option("[data-filter=class]", "50\u202f%")
     assert page.locator("#matrix table").count() == 1 and page.locator("#matrix .points tbody tr").count() == 2
     page.close()

@@ -9,7 +9,7 @@ from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.result_lines import PartNumbers
 from kvbench.analysis.turn_scores import TurnScores
 from kvbench.report.results_cells import Section, classify, list_leaders, list_ties, pair_equal_bytes, split_sections
-from kvbench.report.results_choice import format_choice
+from kvbench.report.results_choice import format_choice, recommend_speed
 from kvbench.report.results_conclusions import (
     choose_column,
     choose_once,
@@ -26,6 +26,7 @@ from kvbench.report.results_conclusions import (
     describe_order,
     draw_conclusions,
 )
+from kvbench.report.results_cost import RATIO, CostTable
 from kvbench.report.results_figure import (
     BESIDE,
     NAMED,
@@ -429,8 +430,17 @@ def test_advice_names_the_highest_of_many_cells():
     assert "| 20 % | any of 6 of 6 cells, such as kvzip | 60.0 " in text
     assert "| any of 5 of 5 cells, such as a: 59.0 |  | a |" in text
     coded = make_line("full · int4", 1.0, 70.0, codec="int4", bytes_held=0.15)
-    text = format_choice(split(a=rank(cells, *[(1, 6)] * 6), b=[coded]), [], 3.0)
-    assert "such as a: 59.0 | full · int4: 70.0 with 15 % (part b) | a |" in text
+    smaller = make_line("full · fp4", 1.0, 66.0, codec="fp4", bytes_held=0.12)  # its interval reaches 70
+    for more, said in {
+        (): "full · int4: 70.0 with 15 % (part b)",
+        (("score", 66.0), ("score_high", 71.0)): "full · fp4: 66.0 with 12 % (part b)",
+        (("score", 40.0), ("score_high", 45.0)): "full · int4: 70.0 with 15 % (part b)",
+    }.items():
+        known = [coded, smaller | dict(more)] if more else [coded]
+        text = format_choice(split(a=rank(cells, *[(1, 6)] * 6), b=known), [], 3.0)
+        assert f"such as a: 59.0 | {said} | a |" in text
+    text = format_choice(split(a=rank(cells, *[(1, 6)] * 6), b=[coded | {"score": 40.0, "score_high": 45.0}]), [], 3.0)
+    assert "such as a: 59.0 | none scores as much | a |" in text
 
 
 def test_advice_on_speed_names_cells_that_read_few_rows():
@@ -442,6 +452,18 @@ def test_advice_on_speed_names_cells_that_read_few_rows():
     text = format_choice(split(a=[*make_class(*BEST), cells[2]], b=cells), [], 3.0).rpartition("\n## ")[2]
     rows = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")][1:]
     assert rows == [["| 20 %", "quest"], ["| 30 %", "omnikv"]] and "(part b, smollm2" in text
+    better = make_line("deltakv", 0.2, 75.0, bytes_held=1.0, rows_kept=1.0, rows_attended=0.205)
+    assert "| 20 % | quest" not in format_choice(split(a=make_class(*BEST), b=[*cells, better]), [], 3.0)
+
+
+def test_advice_on_speed_names_methods_that_are_no_better_than_chance():
+    table = CostTable("gpu-x", "decoding_methods", [{"": "Random 5 %", RATIO: "0.5"}])
+    column = choose_column(split(a=make_class((1, 1), (2, 3), (2, 3))))
+    [text] = recommend_speed([table], column)
+    assert "With 20 % of the bytes, `tova` cannot be told apart from `random` by their scores." in " ".join(
+        text.split()
+    )
+    assert "told apart" not in "".join(recommend_speed([table], choose_column(split(a=make_class(*BEST)))))
 
 
 def test_limits_are_those_of_the_models_that_were_measured():

@@ -146,6 +146,7 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
         "fall in 2 of 4 cells when the cache is cut before the question is known, and rise in 0; in 2 neither" in hidden
     )
     assert "Scores are higher than without the codec in 0 of 1 cells" in codecs
+    assert "hidden, the cells hold 1.00 times the bytes" in hidden
     first = read_text(pages, "results.md")
     for page, sentence in {
         seen: "and the question in sight, ",
