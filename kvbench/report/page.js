@@ -191,7 +191,8 @@
       return el("td", { class: one.tied ? "num tied" : "num" }, one.best ? el("b", {}, points(one.score)) : points(one.score), el("sup", {}, sign), cost ? el("small", { class: "under" }, cost) : null, change ? el("small", { class: "under" }, change) : null);
     };
     const table = el("table", { class: "matrix" });
-    let shown = String(columns[0]), most = MOST_ROWS;
+    const filled = (at) => own.filter(({ scores }) => scores[at]).length;
+    let shown = String(columns.reduce((best, at) => (filled(at) > filled(best) ? at : best), columns[0])), most = MOST_ROWS; // the fullest column
     const fill = (order) => {
       shown = order;
       const head = (name, key, kind) => el("th", { class: kind, scope: "col", "aria-sort": order === key ? (key === "name" ? "ascending" : "descending") : "none" },
@@ -257,7 +258,7 @@
     if (!shares.length) return null;
     const least = Math.min(...shares), most = Math.max(...shares);
     if (budgets.length === 1 || least === most) return { at: budgets.join(", "), node: chart("dots", datasets, `Score at ${budgets.join(", ")}, ${about}`, { height: 24 * own.length }) };
-    const inside = FIRST.ticks.filter((share) => share >= least && share <= most);
+    const inside = FIRST.ticks.filter((share) => share >= 0.99 * least && share <= 1.01 * most); // cells hold nearly their budget
     return { node: chart("curve", datasets, `Score against measured share, ${about}`, {}, inside.length > 1 ? inside : [least, most]) };
   }
   function curves(panel, only = passes) {

@@ -67,6 +67,19 @@ def test_charts_are_drawn(page):
     assert "no evidence about large models" in page.locator(".note").first.inner_text()
 
 
+def test_the_matrix_is_sorted_by_the_budget_with_most_methods(chromium, tmp_path):
+    """Cells that read few rows may have smaller budgets of their own."""
+    store = write_small_store(tmp_path / "store")
+    write_run(store, make_records(0.02, 50, count=8), method={"name": "quest"}, budget=0.02)
+    page = chromium.new_page()
+    page.goto(write_report(store, datetime(2026, 1, 2, 3, 4, tzinfo=UTC)).as_uri())
+    page.wait_for_selector("#leaderboard table")
+    heads = page.locator("#matrix .panel", has_text="question visible").locator("thead th")
+    assert heads.all_inner_texts()[2] == "2\u202f%" and heads.nth(2).get_attribute("aria-sort") == "none"
+    assert "descending" in [heads.nth(at).get_attribute("aria-sort") for at in range(3, heads.count())]
+    page.close()
+
+
 def test_the_matrix_is_sorted_by_a_click_and_by_a_key(page):
     panel = page.locator("#matrix .panel").first
     heads = panel.locator("thead th")
