@@ -216,7 +216,8 @@ def is_beaten_by(line: Line, other: Line) -> bool:
     """Return whether another cell of a class scores more for certain, as `list_leaders` says."""
     if knows_pairs(line):
         return other["hash"] in (line["beaten_by"] or "").split()
-    return bool(other["rank_last"] < line["rank_first"])
+    last, first = other["rank_last"], line["rank_first"]  # a cell that is alone has none
+    return last is not None and first is not None and bool(last < first)
 
 
 def list_ties(cells: Sequence[Line]) -> list[list[Line]]:

@@ -37,9 +37,10 @@ from kvbench.report.results_conclusions import (
     describe_smaller,
     describe_turns,
     find_best_coded,
-    list_chance,
     list_cut,
+    list_low,
     list_smaller,
+    name_cells,
     name_part,
     name_place,
 )
@@ -50,7 +51,6 @@ from kvbench.report.results_text import (
     format_change,
     format_score_interval,
     join_words,
-    name_cell,
     say_percent,
     wrap,
     wrap_paragraphs,
@@ -127,7 +127,7 @@ def format_columns(columns: Sequence[Column], sections: Sequence[Section]) -> li
         return [f"{NOTHING}\n"]
     listed = [
         TableColumn("bytes", "", lambda column: column.share),
-        TableColumn("may be best", "", lambda column: name_cells(column.leaders, len(column.cells))),
+        TableColumn("may be best", "", lambda column: name_best(column.leaders, len(column.cells))),
         TableColumn("score", "", lambda column: format_score_interval(column.leaders[0])),
         TableColumn("diff", "", lambda column: format_change(column.leaders[0], "difference")),
         TableColumn("read once", "", name_read_once),
@@ -141,7 +141,7 @@ def format_columns(columns: Sequence[Column], sections: Sequence[Section]) -> li
     return [*format_markdown(listed, columns), "", wrap(f"*({'; '.join(places)})*"), ""]
 
 
-def name_cells(leaders: Sequence[Line], count: int) -> str:
+def name_best(leaders: Sequence[Line], count: int) -> str:
     """Return the labels of cells that may be the best of `count`, or their number and one of the highest if many."""
     if len(leaders) > FEW:
         return f"any of {len(leaders)} of {count} cells, such as {leaders[0]['label']}"
@@ -153,19 +153,19 @@ def name_read_once(column: Column) -> str:
     if all(line["method"] not in TWICE for line in column.cells):
         return "the same"
     leaders, count = choose_once(column)
-    return f"{name_cells(leaders, count)}: {say_score(leaders[0], column)}" if leaders else ""
+    return f"{name_best(leaders, count)}: {say_score(leaders[0], column)}" if leaders else ""
 
 
 def name_coded(sections: Sequence[Section], column: Column) -> str:
     """Return the cell with a codec that may be best of those that read each prompt once and hold hardly more bytes.
 
-    If its whole interval is below the score of the raw cell that reads once, there is none to recommend.
+    Its interval reaches the score of the raw cell that reads once. If there is no such cell, the text says so.
     """
-    coded, section = find_best_coded(column, sections)
-    if coded is None or section is None:
+    if find_best_coded(column, sections) == (None, None):
         return ""
     once, _ = choose_once(column)
-    if once and coded["score_high"] < once[0]["score"]:
+    coded, section = find_best_coded(column, sections, reached=once[0]["score"] if once else 0.0)
+    if coded is None or section is None:
         return "none scores as much"
     part = "" if section is column.section else f" ({name_part(section)})"
     return f"{coded['label']}: {say_score(coded, column)}{part}"
@@ -202,8 +202,7 @@ def recommend_task(section: Section, margin: float) -> list[str]:
 
 def choose_budget(section: Section, budget: float) -> Column | None:
     """Return the column of a section with this budget, if it has two cells of similar bytes."""
-    column = choose_column([section], budget, near=True)
-    return column if column is not None and column.budget == budget else None
+    return choose_column([section], budget, near=True, budget=budget)
 
 
 def recommend_readers(sections: Sequence[Section]) -> list[str]:
@@ -221,7 +220,7 @@ def recommend_readers(sections: Sequence[Section]) -> list[str]:
     listed = [
         TableColumn("rows read", "", lambda line: say_percent(line["rows_attended"])),
         TableColumn("cell", "", lambda line: line["label"]),
-        TableColumn("bytes in all", "", lambda line: say_percent(line["bytes_in_all"] or line["bytes_held"])),
+        TableColumn("bytes in all", "", say_in_all),
         TableColumn("score", "", format_score_interval),
         TableColumn("diff", "", lambda line: format_change(line, "difference")),
     ]
@@ -230,7 +229,13 @@ def recommend_readers(sections: Sequence[Section]) -> list[str]:
         "Where the whole cache fits, a method may hold all rows and let a token read few of them. What it keeps beside "
         "the rows to choose them, such as codes and bounds, is in *bytes in all*:"
     )
-    return [f"{text}\n", *format_markdown(listed, front), "", wrap(f"*({place})*"), ""]
+    return [f"{wrap(text)}\n", *format_markdown(listed, front), "", wrap(f"*({place})*"), ""]
+
+
+def say_in_all(line: Line) -> str:
+    """Return the bytes of a cell with all that it keeps beside the rows; nothing if it is an older line."""
+    share = line.get("bytes_in_all")
+    return "" if share is None else say_percent(share)
 
 
 def is_better(other: Line, line: Line) -> bool:
@@ -254,11 +259,11 @@ def recommend_speed(tables: Sequence[CostTable], column: Column | None = None) -
     ratios = format_range([float(row[RATIO]) for row in rows], "{:.2f}".format)
     text = (
         f"With 128k tokens in the shape of Llama-3.1-8B on {table.machine}, the shortest median time for a token is "
-        f"{ratios} of the full cache's: {'; '.join(row[''] for row in rows)}. Which of them to take, their "
-        "scores say. [What methods cost](results-cost.md) has all cells, and what they add to the first token."
+        f"{ratios} of the full cache's: {'; '.join(row[''] for row in rows)}. Their scores say which "
+        "of them to take. [What methods cost](results-cost.md) has all cells, and what they add to the first token."
     )
-    low = [line for line in list_chance(column.cells) if line["method"] != CHANCE] if column else []
+    low = sort_by_score(list_low(column.cells)) if column else []
     if column and low:
-        names = join_words([name_cell(line) for line in sort_by_score(low)], "and")
-        text += f" With {column.share} of the bytes, {names} cannot be told apart from `{CHANCE}` by their scores."
+        are = "is" if len(low) == 1 else "are"
+        text += f" With {column.share} of the bytes, {name_cells(low)} {are} not shown to score more than `{CHANCE}`."
     return [f"{wrap(text)}\n"]

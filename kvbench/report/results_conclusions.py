@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvbench.analysis.byte_classes import SPREAD
 from kvbench.analysis.byte_front import EQUAL
+from kvbench.analysis.cell_comparisons import CellComparison
 from kvbench.analysis.joint_signs import find_margin
 from kvbench.analysis.result_lines import OF_ALL, Line
 from kvbench.analysis.text_table import format_number, format_range
@@ -137,7 +138,9 @@ def choose_protocol(sections: Sequence[Section]) -> list[Section]:
     return []
 
 
-def choose_column(sections: Sequence[Section], level: float = LEVEL, near: bool = False) -> Column | None:
+def choose_column(
+    sections: Sequence[Section], level: float = LEVEL, near: bool = False, budget: float | None = None
+) -> Column | None:
     """Return the column of evicting cells that a statement about a share of the bytes stands on; None without any.
 
     Of those whose bytes differ from the level by at most REACH of it, this is the one with most cells, and of these the
@@ -147,16 +150,19 @@ def choose_column(sections: Sequence[Section], level: float = LEVEL, near: bool 
         sections: Sections of one protocol and question.
         level: The share.
         near: Whether the bytes must be as near. Otherwise the nearest there are will do.
+        budget: The budget of the cells; None takes any.
     """
     columns = []
     for section in sections:
         for cells in section.list_classes():
+            if budget not in (None, cells[0]["budget"]):
+                continue
             away = abs(sum(line["bytes_held"] for line in cells) / len(cells) - level)
             if len(cells) < 2 or is_beaten(cells, section.list_cells(EVICTING)):
                 continue
             beyond = max(away - REACH * level, 0.0)
             if not (near and beyond):
-                order = (-round(beyond, 2), len(cells), section.samples, -round(away, 2))
+                order = (-round(beyond, 9), len(cells), section.samples, -round(away, 2))
                 columns.append((order, section, cells))
     if not columns:
         return None
@@ -224,10 +230,8 @@ def describe_best(column: Column, sections: Sequence[Section]) -> str:
 
 def say_twice(leaders: Sequence[Line]) -> str:
     """Return which of some cells read each prompt twice, and the verb, as the beginning of a sentence."""
-    reading = [name_cell(line) for line in leaders if line["method"] in TWICE]
-    if len(reading) < len(leaders):
-        return f"{join_words(reading, 'and')} read{'s' if len(reading) == 1 else ''}"
-    return {1: "It reads", 2: "Both read"}.get(len(leaders), "All of them read")
+    reading = [line for line in leaders if line["method"] in TWICE]
+    return f"{name_cells(reading)} read{'s' if len(reading) == 1 else ''}"
 
 
 def describe_repeated(column: Column, cells: Sequence[Line], sections: Sequence[Section]) -> str:
@@ -270,6 +274,7 @@ def describe_elsewhere(column: Column, sections: Sequence[Section]) -> str:
         (line["score"], section.part, line, section)
         for section in sections
         if section is not column.section and section.protocol == column.section.protocol
+        if section.subtasks == column.section.subtasks
         for line in section.list_cells(EVICTING)
         if line["label"] not in labels and abs(line["bytes_held"] / best["bytes_held"] - 1) <= EQUAL
     ]
@@ -280,7 +285,7 @@ def describe_elsewhere(column: Column, sections: Sequence[Section]) -> str:
     beside = f", and {name_cell(known[0])} {format_score_interval(known[0])}" if known else ""
     part = name_part(section)
     return (
-        f" {part[0].upper()}{part[1:]} has other cells at the same settings: {name_cell(line)} scores "
+        f" {part[0].upper()}{part[1:]} has other cells of the same task and length: {name_cell(line)} scores "
         f"{format_score_interval(line)} there{beside}."
     )
 
@@ -316,7 +321,7 @@ def describe_leaders(leaders: Sequence[Line]) -> str:
 
 
 def find_best_coded(
-    column: Column, sections: Sequence[Section], least: float = 0.0
+    column: Column, sections: Sequence[Section], least: float = 0.0, reached: float = 0.0
 ) -> tuple[Line, Section] | tuple[None, None]:
     """Return the cell with a codec that reads each prompt once and scores most at the bytes of a column.
 
@@ -324,10 +329,11 @@ def find_best_coded(
         column: The column. The cell may hold as many bytes as its first leader, and a little more.
         sections: The sections whose cells are looked at, if they have the column's protocol and subtasks.
         least: Share of the bytes that the cell holds at least.
+        reached: A score that its interval reaches.
 
     Returns:
         The cell and its section; (None, None) if there is none. Of cells whose intervals reach the highest score, it is
-        the one with the fewest bytes.
+        the one with the fewest bytes or, of several with similar bytes, the highest score.
     """
     most = (1 + EQUAL) * column.leaders[0]["bytes_held"]
     own = column.section
@@ -336,13 +342,13 @@ def find_best_coded(
         for section in sections
         if section.protocol == own.protocol and section.subtasks == own.subtasks
         for line in list_coded(section)
-        if least <= line["bytes_held"] <= most
+        if least <= line["bytes_held"] <= most and line["score_high"] >= reached
     ]
     highest = max((line["score"] for line, _ in coded), default=0.0)
     near = [entry for entry in coded if entry[0]["score_high"] >= highest]
-    return min(
-        near, key=lambda entry: (entry[0]["bytes_held"], -entry[0]["score"], entry[1] is not own), default=(None, None)
-    )
+    fewest = (1 + EQUAL) * min((line["bytes_held"] for line, _ in near), default=0.0)
+    small = [entry for entry in near if entry[0]["bytes_held"] <= fewest]
+    return max(small, key=lambda entry: (entry[0]["score"], entry[1] is own), default=(None, None))
 
 
 def list_coded(section: Section) -> list[Line]:
@@ -394,17 +400,21 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     )
     most = max(changed, key=lambda line: (abs(line["question_gain"]), line["label"]))
     rise = f" and raises it in {rises}" if rises else ""
+    risen = sort_by_score(line for line, sign in zip(changed, signs, strict=True) if sign == 1)
     held = format_range([line["bytes_held"] for line in changed], say_percent)
     others = f" The score falls for {name_cells(fallen)}." if 1 < len(fallen) <= MANY else ""
+    others += f" It rises for {name_cells(risen)}." if risen and len(risen) <= FEW else ""
     if same:
         named = f" No change is shown for {name_cells(same)}."
-        others += named if len(same) <= FEW else f" In {len(same)} no change is shown{describe_chance(same, sections)}."
-    others += f" The cells hold {held} of the bytes, because the question's rows come on top of the budget."
+        others += (
+            named
+            if len(same) <= FEW
+            else f" In {len(same)} no change is shown{describe_chance(same, column.section, sections)}."
+        )
+    others += f" With the question's rows, which come on top of the budget, the cells hold {held} of the bytes."
     best, shift = column.leaders[0], ""
     if best in changed and best != most:
-        shift = (
-            f" Hiding the question changes the score of {name_cell(best)} by {format_change(best, 'question_gain')}."
-        )
+        shift = f" Against the visible question, {name_cell(best)} has {format_change(best, 'question_gain')}."
     return Conclusion(
         f"With a budget of {format_budget(column.budget)}, cutting the cache before the question is known lowers the "
         f"score in {falls} of {len(changed)} cells{rise} (jointly at 95 %).",
@@ -419,27 +429,30 @@ def name_cells(cells: Sequence[Line]) -> str:
     return join_words([name_cell(line) for line in cells], "and")
 
 
-def describe_chance(cells: Sequence[Line], sections: Sequence[Section]) -> str:
-    """Return how many cells are not better for certain than rows kept by chance, even with the question in sight.
+def describe_chance(cells: Sequence[Line], hidden: Section, sections: Sequence[Section]) -> str:
+    """Return how many cells do not score more for certain than rows kept by chance, even with the question in sight.
 
-    Such cells have little to lose. It is the end of a sentence about them, and empty if there are none, or if no cell
-    of CHANCE was measured in the same class.
+    Such cells have little to lose. It is the end of a sentence about cells of a section with a hidden question, and
+    empty if there are none, or if no cell of CHANCE was measured in their class.
     """
-    place = [cells[0][name] for name in ("model", "task", "protocol")]
+    model, task, _, also = hidden.protocol
     names = [(line["label"], line["budget"]) for line in cells]
     for section in sections:
-        if section.question == "visible" and [section.model, section.task, section.protocol[3]] == place:
+        if section.protocol == (model, task, "visible", also):
             for alike in section.list_classes():
-                low = [line for line in list_chance(alike) if (line["label"], line["budget"]) in names]
+                low = [line for line in list_low(alike) if (line["label"], line["budget"]) in names]
                 if low:
-                    return f", {len(low)} of which are not told apart from `{CHANCE}` even with the question in sight"
+                    these = f"{name_cells(low)} {'is' if len(low) == 1 else 'are'}"
+                    return (
+                        f"; of these, {these} not shown to score more than `{CHANCE}` even with the question in sight"
+                    )
     return ""
 
 
-def list_chance(cells: Sequence[Line]) -> list[Line]:
-    """Return the cells of a class that are not better for certain than its cell of CHANCE, this included."""
+def list_low(cells: Sequence[Line]) -> list[Line]:
+    """Return the cells of a class that do not score more for certain than its cell of CHANCE, without this."""
     chance = next((line for line in cells if line["method"] == CHANCE), None)
-    return [line for line in cells if not is_beaten_by(chance, line)] if chance else []
+    return [line for line in cells if line is not chance and not is_beaten_by(chance, line)] if chance else []
 
 
 def conclude_codecs(sections: Sequence[Section], margin: float) -> Conclusion | None:
@@ -524,9 +537,8 @@ def describe_kept(sections: Sequence[Section], margin: float) -> str:
     bound = f"{find_margin(section.full['score'], margin):.1f} points"
     then = "" if once is kept[0] else f"; of those that read each prompt once, this is {other}"
     count = len(list_smaller(section))
-    smallest = (
-        f" Of the {count} cells of {name_part(section)} with fewer bytes than the full cache, the smallest that is"
-    )
+    cells = f"{count} cell{'' if count == 1 else 's'} of {name_part(section)}"
+    smallest = f" Of the {cells} with fewer bytes than the full cache, the smallest that is"
     return f"{smallest} shown to [lose at most {bound}](which-method.md) is {first}{then}.{describe_worst(kept[0])}"
 
 
@@ -588,13 +600,15 @@ def say_files(line: Line) -> str:
 
 def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude how many planned comparisons of two settings of one method, at one budget, show a difference."""
-    alike = ("method", "allocator", "codec", "budget")
-    models = list_models(sections)
-    for section in sorted(sections, key=lambda each: (models.index(each.model), each.question != "visible")):
-        lines = {line["hash"]: line for line in section.cells}
-        pairs = [each for each in section.planned if all(lines[each.one][k] == lines[each.other][k] for k in alike)]
-        if not pairs:
+    for question in ("visible", "hidden"):
+        section = max(
+            choose_question([each for each in sections if pair_settings(each)], question),
+            key=lambda each: (each.samples, len(pair_settings(each))),
+            default=None,
+        )
+        if section is None:
             continue
+        lines, pairs = {line["hash"]: line for line in section.cells}, pair_settings(section)
         differ = [lines[each.one]["method"] for each in pairs if each.sign != 0]
         methods = {lines[each.one]["method"] for each in pairs}
         widest = max(pairs, key=lambda each: abs(each.change[0]))
@@ -602,16 +616,29 @@ def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion |
         spreads = find_spreads(section)
         apart, count = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
         change = f"{format_number(one['score'])} and {format_number(other['score'])}, "
+        pairs_in_all = f"Of all {count} pairs of cells of one method, budget and similar bytes, {apart} are told apart "
+        in_all = f" {pairs_in_all}(jointly at 95 %)." if count > len(pairs) else ""
         return Conclusion(
             f"Settings alone change the score of {len(set(differ))} of {len(methods)} methods, in {len(differ)} of "
             f"{len(pairs)} planned comparisons (jointly at 95 %).",
             f"The widest of these is that of {name_cell(one)} and {name_cell(other)} with a budget of "
-            f"{format_budget(one['budget'])}: {change}a difference of {format_difference(*widest.change)}. Of all "
-            f"{count} pairs of cells of one method, budget and similar bytes, {apart} are told apart (jointly at 95 %)."
-            f"{describe_order(section)}",
+            f"{format_budget(one['budget'])}: {change}a difference of {format_difference(*widest.change)}."
+            f"{in_all}{describe_order(section)}",
             name_place(section, "two presets of a method at one budget"),
         )
     return None
+
+
+def pair_settings(section: Section) -> list[CellComparison]:
+    """Return the planned comparisons of two cells of one method, budget and similar bytes whose files are the same."""
+    lines = {line["hash"]: line for line in section.cells}
+
+    def is_alike(one: Line, other: Line) -> bool:
+        same = all(one[name] == other[name] for name in ("method", "allocator", "codec", "budget"))
+        held, files = one["bytes_held"], any("path=" in line["label"] for line in (one, other))
+        return same and not files and abs(other["bytes_held"] - held) <= EQUAL * held
+
+    return [each for each in section.planned if is_alike(lines[each.one], lines[each.other])]
 
 
 def describe_order(section: Section) -> str:
@@ -647,18 +674,21 @@ def conclude_long(sections: Sequence[Section], margin: float) -> Conclusion | No
     heads, texts, cells, counted = [], [], [], False
     main = choose_protocol(sections)
     places = (
-        ("where answers are long", LONG_TASKS, "visible"),
-        ("where a context gets several questions", TURN_TASKS, "hidden"),
+        ("where answers are long", LONG_TASKS, "visible", "hidden"),
+        ("where a context gets several questions", TURN_TASKS, "hidden", "visible"),
     )
-    for where, tasks, question in places:
-        section = choose_task(sections, tasks, question) or choose_task(sections, tasks)
+    for where, tasks, question, other_question in places:
+        section = choose_task(sections, tasks, question) or choose_task(sections, tasks, other_question)
         smaller = [line for line in list_smaller(section) if line["rows_kept"] < ALL] if section else []
         if section is None or not smaller:
             continue
         *_, undecided = count_losses(section, smaller, margin)
         decided = undecided < len(smaller)
         counted = counted or decided
-        where += " and the cache is cut before the first one" if section.question == "hidden" else ""
+        hidden = section.question == "hidden"
+        where += (
+            f" and the cache is cut before the {'first one' if tasks == TURN_TASKS else 'question'}" if hidden else ""
+        )
         other = main and section.model != main[0].model
         where += f" (task `{section.task}`, model `{section.model}`)" if other else ""
         less = sign_cells(smaller, OF_ALL).count(-1)

@@ -48,7 +48,7 @@ BESIDE, WIDTH, STEP = (
 
 def choose_figure(sections: Sequence[Section]) -> Section | None:
     """Return the section that the figure shows; None if there is none."""
-    visible = choose_question(sections, "visible")
+    visible = choose_question([section for section in sections if list_methods(section.cells)], "visible")
     return max(visible, key=lambda section: len(section.cells)) if visible else None
 
 

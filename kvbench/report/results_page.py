@@ -119,13 +119,14 @@ use?](which-method.md) draws on the same data.
 """
 TERMS = """\
 Tables of scores are sorted by the mean score over their budgets, the highest first, with the full cache last, or by
-bytes if their cells have no common budget. *bytes* is the measured share of the full cache's. *diff* is the difference
-from the full cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full
-cache's, in nats a token. *Ranks* are the places that a cell may have in its class: the cells of a budget that hold at
-most a tenth more bytes than the one that holds the fewest. A cell that is alone in its class has none. All ranks of a
-class hold together with 95 % confidence ([Statistics](statistics.md#ranks)). A budget is a share of the rows at the
-time when the cache is cut. Rows that are read or written later, such as those of a hidden question, come on top of it,
-and some methods go on cutting while they answer, so *bytes* can differ from the budget.
+bytes or rows read if their cells have no common budget. *bytes* is the measured share of the full cache's. *diff* is
+the difference from the full cache on the same samples, with its 95 % interval. *KL* is the divergence of the
+predictions from the full cache's, in nats a token. *Ranks* are the places that a cell may have in its class: the cells
+of a budget that hold (or read) at most a tenth more than the one with the fewest bytes (or rows). A cell that is alone
+in its class has none. All ranks of a class hold together with 95 % confidence ([Statistics](statistics.md#ranks)). A
+budget is a share of the rows at the time when the cache is cut. Rows that are read or written later, such as those of a
+hidden question, come on top of it, and some methods go on cutting while they answer, so *bytes* can differ from the
+budget.
 
 A cell is *shown to lose at most m points*, and has the mark {mark}, only if the lower end of its *diff* is above -m: it
 may score less than the full cache, but not by more. The margin m is {margin:g} points, or a tenth of the full cache's
@@ -146,15 +147,18 @@ ONE_SEED = (
     "Files of other seeds were not measured yet (part seeds): each file below comes from one training or calibration, "
     "so a difference between two files also holds the luck of these."
 )
-BY_SUBTASK = f"Scores by subtask with {format_budget(LEVEL)} of the bytes"
+BY_SUBTASK = "Scores by subtask"
 NAMES = (
     "[Methods](methods.md) says what each preset sets, and where it comes from. A slash joins the names of presets "
     "that set the same."
 )
 HIDDEN_BYTES = (
     "Both cells of a change have the same budget, but not always the same bytes: the rows of a hidden question come on "
-    "top of it, and some methods cut them again while they answer. With the question hidden, the cells hold {ratios} "
-    "times the bytes of those with the question visible, and more bytes can raise a score."
+    "top of it, and some methods cut them again while they answer."
+)
+HIDDEN_RATIOS = (
+    " With the question hidden, evicting cells hold {ratios} times the bytes of those with the question visible, and "
+    "more bytes can raise a score."
 )
 PAYS = """\
 Some methods pay for their score. kvzip and kvgrad let the model read each prompt twice, attention_matching also solves
@@ -405,7 +409,7 @@ def answer_page(page: str, sections: Sequence[Section], margin: float) -> list[C
 
 
 def describe_hidden_bytes(sections: Sequence[Section]) -> str:
-    """Return how many times the bytes evicting cells hold if the question is hidden, in the sections with both."""
+    """Return why the bytes differ if the question is hidden, and by how much, for the evicting cells with both."""
     held = {
         (section.part, section.protocol, line["label"], line["budget"]): line["bytes_held"]
         for section in sections
@@ -416,7 +420,7 @@ def describe_hidden_bytes(sections: Sequence[Section]) -> str:
         seen = held.get((part, (model, task, "visible", also), *cell))
         if question == "hidden" and seen:
             ratios.append(share / seen)
-    return HIDDEN_BYTES.format(ratios=format_range(ratios or [1.0], "{:.2f}".format))
+    return HIDDEN_BYTES + (HIDDEN_RATIOS.format(ratios=format_range(ratios, "{:.2f}".format)) if ratios else "")
 
 
 def show_subtasks(sections: Sequence[Section], question: str) -> list[str]:

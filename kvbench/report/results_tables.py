@@ -93,8 +93,8 @@ TURNS = (
     "paired by context, with its 95 % interval. The cell that worsens most is first."
 )
 PLANNED = (
-    "**Planned comparisons.** These pairs were named before they were measured. Other settings of a method can turn "
-    "which one is better ([Presets and seeds](results-presets-and-seeds.md)). Two cells of the same budget do not "
+    "**Planned comparisons.** These pairs were named before they were measured. With other settings the other cell may "
+    "score more ([Presets and seeds](results-presets-and-seeds.md)). Two cells of the same budget do not "
     "always hold the same bytes, which stand beside them. *difference* is the score of the second cell "
     "less that of the first, paired by sample, with its 95 % interval. *more* says which of them scores "
     "more; these signs hold together with 95 % confidence for the {count} planned comparisons of the part that were "
@@ -278,7 +278,7 @@ def format_subtasks(section: Section, cells: Sequence[Line]) -> list[str]:
     if len(shown) < 2 or (section.subtasks or 1) < 2:
         return []
     names = list(known[section.full["hash"]])
-    samples = section.samples // len(names)
+    samples = max(section.samples // len(names), 2)
     half = mean([Values([100.0 * (place % 2) for place in range(samples)], [str(place) for place in range(samples)])])
 
     def show(subtask: str) -> Callable[[Line], str]:
@@ -289,10 +289,10 @@ def format_subtasks(section: Section, cells: Sequence[Line]) -> list[str]:
         *(Column(name.removeprefix("ruler_"), "", show(name)) for name in names),
         Column("mean", "", lambda line: format_number(line["score"])),
     ]
-    share = format_range([line["bytes_held"] for line in cells], say_percent)
+    share = format_range([line["bytes_held"] for line in shown[:-1]], say_percent)
     sentence = (
         f"**{section.title}.** The cells hold {share} of the bytes. With {samples} samples a subtask, the 95 % "
-        f"interval of a number near 50 reaches from {half.low:.0f} to {half.high:.0f}."
+        f"interval of a number near 50 reaches at most from {half.low:.0f} to {half.high:.0f}."
     )
     return [wrap(sentence), "", *format_markdown(columns, shown)]
 
@@ -343,7 +343,8 @@ def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
 
     A table has the evicting cells, labels down in their order and budgets across. Others have a line each.
     """
-    evicting, listed = ([line for line in cells if (classify(line) == EVICTING) is kind] for kind in (True, False))
+    evicting = [line for line in cells if classify(line) == EVICTING]
+    listed = [line for line in cells if classify(line) != EVICTING]
     rows = arrange(evicting)
 
     def show(budget: float | int | str) -> Callable[[str], str]:
@@ -356,10 +357,10 @@ def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
         Column("budget", "", lambda line: format_budget(line["budget"])),
         Column("change", "", lambda line: format_change(line, gain)),
     ]
-    tables = [format_markdown(columns, sorted(rows))] if rows else []
-    if listed:
-        tables.append(format_markdown(others, sorted(listed, key=lambda line: (line["label"], str(line["budget"])))))
-    return "\n\n".join("\n".join(table) for table in tables).split("\n")
+    listed.sort(key=lambda line: (line["label"], -line["rows_kept"], -line["rows_attended"]))
+    table = format_markdown(columns, sorted(rows)) if rows else []
+    between = [""] if rows and listed else []
+    return [*table, *between, *(format_markdown(others, listed) if listed else [])]
 
 
 def format_bytes(sections: Sequence[Section]) -> list[str]:

@@ -25,6 +25,7 @@ from kvbench.report.results_conclusions import (
     describe_leaders,
     describe_order,
     draw_conclusions,
+    pair_settings,
 )
 from kvbench.report.results_cost import RATIO, CostTable
 from kvbench.report.results_figure import (
@@ -135,25 +136,26 @@ def test_hiding_the_question_is_counted_jointly():
     sentence = conclude_hidden(split_sections({"a": lines}), 3.0)
     assert "lowers the score in 1 of 3 cells (jointly at 95 %)." in sentence.headline
     start = "The largest change is that of `kvzip`: -30.0 [-40.0, -20.0]. No change is shown for `tova` and `random`. "
-    start += "The cells hold 20 % of the bytes, because the question's rows come on top of the budget. With"
+    start += "With the question's rows, which come on top of the budget, the cells hold 20 % of the bytes. With"
     assert sentence.text.startswith(start)
     assert conclude_hidden(split(a=make_class(*BEST)), 3.0) is None
     names = [line["label"] for line in lines[3:5]]
     more = [lines[3] | {"label": name, "hash": name} for name in "abc"]
-    seen, cut = split_sections({"a": [*lines[:5], *rank(more, *[(4, 6)] * 3)]}), [*lines[3:5], *more]
-    assert names == ["tova", "random"] and describe_chance(cut, seen) == (
-        ", 4 of which are not told apart from `random` even with the question in sight"
-    )
-    assert describe_chance(cut, split(a=make_class(*BEST)[:2])) == describe_chance(lines[3:4], seen[:1]) == ""
+    ranked = rank([*lines[2:5], *more], (1, 1), (2, 2), (3, 6), (3, 6), (3, 6), (3, 6))
+    seen, cut = split_sections({"a": [*lines[:2], *ranked]}), ranked[1:]
+    told = "; of these, `a`, `b` and `c` are not shown to score more than `random` even with the question in sight"
+    assert names == ["tova", "random"] and describe_chance(cut, seen[-1], seen) == told
+    assert describe_chance(cut, seen[-1], split(a=make_class(*BEST)[:2])) == ""
+    assert describe_chance(lines[3:4], seen[-1], seen) == describe_chance(cut[-1:], seen[-1], seen[-1:]) == ""
     fallen = [line | gains for line in hidden]
     text = conclude_hidden(split_sections({"a": [*lines[:5], *fallen]}), 3.0).text
-    assert " The score falls for `kvzip`, `tova` and `random`. The cells hold" in text
+    assert " The score falls for `kvzip`, `tova` and `random`. With the question's rows," in text
     hidden[2] |= {"question_gain": 35.0, "question_gain_low": 30.0, "question_gain_high": 40.0}
     lines = [make_full(), make_full(question="hidden"), *make_class(*BEST), *hidden]
     both = conclude_hidden(split_sections({"a": lines}), 3.0)
     assert "lowers the score in 1 of 3 cells and raises it in 1 (jointly" in both.headline
-    assert "largest change is that of `random`: +35.0" in both.text
-    assert both.text.endswith("Hiding the question changes the score of `kvzip` by -30.0 [-40.0, -20.0].")
+    assert "largest change is that of `random`: +35.0" in both.text and " It rises for `random`." in both.text
+    assert both.text.endswith(" Against the visible question, `kvzip` has -30.0 [-40.0, -20.0].")
 
 
 def test_a_cell_that_scores_more_in_another_part_is_named():
@@ -161,8 +163,8 @@ def test_a_cell_that_scores_more_in_another_part_is_named():
     again = make_class(*BEST)[0] | {"score": 82.0, "score_low": 77.0, "score_high": 87.0}
     best = conclude_best(split(a=make_class(*BEST), d=[more, again]), 3.0)
     assert best.text.endswith(
-        " Part d has other cells at the same settings: `kvgrad` scores 85.0 [80.0, 90.0] there, and `kvzip` 82.0 "
-        "[77.0, 87.0]."
+        " Part d has other cells of the same task and length: `kvgrad` scores 85.0 [80.0, 90.0] there, and `kvzip` "
+        "82.0 [77.0, 87.0]."
     )
     for other in (less, more | {"bytes_held": 0.3}, more | {"codec": "int4"}, more | {"question": "hidden"}):
         sections = split(a=make_class(*BEST)) + split_sections({"d": [make_full(), other, other]})
@@ -212,7 +214,24 @@ def test_settings_of_one_method_are_compared_as_planned():
     found = conclude_presets(split_sections({"p": lines}, {"p": numbers}), 3.0)
     assert "score of 1 of 1 methods, in 1 of 2 planned comparisons (jointly at 95 %)." in found.headline
     assert "that of `a` and `a b` with a budget of 20 %: 50.0 and 20.0, a difference of -30.0 [-35.0," in found.text
-    assert "Of all 1 pairs of cells" in found.text and "1 are told apart" in found.text
+    assert "Of all" not in found.text  # no more pairs than the planned ones
+    varied = [
+        planned[0],
+        CellComparison("2", "6", (30.0, 25.0, 35.0), 1),
+        CellComparison("1", "6", (0.0, -5.0, 5.0), 0),
+    ]
+    lines.append(lines[1] | {"hash": "6", "label": "a c"})
+    in_all = conclude_presets(split_sections({"p": lines}, {"p": PartNumbers(lines, planned, varied)}), 3.0)
+    assert "Of all 3 pairs of cells" in in_all.text and ", 2 are told apart" in in_all.text
+    for changed in ({"bytes_held": 0.3}, {"label": "a · codec.path=x"}, {"allocator": "ada"}):
+        other = [line | changed if line["hash"] == "2" else line for line in lines]
+        [section] = split_sections({"p": other}, {"p": PartNumbers(other, planned)})
+        assert [each.one for each in pair_settings(section)] == ["3"]
+    more = [line | {"n": 200, "hash": f"q{line['hash']}"} for line in lines]
+    again = [CellComparison("q1", "q2", (-3.0, -9.0, 3.0), 0)]
+    parts = {"p": lines, "q": more}
+    chosen = split_sections(parts, {"p": numbers, "q": PartNumbers(more, again)})
+    assert conclude_presets(chosen, 3.0).cells.startswith("part q, ")  # it has more samples
     assert conclude_presets(split(p=cells), 3.0) is None
 
 
@@ -236,7 +255,7 @@ def test_what_a_method_needs_is_said():
         ranks = [(1, len(cells))] * len(cells)
         return conclude_best(split(a=rank([*cells, once], *ranks, (len(cells) + 1,) * 2)), 3.0).text
 
-    assert "It reads each prompt twice" in describe("kvzip") and "Both read each prompt" in describe("kvzip", "kvgrad")
+    assert "`kvgrad` and `kvzip` read each prompt twice" in describe("kvzip", "kvgrad")
     assert "`kvzip` reads each prompt twice" in describe("kvzip", "tova")
     needs = "`duo_attention`, which needs a [file made for the model](files-for-methods.md), has the highest score"
     assert needs in describe("kvzip", bytes_with_files=0.21) and "needs" not in describe("kvzip", bytes_with_files=0.2)
@@ -460,10 +479,9 @@ def test_advice_on_speed_names_methods_that_are_no_better_than_chance():
     table = CostTable("gpu-x", "decoding_methods", [{"": "Random 5 %", RATIO: "0.5"}])
     column = choose_column(split(a=make_class((1, 1), (2, 3), (2, 3))))
     [text] = recommend_speed([table], column)
-    assert "With 20 % of the bytes, `tova` cannot be told apart from `random` by their scores." in " ".join(
-        text.split()
-    )
-    assert "told apart" not in "".join(recommend_speed([table], choose_column(split(a=make_class(*BEST)))))
+    assert "With 20 % of the bytes, `tova` is not shown to score more than `random`." in " ".join(text.split())
+    best = split(a=make_class((1, 1), (2, 2), (3, 3)))
+    assert "not shown" not in "".join(recommend_speed([table], choose_column(best)))
 
 
 def test_limits_are_those_of_the_models_that_were_measured():

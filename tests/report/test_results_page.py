@@ -146,7 +146,7 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
         "fall in 2 of 4 cells when the cache is cut before the question is known, and rise in 0; in 2 neither" in hidden
     )
     assert "Scores are higher than without the codec in 0 of 1 cells" in codecs
-    assert "hidden, the cells hold 1.00 times the bytes" in hidden
+    assert "With the question hidden, evicting cells hold 1.00 times the bytes" in hidden
     first = read_text(pages, "results.md")
     for page, sentence in {
         seen: "and the question in sight, ",
@@ -252,7 +252,7 @@ def test_a_conclusion_says_that_its_part_is_earlier_than_the_study():
     assert f"(part {first}, smollm2, ledger" in text and "names an *earlier part*." in text
     left = read_text(format_pages(parts | {first: ledger}, ["measured/gpu-x"], {}), "results-measured.md")
     assert "Parts of the study that have not begun: confirmation, longer, untuned," in left
-    assert "(earlier part a, smollm2, ruler" in text and "Earlier part b has other cells" in text
+    assert "(earlier part a, smollm2, ruler" in text and "Earlier part b has other cells of the same task" in text
     assert "earlier" not in read_text(format_pages(parts, ["measured/gpu-x"], {}), "results.md").lower()
 
 

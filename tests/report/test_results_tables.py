@@ -94,7 +94,7 @@ def test_scores_by_subtask_say_how_precise_they_are():
     assert rows == ["| sink | 40 | 40 | 40.0 |", "| full cache | 100 | 80 | 90.0 |"]  # nothing is known of tova
     assert " ".join(text.split()).endswith(
         "The cells hold 20 % of the bytes. With 36 samples a subtask, the 95 % interval of a number near 50 reaches "
-        "from 33 to 67."
+        "at most from 33 to 67."
     )
     assert format_subtasks(split(*lines[1:]), lines[1:]) == []
 
