@@ -414,7 +414,8 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     others += f" With the question's rows, which come on top of the budget, the cells hold {held} of the bytes."
     best, shift = column.leaders[0], ""
     if best in changed and best != most:
-        shift = f" Against the visible question, {name_cell(best)} has {format_change(best, 'question_gain')}."
+        own = f"The difference of {name_cell(best)} from its score with the question visible"
+        shift = f" {own} is {format_change(best, 'question_gain')}."
     return Conclusion(
         f"With a budget of {format_budget(column.budget)}, cutting the cache before the question is known lowers the "
         f"score in {falls} of {len(changed)} cells{rise} (jointly at 95 %).",

@@ -155,7 +155,7 @@ def test_hiding_the_question_is_counted_jointly():
     both = conclude_hidden(split_sections({"a": lines}), 3.0)
     assert "lowers the score in 1 of 3 cells and raises it in 1 (jointly" in both.headline
     assert "largest change is that of `random`: +35.0" in both.text and " It rises for `random`." in both.text
-    assert both.text.endswith(" Against the visible question, `kvzip` has -30.0 [-40.0, -20.0].")
+    assert both.text.endswith("`kvzip` from its score with the question visible is -30.0 [-40.0, -20.0].")
 
 
 def test_a_cell_that_scores_more_in_another_part_is_named():
