@@ -429,6 +429,19 @@ def show_subtasks(sections: Sequence[Section], question: str) -> list[str]:
     return format_subtasks(column.section, column.cells) if column else []
 
 
+def show_coded_subtasks(sections: Sequence[Section]) -> list[str]:
+    """Return the scores by subtask of the codecs without eviction, of the section that has most of them."""
+    coded = [
+        (len(cells), section, cells)
+        for section in choose_question(sections, "visible")
+        if (cells := [line for line in section.list_cells(POINT) if line["method"] == "full"])
+    ]
+    if not coded:
+        return []
+    _, section, cells = max(coded, key=lambda entry: entry[0])
+    return format_subtasks(section, cells)
+
+
 def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]:
     """Return the headings and texts behind the sections of a sub-page, about what one setting changes."""
     if page == HIDDEN:
@@ -456,6 +469,7 @@ def list_changes(page: str, sections: Sequence[Section]) -> dict[str, list[str]]
         return {
             "At equal bytes": format_equal_bytes(sections),
             "At equal rows": format_gains(sections, "codec_gain"),
+            BY_SUBTASK: show_coded_subtasks(sections),
             "What a byte buys": format_bytes(sections),
         }
     return {}

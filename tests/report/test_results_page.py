@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.analysis.joint_signs import MARGIN
 from kvbench.analysis.power import estimate_deviation
-from kvbench.analysis.result_lines import format_lines, make_lines, read_lines
+from kvbench.analysis.result_lines import PartNumbers, format_lines, make_lines, read_lines
 from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import split_sections
 from kvbench.report.results_origin import describe_progress
@@ -17,6 +17,7 @@ from kvbench.report.results_page import (
     choose_files,
     find_page,
     format_pages,
+    list_changes,
     name_page,
     read_all_checksums,
     read_parts,
@@ -26,7 +27,7 @@ from kvbench.report.results_tables import format_section
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
 from tests.support.made_up_runs import write_run
-from tests.support.measured_lines import make_full, make_line
+from tests.support.measured_lines import make_full, make_line, rank
 from tests.support.report_store import make_records
 from tests.support.repository import ROOT
 
@@ -160,6 +161,25 @@ def test_the_pages_state_what_the_lines_hold(machine, lines, tmp_path):
     assert "[measured/gpu-x](../measured/gpu-x)" in read_text(pages, "results.md")
     assert f"60 samples of {lines[0]['subtasks']} subtasks a cell" in first and "measured. Every number" in first
     assert not any(re.search(r"\bNone\b(?!\s+of\s+\d+\s+cells)|n/a", text) for text in pages.values())
+
+
+def test_the_best_methods_and_the_codecs_have_scores_by_subtask():
+    raw = rank([make_line(name, 0.2, score) for name, score in (("tova", 60.0), ("sink", 40.0))], (1, 1), (2, 2))
+    coded = [make_line(f"{name} · int4", 1.0, 80.0, codec="int4", bytes_held=0.28) for name in ("full", "tova")]
+    lines = [make_full(subtasks=2), *raw, *coded]
+    means = {line["hash"]: {"a": line["score"] + 10, "b": line["score"] - 10} for line in lines}
+    hidden = [line | {"question": "hidden"} for line in lines[:3]]
+    parts = {"p": [*lines, *hidden]}
+    sections = split_sections(parts, {"p": PartNumbers(parts["p"], subtasks=means)})
+    for page, cells in {
+        "equal-bytes": ["tova", "sink"],
+        "question-hidden": ["tova", "sink"],
+        "codecs": ["full · int4"],
+    }.items():
+        table = list_changes(page, sections)["Scores by subtask"]
+        rows = [line.split(" | ") for line in table if line.startswith("| ")][1:]
+        assert [row[0].strip("| ") for row in rows] == [*cells, "full cache"]
+        assert [float(row[1]) for row in rows] == [means[name]["a"] for name in (*cells, "full cache")]
 
 
 def test_a_page_without_cells_says_so(machine, tmp_path, without_pictures):
