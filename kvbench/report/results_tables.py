@@ -286,8 +286,8 @@ def format_subtasks(section: Section, cells: Sequence[Line]) -> list[str]:
 
     columns = [
         Column("cell", "", lambda line: line["label"]),
-        *(Column(name.removeprefix("ruler_"), "", show(name)) for name in names),
         Column("mean", "", lambda line: format_number(line["score"])),
+        *(Column(name.removeprefix("ruler_").replace("_", " "), "", show(name)) for name in names),  # long heads wrap
     ]
     share = format_range([line["bytes_held"] for line in shown[:-1]], say_percent)
     sentence = (
