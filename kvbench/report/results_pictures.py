@@ -1,5 +1,6 @@
 """Draw the pictures of the pages of results: scores of a section, at one budget or as curves over the bytes held."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from kvbench.report import print_charts
@@ -44,8 +45,11 @@ def draw_pictures(sections: Sequence[Section]) -> dict[str, str]:
 
 
 def shorten_label(label: str) -> str:
-    """Return a label without what a reader of a picture can do without, because long ones are cut."""
-    return label.removeprefix("full · ").replace("codec.path=", "").replace("codec.", "")
+    """Return a label without what a reader of a picture can do without, because long ones are cut.
+
+    Of presets that set the same, whose names a slash joins, the first is named.
+    """
+    return re.sub(r"/\S+", "", label).removeprefix("full · ").replace("codec.path=", "").replace("codec.", "")
 
 
 def draw_picture(section: Section, budget: float | int | str | None) -> str:

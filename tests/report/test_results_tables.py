@@ -233,6 +233,7 @@ def test_a_cell_that_needs_a_file_is_listed_and_may_be_on_one_front_only():
 def test_pictures_have_short_labels():
     label = "full · delta · codec.stride=20 · codec.path=stride-20"
     assert shorten_label(label) == "delta · stride=20 · stride-20" and shorten_label("snapkv · ada") == "snapkv · ada"
+    assert shorten_label("snapkv official_code/kvpress · ada") == "snapkv official_code · ada"
 
 
 def test_numbers_and_intervals_are_not_broken_between_lines():
