@@ -11,6 +11,7 @@ from kvbench.analysis.byte_front import EQUAL
 from kvbench.analysis.result_lines import Line
 from kvbench.analysis.text_table import Column as TableColumn
 from kvbench.analysis.text_table import format_markdown, format_number, format_range
+from kvbench.config.study_parts import read_study
 from kvbench.report.results_cells import (
     LONG_TASKS,
     READING,
@@ -20,6 +21,7 @@ from kvbench.report.results_cells import (
     find_front,
     is_kept,
     list_budgets,
+    list_methods,
     sort_by_score,
 )
 from kvbench.report.results_conclusions import (
@@ -46,6 +48,7 @@ from kvbench.report.results_conclusions import (
 )
 from kvbench.report.results_cost import RATIO, CostTable, find_fastest
 from kvbench.report.results_limits import describe_models
+from kvbench.report.results_origin import say_unfinished
 from kvbench.report.results_text import (
     COMMENT,
     format_change,
@@ -103,7 +106,9 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
         chosen = choose_question(sections, question)
         columns = [column for level in LEVELS if (column := choose_column(chosen, level, near=True))]
         text += [f"## {title}", "", *format_columns(columns, sections)]
-        text += [f"{wrap(said.strip())}\n" for column in columns if (said := describe_elsewhere(column, sections))]
+        said = [describe_elsewhere(column, sections).strip() for column in columns]
+        said += [describe_missing(part, sections) for part in dict.fromkeys(column.section.part for column in columns)]
+        text += [f"{wrap(sentence)}\n" for sentence in said if sentence]
     for title, tasks in {"Answers are long": LONG_TASKS, "A context gets several questions": TURN_TASKS}.items():
         known = [section for question in NEEDS if (section := choose_task(sections, tasks, question))]
         advice = [line for section in known for line in recommend_task(section, margin)]
@@ -114,6 +119,13 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
     visible = choose_question(sections, "visible")
     speed = [*recommend_speed(tables, choose_column(visible)), *recommend_readers(visible)]
     return "\n".join([*text, "## Tokens should be fast", "", *speed])
+
+
+def describe_missing(part: str, sections: Sequence[Section]) -> str:
+    """Return that a part of the study is not finished, and what this means for a table; empty if it is."""
+    measured = sum(len(list_methods(section.cells)) for section in sections if section.part == part)
+    said = say_unfinished(part, measured, read_study())
+    return f"{said} Some methods are therefore missing at some budgets." if said else ""
 
 
 def format_columns(columns: Sequence[Column], sections: Sequence[Section]) -> list[str]:

@@ -116,16 +116,19 @@ def count_planned(part: StudyPart) -> int:
 
 def describe_unfinished(parts: Mapping[str, Sequence[Line]], known: Mapping[str, StudyPart]) -> str:
     """Return which parts have fewer cells than conf/measured.yaml lists, and which of the study have none."""
-    texts = []
-    for name, lines in parts.items():
-        planned, measured = count_planned(known[name]) if name in known else 0, len(list_methods(lines))
-        if measured < planned:
-            texts.append(f"Part {name} is not finished: {measured} of its {planned} cells of methods were measured.")
+    texts = [say_unfinished(name, len(list_methods(lines)), known) for name, lines in parts.items()]
     study = list_study()
     left = [name for name in study if name not in parts]
     if left and len(left) < len(study):
         texts.append(f"Parts of the study that have not begun: {join_words(left, 'and')}.")
-    return " ".join(texts)
+    return " ".join(text for text in texts if text)
+
+
+def say_unfinished(name: str, measured: int, known: Mapping[str, StudyPart]) -> str:
+    """Return that a part has fewer cells of methods than conf/measured.yaml lists; empty if it has all."""
+    planned = count_planned(known[name]) if name in known else 0
+    missing = f"Part {name} is not finished: {measured} of its {planned} cells of methods were measured."
+    return missing if measured < planned else ""
 
 
 def join_values(lines: Sequence[Line], name: str) -> str:
