@@ -138,6 +138,14 @@ def list_models(sections: Sequence[Section]) -> list[str]:
     return [*(model for model in MODELS if model in models), *(model for model in models if model not in MODELS)]
 
 
+def count_cells(sections: Sequence[Section]) -> dict[str, int]:
+    """Return by part the number of its cells, without those of the full cache."""
+    counts: dict[str, int] = {}
+    for section in sections:
+        counts[section.part] = counts.get(section.part, 0) + len(list_methods(section.cells))
+    return counts
+
+
 def split_protocols(lines: Sequence[Line]) -> list[tuple[Protocol, list[Line]]]:
     """Return the lines of each protocol, in the order in which protocols begin."""
     groups: dict[Protocol, list[Line]] = {}

@@ -18,10 +18,10 @@ from kvbench.report.results_cells import (
     TURN_TASKS,
     TWICE,
     Section,
+    count_cells,
     find_front,
     is_kept,
     list_budgets,
-    list_methods,
     sort_by_score,
 )
 from kvbench.report.results_conclusions import (
@@ -123,8 +123,7 @@ def format_choice(sections: Sequence[Section], tables: Sequence[CostTable], marg
 
 def describe_missing(part: str, sections: Sequence[Section]) -> str:
     """Return that a part of the study is not finished, and what this means for a table; empty if it is."""
-    measured = sum(len(list_methods(section.cells)) for section in sections if section.part == part)
-    said = say_unfinished(part, measured, read_study())
+    said = say_unfinished(part, count_cells(sections)[part], read_study())
     return f"{said} Some methods are therefore missing at some budgets." if said else ""
 
 

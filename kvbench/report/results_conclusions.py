@@ -394,13 +394,11 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
     if column is None or not changed:
         return None
     signs = sign_cells(changed, "question_gain")
-    falls, rises = signs.count(-1), signs.count(1)
-    fallen, same = (
-        sort_by_score(line for line, each in zip(changed, signs, strict=True) if each == sign) for sign in (-1, 0)
+    fallen, same, risen = (
+        sort_by_score(line for line, each in zip(changed, signs, strict=True) if each == sign) for sign in (-1, 0, 1)
     )
     most = max(changed, key=lambda line: (abs(line["question_gain"]), line["label"]))
-    rise = f" and raises it in {rises}" if rises else ""
-    risen = sort_by_score(line for line, sign in zip(changed, signs, strict=True) if sign == 1)
+    rise = f" and raises it in {len(risen)}" if risen else ""
     held = format_range([line["bytes_held"] for line in changed], say_percent)
     others = f" The score falls for {name_cells(fallen)}." if 1 < len(fallen) <= MANY else ""
     others += f" It rises for {name_cells(risen)}." if risen and len(risen) <= FEW else ""
@@ -418,7 +416,7 @@ def conclude_hidden(sections: Sequence[Section], margin: float) -> Conclusion | 
         shift = f" {own} is {format_change(best, 'question_gain')}."
     return Conclusion(
         f"With a budget of {format_budget(column.budget)}, cutting the cache before the question is known lowers the "
-        f"score in {falls} of {len(changed)} cells{rise} (jointly at 95 %).",
+        f"score in {len(fallen)} of {len(changed)} cells{rise} (jointly at 95 %).",
         f"The largest change is that of {name_cell(most)}: {format_change(most, 'question_gain')}.{others} "
         f"With {column.share} of the bytes, {name_leaders(column)}. {describe_best(column, sections)}{shift}",
         name_place(column.section, f"raw rows, budget {format_budget(column.budget)}"),
@@ -431,7 +429,7 @@ def name_cells(cells: Sequence[Line]) -> str:
 
 
 def describe_chance(cells: Sequence[Line], hidden: Section, sections: Sequence[Section]) -> str:
-    """Return how many cells do not score more for certain than rows kept by chance, even with the question in sight.
+    """Return which cells do not score more for certain than rows kept by chance, even with the question in sight.
 
     Such cells have little to lose. It is the end of a sentence about cells of a section with a hidden question, and
     empty if there are none, or if no cell of CHANCE was measured in their class.
@@ -601,33 +599,31 @@ def say_files(line: Line) -> str:
 
 def conclude_presets(sections: Sequence[Section], margin: float) -> Conclusion | None:
     """Conclude how many planned comparisons of two settings of one method, at one budget, show a difference."""
-    for question in ("visible", "hidden"):
-        section = max(
-            choose_question([each for each in sections if pair_settings(each)], question),
-            key=lambda each: (each.samples, len(pair_settings(each))),
-            default=None,
-        )
-        if section is None:
-            continue
-        lines, pairs = {line["hash"]: line for line in section.cells}, pair_settings(section)
-        differ = [lines[each.one]["method"] for each in pairs if each.sign != 0]
-        methods = {lines[each.one]["method"] for each in pairs}
-        widest = max(pairs, key=lambda each: abs(each.change[0]))
-        one, other = lines[widest.one], lines[widest.other]
-        spreads = find_spreads(section)
-        apart, count = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
-        change = f"{format_number(one['score'])} and {format_number(other['score'])}, "
-        pairs_in_all = f"Of all {count} pairs of cells of one method, budget and similar bytes, {apart} are told apart "
-        in_all = f" {pairs_in_all}(jointly at 95 %)." if count > len(pairs) else ""
-        return Conclusion(
-            f"Settings alone change the score of {len(set(differ))} of {len(methods)} methods, in {len(differ)} of "
-            f"{len(pairs)} planned comparisons (jointly at 95 %).",
-            f"The widest of these is that of {name_cell(one)} and {name_cell(other)} with a budget of "
-            f"{format_budget(one['budget'])}: {change}a difference of {format_difference(*widest.change)}."
-            f"{in_all}{describe_order(section)}",
-            name_place(section, "two presets of a method at one budget"),
-        )
-    return None
+    paired = [section for section in sections if pair_settings(section)]
+    main = choose_question(paired, "visible") or choose_question(paired, "hidden")
+    section = max(main, key=lambda each: (each.samples, len(pair_settings(each))), default=None)
+    if section is None:
+        return None
+    lines, pairs = {line["hash"]: line for line in section.cells}, pair_settings(section)
+    differ = [lines[each.one]["method"] for each in pairs if each.sign != 0]
+    methods = {lines[each.one]["method"] for each in pairs}
+    widest = max(pairs, key=lambda each: abs(each.change[0]))
+    one, other = lines[widest.one], lines[widest.other]
+    spreads = find_spreads(section)
+    apart, count = sum(spread.apart for spread in spreads), sum(spread.pairs for spread in spreads)
+    in_all = (
+        f" Of all {count} pairs of cells of one method, budget and similar bytes, {apart} are told apart (jointly at "
+        "95 %)."
+    )
+    return Conclusion(
+        f"Settings alone change the score of {len(set(differ))} of {len(methods)} methods, in {len(differ)} of "
+        f"{len(pairs)} planned comparisons (jointly at 95 %).",
+        f"The widest of these is that of {name_cell(one)} and {name_cell(other)} with a budget of "
+        f"{format_budget(one['budget'])}: {format_number(one['score'])} and {format_number(other['score'])}, a "
+        f"difference of {format_difference(*widest.change)}.{in_all if count > len(pairs) else ''}"
+        f"{describe_order(section)}",
+        name_place(section, "two presets of a method at one budget"),
+    )
 
 
 def pair_settings(section: Section) -> list[CellComparison]:

@@ -111,8 +111,7 @@ def choose_looks(named: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return the style of each label: its method's (`choose_styles`), or a free colour if that one is taken."""
     looks, taken = {}, set[str]()
     for label, style in zip(named, choose_styles(list(named.values())), strict=True):
-        free = [style["colour"], *(colour for colour in COLOURS.values() if colour not in taken)]
-        colour = free[0] if free[0] not in taken else free[1]
+        colour = next(each for each in (style["colour"], *COLOURS.values()) if each not in taken)
         taken.add(colour)
         looks[label] = style | {"colour": colour}
     return looks

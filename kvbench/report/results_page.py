@@ -25,6 +25,7 @@ from kvbench.report.results_cells import (
     TURN_TASKS,
     Section,
     classify,
+    count_cells,
     list_leaders,
     list_methods,
     list_ties,
@@ -114,8 +115,9 @@ measured for this topic, else smollm2, else reference. Of this model it takes th
 rules are: the best of the most cells compared at {level} of the bytes, and the fewest bytes that lose at most a
 [margin](statistics.md#margins-and-counts); what hiding the question changes there; cells with a codec against raw rows
 of equal bytes; planned comparisons of two settings of a method; and losses where answers are long or a context gets
-several questions. But for the first two, they take the part with most samples a cell. [Which method should I
-use?](which-method.md) draws on the same data.
+several questions. The best method, and what hiding the question changes, stand on the part that compares most cells.
+All other rules take the part with most samples a cell. [Which method should I use?](which-method.md) draws on the same
+data.
 """
 TERMS = """\
 Tables of scores are sorted by the mean score over their budgets, the highest first, with the full cache last, or by
@@ -313,14 +315,12 @@ def format_front(
 ) -> str:
     """Return docs/results.md."""
     links = join_words([f"[{source.removeprefix('../')}]({source})" for source in sources], "and")
-    cells = sum(len(list_methods(section.cells)) for section in sections)
+    measured = count_cells(sections)
+    cells = sum(measured.values())
     answers = sum(line["n"] for section in sections for line in section.cells)
     figure = choose_figure(sections)
     shown = figure.cells if figure else ()
     counts = f"{answers:,} answers of {cells:,} cells and of their full caches were measured."
-    measured: dict[str, int] = {}
-    for section in sections:
-        measured[section.part] = measured.get(section.part, 0) + len(list_methods(section.cells))
     progress = describe_progress(measured)
     classes = list_compared(figure) if figure else []
     leaders = [list_leaders(cells) for cells in classes]

@@ -278,7 +278,9 @@ def format_subtasks(section: Section, cells: Sequence[Line]) -> list[str]:
     if len(shown) < 2 or (section.subtasks or 1) < 2:
         return []
     names = list(known[section.full["hash"]])
-    samples = max(section.samples // len(names), 2)
+    samples = section.samples // len(names)
+    if samples < 2:  # nothing can be said about the precision
+        return []
     half = mean([Values([100.0 * (place % 2) for place in range(samples)], [str(place) for place in range(samples)])])
 
     def show(subtask: str) -> Callable[[Line], str]:

@@ -97,6 +97,8 @@ def test_scores_by_subtask_say_how_precise_they_are():
         "at most from 33 to 67."
     )
     assert format_subtasks(split(*lines[1:]), lines[1:]) == []
+    [few] = split_sections({"a": [lines[0] | {"n": 2}, *lines[1:]]}, {"a": PartNumbers(lines, subtasks=means)})
+    assert format_subtasks(few, few.cells[1:]) == []  # one sample a subtask says nothing about its precision
 
 
 def test_tables_do_not_mix_kinds_of_cells():
