@@ -3,7 +3,7 @@
 Examples:
   kvbench dev measured screening
   kvbench dev measured screening turns --results /data/measured --workers 8
-  kvbench dev measured screening --collect --draw 40 --results /data/measured
+  kvbench dev measured screening --collect --draw 24 --results /data/measured
   kvbench dev measured --lines results/measured/nvidia-h200/untuned.parquet
   kvbench dev measured --page
   kvbench dev measured confirmation --power

@@ -20,7 +20,7 @@ from tests.support.bundles import unpacked
 from tests.support.repository import ROOT
 
 MEASURED = ROOT / "results" / "measured"
-SMALL = 2_000_000  # bytes of all bundles
+SMALL = 1_000_000  # bytes of all bundles
 
 
 def list_bundles(folder: Path) -> list[Path]:
