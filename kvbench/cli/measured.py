@@ -18,7 +18,8 @@ then say nothing about cost; the files hold none.
 A part ends with RESULTS/measured/<machine>/<part>.parquet, one row for each sample of each finished run, also if Ctrl-C
 or a SIGTERM stops it. The exit code is 1 if a cell is refused or a run is not finished. A machine without pyarrow
 measures too and writes no such file, as the command says when it begins and ends. --collect then writes it elsewhere,
-from a copy of RESULTS with its runs and files: it measures nothing, and the runs say which machine made them.
+from a copy of RESULTS with its runs and files: it measures nothing, and the runs say which machine made them. Runs that
+need a file which the copy lacks count as not finished.
 
 With --draw, a bundle of so many answers drawn from these runs is written beside the rows. kvbench check bundle checks
 it and executes its answers again. SHA256SUMS in the same folder has the checksums of both.
@@ -30,14 +31,14 @@ how long they take, and which differences they can tell apart by the deviations 
 
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvbench.cli.command import CommandParser, find_width, require_extra, run_command
 from kvbench.cli.power_options import add_power, check_power
-from kvbench.config.study_parts import STUDY, StudyPart, choose_study_parts
+from kvbench.config.study_parts import STUDY, StudyPart, choose_study_parts, quote
 from kvbench.validation import SettingError, require_writable
 
 NO_ROWS = "no pyarrow here, so no file of rows; copy RESULTS and run kvbench dev measured {part} --collect elsewhere"
@@ -231,22 +232,47 @@ def collect_part(part: StudyPart, results: Path, draw: int | None = None) -> int
         1 if a cell is refused or has no finished run, otherwise 0.
 
     Raises:
-        SettingError: A file is missing, no run of a method is finished, or the runs come from several machines or
-            states of the code.
+        SettingError: Every cell needs a file that is missing, no run of a method is finished, or the runs come from
+            several machines or states of the code.
     """
+    from kvbench.config.compose import expand_cells
     from kvbench.store.runs import check_folder
     from kvbench.sweeps.part_store import collect_runs, list_values
     from kvbench.sweeps.plan import Sweep
 
     check_folder(results)
-    if missing := [*part.list_files(results)]:
-        raise SettingError(f"part {part.name}: {missing[0]} is missing; copy it from the machine that measured")
-    planned = [Sweep.plan_lines(lines) for lines in part.list_stages(results)]
-    return write_rows(part, planned, collect_runs(part.name, list_values(planned), results), results, draw)
+    missing = part.list_files(results)
+    stages = [[cell for line in lines for cell in expand_cells(line)] for lines in part.list_stages(results)]
+    quoted = {quote(path) for path in missing}
+    known = [[cell for cell in cells if not needs_file(cell, quoted)] for cells in stages]
+    unknown = sum(map(len, stages)) - sum(map(len, known))  # the hashes of their runs follow from the files
+    if unknown:
+        said = f"part {part.name}: {next(iter(missing))} is missing; copy it from the machine that measured"
+        if not any(known):
+            raise SettingError(said)
+        cells = (
+            "1 cell needs a missing file and counts"
+            if unknown == 1
+            else f"{unknown} cells need a missing file and count"
+        )
+        print(f"{said}. {cells} as not finished.", file=sys.stderr)
+    planned = [Sweep.plan_lines(cells) for cells in known if cells]
+    runs = collect_runs(part.name, list_values(planned), results)
+    return write_rows(part, planned, runs, results, draw, unknown)
+
+
+def needs_file(cell: Sequence[str], files: Collection[str]) -> bool:
+    """Return whether a setting of a cell, given as overrides, is one of the quoted paths."""
+    return any(text.partition("=")[2] in files for text in cell)
 
 
 def write_rows(
-    part: StudyPart, planned: Sequence[Any], runs: Sequence[Any], results: Path, draw: int | None = None
+    part: StudyPart,
+    planned: Sequence[Any],
+    runs: Sequence[Any],
+    results: Path,
+    draw: int | None = None,
+    unknown: int = 0,
 ) -> int:
     """Write the rows of a part's finished runs and their checksum, and say how many runs there are.
 
@@ -256,6 +282,7 @@ def write_rows(
         runs: Its runs, finished or not, each a `kvbench.store.runs.StoredRun`.
         results: The folder of results.
         draw: How many answers a bundle beside the rows has; None writes no bundle.
+        unknown: How many cells of the part are not planned, because they need a file that is missing.
 
     Returns:
         1 if a cell is refused or has no finished run, otherwise 0.
@@ -291,7 +318,7 @@ def write_rows(
             print(f"{bundle}: {draw} drawn answers")
     else:
         where = f"part {part.name}: {NO_ROWS.format(part=part.name)}"
-    count = len(list_values(planned))
+    count = len(list_values(planned)) + unknown
     refused = sum(cell.run is None for sweep in planned for cell in sweep.cells)
     left = f"; {refused} cells are refused" if refused else ""
     print(f"{where}: {len(lines)} cells, {len(finished)} of {count} runs are finished{left}")

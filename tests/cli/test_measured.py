@@ -108,7 +108,18 @@ def test_what_a_collecting_machine_lacks_is_named(write_parts, tmp_path, capsys)
     assert main(given) == 2 and "the folder contains no runs" in capsys.readouterr().err
     (tmp_path / "runs").mkdir()
     assert main(given) == 2
-    assert f"part tiny: {tmp_path}/files/filters is missing; copy it from" in capsys.readouterr().err
+    lacking = f"part tiny: {tmp_path}/files/filters is missing; copy it from the machine that measured"
+    assert capsys.readouterr().err == f"kvbench: {lacking}\n"
+    files = "".join(parts.read_text().partition("  files:")[1:])
+    write_parts("method=sink")
+    assert main(given[:-1]) == 0
+    with_filters = write_parts("method=sink", "method=qfilters method.path=FILES/filters")
+    with_filters.write_text(with_filters.read_text() + files)
+    capsys.readouterr()
+    assert main(given) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("2 cells, 2 of 3 runs are finished\n")
+    assert err == f"{lacking}. 1 cell needs a missing file and counts as not finished.\n"
 
 
 def test_a_tier_whose_model_is_missing_is_refused_before_its_files_are_made(tmp_path, capsys):
